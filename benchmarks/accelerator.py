@@ -36,7 +36,7 @@ from shardtrain.config import Loaded, derived
 from shardtrain.distributed.process_group import join, pick_device_type
 from shardtrain.facts.devices import DEVICE_TYPES, peak_flops
 from shardtrain.launch.environment import set_allocator_default
-from shardtrain.metrics.memory import read_peak
+from shardtrain.metrics.peak_memory import read_peak
 from shardtrain.ops import accelerator, cross_entropy, device_kernels
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.linear_cross_entropy import linear_cross_entropy_sum

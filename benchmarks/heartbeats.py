@@ -21,10 +21,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardtrain.resilience.watchdog import heartbeat
+from shardtrain.resilience.watchdog import rank_heartbeat
 from shardtrain.resilience.watchdog.exchange import HeartbeatExchange
 from shardtrain.resilience.watchdog.hang_detector import HangDetector
-from shardtrain.resilience.watchdog.heartbeat import Heartbeat
+from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import common
 from shardtrain.resilience.watchdog.watchdog import beat_seconds, monitors
 from shardtrain.utils.activity import Mark
@@ -72,7 +72,7 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
 
     def sign(rank: int, beat: int) -> str:
         marks = {grain: Mark(100 * beat, facts, 1.5 * beat, 7, 4000 * beat + rank, 5000 * beat) for grain in (100, 1)}
-        return heartbeat.write(
+        return rank_heartbeat.write(
             Heartbeat(beat, f"node{rank // per_node:04d}.cluster", 1234, "step", 40, 7, "all_reduce",
                       "train/trainer.py:123 in step", 30.0, marks=marks)
         )  # fmt: skip

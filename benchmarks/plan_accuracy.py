@@ -22,7 +22,7 @@ from typing import Any
 import shardtrain
 from shardtrain.config import stages
 from shardtrain.config.schema import Parallelism
-from shardtrain.tools.plan import hardware, job, memory, planning, schedule, shapes, timing
+from shardtrain.tools.plan import hardware, job_sizes, planning, rank_memory, schedule, shapes, timing
 
 TORCHTITAN = Path(__file__).with_name("plan_torchtitan.jsonl")
 OTHERS = Path(__file__).with_name("plan_others.jsonl")
@@ -141,7 +141,7 @@ def score(row: dict[str, Any]) -> Score:
     orders = schedule.orders(run.schedule, run.pp, len(run.stages), run.num_microbatches)
     time = timing.of_step(model, run, device, orders)
     # LitGPT's norms are made of single operations in float32, as those of this package are on a CPU
-    ranks = memory.of_ranks(model, run, orders, "cpu" if "LitGPT" in (row["software"] or "") else "cuda")
+    ranks = rank_memory.of_ranks(model, run, orders, "cpu" if "LitGPT" in (row["software"] or "") else "cuda")
     held, reserved = (max(getattr(one, name) for one in ranks) for name in ("peak", "reserved"))
     measured = row["derived"].get("step_s") or row["measured"].get("step_s")
     what = f"{row['model']['name']}, {row['hardware']['count']} x {device.name}, {row['seq_len']} tokens"
@@ -217,7 +217,7 @@ def frozen(model: shapes.ModelShape, precision: str) -> shapes.ModelShape:
     return replace(model, layers=(layer,) * len(model.layers), first=still(model.first), last=still(model.last))
 
 
-def job_of(row: dict[str, Any], device: hardware.Device) -> job.PlannedJob:
+def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob:
     """The layout of a row in this package's terms.
 
     What is not stated: recomputation is none, sharding is that of the parallel sizes, and of systems known to replicate
@@ -241,7 +241,7 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job.PlannedJob:
         pipeline_parallel_layers_per_stage=max(1, m["layers"] // (pp * per_rank)) if per_rank > 1 else None,
     )
     layers = (
-        job.layers_of_stages(pipeline, m["layers"])
+        job_sizes.layers_of_stages(pipeline, m["layers"])
         if m["layers"] % (pp * per_rank) == 0
         else uneven(m["layers"], pp * per_rank)
     )
@@ -263,7 +263,7 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job.PlannedJob:
     loss = "whole" if "LitGPT" in software else "chunked"
     if re.search("(?<!no )Liger|fused[^,]*CE", software):
         loss = "fused"
-    return job.PlannedJob(
+    return job_sizes.PlannedJob(
         seq_len=row["seq_len"],
         rows=micro,
         num_microbatches=max(1, count),

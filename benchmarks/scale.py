@@ -73,9 +73,9 @@ from shardtrain.data.prepared.shard_writer import ShardWriter
 from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.facts.dtypes import ITEM_BYTES
-from shardtrain.metrics.sinks.jsonl import JsonlFile
+from shardtrain.metrics.sinks.metrics_jsonl import JsonlFile
 from shardtrain.metrics.sinks.tensorboard import TensorBoardSink, thinned
-from shardtrain.resilience.watchdog.heartbeat import Heartbeat
+from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import Stragglers
 from shardtrain.train.open_together import together
 from shardtrain.utils.activity import Mark

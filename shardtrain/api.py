@@ -23,7 +23,7 @@ from torch import nn
 from shardtrain import config as configs
 from shardtrain.checkpoint.choice import step_name
 from shardtrain.config import Loaded
-from shardtrain.config.show import RESOLVED_CONFIG
+from shardtrain.config.toml_writer import RESOLVED_CONFIG
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.facts.file_kinds import known_endings
@@ -31,16 +31,16 @@ from shardtrain.launch import failure, local
 from shardtrain.ops import chosen_kernels
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.tools.evaluate import sets
-from shardtrain.tools.evaluate.request import data_options
+from shardtrain.tools.evaluate.evaluate_request import data_options
 from shardtrain.tools.generate.answer import Answers
-from shardtrain.tools.generate.opening import OpenedModel, open_model
+from shardtrain.tools.generate.generate_request import GenerateOptions, check
 from shardtrain.tools.generate.prompts import read_row
-from shardtrain.tools.generate.request import GenerateOptions, check
+from shardtrain.tools.generate.trained_model import OpenedModel, open_model
 from shardtrain.tools.plan import hardware, planning
 from shardtrain.tools.plan.planning import Plan
 from shardtrain.tools.runs import run_files
 from shardtrain.tools.runs.report import page
-from shardtrain.tools.verify.report import MeshResult as MeshResult
+from shardtrain.tools.verify.verify_report import MeshResult as MeshResult
 from shardtrain.train import compatibility, preflight, shutdown, trainer
 from shardtrain.utils import atomic_io, log, python_child, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError

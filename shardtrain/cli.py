@@ -32,8 +32,8 @@ from shardtrain.utils.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from shardtrain.config import Config, Loaded
+    from shardtrain.launch.child_watch import ChildWatch
     from shardtrain.launch.failure import Failure
-    from shardtrain.launch.watch import ChildWatch
     from shardtrain.train.preflight.machine import Machine
 
 USAGE = """\
@@ -256,11 +256,11 @@ def _config(words: list[str]) -> int:
         print(help_pages.CONFIG, end="")
         return 0
     if words[:1] == ["migrate"]:
-        return _module("shardtrain.compat.migrate.command")(words[1:])
+        return _module("shardtrain.compat.migrate.migrate_command")(words[1:])
     if words[:1] == ["check"]:
         opener = lambda arguments: _open(arguments, "config", keep_problems=True)  # noqa: E731
-        return _module("shardtrain.train.preflight.command")(words[1:], opener)
-    return _module("shardtrain.config.command")(words, lambda arguments: _open(arguments, "config"))
+        return _module("shardtrain.train.preflight.preflight_command")(words[1:], opener)
+    return _module("shardtrain.config.config_command")(words, lambda arguments: _open(arguments, "config"))
 
 
 def _train(words: list[str]) -> int:
@@ -410,14 +410,14 @@ def _show_sample(loaded: Loaded) -> None:
     if not _has_tools():
         return
     from shardtrain.launch import signals
-    from shardtrain.tools.generate import command
+    from shardtrain.tools.generate import generate_command
 
     print("a sample, drawn at temperature 0.7:", file=sys.stderr, flush=True)
     words = ["--from", config.job.dump_folder, *_own_code(config), "--prompt", prompt, "--max_new_tokens", "160"]
     # The run has ended and is saved. A signal from now on only stops the sample; the exit status stays 0.
     signals.handle_requests(signal.default_int_handler)
     try:
-        command.main([*words, "--temperature", "0.7", "--top_p", "0.9", "--seed", "1"])
+        generate_command.main([*words, "--temperature", "0.7", "--top_p", "0.9", "--seed", "1"])
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("\nnote: the sample was stopped by a signal; the run had ended", file=sys.stderr)
@@ -434,7 +434,7 @@ def _own_code(config: Config) -> list[str]:
 
     Empty if the run has no such files.
     """
-    from shardtrain.config.show import RESOLVED_CONFIG
+    from shardtrain.config.toml_writer import RESOLVED_CONFIG
 
     has_code = any(name and name.endswith(".py") for name in (config.model.name, config.model.tokenizer_path))
     return ["--config", str(Path(config.job.dump_folder) / RESOLVED_CONFIG)] if has_code else []
@@ -477,7 +477,9 @@ def _trainer() -> Callable[[Loaded], object]:
 
 def _test(words: list[str]) -> int:
     """Evaluate a checkpoint on the held-out sets of its task."""
-    return _module("shardtrain.tools.held_out_eval.command")(words, lambda arguments: _open(arguments, "test"))
+    return _module("shardtrain.tools.held_out_eval.held_out_eval_command")(
+        words, lambda arguments: _open(arguments, "test")
+    )
 
 
 def _has_tools() -> bool:
@@ -522,8 +524,9 @@ def _long(verb: str, function: Callable[[list[str]], int]) -> Callable[[list[str
 
 def _checkpoint_of_others(words: list[str]) -> int:
     """The verbs of ``checkpoint`` for folders that other systems write and read."""
-    room = "compat.fmengine" if words[0].endswith("-fmengine") else "tools.dcp"
-    return _module(f"shardtrain.{room}.command")(words)
+    if words[0].endswith("-fmengine"):
+        return _module("shardtrain.compat.fmengine.fmengine_command")(words)
+    return _module("shardtrain.tools.dcp.dcp_command")(words)
 
 
 def _refuse_unfit(loaded: Loaded, world_size: int) -> None:
@@ -569,27 +572,27 @@ _OTHER_NAMES = {
 """What other programs call the verbs."""
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
-    "plan": _long("plan", _module("shardtrain.tools.plan.command")),
+    "plan": _long("plan", _module("shardtrain.tools.plan.plan_command")),
     "verify": _module("shardtrain.tools.verify"),
     "init": _module("shardtrain.config.init_file"),
     "config": _config,
-    "data": _module("shardtrain.tools.data.command"),
+    "data": _module("shardtrain.tools.data.data_command"),
     "checkpoint": _long(
-        "checkpoint", lambda words: _module("shardtrain.checkpoint.command")(words, _checkpoint_of_others)
+        "checkpoint", lambda words: _module("shardtrain.checkpoint.checkpoint_command")(words, _checkpoint_of_others)
     ),
     "test": _test,
-    "generate": _module("shardtrain.tools.generate.command"),
-    "evaluate": _module("shardtrain.tools.evaluate.command"),
-    "import": _long("import", _module("shardtrain.tools.convert.command", "import_main")),
-    "export": _long("export", _module("shardtrain.tools.convert.command", "export_main")),
+    "generate": _module("shardtrain.tools.generate.generate_command"),
+    "evaluate": _module("shardtrain.tools.evaluate.evaluate_command"),
+    "import": _long("import", _module("shardtrain.tools.convert.convert_command", "import_main")),
+    "export": _long("export", _module("shardtrain.tools.convert.convert_command", "export_main")),
     "merge": _long("merge", _module("shardtrain.tools.convert.adapters")),
     "goodput": _module("shardtrain.tools.runs.goodput"),
-    "report": _long("report", _module("shardtrain.tools.runs.report.command")),
+    "report": _long("report", _module("shardtrain.tools.runs.report.report_command")),
     "runs": _module("shardtrain.tools.runs.list_runs"),
-    "watch": _module("shardtrain.tools.runs.watch.command"),
-    "profile": _long("profile", _module("shardtrain.tools.runs.profile.command")),
+    "watch": _module("shardtrain.tools.runs.watch.watch_command"),
+    "profile": _long("profile", _module("shardtrain.tools.runs.profile.profile_command")),
     "doctor": _module("shardtrain.tools.doctor"),
-    "launch": lambda words: _module("shardtrain.launch.command")(words, _refuse_unfit),
+    "launch": lambda words: _module("shardtrain.launch.launch_command")(words, _refuse_unfit),
     "replay": _module("shardtrain.tools.runs.replay"),
     "completion": _completion,
     "help": _help,

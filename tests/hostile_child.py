@@ -31,7 +31,7 @@ from shardtrain.data.documents.columns import Unusable
 from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.launch import failure, local
-from shardtrain.metrics.sinks.jsonl import JsonlFile
+from shardtrain.metrics.sinks.metrics_jsonl import JsonlFile
 from shardtrain.utils import python_child, user_cache
 from shardtrain.utils.errors import ShardtrainError
 

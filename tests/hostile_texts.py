@@ -16,7 +16,7 @@ from types import MappingProxyType
 import patience
 
 from shardtrain.config import Config, Loaded
-from shardtrain.config.schema.launch import Launch
+from shardtrain.config.schema.launch_options import Launch
 from shardtrain.launch.job import ClusterJob, refuse_unsafe, to_job
 from shardtrain.utils.errors import ConfigError
 

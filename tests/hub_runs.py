@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
-from shardtrain.hf.model import recognise
+from shardtrain.hf.hub_model import recognise
 from shardtrain.train.resume import resume
 from shardtrain.utils.errors import CheckpointError, ConfigError
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
-from shardtrain.hf.model import recognise
+from shardtrain.hf.hub_model import recognise
 from shardtrain.train.run_folder import write_resolved_config
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.tools import verify
-from shardtrain.tools.verify import probes, promises, request, workers
+from shardtrain.tools.verify import forked_workers, probes, promises, verify_request
 from shardtrain.utils.errors import ConfigError
 
 
@@ -17,12 +17,12 @@ def ask(folder: Path, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     for number, (name, text) in enumerate(texts.items()):
         path = folder / f"model_{number}.py"
         path.write_text(text)
-        asked = request.VerifyOptions(str(path), ("dp_shard=2",))
+        asked = verify_request.VerifyOptions(str(path), ("dp_shard=2",))
         configs[name] = verify.plan(verify.load(asked), asked).reference
         peers[name] = folder / f"peers_{number}"
         peers[name].mkdir()
-    workers.run(2, _with_peers, configs, peers, folder=folder, backend="gloo")
-    (found,) = workers.run(1, _alone, configs, peers, folder=folder)
+    forked_workers.run(2, _with_peers, configs, peers, folder=folder, backend="gloo")
+    (found,) = forked_workers.run(1, _alone, configs, peers, folder=folder)
     return found
 
 

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from tiny import tiny_config
 
 from shardtrain.config import Loaded
-from shardtrain.tools.doctor import network, storage
+from shardtrain.tools.doctor import network, storage_checks
 from shardtrain.tools.doctor import rank as doctor
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Reports
@@ -40,7 +40,7 @@ def _examine(rank, size, folder, chosen, spoil, loaded_of, limit_seconds):
     dist.barrier()  # a peer may still be joining
     dist.destroy_process_group()  # the doctor makes its own
     # what is slow on a busy machine is not what these laws are about
-    storage.MOST_BYTES = storage.PIECE_BYTES
+    storage_checks.MOST_BYTES = storage_checks.PIECE_BYTES
     network.BYTES = network.PAIR_BYTES = {"cpu": 2**18}
     store = dist.FileStore(f"{folder}/doctor-store", size)
     line = StoreChannel(store, rank, size, limit_seconds)

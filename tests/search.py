@@ -58,7 +58,7 @@ from shardtrain.distributed import LOSS_AXES
 from shardtrain.distributed.process_group import World
 from shardtrain.ops.dtensor import local_tensor, to_full
 from shardtrain.train import trainer
-from shardtrain.train.preflight import model as preflight
+from shardtrain.train.preflight import meta_model
 from shardtrain.train.validation import Evaluation, Validator
 from shardtrain.utils import log
 from shardtrain.utils.errors import ConfigError, PeerError, ShardtrainError
@@ -516,7 +516,7 @@ def load(case: Case, more: Mapping[str, str] | None = None) -> Loaded:
         None, [*case.words(), *(word for name, value in more.items() for word in (f"--{name}", value))]
     )
     config.require(loaded, case.num_ranks, "cpu", 0)
-    for error in preflight.build(loaded.config, case.num_ranks)[0]:
+    for error in meta_model.build(loaded.config, case.num_ranks)[0]:
         raise error
     return loaded
 

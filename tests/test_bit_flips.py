@@ -17,7 +17,7 @@ from shardtrain.checkpoint.best import POINTER, read_pointer
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
 from shardtrain.data.file_hashes import NOTES, Contents, WholeFile
-from shardtrain.metrics.sinks.jsonl import JsonlFile, read_records
+from shardtrain.metrics.sinks.metrics_jsonl import JsonlFile, read_records
 from shardtrain.utils.errors import CheckpointError
 
 FLIPS = int(os.environ.get("SHARDTRAIN_RUN_FLIPS", "20"))

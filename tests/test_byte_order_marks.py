@@ -18,8 +18,8 @@ from shardtrain.data import sources
 from shardtrain.data.sources import Request, every_row
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.data.tokenizers.tokenizer_config import read_text
+from shardtrain.hf.folder_config import config_of
 from shardtrain.hf.generation_config import end_ids, read_settings
-from shardtrain.hf.opening import config_of
 from shardtrain.hf.source import of_folder
 from shardtrain.optim import lr_scheduler
 from shardtrain.tools.generate.prompts import read_rows

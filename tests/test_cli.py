@@ -21,7 +21,7 @@ from shardtrain.config import command_line, presets
 from shardtrain.config.load import load
 from shardtrain.config.options import options
 from shardtrain.launch import environment
-from shardtrain.tools.data import command
+from shardtrain.tools.data import data_command
 from shardtrain.train import preflight
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +85,7 @@ def test_options_and_files_that_the_help_of_train_names_are_there(capsys):
 def test_help_of_data_lists_its_verbs(capsys, words):
     code, out, err = answer(capsys, *words)
     assert (code, err) == (0, "")
-    for verb in command.VERBS:
+    for verb in data_command.VERBS:
         assert f"\n  {verb}" in out
 
 
@@ -94,7 +94,7 @@ def test_the_verbs_of_data_are_the_modules_with_a_main():
     with_main = {
         file.stem for file in folder.glob("*.py") if "\ndef main(words: list[str]) -> int:" in file.read_text()
     }
-    assert with_main == {*command.VERBS, "command"}
+    assert with_main == {*data_command.VERBS, "data_command"}
 
 
 def test_a_verb_of_data_gets_the_words_after_it_and_gives_the_status(capsys, monkeypatch):
@@ -104,7 +104,7 @@ def test_a_verb_of_data_gets_the_words_after_it_and_gives_the_status(capsys, mon
     assert answer(capsys, "data", "check", "a.toml", "--json") == (3, "['a.toml', '--json']\n", "")
 
 
-@pytest.mark.parametrize("verb", command.VERBS)
+@pytest.mark.parametrize("verb", data_command.VERBS)
 def test_each_verb_of_data_explains_itself_and_those_that_need_no_torch_import_none(verb):
     program = f"import sys; from shardtrain import cli; assert cli.main(['data', {verb!r}, '--help']) == 0; "
     program += f"sys.exit({verb!r} in ('tokenizer', 'download') and 'torch' in sys.modules)"
@@ -367,7 +367,7 @@ def test_ranks_share_the_cores_before_torch_counts_them(monkeypatch, tmp_path, n
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_the_closing_sample_ends_the_text_alone(monkeypatch, capsys, tmp_path, number):
     """The run has ended and is saved: its status stays 0."""
-    monkeypatch.setattr("shardtrain.tools.generate.command.main", lambda words: signal.raise_signal(number))
+    monkeypatch.setattr("shardtrain.tools.generate.generate_command.main", lambda words: signal.raise_signal(number))
     cli._show_sample(load("debug", [f"--job.dump_folder={tmp_path}", "--checkpoint.enable"]))
     assert "stopped by a signal" in capsys.readouterr().err
     # and stays 0 until the process has ended

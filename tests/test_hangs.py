@@ -19,7 +19,7 @@ from hangs import LIMIT, PLACES, STEPS, config, run, run_foreign
 from launched import alive, end, no_orphans, record, wait_for
 from tiers import cases
 
-from shardtrain.config.schema.watch import Profiling
+from shardtrain.config.schema.watch_options import Profiling
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
 

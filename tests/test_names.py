@@ -1,4 +1,4 @@
-"""A public class name finds one class of the package."""
+"""A public class name finds one class of the package, and a file name one module."""
 
 from __future__ import annotations
 
@@ -32,3 +32,12 @@ def test_a_public_class_name_finds_one_class() -> None:
         and not all(place.startswith(NOT_YET_UNIQUE) for place in places)
     }
     assert colliding == {}
+
+
+def test_a_file_name_finds_one_module() -> None:
+    """``__init__`` and ``__main__`` are Python's own names."""
+    folders = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name not in ("__init__.py", "__main__.py"):
+            folders[path.name].append(path.parent.relative_to(PACKAGE).as_posix())
+    assert {name: places for name, places in folders.items() if len(places) > 1} == {}

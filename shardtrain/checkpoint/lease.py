@@ -24,7 +24,7 @@ from typing import Any
 
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.objects import ObjectPath
-from shardtrain.utils import atomic_io, checked_json, process_identity, reading
+from shardtrain.utils import atomic_io, bounded_reads, checked_json, process_identity
 from shardtrain.utils.errors import ConfigError, FolderTaken, fix_first
 from shardtrain.utils.log import logger
 
@@ -283,7 +283,7 @@ def read(path: Path | ObjectPath) -> dict[str, Any]:
 def _read(path: Path | ObjectPath) -> dict[str, Any]:
     if isinstance(path, ObjectPath):
         return parse(path.read_bytes()[:4096])
-    return parse(reading.start(path, 4096))
+    return parse(bounded_reads.start(path, 4096))
 
 
 def parse(data: bytes) -> dict[str, Any]:

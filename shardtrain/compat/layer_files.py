@@ -19,7 +19,7 @@ from torch import Tensor
 from shardtrain.checkpoint.torch_file import Stored, TorchFile
 from shardtrain.hf.weights import HubWeights
 from shardtrain.hub_formats.config_json import CONFIG, read_json
-from shardtrain.utils import reading
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import CheckpointError
 
 LATEST = "latest"
@@ -117,7 +117,7 @@ def step_of(folder: Path) -> Path:
     """The step that ``latest`` names, or the last; raises CheckpointError where there is none."""
     steps = steps_of(folder)
     try:
-        name = reading.start(folder / LATEST, 200).decode("ascii", "replace").strip()
+        name = bounded_reads.start(folder / LATEST, 200).decode("ascii", "replace").strip()
     except OSError:
         name = ""
     if name and steps != [folder]:

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 # their names are those of functions: an import of one later would put the module in place of the function
 from shardtrain.config.load import Loaded, load, load_settings, read_settings
 from shardtrain.config.schema import Config
-from shardtrain.config.show import resolved_toml, set_toml, show
+from shardtrain.config.toml_writer import resolved_toml, set_toml, show
 from shardtrain.utils.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from shardtrain.config.availability import unavailable
-    from shardtrain.config.machine import machine_notes, without_effect_on_a_cpu
+    from shardtrain.config.machine_rules import machine_notes, without_effect_on_a_cpu
     from shardtrain.config.model_file import ModelFacts, model_names, read_model_file, shape
     from shardtrain.config.options import help_text, nearest
     from shardtrain.config.problems import problems_of, require, require_to_build
     from shardtrain.config.rules import check, notes
-    from shardtrain.config.rules.safety import code_of_a_run
+    from shardtrain.config.rules.safety_rules import code_of_a_run
 
 __all__ = [
     "Config",
@@ -57,12 +57,12 @@ __all__ = [
 
 _FILE_OF = {
     "availability": ("unavailable",),
-    "machine": ("machine_notes", "without_effect_on_a_cpu"),
+    "machine_rules": ("machine_notes", "without_effect_on_a_cpu"),
     "model_file": ("ModelFacts", "model_names", "read_model_file", "shape"),
     "options": ("help_text", "nearest"),
     "problems": ("problems_of", "require", "require_to_build"),
     "rules": ("check", "notes"),
-    "rules.safety": ("code_of_a_run",),
+    "rules.safety_rules": ("code_of_a_run",),
 }
 
 

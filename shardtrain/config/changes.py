@@ -19,7 +19,7 @@ from shardtrain.config import derived
 from shardtrain.config.load import Loaded, value_of
 from shardtrain.config.model_file import read_model_file, shape
 from shardtrain.config.options import default_text, nearest, options
-from shardtrain.config.rules.own_files import named_files
+from shardtrain.config.rules.own_files_rules import named_files
 from shardtrain.config.schema import Config
 from shardtrain.utils.errors import ConfigError, Problem
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardtrain.config.schema import Config, Data, Model, Parallelism
-from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.facts.optimizers import OPTIMIZERS, STATE_BLOCK
 from shardtrain.utils.units import format_count

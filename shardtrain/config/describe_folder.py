@@ -9,34 +9,34 @@ from typing import Any
 
 from shardtrain.config.model_file import read_model_file, shape
 from shardtrain.hub_formats import (
-    deepseek_v2,
-    deepseek_v3,
-    gpt_oss,
-    llama,
-    llama4,
-    mistral,
-    mixtral,
-    neox,
-    qwen2,
-    qwen3,
-    qwen3_moe,
+    deepseek_v2_format,
+    deepseek_v3_format,
+    gpt_oss_format,
+    llama4_format,
+    llama_format,
+    mistral_format,
+    mixtral_format,
+    neox_format,
+    qwen2_format,
+    qwen3_format,
+    qwen3_moe_format,
 )
 from shardtrain.hub_formats.config_json import CONFIG, Quantised, block_of, read_json
 from shardtrain.hub_formats.format import FREE, TRANSFORMERS_HINT, Fields, HubFormat, OnlyInTransformers
 
 HUBS: dict[str, HubFormat] = {
-    "llama2": llama.HUB,
-    "llama3": llama.HUB,
-    "llama4": llama4.HUB,
-    "mistral": mistral.HUB,
-    "qwen2": qwen2.HUB,
-    "qwen3": qwen3.HUB,
-    "qwen3_moe": qwen3_moe.HUB,
-    "mixtral": mixtral.HUB,
-    "deepseek_v2": deepseek_v2.HUB,
-    "deepseek_v3": deepseek_v3.HUB,
-    "gpt_oss": gpt_oss.HUB,
-    "neox": neox.HUB,
+    "llama2": llama_format.HUB,
+    "llama3": llama_format.HUB,
+    "llama4": llama4_format.HUB,
+    "mistral": mistral_format.HUB,
+    "qwen2": qwen2_format.HUB,
+    "qwen3": qwen3_format.HUB,
+    "qwen3_moe": qwen3_moe_format.HUB,
+    "mixtral": mixtral_format.HUB,
+    "deepseek_v2": deepseek_v2_format.HUB,
+    "deepseek_v3": deepseek_v3_format.HUB,
+    "gpt_oss": gpt_oss_format.HUB,
+    "neox": neox_format.HUB,
 }
 """Native model files with a Hugging Face format. Each is the ``HUB`` of the model file."""
 

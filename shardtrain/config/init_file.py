@@ -19,7 +19,7 @@ from shardtrain.config.load import Loaded, load, value_of
 from shardtrain.config.options import options
 from shardtrain.config.schema import Config, Model
 from shardtrain.config.settings import COMMAND_LINE, DEFAULT
-from shardtrain.config.show import set_toml
+from shardtrain.config.toml_writer import set_toml
 from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem

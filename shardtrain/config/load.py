@@ -10,10 +10,10 @@ from typing import Any, get_args
 
 from shardtrain.config import nested, presets
 from shardtrain.config.aliases import ALIASES, old_kinds, rewrite
-from shardtrain.config.arguments import CONFIG_FILE, read_arguments
 from shardtrain.config.coerce import Unfit, coerce, from_texts, plain
 from shardtrain.config.command_line import two_files
 from shardtrain.config.folder_model import FolderModel, with_folder
+from shardtrain.config.option_arguments import CONFIG_FILE, read_arguments
 from shardtrain.config.options import nearest, options, sections, suggestion
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import COMMAND_LINE, DEFAULT, Setting, Value

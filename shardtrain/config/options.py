@@ -14,13 +14,15 @@ from dataclasses import MISSING, dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shardtrain.config import schema
-from shardtrain.config.schema import Config
-from shardtrain.config.schema import data as data_schema
-from shardtrain.config.schema import launch as launch_schema
-from shardtrain.config.schema import lora as lora_schema
-from shardtrain.config.schema import safety as safety_schema
-from shardtrain.config.schema import task as task_schema
-from shardtrain.config.schema import watch as watch_schema
+from shardtrain.config.schema import (
+    Config,
+    data_options,
+    launch_options,
+    lora_options,
+    safety_options,
+    task_options,
+    watch_options,
+)
 from shardtrain.config.settings import Kind, Value
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -92,7 +94,7 @@ def sections() -> Mapping[str, type]:
 def _help_texts() -> Mapping[str, Mapping[str, str]]:
     """Read the docstring below each field of the schema's classes: class name -> field -> text on one line."""
     found: dict[str, dict[str, str]] = {}
-    parts = (schema, data_schema, launch_schema, lora_schema, safety_schema, task_schema, watch_schema)
+    parts = (schema, data_options, launch_options, lora_options, safety_options, task_options, watch_options)
     # Python keeps no docstring of a field, so that the source is read: the text below each annotated name
     sources = [ast.parse(inspect.getsource(module)) for module in parts]
     for node in [node for source in sources for node in source.body]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardtrain.config import secondary
 from shardtrain.config.availability import unavailable
 from shardtrain.config.load import Loaded
-from shardtrain.config.machine import is_for_training, machine_notes
+from shardtrain.config.machine_rules import is_for_training, machine_notes
 from shardtrain.config.rules import check, notes
 from shardtrain.utils.errors import ConfigError, Problem
 

@@ -13,15 +13,15 @@ from shardtrain.config import derived
 from shardtrain.config.assets import tokenizer_folder
 from shardtrain.config.folder_model import NAME, with_folder
 from shardtrain.config.load import Loaded
-from shardtrain.config.rules.experts import check_experts
-from shardtrain.config.rules.model import check_sizes, check_tensor_parallel, model_shape
-from shardtrain.config.rules.pipeline import check_context
-from shardtrain.config.rules.task import DISTILLATION
-from shardtrain.config.rules.transformers import check_transformers
+from shardtrain.config.rules.experts_rules import check_experts
+from shardtrain.config.rules.model_rules import check_sizes, check_tensor_parallel, model_shape
+from shardtrain.config.rules.pipeline_rules import check_context
+from shardtrain.config.rules.task_rules import DISTILLATION
+from shardtrain.config.rules.transformers_rules import check_transformers
 from shardtrain.config.rules.values import problem
 from shardtrain.config.schema import Config, Lora, Model
-from shardtrain.config.schema.task import Task
-from shardtrain.utils import checked_json, reading
+from shardtrain.config.schema.task_options import Task
+from shardtrain.utils import bounded_reads, checked_json
 from shardtrain.utils.errors import Problem
 
 OPTION = "task.teacher_path"
@@ -114,7 +114,7 @@ def _rows(loaded: Loaded) -> int | None:
     if found is None and loaded.config.model.name == NAME:  # those of its folder, unless they are set
         try:
             file = Path(str(loaded.config.model.overrides["path"])) / "config.json"
-            found = checked_json.parse(reading.whole(file, _MAX_BYTES)).get("vocab_size")
+            found = checked_json.parse(bounded_reads.whole(file, _MAX_BYTES)).get("vocab_size")
         except (OSError, ValueError, KeyError, AttributeError):
             found = None
     return found if isinstance(found, int) else None
@@ -157,7 +157,7 @@ def _file(path: str, name: str) -> Path | None:
 def _words(file: Path) -> dict[int, str] | None:
     """The tokens of a tokenizer.json by their ids, in the order of ids; None where it cannot be read."""
     try:
-        found: Mapping[str, Any] = json.loads(reading.whole(file, _MAX_BYTES))
+        found: Mapping[str, Any] = json.loads(bounded_reads.whole(file, _MAX_BYTES))
         vocab = found["model"]["vocab"]
         if isinstance(vocab, dict):
             words = {id_: word for word, id_ in vocab.items()}

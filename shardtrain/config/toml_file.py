@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config import presets
-from shardtrain.config.arguments import CONFIG_FILE
 from shardtrain.config.coerce import parse_toml
+from shardtrain.config.option_arguments import CONFIG_FILE
 from shardtrain.config.options import nearest
 from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.utils.errors import Problem

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils import atomic_io, reading
+from shardtrain.utils import atomic_io, bounded_reads
 from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -229,7 +229,7 @@ class Contents:
         if self._notes is None:
             return {}
         try:
-            mark, _, text = reading.start(self._notes, _MAX_NOTES_BYTES).partition(b"\n")
+            mark, _, text = bounded_reads.start(self._notes, _MAX_NOTES_BYTES).partition(b"\n")
             # Damaged notes would blame the data, so they carry a checksum.
             notes = json.loads(text) if mark == _mark(text) else {}
         except (OSError, ValueError, RecursionError):

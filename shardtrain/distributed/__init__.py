@@ -10,10 +10,10 @@ from shardtrain.distributed import (
     activation_checkpoint,
     compile,
     expert_parallel,
-    float8,
+    float8_modules,
     fsdp,
+    outside_reads,
     pipeline_parallel,
-    reading,
 )
 from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.mesh import BATCH_AXES, LOSS_AXES, Mesh, build
@@ -50,7 +50,7 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
     if mesh.size("cp", "tp") > 1:
         context_parallel.check_cores(model, layout, mesh, config)
     if config.model.converters:
-        float8.convert(model, layout, mesh, config)
+        float8_modules.convert(model, layout, mesh, config)
     if mesh.device.type == "cpu":
         use_chosen_kernels(model)
     has_experts = expert_parallel.has_experts([model])
@@ -60,7 +60,7 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
     modules = pipeline_parallel.cut(model, layout, mesh, config) if is_pipelined else [model]
     for module in modules:
         if config.model.name.endswith(".py"):
-            reading.apply(module, layout, mesh, config)
+            outside_reads.apply(module, layout, mesh, config)
         if mesh.size("tp") > 1:
             tensor_parallel.apply(module, layout, mesh, config)
         if mesh.size("cp") > 1:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from shardtrain.config import derived
-from shardtrain.config.machine import has_cpp_compiler
+from shardtrain.config.machine_rules import has_cpp_compiler
 from shardtrain.config.schema import Config
-from shardtrain.config.schema.task import Task
+from shardtrain.config.schema.task_options import Task
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches, word_of
 from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss_without_scatter

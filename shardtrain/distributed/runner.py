@@ -18,7 +18,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import (
     compute_copies,
     expert_parallel,
-    float8,
+    float8_modules,
     fsdp,
     grad_clip,
     loss_at_head,
@@ -70,7 +70,7 @@ class Runner(ABC):
         self._vocabulary = parts.vocabulary
         self._has_experts = parts.has_experts
         self._split_states: SplitStates | None = None
-        self._before_pass: float8.BeforePass | None = None
+        self._before_pass: float8_modules.BeforePass | None = None
         self._in_backward: UpdateInBackward | None = None
         metrics = parts.config.metrics.token_metrics
         self.token_metrics = TokenMetrics(metrics, parts.mesh) if metrics else None
@@ -135,7 +135,7 @@ class Runner(ABC):
                     module._buffers[name] = torch.zeros_like(buffer, device=self._mesh.device)
         for name, parameter in self.parameters().items():
             init_weights.draw_(parameter, name, draws[name], seed)
-        self._before_pass = float8.before_pass(self.parts, self._mesh, self._config)
+        self._before_pass = float8_modules.before_pass(self.parts, self._mesh, self._config)
         if self._config.parallelism.shard_optimizer_states:
             trained = {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
             self._split_states = SplitStates(trained, self._mesh, derived.state_block(self._config))

@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.config.rules.task import OF_TEXT
+from shardtrain.config.rules.task_rules import OF_TEXT
 from shardtrain.config.schema import Config
-from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.data.build_dataset import formats_of
 from shardtrain.data.documents.encode import end_tokens
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.config.schema import Config
 from shardtrain.hf import as_is, mapping, source
 from shardtrain.hf.bin_weights import BinWeights
-from shardtrain.hf.model import HubModel, check_same, recognise, translation_of
+from shardtrain.hf.hub_model import HubModel, check_same, recognise, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.weights import HubWeights
 from shardtrain.ops.dtensor import local_slices, local_tensor

@@ -9,7 +9,7 @@ from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.hf.opening import is_hub_folder
+from shardtrain.hf.folder_config import is_hub_folder
 from shardtrain.hf.weights import weight_files
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError

@@ -15,8 +15,8 @@ from shardtrain import models
 from shardtrain.checkpoint import manifest, tensors
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.hf import as_is
-from shardtrain.hf.exporting import Export, Writer
-from shardtrain.hf.model import hub_of
+from shardtrain.hf.hf_export import Export, Writer
+from shardtrain.hf.hub_model import hub_of
 from shardtrain.hub_formats.config_json import CONFIG, read_json
 from shardtrain.models import architecture as architectures
 from shardtrain.utils.errors import ConfigError, ShardtrainError

@@ -14,7 +14,7 @@ from shardtrain.checkpoint.manifest import MANIFEST
 from shardtrain.config import derived
 from shardtrain.config.describe_folder import describe
 from shardtrain.config.schema import Config
-from shardtrain.config.show import RESOLVED_CONFIG
+from shardtrain.config.toml_writer import RESOLVED_CONFIG
 from shardtrain.hf import as_is, source
 from shardtrain.hf.source import FolderSource
 from shardtrain.hub_formats.format import FREE

@@ -14,9 +14,9 @@ from shardtrain.config.assets import tokenizer_folder
 from shardtrain.config.schema import Config
 from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.hf import origin
-from shardtrain.hf.exporting import SHARD_BYTES, Export, Writer, config_fields
 from shardtrain.hf.generation_config import trained_tokens
-from shardtrain.hf.model import translation_of
+from shardtrain.hf.hf_export import SHARD_BYTES, Export, Writer, config_fields
+from shardtrain.hf.hub_model import translation_of
 from shardtrain.utils.errors import StorageError
 from shardtrain.utils.log import logger
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardtrain.facts.dtypes import SAFETENSORS_NAMES
 from shardtrain.hub_formats.config_json import MAX_JSON_BYTES
-from shardtrain.utils import checked_json, reading
+from shardtrain.utils import bounded_reads, checked_json
 from shardtrain.utils.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -77,7 +77,7 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
     if not path.exists():
         raise _no_weights(folder, index)
     try:
-        found = checked_json.parse(reading.whole(path, MAX_JSON_BYTES))["weight_map"]
+        found = checked_json.parse(bounded_reads.whole(path, MAX_JSON_BYTES))["weight_map"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not an index of weights ({type(error).__name__}: {error})") from None
     if not isinstance(found, dict) or not found:
@@ -146,7 +146,7 @@ class HubWeights:
         path = self.folder / file
         try:
             # A pipe in the place of a file would be waited for
-            reading.check_regular(path)
+            bounded_reads.check_regular(path)
             opened = safe_open(str(path), framework="pt")
             names = list(opened.keys())
         except (OSError, SafetensorError, ValueError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from shardtrain.utils import checked_json, reading
+from shardtrain.utils import bounded_reads, checked_json
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 CONFIG = "config.json"
@@ -75,7 +75,7 @@ def in_transformers(model_type: Any) -> bool:
 def read_json(path: Path) -> Mapping[str, Any]:
     """A JSON object of a few keys, such as config.json; raises CheckpointError where it is none."""
     try:
-        found = checked_json.parse(reading.whole(path, MAX_JSON_BYTES))
+        found = checked_json.parse(bounded_reads.whole(path, MAX_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         fix = "give a folder with config.json and safetensors"
         name = path.parent.as_posix()

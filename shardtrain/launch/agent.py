@@ -20,11 +20,11 @@ from shardtrain import __version__
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.schema import Config
 from shardtrain.launch import addresses, environment, exit_report, greeting, signals
+from shardtrain.launch.child_watch import POLL_SECONDS
 from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED, SUPERVISED
 from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes_here, count_nodes
 from shardtrain.launch.nodes import find as nodes_of_platform
-from shardtrain.launch.watch import POLL_SECONDS
 from shardtrain.utils import python_child
 from shardtrain.utils.temporary import temporary_folder
 

@@ -16,12 +16,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from shardtrain.config import Loaded
 from shardtrain.launch import exit_report, failure, greeting, local, run_ends, signals
+from shardtrain.launch.child_watch import ChildWatch
 from shardtrain.launch.failure import NOT_SAVED, PREEMPTED, Failure
 from shardtrain.launch.meeting import Meeting
 from shardtrain.launch.node_reports import LOST_SECONDS, NodeReports
 from shardtrain.launch.nodes import Nodes
 from shardtrain.launch.restart import RESTARTABLE
-from shardtrain.launch.watch import ChildWatch
 from shardtrain.utils.errors import ConfigError
 
 LOOK_SECONDS = 0.1

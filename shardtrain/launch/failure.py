@@ -23,7 +23,7 @@ from typing import Any, get_type_hints
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
 from shardtrain.launch import run_ends
-from shardtrain.utils import activity, atomic_io, limits, log, reading, storage_errors
+from shardtrain.utils import activity, atomic_io, bounded_reads, limits, log, storage_errors
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, DataError, FolderTaken, ShardtrainError
 from shardtrain.utils.redact import one_line, redact, visible
@@ -365,7 +365,7 @@ def last_step(metrics: Path) -> int | None:
     """Return the step of the last complete line of ``metrics.jsonl``, or None."""
     try:
         # Read only the end: the file of a long run is large, but its lines are short
-        tail: Sequence[bytes] = reading.end(metrics, 65_536).splitlines()
+        tail: Sequence[bytes] = bounded_reads.end(metrics, 65_536).splitlines()
     except OSError:
         return None
     # The last line may be incomplete

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardtrain.config.rules.launch import HOST
-from shardtrain.config.schema.launch import Launch
+from shardtrain.config.rules.launch_rules import HOST
+from shardtrain.config.schema.launch_options import Launch
 from shardtrain.utils.errors import ConfigError, Problem
 
 

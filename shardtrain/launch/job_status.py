@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from shardtrain.config.schema.launch import Launch
+from shardtrain.config.schema.launch_options import Launch
 from shardtrain.launch.job import ClusterJob
 from shardtrain.launch.platforms import kubectl, slurm_queue
 from shardtrain.launch.platforms.slurm import ask

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from shardtrain.checkpoint import lease
 from shardtrain.checkpoint.storage import Place, folder_of
 from shardtrain.launch import environment, exit_report, failure, run_ends, signals
+from shardtrain.launch.child_watch import FINE, NOTHING_TO_SAVE_SECONDS, ChildWatch
 from shardtrain.launch.goodput import ledger
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
-from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, ChildWatch
 from shardtrain.utils import atomic_io, log, private_network, python_child, storage_errors
 from shardtrain.utils.errors import OutOfMemoryError, PeerError, Preempted, ShardtrainError, StorageError
 from shardtrain.utils.temporary import temporary_folder

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from shardtrain.config.command_line import CommandLine
 from shardtrain.config.load import Loaded
-from shardtrain.config.machine import mesh_notes
+from shardtrain.config.machine_rules import mesh_notes
 from shardtrain.config.schema import Config
 from shardtrain.launch import environment
 from shardtrain.launch.environment import ProcessCount

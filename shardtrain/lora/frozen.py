@@ -24,7 +24,7 @@ from shardtrain.checkpoint.storage import Place
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.hf import as_is, importing, mapping
-from shardtrain.hf.model import check_same, recognise, translation_of
+from shardtrain.hf.hub_model import check_same, recognise, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.source import dtypes_of
 from shardtrain.hf.weights import weight_files

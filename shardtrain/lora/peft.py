@@ -24,12 +24,12 @@ from shardtrain.hf import as_is
 from shardtrain.hub_formats.config_json import read_json
 from shardtrain.hub_formats.format import Heads, HubFormat, Stacked
 from shardtrain.lora import stacks
+from shardtrain.lora.adapter_targets import SCORE, linears_of, stack_name, their_names
 from shardtrain.lora.linear import NAMES, FrozenLinear, is_transposed
 from shardtrain.lora.spec import CLASSIFIES, Spec
-from shardtrain.lora.targets import SCORE, linears_of, stack_name, their_names
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.ops.tied import tied_names
-from shardtrain.utils import reading
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import CheckpointError, ConfigError
 from shardtrain.utils.log import logger
 
@@ -394,7 +394,7 @@ def _open(folder: Path) -> Any:
         what = "only adapter_model.bin, a pickle, which is never opened here" if legacy else "no weights"
         raise CheckpointError(f"{folder} has {what} instead of {WEIGHTS}; save it with safe_serialization=True")
     try:
-        reading.check_regular(path)
+        bounded_reads.check_regular(path)
         return safe_open(str(path), framework="pt")
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} is cut short or no safetensors file ({error}); fetch it again") from None

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from shardtrain.layout import Draw
-from shardtrain.lora import FACT, stacks, targets
+from shardtrain.lora import FACT, adapter_targets, stacks
 from shardtrain.lora.linear import NAMES, LoraLinear, adapted, is_adapter, is_linear
 from shardtrain.ops.dtensor import local_slices, local_tensor, to_full
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
-    from shardtrain.config.schema.lora import Lora
+    from shardtrain.config.schema.lora_options import Lora
 
 CAUSAL = "CAUSAL_LM"
 CLASSIFIES = "SEQ_CLS"
@@ -135,15 +135,15 @@ def adapt(
     if not options.enable:
         return None, {}
     head = head_of(model, module) if new_head else ""
-    saved = targets.find_saved(model, module, shape, options.modules_to_save, head)
-    stacked = targets.find_stacks(model, options.target_parameters)
+    saved = adapter_targets.find_saved(model, module, shape, options.modules_to_save, head)
+    stacked = adapter_targets.find_stacks(model, options.target_parameters)
     # Beside stacks alone, where no module is named
     named = options.target_modules or not stacked
-    modules = targets.find(model, module, shape, options.target_modules, saved) if named else []
+    modules = adapter_targets.find(model, module, shape, options.target_modules, saved) if named else []
     within = [stack.path for stack in stacked if any(stack.path.startswith(f"{path}.") for path in saved)]
     if within:
         rule = f"names {within[0]}, which lora.modules_to_save trains whole"
-        raise ConfigError(Problem(targets.PARAMETERS, None, rule, "remove it from one of them"))
+        raise ConfigError(Problem(adapter_targets.PARAMETERS, None, rule, "remove it from one of them"))
     paths = tuple(stack.path for stack in stacked)
     kind = CLASSIFIES if new_head else TASK_TYPES.get(getattr(model, "kind", "causal"))
     scale = (options.rank, options.alpha, options.rank_stabilized)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from shardtrain.config.schema import Config
 from shardtrain.facts.devices import peak_flops
 from shardtrain.metrics import summary
-from shardtrain.metrics.memory import read_peak
 from shardtrain.metrics.meters import MeterWindow, WindowMeans
 from shardtrain.metrics.open_sinks import open_sinks
+from shardtrain.metrics.peak_memory import read_peak
 from shardtrain.metrics.progress import ProgressLine, progress_allowed
 from shardtrain.metrics.record import Record, Reduce, RunFacts
 from shardtrain.metrics.sinks import Sink

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardtrain.metrics.memory import MemoryPeak
+from shardtrain.metrics.peak_memory import MemoryPeak
 
 if TYPE_CHECKING:
     from torch import Tensor

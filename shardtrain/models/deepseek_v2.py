@@ -4,7 +4,7 @@ The published models keep the load even by losses alone; ``load_balance_coeff`` 
 which their file format has no place.
 """
 
-from shardtrain.hub_formats.deepseek_v2 import HUB
+from shardtrain.hub_formats.deepseek_v2_format import HUB
 from shardtrain.models.deepseek_v3 import LAYOUT, Config, Model, initial
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]

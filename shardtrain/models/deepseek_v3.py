@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.hub_formats.deepseek_v3 import HUB
+from shardtrain.hub_formats.deepseek_v3_format import HUB
 from shardtrain.layout import Draw, Layout
 from shardtrain.models.layers import (
     AttentionCore,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardtrain.hub_formats.gpt_oss import HUB
+from shardtrain.hub_formats.gpt_oss_format import HUB
 from shardtrain.layout import Draw, Layout
 from shardtrain.models.layers import (
     Decoder,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardtrain.hub_formats.llama import HUB
+from shardtrain.hub_formats.llama_format import HUB
 from shardtrain.layout import Depth, Draw, Layout
 from shardtrain.models.layers import Attention, Decoder, FeedForward, RotaryAngles, build_norm
 

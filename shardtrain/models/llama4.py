@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.hub_formats.llama4 import HUB
+from shardtrain.hub_formats.llama4_format import HUB
 from shardtrain.layout import Depth, Draw, Layout
 from shardtrain.models.layers import (
     AttentionCore,

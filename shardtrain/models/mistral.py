@@ -3,7 +3,7 @@
 Later versions and Nemo have no window. ``sliding_window`` counts the tokens that a token sees, itself among them.
 """
 
-from shardtrain.hub_formats.mistral import HUB
+from shardtrain.hub_formats.mistral_format import HUB
 from shardtrain.models.llama import LAYOUT, Config, Model, initial
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]

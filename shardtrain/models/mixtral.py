@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardtrain.hub_formats.mixtral import HUB
+from shardtrain.hub_formats.mixtral_format import HUB
 from shardtrain.layout import Depth, Draw, Layout
 from shardtrain.models.layers import Attention, Decoder, RotaryAngles, build_norm
 from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of

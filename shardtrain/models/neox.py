@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.hub_formats.neox import HUB
+from shardtrain.hub_formats.neox_format import HUB
 from shardtrain.layout import Draw, Layout
 from shardtrain.models.layers import AttentionCore, Decoder, RotaryAngles, rotate
 from shardtrain.utils.errors import ConfigError, Problem

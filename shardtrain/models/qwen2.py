@@ -4,7 +4,7 @@ The sizes are those of the base models; 14B and larger instruction models have `
 uses the sliding window that their file format has room for.
 """
 
-from shardtrain.hub_formats.qwen2 import HUB
+from shardtrain.hub_formats.qwen2_format import HUB
 from shardtrain.models.llama import LAYOUT, Config, Model, initial
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]

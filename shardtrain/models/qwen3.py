@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardtrain.hub_formats.qwen3 import HUB
+from shardtrain.hub_formats.qwen3_format import HUB
 from shardtrain.layout import Depth, Draw, Layout
 from shardtrain.models.layers import Decoder, FeedForward, NormedAttention, RotaryAngles, build_norm
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardtrain.hub_formats.qwen3_moe import HUB
+from shardtrain.hub_formats.qwen3_moe_format import HUB
 from shardtrain.layout import Draw
 from shardtrain.models.layers import Decoder, NormedAttention, RotaryAngles, build_norm
 from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of

@@ -1,10 +1,10 @@
 """Optimizers, which parameters they decay, their state by name, and the loss scale of float16."""
 
-from shardtrain.optim.build import build, decides_on_device, state_tensors
 from shardtrain.optim.grad_scaler import LossScaler
 from shardtrain.optim.lr_scheduler import set_learning_rate
 from shardtrain.optim.muon import Muon
-from shardtrain.optim.own import check as check_own
+from shardtrain.optim.optimizer_builder import build, decides_on_device, state_tensors
+from shardtrain.optim.own_optimizer import check as check_own
 from shardtrain.optim.param_groups import parameter_groups
 
 __all__ = [

@@ -20,7 +20,7 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.hf import importing
 from shardtrain.hf.as_is import is_as_is
-from shardtrain.hf.model import check_noted
+from shardtrain.hf.hub_model import check_noted
 from shardtrain.lora import FACT, PATH, quantize, spec
 from shardtrain.lora.frozen import FrozenWeights, fingerprint, joined, random_fingerprint
 from shardtrain.lora.linear import FrozenLinear, is_adapter

@@ -16,9 +16,9 @@ from shardtrain.distributed import BATCH_AXES
 from shardtrain.distributed.process_group import World
 from shardtrain.ops.seeding import set_determinism
 from shardtrain.train import reference_models
-from shardtrain.train.model import BuiltModel, build_model
 from shardtrain.train.open_together import require_same_data, together
 from shardtrain.train.run import Run
+from shardtrain.train.task_model import BuiltModel, build_model
 from shardtrain.utils.allocator import keep_freed_memory
 from shardtrain.utils.log import logger
 

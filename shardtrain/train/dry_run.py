@@ -100,7 +100,7 @@ def build(config: Config, world: process_group.World) -> DryRun:
     config = _without_compiler(config)
     batch = _micro_batch(config, task.sequences_per_row)
 
-    # shard the model like train/model.py does, without drawing initial values
+    # shard the model like train/task_model.py does, without drawing initial values
     mesh = distributed.build(config, world)
     module, shape = models.configured(config.model)
     layout = module.LAYOUT

@@ -25,7 +25,7 @@ from shardtrain.config.schema import Config
 from shardtrain.data import shared_opening
 from shardtrain.data.shared_opening import Listing, Look, Witness, decode, encode
 from shardtrain.distributed.rendezvous import gloo_sockets
-from shardtrain.utils import activity, errors, process_identity, reading
+from shardtrain.utils import activity, bounded_reads, errors, process_identity
 from shardtrain.utils.errors import ConfigError, DataError, PeerError, Problem, ShardtrainError, StorageError
 
 _PIECE_BYTES = 16 * 2**20
@@ -231,7 +231,7 @@ def _differs_here(witnesses: Sequence[Witness]) -> bool:
         try:
             status = os.stat(file.path)
         except OSError as error:
-            trouble = reading.trouble(file.path, error)
+            trouble = bounded_reads.trouble(file.path, error)
             if trouble is not None:
                 raise StorageError(f"{_rank_and_host()}{trouble}") from error
             rule = f"does not exist on this host, but rank 0 lists it ({error.strerror})"
@@ -281,7 +281,7 @@ def _as_data_error(error: Exception) -> Exception:
     if not isinstance(error, OSError):
         return error
     path = str(error.filename or "the data")
-    return reading.trouble(path, error) or DataError(f"cannot read {path}: {error.strerror or error}")
+    return bounded_reads.trouble(path, error) or DataError(f"cannot read {path}: {error.strerror or error}")
 
 
 def _node_number() -> int:

@@ -22,8 +22,8 @@ from shardtrain.distributed.distillation_runner import DistillationRunner
 from shardtrain.hf import importing
 from shardtrain.hf.initial_weights import start_of
 from shardtrain.tasks.distillation import Distillation
-from shardtrain.train.model import BuiltModel, build_model
 from shardtrain.train.run import model_state_dict
+from shardtrain.train.task_model import BuiltModel, build_model
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.log import logger
 from shardtrain.utils.units import format_count

@@ -20,7 +20,7 @@ from shardtrain.data.file_hashes import RESTART
 from shardtrain.data.sources._data_files import sampled
 from shardtrain.distributed import BATCH_AXES
 from shardtrain.hf import importing
-from shardtrain.hf.model import check_noted
+from shardtrain.hf.hub_model import check_noted
 from shardtrain.lora import FACT, peft
 from shardtrain.lora.spec import Spec
 from shardtrain.resilience.guards import nonfinite_tensor

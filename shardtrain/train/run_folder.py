@@ -15,8 +15,8 @@ from shardtrain import __version__
 from shardtrain import config as configs
 from shardtrain.config import Loaded, derived, json_schema
 from shardtrain.config.schema import Config
-from shardtrain.config.schema.task import OF_NEXT_TOKENS
-from shardtrain.config.show import RESOLVED_CONFIG
+from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
+from shardtrain.config.toml_writer import RESOLVED_CONFIG
 from shardtrain.utils import atomic_io, log, storage_errors
 from shardtrain.utils.log import logger
 from shardtrain.utils.redact import redact

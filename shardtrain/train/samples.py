@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from shardtrain import data
-from shardtrain.config.rules.task import OF_TEXT
+from shardtrain.config.rules.task_rules import OF_TEXT
 from shardtrain.config.schema import Config
 from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.data.tokenizers.ends import ends_of
 from shardtrain.distributed import Mesh, Runner
 from shardtrain.distributed.fsdp import free_gathered
-from shardtrain.metrics.sinks.jsonl import JsonlFile
+from shardtrain.metrics.sinks.metrics_jsonl import JsonlFile
 from shardtrain.ops.sampling import Draws, Sampling, choose
 from shardtrain.utils import activity
 from shardtrain.utils.best_effort import BestEffort

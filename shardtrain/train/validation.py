@@ -19,7 +19,7 @@ from torch import Tensor
 from shardtrain import data, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, Validation
-from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.distributed import BATCH_AXES, LOSS_AXES, Mesh, Runner
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.task_runner import TaskRunner

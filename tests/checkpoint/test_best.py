@@ -15,7 +15,7 @@ from ranks import run_ranks
 from small_checkpoint import facts, rest, weights, world_of_one
 from tiny import Ended, assert_bitwise, shallow_config, text_file, train_whole
 
-from shardtrain.checkpoint import command, files, manifest
+from shardtrain.checkpoint import checkpoint_command, files, manifest
 from shardtrain.checkpoint.best import Best, read_pointer
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Checkpoint, Config, Job, Validation
@@ -86,7 +86,7 @@ def test_the_best_stays_while_it_is_the_best(tmp_path: Path, group: None, mode: 
         save(kept, step, loss)
         assert kept.steps() == expected, step
     assert read_pointer(folder) == {"step": 7, "metric": "validation.loss", "mode": "min", "value": 1.5}
-    command.main(["ls", str(folder)])
+    checkpoint_command.main(["ls", str(folder)])
     lines = capsys.readouterr().out.splitlines()
     assert [("best: validation.loss 1.5" in line) for line in lines] == [True, False, False]
     kept.close()

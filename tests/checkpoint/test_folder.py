@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardtrain.checkpoint import command, files, manifest, retention, weights_file
+from shardtrain.checkpoint import checkpoint_command, files, manifest, retention, weights_file
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import place
 from shardtrain.config.schema import Checkpoint, Config, Job
@@ -267,7 +267,7 @@ def test_a_stray_entry_is_named_at_the_start_and_moved_aside_by_its_save(
     save(tmp_path, 9).close()
     path = tmp_path / "checkpoint/step-12"
     what = entry(path)
-    assert command.main(["ls", str(tmp_path)]) == 0
+    assert checkpoint_command.main(["ls", str(tmp_path)]) == 0
     assert f"step-12  cannot be used: checkpoint {path}" in capsys.readouterr().out
     kept = checkpoints(tmp_path)
     assert kept.to_continue() == tmp_path / "checkpoint/step-9"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from small_checkpoint import checkpoints, world_of_one
 
-from shardtrain.checkpoint import command, manifest
+from shardtrain.checkpoint import checkpoint_command, manifest
 from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.utils.errors import CheckpointError
 
@@ -50,8 +50,8 @@ def test_a_checkpoint_of_an_earlier_version_loads_bitwise(folder: Path, tmp_path
     state = TrainState()
     state.load(facts["state"])
     assert (state.step, state.samples_consumed, state.tokens_seen, state.order_hash) == (3, 24, 1536, 12345)
-    assert command.main(["verify", str(folder)]) == 0
-    assert command.main(["weights", str(folder), str(tmp_path / "weights.safetensors")]) == 0
+    assert checkpoint_command.main(["verify", str(folder)]) == 0
+    assert checkpoint_command.main(["weights", str(folder), str(tmp_path / "weights.safetensors")]) == 0
 
 
 @pytest.mark.parametrize("version", [manifest.VERSION + 1, 999, 0, "2", None, True])

@@ -11,7 +11,7 @@ import pytest
 from ranks import run_ranks
 from tiny import shallow_config, train_whole
 
-from shardtrain.checkpoint import command, retention, save
+from shardtrain.checkpoint import checkpoint_command, retention, save
 from shardtrain.checkpoint.interval import (
     LONGEST_SECONDS,
     SHORTEST_SECONDS,
@@ -115,7 +115,7 @@ def test_the_advised_interval_is_the_best_of_all() -> None:
 
 
 def test_the_command_prints_the_interval_and_what_it_leaves(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["interval", "--stall", "1", "--restart", "4min", "--mttf", "7.9h"]) == 0
+    assert checkpoint_command.main(["interval", "--stall", "1", "--restart", "4min", "--mttf", "7.9h"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "save every 3m58s (sqrt(2 * stall * mttf) = 238 s)"
     assert lines[2] == "every      3m58s: 98.3 % of the time trains"
@@ -135,5 +135,5 @@ def test_the_command_prints_the_interval_and_what_it_leaves(capsys: pytest.Captu
 )
 def test_the_command_refuses_what_is_not_a_time(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        command.main(["interval", *words])
+        checkpoint_command.main(["interval", *words])
     assert told in str(caught.value) and "\n" not in str(caught.value)

@@ -19,7 +19,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from small_checkpoint import checkpoints, facts, rest, save, weights, world_of_one
 
-from shardtrain.checkpoint import command, lease, objects
+from shardtrain.checkpoint import checkpoint_command, lease, objects
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.checkpoint.storage import place
@@ -394,21 +394,21 @@ def test_the_command_takes_addresses(tmp_path: Path, capsys: pytest.CaptureFixtu
     save(kept, 1)
     save(kept, 2)
     kept.close()
-    assert command.main(["ls", FOLDER]) == 0
+    assert checkpoint_command.main(["ls", FOLDER]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["step-1", "step-2"]
-    assert command.main(["verify", FOLDER]) == 0
-    assert command.main(["diff", f"{FOLDER}/step-1", f"{FOLDER}/step-1"]) == 0
-    assert command.main(["diff", f"{FOLDER}/step-1", f"{FOLDER}/step-2"]) == 1
-    assert command.main(["weights", f"{FOLDER}/step-2", str(tmp_path / "w.safetensors")]) == 0
+    assert checkpoint_command.main(["verify", FOLDER]) == 0
+    assert checkpoint_command.main(["diff", f"{FOLDER}/step-1", f"{FOLDER}/step-1"]) == 0
+    assert checkpoint_command.main(["diff", f"{FOLDER}/step-1", f"{FOLDER}/step-2"]) == 1
+    assert checkpoint_command.main(["weights", f"{FOLDER}/step-2", str(tmp_path / "w.safetensors")]) == 0
     assert torch.equal(load_file(tmp_path / "w.safetensors")["a"], weights(2)["model.a"])
     with pytest.raises(ConfigError, match="is not a local file"):
-        command.main(["weights", f"{FOLDER}/step-2", f"{FOLDER}/w.safetensors"])
+        checkpoint_command.main(["weights", f"{FOLDER}/step-2", f"{FOLDER}/w.safetensors"])
     with pytest.raises(CheckpointError, match="has no checkpoint"):
-        command.main(["ls", "memory://nothing/here"])
+        checkpoint_command.main(["ls", "memory://nothing/here"])
     (name,) = [name for name in names() if name.startswith("step-2/rank")]
     (place(FOLDER) / name).put(b"cut", new=False)
     with pytest.raises(CheckpointError, match="has 3 bytes instead of"):
-        command.main(["verify", f"{FOLDER}/step-2"])
+        checkpoint_command.main(["verify", f"{FOLDER}/step-2"])
 
 
 def test_what_is_missing_for_a_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

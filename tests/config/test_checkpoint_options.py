@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain.config import load
-from shardtrain.config.machine import machine_notes
+from shardtrain.config.machine_rules import machine_notes
 from shardtrain.config.rules import check, notes
 
 ON = "[checkpoint]\nenable = true\n"

@@ -21,7 +21,7 @@ from shardtrain.config import (
     resolved_toml,
     show,
 )
-from shardtrain.config.schema.data import Data, DataSource, DataStage
+from shardtrain.config.schema.data_options import Data, DataSource, DataStage
 from shardtrain.config.toml_lines import key_lines
 
 TEXT = """\

@@ -17,7 +17,7 @@ from shardtrain.config import describe_folder
 from shardtrain.config.describe_folder import HUBS, describe
 from shardtrain.config.model_file import model_names, read_model_file
 from shardtrain.hf import importing
-from shardtrain.hf.model import recognise
+from shardtrain.hf.hub_model import recognise
 from shardtrain.hub_formats.format import FREE, Fields, OnlyInTransformers
 from shardtrain.utils.errors import ConfigError
 

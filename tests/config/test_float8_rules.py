@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardtrain.config import ConfigError, check, load, notes, unavailable
-from shardtrain.config.machine import machine_notes
+from shardtrain.config.machine_rules import machine_notes
 
 FLOAT8 = "--model.converters=quantize.linear.float8"
 EMULATED = [FLOAT8, "--quantize.linear.float8.emulate=true"]

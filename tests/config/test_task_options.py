@@ -10,7 +10,7 @@ from shardtrain import config
 from shardtrain.config import task_file
 from shardtrain.config.rules import check
 from shardtrain.tools import verify
-from shardtrain.tools.verify.request import read
+from shardtrain.tools.verify.verify_request import read
 from shardtrain.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain.config import ConfigError, Loaded, check, load, options
-from shardtrain.config.rules.model import model_shape
+from shardtrain.config.rules.model_rules import model_shape
 
 # (name, lines of the file, arguments, fragments of the one expected problem)
 READING = [

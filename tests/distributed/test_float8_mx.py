@@ -20,7 +20,7 @@ from tiny import Result, assert_same_numbers, run_tiny, tiny_config
 from shardtrain import models
 from shardtrain.config import load
 from shardtrain.config.schema import Config, MXLinear
-from shardtrain.distributed import float8
+from shardtrain.distributed import float8_modules
 from shardtrain.ops import microscaling
 from shardtrain.utils.errors import ConfigError
 
@@ -31,7 +31,7 @@ TRAINING = {"seq_len": 128, "local_batch_size": 8}
 
 def with_mx(options: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """The tiny run with linear layers in MX but for the head."""
-    model = {"converters": [float8.MX], **sections.get("model", {})}
+    model = {"converters": [float8_modules.MX], **sections.get("model", {})}
     model["overrides"] = {**OVERRIDES, **model.get("overrides", {})}
     config = tiny_config(**{**sections, "model": model})
     mx = MXLinear(**{"recipe_name": "mxfp8_emulated", **(options or {})})
@@ -152,7 +152,7 @@ def _converted(config: Config, tp: int = 1) -> list[str]:
         def size(self, *axes: str) -> int:
             return tp if "tp" in axes else 1
 
-    float8.convert(model, layout, Mesh(), config)  # type: ignore[arg-type]
+    float8_modules.convert(model, layout, Mesh(), config)  # type: ignore[arg-type]
     return [path for path, one in model.named_modules() if isinstance(one, microscaling.MXLinear)]
 
 
@@ -169,9 +169,9 @@ def test_the_head_is_left_out_unless_it_is_asked_for_by_either_name(caplog):
 
 def test_a_default_filter_may_name_nothing():
     model = torch.nn.Sequential(torch.nn.Linear(32, 32))
-    float8.check(model, with_mx())
+    float8_modules.check(model, with_mx())
     with pytest.raises(ConfigError, match="names no module of this model by 'head'"):
-        float8.check(model, with_mx({"filter_fqns": ["head"]}))
+        float8_modules.check(model, with_mx({"filter_fqns": ["head"]}))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_default_filter_may_name_nothing():
 )
 def test_what_cannot_be_is_refused(options, tp, words):
     config = with_mx(options, parallelism={"tensor_parallel_degree": tp})
-    for refuse in (lambda: _converted(config, tp), lambda: float8.check(_model(config)[0], config)):
+    for refuse in (lambda: _converted(config, tp), lambda: float8_modules.check(_model(config)[0], config)):
         with pytest.raises(ConfigError) as refused:
             refuse()
         assert all(word in str(refused.value) for word in words), refused.value
@@ -206,9 +206,9 @@ def test_a_gpu_without_such_products_says_so(monkeypatch, recipe, capability, hi
     config = with_mx({"recipe_name": recipe})
     model, layout = _model(config)
     if recipe == "mxfp8_emulated" or (capability >= (10, 0) and not hip):
-        float8.convert(model, layout, _Gpu(), config)  # type: ignore[arg-type]
+        float8_modules.convert(model, layout, _Gpu(), config)  # type: ignore[arg-type]
         return
     with pytest.raises(ConfigError) as refused:
-        float8.convert(model, layout, _Gpu(), config)  # type: ignore[arg-type]
+        float8_modules.convert(model, layout, _Gpu(), config)  # type: ignore[arg-type]
     assert len(str(refused.value).splitlines()) == 1
     assert "needs MXFP8 products, of CUDA capability 10.0 and above, that A GPU" in str(refused.value)

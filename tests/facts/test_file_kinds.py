@@ -10,7 +10,7 @@ import pytest
 from shardtrain.config.toml_file import parse_file
 from shardtrain.data.sources import _data_files
 from shardtrain.facts import file_kinds
-from shardtrain.tools.evaluate import request
+from shardtrain.tools.evaluate import evaluate_request
 from shardtrain.utils.errors import ConfigError
 
 NAMES = [
@@ -26,7 +26,7 @@ def test_every_command_takes_the_same_files(name, dataset, tmp_path):
     file = tmp_path / name
     file.write_bytes(gzip.compress(json.dumps({"text": "a"}).encode()))
     assert file_kinds.dataset_of(name) == dataset
-    assert request.read(["--from", "run", "--data", f"held={file}"]).data == {"held": file}
+    assert evaluate_request.read(["--from", "run", "--data", f"held={file}"]).data == {"held": file}
     if name.endswith(".json"):  # as a configuration, such a file is one of another trainer
         return
     problems = []
@@ -42,7 +42,7 @@ def test_other_files_are_rejected_with_the_known_endings(name, tmp_path):
     with pytest.raises(
         ConfigError, match=r"has an ending that no dataset reads; name a file that ends with \.jsonl.*gz"
     ):
-        request.read(["--from", "run", "--data", f"held={file}"])
+        evaluate_request.read(["--from", "run", "--data", f"held={file}"])
 
 
 def test_compressions_are_those_that_can_be_read():

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiers import cases
 
 from shardtrain.cli import main
-from shardtrain.hf.model import recognise
+from shardtrain.hf.hub_model import recognise
 
 transformers = pytest.importorskip("transformers")
 

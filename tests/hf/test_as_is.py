@@ -16,8 +16,8 @@ from tiny import make_run, train_whole
 
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
-from shardtrain.config.show import RESOLVED_CONFIG
-from shardtrain.tools.convert.command import export_main
+from shardtrain.config.toml_writer import RESOLVED_CONFIG
+from shardtrain.tools.convert.convert_command import export_main
 from shardtrain.train import trainer
 from shardtrain.train.resume import resume
 from shardtrain.utils.errors import CheckpointError, ShardtrainError
@@ -164,7 +164,7 @@ def test_no_connection_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_an_architecture_without_a_model_file_goes_the_way_of_transformers(tmp_path: Path) -> None:
-    from shardtrain.hf.model import recognise
+    from shardtrain.hf.hub_model import recognise
 
     found = recognise(folder("gpt2"))
     assert (found.name, found.overrides) == ("transformers", {"path": str(folder("gpt2"))})

@@ -20,7 +20,7 @@ from shardtrain.checkpoint import manifest
 from shardtrain.cli import main
 from shardtrain.hf import importing, source
 from shardtrain.hf.bin_weights import BinWeights
-from shardtrain.hf.model import recognise, translation_of
+from shardtrain.hf.hub_model import recognise, translation_of
 from shardtrain.hf.weights import BIN, HubWeights
 from shardtrain.utils.errors import CheckpointError, ConfigError
 

@@ -18,7 +18,7 @@ from tiny import Ended
 
 from shardtrain import cli
 from shardtrain.config.schema import Config
-from shardtrain.tools.convert.command import export_main, import_main
+from shardtrain.tools.convert.convert_command import export_main, import_main
 
 pytest.importorskip("transformers")
 

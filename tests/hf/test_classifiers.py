@@ -23,8 +23,8 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config, Task
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
-from shardtrain.hf.model import recognise
-from shardtrain.train.preflight import model as preflight
+from shardtrain.hf.hub_model import recognise
+from shardtrain.train.preflight import meta_model
 from shardtrain.train.resume import resume
 from shardtrain.train.run_folder import write_resolved_config
 
@@ -195,4 +195,4 @@ def test_a_folder_that_does_not_fit_the_task_is_rejected(
     model = dataclasses.replace(one.model, name="transformers", flavor="folder", overrides={"path": str(folder)})
     one = dataclasses.replace(one, model=model)
     assert message in str(run_ranks(1, train_whole, one)[0].error)
-    assert message in str(preflight.build(one)[0][0])  # as "config check" finds it
+    assert message in str(meta_model.build(one)[0][0])  # as "config check" finds it

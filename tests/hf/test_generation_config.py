@@ -20,7 +20,7 @@ from shardtrain.cli import main
 from shardtrain.config.schema import Config
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.hf.generation_config import GENERATION, read_settings, trained_tokens, with_tokens
-from shardtrain.hf.model import recognise
+from shardtrain.hf.hub_model import recognise
 from shardtrain.hf.source import of_folder
 
 transformers = pytest.importorskip("transformers")

@@ -23,7 +23,7 @@ from tiny_tokenizers import bpe_folder
 
 from shardtrain.cli import main
 from shardtrain.config import Loaded
-from shardtrain.hf.model import recognise
+from shardtrain.hf.hub_model import recognise
 from shardtrain.train.run_folder import write_resolved_config
 
 pytest.importorskip("transformers")

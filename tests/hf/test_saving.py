@@ -20,9 +20,9 @@ from shardtrain import models
 from shardtrain.checkpoint import files, retention
 from shardtrain.config.schema import Config
 from shardtrain.data.build_dataset import tokenizer_of
-from shardtrain.hf import exporting, saving
-from shardtrain.hf.exporting import Export
+from shardtrain.hf import hf_export, saving
 from shardtrain.hf.generation_config import trained_tokens
+from shardtrain.hf.hf_export import Export
 from shardtrain.utils.errors import ConfigError, StorageError
 
 SHARD_BYTES = 100_000
@@ -84,7 +84,7 @@ def test_the_folder_is_what_an_export_writes(mesh: str, async_mode: str, tmp_pat
         back = tmp_path / f"exported-{step}"
         tokens = trained_tokens(tokenizer_of(config), config)
         wanted = Export(folder / f"step-{step}", back, module, shape, max_tokens=64, tokens=tokens)
-        exporting.export(dataclasses.replace(wanted, shard_bytes=SHARD_BYTES))
+        hf_export.export(dataclasses.replace(wanted, shard_bytes=SHARD_BYTES))
         found = bytes_of(folder / f"step-{step}-hf")
         assert found == bytes_of(back)
         assert sum(name.endswith(".safetensors") for name in found) >= 4

@@ -11,9 +11,9 @@ from hub_folders import FAMILIES, build, save
 
 from shardtrain import models
 from shardtrain.checkpoint import manifest, tensors
-from shardtrain.hf import exporting, importing, logits
-from shardtrain.hf.exporting import Export
-from shardtrain.hf.model import HubModel, recognise
+from shardtrain.hf import hf_export, importing, logits
+from shardtrain.hf.hf_export import Export
+from shardtrain.hf.hub_model import HubModel, recognise
 from shardtrain.models import moe
 
 pytest.importorskip("transformers")
@@ -39,7 +39,7 @@ def test_a_folder_comes_in_and_goes_out_unchanged(family: str, tmp_path: Path) -
         with torch.no_grad():
             torch.testing.assert_close(ours(tokens_BT, positions_BT), theirs(tokens_BT).logits, atol=1e-4, rtol=0)
 
-    exporting.export(wanted)
+    hf_export.export(wanted)
     error, scale = logits.largest_error(wanted)
     assert error <= 1e-4 and scale > 0.1
     again, _ = imported(wanted.output, tmp_path / "again")

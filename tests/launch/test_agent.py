@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from shardtrain.launch import agent, nodes, watch
+from shardtrain.launch import agent, child_watch, nodes
 
 
 def test_the_agent_looks_at_ranks_at_the_interval_by_which_stopped_ranks_are_counted(tmp_path):
@@ -12,4 +12,4 @@ def test_the_agent_looks_at_ranks_at_the_interval_by_which_stopped_ranks_are_cou
     node = nodes.Nodes(2, 2, "127.0.0.1:1", 0, "run", "127.0.0.1", 0, 1, "--nnodes=2")
     rendezvous = SimpleNamespace(get_backend=lambda: "c10d", get_run_id=lambda: "run")
     node_agent = agent._agent(node, rendezvous, 1, ["doctor"], 0, str(tmp_path), None)
-    assert node_agent.get_worker_group().spec.monitor_interval == watch.POLL_SECONDS
+    assert node_agent.get_worker_group().spec.monitor_interval == child_watch.POLL_SECONDS

@@ -79,7 +79,7 @@ def test_a_sweep_is_left_to_the_training():
 
 @pytest.mark.nightly(
     "two ranks of this machine make one report",
-    by="tests/tools/doctor/test_command.py::test_the_doctor_looks_at_two_ranks_and_leaves_nothing",
+    by="tests/tools/doctor/test_doctor_command.py::test_the_doctor_looks_at_two_ranks_and_leaves_nothing",
 )
 @pytest.mark.slow
 @pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "sshd")

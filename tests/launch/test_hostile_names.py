@@ -20,8 +20,8 @@ from hostile_texts import ARGV, EACH, FEW, TEXTS, Recorder, batches, is_safe, jo
 
 from shardtrain import config
 from shardtrain.cli import main
-from shardtrain.config.rules.launch import FORMS, SECRET, VARIABLE
-from shardtrain.config.schema.launch import Launch, LaunchKubernetes, LaunchSlurm
+from shardtrain.config.rules.launch_rules import FORMS, SECRET, VARIABLE
+from shardtrain.config.schema.launch_options import Launch, LaunchKubernetes, LaunchSlurm
 from shardtrain.launch import job_status
 from shardtrain.launch.hostfile import Host, read_hostfile
 from shardtrain.launch.job import Mount, to_job, to_mount

@@ -22,8 +22,8 @@ from hostile_texts import ARGV, CREATED, FEW, PIECES, TIMEOUT, Recorder, batches
 from pods import containers, expanded
 
 from shardtrain.config import Config, Loaded
-from shardtrain.config.schema.launch import Launch, LaunchKubernetes, LaunchRunai, LaunchSlurm
-from shardtrain.launch import command
+from shardtrain.config.schema.launch_options import Launch, LaunchKubernetes, LaunchRunai, LaunchSlurm
+from shardtrain.launch import launch_command
 from shardtrain.launch.hostfile import Host
 from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, ssh
 from shardtrain.utils import python_child
@@ -125,7 +125,9 @@ def test_launch_local_becomes_the_command_with_these_texts(tmp_path, monkeypatch
         if not child:
             signal.alarm(TIMEOUT)
             try:
-                command._local(command.PlatformRequest(loaded, ["--job.description", *many], "train")).submit()
+                launch_command._local(
+                    launch_command.PlatformRequest(loaded, ["--job.description", *many], "train")
+                ).submit()
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardtrain.config.schema.launch import Launch, LaunchSSH
+from shardtrain.config.schema.launch_options import Launch, LaunchSSH
 from shardtrain.launch import addresses, job_status
 from shardtrain.launch.hostfile import Host, chosen, read_hostfile, select
 from shardtrain.launch.job import ClusterJob

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.launch.command import main
+from shardtrain.launch.launch_command import main
 from shardtrain.utils.errors import ConfigError
 
 DEBUG = str(Path(__file__).parents[2] / "configs/debug.toml")

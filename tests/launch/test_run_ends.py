@@ -23,7 +23,7 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.launch import failure, local, meeting, run_ends
 from shardtrain.launch.run_ends import REQUESTS, TABLE
 from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
-from shardtrain.tools.generate import command as generate
+from shardtrain.tools.generate import generate_command
 from shardtrain.train import preflight, trainer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
@@ -76,7 +76,7 @@ def held_in(folder: Path, phase: str) -> None:
     elif phase == "meeting":
         before(meeting.Meeting, "_meet", lambda calls: True, lambda: hold(folder))
     elif phase == "sample":
-        before(generate, "main", lambda calls: True, lambda: hold(folder))
+        before(generate_command, "main", lambda calls: True, lambda: hold(folder))
     else:
         main = trainer.main
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from shardtrain import __version__
-from shardtrain.config.schema.launch import LaunchSSH
+from shardtrain.config.schema.launch_options import LaunchSSH
 from shardtrain.launch import remote_agent
 from shardtrain.launch.hostfile import Host
 from shardtrain.launch.platforms import ssh, ssh_connections

@@ -21,12 +21,12 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.distributed.process_group import World
-from shardtrain.hf.model import recognise
+from shardtrain.hf.hub_model import recognise
 from shardtrain.lora.linear import is_adapter
-from shardtrain.tools.held_out_eval import run as testing
-from shardtrain.train.model import build_model
+from shardtrain.tools.held_out_eval import held_out_eval_rank
 from shardtrain.train.resume import resume
 from shardtrain.train.run_folder import write_resolved_config
+from shardtrain.train.task_model import build_model
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", reason="PEFT is the reference of adapters")
@@ -113,8 +113,8 @@ def test_peft_opens_adapters_and_head_and_scores_alike(family: str, lora: dict[s
 def measured(rank: int, one: Config, wanted: str | None) -> dict[str, float]:
     mesh = distributed.build(one, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
     built = build_model(one, mesh)
-    testing.load(built, one, wanted)
-    found, _ = testing.measure(built, one, mesh, "validation")
+    held_out_eval_rank.load(built, one, wanted)
+    found, _ = held_out_eval_rank.measure(built, one, mesh, "validation")
     return {"loss": found.loss, **found.values}
 
 

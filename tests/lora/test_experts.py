@@ -13,7 +13,7 @@ from tiers import cases
 
 from shardtrain import cli
 from shardtrain.lora.linear import is_adapter
-from shardtrain.tools.generate.opening import open_model
+from shardtrain.tools.generate.trained_model import open_model
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", reason="PEFT is the reference of adapters")

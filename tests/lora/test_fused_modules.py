@@ -18,7 +18,7 @@ from tiers import cases
 from torch import Tensor
 
 from shardtrain import cli
-from shardtrain.tools.generate.opening import open_model
+from shardtrain.tools.generate.trained_model import open_model
 from shardtrain.utils.errors import ConfigError
 
 pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from tiny import Ended, assert_bitwise, deep_config, make_run, tiny_config, train_whole
 from torch import nn
 
-from shardtrain.config.schema.lora import Lora
+from shardtrain.config.schema.lora_options import Lora
 from shardtrain.distributed import fake_backend
 from shardtrain.lora import spec
 from shardtrain.lora.linear import LoraLinear, merged

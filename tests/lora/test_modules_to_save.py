@@ -18,7 +18,7 @@ from shardtrain.checkpoint import manifest
 from shardtrain.config import Loaded, check
 from shardtrain.config.schema import Config
 from shardtrain.lora.linear import is_adapter
-from shardtrain.tools.generate.opening import open_model
+from shardtrain.tools.generate.trained_model import open_model
 from shardtrain.utils.errors import ConfigError
 
 pytest.importorskip("transformers")

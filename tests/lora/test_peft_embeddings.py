@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardtrain import cli
-from shardtrain.tools.generate.opening import open_model
+from shardtrain.tools.generate.trained_model import open_model
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 pytest.importorskip("transformers")

@@ -16,7 +16,7 @@ from shardtrain.lora.frozen import FrozenWeights
 from shardtrain.lora.linear import FrozenLinear
 from shardtrain.lora.quantize import Packed, packed_bytes
 from shardtrain.ops.dtensor import to_full
-from shardtrain.tools.generate.opening import open_model
+from shardtrain.tools.generate.trained_model import open_model
 from shardtrain.train import resume
 from shardtrain.train.trainer import step
 

@@ -192,7 +192,7 @@ def test_what_a_folder_of_peft_asks_for_and_is_not_known_stops_it(run, tmp_path,
 
 
 def shape_of(run):
-    from shardtrain.hf.model import recognise
+    from shardtrain.hf.hub_model import recognise
 
     return recognise(run / "base").config
 

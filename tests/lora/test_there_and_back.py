@@ -20,7 +20,7 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.distributed.process_group import World
 from shardtrain.lora.linear import is_adapter
 from shardtrain.ops.dtensor import to_full
-from shardtrain.tools.generate.opening import open_model
+from shardtrain.tools.generate.trained_model import open_model
 from shardtrain.train import resume
 from shardtrain.train.trainer import step
 

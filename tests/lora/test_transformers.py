@@ -21,7 +21,7 @@ from shardtrain import cli
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.lora.linear import is_adapter
-from shardtrain.tools.generate.opening import open_model
+from shardtrain.tools.generate.trained_model import open_model
 from shardtrain.train.run_folder import write_resolved_config
 
 pytest.importorskip("transformers")

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardtrain.metrics.sinks import jsonl
-from shardtrain.metrics.sinks.jsonl import JsonlFile, read_records
+from shardtrain.metrics.sinks import metrics_jsonl
+from shardtrain.metrics.sinks.metrics_jsonl import JsonlFile, read_records
 from shardtrain.utils.checked_json import line_of
 
 
@@ -135,10 +135,10 @@ def test_of_a_large_file_the_end_alone_is_read_and_it_becomes_what_a_small_one_d
     small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
     small.write_text(content)
     large.write_text(content)
-    monkeypatch.setattr(jsonl, "_LARGE_BYTES", 2**40)
+    monkeypatch.setattr(metrics_jsonl, "_LARGE_BYTES", 2**40)
     JsonlFile(small, start)
-    monkeypatch.setattr(jsonl, "_LARGE_BYTES", 0)
-    monkeypatch.setattr(jsonl, "_TAIL_BYTES", tail_bytes)
+    monkeypatch.setattr(metrics_jsonl, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(metrics_jsonl, "_TAIL_BYTES", tail_bytes)
     found = [record["step"] for record in JsonlFile(large, start).history]
     kept = steps(small)
     assert read_records(large) == read_records(small)
@@ -151,8 +151,8 @@ def test_of_a_large_file_the_end_alone_is_read_and_it_becomes_what_a_small_one_d
 def test_the_history_of_a_large_file_is_thinned_and_its_end_is_cut_in_place(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 20_001)))
-    monkeypatch.setattr(jsonl, "_LARGE_BYTES", 1000)
-    monkeypatch.setattr(jsonl, "_TAIL_BYTES", 1000)
+    monkeypatch.setattr(metrics_jsonl, "_LARGE_BYTES", 1000)
+    monkeypatch.setattr(metrics_jsonl, "_TAIL_BYTES", 1000)
     inode = path.stat().st_ino
     history = [record["step"] for record in JsonlFile(path, 15_000).history]
     assert path.stat().st_ino == inode
@@ -166,11 +166,11 @@ def test_the_history_of_a_large_file_is_thinned_and_its_end_is_cut_in_place(tmp_
 def test_going_back_far_in_a_large_file_reads_little_of_it(tmp_path, monkeypatch, start):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}, "loss": {step / 7}}}\n' for step in range(1, 20_001)))
-    size, parsed, parse = path.stat().st_size, [], jsonl._parse
-    monkeypatch.setattr(jsonl, "_LARGE_BYTES", 1000)
-    monkeypatch.setattr(jsonl, "_TAIL_BYTES", 2000)
-    monkeypatch.setattr(jsonl, "_THINNED", 100)
-    monkeypatch.setattr(jsonl, "_parse", lambda content: (parsed.append(len(content)), parse(content))[1])
+    size, parsed, parse = path.stat().st_size, [], metrics_jsonl._parse
+    monkeypatch.setattr(metrics_jsonl, "_LARGE_BYTES", 1000)
+    monkeypatch.setattr(metrics_jsonl, "_TAIL_BYTES", 2000)
+    monkeypatch.setattr(metrics_jsonl, "_THINNED", 100)
+    monkeypatch.setattr(metrics_jsonl, "_parse", lambda content: (parsed.append(len(content)), parse(content))[1])
     assert JsonlFile(path, start).history[-1]["step"] == start
     looked_at = sum(parsed)
     assert steps(path) == list(range(1, start + 1))

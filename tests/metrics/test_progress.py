@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardtrain.metrics import Metrics
-from shardtrain.metrics.memory import HostMemory
+from shardtrain.metrics.peak_memory import HostMemory
 from shardtrain.metrics.progress import progress_allowed
 from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks.console import StepTable

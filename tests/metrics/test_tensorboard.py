@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardtrain.metrics import Metrics
-from shardtrain.metrics.memory import DeviceMemory
+from shardtrain.metrics.peak_memory import DeviceMemory
 from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks import tensorboard
 from shardtrain.metrics.sinks.tensorboard import TensorBoardSink

@@ -11,7 +11,7 @@ from hub_folders import build as build_theirs
 from hub_folders import save
 
 from shardtrain.hf import importing
-from shardtrain.hf.model import recognise
+from shardtrain.hf.hub_model import recognise
 from shardtrain.models import build, find, shape_of
 
 SIZES = {"debugmodel": 33_014_016, "16B": 15_706_484_224, "236B": 235_741_434_880}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardtrain.cli import main
 from shardtrain.hf import importing, mapping
-from shardtrain.hf.model import recognise, translation_of
+from shardtrain.hf.hub_model import recognise, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.models import build, find, shape_of
 from shardtrain.utils.errors import CheckpointError

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardtrain.cli import main
 from shardtrain.config.describe_folder import describe
 from shardtrain.hf import importing
-from shardtrain.hf.model import recognise
+from shardtrain.hf.hub_model import recognise
 from shardtrain.metrics.flops import count_model
 from shardtrain.models import build, find, shape_of
 

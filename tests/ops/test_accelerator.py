@@ -8,7 +8,7 @@ import pytest
 import torch
 from pretended_accelerator import NAME, in_a_fork, pretending
 
-from shardtrain.metrics.memory import DeviceMemory, read_peak
+from shardtrain.metrics.peak_memory import DeviceMemory, read_peak
 from shardtrain.metrics.profiling import profiling_problems
 from shardtrain.ops import accelerator, device_kernels, document_mask, flash_attention
 

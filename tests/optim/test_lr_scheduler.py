@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain import config
-from shardtrain.config.rules.own_files import SCHEDULE_OPTIONS
+from shardtrain.config.rules.own_files_rules import SCHEDULE_OPTIONS
 from shardtrain.config.schema import LRScheduler, Optimizer
 from shardtrain.facts.lr_schedules import SCHEDULES, options_of
 from shardtrain.optim.lr_scheduler import learning_rate

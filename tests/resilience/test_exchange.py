@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardtrain.resilience.watchdog import exchange
 from shardtrain.resilience.watchdog.exchange import HeartbeatExchange
-from shardtrain.resilience.watchdog.heartbeat import Heartbeat
+from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 from shardtrain.utils.process import STORE
 
 BEAT = 0.02

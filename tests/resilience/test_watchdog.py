@@ -24,9 +24,9 @@ from tiny import shallow_config
 
 from shardtrain.distributed import config_consistency, process_group
 from shardtrain.distributed.cpu import shared_barrier, shared_memory
-from shardtrain.resilience.watchdog import heartbeat, stack
+from shardtrain.resilience.watchdog import rank_heartbeat, stack
 from shardtrain.resilience.watchdog.hang_detector import HangDetector, from_json, to_json
-from shardtrain.resilience.watchdog.heartbeat import Heartbeat
+from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import WINDOWS, Stragglers, common, find_odd, median_without
 from shardtrain.resilience.watchdog.watchdog import beat_seconds, monitors
 from shardtrain.utils import activity
@@ -186,8 +186,8 @@ def test_a_verdict_and_a_sign_survive_their_journey_and_nothing_else_is_taken_fo
     verdict, _ = judge(lambda beat: {0: say(beat, **WAITING), 1: say(beat)})
     assert from_json(to_json(verdict)) == verdict
     for text in ("", "null", "[]", '"x"', '{"beat": true}', '{"beat": 1, "host": 3}', '{"beat":1,"host":"a","x":1}'):
-        assert heartbeat.read(text) is None
-    assert heartbeat.read(heartbeat.write(say(3))) == say(3)
+        assert rank_heartbeat.read(text) is None
+    assert rank_heartbeat.read(rank_heartbeat.write(say(3))) == say(3)
 
 
 def test_a_few_ranks_watch_whatever_the_size_of_the_world():

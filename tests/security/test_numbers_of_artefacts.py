@@ -25,7 +25,7 @@ from shardtrain.data.prepared import shard_index
 from shardtrain.data.prepared.shard_writer import ShardWriter
 from shardtrain.data.tokenizers import tokenizer_config
 from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer
-from shardtrain.hf import generation_config, listing, model, source, weights
+from shardtrain.hf import generation_config, hub_model, listing, source, weights
 from shardtrain.lora import peft
 from shardtrain.resilience.guards.loss_spikes import Guard
 from shardtrain.utils import checked_json
@@ -108,7 +108,7 @@ def test_config_json(name: str, tmp_path: Path) -> None:
 
     def read(text: str) -> None:
         (tmp_path / "config.json").write_text(text)
-        model.recognise(tmp_path)
+        hub_model.recognise(tmp_path)
 
     assert not wrong(json.loads(json.dumps(fields)), read)
 

@@ -19,7 +19,7 @@ from tiny import text_file
 from shardtrain import config
 from shardtrain.checkpoint import retention
 from shardtrain.config.options import options
-from shardtrain.config.rules.safety import ALSO_ELSEWHERE, BELOW_DUMP_FOLDER, ONE_NAME
+from shardtrain.config.rules.safety_rules import ALSO_ELSEWHERE, BELOW_DUMP_FOLDER, ONE_NAME
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError
 
@@ -154,7 +154,7 @@ def test_temporary_names_cannot_be_foreseen() -> None:
         # killed processes have left (``tests/utils/test_temporary.py``); the fifth checks who owns the compiler's
         # folder before PyTorch uses it (``tests/utils/test_library_environment.py``)
         allowed = (
-            "tools/doctor/storage.py",
+            "tools/doctor/storage_checks.py",
             "cli.py",
             "distributed/rendezvous/private_store.py",
             "utils/temporary.py",

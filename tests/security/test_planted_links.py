@@ -19,7 +19,7 @@ from tiny import shallow_config
 import shardtrain
 from shardtrain.checkpoint.lease import Lease
 from shardtrain.config import Loaded
-from shardtrain.config.machine import machine_notes
+from shardtrain.config.machine_rules import machine_notes
 from shardtrain.config.schema import Config
 from shardtrain.launch import local
 from shardtrain.train import trainer

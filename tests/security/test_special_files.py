@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.config.rules import transformers
+from shardtrain.config.rules import transformers_rules
 from shardtrain.hf import initial_weights, listing
 from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.hf.weights import HubWeights
@@ -16,7 +16,7 @@ from shardtrain.hub_formats import config_json
 from shardtrain.launch.goodput import events
 from shardtrain.lora import peft
 from shardtrain.tools.convert import card
-from shardtrain.utils import reading
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ShardtrainError
 
 
@@ -39,7 +39,7 @@ def listing_of(folder: Path) -> object:
 
 READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("config.json", lambda folder: config_json.read_json(folder / "config.json")),
-    ("config.json", transformers._read),
+    ("config.json", transformers_rules._read),
     ("config.json", initial_weights.of_folder),
     ("model.safetensors", HubWeights),
     ("model.safetensors.index.json", HubWeights),
@@ -81,6 +81,6 @@ def test_a_card_passes_them_by(kind: Callable[[Path], None], tmp_path: Path) -> 
 
 def test_a_file_is_read_whole_up_to_the_bound(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345678")
-    assert reading.whole(tmp_path / "file", 8) == b"12345678"
+    assert bounded_reads.whole(tmp_path / "file", 8) == b"12345678"
     with pytest.raises(OSError, match="larger than 7 bytes"):
-        reading.whole(tmp_path / "file", 7)
+        bounded_reads.whole(tmp_path / "file", 7)

@@ -15,7 +15,7 @@ from tiny import make_run
 
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
-from shardtrain.hf.model import recognise
+from shardtrain.hf.hub_model import recognise
 from shardtrain.train.resume import resume
 
 pytest.importorskip("transformers")

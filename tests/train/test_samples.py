@@ -19,7 +19,7 @@ from shardtrain.config.schema import Config
 from shardtrain.data import open_tokenizer
 from shardtrain.layout import Layout
 from shardtrain.models import llama
-from shardtrain.tools.generate import command
+from shardtrain.tools.generate import generate_command
 from shardtrain.tools.generate.engine import Generator
 from shardtrain.train import samples
 from shardtrain.train.samples import Samples
@@ -120,7 +120,7 @@ def test_a_frequency_of_0_means_no_sample_after_the_last_step_either(
     freq: int | None, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(command, "main", asked.append)
+    monkeypatch.setattr(generate_command, "main", asked.append)
     words = [] if freq is None else [f"--metrics.sample_freq={freq}"]
     cli._show_sample(configs.load(None, ["--metrics.sample_prompt=def", "--checkpoint.enable", *words]))
     assert bool(asked) == shown

@@ -16,7 +16,7 @@ from tiers import cases
 
 from shardtrain.launch import failure
 from shardtrain.train.preflight import machine
-from shardtrain.utils import libraries, limits, reading
+from shardtrain.utils import bounded_reads, libraries, limits
 from shardtrain.utils.errors import ConfigError, DataError, OutOfMemoryError
 
 MIB = 2**20
@@ -144,7 +144,7 @@ def test_a_small_file_takes_little_memory_to_read(tmp_path: Path) -> None:
     path.write_text("{}")
     tracemalloc.start()
     try:
-        assert reading.start(path, 64 * MIB) == b"{}"
+        assert bounded_reads.start(path, 64 * MIB) == b"{}"
         assert tracemalloc.get_traced_memory()[1] < MIB
     finally:
         tracemalloc.stop()

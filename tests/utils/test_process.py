@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardtrain.config.schema.launch import LaunchSSH
+from shardtrain.config.schema.launch_options import LaunchSSH
 from shardtrain.launch.platforms import ssh_connections
 from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.process import allow_open_files

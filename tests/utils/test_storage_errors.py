@@ -13,7 +13,7 @@ import pytest
 from shardtrain import cli
 from shardtrain.checkpoint import files
 from shardtrain.launch import local
-from shardtrain.utils import atomic_io, reading, storage_errors
+from shardtrain.utils import atomic_io, bounded_reads, storage_errors
 from shardtrain.utils.errors import OutOfMemoryError, ShardtrainError, StorageError
 from shardtrain.utils.storage_errors import CAUSES
 
@@ -133,7 +133,7 @@ def test_a_link_in_the_place_of_a_new_folder_is_named_before_anything_is_written
 @pytest.mark.parametrize("name", NAMED)
 def test_reading_tells_storage_that_fails_from_a_wrong_path(name: str, tmp_path: Path) -> None:
     number = getattr(errno, name)
-    error = reading.trouble(tmp_path / "file", OSError(number, os.strerror(number)))
+    error = bounded_reads.trouble(tmp_path / "file", OSError(number, os.strerror(number)))
     assert (error is not None) is (name in [*NAMES_OF_STORAGE, "ETIMEDOUT"])
     assert error is None or fix_of(name) in str(error)
 

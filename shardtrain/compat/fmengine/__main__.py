@@ -43,8 +43,8 @@ PROGRAMS = {
     "train": ("launching", "train"),
     "deepspeed": ("launching", "deepspeed"),
     "torchrun": ("launching", "torchrun"),
-    "to_hf_format": ("command", "to_hf_format"),
-    "from_hf": ("command", "from_hf"),
+    "to_hf_format": ("fmengine_command", "to_hf_format"),
+    "from_hf": ("fmengine_command", "from_hf"),
     "commands": ("launching", "commands"),
 }
 """Module and function of each program. The module is imported when its program runs."""

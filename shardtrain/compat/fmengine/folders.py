@@ -18,7 +18,7 @@ from shardtrain.checkpoint.torch_file import Stored, TorchFile
 from shardtrain.compat import layer_files
 from shardtrain.compat.layer_files import LATEST, LayerWeights, family_of
 from shardtrain.hf import mapping, source
-from shardtrain.hf.model import recognise, translation_of
+from shardtrain.hf.hub_model import recognise, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hub_formats.config_json import CONFIG, read_json
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, ShardtrainError, StorageError, require_new

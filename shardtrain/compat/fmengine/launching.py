@@ -153,7 +153,7 @@ def _hosts(options: dict[str, str]) -> list[str]:
 
 def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -> int:
     """Write the configuration that the flags ask for where all hosts see it, and start it on them by ssh."""
-    from shardtrain.launch import command, hostfile
+    from shardtrain.launch import hostfile, launch_command
 
     # The hosts, chosen as `launch ssh` will choose them, to know how many processes there are.
     named: dict[str, str] = {"hostfile": words[1]}
@@ -190,7 +190,7 @@ def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -
     words = [*words, "--launch.workdir", os.getcwd(), "--launch.python", sys.executable]
     if carried:
         words += ["--launch.forward_env", *carried]
-    return command.main(["ssh", str(file.absolute()), *words])
+    return launch_command.main(["ssh", str(file.absolute()), *words])
 
 
 def _local_devices(options: dict[str, str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.compat.migrate.report import JOINED, Cannot, FileMigration, Idle, Rule, To, answer_offload
+from shardtrain.compat.migrate.migration_report import JOINED, Cannot, FileMigration, Idle, Rule, To, answer_offload
 
 SYSTEM = "accelerate"
 OPEN = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.compat.migrate.report import (
+from shardtrain.compat.migrate.migration_report import (
     JOINED,
     Cannot,
     FileMigration,

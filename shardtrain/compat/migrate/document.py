@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils import checked_json, reading
+from shardtrain.utils import bounded_reads, checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 
 MAX_BYTES = 2**20
@@ -39,7 +39,7 @@ def read_text(path: Path) -> str:
         with path.open("rb") as opened:
             content = opened.read(MAX_BYTES + 1)
     except OSError as error:
-        raise reading.unreadable("the file", path, error, "name a file") from None
+        raise bounded_reads.unreadable("the file", path, error, "name a file") from None
     if len(content) > MAX_BYTES:
         rule = f"has more than {MAX_BYTES} bytes, which no configuration has"
         raise ConfigError(Problem("the file", str(path), rule, "name a configuration file"))
@@ -52,7 +52,7 @@ def read_text(path: Path) -> str:
 def facts_of_folder(folder: str | None) -> dict[str, Any]:
     """Return the fields of config.json in a model folder; {} if there is no such file."""
     try:
-        facts = checked_json.parse(reading.whole(Path(folder or "").expanduser() / "config.json", MAX_BYTES))
+        facts = checked_json.parse(bounded_reads.whole(Path(folder or "").expanduser() / "config.json", MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}

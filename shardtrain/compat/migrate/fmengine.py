@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardtrain.compat.migrate import deepspeed
 from shardtrain.compat.migrate.document import ForeignDocument, facts_of_folder, read
-from shardtrain.compat.migrate.report import JOINED, FileMigration, Idle, Rule, To, apply
+from shardtrain.compat.migrate.migration_report import JOINED, FileMigration, Idle, Rule, To, apply
 from shardtrain.utils.errors import ConfigError, Problem
 
 SYSTEM = "FMEngine"

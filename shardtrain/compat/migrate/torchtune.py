@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain.compat.migrate.report import JOINED, Cannot, FileMigration, Idle, Rule, To, default_to_constant_rate
+from shardtrain.compat.migrate.migration_report import (
+    JOINED,
+    Cannot,
+    FileMigration,
+    Idle,
+    Rule,
+    To,
+    default_to_constant_rate,
+)
 from shardtrain.compat.migrate.training_arguments import accumulate, model_folder
 
 SYSTEM = "torchtune"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.compat.migrate.document import facts_of_folder
-from shardtrain.compat.migrate.report import JOINED, FileMigration, Rule, To
+from shardtrain.compat.migrate.migration_report import JOINED, FileMigration, Rule, To
 from shardtrain.config.task_file import read_task_file
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem

@@ -9,8 +9,8 @@ from shardtrain.config import stages
 from shardtrain.config.changes import check_accepted
 from shardtrain.config.load import MAX_PROBLEMS, Loaded
 from shardtrain.config.options import options
-from shardtrain.config.rules.checkpoint import check_checkpoint, check_storage, checkpoint_notes
-from shardtrain.config.rules.data import (
+from shardtrain.config.rules.checkpoint_rules import check_checkpoint, check_storage, checkpoint_notes
+from shardtrain.config.rules.data_rules import (
     check_data_ranges,
     check_dataset,
     check_kinds,
@@ -20,11 +20,11 @@ from shardtrain.config.rules.data import (
     check_validation,
     data_notes,
 )
-from shardtrain.config.rules.experts import check_experts, experts_notes
-from shardtrain.config.rules.float8 import check_float8, float8_notes
-from shardtrain.config.rules.launch import check_launch
-from shardtrain.config.rules.lora import check_lora
-from shardtrain.config.rules.model import (
+from shardtrain.config.rules.experts_rules import check_experts, experts_notes
+from shardtrain.config.rules.float8_rules import check_float8, float8_notes
+from shardtrain.config.rules.launch_rules import check_launch
+from shardtrain.config.rules.lora_rules import check_lora
+from shardtrain.config.rules.model_rules import (
     check_batch,
     check_layers,
     check_model,
@@ -40,11 +40,11 @@ from shardtrain.config.rules.option_pairs import (
     check_without_effect,
     spike_notes,
 )
-from shardtrain.config.rules.own_files import check_own_files, schedule_options
-from shardtrain.config.rules.pipeline import check_context, check_pipeline, pipeline_notes
-from shardtrain.config.rules.safety import check_paths, check_secrets
-from shardtrain.config.rules.task import OF_TEXT, check_task, check_text_tasks
-from shardtrain.config.rules.transformers import check_transformers
+from shardtrain.config.rules.own_files_rules import check_own_files, schedule_options
+from shardtrain.config.rules.pipeline_rules import check_context, check_pipeline, pipeline_notes
+from shardtrain.config.rules.safety_rules import check_paths, check_secrets
+from shardtrain.config.rules.task_rules import OF_TEXT, check_task, check_text_tasks
+from shardtrain.config.rules.transformers_rules import check_transformers
 from shardtrain.config.rules.values import check_forms, check_ranges, check_steps, check_words
 from shardtrain.config.schema import Config
 from shardtrain.config.teacher import check_distillation

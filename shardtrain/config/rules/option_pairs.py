@@ -9,7 +9,7 @@ from typing import Any
 
 from shardtrain.config import stages
 from shardtrain.config.load import Loaded
-from shardtrain.config.rules.own_files import SCHEDULE_OPTIONS, schedule_options
+from shardtrain.config.rules.own_files_rules import SCHEDULE_OPTIONS, schedule_options
 from shardtrain.config.rules.values import problem
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import COMMAND_LINE

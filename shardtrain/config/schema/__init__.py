@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shardtrain.config.schema.data import Data, DataLoaderOptions
-from shardtrain.config.schema.data import DataSource as DataSource
-from shardtrain.config.schema.data import DataStage as DataStage
-from shardtrain.config.schema.launch import Launch
-from shardtrain.config.schema.lora import Lora
-from shardtrain.config.schema.safety import Checkpoint, Comm, FaultTolerance, Numbers
-from shardtrain.config.schema.task import Task
-from shardtrain.config.schema.watch import MemoryEstimation, Metrics, Profiling
+from shardtrain.config.schema.data_options import Data, DataLoaderOptions
+from shardtrain.config.schema.data_options import DataSource as DataSource
+from shardtrain.config.schema.data_options import DataStage as DataStage
+from shardtrain.config.schema.launch_options import Launch
+from shardtrain.config.schema.lora_options import Lora
+from shardtrain.config.schema.safety_options import Checkpoint, Comm, FaultTolerance, Numbers
+from shardtrain.config.schema.task_options import Task
+from shardtrain.config.schema.watch_options import MemoryEstimation, Metrics, Profiling
 from shardtrain.facts.devices import DeviceType
 from shardtrain.facts.dtypes import ComputeDtype
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from shardtrain.data import shared_opening
 from shardtrain.data.packing.packed_rows import Packing
-from shardtrain.utils import atomic_io, checked_json, reading
+from shardtrain.utils import atomic_io, bounded_reads, checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 
 VERSION = 1
@@ -142,7 +142,7 @@ def open_table(
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise reading.unreadable(option, path, error, "make the file readable, or remove it") from error
+            raise bounded_reads.unreadable(option, path, error, "make the file readable, or remove it") from error
         if hashlib.sha256(content).hexdigest() != facts["table_sha256"]:
             raise damaged(path, option, "does not hold the table that was written")
         return {"facts": dict(facts), "blocks": np.frombuffer(content, np.uint8)}

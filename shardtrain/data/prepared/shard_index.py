@@ -23,7 +23,7 @@ import numpy as np
 
 from shardtrain.data import shared_opening
 from shardtrain.data.shared_opening import Listing, Witness
-from shardtrain.utils import atomic_io, checked_json, reading
+from shardtrain.utils import atomic_io, bounded_reads, checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 
 VERSION = 1
@@ -196,9 +196,9 @@ def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int,
         status = path.stat()
         if status.st_size > MAX_INDEX_BYTES:
             raise _broken(path, option, f"has more than {MAX_INDEX_BYTES} bytes")
-        return reading.whole(path, MAX_INDEX_BYTES), (status.st_size, status.st_mtime_ns, status.st_ino)
+        return bounded_reads.whole(path, MAX_INDEX_BYTES), (status.st_size, status.st_mtime_ns, status.st_ino)
     except OSError as error:
-        raise reading.unreadable(option, path, error) from error
+        raise bounded_reads.unreadable(option, path, error) from error
 
 
 def _load(content: bytes, path: Path, option: str) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def check_file(folder: Path, stored: ShardFile, option: str) -> None:
     except FileNotFoundError:
         raise _broken(path, option, "is missing") from None
     except OSError as error:
-        raise reading.unreadable(option, path, error) from error
+        raise bounded_reads.unreadable(option, path, error) from error
     if size != stored.bytes:
         raise _broken(path, option, f"has {size} bytes, and {INDEX} says {stored.bytes}")
     if ends != stored.ends_sha256:

@@ -25,7 +25,7 @@ from shardtrain.data.prepared import shard_index
 from shardtrain.data.prepared.shard_index import DTYPES, INDEX, STARTS, ShardFile, ShardIndex, check_file, read_index
 from shardtrain.data.shared_opening import Listing, Witness
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
-from shardtrain.utils import atomic_io, reading
+from shardtrain.utils import atomic_io, bounded_reads
 from shardtrain.utils.errors import ConfigError, Problem
 
 Stamp = tuple[int, int, int]
@@ -183,7 +183,7 @@ class _OpenFiles:
                 at += count
         except OSError as error:
             path = self._folder / stored.name
-            raise reading.trouble(path, error) or _changed(path, self._option, error.strerror) from error
+            raise bounded_reads.trouble(path, error) or _changed(path, self._option, error.strerror) from error
         return buffer
 
     def _descriptor(self, stored: ShardFile) -> int:
@@ -287,7 +287,7 @@ def _stamp(path: Path) -> Stamp | None:
     try:
         facts = path.stat()
     except OSError as error:
-        if (trouble := reading.trouble(path, error)) is not None:
+        if (trouble := bounded_reads.trouble(path, error)) is not None:
             raise trouble from error
         return None
     return facts.st_size, facts.st_mtime_ns, facts.st_ino

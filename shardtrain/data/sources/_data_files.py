@@ -22,7 +22,7 @@ from shardtrain.data import shared_opening
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.shared_opening import Listing, Witness
 from shardtrain.data.sources import Request
-from shardtrain.utils import reading
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError
 
 COMPRESSIONS: Mapping[str, tuple[bytes, ...]] = {
@@ -98,7 +98,7 @@ class File:
         try:
             now = os.stat(self.path)
         except OSError as error:
-            raise reading.trouble(self.path, error) or self._gone() from error
+            raise bounded_reads.trouble(self.path, error) or self._gone() from error
         if not self._is(now):
             raise self._changed()
 
@@ -121,7 +121,7 @@ class File:
 
     def unreadable(self, error: OSError, fix: str = "check the disk") -> ShardtrainError:
         """Make the error of a file that cannot be read: of storage where a later try may find it as it was."""
-        return reading.unreadable(self.option, self.path, error, fix, DataError)
+        return bounded_reads.unreadable(self.option, self.path, error, fix, DataError)
 
     def unusable(self, rule: str, fix: str) -> DataError:
         """Make the error of a file that cannot serve as data."""
@@ -386,7 +386,7 @@ def _list(place: str, request: Request, wanted: str, endings: Sequence[str], emp
     option = request.option
     path = request.path
     root = place
-    kind = reading.kind(root)
+    kind = bounded_reads.kind(root)
     if kind == "folder":
         names = _walk(root, endings, option)
         if not names:
@@ -425,7 +425,7 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
         # Not left out: a folder that one host cannot list would give its ranks another dataset.
         rule = f"cannot be listed ({error.strerror})"
         unreadable = DataError(str(Problem(option, error.filename, rule, "make the folder readable")))
-        raise reading.trouble(error.filename, error) or unreadable
+        raise bounded_reads.trouble(error.filename, error) or unreadable
 
     allowed = tuple(ending + more for ending in endings for more in ("", *COMPRESSIONS))
     names: list[str] = []
@@ -463,7 +463,7 @@ def _status(path: str, option: str, empty: bool) -> os.stat_result:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise reading.unreadable(option, path, error, "fix or remove the file or link", DataError) from error
+        raise bounded_reads.unreadable(option, path, error, "fix or remove the file or link", DataError) from error
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
         rule = f"is {kind}, no file"

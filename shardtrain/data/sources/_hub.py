@@ -15,7 +15,7 @@ from shardtrain.data.sources import Request, Row, Shards, Table
 from shardtrain.data.sources._batches import rows_of_batch
 from shardtrain.data.sources._data_files import File, FileSource
 from shardtrain.data.sources._hub_errors import refusal
-from shardtrain.utils import libraries, reading
+from shardtrain.utils import bounded_reads, libraries
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 from shardtrain.utils.hub_errors import describe_error
 
@@ -104,7 +104,7 @@ def open_saved(request: Request) -> Table | Shards:
     # A pipe among the files would be waited for, and a file of unknown origin may fill the memory: looked at first.
     def look() -> list[str]:
         paths = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
-        kinds = {path: reading.kind(path) for path in sorted(paths)}
+        kinds = {path: bounded_reads.kind(path) for path in sorted(paths)}
         files = [path for path, kind in kinds.items() if kind not in ("", "folder")]
         for path in files:
             if kinds[path] != "file":

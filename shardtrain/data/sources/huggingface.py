@@ -16,7 +16,7 @@ from types import MappingProxyType
 from shardtrain.data import shared_opening
 from shardtrain.data.sources import Request, Shards, Table, _hub, jsonl, parquet, text, tsv
 from shardtrain.data.sources._data_files import File, FileList, list_files
-from shardtrain.utils import reading
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ConfigError, Problem
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def open_source(request: Request) -> Table | Shards:
     path = request.path
     # A path is meant for this machine where it exists, or where it could not be the id of a dataset on the hub.
     is_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or any(mark in path for mark in "*?[")
-    if is_local or shared_opening.once(path, lambda: bool(reading.kind(path))):
+    if is_local or shared_opening.once(path, lambda: bool(bounded_reads.kind(path))):
         return open_local(request)
     return _hub.open_hub(request, _hub.HubSet(path))
 
@@ -94,14 +94,14 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
         path = os.path.join(path, request.subset)
 
     def look() -> dict[str, bool]:
-        if request.subset is not None and reading.kind(path) != "folder":
+        if request.subset is not None and bounded_reads.kind(path) != "folder":
             rule = f"has no folder {request.subset}, the subset that is asked for"
             fix = f"remove {request.subset_option}, or correct it"
             raise ConfigError(Problem(request.option, request.path, rule, fix))
         return {
-            "is_saved": any(reading.kind(os.path.join(path, name)) == "file" for name in _SAVED),
-            "is_folder": reading.kind(path) == "folder",
-            "is_file": reading.kind(os.path.expanduser(request.path or "")) == "file",
+            "is_saved": any(bounded_reads.kind(os.path.join(path, name)) == "file" for name in _SAVED),
+            "is_folder": bounded_reads.kind(path) == "folder",
+            "is_file": bounded_reads.kind(os.path.expanduser(request.path or "")) == "file",
         }
 
     kind = shared_opening.once(path, look)

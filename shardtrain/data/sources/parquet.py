@@ -14,7 +14,7 @@ from shardtrain.data.sources import BadRow, Request, Row, Shards
 from shardtrain.data.sources._batches import rows_of_batch
 from shardtrain.data.sources._data_files import File, FileSource, is_many, list_files, place_listed
 from shardtrain.facts import file_kinds
-from shardtrain.utils import libraries, reading
+from shardtrain.utils import bounded_reads, libraries
 
 ENDINGS = file_kinds.ENDINGS["parquet"]
 
@@ -184,7 +184,7 @@ def _open(file: File) -> Any:
     try:
         return parquet.ParquetFile(file.path)
     except (OSError, arrow.ArrowException) as error:
-        trouble = reading.trouble(file.path, error) if isinstance(error, OSError) else None
+        trouble = bounded_reads.trouble(file.path, error) if isinstance(error, OSError) else None
         if trouble is not None:
             raise trouble from error
         reason = str(error).splitlines()[0]

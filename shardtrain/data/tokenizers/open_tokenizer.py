@@ -20,7 +20,7 @@ from shardtrain.data.tokenizers.own_tokenizer import OwnTokenizer
 from shardtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from shardtrain.data.tokenizers.tiktoken_model import TiktokenTokenizer, looks_like
 from shardtrain.data.tokenizers.tokenizer_config import files_beside
-from shardtrain.utils import reading
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.temporary import temporary_folder
 
@@ -155,7 +155,7 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
             raise ConfigError(Problem(option, str(file), rule, "name a tokenizer's file"))
         content = file.read_bytes()
     except OSError as error:
-        raise reading.unreadable(option, path, error) from error
+        raise bounded_reads.unreadable(option, path, error) from error
     if not content:
         raise ConfigError(Problem(option, str(file), "is empty", "copy or download it again"))
     if content.startswith(b"version https://git-lfs"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils import checked_json, reading
+from shardtrain.utils import bounded_reads, checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 
 # used only when no file says which token begins a document, which ends it, and which fills a row
@@ -133,12 +133,12 @@ def read_text(file: Path, option: str) -> str:
         ConfigError: when it cannot be read or is not UTF-8.
     """
     try:
-        content = reading.start(file, _MAX_FILE_BYTES + 1)
+        content = bounded_reads.start(file, _MAX_FILE_BYTES + 1)
         if len(content) > _MAX_FILE_BYTES:
             raise ConfigError(Problem(option, str(file), f"is larger than {_MAX_FILE_BYTES} bytes", _FIX))
         return content.decode("utf-8-sig")
     except OSError as error:
-        raise reading.unreadable(option, file, error, _FIX) from error
+        raise bounded_reads.unreadable(option, file, error, _FIX) from error
     except UnicodeDecodeError as error:
         raise ConfigError(Problem(option, str(file), "is not UTF-8 text", _FIX)) from error
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.distributed.context_parallel.gather import gathered_attention, ring_attention, ulysses_attention
 from shardtrain.distributed.context_parallel.masks import sequence_part
 from shardtrain.distributed.mesh import Mesh

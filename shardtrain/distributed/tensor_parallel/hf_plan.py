@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.distributed.tensor.placement_types import Placement
 
 from shardtrain.config.schema import Config
-from shardtrain.distributed import adapters
+from shardtrain.distributed import adapter_styles
 from shardtrain.distributed.local_weights import use_local_weights
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import matches
@@ -69,13 +69,13 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
         if path not in styles and any(True for _ in module.parameters(recurse=False)):
             styles[path] = WholeWeights(Replicate())
     # adapters are split by hand: styles would take their factors for weights
-    factors = adapters.set_aside(model, words.get)
+    factors = adapter_styles.set_aside(model, words.get)
     parallelize_module(model, mesh.submesh(AXIS), styles)
     for path in (path for path, word in words.items() if word == "embedding_rowwise"):
         # FSDP, which wraps it, loses its hooks where a network then changes a view in place
         model.get_submodule(path).register_forward_hook(lambda _, inputs, output: output.clone())
     tie(model, ties)  # parallelize_module gives each module a parameter of its own
-    adapters.put_back(model, words.get, mesh.submesh(AXIS), factors)
+    adapter_styles.put_back(model, words.get, mesh.submesh(AXIS), factors)
 
 
 class WholeWeights(ParallelStyle):

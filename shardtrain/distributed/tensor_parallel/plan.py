@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shardtrain.config.schema import Config
-from shardtrain.distributed import adapters
+from shardtrain.distributed import adapter_styles
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.tensor_parallel import hf_plan
 from shardtrain.distributed.tensor_parallel.dropout_check import refuse_replicated_dropout
@@ -78,14 +78,14 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
     ties = tied_names(model)
     # adapters are split by the word of the weight beside them; PyTorch's style for the weight does not know them
-    factors = adapters.set_aside(model, partial(word_of, layout))
+    factors = adapter_styles.set_aside(model, partial(word_of, layout))
     parallelize_module(model, mesh.submesh(AXIS), styles)
     tie(model, ties)  # parallelize_module gives each module its own parameter
     if not config.compile.enable:  # a compiler removes the overhead of DTensors itself
         for module in model.modules():
             if is_plain_linear(module) and isinstance(module.weight, DTensor):
                 multiply_local_parts(module)  # type: ignore[arg-type]
-    adapters.put_back(model, partial(word_of, layout), mesh.submesh(AXIS), factors)
+    adapter_styles.put_back(model, partial(word_of, layout), mesh.submesh(AXIS), factors)
 
     # each attention core keeps the slopes of this rank's heads
     size = mesh.size(AXIS)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils import atomic_io, checked_json, reading
+from shardtrain.utils import atomic_io, bounded_reads, checked_json
 from shardtrain.utils.errors import DataError
 
 FILE = "goodput.jsonl"
@@ -107,7 +107,7 @@ def read(folder: Path) -> tuple[list[Event], int]:
     """
     path = folder / FILE
     try:
-        content = reading.whole(path, MAX_BYTES)
+        content = bounded_reads.whole(path, MAX_BYTES)
     except OSError as error:
         rule = f"{path} cannot be read ({error.strerror})"
         raise DataError(f"{rule}; give the folder of a run (job.dump_folder) that has trained a step") from error

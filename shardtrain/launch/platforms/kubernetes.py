@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from shardtrain.config.schema.launch import Launch
+from shardtrain.config.schema.launch_options import Launch
 from shardtrain.launch.job import RETRIES, ClusterJob, header, require, require_free, require_nothing_lost
 from shardtrain.utils.errors import ConfigError, Problem
 

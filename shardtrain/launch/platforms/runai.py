@@ -6,7 +6,7 @@ cluster. ``--environment`` is never written: it sets a variable in one version a
 
 from __future__ import annotations
 
-from shardtrain.config.schema.launch import Launch
+from shardtrain.config.schema.launch_options import Launch
 from shardtrain.launch.job import ClusterJob, require, require_nothing_lost
 from shardtrain.launch.platforms.slurm import ask
 from shardtrain.utils.errors import ConfigError, Problem

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardtrain.config import presets
-from shardtrain.config.schema.launch import Launch
+from shardtrain.config.schema.launch_options import Launch
 from shardtrain.launch.failure import PREEMPTED, RETRYABLE, SUPERVISED
 from shardtrain.launch.job import (
     ClusterJob,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from shardtrain.config.schema.launch import Launch
+from shardtrain.config.schema.launch_options import Launch
 from shardtrain.launch.failure import SUPERVISED
 from shardtrain.launch.hostfile import Host
 from shardtrain.launch.job import ClusterJob, folder_words, require_nothing_lost

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from shardtrain import __version__
-from shardtrain.config.schema.launch import LaunchSSH
+from shardtrain.config.schema.launch_options import LaunchSSH
 from shardtrain.launch import addresses, failure, remote_agent, signals
 from shardtrain.launch.agent import status_of
 from shardtrain.launch.failure import NOT_SAVED

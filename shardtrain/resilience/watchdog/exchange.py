@@ -23,8 +23,8 @@ import torch.distributed as dist
 from shardtrain.distributed.rendezvous import private_store
 from shardtrain.distributed.rendezvous.private_store import FolderStore
 from shardtrain.distributed.rendezvous.signed_store import ForgedError
-from shardtrain.resilience.watchdog import heartbeat
-from shardtrain.resilience.watchdog.heartbeat import Heartbeat
+from shardtrain.resilience.watchdog import rank_heartbeat
+from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 from shardtrain.utils import process_identity
 from shardtrain.utils.errors import StorageError
 
@@ -81,7 +81,7 @@ class HeartbeatExchange:
 
     def say(self, sign: Heartbeat) -> None:
         """Give a sign of this rank's life."""
-        text = heartbeat.write(sign)
+        text = rank_heartbeat.write(sign)
         if self._node is not None:
             try:
                 return self._say_on_node(self._node, text, sign.has_left)
@@ -133,7 +133,7 @@ class HeartbeatExchange:
         for place, text in zip(asked, self._signs_at(asked), strict=True):
             # most texts are those of the last look, and are not parsed again
             if text is not None and self._heard.get(place, (b"",))[0] != text:
-                self._heard[place] = bytes(text), heartbeat.read_many(text)
+                self._heard[place] = bytes(text), rank_heartbeat.read_many(text)
             for rank, sign in self._heard.get(place, (b"", {}))[1].items():
                 # a node whose folder went away speaks in several places, and who kept an old sign may set it again
                 if rank not in self._newest or self._newest[rank].beat < sign.beat:

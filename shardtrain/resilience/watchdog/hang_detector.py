@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from shardtrain.resilience.watchdog.heartbeat import Heartbeat
+from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 
 OF_COLLECTIVES = 0.9
 """Share of a collective's own limit after which a hang is declared: PyTorch's error would name the wrong rank."""

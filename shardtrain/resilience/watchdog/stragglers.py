@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardtrain.resilience.watchdog.hang_detector import HangReport, spans
-from shardtrain.resilience.watchdog.heartbeat import Heartbeat
+from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 from shardtrain.utils.activity import Mark
 
 RATIO = 1.3

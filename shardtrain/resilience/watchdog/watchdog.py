@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardtrain.config.machine import BEATS_PER_HANG_TIMEOUT, NODES_PER_SECOND
+from shardtrain.config.machine_rules import BEATS_PER_HANG_TIMEOUT, NODES_PER_SECOND
 from shardtrain.config.schema import Config
 from shardtrain.distributed import process_group
 from shardtrain.distributed.process_group import World
@@ -32,7 +32,7 @@ from shardtrain.launch import exit_report, failure, signals
 from shardtrain.resilience.watchdog import stack
 from shardtrain.resilience.watchdog.exchange import HeartbeatExchange
 from shardtrain.resilience.watchdog.hang_detector import HangDetector, HangReport, from_json, to_json
-from shardtrain.resilience.watchdog.heartbeat import Heartbeat
+from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import Stragglers, common, find_odd
 from shardtrain.utils import activity, atomic_io, process_identity
 from shardtrain.utils.activity import Phases

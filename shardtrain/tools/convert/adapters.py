@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardtrain.checkpoint.choice import HELP, reject_step, step_name
 from shardtrain.facts.dtypes import COMPUTE_DTYPES
-from shardtrain.tools.convert.checkpoint import KEEP_HELP
+from shardtrain.tools.convert.checkpoint_path import KEEP_HELP
 from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import ConfigError
 
@@ -32,9 +32,9 @@ def main(words: Sequence[str]) -> int:
     of_weights = "type of the sum (default: that of the weights)"
     parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help=of_weights)
     found = parser.read(words)
-    from shardtrain.hf.opening import is_hub_folder
+    from shardtrain.hf.folder_config import is_hub_folder
     from shardtrain.lora import peft
-    from shardtrain.tools.convert.checkpoint import step_of
+    from shardtrain.tools.convert.checkpoint_path import step_of
 
     is_peft = peft.is_folder(found.adapters)
     if is_peft:
@@ -52,9 +52,9 @@ def _merge(found: Any, is_peft: bool) -> None:
     from shardtrain import models
     from shardtrain.hf import origin
     from shardtrain.hf.generation_config import with_tokens
-    from shardtrain.hf.model import recognise
+    from shardtrain.hf.hub_model import recognise
     from shardtrain.lora import frozen, merging, peft
-    from shardtrain.tools.convert.checkpoint import tokens_of_run
+    from shardtrain.tools.convert.checkpoint_path import tokens_of_run
     from shardtrain.tools.generate.locate_checkpoint import load_config
 
     # A PEFT folder does not record which weights it was trained beside: the user names them with --base
@@ -105,10 +105,12 @@ def export_adapter(found: Any, checkpoint: Path, module: Any, shape: Any, begun:
         begun: the checkpoint or folder of the run's base model, or "".
     """
     from shardtrain.hf import origin
-    from shardtrain.hf.model import changed_fields
-    from shardtrain.lora import exporting
+    from shardtrain.hf.hub_model import changed_fields
+    from shardtrain.lora import adapter_export
 
-    names = exporting.export(checkpoint, found.to, module, shape, found.base_model or begun, found.dtype or "float32")
+    names = adapter_export.export(
+        checkpoint, found.to, module, shape, found.base_model or begun, found.dtype or "float32"
+    )
     print(f"{found.to}: {', '.join(names)}; every number was read back and is equal")
     source = origin.of_path(Path(begun), module, shape) if begun else None
     if changed := changed_fields(getattr(module, "HUB", None), shape, source):

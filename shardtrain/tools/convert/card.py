@@ -24,7 +24,7 @@ from shardtrain.hf.source import FolderSource
 from shardtrain.tools.runs import run_files
 from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.train.run_folder import versions
-from shardtrain.utils import reading
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.redact import redact, visible
 from shardtrain.utils.units import format_count
@@ -95,7 +95,7 @@ def is_own(text: str) -> bool:
 def exported(folder: Path) -> str:
     """What the weights of an exported folder are known by, as its card says; "" where that is not shardtrain's."""
     try:
-        mark = _MARK.search(reading.whole(folder / CARD, _MAX_BYTES).decode("utf-8", "replace"))
+        mark = _MARK.search(bounded_reads.whole(folder / CARD, _MAX_BYTES).decode("utf-8", "replace"))
     except OSError:
         return ""
     return mark[1] if mark else ""
@@ -238,7 +238,11 @@ def _base_model(source: FolderSource | None) -> str:
 def _license(source: FolderSource | None) -> str:
     """What the card of the folder that the weights came from says."""
     try:
-        text = reading.whole(source.where / CARD, _MAX_BYTES).decode("utf-8", "replace") if source is not None else ""
+        text = (
+            bounded_reads.whole(source.where / CARD, _MAX_BYTES).decode("utf-8", "replace")
+            if source is not None
+            else ""
+        )
     except (OSError, TypeError):
         return ""
     front = _FRONT.match(text.replace("\r\n", "\n"))

@@ -14,7 +14,7 @@ from shardtrain import models, tasks
 from shardtrain.config import Config, check, derived, load, machine_notes
 from shardtrain.config.command_line import VerbOption, number_of, take
 from shardtrain.config.schema import Training, Validation
-from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.data import build_dataset, sources
 from shardtrain.data.documents.bad_rows import attempt
 from shardtrain.data.documents.encode import open_encoder
@@ -27,8 +27,8 @@ from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.data.sources import BadRow, Table
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 from shardtrain.launch import environment
-from shardtrain.tools.data.progress import Progress
 from shardtrain.tools.data.survey import Survey, survey_line, survey_rows
+from shardtrain.tools.data.work_progress import Progress
 from shardtrain.utils.errors import ConfigError, DataError
 
 USAGE = """usage: shardtrain data check [CONFIG.toml] [--world_size N] [--json] [--section.key VALUE ...]

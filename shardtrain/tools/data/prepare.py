@@ -33,8 +33,8 @@ from shardtrain.data.prepared.shard_index import INDEX, UNFINISHED, ShardIndex, 
 from shardtrain.data.prepared.shard_writer import ShardWriter, default_shard_tokens, storing
 from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.data.sources import Shards, Table
-from shardtrain.tools.data import pool, units
-from shardtrain.tools.data.progress import Progress
+from shardtrain.tools.data import pool, work_units
+from shardtrain.tools.data.work_progress import Progress
 from shardtrain.utils import atomic_io, checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds
@@ -124,8 +124,8 @@ def jobs(config: Config, folder: Path, shard_tokens: int | None) -> Iterator[Pre
             "tokenizer": tokenizer.fingerprint,
             "encoder": encoder.fingerprint,
             "shard_tokens": shard_tokens,
-            "rows_per_unit": units.rows_per_unit(source),
-            "num_units": len(units.Units(source)),
+            "rows_per_unit": work_units.rows_per_unit(source),
+            "num_units": len(work_units.Units(source)),
         }
         target = folder / named.name if config.data.sources else folder
         kind = named.source.format or config.data.format
@@ -223,9 +223,9 @@ class _Work:
     def __init__(self, job: PrepareJob) -> None:
         self.job = job
         self.folder = job.folder / UNFINISHED
-        self._units = units.Units(job.source)
+        self._units = work_units.Units(job.source)
         state = self._read_state()
-        self.tally = units.tally_from_json(state["tally"])
+        self.tally = work_units.tally_from_json(state["tally"])
         self.merged: int = state["merged"]
         self.tokens = 0
         self._writer = ShardWriter(
@@ -245,7 +245,7 @@ class _Work:
         policy = BadRows.of(self.job.config.data)
 
         def work(number: int, say: pool.Say) -> dict[str, Any]:
-            return units.write_unit(self.folder, job.source, job.encoder, policy, self._units[number], say)
+            return work_units.write_unit(self.folder, job.source, job.encoder, policy, self._units[number], say)
 
         # a shard has one reader, so that few of them keep few processes busy
         if not isinstance(job.source, Table) and len(self._units) < processes:
@@ -287,8 +287,8 @@ class _Work:
         """Lay the units that are next in order into the shards; their files stay until that is safely on the disk."""
         while self.merged in self._waiting:
             done = self._waiting.pop(self.merged)
-            units.append_unit(self.folder, self._units[self.merged], done, self._writer)
-            self.tally.merge(units.tally_from_json(done["tally"]))
+            work_units.append_unit(self.folder, self._units[self.merged], done, self._writer)
+            self.tally.merge(work_units.tally_from_json(done["tally"]))
             self._to_remove.append(self.merged)
             self.merged += 1
 
@@ -296,9 +296,9 @@ class _Work:
         """Note how far the shards came, and delete the units that they hold."""
         # in this order: a unit whose tokens are not noted yet is laid in again after a kill
         position = self._writer.position()
-        self._write_state({"merged": self.merged, "position": position, "tally": units.tally_to_json(self.tally)})
+        self._write_state({"merged": self.merged, "position": position, "tally": work_units.tally_to_json(self.tally)})
         for number in self._to_remove:
-            units.remove_unit(self.folder, self._units[number])
+            work_units.remove_unit(self.folder, self._units[number])
         self._to_remove = []
         self._saved = time.monotonic()
 
@@ -314,13 +314,13 @@ class _Work:
             format=job.format,
             source_bytes=job.source.total_bytes,
             sources=dict(job.source.files()),
-            tally=units.tally_to_json(self.tally),
+            tally=work_units.tally_to_json(self.tally),
             prepared_from={key: fact for key, fact in job.facts.items() if key != "files"},
         )
 
     def _read_state(self) -> dict[str, Any]:
         path = self.folder / _PROGRESS
-        fresh = {"merged": 0, "tally": units.tally_to_json(RowStats()), "facts": dict(self.job.facts)}
+        fresh = {"merged": 0, "tally": work_units.tally_to_json(RowStats()), "facts": dict(self.job.facts)}
         if not path.exists():
             self._write_state(fresh)
             return fresh
@@ -345,11 +345,11 @@ class _Work:
                 path.unlink(missing_ok=True)
             elif path.suffix == ".json" and int(number) < len(self._units):
                 unit = self._units[int(number)]
-                done = units.is_done(self.folder, unit)
+                done = work_units.is_done(self.folder, unit)
                 if done is not None:
                     self._waiting[unit.number] = done
                 else:
-                    units.remove_unit(self.folder, unit)
+                    work_units.remove_unit(self.folder, unit)
 
 
 def _same_facts(job: PrepareJob, facts: Mapping[str, Any]) -> None:

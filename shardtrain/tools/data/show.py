@@ -13,7 +13,7 @@ from shardtrain import data, tasks
 from shardtrain.config import derived
 from shardtrain.config.command_line import COMMAND_LINE, VerbOption, number_of, take
 from shardtrain.config.schema import Config
-from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.data.batch import Batch
 from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.data.loader import SOURCE_BITS

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from shardtrain import models
 from shardtrain.checkpoint import files, manifest, weights_file
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest
+from shardtrain.tools.dcp.dcp_reader import MOMENTS
 from shardtrain.tools.dcp.naming import OWN, Naming, naming
-from shardtrain.tools.dcp.reading import MOMENTS
 from shardtrain.tools.dcp.stored import DcpFolder
 from shardtrain.utils.errors import CheckpointError, StorageError, require_new
 

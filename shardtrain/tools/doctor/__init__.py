@@ -5,6 +5,6 @@ Each area is one file with two functions: ``collect`` notes plain facts on every
 the ranks.
 """
 
-from shardtrain.tools.doctor.command import main
+from shardtrain.tools.doctor.doctor_command import main
 
 __all__ = ["main"]

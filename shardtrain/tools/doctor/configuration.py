@@ -32,17 +32,17 @@ def needs(context: RankContext) -> Facts:
 
     Activations are not counted (see ``docs/dry_run.md``).
     """
-    from shardtrain.train.preflight import memory, model
+    from shardtrain.train.preflight import memory_fit, meta_model
 
     options = context.loaded.config
-    errors, parameters = model.build(options, context.size)
+    errors, parameters = meta_model.build(options, context.size)
     if parameters is None:
         return {"problems": [redact(str(line)) for error in errors for line in getattr(error, "problems", [error])]}
     numbers = sum(one.num_elements for one in parameters)
     return {
         "parameters": numbers,
-        "state_bytes_per_rank": memory.state_bytes(options, context.size, parameters),
-        "checkpoint_bytes": memory.checkpoint_bytes(options, parameters),
+        "state_bytes_per_rank": memory_fit.state_bytes(options, context.size, parameters),
+        "checkpoint_bytes": memory_fit.checkpoint_bytes(options, parameters),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 
-from shardtrain.tools.doctor import devices, network
+from shardtrain.tools.doctor import device_checks, network
 from shardtrain.tools.doctor.result import Facts, Reports
 
 
@@ -15,7 +15,7 @@ def of(reports: Reports) -> Facts:
     ``flops`` are FLOP per second by type, of ``threads`` threads where the device is a CPU; ``bytes_per_second`` is bus
     bandwidth, of a group of ``ranks`` of which at most ``ranks_per_host`` share a host.
     """
-    found = reports.of(devices.AREA).values()
+    found = reports.of(device_checks.AREA).values()
     flops: dict[str, float] = {}
     for facts in found:
         flops[facts["dtype"]] = min(facts["rate"], flops.get(facts["dtype"], facts["rate"]))

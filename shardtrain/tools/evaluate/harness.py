@@ -19,8 +19,8 @@ from shardtrain.data.tokenizers.ends import ends_of
 from shardtrain.ops.cpu import packed_linear
 from shardtrain.ops.sampling import Sampling
 from shardtrain.tools.generate.engine import Generator
-from shardtrain.tools.generate.opening import OpenedModel
-from shardtrain.tools.generate.text import Text
+from shardtrain.tools.generate.generated_text import Text
+from shardtrain.tools.generate.trained_model import OpenedModel
 from shardtrain.utils.errors import ConfigError, Problem
 
 _NEW_TOKENS = 256

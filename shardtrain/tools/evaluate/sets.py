@@ -20,7 +20,7 @@ from shardtrain.data.build_dataset import format_of_rows
 from shardtrain.distributed.context_parallel.cores import document_argument
 from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.ops.cross_entropy import cross_entropy_sum
-from shardtrain.tools.generate.opening import OpenedModel
+from shardtrain.tools.generate.trained_model import OpenedModel
 from shardtrain.train import document_isolation, validation
 from shardtrain.train.open_together import together
 from shardtrain.utils.errors import ConfigError, DataError, NumericalError, Problem

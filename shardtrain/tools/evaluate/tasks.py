@@ -7,8 +7,8 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from shardtrain.tools.evaluate.request import EvaluateOptions
-from shardtrain.tools.generate.opening import OpenedModel
+from shardtrain.tools.evaluate.evaluate_request import EvaluateOptions
+from shardtrain.tools.generate.trained_model import OpenedModel
 from shardtrain.utils.errors import ConfigError, Problem
 
 _BOOTSTRAP = 1000

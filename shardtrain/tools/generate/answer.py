@@ -19,11 +19,11 @@ from shardtrain.hf.generation_config import unused_settings
 from shardtrain.ops.cpu import packed_linear
 from shardtrain.ops.sampling import Sampling
 from shardtrain.tools.generate.engine import Generator, Watch
+from shardtrain.tools.generate.generate_request import GenerateOptions
+from shardtrain.tools.generate.generated_text import Printer, Text
 from shardtrain.tools.generate.locate_checkpoint import load_config
-from shardtrain.tools.generate.opening import OpenedModel, open_model
 from shardtrain.tools.generate.prompts import GenerationPrompts, PromptRow, check_output, write_rows
-from shardtrain.tools.generate.request import GenerateOptions
-from shardtrain.tools.generate.text import Printer, Text
+from shardtrain.tools.generate.trained_model import OpenedModel, open_model
 from shardtrain.train.build import use_fastest_kernels
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardtrain.layout import Layout
 from shardtrain.ops.sampling import Draws, Sampling, choose, penalise_
-from shardtrain.tools.generate.forward import Cached, FullForward, Passes
+from shardtrain.tools.generate.forward_passes import Cached, FullForward, Passes
 
 Watch = Callable[[int, list[int]], bool]
 """Told of a row and its new tokens after each; gives whether the row has ended."""

@@ -11,9 +11,9 @@ from shardtrain.checkpoint.choice import ChosenCheckpoint
 from shardtrain.checkpoint.manifest import MANIFEST
 from shardtrain.checkpoint.verification import verify
 from shardtrain.config import Config, Loaded
-from shardtrain.config.show import RESOLVED_CONFIG
+from shardtrain.config.toml_writer import RESOLVED_CONFIG
 from shardtrain.hf import source
-from shardtrain.hf.opening import config_of, is_hub_folder, loaded_of
+from shardtrain.hf.folder_config import config_of, is_hub_folder, loaded_of
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
 _LEVELS = 4

@@ -15,7 +15,7 @@ from shardtrain.data.chat.messages import NO_VARIABLES, Variables, messages_of, 
 from shardtrain.data.documents.columns import Unusable, column, text
 from shardtrain.data.tokenizers.ends import ends_of
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
-from shardtrain.utils import atomic_io, reading, storage_errors
+from shardtrain.utils import atomic_io, bounded_reads, storage_errors
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 
@@ -46,7 +46,7 @@ def read_rows(path: Path, field: str, prediction_field: str) -> list[PromptRow]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise reading.unreadable("--input", path, error, "name a file") from error
+        raise bounded_reads.unreadable("--input", path, error, "name a file") from error
     rows = []
     for number, data in enumerate(content.split(b"\n"), start=1):
         if data.strip():

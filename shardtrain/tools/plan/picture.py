@@ -6,8 +6,8 @@ import math
 import textwrap
 from collections.abc import Iterator
 
-from shardtrain.tools.plan.memory import RankMemory
 from shardtrain.tools.plan.planning import CUTS, RESTART_SECONDS, SECONDS_PER_FAILURE, Plan
+from shardtrain.tools.plan.rank_memory import RankMemory
 from shardtrain.utils.units import format_bytes, format_count, format_seconds
 
 WIDTH = 80

@@ -13,11 +13,10 @@ from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
 from shardtrain.launch import environment
 from shardtrain.ops.cpu import kernel_speed
-from shardtrain.tools.plan import hardware, memory, schedule, shapes, timing
-from shardtrain.tools.plan import job as jobs
+from shardtrain.tools.plan import hardware, job_sizes, rank_memory, schedule, shapes, timing
 from shardtrain.tools.plan.hardware import Device
-from shardtrain.tools.plan.job import PlannedJob
-from shardtrain.tools.plan.memory import RankMemory
+from shardtrain.tools.plan.job_sizes import PlannedJob
+from shardtrain.tools.plan.rank_memory import RankMemory
 from shardtrain.tools.plan.shapes import ModelShape
 from shardtrain.tools.plan.timing import StepTime
 from shardtrain.utils.errors import ConfigError, Problem
@@ -159,15 +158,15 @@ def make(config: Config, world_size: int, device: Device, model: ModelShape | No
     """
     model = model or shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
-    job = jobs.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
+    job = job_sizes.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
     plan = of_job(model, job, device, kernels_of(device, config, world_size))
     return plan if plan.fits else replace(plan, fixes=tuple(_fixes(model, job, device, config)))
 
 
-def of_job(model: ModelShape, job: PlannedJob, device: Device, kernels: memory.Kernels) -> Plan:
+def of_job(model: ModelShape, job: PlannedJob, device: Device, kernels: rank_memory.Kernels) -> Plan:
     """The same of a job, without fixes."""
     orders = schedule.orders(job.schedule, job.pp, len(job.stages), job.num_microbatches, job.recomputes_layers)
-    ranks = tuple(memory.of_ranks(model, job, orders, kernels))
+    ranks = tuple(rank_memory.of_ranks(model, job, orders, kernels))
     sizes = {
         "pp": job.pp,
         "dp_replicate": job.dp_replicate,
@@ -189,12 +188,12 @@ def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
     """
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
-    job = jobs.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
+    job = job_sizes.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
     kernels = kernels_of(device, config, world_size)
 
     def fits(one: PlannedJob, shape: ModelShape = model) -> bool:
         orders = schedule.orders(one.schedule, one.pp, len(one.stages), one.num_microbatches, one.recomputes_layers)
-        used = max(rank.peak for rank in memory.of_ranks(shape, one, orders, kernels))
+        used = max(rank.peak for rank in rank_memory.of_ranks(shape, one, orders, kernels))
         return used + overhead(used, device) <= device.memory_bytes
 
     unit = 128 * job.cp * job.tp
@@ -229,7 +228,7 @@ def _most(holds: Callable[[int], bool]) -> int:
     return low
 
 
-def kernels_of(device: Device, config: Config, world_size: int) -> memory.Kernels:
+def kernels_of(device: Device, config: Config, world_size: int) -> rank_memory.Kernels:
     """Whose kernels run on a device; those of a CPU as this machine has measured them for a run of so many ranks."""
     if not device.is_cpu:
         return "cuda"
@@ -263,7 +262,7 @@ def lighter(config: Config, world_size: int, device: Device, memory_bytes: int =
     """
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
-    job = jobs.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
+    job = job_sizes.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
     now = of_job(model, job, device, kernels_of(device, config, world_size))
     if now.peak_bytes < _FILLS * memory_bytes:
         return []

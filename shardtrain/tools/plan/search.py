@@ -16,11 +16,10 @@ from shardtrain import config as configs
 from shardtrain import tasks
 from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
-from shardtrain.config.show import set_toml
-from shardtrain.tools.plan import job as jobs
-from shardtrain.tools.plan import memory, planning, shapes, timing
+from shardtrain.config.toml_writer import set_toml
+from shardtrain.tools.plan import job_sizes, planning, rank_memory, shapes, timing
 from shardtrain.tools.plan.hardware import Device
-from shardtrain.tools.plan.job import PlannedJob
+from shardtrain.tools.plan.job_sizes import PlannedJob
 from shardtrain.tools.plan.planning import Plan
 from shardtrain.tools.plan.shapes import ModelShape
 from shardtrain.utils.errors import ConfigError, Problem
@@ -109,11 +108,11 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
     for of_mesh, names in itertools.product(_candidates(config, model, world_size, device, global_batch), converters):
         options = of_mesh if names == config.model.converters else {**of_mesh, "model.converters": names}
         changed = with_options(config, options)
-        job = jobs.of_config(changed, world_size, len(model.layers), sequences, model.has_experts)
+        job = job_sizes.of_config(changed, world_size, len(model.layers), sequences, model.has_experts)
         if any(len(one) == 0 for one in job.stages[1:-1]) or job.num_microbatches < 1:
             continue
         counted += 1
-        most = max(memory.of_rank(model, job, place, None, kernels).peak for place in {0, job.pp - 1})
+        most = max(rank_memory.of_rank(model, job, place, None, kernels).peak for place in {0, job.pp - 1})
         most += planning.overhead(most, device)
         if least is None or most < least[0]:
             least = most, options, job

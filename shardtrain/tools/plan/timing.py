@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardtrain.tools.plan import memory, schedule
+from shardtrain.tools.plan import rank_memory, schedule
 from shardtrain.tools.plan.hardware import Device, Link
-from shardtrain.tools.plan.job import PlannedJob
+from shardtrain.tools.plan.job_sizes import PlannedJob
 from shardtrain.tools.plan.schedule import Action
 from shardtrain.tools.plan.shapes import Layer, Linear, ModelShape
 
@@ -154,7 +154,7 @@ def _stage(
     # Layers that are equal, and recomputed alike, are counted once.
     alike: dict[tuple[int, str], list[int]] = {}
     for place, number in enumerate(layers):
-        alike.setdefault((id(model.layers[number]), memory.recomputes(job, place)), []).append(number)
+        alike.setdefault((id(model.layers[number]), rank_memory.recomputes(job, place)), []).append(number)
     for (_, mode), numbers in alike.items():
         one = _layer(model.layers[numbers[0]], job, device, model.dim)
         _add(forward, one.forward, len(numbers))
@@ -204,13 +204,15 @@ def _once_a_step(model: ModelShape, job: PlannedJob, device: Device, costs: Mapp
     # Without FSDP copies are cast before each micro-batch, and their gradients after it.
     rate = device.memory_bytes_per_second * device.memory_efficiency
     if job.copies:
-        parameters = tuple(memory.parameters_of_stage(model, job, 0))
-        learning = memory.unsharded(memory.trained(parameters), job.tp, job.ep)
+        parameters = tuple(rank_memory.parameters_of_stage(model, job, 0))
+        learning = rank_memory.unsharded(rank_memory.trained(parameters), job.tp, job.ep)
         numbers = (_elements(model, job, 0) + learning) * job.num_microbatches
         once["casts"] = numbers * (job.compute_width + job.stored_width) / rate
 
     # The update reads weights and gradients and writes weights; it reads and writes the state.
-    held = sum(memory.sharded(one, job) for index in own for one in memory.parameters_of_stage(model, job, index))
+    held = sum(
+        rank_memory.sharded(one, job) for index in own for one in rank_memory.parameters_of_stage(model, job, index)
+    )
     states = held / (job.dp_replicate if job.shard_states else 1)
     moved = held * (3 * job.stored_width) + states * job.states * job.state_width * 2 + states * job.stored_width * 2
     once["optimizer"] = moved / rate + 2e-4
@@ -230,8 +232,8 @@ def _own(job: PlannedJob, rank: int) -> Sequence[int]:
 
 def _elements(model: ModelShape, job: PlannedJob, index: int) -> int:
     ends = (model.first if index == 0 else ()) + (model.last if index == len(job.stages) - 1 else ())
-    layers = sum(memory.unsharded(model.layers[n].parameters, job.tp, job.ep) for n in job.stages[index])
-    return layers + memory.unsharded(ends, job.tp, job.ep)
+    layers = sum(rank_memory.unsharded(model.layers[n].parameters, job.tp, job.ep) for n in job.stages[index])
+    return layers + rank_memory.unsharded(ends, job.tp, job.ep)
 
 
 @lru_cache(maxsize=16384)
@@ -422,7 +424,7 @@ def _gather_seconds(model: ModelShape, job: PlannedJob, device: Device, index: i
         return 0.0
     size = float(_elements(model, job, index) * job.compute_width)
     if job.float8_gather:
-        layers = sum(memory.unsharded(model.layers[n].parameters, job.tp, job.ep) for n in job.stages[index])
+        layers = sum(rank_memory.unsharded(model.layers[n].parameters, job.tp, job.ep) for n in job.stages[index])
         size -= layers * (job.compute_width - 1)
     units = len(job.stages[index]) + 2
     rate = _shared(device, ranks, _bandwidth(device, ranks, _stride(job, "cp")))
@@ -434,7 +436,9 @@ def _gather_seconds(model: ModelShape, job: PlannedJob, device: Device, index: i
 def _reduce_seconds(model: ModelShape, job: PlannedJob, device: Device, own: Sequence[int]) -> float:
     """Seconds of reducing the gradients of a rank's stages once over shards and replicas."""
     trained = sum(
-        memory.unsharded(memory.trained(tuple(memory.parameters_of_stage(model, job, index))), job.tp, job.ep)
+        rank_memory.unsharded(
+            rank_memory.trained(tuple(rank_memory.parameters_of_stage(model, job, index))), job.tp, job.ep
+        )
         for index in own
     )
     size = trained * job.reduce_width

@@ -22,10 +22,10 @@ from typing import Any
 from shardtrain import config as configs
 from shardtrain.config import Loaded
 from shardtrain.config.settings import COMMAND_LINE
-from shardtrain.config.show import RESOLVED_CONFIG
+from shardtrain.config.toml_writer import RESOLVED_CONFIG
 from shardtrain.launch.goodput import events
 from shardtrain.launch.goodput.account import Account, account, attempts_of
-from shardtrain.utils import atomic_io, reading
+from shardtrain.utils import atomic_io, bounded_reads
 from shardtrain.utils.checked_json import is_count, record_of
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
@@ -122,7 +122,7 @@ class RunFolder:
                     options[f"{prefix}{name}"] = value
 
         try:
-            add("", tomllib.loads(reading.start(self.config, _CONFIG_BYTES).decode()))
+            add("", tomllib.loads(bounded_reads.start(self.config, _CONFIG_BYTES).decode()))
         except (OSError, ValueError, RecursionError):
             return {}
         return options
@@ -300,7 +300,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_start(path: Path, most_bytes: int) -> bytes:
     """Return the first bytes of a file; empty if it cannot be read."""
     try:
-        return reading.start(path, most_bytes)
+        return bounded_reads.start(path, most_bytes)
     except OSError:
         return b""
 
@@ -308,7 +308,7 @@ def read_start(path: Path, most_bytes: int) -> bytes:
 def read_end(path: Path, most_bytes: int) -> bytes:
     """Return the last bytes of a file; empty if it cannot be read."""
     try:
-        return reading.end(path, most_bytes)
+        return bounded_reads.end(path, most_bytes)
     except OSError:
         return b""
 

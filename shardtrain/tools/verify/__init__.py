@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 from shardtrain import config as configs
 from shardtrain.config import Config, Loaded
-from shardtrain.tools.verify import meshes, report, shrink, workers
+from shardtrain.tools.verify import forked_workers, meshes, shrink, verify_report
 from shardtrain.tools.verify.meshes import MeshPlan
-from shardtrain.tools.verify.report import MeshResult
-from shardtrain.tools.verify.request import VerifyOptions, read
 from shardtrain.tools.verify.shrink import VerifyTask
+from shardtrain.tools.verify.verify_report import MeshResult
+from shardtrain.tools.verify.verify_request import VerifyOptions, read
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
-    from shardtrain.tools.verify.run import Trainer
+    from shardtrain.tools.verify.verify_rank import Trainer
 
 __all__ = ["VerifyTask", "compare_plan", "main", "plan", "probe", "reference", "shaken", "verify"]
 
@@ -69,11 +69,11 @@ def main(words: Sequence[str]) -> int:
                 print(f"  {note}", flush=True)
         rows = verify(task, trainer, Path(folder))
 
-    status = report.exit_code(rows, request)
+    status = verify_report.exit_code(rows, request)
     if request.json:
-        print(report.document(model_name(task.reference), [*task.notes, *probe_notes], rows, status))
+        print(verify_report.document(model_name(task.reference), [*task.notes, *probe_notes], rows, status))
     else:
-        print(report.table(rows))
+        print(verify_report.table(rows))
     return status
 
 
@@ -181,8 +181,8 @@ def small_copy(plans: Sequence[MeshPlan], loaded: Loaded) -> dict[str, Any] | No
     with temporary_folder("verify") as folder:
         try:
             arguments = (loaded.config, shrink.needed_layers(possible), tp)
-            (answer,) = workers.run(1, own_sizes.smaller, *arguments, folder=Path(folder))
-        except workers.RankFailed:
+            (answer,) = forked_workers.run(1, own_sizes.smaller, *arguments, folder=Path(folder))
+        except forked_workers.RankFailed:
             return None
     return dict(answer)
 
@@ -207,14 +207,14 @@ def probe(task: VerifyTask, folder: Path, kinds: Collection[str] | None = None) 
         # shows a model that asks for its rank. What cannot be built alone either is reported as that.
         if config.training.device in ("auto", "cpu"):
             try:
-                limit = workers.PROBE_TIMEOUT_SECONDS
-                workers.run(
+                limit = forked_workers.PROBE_TIMEOUT_SECONDS
+                forked_workers.run(
                     2, probes.run_with_peers, config, str(peers), folder=peers, backend="gloo", limit_seconds=limit
                 )
-            except workers.RankFailed as error:
+            except forked_workers.RankFailed as error:
                 (peers / "error").write_text(str(error), encoding="utf-8")
-        (answer,) = workers.run(1, promises.probe, config, str(peers), kinds, folder=folder)
-    except workers.RankFailed as error:
+        (answer,) = forked_workers.run(1, promises.probe, config, str(peers), kinds, folder=folder)
+    except forked_workers.RankFailed as error:
         if error.refused:
             raise ConfigError(str(error).splitlines()) from None
         fix = "correct the model file"
@@ -253,12 +253,12 @@ def shaken(task: VerifyTask, trainer: Trainer, folder: Path) -> Path:
 
 
 def _run_alone(task: VerifyTask, trainer: Trainer, alone: Path, shaken: bool = False) -> None:
-    from shardtrain.tools.verify.run import run_steps
+    from shardtrain.tools.verify.verify_rank import run_steps
 
     alone.mkdir(parents=True)
     try:
         _run_ranks(1, partial(run_steps, shaken=shaken), trainer, task.reference, task, alone)
-    except workers.RankFailed as error:
+    except forked_workers.RankFailed as error:
         raise ConfigError(f"the model does not train on one process: {error}") from error
 
 
@@ -267,14 +267,16 @@ def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: V
 
     device = config.training.device
     backend = accelerator.collectives("cpu" if device == "auto" else device)
-    limit = workers.TIMEOUT_SECONDS if task.unit_gain else workers.FULL_TIMEOUT_SECONDS
-    workers.run(count, steps, trainer, config, task, str(folder), folder=folder, backend=backend, limit_seconds=limit)
+    limit = forked_workers.TIMEOUT_SECONDS if task.unit_gain else forked_workers.FULL_TIMEOUT_SECONDS
+    forked_workers.run(
+        count, steps, trainer, config, task, str(folder), folder=folder, backend=backend, limit_seconds=limit
+    )
 
 
 def compare_plan(task: VerifyTask, one: MeshPlan, trainer: Trainer, folder: Path) -> MeshResult:
     """Run one mesh and judge it against the record of one process in ``folder``."""
     from shardtrain.tools.verify.judge import judge
-    from shardtrain.tools.verify.run import run_steps
+    from shardtrain.tools.verify.verify_rank import run_steps
 
     if one.problem:
         return MeshResult(
@@ -284,7 +286,7 @@ def compare_plan(task: VerifyTask, one: MeshPlan, trainer: Trainer, folder: Path
     ranks = Path(tempfile.mkdtemp(dir=folder))
     try:
         _run_ranks(one.num_ranks, run_steps, trainer, one.loaded.config, task, ranks)
-    except workers.RankFailed as error:
+    except forked_workers.RankFailed as error:
         verdict: Any = "not possible" if error.refused else "failed"
         seconds = time.perf_counter() - started
         return MeshResult(one.name, one.schedule, verdict, seconds, cause=str(error), options=one.described_options)
@@ -292,9 +294,9 @@ def compare_plan(task: VerifyTask, one: MeshPlan, trainer: Trainer, folder: Path
     # The judge gives None where numbers differ and only a shaken run of one process can tell whether that is rounding.
     # Most comparisons need none, so that run is made when the first one asks, and kept for the others.
     arguments = (one.loaded.config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
-    (fields,) = workers.run(1, judge, *arguments, folder=ranks)
+    (fields,) = forked_workers.run(1, judge, *arguments, folder=ranks)
     if fields is None:
-        (fields,) = workers.run(1, judge, *arguments, str(shaken(task, trainer, folder)), folder=ranks)
+        (fields,) = forked_workers.run(1, judge, *arguments, str(shaken(task, trainer, folder)), folder=ranks)
     shutil.rmtree(ranks, ignore_errors=True)
     verdict = "differs" if fields["first"] else "same"
     row = MeshResult(one.name, one.schedule, verdict, **fields, options=one.described_options)

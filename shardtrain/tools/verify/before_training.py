@@ -17,9 +17,9 @@ from shardtrain import config as configs
 from shardtrain.config import Config, Loaded
 from shardtrain.layout import TENSOR_WORDS
 from shardtrain.tools import verify
-from shardtrain.tools.verify import meshes, shrink, workers
+from shardtrain.tools.verify import forked_workers, meshes, shrink
 from shardtrain.tools.verify.meshes import MeshPlan
-from shardtrain.tools.verify.report import BLIND, MeshResult
+from shardtrain.tools.verify.verify_report import BLIND, MeshResult
 from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.temporary import temporary_folder
 
@@ -101,7 +101,7 @@ def _tell(row: MeshResult, copy: str, verdict: VerifyVerdict) -> None:
         verdict.left_out.append(f"{row.mesh}: {row.first}; {row.cause}")
     elif row.verdict == "differs":
         verdict.refused.append(f"on {row.mesh}, {row.first}; likely cause: {row.cause}; {_fix(row)}")
-    elif any(word in row.cause for word in workers.NO_ANSWER):
+    elif any(word in row.cause for word in forked_workers.NO_ANSWER):
         verdict.left_out.append(f"{row.mesh}: {row.cause}")
     else:
         verdict.refused.append(f"on {row.mesh}: {row.cause}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardtrain.layout import TENSOR_WORDS, matches, word_of
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tools.verify.evidence import Evidence, axes_that_differ
-from shardtrain.tools.verify.run import RankRecord
+from shardtrain.tools.verify.verify_rank import RankRecord
 
 
 def missing_reduction(e: Evidence) -> str | None:

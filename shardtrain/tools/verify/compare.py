@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.layout import Layout
-from shardtrain.tools.verify.run import MAX_NORM, RankRecord, is_clipped
+from shardtrain.tools.verify.verify_rank import MAX_NORM, RankRecord, is_clipped
 
 ROUNDING = 8
 """A mesh rounds all sums of a step in another order, and not the weights alone: another draw of the same chance."""

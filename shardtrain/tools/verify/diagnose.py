@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardtrain.tools.verify import causes, forward
+from shardtrain.tools.verify import causes, first_divergence
 from shardtrain.tools.verify.compare import same_bits
 from shardtrain.tools.verify.evidence import Evidence, axes_that_differ
-from shardtrain.tools.verify.run import RankRecord
+from shardtrain.tools.verify.verify_rank import RankRecord
 
 HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
     causes.clipped_otherwise,
@@ -58,7 +58,7 @@ def diagnose(e: Evidence) -> str:
     absent = [name for name in e.first.names if not e.holders(name)]
     if absent:
         return f"no gradient: {absent[0]} takes no part in the loss on this mesh"
-    place = forward.first_difference(e) if e.first.loss_differs and e.first.step == 0 else ""
+    place = first_divergence.first_difference(e) if e.first.loss_differs and e.first.step == 0 else ""
 
     # Each hypothesis computes what its fault would give, from one process's numbers, and is named only where that fits
     # all ranks.
@@ -67,7 +67,7 @@ def diagnose(e: Evidence) -> str:
         if cause:
             return f"{cause}; {place}" if place else cause
     if place == "" and e.first.step == 0:
-        place = forward.first_backward_difference(e)
+        place = first_divergence.first_backward_difference(e)
     if place:
         return place
 

@@ -13,8 +13,8 @@ from shardtrain.data.batch import Batch
 from shardtrain.layout import Layout
 from shardtrain.tools.verify.batches import whole_batch
 from shardtrain.tools.verify.compare import MOST, ROUNDING, Errors, Expected, First, assemble
-from shardtrain.tools.verify.run import RankRecord, micro_batches, model_of, plain_model
 from shardtrain.tools.verify.shares import Shares
+from shardtrain.tools.verify.verify_rank import RankRecord, micro_batches, model_of, plain_model
 
 MATCH = 2e-4
 """Relative error up to which a share explains a gradient: far above rounding, far below any two shares' difference."""

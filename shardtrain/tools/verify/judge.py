@@ -13,10 +13,10 @@ from shardtrain.tools.verify import dropout
 from shardtrain.tools.verify.compare import NONE, ROUNDING, Expected, First, compare, moved_by, tolerances
 from shardtrain.tools.verify.diagnose import diagnose
 from shardtrain.tools.verify.evidence import Evidence
-from shardtrain.tools.verify.forward import CLOSE
-from shardtrain.tools.verify.report import BLIND
-from shardtrain.tools.verify.run import RankRecord, read_record
+from shardtrain.tools.verify.first_divergence import CLOSE
 from shardtrain.tools.verify.traces import off
+from shardtrain.tools.verify.verify_rank import RankRecord, read_record
+from shardtrain.tools.verify.verify_report import BLIND
 
 
 def judge(

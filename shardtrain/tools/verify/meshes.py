@@ -14,7 +14,7 @@ from typing import Any
 
 from shardtrain import config as configs
 from shardtrain.config import Loaded, presets
-from shardtrain.config.rules.model import model_shape
+from shardtrain.config.rules.model_rules import model_shape
 from shardtrain.utils.errors import ConfigError, Problem
 
 OPTIONS = {

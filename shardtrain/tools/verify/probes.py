@@ -34,8 +34,8 @@ from shardtrain.ops.tied import tied_names, to_empty
 from shardtrain.ops.user_state import trial
 from shardtrain.tools.verify import dropout
 from shardtrain.tools.verify.meshes import OPTIONS
-from shardtrain.tools.verify.run import model_of
 from shardtrain.tools.verify.traces import Call, Pick, Trace, blame, off, outputs_of, trace
+from shardtrain.tools.verify.verify_rank import model_of
 from shardtrain.utils.errors import Problem
 
 CLOSE = 1e-4

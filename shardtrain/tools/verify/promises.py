@@ -19,7 +19,7 @@ from shardtrain.layout import Layout, matches, word_of
 from shardtrain.ops.user_state import trial
 from shardtrain.tools.verify import casts, dropout, probes
 from shardtrain.tools.verify.batches import whole_batch
-from shardtrain.tools.verify.run import model_of
+from shardtrain.tools.verify.verify_rank import model_of
 from shardtrain.utils.errors import Problem
 
 CLOSE = 1e-4

@@ -12,7 +12,7 @@ from typing import Any
 from shardtrain import config as configs
 from shardtrain.config import Config, Loaded, stages
 from shardtrain.config.derived import compute_dtype
-from shardtrain.config.rules.model import model_shape
+from shardtrain.config.rules.model_rules import model_shape
 from shardtrain.tools.verify.meshes import OPTIONS, MeshPlan, changed, rows_per_data_rank
 
 CAPS = {

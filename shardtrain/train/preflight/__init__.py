@@ -18,11 +18,11 @@ from typing import Any
 
 from shardtrain import config
 from shardtrain.config import Loaded, secondary
-from shardtrain.config.machine import mesh_notes, watching_problem
+from shardtrain.config.machine_rules import mesh_notes, watching_problem
 from shardtrain.launch import failure, local, run_ends
+from shardtrain.launch.child_watch import ChildWatch
 from shardtrain.launch.failure import Failure
 from shardtrain.launch.stop_request import GRACEFUL
-from shardtrain.launch.watch import ChildWatch
 from shardtrain.train.preflight.machine import Machine, named, this_machine
 from shardtrain.utils import errors, limits
 from shardtrain.utils.errors import ConfigError, FolderTaken, Problem, ShardtrainError
@@ -216,23 +216,23 @@ def _too_many_ranks(machine: Machine) -> Problem | None:
 
 def _look_at_files(loaded: Loaded, machine: Machine, found: _Found) -> None:
     """Files of the user's, the tokenizer, the first rows, how many there are, and the first weights."""
-    from shardtrain.train.preflight import data, own_files, storage, weights
+    from shardtrain.train.preflight import data_opening, own_files, starting_weights, storage_space
 
     if found.is_clean("metrics.sinks", "metrics.token_metrics", "lr_scheduler"):
         found.take(own_files.look(loaded.config))
-    if found.is_clean("checkpoint.folder") and (error := storage.address_problem(loaded.config)):
+    if found.is_clean("checkpoint.folder") and (error := storage_space.address_problem(loaded.config)):
         found.take([error])
-    if found.is_clean("training.") and (problem := storage.shared_memory_problem(loaded, machine)):
+    if found.is_clean("training.") and (problem := storage_space.shared_memory_problem(loaded, machine)):
         found.problems.append(problem)
     if found.is_clean("checkpoint", "lora", "model.hf_assets_path", "job"):
-        found.take(weights.look(loaded.config, is_alone=machine.world_size == machine.local_ranks))
+        found.take(starting_weights.look(loaded.config, is_alone=machine.world_size == machine.local_ranks))
     if found.is_clean("task", "data.", "model.tokenizer_path", "model.hf_assets_path", "training.seq_len"):
         sections = ["training", "validation"] if loaded.config.validation.enable else ["training"]
         for section in sections:
             if found.is_clean(f"{section}.", *(["data.sources"] if section == "training" else [])):
                 # steps are counted against the data only where the options that make a batch are right
                 counts = section == "training" and found.is_clean("parallelism.", "training.", "checkpoint.")
-                errors, notes = data.look(loaded.config, section, machine.world_size if counts else None)
+                errors, notes = data_opening.look(loaded.config, section, machine.world_size if counts else None)
                 found.take(errors)
                 found.notes += notes
 
@@ -241,27 +241,27 @@ def _look_at_model(loaded: Loaded, machine: Machine, found: _Found) -> None:
     """Batches, the model (without memory, and only where sizes do not say that it can be built and fits), the disk."""
     if not found.is_clean("model", "task", "lora", "optimizer", "parallelism", "training", "compile"):
         return
-    from shardtrain.train.preflight import memory, storage
+    from shardtrain.train.preflight import memory_fit, storage_space
 
-    if problem := memory.batch_problem(loaded, machine):
+    if problem := memory_fit.batch_problem(loaded, machine):
         found.problems.append(problem)
     # built once at most, and not at all where sizes alone tell that it fits: that spares importing PyTorch
-    made: list[list[memory.ParameterMemory] | None] = []
+    made: list[list[memory_fit.ParameterMemory] | None] = []
 
-    def build() -> list[memory.ParameterMemory] | None:
+    def build() -> list[memory_fit.ParameterMemory] | None:
         if not made:
-            from shardtrain.train.preflight import model
+            from shardtrain.train.preflight import meta_model
 
-            errors, parameters = model.build(loaded.config, machine.world_size)
+            errors, parameters = meta_model.build(loaded.config, machine.world_size)
             found.take(errors)
             made.append(parameters)
         return made[0]
 
-    if not memory.surely_fits(loaded, machine) or (machine.is_here and memory.only_building_tells(loaded)):
+    if not memory_fit.surely_fits(loaded, machine) or (machine.is_here and memory_fit.only_building_tells(loaded)):
         built = build()
         if built is not None:
-            found.problems += memory.problems(loaded, machine, built)
+            found.problems += memory_fit.problems(loaded, machine, built)
     if machine.is_here and found.is_clean("checkpoint", "job"):
-        errors, warnings = storage.look(loaded, machine, build)
+        errors, warnings = storage_space.look(loaded, machine, build)
         found.take(errors)
         found.warnings += warnings

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from shardtrain.config.rules.own_files import named_files
+from shardtrain.config.rules.own_files_rules import named_files
 from shardtrain.config.schema import Config
-from shardtrain.metrics.sinks import own as sinks
+from shardtrain.metrics.sinks import own_sink
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 
@@ -42,7 +42,7 @@ def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
 
 def look(config: Config) -> list[ShardtrainError]:
     """Load the files that nothing else loads before ranks start, and return their errors."""
-    checks: list[Callable[[], object]] = [partial(sinks.find, path) for path in config.metrics.sinks]
+    checks: list[Callable[[], object]] = [partial(own_sink.find, path) for path in config.metrics.sinks]
     if config.metrics.token_metrics:
         from shardtrain.distributed import token_metrics  # imports torch
 

@@ -22,7 +22,7 @@ from ranks import run_ranks
 from shardtrain import cli
 from shardtrain.compat import migrate
 from shardtrain.compat.migrate import load_flags
-from shardtrain.hub_formats.llama import HUB
+from shardtrain.hub_formats.llama_format import HUB
 
 ROOT = Path(__file__).parents[3]
 FIRST = """\
@@ -444,14 +444,14 @@ def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
 def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) -> None:
     """What the launcher's options become; the launch itself has laws of its own."""
     from shardtrain.compat.fmengine import launching
-    from shardtrain.launch import command
+    from shardtrain.launch import launch_command
 
     folder = users_folder(tmp_path)
     monkeypatch.chdir(folder)
     Path("hostfile").write_text("node1 slots=4\nnode2 slots=4\nnode3 slots=4\n")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     asked: list[list[str]] = []
-    monkeypatch.setattr(command, "main", lambda words: asked.append(words) or 0)
+    monkeypatch.setattr(launch_command, "main", lambda words: asked.append(words) or 0)
     flags = "cli/train.py --init_ckpt hf --data_path data.jsonl --output_dir out --deepspeed_config configs/llama.json"
     for options, expected in {
         "--exclude node2": "--exclude node2",

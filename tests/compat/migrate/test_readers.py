@@ -13,7 +13,7 @@ from foreign_configs import FILES, LLAMA, write
 
 from shardtrain import cli, config
 from shardtrain.compat.migrate import load, migrate
-from shardtrain.compat.migrate.reading import Migration
+from shardtrain.compat.migrate.foreign_files import Migration
 from shardtrain.optim.lr_scheduler import learning_rate
 from shardtrain.utils.errors import ConfigError
 

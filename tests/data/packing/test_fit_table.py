@@ -12,7 +12,7 @@ from shardtrain.data.packing.packed_rows import Packing, Sequences
 from shardtrain.data.prepared.shard_writer import ShardWriter
 from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.tools.data import prepare
-from shardtrain.tools.data.command import main
+from shardtrain.tools.data.data_command import main
 from shardtrain.utils.errors import ConfigError
 
 PACKINGS = [

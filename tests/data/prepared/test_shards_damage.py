@@ -15,7 +15,7 @@ import pytest
 from shardtrain.data.prepared.shard_index import INDEX, UNFINISHED
 from shardtrain.data.prepared.shard_writer import ShardWriter
 from shardtrain.data.prepared.shards import ShardTokenBuffer, verify
-from shardtrain.utils import reading
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ConfigError, StorageError
 
 
@@ -193,7 +193,7 @@ def test_storage_that_does_not_answer_is_not_damage(folder: Path, monkeypatch: p
             with pytest.raises(StorageError, match=rf"cannot read {folder}/.*{os.strerror(number)}"):
                 look()
     with monkeypatch.context() as patch:
-        patch.setattr(reading, "whole", fails)
+        patch.setattr(bounded_reads, "whole", fails)
         with pytest.raises(StorageError, match=rf"cannot read {folder}/{INDEX}"):
             ShardTokenBuffer(folder)
     line.check_unchanged()

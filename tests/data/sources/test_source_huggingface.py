@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from shardtrain.config.schema import Config
-from shardtrain.config.schema.data import DataSource
+from shardtrain.config.schema.data_options import DataSource
 from shardtrain.data import sources
 from shardtrain.data.build_dataset import NamedDataset, request_for
 from shardtrain.data.sources import Request, Shards, Table, every_row, huggingface, place_of

@@ -19,7 +19,7 @@ from shardtrain.distributed import process_group
 from shardtrain.distributed.rendezvous import attempt_store, private_store
 from shardtrain.distributed.rendezvous.signed_store import ForgedError, SignedStore, signed
 from shardtrain.resilience.watchdog.exchange import SPARE_PLACES, VERDICT, HeartbeatExchange
-from shardtrain.resilience.watchdog.heartbeat import Heartbeat
+from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 from shardtrain.utils.errors import PeerError
 from shardtrain.utils.process import SECRET
 

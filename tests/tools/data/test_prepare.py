@@ -21,16 +21,16 @@ from shardtrain.data.documents.encode import open_encoder
 from shardtrain.data.documents.read_documents import BadRows, RowStats, read_documents
 from shardtrain.data.packing.token_buffer import MemoryTokenBuffer
 from shardtrain.data.prepared.shards import ShardTokenBuffer, verify
-from shardtrain.tools.data import prepare, units
+from shardtrain.tools.data import prepare, work_units
 from shardtrain.utils.errors import ConfigError, DataError, StorageError
 
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of 2 KB, so that small files have several, and flushes and blocks of some hundred values."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 2000)
-    monkeypatch.setattr(units, "_FLUSH_TOKENS", 700)
-    monkeypatch.setattr(units, "_BLOCK_BYTES", 512)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 2000)
+    monkeypatch.setattr(work_units, "_FLUSH_TOKENS", 700)
+    monkeypatch.setattr(work_units, "_BLOCK_BYTES", 512)
 
 
 def jsonl(path: Path, rows: list[Any]) -> Path:
@@ -278,13 +278,13 @@ def test_nothing_usable_stops_it(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_meanwhile_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = jsonl(tmp_path / "a.jsonl", texts(50))
-    append = units.append_unit
+    append = work_units.append_unit
 
     def append_and_touch(*arguments: Any) -> None:
         append(*arguments)
         os.utime(path, ns=(1, 1))
 
-    monkeypatch.setattr(units, "append_unit", append_and_touch)
+    monkeypatch.setattr(work_units, "append_unit", append_and_touch)
     with pytest.raises(ConfigError, match=r"a\.jsonl.* was changed"):
         prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *words_for(path)])
     assert not (tmp_path / "o" / "index.json").exists()

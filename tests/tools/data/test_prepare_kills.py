@@ -19,15 +19,15 @@ import pytest
 from shardtrain.data.prepared import shard_writer
 from shardtrain.data.prepared.shard_index import UNFINISHED
 from shardtrain.data.prepared.shards import ShardTokenBuffer
-from shardtrain.tools.data import pool, prepare, units
+from shardtrain.tools.data import pool, prepare, work_units
 from shardtrain.utils.errors import ConfigError, PeerError, ShardtrainError
 
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of 2 KB, and a note of how far it came after each."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 2000)
-    monkeypatch.setattr(units, "_FLUSH_TOKENS", 700)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 2000)
+    monkeypatch.setattr(work_units, "_FLUSH_TOKENS", 700)
     monkeypatch.setattr(prepare, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(pool, "_SAY_SECONDS", 0.0)
 
@@ -141,24 +141,24 @@ def test_a_unit_that_was_torn_is_done_again(tmp_path: Path, words: list[str], mo
 def test_a_process_that_dies_is_named_and_costs_nothing(
     tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, folder = units.write_unit, tmp_path / "o"
+    write, folder = work_units.write_unit, tmp_path / "o"
 
     def dies(target: Path, source: Any, encoder: Any, policy: Any, unit: Any, say: Any) -> dict[str, Any]:
         if unit.number == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return write(target, source, encoder, policy, unit, say)
 
-    monkeypatch.setattr(units, "write_unit", dies)
+    monkeypatch.setattr(work_units, "write_unit", dies)
     with pytest.raises(
         PeerError, match=r"process \d+ died at unit 2 with signal 9 \(SIGKILL\); the machine may be out"
     ):
         prepare.main(["--output", str(folder), "--processes", "1", *words])
-    monkeypatch.setattr(units, "write_unit", write)
+    monkeypatch.setattr(work_units, "write_unit", write)
     assert prepare.main(["--output", str(folder), "--processes", "1", *words]) == 0
 
 
 def test_an_error_of_the_program_shows_where(tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "write_unit", lambda *_: 1 / 0)
+    monkeypatch.setattr(work_units, "write_unit", lambda *_: 1 / 0)
     with pytest.raises(ShardtrainError, match="ZeroDivisionError") as caught:
         prepare.main(["--output", str(tmp_path / "o"), "--processes", "2", *words])
     assert caught.value.exit_code == 1
@@ -184,13 +184,13 @@ def test_ctrl_c_stops_it_cleanly(tmp_path: Path, words: list[str], capfd: pytest
 
     def interrupt() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
-        append = units.append_unit
+        append = work_units.append_unit
 
         def once(*arguments: Any) -> None:
             append(*arguments)
             os.kill(os.getpid(), signal.SIGINT)
 
-        units.append_unit = once
+        work_units.append_unit = once
 
     assert in_child(["--output", str(folder), "--processes", "2", *words], interrupt) == 130
     captured = capfd.readouterr()
@@ -212,20 +212,20 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path, words: lis
     """Killed, it can tell them nothing: they notice."""
     pids = tmp_path / "pids"
     pids.mkdir()
-    write = units.write_unit
+    write = work_units.write_unit
 
     def arm() -> None:
         def noted(*arguments: Any) -> dict[str, Any]:
             (pids / str(os.getpid())).touch()
             return write(*arguments)
 
-        units.write_unit = noted
+        work_units.write_unit = noted
         kill_at(25)()
 
     try:
         assert in_child(["--output", str(tmp_path / "o"), "--processes", "2", *words], arm) == -signal.SIGKILL
     finally:
-        units.write_unit = write
+        work_units.write_unit = write
     started = [int(path.name) for path in pids.iterdir()]
     assert started
     for _ in range(200):

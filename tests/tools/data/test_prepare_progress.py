@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from shardtrain.tools.data import progress
-from shardtrain.tools.data.progress import Progress
+from shardtrain.tools.data import work_progress
+from shardtrain.tools.data.work_progress import Progress
 from shardtrain.utils import heartbeat
 
 
@@ -15,7 +15,7 @@ def test_without_a_terminal_a_line_is_printed_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(work_progress.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(heartbeat, "_silence", heartbeat._Silence(100.0, 100.0))
     with Progress("preparing web", 10**9, done=0.2) as bar:
         for second in range(1, 13):
@@ -37,7 +37,7 @@ def test_an_input_of_unknown_size_has_no_megabytes() -> None:
 
 
 def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "redraw_allowed", lambda _: True)
+    monkeypatch.setattr(work_progress, "redraw_allowed", lambda _: True)
     with Progress("preparing web", 1000) as bar:
         bar.show(0.5, 100)
     assert not re.search(r"preparing web: ", capsys.readouterr().err)

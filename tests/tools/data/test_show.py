@@ -10,7 +10,7 @@ import pytest
 import tokenizers_of_kinds
 
 from shardtrain import cli
-from shardtrain.config.show import RESOLVED_CONFIG
+from shardtrain.config.toml_writer import RESOLVED_CONFIG
 from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer
 from shardtrain.tools.data import show
 from shardtrain.utils.errors import ConfigError

@@ -273,7 +273,7 @@ def test_a_model_that_is_laid_out_otherwise_is_refused_both_ways(tmp_path: Path,
 def test_angles_that_torchtitan_computes_otherwise_are_reported() -> None:
     """Its Llama is always scaled; its DeepSeek-V3 is stretched where rows are longer than 4096 tokens."""
     from shardtrain import models
-    from shardtrain.tools.dcp.reading import _other_angles
+    from shardtrain.tools.dcp.dcp_reader import _other_angles
     from shardtrain.utils.errors import ConfigError
 
     def config(name: str, **overrides: Any) -> Any:

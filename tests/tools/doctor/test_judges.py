@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtrain.tools.doctor import health, links, network, rank, report
+from shardtrain.tools.doctor import doctor_report, health, links, network, rank
 from shardtrain.tools.doctor.result import Reports
 
 
@@ -33,7 +33,7 @@ def test_a_healthy_cluster_passes():
     found = judged(patients.healthy())
     assert troubles(patients.healthy()) == {}
     assert {one.area for one in found} == {area.name for area in rank.AREAS}
-    assert report.exit_code(found) == 0
+    assert doctor_report.exit_code(found) == 0
 
 
 def change(area, **values):
@@ -244,29 +244,29 @@ def test_a_rank_that_says_nothing_is_missing_and_ends_the_report_with_the_status
     facts = {number: own for number, own in reports.facts.items() if number != 3}
     found = judged(Reports(4, facts, {3: "devices"}))
     assert found[0].verdict == "fail" and found[0].ranks == (3,) and "last seen at devices" in found[0].measured
-    assert report.exit_code(found) == 6
+    assert doctor_report.exit_code(found) == 6
 
 
 def test_the_status_is_that_of_the_first_failure_and_warnings_count_when_strict():
     found = judged(spoiled(unwritable, [1]))
-    assert report.exit_code(found) == 8
+    assert doctor_report.exit_code(found) == 8
     warned = judged(spoiled(change("limits", load=200.0), [1]))
-    assert (report.exit_code(warned), report.exit_code(warned, strict=True)) == (0, 1)
+    assert (doctor_report.exit_code(warned), doctor_report.exit_code(warned, strict=True)) == (0, 1)
 
 
 def test_the_table_names_hosts_and_fixes_and_fits_a_terminal():
     reports = spoiled(change("versions", torch="2.12.0"), [2, 3], num_hosts=3)
-    told = report.document(reports, judged(reports), 3.0)
-    assert json.loads(report.to_json(told)) == json.loads(json.dumps(told))
-    text = report.text_of(told)
+    told = doctor_report.document(reports, judged(reports), 3.0)
+    assert json.loads(doctor_report.to_json(told)) == json.loads(json.dumps(told))
+    text = doctor_report.text_of(told)
     assert "look at host-1 (ranks 2-3): versions: torch" in text and "fix: start all ranks from one environment" in text
-    assert max(map(len, text.splitlines())) <= report.WIDTH
+    assert max(map(len, text.splitlines())) <= doctor_report.WIDTH
     assert text.splitlines()[-1].startswith("fail: ")
 
 
 def test_all_fields_of_a_finding_are_in_the_document():
     reports = patients.healthy()
-    told = report.document(reports, judged(reports), 1.0)
+    told = doctor_report.document(reports, judged(reports), 1.0)
     names = {field.name for field in dataclasses.fields(judged(reports)[0])}
     assert all(set(row) == names for row in told["findings"])
     assert told["hosts"] == {"host-0": 2, "host-1": 2} and told["verdict"] == "pass" and told["named"] == {}

@@ -18,13 +18,13 @@ from patients import examined, rows
 from shardtrain.ops import dtensor
 from shardtrain.tools.doctor import (
     clock,
-    devices,
+    device_checks,
     hosts,
-    limits,
-    memory,
+    limit_checks,
+    memory_checks,
     network,
     numbers,
-    storage,
+    storage_checks,
     store_channel,
     versions,
 )
@@ -39,7 +39,7 @@ def test_ranks_that_are_well_are_found_well(tmp_path):
     assert (
         found["all_reduce dp_shard (all ranks)"].verdict == found["all_gather dp_shard (all ranks)"].verdict == "pass"
     )
-    assert not list(tmp_path.glob(f"{storage.PREFIX}*"))
+    assert not list(tmp_path.glob(f"{storage_checks.PREFIX}*"))
 
 
 def _loopback(rank):
@@ -81,10 +81,10 @@ def test_a_rank_that_multiplies_slowly_is_named(tmp_path):
 
 def _lame(rank):
     # 20 products instead of one, so that even a busy machine leaves it behind
-    devices.CPU_SIZE, devices.REPEATS = 256, 3
+    device_checks.CPU_SIZE, device_checks.REPEATS = 256, 3
     if rank == 2:
-        product = devices.multiply
-        devices.multiply = lambda a, b: [product(a, b) for _ in range(20)][-1]
+        product = device_checks.multiply
+        device_checks.multiply = lambda a, b: [product(a, b) for _ in range(20)][-1]
 
 
 def test_a_product_with_one_wrong_bit_is_found(tmp_path):
@@ -93,16 +93,16 @@ def test_a_product_with_one_wrong_bit_is_found(tmp_path):
 
 
 def _damaged(rank):
-    devices.CPU_SIZE, devices.REPEATS = 256, 1
+    device_checks.CPU_SIZE, device_checks.REPEATS = 256, 1
     if rank == 1:
-        product = devices.multiply
+        product = device_checks.multiply
 
         def flawed(a, b):
             found = product(a, b)
             found[17, 3] += 1
             return found
 
-        devices.multiply = flawed
+        device_checks.multiply = flawed
 
 
 def test_a_clock_that_is_ahead_is_named(tmp_path):
@@ -128,11 +128,11 @@ def test_ranks_that_do_not_share_the_folder_of_checkpoints_are_reported(tmp_path
     found = rows(examined(2, tmp_path, ["storage"], _impatient, own), "storage")
     assert found["checkpoint.folder shared"].verdict == "fail" and "first_node" in found["checkpoint.folder shared"].fix
     assert found["job.dump_folder shared"].verdict == "pass", "each host may keep its own logs"
-    assert not list(tmp_path.rglob(f"{storage.PREFIX}*"))
+    assert not list(tmp_path.rglob(f"{storage_checks.PREFIX}*"))
 
 
 def _impatient(rank):
-    storage.SEEN_SECONDS = 0.3
+    storage_checks.SEEN_SECONDS = 0.3
 
 
 def test_a_folder_that_one_rank_cannot_write_is_reported(tmp_path):
@@ -146,7 +146,7 @@ def _read_only(rank):
         def refuse(folder):
             raise PermissionError(13, "Permission denied")
 
-        storage.write_rate = refuse
+        storage_checks.write_rate = refuse
 
 
 def test_a_collective_that_hangs_names_the_rank_that_did_not_arrive(tmp_path):
@@ -175,7 +175,7 @@ def test_a_rank_that_never_comes_is_waited_for_once_and_named(tmp_path):
     found = [one for one in patients.judged(reports, "hosts", "clock", "storage", "network") if one.verdict == "fail"]
     assert found[0].area == "ranks" and found[0].ranks == (1,)
     assert [one.measured for one in found[1:]] == ["rank 1 has not come; ranks 0, 2 waited"]
-    assert not list(tmp_path.glob(f"{storage.PREFIX}*"))
+    assert not list(tmp_path.glob(f"{storage_checks.PREFIX}*"))
 
 
 def _absent(rank):
@@ -191,7 +191,7 @@ def test_a_check_that_does_not_end_is_a_finding_and_the_others_continue(tmp_path
 
 
 def _dead_server(rank):
-    storage.write_rate = lambda folder: time.sleep(60)
+    storage_checks.write_rate = lambda folder: time.sleep(60)
 
 
 def test_a_check_that_raises_is_a_finding(tmp_path):
@@ -203,7 +203,7 @@ def _raises(rank):
     def refuse(*_):
         raise RuntimeError("no such device\nwith a trace")
 
-    memory.host_memory = refuse
+    memory_checks.host_memory = refuse
 
 
 def test_a_low_limit_of_open_files_is_reported(tmp_path):
@@ -249,7 +249,7 @@ def test_the_needs_of_a_model_are_those_of_its_weights_gradients_and_two_moments
 )
 def test_a_container_s_cpu_quota_is_read_in_both_versions(tmp_path, files, limit):
     _write(tmp_path, files)
-    assert limits.cpu_quota(tmp_path) == limit
+    assert limit_checks.cpu_quota(tmp_path) == limit
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_container_s_cpu_quota_is_read_in_both_versions(tmp_path, files, limit
 )
 def test_a_container_s_memory_is_read_in_both_versions(tmp_path, files, found):
     _write(tmp_path, files)
-    assert memory.cgroup_memory(tmp_path) == found
+    assert memory_checks.cgroup_memory(tmp_path) == found
 
 
 def _write(folder: Path, files):
@@ -274,17 +274,17 @@ def _write(folder: Path, files):
 
 def test_the_filesystem_of_a_path_is_that_of_the_nearest_mount(tmp_path):
     (tmp_path / "mounts").write_text("a / ext4 rw\nb /scratch lustre rw\nc /scratch2 nfs4 rw\n")
-    assert storage.filesystem_of(Path("/scratch/run"), tmp_path / "mounts") == "lustre"
-    assert storage.filesystem_of(Path("/scratch2"), tmp_path / "mounts") == "nfs4"
-    assert storage.filesystem_of(Path("/scratching"), tmp_path / "mounts") == "ext4"
+    assert storage_checks.filesystem_of(Path("/scratch/run"), tmp_path / "mounts") == "lustre"
+    assert storage_checks.filesystem_of(Path("/scratch2"), tmp_path / "mounts") == "nfs4"
+    assert storage_checks.filesystem_of(Path("/scratching"), tmp_path / "mounts") == "ext4"
 
 
 def test_signs_that_a_killed_doctor_left_are_removed_when_they_are_old(tmp_path):
-    old, new = tmp_path / f"{storage.PREFIX}0-0", tmp_path / f"{storage.PREFIX}1-0"
+    old, new = tmp_path / f"{storage_checks.PREFIX}0-0", tmp_path / f"{storage_checks.PREFIX}1-0"
     for path in (old, new):
         path.touch()
     os.utime(old, (0, 0))
-    storage._sweep(tmp_path)
+    storage_checks._sweep(tmp_path)
     assert not old.exists() and new.exists()
 
 

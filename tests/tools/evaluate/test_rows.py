@@ -12,8 +12,8 @@ import torch
 from hub_folders import build, save
 
 from shardtrain import api, cli
-from shardtrain.tools.evaluate import request
-from shardtrain.tools.generate.opening import OpenedModel, open_model
+from shardtrain.tools.evaluate import evaluate_request
+from shardtrain.tools.generate.trained_model import OpenedModel, open_model
 from shardtrain.utils.errors import ConfigError
 
 pytest.importorskip("transformers")
@@ -118,7 +118,9 @@ def test_the_format_of_rows_is_detected_by_their_columns(
 def test_the_format_may_be_given_as_for_training(folder: Path, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"question": "hi", "reply": " there", "text": "other"}])
     words = ["--from", str(folder), "--data", f"set={path}", "--data.format", "prompt_completion"]
-    read = request.read([*words, "--data.prompt_field=question", "--data.completion_field=reply", "--add_bos", "false"])
+    read = evaluate_request.read(
+        [*words, "--data.prompt_field=question", "--data.completion_field=reply", "--add_bos", "false"]
+    )
     assert read is not None
     assert read.data_options == {
         "format": "prompt_completion", "prompt_field": "question", "completion_field": "reply", "add_bos": False,
@@ -139,7 +141,7 @@ def test_the_format_may_be_given_as_for_training(folder: Path, tmp_path: Path) -
 )
 def test_a_wrong_option_of_data_is_refused(words: list[str], rule: str) -> None:
     with pytest.raises(ConfigError) as error:
-        request.read(["--from", "x", *words])
+        evaluate_request.read(["--from", "x", *words])
     assert rule in str(error.value)
 
 

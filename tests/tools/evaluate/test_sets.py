@@ -20,8 +20,8 @@ from shardtrain.config import Loaded
 from shardtrain.config.schema import Validation
 from shardtrain.data import IGNORE
 from shardtrain.distributed.process_group import World
-from shardtrain.tools.evaluate import request, sets
-from shardtrain.tools.generate.opening import open_model
+from shardtrain.tools.evaluate import evaluate_request, sets
+from shardtrain.tools.generate.trained_model import open_model
 from shardtrain.train.run_folder import write_resolved_config
 
 TEXTS = ["mesh and shard, in step", "the rank that gathers last, é 東京", "a loss of seven; a norm of eleven " * 4]
@@ -189,5 +189,5 @@ def test_the_command_prints_and_writes_json(rows: Path, tmp_path: Path, capfd: p
 )
 def test_a_wrong_word_is_refused_with_its_fix(words: list[str], told: str) -> None:
     with pytest.raises(Exception) as error:
-        request.read(["--from", "x", *words])
+        evaluate_request.read(["--from", "x", *words])
     assert told in " ".join(map(str, getattr(error.value, "problems", [error.value]))).replace('="3"', "")

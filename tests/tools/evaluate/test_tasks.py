@@ -14,9 +14,9 @@ from tiny_tokenizers import bpe_folder
 
 from shardtrain.data import open_tokenizer
 from shardtrain.distributed.process_group import World
-from shardtrain.tools.evaluate.request import EvaluateOptions, read
+from shardtrain.tools.evaluate.evaluate_request import EvaluateOptions, read
 from shardtrain.tools.evaluate.tasks import check_known, measure
-from shardtrain.tools.generate.opening import open_model
+from shardtrain.tools.generate.trained_model import open_model
 from shardtrain.utils.errors import ConfigError
 
 pytest.importorskip("lm_eval")

@@ -19,8 +19,8 @@ from shardtrain.cli import main
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.distributed.process_group import World
 from shardtrain.tools.generate.engine import Generator
-from shardtrain.tools.generate.opening import open_model
 from shardtrain.tools.generate.prompts import GenerationPrompts
+from shardtrain.tools.generate.trained_model import open_model
 from shardtrain.utils.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -76,7 +76,7 @@ def on_rank(rank: int, folder: Path) -> list[list[int]]:
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
 @pytest.mark.nightly(
     "of other folders",
-    by="tests/tools/generate/test_command.py::test_ranks_that_split_each_layer_choose_the_tokens_of_one",
+    by="tests/tools/generate/test_generate_command.py::test_ranks_that_split_each_layer_choose_the_tokens_of_one",
 )
 def test_layers_split_over_ranks_give_the_same_tokens(family: str, tmp_path: Path) -> None:
     folder = save(build(family), tmp_path / "hf", shard_bytes=20_000)

@@ -9,7 +9,7 @@ import patients
 import pytest
 
 from shardtrain import config, presets
-from shardtrain.tools.doctor import report as doctor_report
+from shardtrain.tools.doctor import doctor_report
 from shardtrain.tools.plan import calibrate, hardware, planning
 from shardtrain.utils.errors import ConfigError
 

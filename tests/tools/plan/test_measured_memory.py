@@ -20,7 +20,7 @@ from shardtrain.distributed.activation_memory import LiveMemory
 from shardtrain.lora.quantize import held
 from shardtrain.ops import chosen_kernels
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.tools.plan import job, memory, schedule, shapes
+from shardtrain.tools.plan import job_sizes, rank_memory, schedule, shapes
 from shardtrain.train import resume, trainer
 
 SIZES = {"dim": 128, "num_heads": 8, "vocab_size": 512, "num_layers": 4}
@@ -78,7 +78,7 @@ class Counted(LiveMemory):
         return result
 
 
-def measured_bytes(rank: int, config: Any, kernels: memory.Kernels = "cpu") -> int:
+def measured_bytes(rank: int, config: Any, kernels: rank_memory.Kernels = "cpu") -> int:
     """The most that a rank holds in the second of two steps."""
     chosen_kernels.use(chosen_kernels.Kernels(rms_norm=2.0) if kernels == "cpu by rows" else chosen_kernels.PYTORCH)
     run = make_run(rank, config)
@@ -96,18 +96,18 @@ def measured_bytes(rank: int, config: Any, kernels: memory.Kernels = "cpu") -> i
     return sum(weights.values()) + low_bits + counted.most
 
 
-def planned_bytes(config: Any, size: int, kernels: memory.Kernels = "cpu") -> list[int]:
+def planned_bytes(config: Any, size: int, kernels: rank_memory.Kernels = "cpu") -> list[int]:
     """The peak of each place of the pipeline."""
     model = shapes.read(config)
-    found = job.of_config(config, size, len(model.layers), has_experts=model.has_experts)
+    found = job_sizes.of_config(config, size, len(model.layers), has_experts=model.has_experts)
     orders = schedule.orders(
         found.schedule, found.pp, len(found.stages), found.num_microbatches, found.recomputes_layers
     )
-    return [one.peak for one in memory.of_ranks(model, found, orders, kernels)]
+    return [one.peak for one in rank_memory.of_ranks(model, found, orders, kernels)]
 
 
 def check(
-    size: int, sections: dict[str, Any], model: dict[str, Any], most: float, kernels: memory.Kernels = "cpu"
+    size: int, sections: dict[str, Any], model: dict[str, Any], most: float, kernels: rank_memory.Kernels = "cpu"
 ) -> None:
     training = {
         "seq_len": 512, "mixed_precision_param": "bfloat16", "local_batch_size": 2, "global_batch_size": -1

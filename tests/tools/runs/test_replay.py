@@ -20,7 +20,7 @@ from tiny import shallow_config, train_whole
 from shardtrain import cli
 from shardtrain.config.schema import Config
 from shardtrain.resilience.guards.loss_spikes import Guard
-from shardtrain.tools.runs.replay.plan import plan
+from shardtrain.tools.runs.replay.replay_plan import plan
 from shardtrain.utils.checked_json import line_of, record_of
 from shardtrain.utils.errors import CheckpointError
 

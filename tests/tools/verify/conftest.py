@@ -13,8 +13,8 @@ from shardtrain import config
 from shardtrain.tools import verify
 from shardtrain.tools.verify import shrink
 from shardtrain.tools.verify.meshes import changed
-from shardtrain.tools.verify.report import MeshResult
-from shardtrain.tools.verify.request import VerifyOptions
+from shardtrain.tools.verify.verify_report import MeshResult
+from shardtrain.tools.verify.verify_request import VerifyOptions
 from shardtrain.train import trainer
 
 MESHES = ("dp_replicate=2", "dp_shard=2", "tp=2", "pp=2", "cp=2", "dp_replicate=2,dp_shard=2")

@@ -18,7 +18,7 @@ from ranks import run_ranks
 
 from shardtrain import config as configs
 from shardtrain.config import Config
-from shardtrain.tools.verify import before_training, meshes, own_sizes, workers
+from shardtrain.tools.verify import before_training, forked_workers, meshes, own_sizes
 from shardtrain.tools.verify.before_training import VerifyVerdict
 from shardtrain.train import model_check
 from shardtrain.utils.errors import ConfigError
@@ -284,7 +284,7 @@ def test_a_file_of_fixed_sizes_is_said_not_to_be_compared(tmp_path: Path) -> Non
 def test_a_small_copy_is_found_of_every_family(name: str, flavor: str, tp: int, tmp_path: Path) -> None:
     """As if it were a user's file: what its sizes mean is read from nothing but their names and what runs."""
     config = run_of(FAMILIES / f"{name}.py", "tp=2", flavor)
-    (found,) = workers.run(1, own_sizes.smaller, config, 2, tp, folder=tmp_path)
+    (found,) = forked_workers.run(1, own_sizes.smaller, config, 2, tp, folder=tmp_path)
     assert found["why"] == "" and found["given"]["num_layers"] <= own_sizes.MOST_LAYERS
     facts = configs.read_model_file(str(FAMILIES / f"{name}.py"))
     small = configs.shape(facts, flavor, found["given"])

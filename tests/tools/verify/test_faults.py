@@ -31,7 +31,7 @@ from shardtrain.distributed.tensor_parallel.split_vocabulary import SplitVocabul
 from shardtrain.models import moe
 from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.tools.verify.report import BLIND
+from shardtrain.tools.verify.verify_report import BLIND
 from shardtrain.train import trainer
 
 

@@ -8,7 +8,7 @@ from other_styles import FILES, FOLDER, NEWER, NO_CHAIN, NOT_POSSIBLE
 from tiers import cases
 
 from shardtrain.tools import verify
-from shardtrain.tools.verify import meshes, request, shrink
+from shardtrain.tools.verify import meshes, shrink, verify_request
 from shardtrain.train import trainer
 from shardtrain.utils.errors import ConfigError
 
@@ -43,7 +43,7 @@ def test_a_correct_file_is_not_accused(names, tmp_path):
     by="tests/tools/verify/test_others.py::test_a_correct_file_is_not_accused",
 )
 def test_a_correct_file_has_the_same_numbers_on_every_mesh_that_is_possible(name, tmp_path):
-    loaded = verify.load(request.VerifyOptions(str(FOLDER / f"{name}.py")))
+    loaded = verify.load(verify_request.VerifyOptions(str(FOLDER / f"{name}.py")))
     plans = []
     for mesh in MESHES:
         try:

@@ -18,8 +18,8 @@ from tiers import cases
 from shardtrain import cli, config
 from shardtrain.distributed import grad_clip, runner
 from shardtrain.ops import cross_entropy, dtensor
-from shardtrain.tools.verify import real, request
-from shardtrain.tools.verify.real import beyond, float64, layers, sums, tile
+from shardtrain.tools.verify import real, verify_request
+from shardtrain.tools.verify.real import beyond, float64, real_layers, sums, tile
 from shardtrain.train import trainer
 from shardtrain.utils import temporary
 from shardtrain.utils.errors import ConfigError
@@ -199,16 +199,16 @@ def test_a_layer_that_computes_wrongly_is_seen(monkeypatch):
 
 def test_a_model_that_does_not_fit_is_cut_and_each_cut_is_said():
     def counted(piece):
-        _, _, model = layers.build(piece.loaded.config, piece.cut_embedding)
+        _, _, model = real_layers.build(piece.loaded.config, piece.cut_embedding)
         return real.replace(piece, numel=sum(p.numel() for p in model.parameters()))
 
     loaded = config.load(None, ["--model.name", "deepseek_v3", "--model.flavor", "671B"])
-    found = {piece.name: piece for piece in layers.pieces(loaded, 8 << 30, counted)}
+    found = {piece.name: piece for piece in real_layers.pieces(loaded, 8 << 30, counted)}
     assert set(found) == {"dense layer", "layer", "vocabulary"}
     assert all(piece.bytes_on({}, 1) <= 8 << 30 for piece in found.values())
     assert "experts 256 -> " in found["layer"].said and "vocabulary 129280 -> 1024" in found["layer"].said
     assert "embedding of 1024 rows" in found["vocabulary"].said
-    (whole,) = layers.pieces(loaded, 1 << 50, counted)
+    (whole,) = real_layers.pieces(loaded, 1 << 50, counted)
     assert whole.said == "num_layers 61 -> 2"
 
 
@@ -247,7 +247,7 @@ def test_an_error_above_the_limit_fails_and_so_does_none_at_all(error, verdict, 
 )
 def test_words_that_do_not_go_together_are_refused(words, named):
     with pytest.raises(ConfigError, match=named):
-        request.read(words)
+        verify_request.read(words)
 
 
 CHECKS = list(real.general(SMALL))
@@ -302,17 +302,17 @@ def test_a_step_takes_no_more_memory_than_its_row_says_it_needs(words, name, tmp
     loaded = config.load("debug", [f"--model.name={words[0]}", f"--model.flavor={words[1]}"])
 
     def count(piece):
-        (found,) = real._on_ranks(tmp_path, 1, layers.count, piece.loaded.config, piece.cut_embedding, alone=True)
+        (found,) = real._on_ranks(tmp_path, 1, real_layers.count, piece.loaded.config, piece.cut_embedding, alone=True)
         return dataclasses.replace(piece, numel=found[0], largest_unit=found[1], widest=found[2])
 
-    (piece,) = [one for one in layers.pieces(loaded, 1 << 29, count) if one.name == name]
+    (piece,) = [one for one in real_layers.pieces(loaded, 1 << 29, count) if one.name == name]
     path = str(tmp_path / "gradients.safetensors")
     before, reference, step = (
         run_ranks(1, _peak, *call)[0]
         for call in (
             (None,),
-            (layers.reference, piece, path),
-            (layers.step, trainer, layers.on_mesh(piece, {}).config, piece, path),
+            (real_layers.reference, piece, path),
+            (real_layers.step, trainer, real_layers.on_mesh(piece, {}).config, piece, path),
         )
     )
     assert piece.numel > 1 << 26 or name == "layer"

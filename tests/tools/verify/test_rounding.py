@@ -17,10 +17,10 @@ import torch
 from shardtrain import config
 from shardtrain.config import Config
 from shardtrain.layout import Layout
-from shardtrain.tools.verify import before_training, causes, report
+from shardtrain.tools.verify import before_training, causes, verify_report
 from shardtrain.tools.verify.compare import MOST, ROUNDING, USUAL, Errors, Expected, First, tolerances
 from shardtrain.tools.verify.evidence import Evidence
-from shardtrain.tools.verify.run import RankRecord
+from shardtrain.tools.verify.verify_rank import RankRecord
 
 AMPLIFYING = Path(__file__).parent / "amplifying_model.py"
 MESHES = ("dp_replicate=2", "dp_shard=2", "tp=2", "pp=2", "dp_replicate=2,dp_shard=2")
@@ -112,14 +112,14 @@ def test_a_right_model_that_amplifies_rounding_is_not_accused(make_bench) -> Non
     assert [row.verdict for row in rows] == ["same"] * len(MESHES), rows
     told = [row for row in rows if row.rounding]
     assert told and all(row.gradient > USUAL.gradient or row.weights > USUAL.weights for row in told), rows
-    assert report.table(rows).count("this model amplifies rounding") == 1
+    assert verify_report.table(rows).count("this model amplifies rounding") == 1
 
 
 @pytest.mark.nightly("on meshes", by=BY)
 def test_where_rounding_decides_all_numbers_that_is_said_and_training_warns(make_bench, tmp_path) -> None:
     row = make(make_bench, 20, ("tp=2",)).run("tp=2")
-    assert row.verdict == "differs" and row.cause.startswith(report.BLIND), row
+    assert row.verdict == "differs" and row.cause.startswith(verify_report.BLIND), row
     words = ["--model.name", str(AMPLIFYING), "--model.flavor", "tiny", "--model.overrides.rounds", "20"]
     asked = config.load(None, [*words, "--parallelism.tensor_parallel_degree", "2"]).config
     verdict = before_training.judge(asked)
-    assert not verdict.refused and not verdict.compared and report.BLIND in verdict.left_out[0], verdict
+    assert not verdict.refused and not verdict.compared and verify_report.BLIND in verdict.left_out[0], verdict

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardtrain.tools import verify
-from shardtrain.tools.verify import request
+from shardtrain.tools.verify import verify_request
 from shardtrain.train import trainer
 
 TEXT = Path(__file__).parents[3] / "README.md"
@@ -16,7 +16,7 @@ HIDDEN = [
 
 
 def test_a_model_that_learns_hidden_tokens_is_verified(tmp_path: Path) -> None:
-    asked = request.read([*HIDDEN, "--mesh", "dp_shard=2"])
+    asked = verify_request.read([*HIDDEN, "--mesh", "dp_shard=2"])
     task = verify.plan(verify.load(asked), asked)
     assert any(note.startswith("task: masked_language_model as language_model") for note in task.notes)
     (row,) = verify.verify(task, trainer, tmp_path)  # type: ignore[arg-type]

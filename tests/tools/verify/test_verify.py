@@ -12,8 +12,8 @@ import torch
 
 from shardtrain import cli, config
 from shardtrain.tools import verify
-from shardtrain.tools.verify import meshes, report, request
-from shardtrain.tools.verify.report import MeshResult
+from shardtrain.tools.verify import meshes, verify_report, verify_request
+from shardtrain.tools.verify.verify_report import MeshResult
 from shardtrain.utils.errors import ConfigError
 
 CLEAN = ("dp_shard=2", "tp=2", "cp=2", "pp=2", "ep=2")
@@ -118,7 +118,7 @@ def test_each_schedule_is_tried_on_each_mesh_with_stages():
     loaded = config.load(None, [])
     plans = meshes.requested(loaded, ["pp=2", "tp=2"], ("1F1B", "ZBVZeroBubble"))
     assert [(plan.name, plan.schedule) for plan in plans] == [("pp=2", "1F1B"), ("pp=2", "ZBVZeroBubble"), ("tp=2", "")]
-    task = verify.plan(loaded, request.VerifyOptions(meshes=("pp=2",), schedules=("1F1B", "ZBVZeroBubble")))
+    task = verify.plan(loaded, verify_request.VerifyOptions(meshes=("pp=2",), schedules=("1F1B", "ZBVZeroBubble")))
     assert task.reference.model.overrides["num_layers"] == 4  # two stages on each of two ranks
 
 
@@ -136,7 +136,7 @@ def test_options_that_verify_turns_off_are_said_and_are_not_a_mistake():
         "activation_checkpoint.memory_budget": 0.3,
     }
     loaded = config.load(None, [f"--{name}={value}" for name, value in options.items()])
-    task = verify.plan(loaded, request.VerifyOptions(meshes=("dp_shard=2",)))
+    task = verify.plan(loaded, verify_request.VerifyOptions(meshes=("dp_shard=2",)))
     told = "\n".join(task.notes)
     assert "optimizer: Muon -> AdamW" in told and "precision: float16 -> float32" in told
     assert "compile: off" in told and "memory_budget" in told
@@ -157,10 +157,10 @@ def test_the_words_of_a_request():
         "3",
         "--json",
     ]
-    expected = request.VerifyOptions(
+    expected = verify_request.VerifyOptions(
         "run.toml", ("tp=2", "pp=2", "cp=2"), steps=5, full=True, json=True, overrides=("--debug.seed", "3")
     )
-    assert request.read(words) == expected
+    assert verify_request.read(words) == expected
 
 
 def test_schedules_and_the_command_line_end_to_end(capsys):
@@ -198,16 +198,16 @@ EXITS = {
     ("differs", "not possible"): (4, 4, 4),
 }
 REQUESTS = (
-    request.VerifyOptions(),
-    request.VerifyOptions(meshes=("tp=2",)),
-    request.VerifyOptions(meshes=("tp=2",), allow_impossible=True),
+    verify_request.VerifyOptions(),
+    verify_request.VerifyOptions(meshes=("tp=2",)),
+    verify_request.VerifyOptions(meshes=("tp=2",), allow_impossible=True),
 )
 
 
 @pytest.mark.parametrize("verdicts", EXITS)
 def test_exit_status_of_verdicts(verdicts):
     rows = [MeshResult("tp=2", "", verdict) for verdict in verdicts]
-    assert tuple(report.exit_code(rows, one) for one in REQUESTS) == EXITS[verdicts]
+    assert tuple(verify_report.exit_code(rows, one) for one in REQUESTS) == EXITS[verdicts]
 
 
 def test_a_mesh_that_the_model_rules_out_fails_unless_allowed(tmp_path, capsys):
@@ -223,7 +223,7 @@ def test_a_mesh_that_the_model_rules_out_fails_unless_allowed(tmp_path, capsys):
 
 
 def test_a_mesh_that_the_configuration_rules_out_is_a_row_if_allowed():
-    task = verify.plan(config.load(None, []), request.VerifyOptions(meshes=("tp=3",), allow_impossible=True))
+    task = verify.plan(config.load(None, []), verify_request.VerifyOptions(meshes=("tp=3",), allow_impossible=True))
     assert "does not divide" in task.plans[0].problem
 
 
@@ -239,6 +239,6 @@ def test_the_table_tells_what_differs():
     )
     differs = MeshResult("pp=2", "1F1B", "differs", 1.0, 0, 1.0, float("inf"), 0.0, 0.0, "step 1: here", "this")
     impossible = MeshResult("ep=2", "", "not possible", cause="no experts")
-    text = report.table([same, wrong, differs, impossible])
+    text = verify_report.table([same, wrong, differs, impossible])
     assert "pp=2 1F1B: step 1: here\n  likely cause: this" in text and "ep=2: not possible: no experts" in text
-    assert json.loads(report.document("m", [], [differs], 4))["rows"][0]["gradient"] is None
+    assert json.loads(verify_report.document("m", [], [differs], 4))["rows"][0]["gradient"] is None

@@ -8,7 +8,7 @@ import pytest
 
 from shardtrain import config
 from shardtrain.config import model_file
-from shardtrain.train.preflight import memory, model
+from shardtrain.train.preflight import memory_fit, meta_model
 from shardtrain.utils.errors import ConfigError
 from tests.tiers import cases
 
@@ -24,8 +24,8 @@ def problems_of(family: str, flavor: str, words: list[str]) -> list:
     found = [problem for problem in [*loaded.problems, *config.check(loaded)] if problem.option.startswith("model.")]
     if found:
         return found
-    assert memory.only_building_tells(loaded)
-    errors, _ = model.build(loaded.config)
+    assert memory_fit.only_building_tells(loaded)
+    errors, _ = meta_model.build(loaded.config)
     assert all(isinstance(error, ConfigError) for error in errors), errors
     return [problem for error in errors for problem in error.problems]
 

@@ -21,9 +21,9 @@ from tiers import cases
 
 from shardtrain import cli, config
 from shardtrain.launch import local
-from shardtrain.launch.watch import ChildWatch
+from shardtrain.launch.child_watch import ChildWatch
 from shardtrain.train import trainer
-from shardtrain.train.preflight import judge, machine, memory, model, require, require_in_child
+from shardtrain.train.preflight import judge, machine, memory_fit, meta_model, require, require_in_child
 from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.units import format_bytes
 
@@ -325,9 +325,9 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_with_the_numbers(
     monkeypatch.chdir(folder)
     words = ["--checkpoint.enable", "--checkpoint.interval=1", "--training.steps=20", "--training.on_data_end=repeat"]
     loaded = config.load("run.toml", words)
-    _, parameters = model.build(loaded.config)
+    _, parameters = meta_model.build(loaded.config)
     assert parameters is not None
-    size = memory.checkpoint_bytes(loaded.config, parameters)
+    size = memory_fit.checkpoint_bytes(loaded.config, parameters)
     for free, code, told in (
         (int(1.1 * size), 8, "a save begins where 1.2 times that are free"),
         (int(3 * 1.2 * size) + 9, 0, "room for 3"),
@@ -431,12 +431,12 @@ def test_of_many_ranks_the_first_looks_at_files_for_all(
 def test_the_bytes_of_a_rank_follow_from_shapes_layout_and_mesh() -> None:
     def needed(nproc: int, *words: str) -> int:
         loaded = config.load("run.toml", words)
-        errors, parameters = model.build(loaded.config)
+        errors, parameters = meta_model.build(loaded.config)
         assert not errors and parameters is not None
-        return memory.state_bytes(loaded.config, nproc, parameters)
+        return memory_fit.state_bytes(loaded.config, nproc, parameters)
 
     whole = needed(1)
-    errors, parameters = model.build(config.load("run.toml").config)
+    errors, parameters = meta_model.build(config.load("run.toml").config)
     assert not errors and parameters is not None
     assert whole == 4 * 4 * sum(one.num_elements for one in parameters)  # weights, gradients and two of AdamW
     assert needed(4) == whole // 4
@@ -453,12 +453,12 @@ def test_the_bytes_of_a_rank_follow_from_shapes_layout_and_mesh() -> None:
 def test_a_model_that_rules_pass_without_torch_surely_fits() -> None:
     for flavor in ("debugmodel", "8B", "70B"):
         loaded = config.load("run.toml", [f"--model.flavor={flavor}", "--model.overrides.vocab_size=128256"])
-        errors, parameters = model.build(loaded.config)
+        errors, parameters = meta_model.build(loaded.config)
         assert not errors and parameters is not None
-        needed = memory.state_bytes(loaded.config, 1, parameters)
+        needed = memory_fit.state_bytes(loaded.config, 1, parameters)
         for share in (0.9, 1.1, 2.0, 8.0):
             there = machine.Machine(1, 1, "cuda", 1, "a device", int(needed * share), is_here=False)
-            if memory.surely_fits(loaded, there):
+            if memory_fit.surely_fits(loaded, there):
                 assert share > 1
             assert bool(judge(loaded, there).errors) == (share < 1)
 

@@ -18,7 +18,7 @@ from shardtrain import config as configs
 from shardtrain.config import Loaded
 from shardtrain.config.command_line import VerbOption, number_of, take
 from shardtrain.launch import environment, local
-from shardtrain.tools.runs.replay.plan import ReplayPlan, config_of, plan
+from shardtrain.tools.runs.replay.replay_plan import ReplayPlan, config_of, plan
 from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
@@ -80,9 +80,9 @@ def _start(loaded: Loaded, found: ReplayPlan, request: _Request, words: Sequence
     """Run as one rank of several, or start them."""
 
     def rank(replayed: Loaded) -> None:
-        from shardtrain.tools.runs.replay import run
+        from shardtrain.tools.runs.replay import replay_rank
 
-        run.main(replayed, found)
+        replay_rank.main(replayed, found)
 
     environment.set_allocator_default(os.environ)
 
@@ -102,7 +102,7 @@ def _start(loaded: Loaded, found: ReplayPlan, request: _Request, words: Sequence
         local.prepare(Path(loaded.config.job.dump_folder))
         return local.run_rank(loaded, rank)
     if accelerators == 0:
-        from shardtrain.tools.runs.replay import run  # noqa: F401 - torch is imported once, before the ranks are forked
+        from shardtrain.tools.runs.replay import replay_rank  # noqa: F401 - torch is imported once, before the ranks are forked
 
     return local.launch_verb(loaded, count, rank, words, accelerators)
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from shardtrain import config as configs
 from shardtrain.config import Loaded
-from shardtrain.tools.verify import workers
+from shardtrain.tools.verify import forked_workers
 from shardtrain.utils.heartbeat import not_silent
 from shardtrain.utils.limits import cgroup_memory, host_memory
 from shardtrain.utils.temporary import temporary_folder
@@ -154,7 +154,7 @@ def measured(check: Check, budget: int) -> CheckResult:
     try:
         with temporary_folder("real") as folder:
             error, note = check.measure(folder)
-    except workers.RankFailed as failed:
+    except forked_workers.RankFailed as failed:
         return replace(row, verdict="fail", seconds=time.perf_counter() - started, note=str(failed))
     except _NotPossible as reason:
         return replace(row, note=str(reason))
@@ -169,7 +169,7 @@ class _NotPossible(Exception):
 
 def _on_ranks(folder: Path, ranks: int, function: Callable[..., Any], *arguments: Any, alone: bool = False) -> Any:
     backend = "" if alone else "gloo"
-    return workers.run(ranks, function, *arguments, folder=folder, backend=backend, limit_seconds=LIMIT_SECONDS)
+    return forked_workers.run(ranks, function, *arguments, folder=folder, backend=backend, limit_seconds=LIMIT_SECONDS)
 
 
 def general(sizes: Sizes) -> Iterator[Check]:
@@ -251,7 +251,7 @@ def general(sizes: Sizes) -> Iterator[Check]:
 
 def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
     """Yield the checks of the configured model: rotary angles, then one step of each piece on each mesh."""
-    from shardtrain.tools.verify.real import angles, layers
+    from shardtrain.tools.verify.real import angles, real_layers
 
     model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
     for length in angles.lengths(loaded.config):
@@ -270,11 +270,11 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
         return
     with temporary_folder("real") as folder:
 
-        def count(piece: layers.PartialModel) -> layers.PartialModel:
-            (found,) = _on_ranks(folder, 1, layers.count, piece.loaded.config, piece.cut_embedding, alone=True)
+        def count(piece: real_layers.PartialModel) -> real_layers.PartialModel:
+            (found,) = _on_ranks(folder, 1, real_layers.count, piece.loaded.config, piece.cut_embedding, alone=True)
             return replace(piece, numel=found[0], largest_unit=found[1], widest=found[2])
 
-        for piece in layers.pieces(loaded, budget, count):
+        for piece in real_layers.pieces(loaded, budget, count):
             yield from _of_piece(model, piece, folder / "gradients.safetensors")
 
 
@@ -287,7 +287,7 @@ def _left_out(model: str, reason: str) -> Check:
 
 def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
     """Yield the checks of one piece: loss, norm and gradients on each mesh, against one float64 reference."""
-    from shardtrain.tools.verify.real import layers
+    from shardtrain.tools.verify.real import real_layers
 
     # The loss check of a mesh runs its step; the other two checks of the mesh read the results of that step. The loss
     # check of the first mesh also computes the reference.
@@ -299,15 +299,15 @@ def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
         step.clear()
         if not expected:
             path.unlink(missing_ok=True)
-            expected.update(_on_ranks(folder, 1, layers.reference, piece, str(path), alone=True)[0])
-        config = layers.on_mesh(piece, degrees)
+            expected.update(_on_ranks(folder, 1, real_layers.reference, piece, str(path), alone=True)[0])
+        config = real_layers.on_mesh(piece, degrees)
         problems = configs.check(config)
         if problems:
             raise _NotPossible("; ".join(str(problem) for problem in problems))
         from shardtrain.train import trainer
 
         arguments = (trainer, config.config, piece, str(path))
-        step.update(layers.errors(_on_ranks(folder, ranks, layers.step, *arguments), expected))
+        step.update(real_layers.errors(_on_ranks(folder, ranks, real_layers.step, *arguments), expected))
         return step[kind], piece.said
 
     def later(kind: str, _: Path) -> tuple[float, str]:
@@ -321,7 +321,7 @@ def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
             f"{piece.name}: loss", size, name, ranks, needs, SUM_LIMIT, functools.partial(first, "loss", ranks, degrees)
         )
         yield Check(f"{piece.name}: norm", size, name, ranks, needs, SUM_LIMIT, functools.partial(later, "norm"))
-        bound = layers.gradient_limit(piece.widest)
+        bound = real_layers.gradient_limit(piece.widest)
         yield Check(f"{piece.name}: gradients", size, name, ranks, needs, bound, functools.partial(later, "gradient"))
 
 

@@ -1,0 +1,367 @@
+"""Rules that depend on this machine: its number of ranks and devices, its files, its installed programs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import importlib.util
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardtrain.config.assets import tokenizer_folder
+from shardtrain.config.derived import compute_dtype, other_degrees
+from shardtrain.config.load import Loaded
+from shardtrain.config.rules.checkpoint_rules import check_pinned
+from shardtrain.config.rules.data_rules import datasets
+from shardtrain.config.rules.experts_rules import check_experts_of_world
+from shardtrain.config.rules.float8_rules import needs_mx_products, needs_products
+from shardtrain.config.rules.model_rules import model_shape
+from shardtrain.config.rules.pipeline_rules import check_microbatches, known_rows
+from shardtrain.config.rules.safety_rules import ALSO_ELSEWHERE, ALWAYS_BELOW, BELOW_DUMP_FOLDER
+from shardtrain.config.rules.values import any_of, problem
+from shardtrain.config.schema import Config
+from shardtrain.config.stages import num_stages
+from shardtrain.utils import checked_json
+from shardtrain.utils.errors import Problem
+
+MAX_RANKS = 65_536
+"""Four times what was measured: there the ranks that judge heartbeats would need half a core each (docs/scale.md)."""
+BEATS_PER_HANG_TIMEOUT = 10.0
+"""Heartbeats of a node within the time in which a hang is named."""
+NODES_PER_SECOND = 700.0
+"""Of how many nodes a store hears in a second."""
+BYTE_TOKENIZER_IDS = 258  # 256 bytes, begin and end of a document
+
+
+def machine_notes(
+    loaded: Loaded, world_size: int | None = None, device: str | None = None, num_devices: int | None = None
+) -> list[Problem]:
+    """Return the problems that a config has on this machine.
+
+    ``device`` is "cpu", "cuda" or "xpu", where training would run; ``num_devices`` counts such devices of this host.
+    What is None is unknown, and no rule about it is applied.
+    """
+    return [
+        *(mesh_notes(loaded, world_size) if world_size is not None else ()),
+        *_device(loaded, device, num_devices),
+        *_compiler(loaded, device),
+        *check_pinned(loaded, device),
+        *_paths(loaded),
+        *_folders(loaded),
+        *_linked_folders(loaded),
+        *_tokenizer(loaded),
+        *_packages(loaded),
+    ]
+
+
+def watching_problem(loaded: Loaded, world_size: int, local_ranks: int) -> Problem | None:
+    """The problem of more nodes than one store hears as often as a hang that is named in time asks for."""
+    option = "comm.hang_timeout_seconds"
+    limit = loaded.config.comm.hang_timeout_seconds
+    nodes = math.ceil(world_size / max(1, local_ranks))
+    least = math.ceil(BEATS_PER_HANG_TIMEOUT * nodes / NODES_PER_SECOND)
+    if not limit or limit >= least:
+        return None
+    rule = f"is too short for {nodes:,} nodes: their heartbeats would be more than the store of a run can answer"
+    return Problem(option, limit, rule, f"set it to {least} or more", loaded.where(option))
+
+
+_FOR_TRAINING = ("model.tokenizer_path", "model.hf_assets_path", "checkpoint.initial_load_path", "model.converters")
+_FOLDERS_OF_A_RUN = ("job.dump_folder", "checkpoint.folder")
+
+
+def is_for_training(problem: Problem) -> bool:
+    """Whether a model can be built without what this problem misses: a file, a package, another format of weights."""
+    if problem.rule.startswith("needs the package ") or problem.option in _FOLDERS_OF_A_RUN:
+        return True
+    if problem.option.endswith(".dataset_path") or problem.option in _FOR_TRAINING:
+        return problem.rule in ("does not exist", "matches no file") or problem.option == "model.converters"
+    return False
+
+
+def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
+    """The degrees multiply to the number of ranks, and the global batch divides over them."""
+    p = loaded.config.parallelism
+    others = other_degrees(loaded.config)
+    if others < 1 or world_size < 1:
+        return
+
+    # The degrees multiply to the number of ranks
+    shard = p.data_parallel_shard_degree
+    option = "parallelism.data_parallel_shard_degree"
+    if world_size > MAX_RANKS:
+        rule = f"is a run of more than {MAX_RANKS:,} ranks, above which watching them takes more than a run can spare"
+        yield Problem("--nproc", world_size, rule, "use fewer ranks, and give each more work", "")
+        return
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    if shard == -1 and world_size % others:
+        # Named is the other degree that asks for most: it is what a user would lower
+        names = ("tensor_parallel_degree", "data_parallel_replicate_degree", "context_parallel_degree")
+        degrees = [f"parallelism.{name}" for name in (*names, "pipeline_parallel_degree")]
+        name = max(degrees, key=loaded.value)
+        value = loaded.value(name)
+        rest = others // value
+        legal = [n for n in range(1, world_size + 1) if world_size % (n * rest) == 0]
+        rule = f"cannot divide {ranks}" + (f" together with the other degrees ({rest})" if rest > 1 else "")
+        fix = f"use {any_of(legal)}" if legal else f"lower the other degrees to a divisor of {world_size}"
+        yield problem(loaded, name, rule, f"{fix}, or a multiple of {others} ranks")
+        return
+    if shard > 0 and shard * others != world_size:
+        rule = f"times the other degrees ({others}) makes {shard * others} ranks, and there are {world_size}"
+        fix = f"use -1 or {world_size // others}" if world_size % others == 0 else f"start {shard * others} ranks"
+        yield problem(loaded, option, rule, fix)
+        return
+
+    # Rules of the file that could not be checked while the number of ranks was unknown
+    yield from check_experts_of_world(loaded, world_size)
+    if p.pipeline_parallel_degree > 1 and p.data_parallel_shard_degree == -1:
+        layers = (model_shape(loaded) or {}).get("num_layers")
+        rows = known_rows(loaded, world_size)
+        if known_rows(loaded) is None and rows and isinstance(layers, int):
+            yield from check_microbatches(loaded, rows, num_stages(loaded.config.parallelism, layers))
+
+    # The global batch divides over the data-parallel ranks
+    shard = world_size // others if shard == -1 else shard
+    yield from _accumulation(loaded, p.data_parallel_replicate_degree * shard)
+    t = loaded.config.training
+    data_ranks = p.data_parallel_replicate_degree * shard
+    per_pass = t.local_batch_size * data_ranks
+    if t.global_batch_size >= 1 and per_pass >= 1 and t.global_batch_size % per_pass:
+        size = t.global_batch_size
+        nearby = [n for n in (size // per_pass * per_pass, -(-size // per_pass) * per_pass) if n]
+        rule = f"is not a multiple of local_batch_size {t.local_batch_size} times {data_ranks} data-parallel ranks"
+        yield problem(loaded, "training.global_batch_size", rule, f"use {any_of(nearby)}, or -1")
+
+
+def _accumulation(loaded: Loaded, data_ranks: int) -> Iterator[Problem]:
+    """An update in backward sees the gradients of one pass alone."""
+    config = loaded.config
+    size = loaded.config.training.global_batch_size
+    if config.optimizer.early_step_in_backward and size > config.training.local_batch_size * data_ranks >= 1:
+        rule = f"is more than one pass of {data_ranks} data-parallel ranks, and early_step_in_backward updates in each"
+        yield problem(loaded, "training.global_batch_size", rule, "set it to -1, or raise local_batch_size")
+
+
+def _device(loaded: Loaded, device: str | None, num_devices: int | None) -> Iterator[Problem]:
+    """What the config asks of the device is there."""
+    c = loaded.config
+    if c.training.device not in ("auto", "cpu") and (num_devices == 0 or device == "cpu"):
+        yield problem(loaded, "training.device", "finds no such device here", 'use "cpu" or "auto"')
+    if device is None:
+        return
+    if device != "cpu":
+        yield from _split_sequences(loaded)
+    if device == "cuda":
+        return
+    if needs_products(loaded):
+        rule = "needs a device that multiplies in float8, and a CPU computes in float32 and bfloat16"
+        fix = "set emulate = true in its section to compute the same numbers without one, slowly, or remove it"
+        yield problem(loaded, "model.converters", rule, fix)
+    if needs_mx_products(loaded):
+        name = "a CPU" if device == "cpu" else device
+        rule = f"needs MXFP8 products, of CUDA capability 10.0 and above, and {name} computes in float32 and bfloat16"
+        fix = 'set quantize.linear.mx.recipe_name = "mxfp8_emulated" for those of mxfp8_cublas, slowly, or remove it'
+        yield problem(loaded, "model.converters", rule, fix)
+    if c.training.flash_attention != "FA2":
+        yield problem(loaded, "training.flash_attention", "needs CUDA", "remove it")
+    if c.profiling.enable_memory_snapshot:
+        yield problem(loaded, "profiling.enable_memory_snapshot", "needs CUDA", "set it to false")
+
+
+def without_effect_on_a_cpu(config: Config) -> list[str]:
+    """Return a note for each option that is set and does nothing on a CPU."""
+    of_memory = {
+        "training.enable_cpu_offload": config.training.enable_cpu_offload,
+        "activation_checkpoint.cpu_offload": config.activation_checkpoint.cpu_offload,
+    }
+    rule = "has no effect on a CPU, whose memory is the host's"
+    notes = [f"{option}=true {rule}" for option, is_set in of_memory.items() if is_set]
+    if config.parallelism.enable_async_tensor_parallel and config.parallelism.tensor_parallel_degree > 1:
+        rule = "has no effect on a CPU: collectives do not overlap with matmuls, and the numbers are the same"
+        notes.append(f"parallelism.enable_async_tensor_parallel=true {rule}")
+    return notes
+
+
+def _split_sequences(loaded: Loaded) -> Iterator[Problem]:
+    """Attention to a part of the keys needs a flash kernel, which accelerators have for 16-bit types alone."""
+    p = loaded.config.parallelism
+    option = "training.mixed_precision_param"
+    ring = p.context_parallel_degree > 1 and p.context_parallel_method == "ring"
+    if ring and compute_dtype(loaded.config) == "float32":
+        rule = "has no flash attention kernel on an accelerator, which splitting a sequence needs"
+        fix = 'use bfloat16 or float16, or parallelism.context_parallel_method="ulysses"'
+        yield problem(loaded, option, rule, fix)
+
+
+def has_cpp_compiler() -> bool:
+    """Whether this machine has what inductor makes kernels for CPUs with."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "c++"))
+
+
+def _compiler(loaded: Loaded, device: str | None) -> Iterator[Problem]:
+    """On CPU, inductor writes C++ and needs a compiler."""
+    c = loaded.config.compile
+    if device != "cpu" or not c.enable or c.backend != "inductor":
+        return
+    if not has_cpp_compiler():
+        yield problem(loaded, "compile.enable", "needs a C++ compiler on CPU", "install g++, or set it to false")
+
+
+def _paths(loaded: Loaded) -> Iterator[Problem]:
+    """Files and folders that the config names are there."""
+    for name, source in datasets(loaded).items():
+        path = source.dataset_path
+        option = f"{name}.dataset_path"
+        if path and not _found(path, on_hub=source.dataset == "huggingface"):
+            rule, fix = ("matches no file", "correct the pattern") if _is_pattern(path) else _ABSENT
+            yield problem(loaded, option, rule, fix)
+    options = ["checkpoint.initial_load_path", "lora.initial_load_path"]
+    options += ["parallelism.pipeline_parallel_schedule_csv", "data.chat_template"]
+    for option in options:
+        value = loaded.value(option)
+        if value and "://" not in value and not _exists(value):
+            yield problem(loaded, option, *_ABSENT)
+
+
+def _folders(loaded: Loaded) -> Iterator[Problem]:
+    """The folders that a run writes can be made: what is in the way, and what must not be written, is known now."""
+    c = loaded.config
+    written = {"job.dump_folder": c.job.dump_folder}
+    if c.checkpoint.enable and not c.checkpoint.load_only and os.path.isabs(c.checkpoint.folder):
+        written["checkpoint.folder"] = c.checkpoint.folder
+    for option, folder in written.items():
+        if not folder or "://" in folder:
+            continue
+        if folder.startswith("~"):  # --job.dump_folder=~/runs: shells expand it after a blank alone
+            yield problem(loaded, option, "begins with ~, which is not expanded", f"write {os.path.expanduser(folder)}")
+            continue
+        rule = _why_not_writable(Path(folder).absolute())
+        if rule:
+            yield problem(loaded, option, rule, "choose another folder")
+
+
+def _linked_folders(loaded: Loaded) -> Iterator[Problem]:
+    """Yield problems for symlinks inside the run folder: a run would write into the folders they point to."""
+    run_folder = Path(loaded.config.job.dump_folder).absolute()
+    checkpoint = loaded.config.checkpoint
+    saves = checkpoint.enable and not checkpoint.load_only and "://" not in checkpoint.folder
+    written = [("job.dump_folder", run_folder / name) for name in ALWAYS_BELOW]
+    for option in BELOW_DUMP_FOLDER:
+        path = run_folder / (loaded.value(option) or "")
+        if saves or option != "checkpoint.folder":
+            written.append((option, path.parent if option.endswith("_file") else path))
+    for option, path in written:
+        for folder in (path, *path.parents):
+            if folder != run_folder and folder.is_relative_to(run_folder) and folder.is_symlink():
+                rule = f"leads through {folder}, a link to {os.readlink(folder)}, which a run does not follow"
+                elsewhere = f"set {option} to {folder.resolve()}" if option in ALSO_ELSEWHERE else "use another folder"
+                yield problem(loaded, option, rule, f"remove the link, or {elsewhere}")
+
+
+def _why_not_writable(path: Path) -> str:
+    """Why a folder cannot be made or written; empty where it can, and where storage does not answer now."""
+    try:
+        # The system itself tells whether the longest path of a run is too long: that it does not exist is fine
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(path / _LONGEST_BELOW)
+        # The deepest folder that exists decides; a link to nothing exists and is not a folder
+        there = next(folder for folder in (path, *path.parents) if folder.exists() or folder.is_symlink())
+        if not there.is_dir():
+            return f"cannot be made: {there} is {'a file' if there.exists() else 'a link to nothing'}"
+        read_only = hasattr(os, "statvfs") and bool(os.statvfs(there).f_flag & os.ST_RDONLY)
+        # In the kernel's own folders nobody makes others, whatever their permissions say
+        virtual = there != path and (there.is_relative_to("/proc") or there.is_relative_to("/sys"))
+        if not os.access(there, os.W_OK | os.X_OK) or read_only or virtual:
+            return f"cannot be written: {there} is not writable here"
+    except OSError as error:
+        return "is longer than the file system allows" if error.errno == errno.ENAMETOOLONG else ""
+    return ""
+
+
+_ABSENT = ("does not exist", "correct the path")
+_LONGEST_BELOW = "checkpoint/step-1000000.tmp-0123456789ab/.rank-00000.bin.01234567.tmp"
+"""As long as what a run writes below its folder, of which the system limits the whole path."""
+
+
+def _is_pattern(path: str) -> bool:
+    return any(mark in path for mark in "*?[")
+
+
+def _found(path: str, on_hub: bool) -> bool:
+    """Whether a dataset's path leads to something; a name on the hub, and a URL, cannot be known here."""
+    if "://" in path or _exists(path) or (_is_pattern(path) and glob.glob(os.path.expanduser(path), recursive=True)):
+        return True
+    return on_hub and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.startswith(".")
+
+
+def _exists(path: str) -> bool:
+    return Path(path).expanduser().exists()
+
+
+def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
+    """The tokenizer can be read and has no more ids than the model has rows in its embedding."""
+    model = loaded.config.model
+    option = "model.tokenizer_path" if model.tokenizer_path else "model.hf_assets_path"
+    value = str(loaded.value(option))
+    sizes = model_shape(loaded) or {}
+    vocab = sizes.get("vocab_size")
+    if value == "bytes":
+        if isinstance(vocab, int) and vocab < BYTE_TOKENIZER_IDS:
+            rule = f"has {BYTE_TOKENIZER_IDS} ids, more than the model's vocab_size of {vocab}"
+            yield problem(loaded, option, rule, f"set model.overrides.vocab_size to {BYTE_TOKENIZER_IDS} or more")
+        return
+    if model.tokenizer_path and value.endswith(".py"):
+        return  # code of the user's: the trainer opens it, and compares its ids with the model's
+    path = tokenizer_folder(value)
+    fix = 'download the tokenizer of the model\'s Hugging Face repository ("shardtrain data download"), or use "bytes"'
+    if not path.exists():
+        yield problem(loaded, option, "does not exist", fix)
+        return
+    files = [path / "tokenizer.json", path / "tokenizer.model"] if path.is_dir() else [path]
+    file = next((file for file in files if file.is_file() and file.suffix in (".json", ".model")), None)
+    if file is None:
+        what = "holds no tokenizer.json or tokenizer.model" if path.is_dir() else "is not a .json or .model file"
+        yield problem(loaded, option, what, fix)
+        return
+    if file.suffix == ".model":
+        return  # its number of ids takes its library to tell; the trainer compares it with the model's
+    ids = _count_ids(file)
+    if ids is None:
+        yield problem(loaded, option, "has a tokenizer.json that cannot be read", fix)
+    elif isinstance(vocab, int) and ids > vocab:
+        rule = f"has {ids} ids, more than the model's vocab_size of {vocab}"
+        yield problem(loaded, option, rule, f"set model.overrides.vocab_size to {ids} or more")
+
+
+def _count_ids(file: Path) -> int | None:
+    """Return one more than the largest id of a tokenizer.json, or None where it cannot be read."""
+    try:
+        content: Any = checked_json.parse(file.read_text(encoding="utf-8"))
+        vocab = content["model"]["vocab"]
+        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+        ids += [token["id"] for token in content.get("added_tokens", [])]
+        return max(ids) + 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _packages(loaded: Loaded) -> Iterator[Problem]:
+    """Optional packages that the config needs are installed."""
+    c = loaded.config
+    for option, needed, package, name in (
+        ("metrics.enable_wandb", c.metrics.enable_wandb, "wandb", "wandb"),
+        ("metrics.enable_tensorboard", c.metrics.enable_tensorboard, "tensorboard", "tensorboard"),
+        ("metrics.enable_mlflow", c.metrics.enable_mlflow, "mlflow", "mlflow-skinny"),
+        ("metrics.enable_trackio", c.metrics.enable_trackio, "trackio", "trackio"),
+        ("metrics.prometheus_port", c.metrics.prometheus_port, "prometheus_client", "prometheus_client"),
+        ("training.flash_attention", c.training.flash_attention == "FA3", "flash_attn_interface", "flash-attn-3"),
+        ("training.flash_attention", c.training.flash_attention == "FA4", "flash_attn", "flash-attn-4"),
+    ):
+        if needed and importlib.util.find_spec(package) is None:
+            yield problem(loaded, option, f"needs the package {name}", f"run `pip install {name}`, or turn it off")

@@ -1,0 +1,137 @@
+"""Rules of models with experts: how tokens choose, and over which ranks experts are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardtrain.config import derived
+from shardtrain.config.load import Loaded
+from shardtrain.config.rules.model_rules import dense_layers, model_shape
+from shardtrain.config.rules.values import any_of, problem
+from shardtrain.utils.errors import Problem
+
+_DEGREE = "parallelism.expert_parallel_degree"
+
+
+def check_experts(loaded: Loaded) -> Iterator[Problem]:
+    """Each token finds enough experts; the experts are dealt evenly over the expert-parallel ranks."""
+    config = loaded.config
+    sizes = model_shape(loaded)
+    p = config.parallelism
+    if p.expert_tensor_parallel_degree not in (1, p.tensor_parallel_degree):
+        rule = "would split each expert over other ranks than those of tensor parallelism, which torchtitan refuses too"
+        fix = f"set it to 1, and spread the experts with {_DEGREE}"
+        yield problem(loaded, "parallelism.expert_tensor_parallel_degree", rule, fix)
+    if sizes is None:
+        return
+    experts = sizes.get("num_experts")
+    if not isinstance(experts, int) or experts < 1:
+        yield from _check_without_experts(loaded)
+        return
+    yield from _check_choice(loaded, sizes, experts)
+    degree = p.expert_parallel_degree
+    if degree > 1 and experts % degree:
+        rule = f"does not divide the {experts} experts of model {config.model.name}/{config.model.flavor}"
+        legal = [n for n in range(1, experts + 1) if experts % n == 0]
+        yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}")
+    layers = _count(sizes, "num_layers")
+    if degree > 1 and 0 < layers <= dense_layers(sizes):
+        name = "interleave_moe_layer_step" if "interleave_moe_layer_step" in sizes else "num_dense_layers"
+        rule = f"divides experts, and all {layers} layers are dense ({name} {sizes[name]})"
+        yield problem(loaded, _DEGREE, rule, f"set it to 1, or lower model.overrides.{name}")
+    if p.data_parallel_shard_degree != -1:
+        yield from _check_ranks(loaded, p.data_parallel_shard_degree)
+
+
+def experts_notes(loaded: Loaded) -> list[str]:
+    """Return what becomes of torchtitan's choice to split each expert over the ranks of tensor parallelism."""
+    degree = loaded.config.parallelism.expert_tensor_parallel_degree
+    if degree == 1:
+        return []
+    return [
+        f"parallelism.expert_tensor_parallel_degree={degree}: experts stay whole, as with 1, and the numbers are the "
+        f"same; {_DEGREE} divides experts over ranks"
+    ]
+
+
+def check_experts_of_world(loaded: Loaded, world_size: int) -> Iterator[Problem]:
+    """The same rule about ranks where the shard degree follows from their number."""
+    others = derived.other_degrees(loaded.config)
+    if loaded.config.parallelism.data_parallel_shard_degree == -1 and world_size % others == 0:
+        yield from _check_ranks(loaded, world_size // others)
+
+
+def _check_ranks(loaded: Loaded, shard_degree: int) -> Iterator[Problem]:
+    p = loaded.config.parallelism
+    sizes = model_shape(loaded) or {}
+    ranks = shard_degree * p.context_parallel_degree * p.tensor_parallel_degree
+    degree = p.expert_parallel_degree
+    if ranks < 1 or degree < 1:
+        return
+    if ranks % degree:
+        rule = f"does not divide the {ranks} ranks of data_parallel_shard, context and tensor parallelism together"
+        legal = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}")
+        return
+    experts, *rows = (_count(sizes, name) for name in ("num_experts", "moe_ffn_dim", "dim"))
+    if "num_experts" not in sizes or ranks <= experts or _count(sizes, "num_layers") <= dense_layers(sizes):
+        return
+    # With more ranks than experts, those that share one split its matrices by their rows
+    uneven = [size for size in rows if size % (ranks // degree)]
+    if uneven and experts % degree == 0:
+        legal = [
+            n
+            for n in range(1, experts + 1)
+            if experts % n == 0 and ranks % n == 0 and not any(size % (ranks // n) for size in rows)
+        ]
+        sizes_of_expert = any_of(sorted(set(uneven)))
+        rule = f"leaves {ranks // degree} ranks to share experts, which does not divide their sizes ({sizes_of_expert})"
+        yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}" if legal else f"use {experts} ranks or fewer")
+
+
+def _check_without_experts(loaded: Loaded) -> Iterator[Problem]:
+    model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
+    rule = f"needs a model with experts, and {model} has none"
+    if loaded.config.parallelism.expert_parallel_degree > 1:
+        yield problem(loaded, _DEGREE, rule, "set it to 1, or use a model such as qwen3_moe, mixtral or deepseek_v3")
+    if loaded.config.debug.moe_force_load_balance:
+        yield problem(loaded, "debug.moe_force_load_balance", rule, "set it to false")
+
+
+def _check_choice(loaded: Loaded, sizes: dict[str, Any], experts: int) -> Iterator[Problem]:
+    top_k = _count(sizes, "top_k")
+    groups = _count(sizes, "num_groups")
+    top_groups = _count(sizes, "top_groups")
+    group_top_k = _count(sizes, "group_top_k")
+    option = "model.overrides.top_k"
+    if not 1 <= top_k <= experts:
+        yield problem_of(loaded, option, top_k, f"is not between 1 and the {experts} experts", f"use 1 to {experts}")
+    elif groups < 1 or experts % groups:
+        legal = [n for n in range(1, experts + 1) if experts % n == 0]
+        rule = f"does not divide the {experts} experts"
+        yield problem_of(loaded, "model.overrides.num_groups", groups, rule, f"use {any_of(legal)}")
+    elif not 1 <= top_groups <= groups:
+        rule = f"is not between 1 and the {groups} groups"
+        yield problem_of(loaded, "model.overrides.top_groups", top_groups, rule, f"use 1 to {groups}")
+    elif top_k > top_groups * (experts // groups):
+        available = top_groups * (experts // groups)
+        rule = f"is more than the {available} experts of {top_groups} groups"
+        yield problem_of(loaded, option, top_k, rule, f"use at most {available}, or more groups")
+    elif groups > 1 and not 1 <= group_top_k <= experts // groups:
+        rule = f"is not between 1 and the {experts // groups} experts of a group"
+        yield problem_of(loaded, "model.overrides.group_top_k", group_top_k, rule, f"use 1 to {experts // groups}")
+    score = sizes.get("score_func", "softmax")
+    if score not in ("softmax", "sigmoid"):
+        rule = "is not a way to score experts"
+        yield problem_of(loaded, "model.overrides.score_func", score, rule, 'use "softmax" or "sigmoid"')
+
+
+def problem_of(loaded: Loaded, option: str, value: Any, rule: str, fix: str) -> Problem:
+    """Return a problem of a size of the model, whether its flavor or an override says so."""
+    return Problem(option, value, rule, fix, loaded.origins.get(option, ""))
+
+
+def _count(sizes: dict[str, Any], name: str) -> int:
+    value = sizes.get(name, 1)
+    return value if isinstance(value, int) else 1

@@ -1,0 +1,188 @@
+"""Rules of [task]: a task that exists, labels, the mesh that it can run on, and options that only some tasks read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardtrain.config.load import Loaded
+from shardtrain.config.options import options
+from shardtrain.config.rules.data_rules import is_changed
+from shardtrain.config.rules.values import problem
+from shardtrain.config.schema.task_options import OF_PAIRS
+from shardtrain.config.task_file import has_task, read_task_file
+from shardtrain.utils.errors import ConfigError, Problem
+
+LANGUAGE_MODEL = "language_model"
+CLASSIFICATION = "classification"
+PREFERENCE = "preference"
+KTO = "kto"
+ORPO = "orpo"
+SIMPO = "simpo"
+REWARD_MODEL = "reward_model"
+DISTILLATION = "distillation"
+MASKED = "masked_language_model"
+SEQUENCES = "sequence_to_sequence"
+WITH_REFERENCE = (PREFERENCE, KTO)
+NEW_HEAD = (CLASSIFICATION, REWARD_MODEL)
+"""Tasks whose head takes the place of that to the vocabulary."""
+OF_TEXT = (LANGUAGE_MODEL, DISTILLATION, PREFERENCE, KTO, ORPO, SIMPO)
+"""Tasks whose model gives the next token."""
+_DEGREES = {
+    "pipeline_parallel_degree": "cuts the model, and the loss of this task is computed on a whole one",
+    "context_parallel_degree": "cuts each sequence, and this task reads whole ones",
+    "tensor_parallel_degree": "splits each layer, and this task does not say that it can do with parts",
+}
+OF_DOCUMENTS = (
+    "data.mode",
+    "data.readers",
+    "data.format",
+    "data.packing",
+    "data.long_documents",
+    "data.document_mask",
+    "data.stages",
+)
+_OPTIONS = {
+    CLASSIFICATION: ("labels", "num_labels", "label_field", "pair_field"),
+    PREFERENCE: ("beta", "chosen_field", "rejected_field"),
+    ORPO: ("beta", "chosen_field", "rejected_field"),
+    SIMPO: ("beta", "gamma", "chosen_field", "rejected_field"),
+    REWARD_MODEL: ("chosen_field", "rejected_field"),
+    DISTILLATION: ("teacher_path", "kd_ratio", "temperature", "divergence", "jsd_beta"),
+    KTO: ("beta", "label_field", "desirable_weight", "undesirable_weight", "group_size"),
+}
+
+
+def check_task(loaded: Loaded) -> Iterator[Problem]:
+    """The task exists, can run on this mesh, and reads the options that are set."""
+    c = loaded.config
+    try:
+        facts = read_task_file(c.task.name)
+    except ConfigError as error:
+        (found,) = error.problems
+        assert isinstance(found, Problem)
+        yield problem(loaded, "task.name", found.rule, found.fix)
+        return
+    if not has_task(c.task.name):
+        fix = "define a class Task(RowTask), as shardtrain/tasks/classification.py does"
+        yield problem(loaded, "task.name", "has no class Task", fix)
+        return
+    if c.training.last_batch != "rollover" and c.task.name in (LANGUAGE_MODEL, DISTILLATION, KTO):
+        rule = f"is for tasks of rows, and {c.task.name} " + (
+            "groups rows across epochs" if c.task.name == KTO else "packs documents across epochs"
+        )
+        yield problem(loaded, "training.last_batch", rule, "remove it")
+    if c.task.name == LANGUAGE_MODEL:
+        for option in options():
+            if option.startswith("task.") and is_changed(loaded, option):
+                rule = 'has no effect with task.name = "language_model"'
+                yield problem(loaded, option, rule, "name the task that reads it, or remove it")
+        return
+
+    # The mesh
+    for degree, rule in _DEGREES.items():
+        if degree not in facts.degrees and getattr(c.parallelism, degree) > 1:
+            fix = "set it to 1: data-parallel axes shard any model"
+            yield problem(loaded, f"parallelism.{degree}", f"{rule} ({c.task.name})", fix)
+    of_rows = c.task.name != DISTILLATION
+    split = c.parallelism.tensor_parallel_degree > 1 and not c.parallelism.disable_loss_parallel
+    if of_rows and split and "tensor_parallel_degree" in facts.degrees:
+        rule = "leaves each rank a part of the outputs, and a task of rows needs them whole"
+        yield problem(loaded, "parallelism.disable_loss_parallel", rule, "set it to true")
+    compiled = c.compile.enable and "model" in c.compile.components
+    if of_rows and compiled and c.parallelism.tensor_parallel_degree > 1 and "tensor_parallel_degree" in facts.degrees:
+        # DTensor under dynamic shapes: torch 2.13's compiler recurses until Python ends it, in backward
+        rule = "cannot compile split layers for rows of every length, as this task has them"
+        yield problem(loaded, "compile.enable", rule, "set it to false, or tensor_parallel_degree to 1")
+
+    # Options of other tasks; a task file of the user's may build on any of them and read what it likes
+    if of_rows and c.data.sources:
+        rule = "mixes documents, and a task of rows reads one dataset"
+        yield Problem("data.sources", None, rule, "use training.dataset and dataset_path", loaded.where("data.sources"))
+    own = _OPTIONS.get(c.task.name)
+    if own is not None:
+        for option in sorted({option for names in _OPTIONS.values() for option in names} - set(own)):
+            if is_changed(loaded, f"task.{option}"):
+                readers = " or ".join(f'"{name}"' for name, names in _OPTIONS.items() if option in names)
+                yield problem(loaded, f"task.{option}", f"is read by task.name = {readers} alone", "remove it")
+    if c.task.name == CLASSIFICATION:
+        yield from _check_classification(loaded)
+    if c.task.name in OF_PAIRS or c.task.name == KTO:
+        yield from _check_answers(loaded)
+
+
+def _check_rows(loaded: Loaded, *more: str) -> Iterator[Problem]:
+    for option in (*OF_DOCUMENTS, *more):
+        if is_changed(loaded, option):
+            rule = "is about documents, which a task of rows has not"
+            yield problem(loaded, option, rule, "remove it")
+    if loaded.config.task.options:
+        yield problem(loaded, "task.options", "is for a task file of yours", "remove it")
+
+
+def _check_answers(loaded: Loaded) -> Iterator[Problem]:
+    task = loaded.config.task
+    data = loaded.config.data
+    yield from _check_rows(loaded)
+    if not 0 < task.beta < float("inf"):
+        yield problem(loaded, "task.beta", "must be above 0", "use 0.1")
+    fields = {"data.prompt_field": data.prompt_field}
+    if task.name == KTO:
+        fields |= {"data.completion_field": data.completion_field, "task.label_field": task.label_field}
+        for option, value in {
+            "task.desirable_weight": task.desirable_weight,
+            "task.undesirable_weight": task.undesirable_weight,
+        }.items():
+            if not 0 < value < float("inf"):
+                yield problem(loaded, option, "must be above 0", "use 1.0")
+        if task.group_size < 2:
+            rule = "must be at least 2: KL is estimated with the completions of other rows"
+            yield problem(loaded, "task.group_size", rule, "use 8")
+    else:
+        fields |= {"task.chosen_field": task.chosen_field, "task.rejected_field": task.rejected_field}
+    if not 0 <= task.gamma < float("inf"):
+        yield problem(loaded, "task.gamma", "must be 0 or above", "use 0.5")
+    for option, column in fields.items():
+        if not column:
+            yield problem(loaded, option, "must not be empty", "name the column")
+    if len({*fields.values()}) < 3:
+        *others, last = (option.rpartition(".")[2].removesuffix("_field") for option in fields)
+        rule = f"names the column of another of {', '.join(others)} and {last}"
+        yield problem(loaded, list(fields)[-1], rule, "name three columns")
+
+
+def _check_classification(loaded: Loaded) -> Iterator[Problem]:
+    task = loaded.config.task
+    yield from _check_rows(loaded, "data.separator")
+    if not task.label_field:
+        yield problem(loaded, "task.label_field", "must not be empty", "name the column of the label")
+    if len(set(task.labels)) < len(task.labels) or len(task.labels) == 1:
+        yield problem(loaded, "task.labels", "must hold at least two different names", "name each label once")
+    if task.labels and is_changed(loaded, "task.num_labels") and task.num_labels != len(task.labels):
+        yield problem(loaded, "task.num_labels", f"is not the number of task.labels, {len(task.labels)}", "remove it")
+    if (len(task.labels) or task.num_labels) < 2:
+        yield problem(loaded, "task.num_labels", "must be at least 2", "use 2 or more")
+    if loaded.config.data.text_field.isdecimal() != task.label_field.isdecimal() and task.label_field:
+        rule = f'and data.text_field="{loaded.config.data.text_field}" are a number and a name'
+        fix = "give both as numbers where files have no line of names, and else both as names"
+        yield problem(loaded, "task.label_field", rule, fix)
+
+
+def check_text_tasks(loaded: Loaded) -> Iterator[Problem]:
+    """Tasks that hide tokens, or have a source and a target, read no labels and documents, and few ``task.options``."""
+    task = loaded.config.task
+    if task.name not in (MASKED, SEQUENCES):
+        return
+    labels = ("task.labels", "task.num_labels", "task.label_field", "task.pair_field")
+    for option in (*labels, *OF_DOCUMENTS, "data.separator"):
+        if is_changed(loaded, option):
+            yield problem(loaded, option, f"has no effect with task.name={task.name}", "remove it")
+    known = ("mask_fraction", "mask_token_id") if task.name == MASKED else ()
+    for name, value in task.options.items():
+        where = loaded.origins.get(f"task.options.{name}", loaded.where("task.options"))
+        if name not in known:
+            fix = f"use {' or '.join(known)}" if known else "remove it"
+            yield Problem(f"task.options.{name}", value, f"is not an option of {task.name}", fix, where)
+        elif name == "mask_fraction" and not (type(value) in (int, float) and 0 < float(value) < 1):
+            yield Problem(f"task.options.{name}", value, "must lie between 0 and 1", "use 0.15", where)
+        elif name == "mask_token_id" and not (type(value) is int and value >= 0):
+            yield Problem(f"task.options.{name}", value, "must be the id of a token", "use 0 or more", where)

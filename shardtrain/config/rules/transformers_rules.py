@@ -1,0 +1,117 @@
+"""Rules of ``model.name = "transformers"``: what its folder must hold, and which options such a network cannot follow.
+
+The folder's config.json is read as data; torch and transformers are not imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardtrain.config.folder_model import NAME
+from shardtrain.config.load import Loaded
+from shardtrain.config.rules.values import any_of, problem
+from shardtrain.config.schema import Config
+from shardtrain.hub_formats.config_json import in_transformers
+from shardtrain.hub_formats.format import CODE
+from shardtrain.utils import bounded_reads, checked_json
+from shardtrain.utils.errors import Problem
+
+ATTENTION = ("auto", "sdpa", "eager")
+_MAX_BYTES = 2**24
+_HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "encoder_attention_heads")
+_FEATURES = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim")
+
+
+def check_transformers(loaded: Loaded) -> Iterator[Problem]:
+    """The folder, the mesh and the options of an architecture that is taken as it is."""
+    c = loaded.config
+    if c.model.name != NAME:
+        return
+    if importlib.util.find_spec(NAME) is None:
+        yield problem(loaded, "model.name", "needs transformers, which is not installed", "install shardtrain[hf]")
+    overrides = c.model.overrides
+    attention = overrides.get("attention", "auto")
+    if attention not in ATTENTION:
+        where = loaded.origins.get("model.overrides.attention", "")
+        yield Problem("model.overrides.attention", attention, "is unknown", f"use {', '.join(ATTENTION)}", where)
+    yield from _check_mesh(loaded)
+    yield from _check_options(loaded)
+    option, folder = _folder(c)
+    where = loaded.origins.get(option, "")
+    found = _read(folder)
+    if isinstance(found, str):
+        yield Problem(option, folder, found, "name a folder with config.json, weights and tokenizer", where)
+        return
+    kind = found.get("model_type")
+    code = sorted(key for key in found if CODE.search(key))
+    if code and not in_transformers(kind):
+        rule = f"is of model_type {kind!r}, which transformers does not have, and its own code is never run here"
+        yield Problem(option, folder, rule, "write a model file, or install a version that has it", where)
+    yield from _check_split(loaded, found)
+
+
+def _folder(config: Config) -> tuple[str, str]:
+    path = config.model.overrides.get("path")
+    if path is None or path == config.model.hf_assets_path:
+        return "model.hf_assets_path", config.model.hf_assets_path
+    return "model.overrides.path", str(path)
+
+
+def _read(folder: str) -> Mapping[str, Any] | str:
+    """The folder's config.json, or what is wrong with it."""
+    path = Path(folder) / "config.json"
+    try:
+        found = checked_json.parse(bounded_reads.whole(path, _MAX_BYTES))
+    except (FileNotFoundError, NotADirectoryError):
+        return "has no config.json"
+    except OSError as error:
+        return f"has a config.json that cannot be read ({error.strerror or error})"
+    except (ValueError, RecursionError) as error:
+        return f"has a config.json that cannot be read ({type(error).__name__})"
+    return found if isinstance(found, dict) else "has a config.json that is not a JSON object"
+
+
+def _check_mesh(loaded: Loaded) -> Iterator[Problem]:
+    reasons = {
+        "pipeline_parallel_degree": "its forward is not a chain of modules that could be cut into stages",
+        "context_parallel_degree": "its attention is inside its blocks and cannot be split over the sequence",
+        "expert_parallel_degree": "its experts are its own modules, which are not dealt out to ranks",
+    }
+    for name, reason in reasons.items():
+        degree = getattr(loaded.config.parallelism, name)
+        if degree > 1:
+            rule = f"cannot be used with model.name={NAME}: {reason}"
+            fix = "set it to 1 and use data_parallel_shard_degree, or a model file of this package"
+            yield problem(loaded, f"parallelism.{name}", rule, fix)
+
+
+def _check_options(loaded: Loaded) -> Iterator[Problem]:
+    c = loaded.config
+    tp = c.parallelism.tensor_parallel_degree
+    if tp > 1 and c.model.overrides.get("dropout"):
+        rule = "cannot be used with tensor parallelism: ranks would drop other numbers than one process"
+        where = loaded.origins.get("model.overrides.dropout", "")
+        yield Problem("model.overrides.dropout", True, rule, "leave it out, or set the degree to 1", where)
+    if tp > 1 and c.compile.enable and "model" in c.compile.components:
+        rule = f"gets gradients wrong where tensor parallelism splits the blocks of model.name={NAME}"
+        yield problem(loaded, "compile.enable", rule, "set it to false, or tensor_parallel_degree to 1")
+    patterns = c.optimizer.muon_adamw_patterns
+    if c.optimizer.name == "Muon" and patterns == Config().optimizer.muon_adamw_patterns:
+        rule = f"names no parameter of model.name={NAME}, whose names are those of transformers"
+        fix = 'name its ends, e.g. ["*embed*", "*lm_head*", "*norm*", "*.bias"]'
+        yield problem(loaded, "optimizer.muon_adamw_patterns", rule, fix)
+
+
+def _check_split(loaded: Loaded, found: Mapping[str, Any]) -> Iterator[Problem]:
+    tp = loaded.config.parallelism.tensor_parallel_degree
+    counts = {key: found[key] for key in (*_HEADS, *_FEATURES) if isinstance(found.get(key), int) and found[key] > 0}
+    broken = [f"{key}={count}" for key, count in counts.items() if tp > 1 and count % tp]
+    if broken:
+        common = math.gcd(*counts.values())
+        legal = [n for n in range(1, min(common, 4096) + 1) if common % n == 0]
+        rule = f"does not divide {' nor '.join(broken)} of config.json"
+        yield problem(loaded, "parallelism.tensor_parallel_degree", rule, f"use {any_of(legal)}")

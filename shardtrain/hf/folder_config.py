@@ -1,0 +1,65 @@
+"""A Hugging Face folder in the place of a run: the configuration that its files amount to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardtrain.config.load import Loaded
+from shardtrain.config.schema import Config, Model, Training
+from shardtrain.facts.dtypes import COMPUTE_DTYPES
+from shardtrain.hf import source
+from shardtrain.hf.hub_model import recognise
+from shardtrain.hub_formats.config_json import CONFIG, read_json
+from shardtrain.utils.log import logger
+
+_TOKENS = 2048
+"""Tokens of a sequence where config.json does not say how many the model takes."""
+
+
+def is_hub_folder(path: Path) -> bool:
+    """Whether a path is a folder as ``transformers`` saves one."""
+    return (path / CONFIG).is_file()
+
+
+def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
+    """Return the configuration of a folder: its model, dtype, and its own tokenizer unless one is named.
+
+    ``model.hf_assets_path`` is empty if there is no tokenizer.
+
+    Raises:
+        ConfigError: the model is neither ours nor one of ``transformers``.
+        CheckpointError: when ``config.json`` cannot be read.
+    """
+    found = recognise(folder)
+    hf_config = read_json(folder / CONFIG)
+    if found.hub is not None:
+        hf_config = found.hub.own_config(hf_config)
+    for notice in found.notices:
+        logger.info(notice)
+    if tokenizer is None:
+        tokenizer = str(folder) if source.of_folder(folder).has_tokenizer else ""
+    model = {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)}
+    return loaded_of(model, hf_config, tokenizer)
+
+
+def loaded_of(model: Mapping[str, Any], hf_config: Mapping[str, Any], assets: str) -> Loaded:
+    """The configuration of a model that its config.json, where there is one, describes further."""
+    dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    tokens = hf_config.get("max_position_embeddings")
+    return Loaded(
+        Config(
+            model=Model(
+                name=model["name"],
+                flavor=model["flavor"],
+                overrides=dict(model["overrides"]),
+                norm_type=model.get("norm_type", "rmsnorm"),
+                hf_assets_path=assets,
+            ),
+            training=Training(
+                mixed_precision_param=dtype if dtype in COMPUTE_DTYPES else "float32",
+                seq_len=tokens if type(tokens) is int and tokens > 0 else _TOKENS,
+            ),
+        )
+    )

@@ -1,0 +1,175 @@
+"""The text model of Llama 4 in the format of the Hugging Face hub; the model is in ``models/llama4.py``.
+
+Published folders hold the model of images and text, whose ``text_config`` and whose tensors below ``language_model``
+are this one; the rest is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardtrain.hub_formats.format import Fields, HubFormat, MultimodalModel, Stacked
+from shardtrain.hub_formats.llama_format import read_rope, write_rope
+from shardtrain.hub_formats.llama_format import unused as unused_of_rope
+from shardtrain.hub_formats.words import (
+    ATTENTION,
+    DECODER,
+    DEFAULTS,
+    ROTARY,
+    feed_forward,
+    read_decoder,
+    write_decoder,
+)
+from shardtrain.utils.errors import ConfigError
+
+_STACK = "model.layers.*.feed_forward.experts"
+
+
+def _interval(layers: list[bool], wanted: bool) -> int:
+    """Every how many layers ``wanted`` comes, last of each; 0 for never, -1 where that is not how they lie."""
+    step = layers.index(wanted) + 1 if wanted in layers else 0
+    pattern = [wanted if step and (index + 1) % step == 0 else not wanted for index in range(len(layers))]
+    return step if layers == pattern else -1
+
+
+def _kinds(has_rope: list[bool], chunk: int) -> list[str]:
+    return ["chunked_attention" if flag and chunk else "full_attention" for flag in has_rope]
+
+
+def _read(f: Fields) -> dict[str, Any]:
+    f.only("attention_bias", False)
+    # Which layers have experts: a list, or every so many
+    layers = f.integer("num_hidden_layers")
+    step = f.integer("interleave_moe_layer_step", 1)
+    moe_layers = f.take("moe_layers", list, list(range(step - 1, layers, step)))
+    if moe_layers != list(range(step - 1, layers, step)):
+        marks = [index in moe_layers for index in range(layers)]
+        step = _interval(marks, True)
+        if step < 1 or len(moe_layers) != sum(marks):
+            raise f.other("moe_layers are not the last of every so many layers, as they are in ours")
+
+    # Which layers have rotary positions: the list no_rope_layers has true for those that do, as transformers reads it
+    interval = f.integer("no_rope_layer_interval", 4)
+    has_rope = [bool(flag) for flag in f.take("no_rope_layers", list, [])]
+    if has_rope and has_rope != [(index + 1) % interval != 0 for index in range(layers)]:
+        interval = _interval(has_rope, False)
+    if interval < 0 or len(has_rope) not in (0, layers):
+        raise f.other("no_rope_layers are not the last of every so many layers, as they are in ours")
+    interval = interval if interval <= layers else 0
+
+    # Those with positions attend within chunks
+    chunk = f.integer("attention_chunk_size", 0, 0)
+    if not has_rope:
+        has_rope = [not interval or (index + 1) % interval != 0 for index in range(layers)]
+    kinds = f.take("layer_types", list, _kinds(has_rope, chunk))
+    if "chunked_attention" not in kinds:
+        chunk = 0
+    if kinds != _kinds(has_rope, chunk):
+        raise f.other("layer_types are not chunked_attention where a layer has rotary positions, as they are in ours")
+    f.take("for_llm_compressor", bool, False)
+    return {
+        **read_decoder(f),
+        **read_rope(f),
+        "ffn_dim": f.integer("intermediate_size_mlp"),
+        "moe_ffn_dim": f.integer("intermediate_size"),
+        "num_experts": f.integer("num_local_experts"),
+        "num_shared_experts": 1,
+        "top_k": f.integer("num_experts_per_tok"),
+        "interleave_moe_layer_step": step,
+        "score_func": "sigmoid",
+        "route_norm": False,
+        "score_before_experts": True,
+        "load_balance_coeff": 0.0,
+        "balance_loss_coeff": f.number("router_aux_loss_coef", 1e-3),
+        "z_loss_coeff": 0.0,
+        "no_rope_layer_interval": interval,
+        "attention_chunk_size": chunk,
+        "use_qk_norm": f.flag("use_qk_norm", True),
+        # Files of April 2025 have the number 4 in the place of true
+        "attn_temperature_tuning": bool(f.take("attn_temperature_tuning", (bool, int), True)),
+        "floor_scale": f.integer("floor_scale", 8192),
+        "attn_scale": f.number("attn_scale", 0.1),
+    }
+
+
+def _write(c: Any) -> dict[str, Any]:
+    only = {"score_func": "sigmoid", "route_norm": False, "score_before_experts": True, "num_shared_experts": 1}
+    wrong = [name for name, value in only.items() if getattr(c, name) != value]
+    if wrong:
+        raise ConfigError(
+            f"{', '.join(wrong)} of this model {'has' if len(wrong) == 1 else 'have'} no place in Llama4ForCausalLM, "
+            f"which has {', '.join(repr(only[name]) for name in wrong)}"
+        )
+    every = c.no_rope_layer_interval
+    has_rope = [not every or (index + 1) % every != 0 for index in range(c.num_layers)]
+    step = c.interleave_moe_layer_step
+    return {
+        **write_decoder(c),
+        "rope_scaling": write_rope(c),
+        "intermediate_size_mlp": c.ffn_dim,
+        "intermediate_size": c.moe_ffn_dim,
+        "num_local_experts": c.num_experts,
+        "num_experts_per_tok": c.top_k,
+        "interleave_moe_layer_step": step,
+        "moe_layers": list(range(step - 1, c.num_layers, step)),
+        "router_aux_loss_coef": c.balance_loss_coeff,
+        "no_rope_layers": [int(flag) for flag in has_rope],
+        "no_rope_layer_interval": c.no_rope_layer_interval or c.num_layers + 1,
+        "attention_chunk_size": c.attention_chunk_size or None,
+        "layer_types": _kinds(has_rope, c.attention_chunk_size),
+        "use_qk_norm": c.use_qk_norm,
+        "attn_temperature_tuning": c.attn_temperature_tuning,
+        "floor_scale": c.floor_scale,
+        "attn_scale": c.attn_scale,
+        "attention_bias": False,
+    }
+
+
+def _unused(config: Mapping[str, Any]) -> set[str]:
+    dense = config["interleave_moe_layer_step"] > 1
+    tuned = config["attn_temperature_tuning"] and config["no_rope_layer_interval"]
+    never = not 0 < config["no_rope_layer_interval"] <= config["num_layers"]
+    return {
+        *unused_of_rope(config),
+        *(("no_rope_layer_interval",) if never else ()),
+        *(() if dense else ("ffn_dim",)),
+        *(() if tuned else ("floor_scale", "attn_scale")),
+    }
+
+
+HUB = HubFormat(
+    architecture="Llama4ForCausalLM",
+    model_type="llama4_text",
+    names={
+        **DECODER,
+        **ATTENTION,
+        "layers.*.moe.router.gate.weight": "model.layers.*.feed_forward.router.weight",
+        "layers.*.moe.experts.w1": Stacked(f"{_STACK}.gate_up_proj", 0, 2),
+        "layers.*.moe.experts.w2": Stacked(f"{_STACK}.down_proj"),
+        "layers.*.moe.experts.w3": Stacked(f"{_STACK}.gate_up_proj", 1, 2),
+        **feed_forward("layers.*.moe.shared", "model.layers.*.feed_forward.shared_expert"),
+        **feed_forward("layers.*.ffn", "model.layers.*.feed_forward"),
+    },
+    read=_read,
+    write=_write,
+    ignored=(*ROTARY, "vision_model.*", "multi_modal_projector.*"),
+    defaults={
+        **DEFAULTS,
+        "vocab_size": 202048,
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 8192,
+    },
+    unused=_unused,
+    whole=MultimodalModel("llama4", "Llama4ForConditionalGeneration", "text_config", "language_model."),
+)

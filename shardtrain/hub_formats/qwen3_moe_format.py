@@ -1,0 +1,69 @@
+"""Qwen3 with experts in the format of the Hugging Face hub; the model is in ``models/qwen3_moe.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardtrain.hub_formats.format import Fields, HubFormat
+from shardtrain.hub_formats.qwen3_format import read_qwen3
+from shardtrain.hub_formats.words import ATTENTION as NAMES
+from shardtrain.hub_formats.words import DECODER, DEFAULTS, HEAD_NORMS, ROTARY, experts, write_decoder
+from shardtrain.utils.errors import ConfigError
+
+
+def _read(f: Fields) -> dict[str, Any]:
+    f.only("decoder_sparse_step", 1)
+    f.only("mlp_only_layers", [])
+    f.take("intermediate_size", int, 0)  # of layers without experts, of which there are none
+    count = "num_local_experts" if f.take("num_local_experts", int, 0) else "num_experts"
+    return {
+        **read_qwen3(f),
+        "moe_ffn_dim": f.integer("moe_intermediate_size"),
+        "ffn_dim": 0,
+        "num_experts": f.integer(count),
+        "top_k": f.integer("num_experts_per_tok"),
+        "score_func": "softmax",
+        "route_norm": f.flag("norm_topk_prob", False),
+        "load_balance_coeff": 0.0,
+        "balance_loss_coeff": f.number("router_aux_loss_coef", 1e-3),
+        "z_loss_coeff": 0.0,
+    }
+
+
+def _write(c: Any) -> dict[str, Any]:
+    if c.score_func != "softmax":
+        raise ConfigError(f"score_func={c.score_func!r} has no place in the format of Qwen3MoeForCausalLM")
+    return {
+        **write_decoder(c),
+        "moe_intermediate_size": c.moe_ffn_dim,
+        "intermediate_size": c.moe_ffn_dim,
+        "num_experts": c.num_experts,
+        "num_experts_per_tok": c.top_k,
+        "norm_topk_prob": c.route_norm,
+        "router_aux_loss_coef": c.balance_loss_coeff,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "attention_bias": False,
+        "use_sliding_window": False,
+    }
+
+
+HUB = HubFormat(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    names={**DECODER, **NAMES, **HEAD_NORMS, **experts("model.layers.*.mlp")},
+    read=_read,
+    write=_write,
+    ignored=ROTARY,
+    defaults={
+        **DEFAULTS,
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+)

@@ -1,0 +1,414 @@
+"""``shardtrain launch``: the same run on this machine, on hosts, or on a cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from shardtrain import config
+from shardtrain.config import presets
+from shardtrain.config.command_line import VerbOption, split, take
+from shardtrain.config.machine_rules import mesh_notes
+from shardtrain.config.schema.launch_options import Launch
+from shardtrain.launch import failure, hostfile, job_status, launched
+from shardtrain.launch.job import ClusterJob, to_job, to_mount, without
+from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, slurm_queue, ssh
+from shardtrain.utils import own_file, python_child
+from shardtrain.utils.errors import ConfigError, Problem
+
+HELP = """\
+usage: shardtrain launch {local,ssh,slurm,kubernetes,runai,FILE.py} [CONFIG.toml] [--dry-run] [--doctor]
+                        [--section.key VALUE ...]
+       shardtrain launch {status,logs,stop} [my_platform.py] ID
+       shardtrain launch status                   what you launched from this machine
+
+Start a training where it belongs. --dry-run prints what would be submitted, and submits nothing. --doctor submits
+`shardtrain doctor` in place of the training, on the same nodes in the same way.
+
+  --name NAME            launch.name            --nodes N              launch.nodes; MIN:MAX is an elastic run
+  --image IMAGE          launch.image           --nproc N              launch.nproc_per_node
+  --hosts a,b            launch.ssh.hosts       --hostfile FILE        launch.ssh.hostfile
+  --include a:0@b:1      launch.ssh.include     --exclude a            launch.ssh.exclude
+  --max_restarts N       launch.max_restarts
+
+DeepSpeed's names of some: --num_nodes (--nodes), --num_gpus (--nproc), --master_addr (launch.ssh.rendezvous_host),
+--master_port (launch.ssh.rendezvous_port).
+
+All options are keys of [launch] (shardtrain config help launch); what is not an option of launch goes to the run.
+
+  shardtrain launch ssh my_run.toml --hosts node1,node2
+  shardtrain launch slurm my_run.toml --nodes 4 --dry-run
+"""
+
+SHORT = {
+    "--name": "launch.name",
+    "--nodes": "launch.nodes",
+    "--image": "launch.image",
+    "--nproc": "launch.nproc_per_node",
+    "--hosts": "launch.ssh.hosts",
+    "--hostfile": "launch.ssh.hostfile",
+    "--include": "launch.ssh.include",
+    "--exclude": "launch.ssh.exclude",
+    "--max_restarts": "launch.max_restarts",
+    "--num_nodes": "launch.nodes",
+    "--num_gpus": "launch.nproc_per_node",
+    "--master_addr": "launch.ssh.rendezvous_host",
+    "--master_port": "launch.ssh.rendezvous_port",
+}
+
+Follow = Callable[[str], int]
+FOLLOW: dict[str, Follow] = {"status": job_status.status, "logs": job_status.logs, "stop": job_status.stop}
+
+
+"""What a platform of the user's must hold, and the fix where it does not."""
+
+_DRY_RUN = frozenset({"--dry-run", "--dry_run"})
+_DOCTOR = "--doctor"
+IMAGE_WORKDIR = "/workspace"
+"""Folder in which the images of scripts/containers/ start."""
+_OF_CONTAINERS = ("image", "mounts", "shared_memory_gib", "device_resource")
+
+
+@dataclass(frozen=True)
+class PlatformRequest:
+    """What a platform is asked for: a configuration with its overrides, to be shown or submitted."""
+
+    loaded: config.Loaded
+    overrides: Sequence[str]
+    verb: str
+
+    @property
+    def launch(self) -> Launch:
+        """The options of launch; a doctor is not a sweep."""
+        launch = self.loaded.config.launch
+        return launch if self.verb == "train" else replace(launch, slurm=replace(launch.slurm, sweep=[]))
+
+    def job(self, path: str | None = None) -> ClusterJob:
+        """What the platform is given to render and to submit."""
+        return to_job(self.loaded, self.overrides, path, self.verb)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What a platform makes of it: the text that --dry-run prints, and what submits it and gives the exit status."""
+
+    text: str
+    submit: Callable[[], int]
+
+
+def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | None = None) -> int:
+    """Run one action; gives the exit status.
+
+    ``refuse_unfit`` raises ConfigError where a run of so many ranks cannot fit on the devices ``launch.device``.
+    """
+    action = words[0] if words else ""
+    rest = words[1:]
+    if action in ("--help", "-h") or "--help" in rest or "-h" in rest:
+        print(HELP, end="")
+        return 0
+    # what was launched before: by its id
+    if action in FOLLOW:
+        if len(rest) == 2 and rest[0].endswith(".py"):
+            return _follow_own(action, *rest)
+        if action == "status" and not rest:
+            print("\n".join(launched.table()))
+            return 0
+        if len(rest) != 1:
+            fix = "as slurm/1234; of a platform of yours name its file and the id"
+            raise ConfigError(Problem(f"launch {action}", " ".join(rest) or None, "needs one id", fix))
+        return FOLLOW[action](rest[0])
+    if action not in PLATFORMS and not action.endswith(".py"):
+        near = config.nearest(action, [*PLATFORMS, *FOLLOW]) if action else None
+        other_names = {"cancel": "stop", "kill": "stop", "k8s": "kubernetes", "log": "logs", "ls": "status"}
+        near = other_names.get(action, near)
+        fix = f"use one of {', '.join([*PLATFORMS, *FOLLOW])}, or a file of yours"
+        if near:
+            fix = f"did you mean {near}? {fix}"
+        raise ConfigError(Problem("shardtrain launch", action or None, "needs a platform", fix, "command line"))
+    # a run that is to be launched: all checks that need no cluster, then the text, then what submits it
+    loaded, overrides = _load([word for word in rest if word not in _DRY_RUN and word != _DOCTOR])
+    _note_unused(action, loaded)
+    launch = loaded.config.launch
+    if launch.device and refuse_unfit and _DOCTOR not in rest:
+        refuse_unfit(loaded, launch.nodes * (launch.nproc_per_node or launch.devices_per_node or 1))
+    verb = "doctor" if _DOCTOR in rest else "train"
+    asked = PlatformRequest(loaded, overrides, verb)
+    plan = _own(action, asked) if action.endswith(".py") else PLATFORMS[action](asked)
+    for notice in loaded.notices if verb == "train" else ():
+        print(f"note: {notice}", file=sys.stderr)
+    _note_unmounted(action, loaded)
+    _note_local_paths(action, loaded)
+    if not _DRY_RUN.isdisjoint(rest):
+        print(plan.text, end="")
+        return 0
+    code = plan.submit()
+    return failure.stop_status(loaded.config) if code == failure.PREEMPTED else code
+
+
+def _note_unused(platform: str, loaded: config.Loaded) -> None:
+    """Tell on one line which common options this platform has no use for; a file may serve several platforms."""
+    unused: tuple[str, ...] = {
+        "local": (*_OF_CONTAINERS, "cpus_per_node", "memory_gib_per_node", "python", "workdir", "secrets"),
+        "ssh": (*_OF_CONTAINERS, "cpus_per_node", "memory_gib_per_node"),
+        "slurm": _OF_CONTAINERS if loaded.config.launch.slurm.container == "none" else _OF_CONTAINERS[2:],
+        "runai": ("device_resource",),
+    }.get(platform, ())
+    named = [f"launch.{name}" for name in unused if loaded.is_set(f"launch.{name}")]
+    if named:
+        print(f"note: {', '.join(named)}: without effect on {platform}", file=sys.stderr)
+
+
+def _note_unasked(loaded: config.Loaded, platform: str) -> None:
+    """Tell what the platform gives to nobody who does not ask, and this run will miss; and what it would waste.
+
+    Raises:
+        ConfigError: ranks would have no device.
+    """
+    launch = loaded.config.launch
+    ranks = launch.nproc_per_node
+    devices = launch.devices_per_node
+    on_cpu = loaded.config.training.device == "cpu"
+    if devices and on_cpu:
+        waste = f'{devices} GPUs of each node are asked for, and training.device = "cpu" uses none'
+        print(f"note: {waste}; leave launch.devices_per_node out", file=sys.stderr)
+    elif devices and ranks and ranks > devices:
+        rule = f"is more than the {devices} devices of a node, and each rank needs one of its own"
+        raise ConfigError(Problem("launch.nproc_per_node", ranks, rule, f"use {devices}, or more devices or nodes"))
+    elif devices and ranks and ranks < devices:
+        waste = f"the {ranks} ranks of a node use {ranks} of its {devices} GPUs, and the others stay idle"
+        print(f"note: {waste}; leave launch.nproc_per_node out for a rank on each", file=sys.stderr)
+    if not devices and not on_cpu:
+        many = f"the {ranks} ranks of a node train on its CPU" if ranks else "the run trains on the CPU"
+        note = (
+            f"no GPU is asked for: {many}; set launch.devices_per_node = {ranks or 8}, or "
+            'training.device = "cpu" if that is meant'
+        )
+        print(f"note: {note}", file=sys.stderr)
+    if platform == "slurm" and launch.cpus_per_node is None and (ranks or devices or 1) > 1:
+        note = f"launch.cpus_per_node is not set: many clusters then give one core to the {ranks or devices} ranks"
+        print(f"note: {note} of a node; 8 for each device is usual", file=sys.stderr)
+    if platform != "slurm" and (devices or 0) > 1 and launch.shared_memory_gib is None:
+        note = "launch.shared_memory_gib is not set: a container has 64 MiB of /dev/shm, too few for NCCL and workers"
+        print(f"note: {note}; 16 is usual", file=sys.stderr)
+
+
+def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
+    """Tell where checkpoints would go with their pod."""
+    job = loaded.config.job
+    checkpoint = loaded.config.checkpoint
+    launch = loaded.config.launch
+    if platform not in ("kubernetes", "runai") or not checkpoint.enable or "://" in checkpoint.folder:
+        return
+    folder = PurePosixPath(launch.workdir or IMAGE_WORKDIR, job.dump_folder, checkpoint.folder)
+    if not any(folder.is_relative_to(to_mount(mount).path) for mount in launch.mounts):
+        note = f"note: checkpoints would be in {folder}, which is in none of launch.mounts, and go with their pod"
+        print(note, file=sys.stderr)
+
+
+def _note_local_paths(platform: str, loaded: config.Loaded) -> None:
+    """Note paths of this machine that a container would look for in its image. Kubernetes gets the TOML itself."""
+    if platform not in ("kubernetes", "runai"):
+        return
+    paths = {
+        "model.hf_assets_path": loaded.config.model.hf_assets_path,
+        "training.dataset_path": loaded.config.training.dataset_path,
+        "checkpoint.initial_load_path": loaded.config.checkpoint.initial_load_path,
+        "data.chat_template": loaded.config.data.chat_template,
+    }
+    if platform == "runai" and loaded.path and loaded.path.parent != presets.FOLDER:
+        paths = {"the configuration": str(loaded.path), **paths}
+    mounts = [to_mount(mount).path for mount in loaded.config.launch.mounts]
+    local = []
+    for option, path in paths.items():
+        in_container = PurePosixPath(loaded.config.launch.workdir or IMAGE_WORKDIR, str(path or ""))
+        is_mounted = any(in_container.is_relative_to(mount) for mount in mounts)
+        if path and not is_mounted and Path(path).exists():
+            local.append(f"{option} {path}")
+    if local:
+        paths_text = f"paths of this machine: {', '.join(local)}"
+        fix = f"the job opens them below {loaded.config.launch.workdir or IMAGE_WORKDIR} of its image"
+        print(f"note: {paths_text}; {fix}, so put them there or into launch.mounts", file=sys.stderr)
+
+
+def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
+    """Read the configuration with the short options spelt out, and check all of it that needs no cluster."""
+    line = split(_spelt_out(words))
+    if line.nnodes or line.node_rank is not None or line.rdzv_endpoint:
+        rule = "is set by launch on each node"
+        raise ConfigError(Problem("--nnodes", line.nnodes, rule, "say --nodes", "command line"))
+    loaded = config.load(line.path, line.overrides, preset=presets.FIRST)
+    launch = loaded.config.launch
+    problems = config.check(loaded)
+    ranks = launch.nproc_per_node or launch.devices_per_node
+    hosts = launch.ssh.hosts or launch.ssh.hostfile  # with hosts the ranks are counted when those are read
+    # the mesh against the ranks, where their number is known before anything runs
+    if not problems and ranks and launch.min_nodes is None and (launch.nodes > 1 or not hosts):
+        problems = list(mesh_notes(loaded, ranks * launch.nodes))
+    if problems:
+        raise ConfigError(problems)
+    # each run of a sweep is checked as a run of its own: after hours in a queue it is too late
+    for entry in launch.slurm.sweep:
+        try:
+            # each run of a sweep has a folder of its own below job.dump_folder
+            more = [*without(line.overrides, "job.dump_folder"), *shlex.split(entry)]
+            swept = config.load(line.path, more, preset=presets.FIRST)
+            wrong: Sequence[object] = config.check(swept)
+        except ConfigError as error:
+            wrong = error.problems
+        if wrong:
+            raise ConfigError([f"launch.slurm.sweep {entry!r}: {problem}" for problem in wrong])
+    return loaded, line.overrides
+
+
+def _spelt_out(words: list[str]) -> list[str]:
+    """Options of launch by their full names, after everything else, so that a file may follow them.
+
+    >>> _spelt_out(["--nodes", "1:4", "run.toml", "--hosts=a,b"])
+    ['run.toml', '--launch.min_nodes', '1', '--launch.nodes', '4', '--launch.ssh.hosts', 'a', 'b']
+    """
+    taken = take(words, {name: VerbOption(once=True) for name in SHORT})
+    spelt: list[str] = []
+    for name, text in taken.own.items():
+        least, colon, most = text.partition(":")
+        if name == "--nodes" and colon:
+            if not (least and most):
+                fix = "write 2, or 1:4 for an elastic run"
+                raise ConfigError(Problem(name, text, "is not a range", fix, "command line"))
+            spelt += ["--launch.min_nodes", least]
+            text = most
+        spelt += [f"--{SHORT[name]}", *(text.split(",") if name == "--hosts" else [text])]
+    return [*taken.rest, *spelt]
+
+
+def _forwarded(job: ClusterJob) -> None:
+    """Stop at variables that are to be handed on and are not set."""
+    missing = [name for name in job.forwarded if not os.environ.get(name)]
+    if missing:
+        fix = f"set {missing[0]}, or leave it out"
+        raise ConfigError(Problem("launch.forward_env", list(job.forwarded), f"names {missing[0]}, not set here", fix))
+
+
+def _follow_own(action: str, path: str, name: str) -> int:
+    """Status, log or end of a job by a function of the user's platform, which is given the id."""
+    kind = own_file.FileKind("platform", (action,), f"define {action}(id), as docs/extend.md shows")
+    answer = getattr(own_file.load(path, kind, f"launch {action}"), action)(name)
+    if answer is not None:
+        print(answer)
+    return 0
+
+
+def _submitted(job_id: str, asked: PlatformRequest, shown: str | None = None) -> None:
+    """Print the id of what was submitted, and remember it for ``launch status``."""
+    print(shown or job_id, flush=True)
+    launched.note(job_id, asked.loaded.config.job.dump_folder)
+
+
+def _own(path: str, asked: PlatformRequest) -> Submission:
+    """The platform of a file of the user's."""
+    module = own_file.load(path, own_file.PLATFORM, "shardtrain launch")
+    job = asked.job()
+    launch = asked.launch
+    text = module.render(job, launch)
+    if not isinstance(text, str):
+        rule = f"renders a {type(text).__name__}"
+        raise ConfigError(Problem("shardtrain launch", path, rule, "return the text to submit from render"))
+    _forwarded(job)
+
+    def submit() -> int:
+        answer = module.submit(text, job, launch)
+        if answer is not None:
+            _submitted(f"{path} {answer}", asked, shown=str(answer))
+        return 0
+
+    return Submission(text if text.endswith("\n") else f"{text}\n", submit)
+
+
+def _local(asked: PlatformRequest) -> Submission:
+    job = asked.job()
+    if job.nodes > 1:
+        raise ConfigError(Problem("launch.nodes", job.nodes, "is more than this machine", "launch ssh, or --nodes 1"))
+    # the interpreter and the folder are this shell's: launch.python and launch.workdir are those of other machines
+    command = python_child.command(*job.command[2:])
+    exports = [f"export {k}={shlex.quote(v)}" for k, v in job.environment.items()]
+
+    def submit() -> int:
+        if importlib.util.find_spec("torch") is None:
+            raise ConfigError(Problem("torch", None, "is not installed here", "pip install torch, or launch elsewhere"))
+        sys.stdout.flush()
+        os.execve(sys.executable, command, {**os.environ, **job.environment})
+
+    return Submission("\n".join([*exports, shlex.join(command), ""]), submit)
+
+
+def _ssh(asked: PlatformRequest) -> Submission:
+    job = asked.job()
+    launch = asked.launch
+    chosen = hostfile.chosen(launch, launch.nodes if asked.loaded.is_set("launch.nodes") else None)
+    _forwarded(job)
+    meeting = launch.ssh.rendezvous_host or ssh.address_of(chosen[0], launch)
+    plans = ssh.render(job, launch, chosen, meeting, ssh.new_run_id())
+
+    def submit() -> int:
+        folder = job_status.open_folder(os.getpid())
+        _submitted(f"ssh/{os.getpid()}", asked)
+        from shardtrain.launch.platforms import ssh_connections  # what the other platforms and --help do not need
+
+        return job_status.ended(folder, ssh_connections.SshConnections(plans, launch.ssh, folder))
+
+    return Submission(ssh.text(plans), submit)
+
+
+def _slurm(asked: PlatformRequest) -> Submission:
+    job = asked.job()
+    text = slurm.render(job, asked.launch)
+    _forwarded(job)
+    _note_unasked(asked.loaded, "slurm")
+
+    def submit() -> int:
+        slurm.note_missing(job, asked.launch)
+        _submitted(f"slurm/{slurm_queue.submit(text)}", asked)
+        return 0
+
+    return Submission(text, submit)
+
+
+def _kubernetes(asked: PlatformRequest) -> Submission:
+    launch = asked.launch
+    job = asked.job(kubernetes.CONFIG_PATH if asked.loaded.path else None)
+    text = kubernetes.render(job, launch)
+    _note_unasked(asked.loaded, "kubernetes")
+
+    def submit() -> int:
+        kubectl.create(text)
+        _submitted(job_status.kubernetes_id(job, launch), asked)
+        return 0
+
+    return Submission(text, submit)
+
+
+def _runai(asked: PlatformRequest) -> Submission:
+    job = asked.job()
+    launch = asked.launch
+    words = runai.render(job, launch)
+    _note_unasked(asked.loaded, "runai")
+
+    def submit() -> int:
+        runai.submit(words)
+        _submitted(job_status.runai_id(job, launch), asked)
+        return 0
+
+    return Submission(f"{shlex.join(words)}\n", submit)
+
+
+PLATFORMS: dict[str, Callable[[PlatformRequest], Submission]] = {
+    "local": _local,
+    "ssh": _ssh,
+    "slurm": _slurm,
+    "kubernetes": _kubernetes,
+    "runai": _runai,
+}

@@ -1,0 +1,56 @@
+"""The adapters of a checkpoint as a folder that PEFT opens: read back, and all of it or none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from shardtrain import models
+from shardtrain.checkpoint import files
+from shardtrain.lora import peft
+from shardtrain.lora.adapter_targets import linears_of, their_names
+from shardtrain.lora.merging import Adapters
+from shardtrain.ops.tied import tied_names
+from shardtrain.utils.errors import CheckpointError, require_new
+
+
+def export(
+    checkpoint: Path, output: Path, module: ModuleType, shape: Any, base: str, dtype: str = "float32"
+) -> list[str]:
+    """Write the folder, read it back, and give its files. ``base`` is what it says of the model that it is for.
+
+    Raises:
+        ConfigError: when ``output`` exists, or an adapter has no form in this format.
+        CheckpointError: when the checkpoint is damaged or holds no adapters.
+        StorageError: when the folder cannot be written.
+    """
+    from safetensors.torch import save
+
+    require_new(output)
+    adapters = Adapters(checkpoint)
+    labels = adapters.num_labels(module)
+    names = peft.names_of(adapters.spec, module, shape, labels)
+
+    # What PEFT's files hold: configuration, and each factor as PEFT lays it out
+    model = models.build(module, shape, labels)
+    linears = list(their_names(linears_of(model), module, shape).values())
+    fields = peft.config_fields(adapters.spec, names, linears, base)
+    first = {other: group[0] for group in tied_names(model) for other in group}
+    kind = getattr(torch, dtype)
+    ours = {name: adapters.read(first.get(name, name)).to(kind) for name in names.tensors}
+    tensors = {their: names.theirs(name, ours[name]).contiguous().clone() for name, their in names.tensors.items()}
+
+    # Write, read back and compare; renamed into place when all of it is equal
+    with files.new_folder(output) as temporary:
+        files.write_whole(temporary / peft.WEIGHTS, save(tensors, metadata={"format": "pt"}))
+        files.write_whole(temporary / peft.CONFIG, (json.dumps(fields, indent=2) + "\n").encode())
+        found = peft.PeftFolder(temporary, module, shape, labels)
+        again = {name: torch.zeros_like(tensor) for name, tensor in ours.items()}
+        found.fill(again)
+        if not all(torch.equal(again[name], tensor) for name, tensor in ours.items()):
+            raise CheckpointError(f"{temporary} was not read back as it was written; nothing was exported")
+    return sorted(path.name for path in output.iterdir())

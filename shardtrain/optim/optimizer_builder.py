@@ -1,0 +1,94 @@
+"""The optimizer that the config names, and its state as named tensors, so that a checkpoint fits any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from shardtrain.config.schema import Optimizer
+from shardtrain.facts.optimizers import OPTIMIZERS, PYTORCH_ADAMS
+from shardtrain.optim import own_optimizer
+from shardtrain.optim.adamw import CLASSES, adam, adam_zero_state
+from shardtrain.optim.low_bits import EIGHT_BITS, LowBitsAdam
+from shardtrain.optim.muon import Muon, muon_groups
+from shardtrain.optim.param_groups import parameter_groups, report_unused_patterns
+from shardtrain.utils.errors import ConfigError, Problem
+
+
+def build(
+    named_parameters: Iterable[tuple[str, Parameter]],
+    config: Optimizer,
+    all_names: Iterable[str] | None = None,
+    seed: int = 0,
+) -> torch.optim.Optimizer:
+    """Build the optimizer of the given parameters (plain or DTensor). Frozen parameters are skipped.
+
+    The learning rate starts at ``config.lr``; change it with ``set_learning_rate``. ``all_names`` are the parameters of
+    the entire model where ``named_parameters`` is one pipeline stage. ``seed`` seeds stochastic rounding.
+
+    Raises:
+        ConfigError: the optimizer is unknown, a pattern of muon_adamw_patterns matches nothing, or no parameter needs
+            a gradient.
+    """
+    if not config.name.endswith(".py") and config.name not in OPTIMIZERS:
+        fix = f"use one of {', '.join(OPTIMIZERS)}, or the path of a file of yours"
+        raise ConfigError(Problem("optimizer.name", config.name, "is not an optimizer", fix))
+    # frozen parameters have neither gradient nor state
+    trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    names = [name for name, _ in trained] if all_names is None else list(all_names)
+    report_unused_patterns(config.no_weight_decay, names)
+    if config.name == "Muon":
+        groups = muon_groups(trained, config, names)
+    else:
+        groups = parameter_groups(trained, config.no_weight_decay, config.weight_decay)
+    if not groups:
+        fix = "unfreeze some; adapters are needed on every pipeline stage (lora.target_modules)"
+        raise ConfigError(Problem("optimizer.name", config.name, "has no parameter to train", fix))
+    # PyTorch's Adam and AdamW keep their state in the type of the weights, without stochastic rounding
+    needs_low_bits = config.state_dtype != "default" or config.bf16_stochastic_round
+    if config.name == EIGHT_BITS or (config.name in PYTORCH_ADAMS and needs_low_bits):
+        return LowBitsAdam(groups, config, {parameter: name for name, parameter in trained}, seed)
+    if config.name in PYTORCH_ADAMS:
+        return adam(groups, config)
+    if config.name == "Muon":
+        return Muon(groups, config)
+    return own_optimizer.build(groups, config)
+
+
+def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a boolean on the device can skip an update: the fused kernels of Adam and AdamW read ``found_inf``.
+
+    PyTorch's GradScaler skips updates the same way; step counts too stay as they were.
+    """
+    return isinstance(optimizer, tuple(CLASSES.values())) and all(group["fused"] for group in optimizer.param_groups)
+
+
+def state_tensors(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Parameter]]
+) -> dict[str, Tensor]:
+    """The optimizer's state by name: ``{parameter}.exp_avg``, ``.exp_avg_sq`` (like the parameter) and ``.step``.
+
+    A matrix that Muon updates has ``{parameter}.momentum`` alone; an optimizer of the user's has what its file creates.
+    The tensors are the live ones: copying into them restores the state. Before the first update they are created as
+    zeros, as the first update would. Parameters that the optimizer does not have are left out.
+    """
+    # each parameter with the group that knows how it is updated
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    tensors = {}
+    for name, parameter in named_parameters:
+        if parameter not in groups:
+            continue
+        state = optimizer.state[parameter]
+        if not state and isinstance(optimizer, Muon | LowBitsAdam | torch.optim.Adam):
+            group = groups[parameter]
+            if isinstance(optimizer, Muon):
+                state.update(optimizer.zero_state(parameter, group))
+            elif isinstance(optimizer, LowBitsAdam):
+                state.update(optimizer.zero_state(parameter))
+            else:
+                state.update(adam_zero_state(parameter, group["fused"]))
+        tensors.update({f"{name}.{key}": tensor for key, tensor in state.items()})
+    return tensors

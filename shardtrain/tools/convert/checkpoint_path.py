@@ -1,0 +1,86 @@
+"""Which checkpoint a path means, and what model it holds."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint.choice import reject_step
+from shardtrain.config.toml_writer import RESOLVED_CONFIG
+from shardtrain.utils.errors import ConfigError, ShardtrainError
+
+if TYPE_CHECKING:
+    from shardtrain.config import Config
+
+KEEP_HELP = "leave bos, eos and pad of config.json and generation_config.json as they were before training"
+
+
+def step_of(path: Path, config: Path | None, step: str | None) -> Path:
+    """Return ``path`` if it is a checkpoint; else print and return the one of a run that ``step`` names."""
+    if (path / manifest.MANIFEST).is_file() or not path.is_dir():
+        reject_step(step, path)
+        return path
+    from shardtrain.tools.generate.locate_checkpoint import find_checkpoint, load_config
+
+    chosen = find_checkpoint(path, load_config(path, config).config, step)
+    print(f"using {chosen}")
+    return Path(str(chosen.path))
+
+
+def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
+    """The model of a checkpoint: by the configuration given, by what an import noted, or by the run beside it."""
+    run = Path(os.path.realpath(checkpoint)).parent.parent / RESOLVED_CONFIG
+    if config is None and not run.is_file():
+        from shardtrain.hf import source
+
+        if noted := source.noted_model(checkpoint, manifest.read(checkpoint)):
+            return noted
+    path = config or run
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing, so the model of {checkpoint} is not known; give the TOML with --config")
+    from shardtrain import config as configs
+    from shardtrain import tasks
+    from shardtrain.config import derived
+    from shardtrain.config.assets import tokenizer_folder
+
+    loaded = configs.load(path, [])
+    model = loaded.config.model
+    training = loaded.config.training
+    assets = tokenizer_folder(model.tokenizer_path or model.hf_assets_path)
+    return {
+        "name": model.name,
+        "flavor": model.flavor,
+        "overrides": dict(model.overrides),
+        "norm_type": model.norm_type,
+        "labels": tasks.labels_of(loaded.config),
+        "seq_len": training.seq_len,
+        "base": derived.initial_weights(loaded.config),
+        "tokenizer": assets if assets.is_dir() else None,
+        "assets": str(assets),
+        "loaded": loaded.config,
+    }
+
+
+def tokens_of_run(config: Config, is_trusted: bool, folder: Path | None = None) -> dict[str, list[int]]:
+    """Return the special tokens of a run by its tokenizer, or that of ``folder``.
+
+    Print a line and return {} if the tokenizer cannot be opened, or is code in a configuration that is not trusted.
+    """
+    from shardtrain.data.build_dataset import tokenizer_of
+    from shardtrain.hf.generation_config import trained_tokens
+
+    if folder is not None:
+        config = replace(config, model=replace(config.model, tokenizer_path=None, hf_assets_path=str(folder)))
+    path = config.model.tokenizer_path or config.model.hf_assets_path
+    if path.endswith(".py") and not is_trusted:
+        reason = "is a file of code; give the run's configuration with --config if you trust it"
+    else:
+        try:
+            return trained_tokens(tokenizer_of(config), config)
+        except ShardtrainError as error:
+            reason = f"cannot be opened ({error})"
+    print(f"bos, eos and pad stay those before training: the tokenizer {path} {reason}")
+    return {}

@@ -1,0 +1,257 @@
+"""``shardtrain import`` and ``shardtrain export``: between checkpoints and Hugging Face folders, in one process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint.choice import HELP, reject_step, step_name
+from shardtrain.config.toml_writer import RESOLVED_CONFIG
+from shardtrain.facts.dtypes import COMPUTE_DTYPES
+from shardtrain.hub_formats.config_json import CONFIG, read_json
+from shardtrain.tools.convert.checkpoint_path import KEEP_HELP, model_options, step_of, tokens_of_run
+from shardtrain.tools.hub_client import refuse_token
+from shardtrain.utils.arguments import StrictArgumentParser
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
+
+if TYPE_CHECKING:
+    from shardtrain.hf.hf_export import Export
+
+CHECKS = ("auto", "logits", "weights")
+
+
+def import_main(words: Sequence[str]) -> int:
+    """``shardtrain import HF_DIR --to CHECKPOINT``; gives the exit status."""
+    parser = StrictArgumentParser(
+        "shardtrain import",
+        "Write the weights of a Hugging Face folder as a checkpoint.",
+        "shardtrain import HF_FOLDER --to outputs/model",
+    )
+    parser.add_argument("folder", type=Path, metavar="HF_DIR", help="config.json and safetensors")
+    parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
+    parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help="type of the weights (default: the file's)")
+    parser.add_argument("--vocab_size", type=int, default=0, help="let the vocabulary grow to so many rows")
+    parser.add_argument("--legacy_bin", action="store_true", help="read pytorch_model.bin, as data: see docs/hub.md")
+    parser.add_argument("--check", choices=CHECKS, default="auto", help="compare logits with transformers: docs/hub.md")
+    found = parser.read(words)
+    from shardtrain import models
+    from shardtrain.hf import importing
+    from shardtrain.hf.hf_export import Export
+
+    require_new(found.to)
+    _check_tokenizer(found.folder, found.vocab_size)
+    model = importing.to_checkpoint(found.folder, found.to, found.dtype, found.vocab_size, found.legacy_bin)
+    if found.check != "weights":
+        reason = "the vocabulary has grown" if found.vocab_size else ""
+        reason = "transformers would unpickle the file" if found.legacy_bin else reason
+        wanted = Export(found.to, found.folder, models.find(model.name), model.config)
+        _check_logits(wanted, found.check == "logits", reason)
+    print(f"{found.to} holds the weights of {found.folder}; train from them with\n\n{model.toml()}\n")
+    print(f'[checkpoint]\nenable = true\ninitial_load_path = "{found.to}"')
+    return 0
+
+
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the model has no rows for; raises ConfigError."""
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    rows = vocab_size or read_json(folder / CONFIG).get("vocab_size")
+    if not file.is_file() or not isinstance(rows, int):
+        return
+    try:
+        ids = max(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    except Exception as error:  # whatever the library makes of a broken file
+        raise ConfigError(f"{file} cannot be read as a tokenizer ({str(error)[:200]}); fetch it again") from None
+    if ids > rows:
+        said = f"--vocab_size={vocab_size}" if vocab_size else f"vocab_size={rows} of {CONFIG}"
+        raise ConfigError(
+            f"{file} has {ids} ids, and {said} gives the model rows for fewer; import with --vocab_size {ids}, or put "
+            "the model's own tokenizer there"
+        )
+
+
+def export_main(words: Sequence[str]) -> int:
+    """``shardtrain export FROM --to HF_DIR [--push ORG/NAME]``; gives the exit status."""
+    parser = StrictArgumentParser(
+        "shardtrain export",
+        "Write the weights of a checkpoint as a Hugging Face folder, and check it.",
+        "shardtrain export outputs --to hf_model",
+    )
+    parser.usage = "shardtrain export FROM (--to HF_DIR | --push ORG/NAME) [OPTION ...]"
+    rarer = parser.rarer()
+    where = "a run's folder, a step-N folder, or a Hugging Face folder"
+    parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
+    parser.add_argument("--step", type=step_name, help=HELP)
+    parser.add_argument("--to", type=Path, metavar="HF_DIR", help="a new folder")
+    types = "type of all weights (default: what each has where the model came from)"
+    parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help=types)
+    rarer.add_argument("--shard_gigabytes", type=float, default=5.0, help="largest file, in 10^9 bytes")
+    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files are copied (default: the run's)")
+    rarer.add_argument("--config", type=Path, help=f"the run's TOML (default: {RESOLVED_CONFIG} of the run)")
+    rarer.add_argument("--keep_generation_config", action="store_true", help=KEEP_HELP)
+    parser.add_argument("--adapter", action="store_true", help="write the adapters alone, as PEFT opens them")
+    base = "what adapter_config.json and the card name as the model (the run's own)"
+    rarer.add_argument("--base_model", default="", help=base)
+    parser.add_argument("--check", choices=CHECKS, default="auto", help="see docs/hub.md")
+    parser.add_argument("--card", action="store_true", help="write README.md, a model card of the run")
+    hub = "upload the folder, with a card, to this repository of the Hugging Face Hub (token: HF_TOKEN)"
+    parser.add_argument("--push", default="", metavar="ORG/NAME", help=hub)
+    rarer.add_argument("--private", action="store_true", help="with --push, create a private repository")
+    overwrite = "with --push, replace a card in the repository that somebody wrote or changed"
+    rarer.add_argument("--overwrite_card", action="store_true", help=overwrite)
+    refuse_token(words, "shardtrain export")
+    found = parser.read(words)
+    for option in ("private", "overwrite_card"):
+        if getattr(found, option) and not found.push:
+            raise ConfigError(Problem(f"--{option}", True, "has no effect without --push", "name the repository there"))
+    push = None
+    if found.push:
+        from shardtrain.tools.convert.pushing import Push
+
+        push = Push(found.push, found.private, found.overwrite_card)
+
+    # The repository has been looked at before anything is written: a token that may not write it ends the command here.
+    status = _to_folder(found, push)
+    if push is not None and status == 0:
+        address = push.send(found.to or found.checkpoint)
+        print(f"{address} holds them; every file was compared with its hash there")
+    return status
+
+
+def _to_folder(found: Any, push: Any) -> int:
+    """Write the folder, unless FROM is one that is sent as it is; gives the exit status."""
+    from shardtrain.hf.folder_config import is_hub_folder
+    from shardtrain.tools.convert import card
+
+    is_folder = is_hub_folder(found.checkpoint) or (found.checkpoint / "adapter_config.json").is_file()
+    if found.to is None:
+        if push is None or not is_folder:
+            raise ConfigError(Problem("--to", None, "is needed: the folder that is written", "name a new one"))
+        return 0
+    if not 0.001 <= found.shard_gigabytes <= 1000:
+        raise ConfigError(f"--shard_gigabytes={found.shard_gigabytes} must lie between 0.001 and 1000; use 5")
+    # An upload that was cut off is continued: the folder that it wrote knows by its card of which checkpoint it is.
+    if found.to.exists():
+        of = "" if is_folder else _identity(found, step_of(found.checkpoint, found.config, found.step))
+        if push is not None and of and card.exported(found.to) == of:
+            print(f"{found.to} holds this checkpoint already")
+            return 0
+        raise ConfigError(f"{found.to} exists; give a new folder")
+    if not is_hub_folder(found.checkpoint):
+        return _export(found, found.checkpoint)
+
+    # From one Hugging Face folder to another, by a checkpoint that is removed at the end.
+    from shardtrain.hf import importing
+
+    reject_step(found.step, found.checkpoint)
+    for option in ("config", "adapter", "base_model"):
+        if getattr(found, option):
+            rule = f"has no effect: {found.checkpoint} is a Hugging Face folder, which says what it is"
+            raise ConfigError(Problem(f"--{option}", str(getattr(found, option)), rule, "leave it out"))
+    found.to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=found.to.parent, prefix=f"{found.to.name}.tmp-") as folder:
+        importing.to_checkpoint(found.checkpoint, Path(folder) / "step-0")
+        return _export(found, Path(folder) / "step-0")
+
+
+def _identity(found: Any, checkpoint: Path) -> str:
+    from shardtrain.tools.convert import card
+
+    return card.identity(checkpoint, found.dtype, found.shard_gigabytes, found.adapter, str(found.tokenizer or ""))
+
+
+def _write_card(found: Any, checkpoint: Path, source: Any) -> None:
+    """Put README.md into the new folder, where it is asked for and none came with the model."""
+    from shardtrain.checkpoint import files
+    from shardtrain.tools.convert import card
+
+    if not (found.card or found.push) or (found.to / card.CARD).exists():
+        return
+    name = found.push.rpartition("/")[2] or os.path.basename(os.path.realpath(found.to))
+    made = card.of_checkpoint(checkpoint, name, source, found.base_model, found.adapter)
+    files.write_whole(found.to / card.CARD, made.text(_identity(found, checkpoint)).encode())
+    print(f"{found.to / card.CARD}: a model card of what is known; add what it is for")
+
+
+def _export(found: Any, path: Path) -> int:
+    """Write a checkpoint, or the newest of a run; gives the exit status."""
+    from shardtrain import models
+    from shardtrain.hf import source
+    from shardtrain.hf.hf_export import Export, export
+    from shardtrain.lora import FACT
+
+    checkpoint = step_of(path, found.config, found.step)
+    options = model_options(checkpoint, found.config)
+    module = models.find(options["name"])
+    config = models.shape_of(module, options["flavor"], options["overrides"], options.get("norm_type", "rmsnorm"))
+    if found.adapter:
+        from shardtrain.tools.convert.adapters import export_adapter
+
+        export_adapter(found, checkpoint, module, config, str(options.get("base") or ""))
+        _write_card(found, checkpoint, None)
+        return 0
+    if FACT in manifest.read(checkpoint).facts:
+        rule = "holds adapters and no model"
+        raise ConfigError(f"{checkpoint} {rule}; add --adapter, or merge it first (shardtrain merge)")
+
+    # Where the weights began: what an import noted, or the folder that the run's configuration names. It gives types,
+    # config.json and tokenizer.
+    begun = source.of_checkpoint(checkpoint, manifest.read(checkpoint))
+    if begun is None and "loaded" in options:
+        from shardtrain.hf import origin
+
+        begun = origin.of_run(options["loaded"], module, config)
+    tokens = {}
+    if "loaded" in options and not found.keep_generation_config:
+        tokens = tokens_of_run(options["loaded"], found.config is not None, found.tokenizer)
+    wanted = Export(
+        checkpoint,
+        found.to,
+        module,
+        config,
+        dtype=found.dtype,
+        shard_bytes=int(found.shard_gigabytes * 1e9),
+        source=begun,
+        tokenizer=found.tokenizer or options.get("tokenizer"),
+        max_tokens=options.get("seq_len", 0),
+        tokens=tokens,
+        labels=options.get("labels", ()),
+    )
+    files, notice = export(wanted)
+    print(f"{found.to}: {', '.join(files)}; every weight was read back and is equal")
+    if notice:
+        print(notice)
+    if not any(one.has_tokenizer for one in wanted.sources()):
+        why = "the import noted none"
+        if wanted.tokenizer is not None:
+            why = f"{wanted.tokenizer} has no file of one"
+        elif "assets" in options:
+            why = f"the run's is {options['assets']!r}, and no folder"
+        print(f"no tokenizer is among them: {why}; copy it there, or give --tokenizer")
+    if found.check != "weights":
+        _check_logits(wanted, found.check == "logits")
+    _write_card(found, checkpoint, begun)
+    return 0
+
+
+def _check_logits(wanted: Export, must: bool, reason: str = "") -> None:
+    from shardtrain.hf import logits
+
+    reason = reason or logits.why_not(wanted)
+    if reason:
+        if must:
+            raise ConfigError(f"--check=logits cannot be done: {reason}; use --check=weights")
+        print(f"logits were not compared: {reason}")
+        return
+    error, scale = logits.largest_error(wanted)
+    if not error <= logits.TOLERANCE * max(scale, 1.0):
+        raise CheckpointError(
+            f"{wanted.output}: transformers' logits differ by {error:.2e}, where logits are up to {scale:.2g}; do not "
+            "use what was written"
+        )
+    print(f"transformers gives the same logits: largest error {error:.2e}, where logits are up to {scale:.2g}")

@@ -1,0 +1,150 @@
+"""``shardtrain checkpoint from-dcp`` and ``to-dcp``: folders of torch.distributed.checkpoint in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardtrain import config as configs
+from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint.choice import HELP, step_name
+from shardtrain.config.schema import Config
+from shardtrain.facts.optimizers import PYTORCH_ADAMS
+from shardtrain.optim import lr_scheduler
+from shardtrain.tools.dcp.naming import NAMINGS, TORCHTITAN
+from shardtrain.utils.arguments import StrictArgumentParser, help_if_asked
+from shardtrain.utils.errors import ConfigError, Problem, require_new
+
+if TYPE_CHECKING:
+    from shardtrain.tools.dcp.writing import Options
+
+_FROM_USAGE = """\
+usage: shardtrain checkpoint from-dcp DCP DIR [CONFIG.toml] [OPTIONS]
+
+Write a folder of torch.distributed.checkpoint, such as torchtitan's
+outputs/checkpoint/step-1000, as a shardtrain checkpoint. Nothing in it is run:
+its pickles are read as data.
+
+  DCP          the folder that has .metadata, or a file of torch.save with the
+               same names, such as checkpoint.pt of dcp_to_torch
+  DIR          a new folder, what a run starts from
+  CONFIG.toml  names the model and its sequence length; torchtitan's own will do
+
+  --model.name, --model.flavor, --model.overrides.*
+               the model, where no file names it
+  --training.seq_len N
+               with which it was trained, which matters to DeepSeek-V3
+  --optimizer true|false
+               true requires the state of Adam or AdamW, false leaves it out
+               (default: taken where it is there)
+
+A run starts from the weights with checkpoint.initial_load_path = "DIR". It
+continues with the optimizer's state, the step and the learning rate where these are
+set too, since the order of data is another program's:
+
+  checkpoint.initial_load_model_only = false
+  checkpoint.exclude_from_loading = ["dataloader"]
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the verb that comes first; gives the exit status."""
+    return {"from-dcp": from_dcp, "to-dcp": to_dcp}[words[0]](words[1:])
+
+
+def from_dcp(words: Sequence[str]) -> int:
+    """Run ``from-dcp``; gives the exit status."""
+    help_if_asked(words, _FROM_USAGE)
+    # --optimizer is ours; all other options are overrides of the configuration.
+    rest = list(words)
+    wanted: bool | None = None
+    for place, word in enumerate(rest):
+        name, given, value = word.partition("=")
+        if name == "--optimizer":
+            del rest[place : place + (1 if given else 2)]
+            value = value if given else [*words, ""][place + 1]
+            if value not in ("true", "false"):
+                raise ConfigError(f"--optimizer={value}: it is true or false")
+            wanted = value == "true"
+            break
+    count = next((place for place, word in enumerate(rest) if word.startswith("-")), len(rest))
+    if not 2 <= count <= 3:
+        raise ConfigError(
+            "shardtrain checkpoint from-dcp: it needs DCP and DIR, and may name a CONFIG.toml; see --help"
+        )
+    folder, output = map(Path, rest[:2])
+    require_new(output)
+    loaded = configs.load(rest[2] if count == 3 else None, rest[count:])
+    model = loaded.config.model
+    seq_len = loaded.config.training.seq_len if loaded.is_set("training.seq_len") else None
+    from shardtrain.tools.dcp import dcp_reader
+
+    found = dcp_reader.from_dcp(folder, output, model, wanted, seq_len)
+    parts = "weights and the optimizer's state" if found.with_optimizer else "weights"
+    print(f"{output}: {parts} of {model.name} {model.flavor}, step {found.step}, named as by {found.naming.kind}")
+    for notice in found.notices:
+        print(notice)
+    print(f'\n[checkpoint]\nenable = true\ninitial_load_path = "{output}"')
+    if found.with_optimizer:
+        print("# with the optimizer's state, the step and the learning rate:\n# initial_load_model_only = false")
+        print('# exclude_from_loading = ["dataloader"]')
+    return 0
+
+
+def to_dcp(words: Sequence[str]) -> int:
+    """Run ``to-dcp``; gives the exit status."""
+    parser = StrictArgumentParser(
+        "shardtrain checkpoint to-dcp",
+        "Write a checkpoint as a folder of torch.distributed.checkpoint. With the names of torchtitan v0.2, torchtitan "
+        "loads it: the weights with checkpoint.initial_load_path, and all of it, but the place in the data, as a step "
+        'of its own folder with checkpoint.exclude_from_loading = ["dataloader"].',
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="DIR", help="a run's folder, or a step-N folder")
+    parser.add_argument("--step", type=step_name, help=HELP)
+    parser.add_argument("output", type=Path, metavar="DCP", help="a new folder")
+    parser.add_argument("--names", choices=NAMINGS, default=TORCHTITAN, help="of tensors (default: %(default)s)")
+    parser.add_argument("--model-only", action="store_true", help="leave the optimizer's state out")
+    parser.add_argument("--config", type=Path, help="the run's TOML (default: config.resolved.toml of the run)")
+    found = parser.read(words)
+    require_new(found.output)
+    from shardtrain.tools.convert.checkpoint_path import model_options, step_of
+    from shardtrain.tools.dcp import writing
+
+    checkpoint = step_of(found.checkpoint, found.config, found.step)
+    model = model_options(checkpoint, found.config)
+    loaded: Config | None = model.get("loaded")
+    stored = manifest.read(checkpoint)
+    adam = loaded is not None and loaded.optimizer.name in PYTORCH_ADAMS
+    groups = None
+    if loaded and adam and not found.model_only:
+        if loaded.lr_scheduler.name.endswith(".py") and not found.config:
+            rule = "is code that the folder of a run names, and the rate of a checkpoint depends on it"
+            fix = "give the run's TOML with --config if you trust that file, or --model-only"
+            raise ConfigError(Problem("lr_scheduler.name", loaded.lr_scheduler.name, rule, fix))
+        groups = _groups(loaded, stored.facts["state"])
+    count, whole = writing.to_dcp(checkpoint, found.output, model, found.names, groups)
+    print(f"{found.output}: {count} tensors, each read back and equal")
+    if not whole:
+        why = "their rates are in the run's configuration, which is not there: give --config"
+        if found.model_only:
+            why = "as asked"
+        elif loaded:
+            why = "the checkpoint has none of Adam or AdamW"
+        print(f"without the optimizer's state: {why}")
+    return 0
+
+
+def _groups(config: Config, state: dict[str, Any]) -> Callable[[str], Options]:
+    """What the run's configuration says of a parameter's group at the step of the checkpoint."""
+    from shardtrain.tools.dcp.writing import Options
+
+    c = config.optimizer
+    rate = lr_scheduler.learning_rate(c, config.lr_scheduler, config.training.steps, int(state.get("updates", 0)))
+
+    def of(name: str) -> Options:
+        decays = not any(fnmatchcase(name, pattern) for pattern in c.no_weight_decay)
+        return Options(c.name, rate, c.lr, (c.beta1, c.beta2), c.eps, c.weight_decay if decays else 0.0)
+
+    return of

@@ -1,0 +1,251 @@
+"""The verb ``doctor``: read the words, start ranks as ``train`` does or be one of a launcher's, print the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardtrain import __version__, config
+from shardtrain.config import Loaded
+from shardtrain.config.command_line import VerbOption, split, take
+from shardtrain.launch import signals
+from shardtrain.tools.doctor.doctor_report import document, exit_code, text_of, to_json
+from shardtrain.utils import temporary
+from shardtrain.utils.arguments import help_if_asked
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.heartbeat import heartbeat
+
+USAGE = """\
+usage: shardtrain doctor [CONFIG.toml] [--nproc N] [--for_ranks N] [--json] [--strict] [--limit_seconds S]
+                         [--section.key VALUE ...]
+
+Looks for what would end or slow a run: versions, hosts, environment, configuration, limits, memory, clocks, storage,
+devices, long sums beside float64, and the bandwidth of each axis of the mesh. Starts ranks as shardtrain train does, or
+is one rank of a job:
+
+  torchrun --nproc-per-node 8 -m shardtrain doctor CONFIG.toml        srun shardtrain doctor CONFIG.toml
+
+With CONFIG.toml (or overrides) its mesh, folders, data and model are those examined. Prints one row for each check:
+pass, warn or fail, what was measured, what was expected, and the fix. Trains nothing and leaves nothing behind.
+
+  --for_ranks N      judge the limits of these hosts (open files, ports, tracked connections) as for a run of N ranks
+  --json             print one JSON document instead of the table
+  --strict           a warning fails too
+  --limit_seconds S  longest for one check (30): what takes longer is a finding
+
+Exit status: 0 when nothing failed, else that of the first failure: 2 configuration, versions or environment, 6 ranks
+or network, 7 memory, 8 storage, 1 anything else.
+
+  shardtrain doctor my_run.toml --nproc 8
+"""
+
+FOLDER = "SHARDTRAIN_DOCTOR"
+"""Environment variable: where a rank that this command started leaves the report."""
+REPORT = "report.json"
+LIMIT_SECONDS = 30.0
+MOST_RANKS = 1_000_000
+_OWN_WORDS = ("TORCH_CPP_LOG_LEVEL", "FATAL")
+"""Failures are in the report: PyTorch need not print its C++ traces."""
+LEAVE_SECONDS = 5.0
+"""How long the first rank stays for the others to hear the exit status."""
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What the words ask for."""
+
+    loaded: Loaded
+    nproc: int | None
+    json: bool
+    strict: bool
+    limit_seconds: float
+    has_config: bool
+    num_ranks: int = 0
+    """Of the run for which limits are judged; 0 for as many as are here."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the verb; gives the status, see USAGE. Raises ConfigError."""
+    from shardtrain.launch import agent, environment
+
+    help_if_asked(words, USAGE)
+    request = read(words)
+    if environment.is_rank(os.environ):
+        _as_rank(request)
+    code = agent.run_verb("doctor", words, request.loaded.config, request.nproc)
+    return _here(request, list(words)) if code is None else code
+
+
+def read(words: Sequence[str]) -> DoctorOptions:
+    """Take the doctor's own options out of the words; the rest are those of ``train``. Raises ConfigError."""
+    options = {"--limit_seconds": VerbOption(_seconds, "30"), "--for_ranks": VerbOption(_num_ranks, "4096")}
+    taken = take(words, options, ("--json", "--strict"))
+    arguments = split(taken.rest)
+    if arguments.max_restarts:
+        rule = "has no effect: the doctor runs once"
+        raise ConfigError(Problem("--max_restarts", arguments.max_restarts, rule, "leave it out", "command line"))
+    loaded = config.load(arguments.path, arguments.overrides)
+    if loaded.config.comm.mode == "fake_backend":
+        fix = "leave it out; shardtrain train with it checks a mesh without the machines"
+        raise ConfigError(Problem("comm.mode", "fake_backend", "sends nothing that could be measured", fix))
+    return DoctorOptions(
+        loaded,
+        arguments.nproc,
+        json="--json" in taken.own,
+        strict="--strict" in taken.own,
+        limit_seconds=taken.own.get("--limit_seconds", LIMIT_SECONDS),
+        has_config=arguments.path is not None or bool(arguments.overrides),
+        num_ranks=taken.own.get("--for_ranks", 0),
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= 3600:
+        raise ValueError("must be 1 to 3600 seconds")
+    return value
+
+
+def _num_ranks(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= value <= MOST_RANKS:
+        raise ValueError(f"must be 1 to {MOST_RANKS} ranks")
+    return value
+
+
+def _here(request: DoctorOptions, words: list[str]) -> int:
+    """Start the ranks of this machine through the launcher of ``train``, and print what the first one found."""
+    from shardtrain.launch import environment, local
+
+    environment.set_allocator_default(os.environ)
+    loaded = request.loaded
+    accelerators = environment.count_accelerators(loaded.config.training.device)
+    choice = environment.choose_processes_here(loaded.config, request.nproc)
+    os.environ.setdefault(*_OWN_WORDS)
+    environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=True)
+    ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
+    print(f"shardtrain {__version__}: doctor with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
+
+    # The launcher writes logs and exit.json to the run's folder; those of the doctor go where they are removed.
+    with temporary.temporary_folder("doctor") as folder:
+        launched = _with_folder(loaded, folder)
+        os.environ[FOLDER] = str(folder)
+        try:
+            if accelerators == 0:  # forked ranks share the modules imported here
+                with heartbeat("importing PyTorch"):
+                    from shardtrain.tools.doctor import rank  # noqa: F401
+
+            words = ["doctor", *words]
+            status = local.launch_verb(launched, choice.count, lambda _: _run(request), words, accelerators)
+            report = folder / REPORT
+            if status or not report.is_file():
+                return status or 1
+            result = json.loads(report.read_text(encoding="utf-8"))
+        finally:
+            del os.environ[FOLDER]
+    return _print(request, result)
+
+
+def _with_folder(loaded: Loaded, folder: Path) -> Loaded:
+    run = loaded.config
+    job = dataclasses.replace(run.job, dump_folder=str(folder))
+    checkpoint = dataclasses.replace(run.checkpoint, enable=False)
+    return dataclasses.replace(loaded, config=dataclasses.replace(run, job=job, checkpoint=checkpoint))
+
+
+def _as_rank(request: DoctorOptions) -> NoReturn:
+    """One rank of several, started by torchrun, by srun, or by ``_here`` as a fresh process."""
+    import signal
+
+    from shardtrain.launch import environment, local
+
+    # set by our own launcher, with which this rank ends
+    parent = os.environ.get("SHARDTRAIN_PARENT")
+    if parent:
+        local.detach(int(parent))
+    environment.adopt_slurm(os.environ)
+    environment.set_allocator_default(os.environ)
+    os.environ.setdefault(*_OWN_WORDS)
+    environment.set_process_defaults(os.environ, _local_size(), environment.usable_cores(), alone=False)
+    if parent:
+        local.leave(local.run_rank(_with_folder(request.loaded, Path(os.environ[FOLDER])), lambda _: _run(request)))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signals.die_with_parent(signal.SIGTERM)
+    result = _run(request)
+    if result["findings"] and os.environ["RANK"] == "0":
+        _print(request, result)
+    local.leave(result["exit_code"])
+
+
+def _print(request: DoctorOptions, result: dict[str, Any]) -> int:
+    print(to_json(result) if request.json else text_of(result), flush=True)
+    return int(result["exit_code"])
+
+
+def _run(request: DoctorOptions) -> dict[str, Any]:
+    """Examine this rank, and judge all on the first; gives the report there, and its exit status on all ranks."""
+    from shardtrain.distributed.process_group import pick_device_type
+    from shardtrain.tools.doctor import rank, store_channel
+    from shardtrain.tools.doctor.context import RankContext
+
+    started = time.monotonic()
+    place = int(os.environ.get("RANK", "0"))
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    device = pick_device_type(request.loaded.config.training.device)
+    with store_channel.open_store(place, size, request.limit_seconds) as store:
+        line = store_channel.StoreChannel(store, place, size, request.limit_seconds)
+        context = RankContext(
+            loaded=request.loaded,
+            rank=place,
+            size=size,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_size=_local_size(),
+            device=device,
+            limit_seconds=request.limit_seconds,
+            store=store,
+            line=line,
+            num_ranks=request.num_ranks,
+            has_config=request.has_config,
+        )
+        with heartbeat("shardtrain doctor", 0 if place else None):
+            facts = rank.examine(context)
+
+        # Other ranks have sent their facts, and end with the status that the first one finds.
+        if place:
+            code = line.receive("exit_code", 2 * line.patience_seconds)
+            line.send(f"left-{place}", True)
+            return {"findings": [], "exit_code": 1 if code is None else code}
+
+        with heartbeat("shardtrain doctor, waiting for other ranks"):
+            reports = rank.gather(context, facts)
+        findings = rank.judge(reports)
+        result = document(reports, findings, time.monotonic() - started)
+        result["exit_code"] = exit_code(findings, request.strict)
+        line.send("exit_code", result["exit_code"])
+
+        # With srun, the store that the others ask lives in this process: it stays until they have left.
+        end = time.monotonic() + LEAVE_SECONDS
+        for other in set(range(1, size)) - set(reports.missing):
+            line.receive(f"left-{other}", max(0.0, end - time.monotonic()))
+    if FOLDER in os.environ:
+        (Path(os.environ[FOLDER]) / REPORT).write_text(json.dumps(result), encoding="utf-8")
+    return result
+
+
+def _local_size() -> int:
+    """Ranks of this host; Slurm writes "8(x2),4" for two hosts of eight and one of four."""
+    if os.environ.get("LOCAL_WORLD_SIZE"):
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return int(tasks[0]) if tasks and "SLURM_PROCID" in os.environ else 1

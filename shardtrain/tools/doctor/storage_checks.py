@@ -1,0 +1,343 @@
+"""Storage: whether folders of the run can be written, how fast, whether all hosts see one folder, and what is free."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardtrain.checkpoint import storage as checkpoint_storage
+from shardtrain.checkpoint.storage import SPARE, Place
+from shardtrain.config.assets import is_built_in
+from shardtrain.config.rules.data_rules import datasets
+from shardtrain.tools.doctor.context import RankContext
+from shardtrain.tools.doctor.outliers import equal, odd, slow
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
+from shardtrain.utils.errors import PeerError, ShardtrainError
+from shardtrain.utils.units import GIB, MIB, format_bytes, format_seconds
+
+AREA = "storage"
+
+PREFIX = ".shardtrain-doctor-"
+PIECE_BYTES = 4 * MIB
+MOST_BYTES = 64 * MIB
+MOST_SECONDS = 1.0
+SEEN_SECONDS = 10.0
+"""Time for another host's new file to appear, because network filesystems cache folder contents. A run waits longer,
+and reports the delay."""
+LEFT_SECONDS = 3600.0
+ALL_WRITE = 64
+"""With more ranks than this, one of each host signs a folder."""
+
+LITTLE_BYTES = GIB
+FEW_INODES = 10_000
+SLOW_BYTES_PER_SECOND = 20 * MIB
+"""Of one host: below it, a checkpoint of a small model already takes minutes."""
+
+
+def collect(context: RankContext, facts: Facts) -> None:
+    """Write to each folder of the run, then look for what the other ranks wrote; removes all of it."""
+    folders = writable(context)
+    facts["folders"] = {}
+
+    # All ranks name their files after one random word, so that files of another doctor are not taken for theirs.
+    if context.rank == 0:
+        context.line.send("nonce", secrets.token_hex(4))
+    nonce = context.line.receive("nonce", context.line.limit_seconds / 2)
+    if nonce is None:
+        raise PeerError("rank 0 has not come to the check of storage")
+
+    signed: list[Place] = []
+    try:
+        for option, place in folders.items():
+            context.line.mark(f"writing to {option}")
+            facts["folders"][option] = written = _write(place)
+            written["must_share"] = (
+                option == "checkpoint.folder" and context.loaded.config.checkpoint.storage == "shared"
+            )
+            if not written["error"] and (context.local_rank == 0 or context.size <= ALL_WRITE):
+                written["signed"] = _sign(place, written, f"{PREFIX}{nonce}-{context.rank}", signed)
+        if context.size > 1:
+            _look(context, folders, facts["folders"], f"{PREFIX}{nonce}-")
+    finally:
+        for sign in signed:
+            with contextlib.suppress(OSError, ShardtrainError):
+                sign.unlink(missing_ok=True)
+
+    context.line.mark("looking at the data")
+    facts["data"] = {name: _survey(path) for name, path in readable(context).items()}
+
+
+def writable(context: RankContext) -> dict[str, Place]:
+    """Where the run writes, by option; a folder that is not there yet stands for the nearest one above it."""
+    config = context.loaded.config
+    found: dict[str, Place] = {"job.dump_folder": _existing(Path(config.job.dump_folder))}
+    if config.checkpoint.enable:
+        place = checkpoint_storage.folder_of(config.job.dump_folder, config.checkpoint.folder)
+        found["checkpoint.folder"] = _existing(place) if isinstance(place, Path) else place
+    found["temporary folder"] = Path(tempfile.gettempdir())
+    return found
+
+
+def readable(context: RankContext) -> dict[str, str]:
+    """Local paths of data and weights, by option; addresses and names on the hub are not tried."""
+    paths = {f"{name}.dataset_path": source.dataset_path for name, source in datasets(context.loaded).items()}
+    paths["checkpoint.initial_load_path"] = context.loaded.config.checkpoint.initial_load_path
+    if context.has_config:
+        paths["model.hf_assets_path"] = context.loaded.config.model.hf_assets_path
+    return {name: path for name, path in paths.items() if path and "://" not in path and not is_built_in(path)}
+
+
+def _existing(path: Path) -> Path:
+    path = path.expanduser().absolute()
+    return next((one for one in (path, *path.parents) if one.exists()), path)
+
+
+def _write(place: Place) -> Facts:
+    """Facts of one place: the rate of a durable write, or the error."""
+    found: Facts = {"place": str(place), "error": "", "rate": 0.0, "seen": [], "signed": False}
+    try:
+        if isinstance(place, Path):
+            _sweep(place)
+            usage = shutil.disk_usage(place)
+            inodes = os.statvfs(place)
+            found["free"] = usage.free
+            found["inodes"] = inodes.f_favail if inodes.f_files else -1
+            found["filesystem"] = filesystem_of(place)
+            found["rate"] = write_rate(place)
+        else:
+            found["filesystem"] = "object store"
+            found["rate"] = _put_rate(place)
+    except (OSError, ShardtrainError) as error:
+        found["error"] = getattr(error, "strerror", None) or str(error)
+    return found
+
+
+def write_rate(folder: Path) -> float:
+    """Bytes per second of a durable write; the file has no name while it is written, so nothing can be left."""
+    piece = memoryview(os.urandom(PIECE_BYTES))
+    # random bytes, which no filesystem compresses, to the disk and not to its cache alone
+    descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+    try:
+        os.unlink(name)
+        started = time.perf_counter()
+        written = 0
+        while written < MOST_BYTES and time.perf_counter() - started < MOST_SECONDS:
+            written += os.write(descriptor, piece)
+        os.fsync(descriptor)
+        return written / (time.perf_counter() - started)
+    finally:
+        os.close(descriptor)
+
+
+def _put_rate(place: Any) -> float:
+    """The same for an object store, by one object of a few MiB."""
+    trial = place / f"{PREFIX}{secrets.token_hex(4)}"
+    started = time.perf_counter()
+    try:
+        trial.write_hashed([memoryview(os.urandom(PIECE_BYTES))])
+        return PIECE_BYTES / (time.perf_counter() - started)
+    finally:
+        with contextlib.suppress(OSError, ShardtrainError):
+            trial.unlink(missing_ok=True)
+
+
+def _sign(place: Place, found: Facts, name: str, signed: list[Place]) -> bool:
+    sign = place / name
+    signed.append(sign)
+    try:
+        if isinstance(sign, Path):
+            sign.touch()
+        else:
+            sign.put(b"x", new=False)
+    except (OSError, ShardtrainError) as error:
+        found["error"] = getattr(error, "strerror", None) or str(error)
+        return False
+    return True
+
+
+def _look(context: RankContext, folders: dict[str, Place], by_option: dict[str, Facts], prefix: str) -> None:
+    """Note whose signs this rank sees in each folder, once all ranks have signed."""
+    context.line.send(f"signed-{context.rank}", {option: found["signed"] for option, found in by_option.items()})
+    context.line.meet("storage, written")
+    # One list for all: each rank asking each other would be a square of questions to the store.
+    if context.rank == 0:
+        context.line.send("signers", [context.line.receive(f"signed-{rank}") for rank in range(context.size)])
+    all_signed = context.line.receive("signers", context.line.limit_seconds / 2) or []
+    end = time.monotonic() + SEEN_SECONDS
+    for option, place in folders.items():
+        wanted = {rank for rank, signed in enumerate(all_signed) if signed.get(option)}
+        while True:
+            seen = _signs(place, prefix)
+            if seen >= wanted or time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        by_option[option]["seen"] = sorted(seen & wanted)
+        by_option[option]["signers"] = sorted(wanted)
+    context.line.meet("storage, seen")
+
+
+def _signs(place: Place, prefix: str) -> set[int]:
+    try:
+        names = [path.name for path in place.iterdir() if path.name.startswith(prefix)]
+    except OSError:
+        return set()
+    return {int(name.rpartition("-")[2]) for name in names}
+
+
+def _sweep(folder: Path) -> None:
+    """Remove signs of a doctor that was killed long ago."""
+    for path in folder.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > LEFT_SECONDS:
+                path.unlink()
+
+
+def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """The type of the filesystem that holds a path, empty where the system does not say."""
+    try:
+        lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    # The longest mount point holds the path; of two on one folder, the later covers the earlier.
+    resolved = str(path.resolve())
+    holding = [(len(words[1]), number, words[2]) for number, words in enumerate(lines) if _below(resolved, words[1])]
+    return max(holding)[2] if holding else ""
+
+
+def _below(path: str, mount: str) -> bool:
+    return path == mount or path.startswith(mount.rstrip("/") + "/")
+
+
+def _survey(path: str) -> str:
+    """What is at a path of data, in words that are equal where the content is."""
+    path = os.path.expanduser(path)
+    files = sorted(glob.glob(path)) if any(mark in path for mark in "*?[") else [path]
+    try:
+        stats = [os.stat(file) for file in files]
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if not stats:
+        return "matches no file"
+    if len(files) == 1 and os.path.isdir(files[0]):
+        return f"a folder of {len(os.listdir(files[0]))}"
+    if not all(os.access(file, os.R_OK) for file in files):
+        return "cannot be read: Permission denied"
+    return f"{len(stats)} file{'s' if len(stats) > 1 else ''}, {sum(stat.st_size for stat in stats)} bytes"
+
+
+def judge(reports: Reports) -> Iterator[Finding]:
+    """Each folder: written, shared where it has to be, fast as on other hosts, with room; data alike everywhere."""
+    by_rank = reports.of(AREA)
+    options = list(dict.fromkeys(option for facts in by_rank.values() for option in facts["folders"]))
+    for option in options:
+        yield from each(reports, AREA, {option: functools.partial(_written, option)})
+        yield from _shared(reports, option)
+        yield from _rate(reports, option)
+
+    # the first rank has counted the model, in the area of the configuration
+    needs = reports.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
+    if needs and any("checkpoint.folder" in facts["folders"] for facts in by_rank.values()):
+        yield from each(reports, AREA, {"room for a checkpoint": functools.partial(_room, needs=needs)})
+
+    for option in dict.fromkeys(option for facts in by_rank.values() for option in facts["data"]):
+        texts = {rank: str(facts["data"].get(option, "")) for rank, facts in by_rank.items()}
+        fix = "copy or mount the same files on every host"
+        bad = [rank for rank, text in texts.items() if text.startswith(("cannot", "matches"))]
+        found = equal(reports, AREA, option, texts, "fail", fix)
+        if len(bad) == len(texts):
+            found = Finding(AREA, option, "fail", texts[bad[0]], "readable", "correct the path, or its permissions")
+        yield found
+
+
+def _written(option: str, facts: Facts) -> Judged | None:
+    if option not in facts["folders"]:
+        return None
+    found = facts["folders"][option]
+    place = found["place"]
+    expected = "writable"
+    if found["error"]:
+        return "fail", f"{place}: {found['error']}", expected, f"make it writable, or choose another {option}"
+    if "free" not in found:
+        return "pass", place, expected, ""
+    text = f"{place} ({found['filesystem'] or 'unknown'}), {format_bytes(found['free'])} free"
+    fix = "free space: a full disk ends a run in the middle of a save"
+    if found["free"] < LITTLE_BYTES:
+        return "warn", text, f"writable, {format_bytes(LITTLE_BYTES)} free", fix
+    if 0 <= found["inodes"] < FEW_INODES:
+        text += f", {found['inodes']} files more"
+        return "warn", text, f"writable, {FEW_INODES} files more", "remove small files"
+    return "pass", text, expected, ""
+
+
+def _shared(reports: Reports, option: str) -> Iterator[Finding]:
+    by_rank = {rank: facts["folders"][option] for rank, facts in reports.of(AREA).items() if option in facts["folders"]}
+    by_rank = {rank: one for rank, one in by_rank.items() if not one["error"] and "signers" in one}
+    if len(by_rank) < 2 or option == "temporary folder":
+        return
+    subject = f"{option} shared"
+    expected = "one folder for all ranks"
+    if all(one["seen"] == one["signers"] for one in by_rank.values()):
+        yield Finding(AREA, subject, "pass", "every rank sees the files of every other", expected)
+        return
+    alone = odd({rank: tuple(one["seen"]) for rank, one in by_rank.items()})
+    text = "ranks see their own files"
+    if len(alone) < len(by_rank):
+        text = f"{reports.who(alone)} does not see what others write"
+    if any(one["must_share"] for one in by_rank.values()):
+        fix = 'mount one filesystem on all hosts, or set checkpoint.storage = "first_node"'
+        if any(one["filesystem"] == "object store" for one in by_rank.values()):
+            fix = "use a store that all hosts reach"
+        yield Finding(AREA, subject, "fail", text, expected, fix, tuple(alone))
+    else:
+        yield Finding(AREA, subject, "pass", f"{text}: each host keeps its own", "either", "", ())
+
+
+def _rate(reports: Reports, option: str) -> Iterator[Finding]:
+    """Written by all ranks at once, so what a host can do is the sum over its ranks."""
+    by_rank = {rank: facts["folders"].get(option, {}) for rank, facts in reports.of(AREA).items()}
+    first: dict[int, str] = {}  # a host by its first rank, which stands for it
+    rates: dict[int, float] = {}
+    for host, ranks_of_host in reports.hosts().items():
+        first[ranks_of_host[0]] = host
+        of_host = [by_rank[rank]["rate"] for rank in ranks_of_host if by_rank.get(rank, {}).get("rate")]
+        if of_host:
+            rates[ranks_of_host[0]] = sum(of_host)
+    if not rates or option == "temporary folder":
+        return
+    least = min(rates, key=lambda rank: (rates[rank], rank))
+    text = f"{rates[least] / MIB:.0f} MiB/s" + (f" on {first[least]}, the slowest host" if len(rates) > 1 else "")
+    needs = reports.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
+    if needs and option == "checkpoint.folder":
+        text += f"; a checkpoint of {format_bytes(needs)} takes {format_seconds(needs / sum(rates.values()))} or more"
+    behind = slow(rates)
+    expected = f"{SLOW_BYTES_PER_SECOND / MIB:.0f} MiB/s or more on each host"
+    if behind:
+        ranks = [rank for host_rank in behind for rank in reports.hosts()[first[host_rank]]]
+        fix = "look at its mount options, its network and other users of its disk"
+        yield Finding(AREA, f"{option} rate", "warn", text, "as on other hosts", fix, tuple(ranks))
+    elif rates[least] < SLOW_BYTES_PER_SECOND:
+        fix = "choose a faster filesystem, or save less often with checkpoint.interval"
+        yield Finding(AREA, f"{option} rate", "warn", text, expected, fix)
+    else:
+        yield Finding(AREA, f"{option} rate", "pass", text, expected)
+
+
+def _room(facts: Facts, needs: int) -> Judged | None:
+    free = facts["folders"].get("checkpoint.folder", {}).get("free")
+    if free is None:
+        return None
+    expected = f"{format_bytes(SPARE * needs)} for each"
+    fix = "free space, or keep fewer checkpoints with checkpoint.keep_latest_k"
+    count = int(free / (SPARE * needs))
+    if count < 1:
+        return "fail", f"{format_bytes(free)} free, none", expected, fix
+    return ("warn" if count < 2 else "pass"), f"for {count}", expected, fix if count < 2 else ""

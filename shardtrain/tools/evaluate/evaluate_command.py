@@ -1,0 +1,23 @@
+"""``shardtrain evaluate``: in this process, or on ranks that split each layer among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from shardtrain.tools.evaluate import evaluate_request
+
+
+def main(words: list[str]) -> int:
+    """Measure what the words ask for; gives the exit status."""
+    asked = evaluate_request.read(words)
+    from shardtrain.launch.multirank_cli import Verb, start
+    from shardtrain.tools.generate import prompts
+
+    def load() -> Callable[[], None]:
+        from shardtrain.tools.evaluate import evaluate_rank
+
+        return lambda: evaluate_rank.run(asked)
+
+    check_output = partial(prompts.check_output, asked.output)
+    return start(Verb("evaluate", words, asked.nproc, asked.device or "auto", load, check_output))

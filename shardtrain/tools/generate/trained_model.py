@@ -1,0 +1,277 @@
+"""A trained model with its tokenizer, from the folder of a run, of a checkpoint, or in Hugging Face format.
+
+The checkpoint's bytes are verified before they are used. The model is that of the run's ``config.resolved.toml``, found
+beside the checkpoint; a Hugging Face folder has its own ``config.json`` and tokenizer. A model file of a user's is
+code, so a path to one is followed only where the user names the configuration: what lies in a folder from elsewhere is
+never run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardtrain import config as configs
+from shardtrain import data, distributed, models
+from shardtrain.checkpoint import tensor_reader, tensors
+from shardtrain.checkpoint.choice import reject_step
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest
+from shardtrain.config import Config, Loaded, derived
+from shardtrain.config.rules.task_rules import OF_TEXT
+from shardtrain.config.schema import Parallelism, Training
+from shardtrain.data.build_dataset import tokenizer_of
+from shardtrain.distributed import expert_parallel
+from shardtrain.distributed.process_group import World
+from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
+from shardtrain.hf import importing, source
+from shardtrain.hf.folder_config import is_hub_folder
+from shardtrain.hf.generation_config import EOS, end_ids, read_settings, trained_tokens
+from shardtrain.layout import Layout
+from shardtrain.lora import frozen, spec
+from shardtrain.lora.peft import PeftFolder
+from shardtrain.ops.tied import to_empty
+from shardtrain.tools.generate.locate_checkpoint import find_checkpoint, load_config
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
+from shardtrain.utils.python_api import python_function
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A trained model, and its tokenizer if it has one."""
+
+    model: nn.Module
+    layout: Layout
+    open_tokenizer: Callable[[], data.Tokenizer]
+    config: Config
+    name: str
+    """Model and checkpoint in words."""
+    width: int = 1
+    """Ranks over which each layer is split."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Generation settings of a Hugging Face folder, or of the one that a checkpoint was imported from."""
+    num_ranks: int = 1
+    """Ranks of the run that saved the checkpoint."""
+
+    def __repr__(self) -> str:
+        return f"OpenedModel({self.name})"
+
+    @property
+    @python_function
+    def tokenizer(self) -> data.Tokenizer:
+        """The tokenizer. Only text needs one, so the model's weights can be used without.
+
+        Raises:
+            ConfigError: there is none, or it does not fit the model.
+        """
+        return self.open_tokenizer()
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a text: those that the folder's files list, else those that end a text in training."""
+        listed = end_ids(self.settings)
+        try:
+            return frozenset(listed or trained_tokens(self.tokenizer, self.config)[EOS])
+        except ConfigError:  # the run's chat template has moved, which only --chat needs
+            return frozenset(() if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,))
+
+    def with_data(self, **options: Any) -> OpenedModel:
+        """Return the same model with other options of [data]. An option that is None stays as it is."""
+        given = {name: value for name, value in options.items() if value is not None}
+        return replace(self, config=replace(self.config, data=replace(self.config.data, **given)))
+
+
+def open_model(
+    path: Path,
+    config_file: Path | None = None,
+    dtype: str | None = None,
+    world: World | None = None,
+    *,
+    tokenizer_path: str | None = None,
+    base: Path | None = None,
+    adapter: Path | None = None,
+    step: str | None = None,
+    needs_text: bool = True,
+) -> OpenedModel:
+    """Open a Hugging Face folder, a checkpoint, or the checkpoint of a run that ``step`` names (``checkpoint.choice``).
+
+    ``dtype`` is the type to hold and compute in; that in which the run computed unless given. The model is on the
+    device of ``world``, and with more than one rank each layer is split over all (a collective); else on the CPU.
+    ``tokenizer_path`` is for a Hugging Face folder without a tokenizer. Unless ``needs_text``, the model's own
+    tokenizer is opened when it is first used. ``base`` is where the weights beside a run's adapters are now,
+    ``adapter`` a folder of PEFT to add to a model.
+
+    Raises:
+        ConfigError: when the configuration is missing or does not fit.
+        CheckpointError: when there is no checkpoint, or it is damaged or of another model.
+    """
+    config = load_config(path, config_file, tokenizer_path).config
+    if config.task.name not in OF_TEXT:
+        rule = "predicts no next token, and there is no text to generate"
+        raise ConfigError(Problem("task.name", config.task.name, rule, 'ask "shardtrain test" for its predictions'))
+    module, shape = models.configured(config.model)
+    weights = _StoredWeights(path, step, config, module, shape, base, adapter)
+    model = models.build(module, shape)
+    if getattr(model, "kind", "causal") != "causal":
+        rule = f"holds a {shape.class_name}, which does not continue a text"
+        raise ConfigError(Problem("--from", str(path), rule, "name a causal language model"))
+    weights.adapt(model)
+
+    open_tokenizer = functools.cache(functools.partial(_open_tokenizer, path, config, shape.vocab_size))
+    if needs_text or tokenizer_path is not None:
+        open_tokenizer()
+
+    # On the meta device: the type, the kernels, and this rank's part of each layer. Buffers keep their type, since
+    # biases of routers change by steps too small for another; they are made again, as to_empty leaves them undefined.
+    dtype = dtype or derived.compute_dtype(config)
+    buffers = [(owner, name, b) for owner in model.modules() for name, b in owner.named_buffers(recurse=False)]
+    model.to(getattr(torch, dtype))
+    device = world.device if world is not None else torch.device("cpu")
+    if device.type == "cpu":
+        distributed.use_chosen_kernels(model)
+    if world is not None and world.size > 1:
+        _split(model, module.LAYOUT, config, getattr(shape, "num_experts", 0), world)
+
+    # Memory, and the weights.
+    to_empty(model, device)
+    for owner, name, buffer in buffers:
+        owner._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+    weights.fill(model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    name = f"{derived.model_label(config.model)}, {weights.name}, {dtype} on {device.type}"
+    return OpenedModel(
+        model.eval(),
+        module.LAYOUT,
+        open_tokenizer,
+        config,
+        name,
+        width=world.size if world is not None else 1,
+        settings=weights.settings(),
+        num_ranks=weights.num_ranks,
+    )
+
+
+def _open_tokenizer(path: Path, config: Config, vocab_size: int) -> data.Tokenizer:
+    if not config.model.hf_assets_path and config.model.tokenizer_path is None:
+        rule = "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)"
+        raise ConfigError(Problem("--from", str(path), rule, 'add --tokenizer "bytes" or the path of one'))
+    tokenizer = tokenizer_of(config)
+    if tokenizer.vocab_size > vocab_size:
+        rule = f"names a tokenizer with {tokenizer.vocab_size} ids, and the model has rows for {vocab_size}"
+        raise ConfigError(Problem("model.hf_assets_path", tokenizer.spec, rule, "use the model's own"))
+    return tokenizer
+
+
+def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, world: World) -> None:
+    """Split each layer over all ranks, as in training; experts are dealt out where their number allows it."""
+    degrees = Parallelism(
+        tensor_parallel_degree=world.size,
+        data_parallel_shard_degree=1,
+        disable_loss_parallel=True,  # every rank needs all logits, to choose the same token
+        expert_parallel_degree=world.size if num_experts and num_experts % world.size == 0 else 1,
+    )
+    training = Training(seq_len=64 * world.size, local_batch_size=1)  # the rules of a run ask for some batch
+    config = Config(model=config.model, parallelism=degrees, training=training)
+    problems = list(configs.check(Loaded(config)))
+    if problems:
+        raise ConfigError(problems)
+    mesh = distributed.build(config, world)
+    tensor_parallel.apply(model, layout, mesh, config)
+    if layout.expert:
+        expert_parallel.mesh_of_experts(mesh, config)
+        expert_parallel.apply(model, layout, mesh, config)
+
+
+class _StoredWeights:
+    """What lies at a path, found good; filled into a model in two steps, because adapters are modules of their own."""
+
+    _stored: Manifest | None
+
+    def __init__(
+        self,
+        path: Path,
+        step: str | None,
+        config: Config,
+        module: ModuleType,
+        shape: Any,
+        base: Path | None,
+        adapter: Path | None,
+    ) -> None:
+        """Find and check it (a collective); for what is raised see ``open_model``."""
+        self.where = path
+        self.name = str(path)
+        self.num_ranks = 1
+        self._stored = None
+        if is_hub_folder(path):
+            reject_step(step, path)
+        else:
+            chosen = find_checkpoint(path, config, step)
+            self.where = Path(str(chosen.path))
+            self.name = str(chosen)
+            self._stored = chosen.stored
+            self.num_ranks = chosen.stored.world_size
+        self._config = config
+        self._module = module
+        self._shape = shape
+        self._base = base
+        self._spec = None if self._stored is None else spec.read_facts(self._stored.facts, self.where)
+        if self._spec is None and base is not None:
+            rule = "is for adapters, and what is opened is a whole model"
+            raise ConfigError(Problem("--base", str(base), rule, "leave it out"))
+        if self._spec is not None and adapter is not None:
+            rule = f"would be added to {self.where}, which holds adapters itself"
+            raise ConfigError(Problem("--adapter", str(adapter), rule, "merge those first (shardtrain merge)"))
+        self._peft = None if adapter is None else PeftFolder(adapter, module, shape)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the generation settings of the weights' Hugging Face folder: the opened folder, or that of an import.
+
+        {} if there is no such folder.
+        """
+        origin = source.of_path(self.where)
+        return {} if origin is None else read_settings(origin)
+
+    def adapt(self, model: nn.Module) -> None:
+        """Put adapters beside the weights of a model on the meta device, where there are some."""
+        wanted = self._peft.spec if self._peft is not None else self._spec
+        if wanted is not None:
+            spec.apply(model, wanted)
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> None:
+        """Read this rank's part of the model's tensors."""
+        named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        wanted = self._peft.spec if self._peft is not None else self._spec
+        adapters = {name: tensor for name, tensor in named.items() if wanted is not None and wanted.holds(name)}
+        whole = {name: tensor for name, tensor in named.items() if name not in adapters}
+        if self._stored is None:
+            importing.fill(_prefixed(whole), self.where, self._module, self._shape)
+        elif self._spec is None:
+            self._read(whole)
+        else:
+            found = frozen.find(self._stored.facts, self.where, self._config, self._base, self._module, self._shape)
+            with found as weights:
+                weights.fill(whole)
+            self._read(adapters)
+        if self._peft is not None:
+            self._peft.fill(dict(model.named_parameters(remove_duplicate=False)))
+
+    def _read(self, named: Mapping[str, Tensor]) -> None:
+        assert self._stored is not None
+        weights = _prefixed(named)
+        tensors.check_names(weights, self._stored, self.where)
+        try:
+            tensor_reader.read(weights, self._stored, self.where)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {self.where} cannot be loaded: {error}") from error
+
+
+def _prefixed(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in named.items()}

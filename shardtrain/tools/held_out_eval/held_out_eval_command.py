@@ -1,0 +1,120 @@
+"""``shardtrain test``: in this process, or on ranks that share the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from shardtrain import config as configs
+from shardtrain.checkpoint.choice import step_name
+from shardtrain.config import Loaded
+from shardtrain.config.command_line import CommandLine, VerbOption, split, take
+from shardtrain.tools.held_out_eval.held_out_eval_request import HeldOutOptions, sets_of
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.heartbeat import heartbeat
+
+HELP = """\
+usage: shardtrain test CONFIG.toml [--step latest|best|N] [--nproc N] [--output FOLDER]
+                       [--section.key VALUE ...]
+
+Evaluates a trained model on validation.dataset ("dev") and on task.test_dataset_path ("test"), each row once, and
+writes into job.dump_folder, or FOLDER:
+
+  dev_results.json, test_results.json          the metrics of the task
+  dev_prediction.txt, test_prediction.txt      one line per row, in the order of the data
+
+A test set without labels gets predictions only.
+
+  --step        checkpoint of the run: latest, best or a number (the best if checkpoint.keep_best keeps one, else the
+                latest)
+  --checkpoint  the same, or the path of a checkpoint
+
+  shardtrain test my_classifier.toml --step latest
+"""
+
+
+Opener = Callable[[CommandLine], tuple[Loaded, CommandLine]]
+"""The configuration of a command line, and the command line with what its file says of nodes and processes."""
+
+
+def main(words: list[str], open_config: Opener | None = None) -> int:
+    """Test what the words ask for; gives the exit status."""
+    asked = _read(words, open_config or _open_toml)
+    from shardtrain.launch import agent, environment, local
+
+    if environment.is_rank(os.environ):
+        _as_rank(asked)
+
+    # On several nodes a launcher of ours runs the verb on each; else the ranks are started here.
+    code = agent.run_verb("test", words, asked.loaded.config, asked.nproc, asked.arguments)
+    if code is not None:
+        return code
+    environment.set_allocator_default(os.environ)
+    config = asked.loaded.config
+    accelerators = environment.count_accelerators(config.training.device)
+    choice = environment.choose_processes_here(config, asked.nproc)
+    _require(asked.loaded, choice.count, accelerators)
+    environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=True)
+    with heartbeat("importing PyTorch"):  # before a fork, so that no rank pays for the imports again
+        from shardtrain.tools.held_out_eval import held_out_eval_rank
+
+    if choice.count == 1:
+        local.prepare(Path(asked.launched.config.job.dump_folder))
+        return local.run_rank(asked.launched, lambda _: held_out_eval_rank.main(asked))
+    words = ["test", *words]
+    return local.launch_verb(
+        asked.launched, choice.count, lambda _: held_out_eval_rank.main(asked), words, accelerators
+    )
+
+
+def _as_rank(asked: HeldOutOptions) -> NoReturn:
+    """One rank of several, started by torchrun, by srun, or by ``main`` as a fresh process."""
+    from shardtrain.launch import environment, local
+
+    has_parent = local.become_rank()
+    size = int(os.environ["WORLD_SIZE"])
+    from shardtrain.tools.held_out_eval import held_out_eval_rank
+
+    if has_parent:
+        local.leave(local.run_rank(asked.launched, lambda _: held_out_eval_rank.main(asked)))
+    _require(asked.loaded, size, environment.count_accelerators(asked.loaded.config.training.device))
+    local.leave(local.run_rank(asked.launched, lambda _: held_out_eval_rank.main(asked), size))
+
+
+def _require(loaded: Loaded, world_size: int, accelerators: int) -> None:
+    from shardtrain.launch import environment
+
+    device = environment.device_type(loaded.config.training.device, accelerators)
+    configs.require(loaded, world_size=world_size, device=device, num_devices=accelerators)
+
+
+def _open_toml(arguments: CommandLine) -> tuple[Loaded, CommandLine]:
+    return configs.load(arguments.path, arguments.overrides), arguments
+
+
+def _read(words: list[str], open_config: Opener) -> HeldOutOptions:
+    """Read the words of a command line. Raises ConfigError, and HelpPrinted if the help was asked for."""
+    options = {
+        "--step": VerbOption(step_name, "best"),
+        "--checkpoint": VerbOption(),
+        "--output": VerbOption(example="FOLDER"),
+    }
+    taken = take(words, options, usage=HELP)
+    own = taken.own
+    arguments = split(taken.rest)
+    loaded, arguments = open_config(arguments)
+    config = loaded.config
+    # no step is made: the batch of one says nothing here, and need not be one that these ranks could make
+    training = dataclasses.replace(config.training, global_batch_size=-1)
+    loaded = dataclasses.replace(loaded, config=dataclasses.replace(config, training=training))
+    if not sets_of(loaded.config):
+        rule = "is not set, and neither is task.test_dataset_path"
+        fix = "name a held-out set"
+        raise ConfigError(Problem("validation.dataset", None, rule, fix))
+    output = own.get("--output", config.job.dump_folder)
+    if "--step" in own and "--checkpoint" in own:
+        raise ConfigError(Problem("--checkpoint", own["--checkpoint"], "is --step by another name", "give one of them"))
+    return HeldOutOptions(loaded, own.get("--step", own.get("--checkpoint")), arguments, Path(output))

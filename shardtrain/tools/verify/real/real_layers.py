@@ -1,0 +1,418 @@
+"""One layer and the vocabulary of a configured model at their real width, a step of the trainer beside float64.
+
+Where the whole does not fit into memory it is cut into pieces: the layer under a small vocabulary, the vocabulary over
+a small layer. What a piece leaves out is said in its row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardtrain import distributed, models
+from shardtrain.checkpoint.train_state import TrainState
+from shardtrain.config import Config, Loaded
+from shardtrain.config.rules.model_rules import dense_layers, model_shape
+from shardtrain.data.batch import Batch
+from shardtrain.distributed import BATCH_AXES, expert_parallel
+from shardtrain.distributed.process_group import World
+from shardtrain.ops import init_weights
+from shardtrain.ops.dtensor import local_slices, local_tensor
+from shardtrain.ops.seeding import set_determinism
+from shardtrain.ops.tied import tied_names, to_empty
+from shardtrain.tools.verify.batches import SyntheticStream, whole_batch
+from shardtrain.tools.verify.meshes import changed
+from shardtrain.tools.verify.real import float64, tile
+from shardtrain.tools.verify.real.sums import copies_of, float64_squares
+
+SEQUENCES, TOKENS = 4, 4
+"""Of a step, in all: arithmetic grows with them, and rounding does with the width."""
+FEW_ROWS = 1024
+"""Rows of an embedding that is cut, or of a vocabulary that is not looked at."""
+INNER = {
+    "ffn_dim": 1024,
+    "moe_ffn_dim": 64,
+    "num_experts": 16,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+}
+"""Largest inner size of a layer that is not looked at, by the name of the field."""
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class PartialModel:
+    """A model to train one step of: overrides of the configured one, what they leave out, and its numbers."""
+
+    name: str
+    loaded: Loaded
+    said: str
+    cut_embedding: bool
+    numel: int = 0
+    largest_unit: int = 0
+    """Numbers of the layer or end that FSDP gathers at once."""
+    widest: int = 0
+    """Longest side of a matrix: terms of its longest sum."""
+
+    def bytes_on(self, degrees: Mapping[str, int], num_ranks: int) -> int:
+        """Weights and gradients of all ranks, and what FSDP gathers, reduces and copies on the way."""
+        replicas = num_ranks // degrees.get("tp", 1)
+        # FSDP's copy of a unit's weights, its gradient as the layers sum it up, and what is reduced of it; with one
+        # rank too. Among several, what is sent as well.
+        gathered = (16 * replicas if replicas > 1 else 12) * self.largest_unit
+        return 8 * self.numel + gathered + GIB // 4 * num_ranks
+
+
+def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialModel]) -> Iterator[PartialModel]:
+    """The whole where it fits into ``budget`` bytes, else pieces of it, each with as much as fits.
+
+    ``count`` fills in the numbers of a piece.
+    """
+    # One layer of each kind: of two layers the second has experts, or has no positions.
+    sizes = model_shape(loaded) or {}
+    shallow: dict[str, Any] = {"num_layers": 1} if "num_layers" in sizes else {}
+    if sizes.get("no_rope_layer_interval"):
+        shallow |= {"num_layers": 2, "no_rope_layer_interval": 2}
+    if sizes.get("interleave_moe_layer_step", 1) > 1:
+        shallow |= {"num_layers": 2, "interleave_moe_layer_step": 2}
+    if sizes.get("num_dense_layers"):
+        shallow = {"num_layers": 2, "num_dense_layers": 1}
+    layers = f"num_layers {sizes.get('num_layers')} -> {shallow.get('num_layers')}"
+    if sizes.get("dropout"):
+        shallow["dropout"] = 0.0
+        layers += ", no dropout"
+    if "dropout" in sizes and loaded.config.model.name == "transformers":
+        shallow.pop("dropout")
+
+    # The whole, if it fits or if its vocabulary cannot be told apart.
+    whole = count(_piece("layer and vocabulary", loaded, shallow, layers, False))
+    if whole.bytes_on({}, 1) <= budget or "vocab_size" not in sizes:
+        yield whole
+        return
+
+    # The layer under a small vocabulary. Where dense layers and layers of experts alternate, each is a piece.
+    few = {**shallow, "vocab_size": min(FEW_ROWS, sizes["vocab_size"])}
+    said = f"{layers}, vocabulary {sizes['vocab_size']} -> {few['vocab_size']}"
+    if dense_layers({**sizes, **shallow}):
+        inner = {**few, **_inner(sizes, ("moe_ffn_dim", "num_experts"))}
+        yield count(_piece("dense layer", loaded, inner, f"{said}, experts {sizes['num_experts']} -> 16", False))
+        few |= _inner(sizes, ("ffn_dim",))
+        said += f", ffn_dim {sizes['ffn_dim']} -> {few['ffn_dim']}"
+    yield _layer(sizes, loaded, few, said, budget, count)
+
+    # The vocabulary over a small layer: the output is of real size, and the embedding too where they are tied.
+    small = {**shallow, **_inner(sizes, tuple(INNER))}
+    tied = bool(sizes.get("tied_embeddings"))
+    said = f"{layers}, a small layer" + ("" if tied else f", embedding of {FEW_ROWS} rows")
+    yield count(_piece("vocabulary", loaded, small, said, not tied))
+
+
+def _inner(sizes: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    found = {name: min(sizes[name], INNER[name]) for name in names if isinstance(sizes.get(name), int)}
+    if "num_heads" in found and "num_kv_heads" in found:
+        found["num_kv_heads"] = min(found["num_kv_heads"], found["num_heads"])
+    return found
+
+
+def _layer(
+    sizes: Mapping[str, Any],
+    loaded: Loaded,
+    few: dict[str, Any],
+    said: str,
+    budget: int,
+    count: Callable[[PartialModel], PartialModel],
+) -> PartialModel:
+    """The layer with as many of its experts as fit."""
+    experts = sizes.get("num_experts", 0)
+    groups: dict[str, int] = {}
+    while True:
+        text = said
+        if experts != sizes.get("num_experts", 0):
+            text += f", experts {sizes['num_experts']} -> {experts}"
+        if groups:
+            text += ", one group"
+        overrides = {**few, "num_experts": experts, **groups} if experts else few
+        piece = count(_piece("layer", loaded, overrides, text, False))
+        if not experts or piece.bytes_on({}, 1) <= budget or experts // 2 < sizes.get("top_k", 1):
+            return piece
+
+        # Half as many. A router that chooses groups first must find enough experts in those, or there is one group.
+        experts //= 2
+        of_group = experts // sizes.get("num_groups", 1)
+        if sizes.get("top_groups", 1) * of_group < sizes.get("top_k", 1):
+            groups = {"num_groups": 1, "top_groups": 1}
+
+
+def _piece(name: str, loaded: Loaded, overrides: dict[str, Any], said: str, cut: bool) -> PartialModel:
+    """A piece in float32 on a CPU, with nothing on that would change a number or stop the one step."""
+    model = {"overrides": {**loaded.config.model.overrides, **overrides}, "converters": []}
+    sections: dict[str, dict[str, Any]] = {
+        "model": model,
+        "training": {
+            "dtype": "float32",
+            "mixed_precision_param": "float32",
+            "mixed_precision_reduce": "float32",
+            "max_norm": math.inf,
+            "steps": 1,
+            "epochs": None,
+            "seq_len": TOKENS,
+            "local_batch_size": 1,
+            "global_batch_size": SEQUENCES,
+            "enable_cpu_offload": False,
+            "replica_check_interval": 0,
+            "nonfinite_policy": "stop",
+            "spike_policy": "off",
+            "device": "cpu",
+        },
+        "optimizer": {"name": "AdamW", "no_weight_decay": [], "implementation": "for-loop"},
+        "lr_scheduler": {"warmup_steps": 0, "total_steps": None},
+        "activation_checkpoint": {"mode": "none", "cpu_offload": False},
+        "compile": {"enable": False},
+        "lora": {"enable": False},
+        "parallelism": {
+            "data_parallel_replicate_degree": 1,
+            "data_parallel_shard_degree": -1,
+            "tensor_parallel_degree": 1,
+            "pipeline_parallel_degree": 1,
+            "context_parallel_degree": 1,
+            "expert_parallel_degree": 1,
+            "enable_async_tensor_parallel": False,
+            "shard_optimizer_states": False,
+            "module_fqns_per_model_part": None,
+            "pipeline_parallel_first_stage_less_layers": 0,
+            "pipeline_parallel_last_stage_less_layers": 0,
+        },
+    }
+    return PartialModel(name, changed(loaded, sections, set(), ""), said, cut)
+
+
+def on_mesh(piece: PartialModel, degrees: Mapping[str, int]) -> Loaded:
+    """The piece's configuration on a mesh; ``dp_shard`` takes the ranks that are left."""
+    options = {
+        "tensor_parallel_degree": degrees.get("tp", 1),
+        "data_parallel_replicate_degree": degrees.get("dp_replicate", 1),
+    }
+    return changed(piece.loaded, {"parallelism": options}, set(), "")
+
+
+def build(config: Config, cut_embedding: bool) -> tuple[Any, Any, nn.Module]:
+    """The model's file, its shape, and the model on the meta device; ``cut_embedding`` leaves it few rows."""
+    module, shape = models.configured(config.model)
+    model = models.build(module, shape)
+    for path, one in list(model.named_modules()):
+        if isinstance(one, nn.Dropout):
+            one.p = 0.0
+        if cut_embedding and isinstance(one, nn.Embedding) and path.partition(".")[0] in module.LAYOUT.first:
+            with torch.device("meta"):
+                model.set_submodule(path, nn.Embedding(min(FEW_ROWS, one.num_embeddings), one.embedding_dim))
+    return module, shape, model
+
+
+def count(rank: int, num_ranks: int, config: Config, cut_embedding: bool) -> list[int]:
+    """Numbers of the model, of the largest unit that FSDP would gather, and the longest side of a matrix."""
+    module, _, model = build(config, cut_embedding)
+
+    def numel(part: nn.Module) -> int:
+        return sum(p.numel() for p in part.parameters())
+
+    # FSDP gathers each layer and each end of the model by itself; ends that share weights are one unit.
+    layers = [numel(layer) for layer in getattr(model, module.LAYOUT.layers).values()]
+    ends = [numel(getattr(model, name)) for name in (*module.LAYOUT.first, *module.LAYOUT.last)]
+    if tied_names(model):
+        ends = [numel(model) - sum(layers)]
+    widest = max(size for p in model.parameters() for size in p.shape)
+    return [numel(model), max([*layers, *ends]), widest]
+
+
+def gradient_limit(widest: int) -> float:
+    """Relative distance (Frobenius) of a gradient from float64 that rounding explains.
+
+    Rounding errors of n terms grow with the root of n where signs are random; a step has some four such sums in a row
+    between a loss and a gradient.
+    """
+    return 4 * 2.0**-24 * math.sqrt(widest)
+
+
+def fill(parameters: Mapping[str, Tensor], module: Any, shape: Any, num_layers: int) -> None:
+    """Give this rank's parameters values of a trained model's size: matrices of unit gain, and nothing zero."""
+    draws = init_weights.plan(parameters, module.initial(shape), module.LAYOUT, num_layers)
+    for name, parameter in parameters.items():
+        if parameter.ndim in (2, 3):
+            tile.fill_(parameter, name, parameter.shape[-1] ** -0.5)
+            continue
+        # a vector: around zero, or around one as the weight of a norm is
+        init_weights.draw_(parameter, name, replace(draws[name], distribution="normal", std=0.05, depth="none"), 0)
+        if draws[name].distribution == "ones":
+            local_tensor(parameter).detach().add_(1.0)
+
+
+class _Stream(SyntheticStream):
+    """Synthetic batches whose tokens lie in the rows that the embedding has."""
+
+    def __init__(self, rows: int, *arguments: int) -> None:
+        super().__init__(*arguments)
+        self._embedding_rows = rows
+
+    def __next__(self) -> Batch:
+        batch = super().__next__()
+        return replace(batch, tokens_BT=batch.tokens_BT % self._embedding_rows)
+
+
+def _rows(piece: PartialModel, vocabulary: int) -> int:
+    return min(FEW_ROWS, vocabulary) if piece.cut_embedding else vocabulary
+
+
+def reference(rank: int, num_ranks: int, piece: PartialModel, path: str) -> dict[str, float]:
+    """Loss sum and gradients in float64 on one process, with the weights that the ranks have; leaves the gradients."""
+    config = piece.loaded.config
+    if config.debug.deterministic:
+        set_determinism(config.debug.deterministic_warn_only)
+    module, shape, model = build(config, piece.cut_embedding)
+    to_empty(model)
+    for _, buffer in model.named_buffers():
+        buffer.zero_()
+    fill(dict(model.named_parameters()), module, shape, len(getattr(model, module.LAYOUT.layers)))
+    whole = whole_batch(config.debug.seed, 0, SEQUENCES, TOKENS, shape.vocab_size)
+    tokens_BT = whole.tokens_BT % _rows(piece, shape.vocab_size)
+
+    # The trainer's divisor is a float32 number: the gradients have its rounding, the loss sum has not.
+    weight = torch.tensor(1.0 / whole.num_targets, dtype=torch.float32)
+    expert_parallel.before_step([model], weight)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        logits_BTV = model(tokens_BT, whole.positions_BT)
+        return (
+            nn.functional.cross_entropy(logits_BTV.flatten(0, 1), whole.targets_BT.flatten(), reduction="sum")
+            * weight.double()
+        )
+
+    loss, gradients = float64.loss_and_gradients(model, loss_of)
+    float64.write(gradients, path)
+    return {"loss": loss / float(weight), "targets": whole.num_targets}
+
+
+class _Compared(torch.optim.Optimizer):
+    """Takes the place of the optimizer: where an update was due, it compares the gradients and changes nothing."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], path: str, num_ranks: int) -> None:
+        super().__init__(list(parameters.values()), {"lr": 0.0})
+        self._parameters = parameters
+        self._path = path
+        self._num_ranks = num_ranks
+        self.errors: dict[str, tuple[float, float]] = {}
+        """Name -> this rank's share of the squared difference, and of the squared reference."""
+        self.squares = 0.0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        expected = float64.read(self._path)
+        for name, parameter in self._parameters.items():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            # several ranks may hold the same part: each has its share of it, so that shares add up over all ranks
+            copies = copies_of(gradient, self._num_ranks)
+            self.squares += float64_squares(local_tensor(gradient)) / copies
+            difference, size = _distance(gradient, name, expected)
+            self.errors[name] = difference / copies, size / copies
+
+
+def _distance(gradient: Tensor, name: str, expected: float64.Gradients) -> tuple[float, float]:
+    """Squared distance of this rank's part of a gradient from float64, and the squared size of that."""
+    local = local_tensor(gradient).detach()
+    slices = local_slices(gradient)
+    if local.numel() == 0:
+        return 0.0, 0.0
+    if local.ndim < 2:
+        wanted = expected.whole[name][slices]
+        return float((local.double() - wanted).square().sum()), float(wanted.square().sum())
+
+    # A block of rows at a time, of which alone the reference is formed. Matrices of experts lie in one tensor, and the
+    # reference counts their rows through.
+    difference = []
+    size = []
+    step = max(1, (1 << 22) // local.shape[-1])
+    matrices = [local] if local.ndim == 2 else local.flatten(0, -3).unbind()
+    for number, matrix in enumerate(matrices):
+        above = 0 if local.ndim == 2 else (slices[0].start + number) * gradient.shape[-2]
+        for start in range(0, len(matrix), step):
+            part = matrix[start : start + step]
+            first = above + slices[-2].start + start
+            wanted = expected.rows(name, first, first + len(part), slices[-1])
+            size.append(float(wanted.square().sum()))
+            difference.append(float(wanted.sub_(part).square_().sum()))
+    return math.fsum(difference), math.fsum(size)
+
+
+def step(rank: int, num_ranks: int, trainer: Any, config: Config, piece: PartialModel, path: str) -> dict[str, Any]:
+    """One step of the trainer as one rank: what it says of loss and norm, and how far its gradients are off."""
+    if config.debug.deterministic:
+        set_determinism(config.debug.deterministic_warn_only)
+    mesh = distributed.build(config, World(rank, num_ranks, rank, torch.device("cpu")))
+    module, shape, model = build(config, piece.cut_embedding)
+    num_layers = len(getattr(model, module.LAYOUT.layers))
+    runner = distributed.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
+    nothing = init_weights.Draw("zeros")
+    runner.materialize(dict.fromkeys(runner.parameters(), nothing), 0)
+    fill(runner.parameters(), module, shape, num_layers)
+    compared = _Compared(runner.parameters(), path, num_ranks)
+    stream = _Stream(
+        _rows(piece, shape.vocab_size),
+        config.debug.seed,
+        TOKENS,
+        shape.vocab_size,
+        SEQUENCES,
+        1,
+        mesh.rank(*BATCH_AXES),
+        mesh.size(*BATCH_AXES),
+    )
+    run = trainer.Run(
+        config=config,
+        mesh=mesh,
+        runner=runner,
+        optimizer=compared,
+        scaler=None,
+        dataloader=stream,
+        state=TrainState(),
+        total_steps=1,
+        num_params=0,
+        flops_per_token=0.0,
+    )
+    outcome = trainer.step(run)
+    share = float(outcome.loss_sum) / mesh.size("tp")  # the ranks of a tp group have the same sum
+    return {"loss": share, "norm": outcome.grad_norm, "squares": compared.squares, "errors": compared.errors}
+
+
+def errors(found: list[dict[str, Any]], expected: Mapping[str, float]) -> dict[str, Any]:
+    """Relative errors of loss, of the norm beside that of the same gradients in float64, and of the worst gradient.
+
+    A gradient that is all but zero, as that of a bias of keys, which softmax cancels, is judged by a thousandth of the
+    norm of all.
+    """
+    loss = math.fsum(one["loss"] for one in found)
+    norm = math.sqrt(math.fsum(one["squares"] for one in found))
+    names = {name for one in found for name in one["errors"]}
+    floor = 1e-6 * norm**2
+    worst = 0.0
+    where = ""
+    for name in sorted(names):
+        shares = [one["errors"][name] for one in found if name in one["errors"]]
+        difference = math.fsum(share[0] for share in shares)
+        size = math.fsum(share[1] for share in shares)
+        error = math.sqrt(difference / max(size, floor))
+        # written so that an error that is not a number is the worst
+        if not error <= worst:
+            worst = error
+            where = name
+    return {
+        "loss": abs(loss / expected["loss"] - 1),
+        "norm": max(abs(one["norm"] / norm - 1) for one in found),
+        "gradient": worst,
+        "where": where,
+    }

@@ -1,0 +1,77 @@
+"""A weight that is read by a reference of Python, in a module that does not hold it, is whole there, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from tiny import Result, make_run, tiny_config, train_steps
+
+from shardtrain import models
+from shardtrain.config.schema import Config
+from shardtrain.distributed import outside_reads
+from shardtrain.utils.errors import ConfigError
+
+SOUND = (Path(__file__).parents[1] / "tools/verify" / "sound_model.py").read_text()
+HEAD = "        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)\n"
+READING = """class Head(nn.Module):
+    def __init__(self, embed):
+        super().__init__()
+        self.tied = [embed]  # not registered: its weight has one name
+
+    def forward(self, x):
+        return F.linear(x, self.tied[0].weight)
+
+
+class Model("""
+STEPS = 2
+FILES = {
+    "in the head": SOUND.replace(HEAD, "        self.head = Head(self.embed)\n").replace("class Model(", READING),
+    "in the model's forward": SOUND.replace(HEAD, "        self.head = nn.Identity()\n").replace(
+        "return self.head(self.norm(x))", "return F.linear(self.head(self.norm(x)), self.embed.weight)"
+    ),
+    "as a parameter of both": SOUND.replace(HEAD, HEAD + "        self.head.weight = self.embed.weight\n"),
+}
+
+
+def config(path: Path, text: str, **parallelism: int) -> Config:
+    path.write_text(text.replace("dropout: float = 0.1", "dropout: float = 0.0"))
+    made = tiny_config(parallelism={**parallelism, "fsdp_reshard_after_forward": "always"}, training={"seq_len": 32})
+    model = dataclasses.replace(made.model, name=str(path), flavor="small", overrides={"vocab_size": 512})
+    return dataclasses.replace(made, model=model)
+
+
+@pytest.mark.parametrize("where", FILES)
+def test_a_weight_that_is_read_elsewhere_is_found(where: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(FILES[where])
+    module = models.find(str(path))
+    found = outside_reads.read_elsewhere(models.build(module, module.Config()), module.LAYOUT)
+    readers = {"in the head": "head", "in the model's forward": "the model's own forward"}
+    assert found == ({"embed.weight": readers[where]} if where in readers else {})
+
+
+@pytest.mark.parametrize("where", FILES)
+def test_fsdp_changes_no_number_of_a_weight_that_is_read_elsewhere(where: str, tmp_path: Path) -> None:
+    """Losses of float32 sums in another order: 1e-5."""
+    made = config(tmp_path / "model.py", FILES[where])
+    (alone,) = run_ranks(1, train_steps, made, STEPS)
+    together: list[Result] = run_ranks(2, train_steps, made, STEPS)
+    for rank in together:
+        assert rank.losses == pytest.approx(alone.losses, abs=1e-5)
+        assert rank.grad_norms == pytest.approx(alone.grad_norms, rel=1e-5)
+
+
+def refusal(rank: int, made: Config) -> str:
+    with pytest.raises(ConfigError) as raised:
+        make_run(rank, made)
+    return str(raised.value)
+
+
+def test_tensor_parallelism_refuses_it_in_one_line(tmp_path: Path) -> None:
+    made = config(tmp_path / "model.py", FILES["in the head"], tensor_parallel_degree=2)
+    for said in run_ranks(2, refusal, made):
+        assert said.startswith("parallelism.tensor_parallel_degree=2 reads embed.weight in head")
+        assert "self.head.weight = self.embed.weight" in said and "\n" not in said

@@ -1,0 +1,337 @@
+"""Laws of ``shardtrain launch`` as a user starts it: nothing but text with --dry-run, no torch, no secret, one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import patience
+import pytest
+import yaml
+
+from shardtrain.launch import launch_command
+from shardtrain.launch.platforms import runai
+
+ROOT = Path(__file__).parents[2]
+CANARIES = {"HF_TOKEN": "hf_canary0123456789abcdef", "WANDB_API_KEY": "wandb-canary-9876543210"}
+CONFIG = """\
+[launch]
+name = "run"
+nodes = 2
+devices_per_node = 8
+image = "registry.example/shardtrain:1"
+mounts = ["data:/data"]
+shared_memory_gib = 16
+forward_env = ["HF_TOKEN", "WANDB_API_KEY"]
+
+[launch.env]
+HF_HOME = "/data/hf"
+
+[launch.secrets]
+HF_TOKEN = "hub/token"
+WANDB_API_KEY = "wandb/key"
+
+[launch.ssh]
+hosts = ["node1", "node2"]
+
+[launch.slurm]
+container = "apptainer"
+
+[launch.kubernetes]
+queue = "team"
+node_selector = ["gpu=h100"]
+
+[launch.runai]
+project = "team"
+"""
+# an interpreter in which nothing but the standard library, PyYAML and this package can be imported
+BARE = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in sys.stdlib_module_names and top not in ("shardtrain", "yaml", "_yaml", "sitecustomize"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from shardtrain.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+NOTES = {
+    "local": "note: launch.image, launch.mounts, launch.shared_memory_gib, launch.secrets: without effect on local\n",
+    "ssh": "note: launch.image, launch.mounts, launch.shared_memory_gib: without effect on ssh\n",
+    "slurm": "note: launch.shared_memory_gib: without effect on slurm\n"
+    "note: launch.cpus_per_node is not set: many clusters then give one core to the 8 ranks of a node; 8 for each "
+    "device is usual\n",
+    "runai": "note: paths of this machine: the configuration {file}; the job opens them below /workspace of its image, "
+    "so put them there or into launch.mounts\n",
+}
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def run(*words: str | Path, **names: str) -> subprocess.CompletedProcess[str]:
+    """On a laptop without torch: the interpreter refuses to import it."""
+    environment = {**os.environ, **CANARIES, "PYTHONPATH": str(ROOT), **names}
+    command = [sys.executable, "-c", BARE, "launch", *map(str, words)]
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "--nproc", "1"], ["doctor"], ["generate", "--from", "x", "--prompt", "def"], ["verify"]]
+)
+def test_what_cannot_be_done_without_torch_is_reported_in_one_line(words):
+    command = [sys.executable, "-c", BARE, *words, *(["--metrics.no_enable_tensorboard"] if "train" in words else [])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert re.fullmatch(r"error\[2\]: (torch|numpy) is not installed here; .*`launch`.*", done.stderr.splitlines()[-1])
+
+
+@pytest.mark.parametrize("platform", ["local", "ssh", "slurm", "kubernetes", "runai"])
+def test_one_file_is_shown_for_every_platform_without_torch_and_without_a_secret(tmp_path, config_file, platform):
+    more = ["--nodes", "1"] if platform == "local" else []
+    before = sorted(tmp_path.rglob("*"))
+    done = run(platform, config_file, "--dry-run", "--optimizer.lr", "2e-05", *more, XDG_STATE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == NOTES.get(platform, "").format(file=config_file)
+    assert "2e-05" in done.stdout and "--launch" not in done.stdout
+    for canary in CANARIES.values():
+        assert canary not in done.stdout
+    assert sorted(tmp_path.rglob("*")) == before, "a dry run writes nothing"
+
+
+def test_what_a_platform_gives_to_nobody_who_does_not_ask_is_reported():
+    devices = ["--launch.devices_per_node", "8", "--image", "x"]
+    for platform in ("slurm", "kubernetes", "runai"):
+        told = run(platform, "--dry-run", "--nproc", "8", "--image", "x").stderr
+        assert "no GPU is asked for: the 8 ranks of a node train on its CPU; set launch.devices_per_node = 8" in told
+        assert "no GPU" not in run(platform, "--dry-run", *devices).stderr
+        meant = run(platform, "--dry-run", "--image", "x", "--training.device", "cpu")
+        assert meant.returncode == 0 and "no GPU" not in meant.stderr
+    assert "launch.cpus_per_node is not set" in run("slurm", "--dry-run", *devices).stderr
+    for platform in ("kubernetes", "runai"):
+        assert "launch.shared_memory_gib is not set" in run(platform, "--dry-run", *devices).stderr
+        nothing = ["--checkpoint.enable=false"]  # that would need a volume
+        assert run(platform, "debug", "--dry-run", *devices, "--launch.shared_memory_gib", "16", *nothing).stderr == ""
+
+
+def test_devices_that_no_rank_uses_and_ranks_without_a_device_are_reported_before_submission():
+    devices = ["--launch.devices_per_node", "8", "--image", "x"]
+    for platform in ("slurm", "kubernetes", "runai"):
+        idle = run(platform, "debug", "--dry-run", *devices, "--nproc", "6").stderr
+        assert "the 6 ranks of a node use 6 of its 8 GPUs, and the others stay idle" in idle
+        unused = run(platform, "debug", "--dry-run", *devices, "--training.device", "cpu").stderr
+        assert '8 GPUs of each node are asked for, and training.device = "cpu" uses none' in unused
+        refused = run(platform, "debug", "--dry-run", *devices, "--nproc", "16")
+        assert refused.returncode == 2 and refused.stdout == ""
+        assert "launch.nproc_per_node=16 is more than the 8 devices of a node" in refused.stderr
+
+
+def test_a_launch_without_a_configuration_says_what_it_submits():
+    assert "note: no configuration is named: this is the preset debug" in run("slurm", "--dry-run").stderr
+    assert "no configuration" not in run("slurm", "debug", "--dry-run").stderr
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
+def test_secrets_are_references_in_every_manifest(config_file, kind):
+    done = run("kubernetes", config_file, "--dry-run", f"--launch.kubernetes.kind={kind}")
+    manifests = list(yaml.safe_load_all(done.stdout))
+    assert manifests[0]["kind"] == "ConfigMap" and manifests[0]["data"]["config.toml"] == CONFIG
+    assert done.stdout.count("secretKeyRef") == 2 * (2 if kind == "pytorchjob" else 1)
+    assert not re.search(r"^\s+(value|data): .*canary", done.stdout, re.MULTILINE)
+    assert manifests[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+
+
+FLAGS = {
+    # transcribed from the published references: docs.run.ai (v2.20, `runai submit-dist pytorch`), and
+    # docs.nvidia.com/run-ai (v3.0, `runai training pytorch submit`)
+    cli: set(flags.split())
+    for cli, flags in {
+        "v1": "--name -p -i -e --existing-pvc --large-shm --node-pools --working-dir --gpu --cpu --memory --workers "
+        "--min-replicas --max-replicas --command",
+        "v2": "-p -i -e --existing-pvc --large-shm --node-pools --working-dir --gpu-devices-request --cpu-core-request "
+        "--cpu-memory-request --workers --master-gpu-devices-request --min-replicas --max-replicas --env-secret "
+        "--termination-grace-period --command",
+    }.items()
+}
+COMMANDS = {
+    "v1": "runai submit-dist pytorch --name run -p team -i registry.example/shardtrain:1 -e HF_HOME=/data/hf "
+    "--existing-pvc claimname=data,path=/data --large-shm --gpu 8 --workers=1 -e HF_TOKEN=SECRET:hub,token "
+    "-e WANDB_API_KEY=SECRET:wandb,key --command -- python3 -m shardtrain train FILE --nproc 8",
+    "v2": "runai training pytorch submit run -p team -i registry.example/shardtrain:1 -e HF_HOME=/data/hf "
+    "--existing-pvc claimname=data,path=/data --large-shm --gpu-devices-request 8 --workers 1 "
+    "--master-gpu-devices-request 8 --env-secret HF_TOKEN=hub,key=token --env-secret WANDB_API_KEY=wandb,key=key "
+    "--termination-grace-period 40s --command -- python3 -m shardtrain train FILE --nproc 8",
+}
+
+
+@pytest.mark.parametrize("cli", ["v1", "v2"])
+def test_runai_is_given_documented_flags_byte_for_byte(tmp_path, config_file, cli):
+    record = tmp_path / "argv"
+    stub = tmp_path / "bin" / "runai"
+    stub.parent.mkdir()
+    stub.write_text(f'#!/bin/sh\nprintf "%s\\0" runai "$@" > {shlex.quote(str(record))}\n')
+    stub.chmod(0o755)
+    done = run("runai", config_file, f"--launch.runai.cli={cli}", PATH=f"{stub.parent}:{os.environ['PATH']}")
+    assert done.returncode == 0, done.stderr
+    words = record.read_text().split("\0")[:-1]
+    assert words == COMMANDS[cli].replace("FILE", str(config_file)).split()
+    flags = {word.partition("=")[0] for word in words[: words.index("--")] if word.startswith("-")}
+    assert flags <= FLAGS[cli] and not any(word.startswith("--environment") for word in words)
+    assert done.stdout == f"runai/{cli}/pytorch/team/run\n"
+
+
+@pytest.mark.parametrize("platform", ["kubernetes", "runai"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--job.dump_folder=/data/run"], ""),
+        (["--job.dump_folder=run", "--launch.workdir=/data"], ""),
+        (["--checkpoint.folder=s3://bucket/run"], ""),
+        ([], "/workspace/outputs/checkpoint"),
+        (["--job.dump_folder=/data2"], "/data2/checkpoint"),
+    ],
+)
+def test_checkpoints_that_would_go_with_their_pod_are_reported(config_file, platform, words, told):
+    done = run(platform, config_file, "--dry-run", "--checkpoint.enable", *words)
+    assert done.returncode == 0 and (told in done.stderr if told else done.stderr == ""), done.stderr
+    assert len(done.stderr.splitlines()) == bool(told)
+
+
+@pytest.mark.parametrize(("platform", "is_file_named"), [("runai", True), ("kubernetes", False), ("slurm", False)])
+def test_paths_of_this_machine_that_a_container_would_not_have_are_noted(tmp_path, platform, is_file_named):
+    """Kubernetes gets the TOML itself in a ConfigMap; Slurm's nodes share the folder."""
+    (tmp_path / "rows.jsonl").write_text("{}")
+    file = tmp_path / "base.toml"
+    data = ["--training.dataset", "jsonl", "--training.dataset_path", str(tmp_path / "rows.jsonl")]
+    file.write_text("[training]\nsteps = 10\n")
+    words = [platform, str(file), "--dry-run", "--image", "x", *data]
+    note = run(*words).stderr
+    assert (f"the configuration {file}" in note) is is_file_named
+    assert (f"training.dataset_path {tmp_path / 'rows.jsonl'}" in note) is (platform != "slurm")
+    mounted = run(*words, "--launch.mounts", f"claim:{tmp_path}").stderr
+    assert "paths of this machine" not in mounted
+    assert "paths of this machine" not in run(platform, "debug", "--dry-run", "--image", "x").stderr
+
+
+def test_one_pod_and_an_elastic_range_are_said_in_runais_words(config_file):
+    alone = run("runai", config_file, "--dry-run", "--nodes", "1").stdout
+    assert alone.startswith("runai training standard submit run ") and "--workers" not in alone
+    elastic = run("runai", config_file, "--dry-run", "--nodes", "2:4").stdout
+    assert "--workers 3 " in elastic and "--min-replicas 1 --max-replicas 3 " in elastic
+
+
+def test_an_elastic_pytorchjob_has_workers_alone(config_file):
+    done = run("kubernetes", config_file, "--dry-run", "--nodes=1:4", "--max_restarts=2")
+    spec = list(yaml.safe_load_all(done.stdout))[-1]["spec"]
+    assert spec["elasticPolicy"] == {"rdzvBackend": "c10d", "minReplicas": 1, "maxReplicas": 4, "maxRestarts": 2}
+    assert list(spec["pytorchReplicaSpecs"]) == ["Worker"]
+    done = run("kubernetes", config_file, "--dry-run", "--nodes=1:4")
+    policy = list(yaml.safe_load_all(done.stdout))[-1]["spec"]["elasticPolicy"]
+    assert policy["maxRestarts"] == 6, "without a word, a lost pod must not be the end of the others"
+
+
+def test_a_pod_is_given_the_time_that_a_save_takes(config_file):
+    done = run("kubernetes", config_file, "--dry-run", "--checkpoint.grace_seconds", "120")
+    assert "terminationGracePeriodSeconds: 130" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "needs a platform"),
+        (["nowhere"], "needs a platform"),
+        (["slurm", "--nodes"], "has no value"),
+        (["slurm", "--nodes", "none"], "launch.nodes"),
+        (["slurm", "--nodes", "2:"], "write 2, or 1:4"),
+        (["kubernetes", "--nodes=:2"], "write 2, or 1:4"),
+        (["slurm", "--nnodes", "2"], "say --nodes"),
+        (["local", "--nodes", "2"], "launch.nodes"),
+        (["ssh"], "names no host"),
+        (["ssh", "--hosts", "a", "--launch.forward_env=NOT_SET_HERE"], "NOT_SET_HERE"),
+        (["kubernetes"], "launch.image"),
+        (["kubernetes", "--image=a", "--launch.forward_env=HF_TOKEN"], "launch.secrets"),
+        (["kubernetes", "--image=a", "--nodes=1:2", "--launch.kubernetes.kind=jobset"], "launch.min_nodes"),
+        (["runai", "--image=a", '--launch.mounts=["a:/b:ro"]'], "read-only"),
+        (["slurm", "--nodes=3", "--nproc=4", "--parallelism.tensor_parallel_degree=8"], "cannot divide 12 ranks"),
+        (["slurm", "--launch.slurm.sweep=--optimizer.lrr 1"], "did you mean optimizer.lr?"),
+        (["slurm", "--launch.slurm.sweep=--optimizer.lrr 1"], "launch.slurm.sweep '--optimizer.lrr 1'"),
+        (["slurm", "--launch.slurm.sweep=--optimizer.lr none"], "launch.slurm.sweep"),
+        (["kubernetes", "--image=a", "--launch.mounts=a:/dev/shm", "--launch.shared_memory_gib=1"], "launch.mounts"),
+        (["slurm", "--launch.slurm.sweep_at_once=2"], "sweep"),
+        (["status", "slurm/1;2"], "not an id"),
+        (["stop", "ssh/99999999"], "not a launch of this user"),
+        (["logs"], "needs one id"),
+    ],
+)
+def test_bad_input_is_reported_in_one_line(tmp_path, words, told):
+    words = [*words, "--dry-run"] if words and words[0] not in ("status", "stop", "logs") else words
+    done = run(*words, XDG_STATE_HOME=str(tmp_path))
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert told in done.stderr and len(done.stderr.splitlines()) == 1 and done.stdout == ""
+
+
+def test_a_program_that_is_missing_or_refuses_is_reported_in_one_line(tmp_path, config_file):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = run("kubernetes", config_file, PATH=str(empty))
+    assert done.returncode == 2 and "kubectl" in done.stderr and len(done.stderr.splitlines()) == 1
+    stub = empty / "runai"
+    stub.write_text("#!/bin/sh\necho 'project team: quota exceeded' >&2\nexit 1\n")
+    stub.chmod(0o755)
+    done = run("runai", config_file, PATH=f"{empty}:/bin:/usr/bin")
+    assert done.returncode == 2 and "quota exceeded" in done.stderr.splitlines()[-1]
+    assert [line for line in done.stderr.splitlines()[:-1] if not line.startswith("note: ")] == []
+
+
+def test_an_id_is_followed_by_the_platforms_own_command(tmp_path):
+    record = tmp_path / "argv"
+    for name in ("runai", "scancel", "scontrol"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {shlex.quote(str(record))}\n')
+        (tmp_path / name).chmod(0o755)
+    for words in (
+        ["logs", "runai/v2/pytorch/team/run"], ["stop", "runai/v1/standard/-/run"], ["stop", "slurm/12_3"],
+    ):  # fmt: skip
+        assert run(*words, PATH=f"{tmp_path}:{os.environ['PATH']}").returncode == 0
+    assert record.read_text().splitlines() == [
+        "runai training pytorch logs run -p team",
+        "runai delete job run",
+        "scontrol --oneliner show job 12_3",
+        "scancel 12_3",
+    ]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(75, 3), (0, 0), (1, 1), (76, 76)])
+def test_launch_answers_for_a_stopped_run_with_the_configured_status(monkeypatch, code, expected):
+    """The commands of the hosts keep 75 for a saved stop."""
+    monkeypatch.setitem(launch_command.PLATFORMS, "ssh", lambda asked: launch_command.Submission("", lambda: code))
+    assert launch_command.main(["ssh", "--checkpoint.stop_exit_code=3"]) == expected
+
+
+def test_launch_local_is_train_with_the_variables_of_launch(tmp_path):
+    """The process becomes ``shardtrain train``, so that signals arrive."""
+    command = [sys.executable, "-m", "shardtrain", "launch", "local", "--launch.env.NGPU=none"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+    )
+    assert done.returncode == 2 and "NGPU" in done.stderr
+
+
+def test_the_reference_of_flags_is_named_where_they_are_written():
+    assert "docs.run.ai" in (runai.__doc__ or "")

@@ -1,0 +1,346 @@
+"""Laws of ``shardtrain generate``: from a run's folder to text, on any number of ranks, or a line of what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import patience
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import tiny_config
+from tiny_tokenizers import bpe_folder
+
+from shardtrain import cli
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config import Loaded
+from shardtrain.distributed.process_group import World
+from shardtrain.ops import chosen_kernels
+from shardtrain.ops.cpu import packed_linear
+from shardtrain.tools.generate import generate_request
+from shardtrain.tools.generate.answer import Answers
+from shardtrain.tools.generate.engine import Generator
+from shardtrain.tools.generate.prompts import read_rows
+from shardtrain.tools.generate.trained_model import open_model
+from shardtrain.train import resume, trainer
+from shardtrain.train.run_folder import write_resolved_config
+from shardtrain.utils.errors import CheckpointError, ConfigError, DataError
+
+SENTENCES = ["mesh and shard, in step.", "the rank that gathers last", "a loss of seven; a norm", "tokens flow: é 東京"]
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def train_one(rank, config):
+    trainer.train(Loaded(config), World(rank, 1, 0, torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run that has learned four sentences by heart."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": s}) + "\n" for s in SENTENCES))
+    config = tiny_config(
+        job={"dump_folder": str(folder / "run")},
+        model={"overrides": {"num_layers": 2}},
+        training={
+            "dataset": "jsonl",
+            "dataset_path": str(folder / "rows.jsonl"),
+            "local_batch_size": 8,
+            "global_batch_size": 8,
+            "seq_len": 40,
+            "steps": 60,
+            "on_data_end": "repeat",
+        },
+        data={"packing": "padded"},
+        optimizer={"lr": 5e-3, "eps": 1e-8},
+        checkpoint={"enable": True, "interval": 40},
+    )
+    run_ranks(1, train_one, config)
+    return folder / "run"
+
+
+def answer(capfd, *words):
+    code = cli.main(["generate", *words])
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.setenv(name, os.environ.get(name, {"OMP_NUM_THREADS": "1"}.get(name, "")) or "lo")
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    monkeypatch.setattr(chosen_kernels, "_chosen", chosen_kernels.PYTORCH)  # which the command changes for its process
+
+
+def test_what_was_learned_by_heart_is_said_again_and_ends(trained, capfd):
+    for sentence in SENTENCES:
+        code, out, err = answer(capfd, "--from", str(trained), "--prompt", sentence[:4], "--max_new_tokens", "36")
+        assert (code, out) == (0, sentence[4:] + "\n"), err
+        assert "step-60, float32 on cpu" in err
+
+
+def test_a_stop_text_ends_what_is_printed(trained, capfd):
+    words = ["--from", str(trained / "checkpoint" / "step-60"), "--prompt", "mesh", "--stop", " step"]
+    assert answer(capfd, *words)[:2] == (0, " and shard, in\n")
+
+
+def test_rows_keep_every_byte_of_their_fields(trained, tmp_path, capfd):
+    lines = [
+        '{"id": 1.10, "prompt": "mesh ", "big": 123456789012345678901234567890}',
+        "",
+        '{"prompt":"the r" , "é": {"x": [null, 1e400]}, "\\u65e5": "\\ud800"}  ',
+        '{"prompt": "toke"}',
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    out = tmp_path / "out.jsonl"
+    words = ["--from", str(trained / "checkpoint"), "--input", str(tmp_path / "in.jsonl"), "--output", str(out)]
+    code, _, err = answer(capfd, *words, "--max_new_tokens", "36", "--prediction_field", "said", "--batch_size", "2")
+    assert code == 0, err
+    written = out.read_text(encoding="utf-8").splitlines()
+    kept = [line.rstrip()[:-1].rstrip() for line in lines if line]
+    endings = ["and shard, in step.", "ank that gathers last", "ns flow: é 東京"]
+    assert written == [f'{line}, "said": "{end}"}}' for line, end in zip(kept, endings, strict=True)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_weights_are_packed_for_as_many_passes_and_rows_as_are_asked_for(trained, tmp_path, capfd, monkeypatch):
+    asked = []
+    monkeypatch.setattr(packed_linear, "use_where_it_pays", lambda model, passes, rows: asked.append((passes, rows)))
+    answer(capfd, "--from", str(trained), "--prompt", "mesh", "--max_new_tokens", "20")
+    (tmp_path / "in.jsonl").write_text('{"prompt": "mesh "}\n' * 3)
+    words = ["--from", str(trained), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert answer(capfd, *words, "--max_new_tokens", "20", "--batch_size", "2")[0] == 0
+    assert asked == [(20, 1), (40, 2)]
+
+
+@pytest.mark.nightly(
+    "the tokens",
+    by="tests/tools/generate/test_generate_command.py::test_ranks_that_split_each_layer_choose_the_tokens_of_one",
+)
+def test_two_processes_write_the_file_of_one(trained, tmp_path, capfd):
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"q": {"text": s[:n]}}) + "\n" for n, s in enumerate(SENTENCES))
+    )
+    words = ["--from", str(trained), "--input", str(tmp_path / "in.jsonl"), "--field", "q.text", "--temperature", "1.5"]
+    words += ["--top_k", "20", "--seed", "7", "--max_new_tokens", "12"]
+    for name, more in {"one": ["--batch_size", "3"], "two": ["--nproc", "2"]}.items():
+        code, _, err = answer(capfd, *words, *more, "--output", str(tmp_path / name))
+        assert code == 0, err
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert not list(trained.glob("logs/rank-1*"))  # the run's own folder is left as it was
+
+
+# --- every family, split over ranks ---
+
+
+def save_one(rank, config):
+    """A checkpoint of untrained weights that count for much."""
+    here = World(rank, 1, 0, torch.device("cpu"))
+    run = trainer.build(config, here)
+    with torch.no_grad():
+        for name, parameter in run.runner.parameters().items():
+            if name.startswith("layers.") and parameter.ndim > 1:
+                parameter.mul_(6)
+    resume.save(run, Checkpoints(config), last=False)
+    write_resolved_config(Loaded(config), Path(config.job.dump_folder), 1)
+
+
+def generate_split(rank, folder, prompts):
+    here = World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu"))
+    opened = open_model(folder, world=here)
+    held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in opened.model.parameters())
+    made = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size, width=opened.width)
+    return made.generate(prompts, 6), held
+
+
+MOE = {"moe_ffn_dim": 64, "top_k": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("qwen3", {"tied_embeddings": True}),
+        ("mixtral", {**MOE, "num_experts": 4}),
+        ("mixtral", {**MOE, "num_experts": 3}),  # which two ranks cannot share: each has all
+        ("deepseek_v3", {**MOE, "num_experts": 4, "kv_lora_rank": 32, "num_dense_layers": 1}),
+    ],
+    ids=["qwen3", "mixtral", "mixtral-3-experts", "deepseek_v3"],
+)
+def test_ranks_that_split_each_layer_choose_the_tokens_of_one(tmp_path, name, overrides):
+    sizes = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4, **overrides}
+    if name != "deepseek_v3":
+        sizes |= {"num_kv_heads": 2, "head_dim": 16}
+    config = tiny_config(job={"dump_folder": str(tmp_path)}, checkpoint={"enable": True})
+    flavor = "debugmodel"
+    model = dataclasses.replace(config.model, name=name, flavor=flavor, overrides=sizes)
+    config = dataclasses.replace(config, model=model)
+    run_ranks(1, save_one, config)
+    prompts = [[256, 5, 9], [256], [256, 80, 81, 82, 83, 84]]
+    opened = open_model(tmp_path)
+    whole = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size).generate(prompts, 6)
+    (first, held), (second, _) = run_ranks(2, generate_split, tmp_path, prompts)
+    assert first == second == whole and len({tuple(row) for row in whole}) == 3
+    total = sum(p.numel() for p in opened.model.parameters())
+    assert held < 0.9 * total
+
+
+# --- conversations ---
+
+
+def test_a_conversation_is_written_by_the_template_and_ends_with_its_turn(trained, tmp_path, capfd):
+    pytest.importorskip("tokenizers"), pytest.importorskip("jinja2")
+    special = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+    folder = bpe_folder(tmp_path / "tokenizer", special, chat_template=CHAT, eos_token="</s>")
+    config = (
+        (trained / "config.resolved.toml")
+        .read_text()
+        .replace('hf_assets_path = "bytes"', f'hf_assets_path = "{folder}"')
+    )
+    (tmp_path / "run.toml").write_text(config)
+    words = ["--from", str(trained), "--config", str(tmp_path / "run.toml"), "--max_new_tokens", "3"]
+    asked = generate_request.read([*words, "--prompt", "Hello", "--chat", "--stop", "<|im_start|>"])
+    opened = open_model(asked.source, asked.config)
+    answers, tokenizer = Answers(asked, opened), opened.tokenizer
+    ids = answers._encoder.value("Hello", "prompt")
+    assert tokenizer.decode(ids, keep_special=True) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    named = {tokenizer.decode([i], keep_special=True) for i in answers._stop_ids}
+    assert named == {"</s>", "<|im_end|>", "<|im_start|>"}
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"m": [{"role": "user", "content": "Hello"}]}\n{"m": [{"role": "assistant", "content": "x"}]}\n')
+    one, two = read_rows(rows, "m", "prediction")
+    assert answers._encoder.row(one, "m", "tools") == ids
+    with pytest.raises(DataError, match=r"in\.jsonl:2: .*nothing to answer"):
+        answers._encoder.row(two, "m", "tools")
+    code, _, err = answer(capfd, "--from", str(trained), "--chat", "--prompt", "Hello")
+    assert code == 2 and "data.chat_template is not set" in err
+
+
+# --- what is wrong ---
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--from"),
+        (["--from", "x"], "--prompt or --input is needed"),
+        (["--from", "x", "--prompt", "a", "--input", "b"], "not both"),
+        (["--from", "x", "--input", "b"], "--output out.jsonl"),
+        (["--from", "x", "--prompt", "a", "--output", "b"], "has no effect with --prompt"),
+        (["--from", "x", "--prompt", "a", "--top_k", "5"], "has no effect at --temperature 0"),
+        (["--from", "x", "--prompt", "a", "--seed", "5"], "has no effect at --temperature 0"),
+        (["--from", "x", "--prompt", "a", "--top_p", "0", "--temperature", "1"], "--top_p=0.0 must be above 0"),
+        (["--from", "x", "--prompt", "a", "--temperature", "nan"], "--temperature=nan"),
+        (["--from", "x", "--prompt", "a", "--max_new_tokens", "0"], "--max_new_tokens=0 must be at least 1"),
+        (["--from", "x", "--prompt", "a", "--nproc", "0"], "--nproc=0"),
+        (["--from", "x", "--prompt", "a", "--stop", ""], "--stop"),
+        (["--from", "x", "--prompt", "a", "--tempurature", "1"], "--tempurature"),
+        (["--from", "nowhere", "--prompt", "a"], '--from="nowhere" does not exist'),
+    ],
+)
+def test_a_wrong_request_is_one_line(capfd, words, said):
+    code, out, err = answer(capfd, *words)
+    assert (code, out) == (2, "") and said in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{broken", "is not JSON"),
+        (b"[1, 2]", "is not a JSON object"),
+        (b'"text"', "is not a JSON object"),
+        (b'{"text": "x"}', "has no column 'prompt'; its columns are text"),
+        (b'{"prompt": 3}', "holds a number, not a text"),
+        (b'{"prompt": "\\ud800"}', "lone surrogate"),
+        (b'{"prompt": "x", "prediction": 1}', "has the field 'prediction' already"),
+        (b'{"prompt": "\xff"}', "is not UTF-8"),
+        (b'{"prompt": [{"role": "user", "content": "x"}]}', "give --chat"),
+    ],
+)
+def test_a_bad_row_is_named_and_nothing_is_written(trained, tmp_path, capfd, line, said):
+    (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "fine"}\n\n' + line + b"\n")
+    words = ["--from", str(trained), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    code, _, err = answer(capfd, *words)
+    assert code == 3 and said in err and "in.jsonl:3: " in err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_files_that_cannot_be_read_or_written_are_named_before_any_work(tmp_path, capfd):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "empty").write_text("\n")
+    words = ["--from", str(tmp_path), "--output"]
+    for output, given, said in (
+        ("out", "missing", "cannot be read (No such file"),
+        ("out", "empty", "has no rows"),
+        ("in.jsonl", "in.jsonl", "exists"),
+        ("no/where", "in.jsonl", "is in no folder"),
+    ):
+        code, _, err = answer(capfd, *words, str(tmp_path / output), "--input", str(tmp_path / given))
+        assert code in (2, 3) and said in err
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_skipped_in_a_folder(trained, tmp_path, capfd):
+    run = shutil.copytree(trained, tmp_path / "run")
+    (stored,) = (run / "checkpoint" / "step-60").glob("*.bin")
+    data = bytearray(stored.read_bytes())
+    data[1000] ^= 1
+    stored.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"step-60.*damaged"):
+        open_model(run / "checkpoint" / "step-60")
+    assert "step-40" in open_model(run).name
+    shutil.rmtree(run / "checkpoint" / "step-40")
+    code, _, err = answer(capfd, "--from", str(run), "--prompt", "x")
+    assert code == 5 and "no checkpoint in" in err and "damaged" in err
+    shutil.rmtree(run / "checkpoint")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        open_model(run)
+
+
+def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path):
+    text = (trained / "config.resolved.toml").read_text()
+    (tmp_path / "other.toml").write_text(text.replace("num_layers = 2", "num_layers = 3"))
+    with pytest.raises(CheckpointError, match=r"has no model\.layers\.2"):
+        open_model(trained, tmp_path / "other.toml")
+
+
+def test_code_in_a_folder_that_was_found_is_not_run(trained, tmp_path):
+    run, code = shutil.copytree(trained, tmp_path / "run"), tmp_path / "evil.py"
+    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom shardtrain.models.llama3 import *\n")
+    config = run / "config.resolved.toml"
+    config.write_text(config.read_text().replace('name = "llama3"', f'name = "{code}"'))
+    with pytest.raises(ConfigError, match=r"is a file of code.*--config"):
+        open_model(run)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_type_to_compute_in_can_be_chosen(trained):
+    opened = open_model(trained, dtype="bfloat16")
+    assert {p.dtype for p in opened.model.parameters()} == {torch.bfloat16}
+    new = Generator(opened.model, opened.layout, 258).generate(
+        [[256, *SENTENCES[0][:4].encode()]], 36, stop_ids=frozenset({257})
+    )
+    assert bytes(new[0][:-1]).decode() == SENTENCES[0][4:]
+
+
+def test_help_needs_no_torch():
+    program = "import sys; from shardtrain import cli; assert cli.main(['generate', '--help']) == 0; "
+    program += "sys.exit('torch' in sys.modules)"
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        env=paths,
+        check=False,
+    )
+    assert done.returncode == 0 and "--max_new_tokens" in done.stdout, done.stderr

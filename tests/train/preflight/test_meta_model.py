@@ -1,0 +1,98 @@
+"""What the model on tensors without memory tells before ranks start."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import tiny_config
+
+from shardtrain import models, optim
+from shardtrain.config import stages
+from shardtrain.config.schema import Lora, Parallelism
+from shardtrain.distributed.pipeline_parallel import stage
+from shardtrain.lora import spec
+from shardtrain.train.preflight.meta_model import build
+from shardtrain.utils.errors import ConfigError
+
+LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3"]
+CUTS = {
+    "layers on each rank": ("1F1B", [["embed", *LAYERS[:2]], [*LAYERS[2:], "norm", "head"]]),
+    "an embedding alone": ("1F1B", [["embed"], [*LAYERS, "norm", "head"]]),
+    "a head alone": ("1F1B", [["tok_embeddings", *LAYERS], ["norm", "output"]]),
+    "both ends on one rank": ("ZBVZeroBubble", [["embed"], LAYERS[:2], LAYERS[2:], ["norm", "head"]]),
+    "ends on two ranks": ("Interleaved1F1B", [["embed"], LAYERS[:2], LAYERS[2:], ["norm", "head"]]),
+}
+
+
+@pytest.mark.parametrize("saved", [(), ("embed",), ("head",), ("embed", "head")])
+@pytest.mark.parametrize("name", CUTS)
+def test_a_pipeline_rank_with_nothing_to_train_is_refused_before_ranks_start(name: str, saved: tuple[str, ...]) -> None:
+    """As the ranks' own optimizers would, of which each is asked here."""
+    schedule, parts = CUTS[name]
+    config = replace(
+        tiny_config(),
+        parallelism=Parallelism(
+            pipeline_parallel_degree=2,
+            pipeline_parallel_schedule=schedule,
+            module_fqns_per_model_part=[list(part) for part in parts],
+        ),
+        lora=Lora(enable=True, random_base=True, target_modules=["layers.*.attn.wq"], modules_to_save=list(saved)),
+    )
+    config = replace(config, model=replace(config.model, overrides={**config.model.overrides, "num_layers": 4}))
+    module = models.find(config.model.name)
+    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    with torch.device("meta"):
+        model = models.build(module, shape)
+    spec.adapt(model, module, shape, config.lora, False)
+    names = [{"tok_embeddings": "embed", "output": "head"}.get(n, n) for part in parts for n in part]
+    assert names == ["embed", *LAYERS, "norm", "head"]
+    ranks_fail = []
+    for rank in range(2):
+        held = []
+        for index in stages.stages_of_rank(schedule, rank, 2, len(parts)):
+            keep = {{"tok_embeddings": "embed", "output": "head"}.get(n, n) for n in parts[index]}
+            held += list(stage(copy.deepcopy(model), module.LAYOUT, keep).named_parameters())
+        try:
+            optim.build(held, config.optimizer)
+        except ConfigError:
+            ranks_fail.append(rank)
+    errors, parameters = build(config)
+    assert bool(errors) == bool(ranks_fail)
+    assert (parameters is None) == bool(ranks_fail)
+    if errors:
+        assert f"leaves pipeline rank {ranks_fail[0]} nothing to train" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    ("layers", "sections", "problem"),
+    [
+        (2, {"filter_fqns": ["attn"]}, ""),
+        (1, {}, "quantize.grouped_mm.float8.fqns=['experts'] names no experts of this model"),
+        (2, {"filter_fqns": ["nothing"]}, "names no module of this model by 'nothing'"),
+        (2, {"filter_fqns": ["layers", "head"]}, "leaves no linear layer to compute in float8"),
+    ],
+)
+def test_what_float8_would_find_no_module_for_is_refused_before_ranks_start(
+    layers: int, sections: dict[str, list[str]], problem: str
+) -> None:
+    config = tiny_config(
+        model={
+            "name": "llama4",
+            "flavor": "debugmodel",
+            "overrides": {"num_layers": layers, "interleave_moe_layer_step": 2},
+            "converters": ["quantize.linear.float8", "quantize.grouped_mm.float8"],
+        }
+    )
+    quantize = replace(
+        config.quantize,
+        linear=replace(config.quantize.linear, float8=replace(config.quantize.linear.float8, emulate=True, **sections)),
+        grouped_mm=replace(
+            config.quantize.grouped_mm,
+            float8=replace(config.quantize.grouped_mm.float8, emulate=True, fqns=["experts"]),
+        ),
+    )
+    errors, _ = build(replace(config, quantize=quantize))
+    assert problem in "".join(map(str, errors)) and bool(errors) == bool(problem)

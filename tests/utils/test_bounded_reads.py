@@ -1,0 +1,51 @@
+"""Laws of looking at files of others: storage that does not answer is not taken for a path that leads nowhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from shardtrain.data.sources import Request
+from shardtrain.data.sources._data_files import list_files
+from shardtrain.utils import bounded_reads
+from shardtrain.utils.errors import ConfigError, DataError, StorageError
+
+
+def test_a_path_leads_to_a_folder_a_file_something_else_or_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "broken").symlink_to("gone")
+    names = {".": "folder", "file": "file", "pipe": "other", "broken": "", "gone": "", "file/below": ""}
+    assert {name: bounded_reads.kind(tmp_path / name) for name in names} == names
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_of_a_folder_of_data_on_storage_that_does_not_answer_nothing_else_is_said(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first look alone fails: what comes next would be said of a file."""
+    (tmp_path / "rows.txt").write_text("a text\n")
+    stat, failed = os.stat, []
+
+    def fails_once(path, *arguments, **keywords):
+        if os.fspath(path) == str(tmp_path) and not failed:
+            failed.append(path)
+            raise OSError(number, os.strerror(number), path)
+        return stat(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "stat", fails_once)
+    with pytest.raises(StorageError, match=rf"^cannot read .*\(errno {number}\), "):
+        list_files(Request(str(tmp_path)), "text", [".txt"])
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError])
+def test_a_file_that_cannot_be_read_is_named_unless_its_storage_fails(
+    kind: type[ConfigError] | type[DataError],
+) -> None:
+    denied = bounded_reads.unreadable("data.path", "rows", OSError(errno.EACCES, "Permission denied"), "allow it", kind)
+    assert isinstance(denied, kind)
+    assert "cannot be read (Permission denied); allow it" in str(denied) and "rows" in str(denied)
+    assert isinstance(bounded_reads.unreadable("data.path", "rows", OSError(errno.EIO, "I/O error")), StorageError)
