@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from shardtrain.layout import TENSOR_WORDS, Layout, check, matches, word_of
+from shardtrain.layout import TENSOR_STYLES, Layout, check, matches, style_of
 
 GOOD = Layout(
     first=("embed",),
@@ -75,11 +75,11 @@ def test_within_a_part_a_pattern_means_what_fnmatch_says() -> None:
                 assert matches(f"x.{name}", f"x.{pattern}") is fnmatch.fnmatchcase(name, pattern), (name, pattern)
 
 
-def test_word_of_a_path_is_that_of_the_rule_that_names_it() -> None:
-    assert word_of(GOOD, "layers.0.attn.wk") == "colwise"
-    assert word_of(GOOD, "layers.0.attn") == "gather"
-    assert word_of(GOOD, "layers.0.attn.core") is None
-    assert word_of(GOOD, "") is None
+def test_style_of_a_path_comes_from_the_rule_that_matches_it() -> None:
+    assert style_of(GOOD, "layers.0.attn.wk") == "colwise"
+    assert style_of(GOOD, "layers.0.attn") == "gather"
+    assert style_of(GOOD, "layers.0.attn.core") is None
+    assert style_of(GOOD, "") is None
 
 
 def test_a_layout_that_fits_has_no_problem() -> None:
@@ -93,7 +93,7 @@ def test_generators_of_names_will_do() -> None:
 @pytest.mark.parametrize(
     ("layout", "parts"),
     [
-        (changed(tensor={**GOOD.tensor, "norm": "sequenec"}), ["'sequenec'", "not a known word", "colwise"]),
+        (changed(tensor={**GOOD.tensor, "norm": "sequenec"}), ["'sequenec'", "not a known style", "colwise"]),
         (changed(tensor={**GOOD.tensor, "layers.*.ffn": "gather"}), ["'layers.*.ffn'", "names no module"]),
         (changed(first=("embedding",)), ["LAYOUT.first", "'embedding'", "not a module"]),
         (changed(layers="blocks"), ["LAYOUT.layers", "'blocks'", "not a module"]),
@@ -110,19 +110,19 @@ def test_each_broken_promise_is_reported_alone(layout: Layout, parts: list[str])
 
 def test_a_parameter_without_a_rule_is_reported() -> None:
     (problem,) = check(GOOD, [*MODULES, "layers.0.moe"], [*PARAMETERS, "layers.0.moe.router"])
-    assert "layers.0.moe.router" in problem and "named by 0 rules" in problem
+    assert "layers.0.moe.router" in problem and "matches 0 rules" in problem
 
 
 def test_a_parameter_of_the_model_itself_needs_a_rule_too() -> None:
     (problem,) = check(GOOD, MODULES, [*PARAMETERS, "scale"])
-    assert "parameter scale" in problem and "named by 0 rules" in problem
+    assert "parameter scale" in problem and "matches 0 rules" in problem
 
 
 @pytest.mark.parametrize(
     ("parameter", "advice"),
     [
         ("layers.0.scale", '"layers.0.CHILD": "sequence"'),
-        ("layers.0.extra.weight", 'a rule for "layers.0.extra" with a word of docs/models.md'),
+        ("layers.0.extra.weight", 'a rule for "layers.0.extra" with a style of docs/models.md'),
         ("scale", "move it into a module of LAYOUT.first, layers or last"),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_parameter_that_two_rules_name_is_reported() -> None:
     twice = changed(tensor={**GOOD.tensor, "layers.*.attn.w?": "colwise"})
     problems = check(twice, MODULES, PARAMETERS)
     assert len(problems) == 3  # wq, wk and wo
-    assert all("named by 2 rules" in problem and "'layers.*.attn.w?'" in problem for problem in problems)
+    assert all("matches 2 rules" in problem and "'layers.*.attn.w?'" in problem for problem in problems)
 
 
 def test_a_gathering_module_may_hold_no_parameter() -> None:
@@ -149,5 +149,5 @@ def test_several_problems_are_reported_at_once() -> None:
 
 
 def test_every_word_says_what_it_does() -> None:
-    assert {"embed", "sequence", "gather", "colwise", "rowwise", "head"} <= set(TENSOR_WORDS)
-    assert all(len(meaning) > 20 for meaning in TENSOR_WORDS.values())
+    assert {"embed", "sequence", "gather", "colwise", "rowwise", "head"} <= set(TENSOR_STYLES)
+    assert all(len(meaning) > 20 for meaning in TENSOR_STYLES.values())

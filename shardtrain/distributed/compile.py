@@ -19,7 +19,7 @@ from shardtrain.config.machine_rules import has_cpp_compiler
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task_options import Task
 from shardtrain.distributed.mesh import Mesh
-from shardtrain.layout import Layout, matches, word_of
+from shardtrain.layout import Layout, matches, style_of
 from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss_without_scatter
 from shardtrain.ops.machine_key import machine_key
 from shardtrain.utils import user_cache
@@ -244,7 +244,7 @@ def _compiled_parts(layer: nn.Module, path: str, layout: Layout, mesh: Mesh) -> 
         return [layer]
     # With sequence parallelism, an entire compiled layer fails in backward: 'Tensor' object has no attribute
     # '_local_tensor' (torch 2.13). The modules whose input is gathered compile well separately.
-    return [child for name, child in layer.named_children() if word_of(layout, f"{path}.{name}") == "gather"]
+    return [child for name, child in layer.named_children() if style_of(layout, f"{path}.{name}") == "gather"]
 
 
 def compiled_chunk_loss(config: Config) -> ChunkFunction | None:

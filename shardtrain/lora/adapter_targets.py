@@ -10,7 +10,7 @@ from torch import nn
 
 from shardtrain.config.options import nearest
 from shardtrain.hub_formats.format import Heads
-from shardtrain.layout import Layout, matches, word_of
+from shardtrain.layout import Layout, matches, style_of
 from shardtrain.lora import stacks
 from shardtrain.lora.linear import is_linear
 from shardtrain.lora.stacks import Stack
@@ -39,7 +39,7 @@ def find(
     layout: Layout = module.LAYOUT
     foreign = getattr(model, "hf", None)
     paths = linears_of(model)
-    words = {path: word_of(layout, path) for path in paths}
+    words = {path: style_of(layout, path) for path in paths}
     if foreign is not None:
         head = foreign.get_output_embeddings()
         words = {path: "head" if model.get_submodule(path) is head else "replicate" for path in paths}
@@ -188,9 +188,9 @@ def _unknown(name: str, model: nn.Module, layout: Layout, linears: Sequence[str]
             rule = f"names {owners[0]}, an embedding; only linear modules and experts can have adapters"
             return Problem(OPTION, name, rule, f'train all of it: lora.modules_to_save = ["{name}"]')
         rule = f"names {owners[0]}, which is not a linear module that can have an adapter"
-        if word_of(layout, owners[0]) == "router":
+        if style_of(layout, owners[0]) == "router":
             rule = f"names {owners[0]}, a router: which experts a token sees is not trained by adapters here"
-        elif word_of(layout, owners[0]) == "expert":
+        elif style_of(layout, owners[0]) == "expert":
             rule = f"names {owners[0]}, whose weights are one stack for all experts and no linear module"
             fix = 'set lora.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]'
             return Problem(OPTION, name, rule, fix)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.layout import Layout, word_of
+from shardtrain.layout import Layout, style_of
 from shardtrain.lora.linear import FrozenLinear, is_linear
 from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
@@ -94,7 +94,7 @@ def names(model: nn.Module, layout: Layout) -> list[str]:
             and any(path.startswith(f"{block}.") for block in model.blocks)  # type: ignore[union-attr]
         ]
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [path for path in linears if path.startswith(f"{layout.layers}.") and word_of(layout, path) in words]
+    return [path for path in linears if path.startswith(f"{layout.layers}.") and style_of(layout, path) in words]
 
 
 def packed_bytes(shape_OI: tuple[int, int], kind: str, dtype: torch.dtype) -> int:

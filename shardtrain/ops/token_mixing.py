@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from shardtrain.layout import Layout, matches, word_of
+from shardtrain.layout import Layout, matches, style_of
 from shardtrain.ops.attention_core import Broken
 from shardtrain.ops.user_state import trial
 
@@ -43,7 +43,7 @@ def outside_of_cores(whole: nn.Module, layout: Layout) -> Broken | None:
 
 def outside_of_gathered(whole: nn.Module, layout: Layout) -> Broken | None:
     """The same for modules in which a tensor-parallel rank has all tokens: the word "gather" says which."""
-    gathered = {path for path, _ in whole.named_modules() if word_of(layout, path) == "gather"}
+    gathered = {path for path, _ in whole.named_modules() if style_of(layout, path) == "gather"}
     return _first_mix(whole, layout, gathered, 'modules with the word "gather"', "do it in one of these")
 
 

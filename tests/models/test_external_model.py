@@ -178,8 +178,8 @@ def test_a_missing_part_is_named(part: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (('        "out_norm": "sequence",\n', ""), ["parameter out_norm.weight is named by 0 rules"]),
-        (('"blocks.*.mlp.up": "colwise"', '"blocks.*.mlp.up": "columnwise"'), ["'columnwise' is not a known word"]),
+        (('        "out_norm": "sequence",\n', ""), ["parameter out_norm.weight matches 0 rules"]),
+        (('"blocks.*.mlp.up": "colwise"', '"blocks.*.mlp.up": "columnwise"'), ["'columnwise' is not a known style"]),
         (('"blocks.*.mlp.up"', '"blocks.*.ffn.up"'), ["'blocks.*.ffn.up'", "names no module"]),
         (('layers="blocks"', 'layers="layers"'), ["LAYOUT.layers names 'layers', which is not a module"]),
         (('        "tokens.weight": Draw("normal"),\n', ""), ["initial() has no rule for parameter tokens.weight"]),

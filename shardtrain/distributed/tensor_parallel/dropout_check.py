@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardtrain.config.schema import Config
 from shardtrain.distributed.mesh import Mesh
-from shardtrain.layout import Layout, word_of
+from shardtrain.layout import Layout, style_of
 from shardtrain.utils.errors import ConfigError, Problem
 
 
@@ -40,7 +40,7 @@ def refuse_replicated_dropout(model: nn.Module, layout: Layout, mesh: Mesh, conf
     # attributes of tensors and a TorchFunctionMode would break the compiler's graphs
     if not config.compile.enable:
         for path, module in model.named_modules():
-            if word_of(layout, path) == "replicate":
+            if style_of(layout, path) == "replicate":
                 module.register_forward_hook(_mark_replicated)
         _check_dropout_calls(model, refuse)
 

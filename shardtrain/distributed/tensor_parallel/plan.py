@@ -31,7 +31,7 @@ from shardtrain.distributed.tensor_parallel.styles import (
     WholeHead,
     WholeWeights,
 )
-from shardtrain.layout import TENSOR_WORDS, Layout, matches, word_of
+from shardtrain.layout import TENSOR_STYLES, Layout, matches, style_of
 from shardtrain.ops.linear_layers import is_plain_linear
 from shardtrain.ops.tied import tie, tied_names
 from shardtrain.utils.errors import ConfigError, Problem
@@ -56,14 +56,14 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     # a style of PyTorch for each module that the layout names
     styles = {}
     for path, module in model.named_modules():
-        word = word_of(layout, path)
+        word = style_of(layout, path)
         # experts are split in expert_parallel.py. An nn.Identity needs no style, except one with the word "copy"
         if word not in (None, "expert") and (word == "copy" or not isinstance(module, nn.Identity)):
             styles[path] = style_for(path, module, word, splitting)
             _accept_keyword_input(module)
     if not layout.tensor:
         rule = "needs LAYOUT.tensor of the model, which names no module"
-        fix = f"give every weight one of the words {', '.join(TENSOR_WORDS)}, or set the degree to 1"
+        fix = f"give every weight one of the words {', '.join(TENSOR_STYLES)}, or set the degree to 1"
         raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
     # PyTorch would fail on these with an error about its parallel styles
     if problems := misnamed(model, layout):
@@ -78,14 +78,14 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
     ties = tied_names(model)
     # adapters are split by the word of the weight beside them; PyTorch's style for the weight does not know them
-    factors = adapter_styles.set_aside(model, partial(word_of, layout))
+    factors = adapter_styles.set_aside(model, partial(style_of, layout))
     parallelize_module(model, mesh.submesh(AXIS), styles)
     tie(model, ties)  # parallelize_module gives each module its own parameter
     if not config.compile.enable:  # a compiler removes the overhead of DTensors itself
         for module in model.modules():
             if is_plain_linear(module) and isinstance(module.weight, DTensor):
                 multiply_local_parts(module)  # type: ignore[arg-type]
-    adapter_styles.put_back(model, partial(word_of, layout), mesh.submesh(AXIS), factors)
+    adapter_styles.put_back(model, partial(style_of, layout), mesh.submesh(AXIS), factors)
 
     # each attention core keeps the slopes of this rank's heads
     size = mesh.size(AXIS)

@@ -15,7 +15,7 @@ from torch import nn
 from shardtrain import models, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.layout import Layout, matches, word_of
+from shardtrain.layout import Layout, matches, style_of
 from shardtrain.metrics.flops import count_model
 from shardtrain.ops.tied import tied_names
 from shardtrain.utils.errors import ConfigError, Problem
@@ -257,7 +257,7 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
             name,
             module.in_features,
             module.out_features,
-            word_of(layout, f"{path}.{name}") or "replicate",
+            style_of(layout, f"{path}.{name}") or "replicate",
             any(p.requires_grad for p in module.parameters()),
         )
         for name, module in layer.named_modules()
@@ -319,5 +319,5 @@ def _parameters(
             continue
         owner = f"{path}.{name}" if path else name
         owner = owner.rpartition(".")[0]
-        word = word_of(layout, owner) or word_of(layout, owner.rpartition(".")[0]) or "replicate"
+        word = style_of(layout, owner) or style_of(layout, owner.rpartition(".")[0]) or "replicate"
         yield ParameterShape(name, tuple(parameter.shape), word, parameter.requires_grad)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardtrain import config as configs
 from shardtrain.config import Config, Loaded
-from shardtrain.layout import TENSOR_WORDS
+from shardtrain.layout import TENSOR_STYLES
 from shardtrain.tools import verify
 from shardtrain.tools.verify import forked_workers, meshes, shrink
 from shardtrain.tools.verify.meshes import MeshPlan
@@ -116,7 +116,7 @@ def _fix(row: MeshResult) -> str:
             "(unflatten(-1, (-1, 3, head_dim))), or give each a linear of its own"
         )
     if word:
-        return f'"{word[1]}" means {TENSOR_WORDS[word[1]]}: correct the word or the forward'
+        return f'"{word[1]}" means {TENSOR_STYLES[word[1]]}: correct the word or the forward'
     return "correct the forward, or the words of LAYOUT, after docs/models.md"
 
 

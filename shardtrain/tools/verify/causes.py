@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardtrain.layout import TENSOR_WORDS, matches, word_of
+from shardtrain.layout import TENSOR_STYLES, matches, style_of
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tools.verify.evidence import Evidence, axes_that_differ
 from shardtrain.tools.verify.verify_rank import RankRecord
@@ -36,10 +36,10 @@ def missing_reduction(e: Evidence) -> str | None:
 
             if e.explains(e.suspect, of_share):
                 owner = e.suspect.rpartition(".")[0]
-                word = word_of(e.layout, owner)
+                word = style_of(e.layout, owner)
                 note = ""
                 if word and "tp" in chosen:
-                    note = f'; LAYOUT.tensor calls {owner} "{word}" ({TENSOR_WORDS[word]})'
+                    note = f'; LAYOUT.tensor calls {owner} "{word}" ({TENSOR_STYLES[word]})'
                 over = " and ".join(chosen)
                 return f"missing reduction over {over}: each rank has only the gradient of its own share{note}"
     return None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardtrain.layout import word_of
+from shardtrain.layout import style_of
 from shardtrain.tools.verify.evidence import Evidence
 from shardtrain.tools.verify.traces import off
 from shardtrain.tools.verify.verify_rank import RankRecord
@@ -79,7 +79,7 @@ def _first(
     while inner := [one for one in blamed if one[2] != path and (one[2].startswith(f"{path}.") or not path)]:
         _, rank, path = min(inner)
     where = f"module {path}" if path else "the model's own forward"
-    word = word_of(e.layout, path)
+    word = style_of(e.layout, path)
     called = f', which LAYOUT.tensor calls "{word}"' if word and e.size("tp") > 1 else ""
     return where + called, rank
 

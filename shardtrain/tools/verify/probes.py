@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardtrain import models
 from shardtrain.config import Config
-from shardtrain.layout import Layout, matches, word_of
+from shardtrain.layout import Layout, matches, style_of
 from shardtrain.ops.tied import tied_names, to_empty
 from shardtrain.ops.user_state import trial
 from shardtrain.tools.verify import dropout
@@ -190,7 +190,7 @@ class Prober:
 
     def _in_word(self, path: str | None, word: str) -> bool:
         """Whether a module has a word of the layout, or lies in one that has."""
-        return any(word_of(self._layout, start) == word for start in _starts(path or ""))
+        return any(style_of(self._layout, start) == word for start in _starts(path or ""))
 
     # ---- questions
 
@@ -457,7 +457,7 @@ class Prober:
             around = path.rpartition(".")[0]
             if self._is_core(path) and not self._is_core(around):
                 cores.append(path)
-            if word_of(self._layout, path) == "gather" and not self._in_word(around, "gather"):
+            if style_of(self._layout, path) == "gather" and not self._in_word(around, "gather"):
                 gathered.append(path)
 
         mixing = self._mixes(cores) if cores else None
@@ -480,7 +480,7 @@ class Prober:
         paths = [path for path, _ in self._model.named_modules()]
         fixed = [path for path in paths if self._is_core(path) and not self._is_core(path.rpartition(".")[0])]
         if not fixed:
-            fixed = [path for path in paths if word_of(self._layout, path) == "gather"]
+            fixed = [path for path in paths if style_of(self._layout, path) == "gather"]
         if not fixed and self._mixes([]) is not None:
             return None  # nothing says where the attention is, whose result half of a sequence would need
 

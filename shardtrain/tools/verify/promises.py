@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardtrain.config import Config
 from shardtrain.distributed import pipeline_parallel
 from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
-from shardtrain.layout import Layout, matches, word_of
+from shardtrain.layout import Layout, matches, style_of
 from shardtrain.ops.user_state import trial
 from shardtrain.tools.verify import casts, dropout, probes
 from shardtrain.tools.verify.batches import whole_batch
@@ -222,7 +222,7 @@ class _Prober:
                 slopes_N = getattr(module, "alibi_slopes", None)
                 if slopes_N:  # a rank's core is given those of its heads
                     module.alibi_slopes = tuple(slopes_N[: len(slopes_N) // 2])  # type: ignore[assignment]
-            word = word_of(self._layout, path)
+            word = style_of(self._layout, path)
             if word == "features":  # they are gathered for it, whatever their number
                 halved.set_submodule(path, nn.Identity())
             if word == "rowwise" and isinstance(module, nn.Embedding):
@@ -240,7 +240,7 @@ class _Prober:
         while True:
             _, error, place = self._run(halved, self._tokens_BT, self._positions_BT)
             failing = dict(halved.named_modules()).get(place)
-            word = word_of(self._layout, place)
+            word = style_of(self._layout, place)
             if not error or not isinstance(failing, nn.Linear) or word != "rowwise":
                 break
             if failing._forward_pre_hooks or self._runs_if_halved(halved, place, 0):
@@ -299,7 +299,11 @@ class _Prober:
         before = f"{self._layout.layers}."
         whole: dict[str, list[str]] = {}
         for path, module in halved.named_modules():
-            if path.startswith(before) and isinstance(module, nn.Linear) and word_of(self._layout, path) == "replicate":
+            if (
+                path.startswith(before)
+                and isinstance(module, nn.Linear)
+                and style_of(self._layout, path) == "replicate"
+            ):
                 whole.setdefault(path.removeprefix(before).partition(".")[2], []).append(path)
         for paths in whole.values():
             tried = copy.deepcopy(halved)

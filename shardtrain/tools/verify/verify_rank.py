@@ -262,9 +262,9 @@ class _Watch:
         if config.parallelism.tensor_parallel_degree == 1 or self.layout is None:
             return f"{where}; correct its forward for a part of the batch, of the layers or of the sequence"
         # "must match the size of tensor" and "mixed torch.Tensor and DTensor" are how PyTorch words these two errors.
-        word = layout.word_of(self.layout, path)
+        word = layout.style_of(self.layout, path)
         parents = [path.rsplit(".", count)[0] for count in range(path.count(".") + 1)]
-        is_on_residual = all(layout.word_of(self.layout, parent) is None for parent in parents)
+        is_on_residual = all(layout.style_of(self.layout, parent) is None for parent in parents)
         if is_on_residual and "must match the size of tensor" in error:
             return (
                 f"{where}, where ranks hold a part of the sequence: what is added there must be one too; let a "
@@ -279,7 +279,7 @@ class _Watch:
                 "of the latter (q.new_zeros in place of x.new_zeros), and let what was gathered meet it behind a linear"
             )
         fix = "correct the word, or its forward for a part of the heads or of the sequence"
-        return f'{where}, which LAYOUT.tensor calls "{word}" ({layout.TENSOR_WORDS[word]}); {fix}'
+        return f'{where}, which LAYOUT.tensor calls "{word}" ({layout.TENSOR_STYLES[word]}); {fix}'
 
     def _enter(self, path: str, _: nn.Module, given: Any, named: Any) -> None:
         # Activation checkpointing stops a recomputation as soon as it has what backward needs, with an exception that

@@ -14,7 +14,7 @@ from shardtrain.config import stages
 from shardtrain.config.schema import Config
 from shardtrain.distributed import fake_backend, float8_modules
 from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
-from shardtrain.layout import Layout, word_of
+from shardtrain.layout import Layout, style_of
 from shardtrain.lora import quantize, spec
 from shardtrain.train.preflight import own_files
 from shardtrain.train.preflight.memory_fit import ParameterMemory
@@ -61,7 +61,7 @@ def _parameters(config: Config) -> list[ParameterMemory]:
     _check_ranks(model, layout, config)
     parameters = []
     for name, parameter in named.items():
-        word = word_of(layout, name.rpartition(".")[0])
+        word = style_of(layout, name.rpartition(".")[0])
         parameters.append(ParameterMemory(parameter.numel(), word in _SPLIT, word == "expert", parameter.requires_grad))
     quantize.take_out(model, layout, config.lora.base_dtype)
     return parameters

@@ -110,11 +110,11 @@ def reduction_over_parts_of_the_sequence_skipped(monkeypatch):
 
 @fault("tp=2", "norm.weight", "layer 0", "missing reduction over tp", by_default=True)
 def norms_of_the_split_sequence_not_reduced(monkeypatch):
-    def forget_norms(word_of, layout, path):
-        word = word_of(layout, path)
+    def forget_norms(style_of, layout, path):
+        word = style_of(layout, path)
         return None if word == "sequence" else word
 
-    wrap(monkeypatch, tensor_parallel, "word_of", forget_norms)
+    wrap(monkeypatch, tensor_parallel, "style_of", forget_norms)
 
 
 @fault("dp_shard=2", "micro-batches dropped", "only the last of 4")

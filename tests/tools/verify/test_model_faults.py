@@ -363,7 +363,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "a weight without a word": Fault(
         [('        "blocks.*.ffn.up": "colwise",\n', "")],
-        "tp=2", "refused", ["blocks.*.ffn.up.weight is named by 0 rules"],
+        "tp=2", "refused", ["blocks.*.ffn.up.weight matches 0 rules"],
     ),
     "a path around the layers": Fault(
         [("return self.head(self.norm(x))", "return self.head(self.norm(x + self.embed(tokens)))")],

@@ -158,7 +158,7 @@ BROKEN = {
     ),
     "unnamed parameter": (
         [('        "blocks.*.mix.up": "colwise",\n', "")],
-        ["blocks.*.mix.up.weight is named by 0 rules", 'a rule for "blocks.*.mix.up"', '"colwise" or "rowwise"'],
+        ["blocks.*.mix.up.weight matches 0 rules", 'a rule for "blocks.*.mix.up"', '"colwise" or "rowwise"'],
     ),
     "takes documents and takes no notice": (
         [("def forward(self, tokens, positions):", "def forward(self, tokens, positions, documents_BT=None):")],
@@ -166,7 +166,7 @@ BROKEN = {
     ),
     "unknown word": (
         [('"blocks.*.mix.up": "colwise"', '"blocks.*.mix.up": "columns"')],
-        ["'columns' is not a known word"],
+        ["'columns' is not a known style"],
     ),
     "no chain": (
         [("return self.head(self.norm(x))", "return self.head(self.norm(x + self.embed(tokens)))")],
