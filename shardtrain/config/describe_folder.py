@@ -74,7 +74,7 @@ def describe(folder: Path, name: str = "") -> Description:
     whole_file = read_json(path)
     found = whole_file
     for architecture in HUBS.values():
-        found = architecture.own_config(found)
+        found = architecture.text_config(found)
 
     # Which model files are of this model_type
     kind = found.get("model_type")
@@ -99,14 +99,15 @@ def describe(folder: Path, name: str = "") -> Description:
     fields.take("num_nextn_predict_layers", int, 0)
     fields.take("quantization_config", dict, {})
     chosen, flavor, overrides = nearest(hub, [name] if name in fitting else fitting, values)
-    notices = fields.rest(hub.architecture)
-    if hub.whole is not None and found is not whole_file:
-        rest = ", ".join(sorted(key for key in whole_file if key.endswith("_config") and key != hub.whole.key))
-        notices = (
-            f"{path}: of {hub.whole.architecture} the text model alone is read, as {hub.architecture}; what is beside "
-            f"it ({rest or 'vision'}) is left out, and an export has the text model alone",
-            *notices,
+    notices = fields.notices(hub.architecture)
+    if hub.multimodal is not None and found is not whole_file:
+        skipped_keys = sorted(key for key in whole_file if key.endswith("_config") and key != hub.multimodal.key)
+        skipped = ", ".join(skipped_keys) or "vision"
+        notice = (
+            f"{path}: only the text model of {hub.multimodal.architecture} is read, as {hub.architecture}; the rest "
+            f"({skipped}) is skipped, and an export contains only the text model"
         )
+        notices = (notice, *notices)
     return Description(chosen, flavor, overrides, values, hub, notices, block, found)
 
 

@@ -35,7 +35,7 @@ def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
     found = recognise(folder)
     hf_config = read_json(folder / CONFIG)
     if found.hub is not None:
-        hf_config = found.hub.own_config(hf_config)
+        hf_config = found.hub.text_config(hf_config)
     for notice in found.notices:
         logger.info(notice)
     if tokenizer is None:

@@ -270,7 +270,7 @@ def config_fields(wanted: Export) -> dict[str, Any]:
         labels = wanted.labels or [f"LABEL_{number}" for number in range(c.num_labels)]
         return _with_dtype(saved_config(own, c.class_name, labels, grown), wanted.dtype)
     hub = hub_of(wanted.module, str(wanted.checkpoint), len(wanted.labels))
-    before = dict(hub.own_config(before))
+    before = dict(hub.text_config(before))
     if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):
         raise ConfigError(f"model.norm_type={wanted.config.norm_type!r} has no place in {hub.architecture}")
     fields = hub.write(wanted.config)

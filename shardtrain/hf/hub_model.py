@@ -126,7 +126,7 @@ def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path, c
         fix = f'set model.name = "{found.name}" and model.flavor = "from_folder"'
         name = module.__name__.rpartition(".")[2]
         raise ConfigError(Problem("model.name", name, f"does not fit {folder}, which holds a {holds}", fix))
-    file = found.hub.own_config(read_json(folder / CONFIG))
+    file = found.hub.text_config(read_json(folder / CONFIG))
     theirs = found.hub.read(Fields(file, str(folder / CONFIG), found.hub.defaults))
     check_fields(found.hub, config, theirs, folder, chosen)
 
@@ -186,7 +186,7 @@ def changed_fields(hub: HubFormat | None, config: Any, base: source.FolderSource
 
     Empty if the base model is unknown or has another architecture.
     """
-    file = hub.own_config(base.config) if hub is not None and base is not None else {}
+    file = hub.text_config(base.config) if hub is not None and base is not None else {}
     if hub is None or file.get("model_type") != hub.model_type:
         return []
     differ = _differing(hub, config, hub.read(Fields(file, CONFIG, hub.defaults)))

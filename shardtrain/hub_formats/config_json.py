@@ -1,4 +1,4 @@
-"""The ``config.json`` of a Hugging Face folder as data. No torch is imported, and nothing of the configuration."""
+"""Read and check the ``config.json`` of a Hugging Face folder. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardtrain.utils.errors import CheckpointError, ConfigError
 CONFIG = "config.json"
 MAX_JSON_BYTES = 2**28
 MAX_PARTS = 4096
-"""Layers, or experts of one, that a model may have."""
+"""Maximum number of layers, and of experts per layer. Building a model takes time and memory for each."""
 _COUNTS = re.compile(
     r"(num_)?(hidden|encoder|decoder)_layers|num_(decoder_|nextn_predict_)?layers|n_layers?|(num|n)_(\w+_)?experts"
 )
@@ -22,14 +22,14 @@ _TABLES = ("auto_mappings.py", "configuration_auto.py")
 _FP8_KEYS = {"quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "scale_fmt"}
 MXFP4 = "mxfp4"
 Quantised = tuple[int, int] | Literal["mxfp4"] | None
-"""How weights are quantised: in fp8 by blocks of so many rows and columns, experts in MXFP4, or not."""
+"""Quantization of weights: fp8 in blocks of (rows, columns), experts in MXFP4, or None."""
 
 
 def block_of(config: Mapping[str, Any], where: str) -> Quantised:
-    """How weights are quantised, by ``quantization_config`` of a ``config.json``; None where nothing is.
+    """Return the quantization of the weights from ``quantization_config``. None if it is absent.
 
     Raises:
-        ConfigError: for any other kind of quantisation.
+        ConfigError: the quantization is not supported.
     """
     quantization = config.get("quantization_config") or config.get("quantization")
     if quantization is None:
@@ -43,28 +43,28 @@ def block_of(config: Mapping[str, Any], where: str) -> Quantised:
     if keys.get("quant_method") != "fp8" or keys.get("fmt", "e4m3") != "e4m3" or not is_block:
         kind = str(keys.get("quant_method") or ("MLX" if "bits" in keys else "an unnamed method"))
         raise ConfigError(
-            f"{where}: quantization_config says that the weights are quantised by {kind}, which is not read here (fp8 "
-            "e4m3 with a weight_block_size is, and mxfp4); use the folder of the weights before quantisation"
+            f"{where}: quantization_config has weights quantised by {kind}, which is not supported (fp8 e4m3 with a "
+            "weight_block_size and mxfp4 are); use the folder of the weights before quantisation"
         )
     if unknown:
         raise ConfigError(
-            f"{where}: quantization_config has {', '.join(unknown)}, which fp8 weights with a weight_block_size do not "
-            "need here and may change them; use the weights before quantisation"
+            f"{where}: quantization_config has {', '.join(unknown)}, which may change fp8 weights and is not "
+            "supported; use the weights before quantisation"
         )
     assert block is not None
     return block[0], block[1]
 
 
-def _check_counts(found: Mapping[str, Any], path: Path) -> None:
-    """Stop at numbers of parts that no model has: each part is made, and checked, one by one."""
-    for table in (found, *(value for value in found.values() if isinstance(value, dict))):
+def _check_counts(config: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError if a count of layers or experts is above ``MAX_PARTS``."""
+    for table in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key, value in table.items():
             if _COUNTS.fullmatch(str(key)) and type(value) is int and value > MAX_PARTS:
                 raise CheckpointError(f"{path}: {key}={value} is above {MAX_PARTS}, which no model has")
 
 
 def in_transformers(model_type: Any) -> bool:
-    """Whether the installed ``transformers`` names a model_type in its tables, which are read as text."""
+    """True if the installed ``transformers`` has a model_type. Its tables are read as text, without importing it."""
     spec = importlib.util.find_spec("transformers")
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     files = [Path(place, "models", "auto", name) for place in places for name in _TABLES]
@@ -73,21 +73,22 @@ def in_transformers(model_type: Any) -> bool:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """A JSON object of a few keys, such as config.json; raises CheckpointError where it is none."""
+    """Read a small JSON object, such as config.json. Raises CheckpointError if it is missing or not an object."""
     try:
-        found = checked_json.parse(bounded_reads.whole(path, MAX_JSON_BYTES))
+        content = checked_json.parse(bounded_reads.whole(path, MAX_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         fix = "give a folder with config.json and safetensors"
+        # A relative name that does not exist may be the ID of a repository on the hub.
         name = path.parent.as_posix()
         if path.name == CONFIG and not path.parent.exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
-            fix += f"; one of the hub comes with `shardtrain data download --repo_id {name} --all`"
+            fix += f"; to download it from the hub, use `shardtrain data download --repo_id {name} --all`"
         raise CheckpointError(f"{path} is missing; {fix}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}); copy or download it again") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object; copy or download it again")
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object; copy or download it again")
     if path.name == CONFIG:
-        _check_counts(found, path)
-    return found
+        _check_counts(content, path)
+    return content

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 in the format of the Hugging Face hub; the model is in ``models/deepseek_v2.py``."""
+"""Hugging Face format of DeepSeek-V2. The model is in ``models/deepseek_v2.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _read(f: Fields) -> dict[str, Any]:
     f.must_be("norm_topk_prob", False)
     f.must_be("moe_layer_freq", 1)
     for key in ("num_key_value_heads", "head_dim", "num_experts"):
-        f.take(key, int, 0)  # repeat what other keys say
+        f.take(key, int, 0)  # redundant: other keys determine it
     method = f.take("topk_method", str, "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise f.other(f"topk_method={method!r} is not one of greedy and group_limited_greedy")
@@ -29,7 +29,7 @@ def _read(f: Fields) -> dict[str, Any]:
     return {
         **{ours: f.integer(theirs, few.get(ours), few.get(ours, 1)) for ours, theirs in sizes.items()},
         **(groups if grouped else dict.fromkeys(groups, 1)),
-        "top_k": f.integer("num_experts_per_tok", 6),  # of all published ones; the class in transformers has none
+        "top_k": f.integer("num_experts_per_tok", 6),  # as in all published models; transformers has no default
         "q_lora_rank": f.integer("q_lora_rank", 0, 0),
         "norm_eps": f.number("rms_norm_eps", 1e-6),
         "score_func": "softmax",
@@ -47,7 +47,7 @@ def _read(f: Fields) -> dict[str, Any]:
 def _write(c: Any) -> dict[str, Any]:
     if c.score_func != "softmax" or c.route_norm or (c.num_groups > 1 and c.group_top_k != 1):
         raise ConfigError(
-            "score_func, route_norm or group_top_k of this model have no place in DeepseekV2ForCausalLM, which has "
+            "score_func, route_norm or group_top_k of this model cannot be written to DeepseekV2ForCausalLM, which has "
             '"softmax", false, and 1'
         )
     return {

@@ -1,12 +1,12 @@
-"""DeepSeek-V3 in the format of the Hugging Face hub; the model is in ``models/deepseek_v3.py``."""
+"""Hugging Face format of DeepSeek-V3. The model is in ``models/deepseek_v3.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from shardtrain.hub_formats.decoder_names import DECODER, ROTARY, experts, feed_forward
 from shardtrain.hub_formats.format import Fields, HubFormat
-from shardtrain.hub_formats.words import DECODER, ROTARY, experts, feed_forward
 from shardtrain.utils.errors import ConfigError
 
 FIELDS = {
@@ -56,7 +56,7 @@ def _read(f: Fields) -> dict[str, Any]:
     f.must_be("topk_method", "noaux_tc")
     f.must_be("moe_layer_freq", 1)
     for key in ("num_key_value_heads", "head_dim", "num_local_experts"):
-        f.take(key, int, 0)  # repeat what other keys say
+        f.take(key, int, 0)  # redundant: other keys determine it
     few = {"num_dense_layers": 0, "num_shared_experts": 0}
     return {
         **{ours: f.integer(theirs, few.get(ours), few.get(ours, 1)) for ours, theirs in FIELDS.items()},
@@ -66,7 +66,7 @@ def _read(f: Fields) -> dict[str, Any]:
         "route_norm": f.flag("norm_topk_prob", True),
         "route_scale": f.number("routed_scaling_factor", 2.5),
         "group_top_k": 2,
-        "load_balance_coeff": 1e-3,  # the bias of the choice is part of the architecture, its speed that of the paper
+        "load_balance_coeff": 1e-3,  # update speed of the routing bias, from the paper
         "balance_loss_coeff": f.number("aux_loss_alpha", 1e-4),
         "z_loss_coeff": 0.0,
         "tied_embeddings": f.flag("tie_word_embeddings", False),
@@ -75,7 +75,7 @@ def _read(f: Fields) -> dict[str, Any]:
 
 
 def read_rope(f: Fields) -> dict[str, Any]:
-    """The rotary angles of a DeepSeek."""
+    """Read the RoPE fields of DeepSeek-V2 and V3."""
     rope = f.rope()
     base = {"rope_theta": float(rope["rope_theta"])}
     if rope["rope_type"] == "default":
@@ -83,7 +83,7 @@ def read_rope(f: Fields) -> dict[str, Any]:
     if rope["rope_type"] != "yarn":
         raise f.other(f"rope type {rope['rope_type']!r} is not known for a DeepSeek")
     if rope.get("mscale") is None or rope["mscale"] != rope.get("mscale_all_dim"):
-        raise f.other("mscale and mscale_all_dim of rope_scaling are not the same number, as they are in ours")
+        raise f.other("mscale and mscale_all_dim of rope_scaling must be equal, which the native model requires")
     if rope.get("truncate") is False or "attention_factor" in rope:
         raise f.other("truncate and attention_factor of rope_scaling are not known for ours")
     rope = {"beta_fast": 32.0, "beta_slow": 1.0, **rope}
@@ -94,8 +94,7 @@ def read_rope(f: Fields) -> dict[str, Any]:
 def _write(c: Any) -> dict[str, Any]:
     if c.score_func != "sigmoid" or not c.load_balance_coeff or c.group_top_k != 2:
         raise ConfigError(
-            "score_func, load_balance_coeff or group_top_k of this model have no place in DeepseekV3ForCausalLM, which "
-            'has "sigmoid", a bias of the choice, and 2'
+            "DeepseekV3ForCausalLM requires score_func=sigmoid, a load_balance_coeff above 0 and group_top_k=2"
         )
     return {
         **write_shared(c),
@@ -107,7 +106,7 @@ def _write(c: Any) -> dict[str, Any]:
 
 
 def write_shared(c: Any) -> dict[str, Any]:
-    """What config.json says of V2 and V3 alike."""
+    """Return the keys of config.json that DeepSeek-V2 and V3 share."""
     yarn = {"type": "yarn", "mscale_all_dim": c.mscale, **{theirs: getattr(c, ours) for ours, theirs in _YARN.items()}}
     return {
         **{theirs: getattr(c, ours) for ours, theirs in FIELDS.items()},

@@ -1,12 +1,12 @@
-"""gpt-oss in the format of the Hugging Face hub; the model is in ``models/gpt_oss.py``."""
+"""Hugging Face format of gpt-oss. The model is in ``models/gpt_oss.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from shardtrain.hub_formats.decoder_names import ATTENTION, DECODER, DEFAULTS, ROTARY, read_decoder, write_decoder
 from shardtrain.hub_formats.format import Fields, HubFormat, Stacked
-from shardtrain.hub_formats.words import ATTENTION, DECODER, DEFAULTS, ROTARY, read_decoder, write_decoder
 from shardtrain.utils.errors import ConfigError
 
 _YARN = {
@@ -38,9 +38,11 @@ def _read(f: Fields) -> dict[str, Any]:
     if "sliding_attention" not in kinds:
         window = 0
     if kinds != _kinds(layers, window):
-        raise f.other("layer_types are not sliding_attention and full_attention in turn, as they are in ours")
+        raise f.other(
+            "layer_types do not alternate between sliding_attention and full_attention, which the native model requires"
+        )
     for key in ("experts_per_token", "initial_context_length"):
-        f.take(key, int, 0)  # repeat what other keys say
+        f.take(key, int, 0)  # redundant: other keys determine it
     coefficient = f.number("router_aux_loss_coef", 1e-3)
     return {
         **read_decoder(f),
@@ -52,7 +54,7 @@ def _read(f: Fields) -> dict[str, Any]:
         "route_norm": True,
         "router_bias": True,
         "load_balance_coeff": 0.0,
-        # Published files say 0.9 and that it is off, which is how they are fine-tuned
+        # Published files set 0.9 but disable the loss, and are fine-tuned without it.
         "balance_loss_coeff": coefficient if f.flag("output_router_logits", False) else 0.0,
         "z_loss_coeff": 0.0,
         "swiglu_alpha": f.number("swiglu_alpha", 1.702),
@@ -83,9 +85,7 @@ def _read_rope(f: Fields) -> dict[str, Any]:
 
 def _write(c: Any) -> dict[str, Any]:
     if c.score_func != "softmax" or not c.route_norm or not c.router_bias:
-        raise ConfigError(
-            "score_func, route_norm or router_bias other than softmax, true and true have no place in GptOssForCausalLM"
-        )
+        raise ConfigError("GptOssForCausalLM requires score_func=softmax, route_norm=true and router_bias=true")
     yarn = {"rope_type": "yarn", **{theirs: getattr(c, ours) for ours, theirs in _YARN.items()}}
     return {
         **write_decoder(c),

@@ -1,7 +1,7 @@
-"""The text model of Llama 4 in the format of the Hugging Face hub; the model is in ``models/llama4.py``.
+"""Hugging Face format of Llama 4's text model. The model is in ``models/llama4.py``.
 
-Published folders hold the model of images and text, whose ``text_config`` and whose tensors below ``language_model``
-are this one; the rest is left out.
+Published folders contain the multimodal model. The text model is its ``text_config`` and its tensors below
+``language_model``. The rest is skipped.
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.hub_formats.format import Fields, HubFormat, MultimodalModel, Stacked
-from shardtrain.hub_formats.llama_format import read_rope, write_rope
-from shardtrain.hub_formats.llama_format import unused as unused_of_rope
-from shardtrain.hub_formats.words import (
+from shardtrain.hub_formats.decoder_names import (
     ATTENTION,
     DECODER,
     DEFAULTS,
@@ -21,16 +18,22 @@ from shardtrain.hub_formats.words import (
     read_decoder,
     write_decoder,
 )
+from shardtrain.hub_formats.format import Fields, HubFormat, MultimodalModel, Stacked
+from shardtrain.hub_formats.llama_format import read_rope, write_rope
+from shardtrain.hub_formats.llama_format import unused as unused_of_rope
 from shardtrain.utils.errors import ConfigError
 
 _STACK = "model.layers.*.feed_forward.experts"
 
 
 def _interval(layers: list[bool], wanted: bool) -> int:
-    """Every how many layers ``wanted`` comes, last of each; 0 for never, -1 where that is not how they lie."""
-    step = layers.index(wanted) + 1 if wanted in layers else 0
-    pattern = [wanted if step and (index + 1) % step == 0 else not wanted for index in range(len(layers))]
-    return step if layers == pattern else -1
+    """Return N if exactly every Nth layer is ``wanted``, 0 if none is, and -1 for any other pattern."""
+    if wanted not in layers:
+        return 0
+    step = layers.index(wanted) + 1
+    is_multiple = [(index + 1) % step == 0 for index in range(len(layers))]
+    is_wanted = [layer == wanted for layer in layers]
+    return step if is_wanted == is_multiple else -1
 
 
 def _kinds(has_rope: list[bool], chunk: int) -> list[str]:
@@ -39,7 +42,7 @@ def _kinds(has_rope: list[bool], chunk: int) -> list[str]:
 
 def _read(f: Fields) -> dict[str, Any]:
     f.only("attention_bias", False)
-    # Which layers have experts: a list, or every so many
+    # Layers with experts: a list, or every Nth layer.
     layers = f.integer("num_hidden_layers")
     step = f.integer("interleave_moe_layer_step", 1)
     moe_layers = f.take("moe_layers", list, list(range(step - 1, layers, step)))
@@ -47,18 +50,20 @@ def _read(f: Fields) -> dict[str, Any]:
         marks = [index in moe_layers for index in range(layers)]
         step = _interval(marks, True)
         if step < 1 or len(moe_layers) != sum(marks):
-            raise f.other("moe_layers are not the last of every so many layers, as they are in ours")
+            raise f.other("moe_layers are not every Nth layer, which the native model requires")
 
-    # Which layers have rotary positions: the list no_rope_layers has true for those that do, as transformers reads it
+    # Layers with rotary positions: despite its name, true in no_rope_layers means that a layer has them, as in
+    # transformers.
     interval = f.integer("no_rope_layer_interval", 4)
     has_rope = [bool(flag) for flag in f.take("no_rope_layers", list, [])]
     if has_rope and has_rope != [(index + 1) % interval != 0 for index in range(layers)]:
         interval = _interval(has_rope, False)
     if interval < 0 or len(has_rope) not in (0, layers):
-        raise f.other("no_rope_layers are not the last of every so many layers, as they are in ours")
-    interval = interval if interval <= layers else 0
+        raise f.other("no_rope_layers are not every Nth layer, which the native model requires")
+    if interval > layers:
+        interval = 0
 
-    # Those with positions attend within chunks
+    # Layers with rotary positions use chunked attention.
     chunk = f.integer("attention_chunk_size", 0, 0)
     if not has_rope:
         has_rope = [not interval or (index + 1) % interval != 0 for index in range(layers)]
@@ -66,7 +71,7 @@ def _read(f: Fields) -> dict[str, Any]:
     if "chunked_attention" not in kinds:
         chunk = 0
     if kinds != _kinds(has_rope, chunk):
-        raise f.other("layer_types are not chunked_attention where a layer has rotary positions, as they are in ours")
+        raise f.other("layer_types must be chunked_attention for exactly the layers with rotary positions")
     f.take("for_llm_compressor", bool, False)
     return {
         **read_decoder(f),
@@ -86,7 +91,7 @@ def _read(f: Fields) -> dict[str, Any]:
         "no_rope_layer_interval": interval,
         "attention_chunk_size": chunk,
         "use_qk_norm": f.flag("use_qk_norm", True),
-        # Files of April 2025 have the number 4 in the place of true
+        # Files of April 2025 have the number 4 instead of true.
         "attn_temperature_tuning": bool(f.take("attn_temperature_tuning", (bool, int), True)),
         "floor_scale": f.integer("floor_scale", 8192),
         "attn_scale": f.number("attn_scale", 0.1),
@@ -98,8 +103,8 @@ def _write(c: Any) -> dict[str, Any]:
     wrong = [name for name, value in only.items() if getattr(c, name) != value]
     if wrong:
         raise ConfigError(
-            f"{', '.join(wrong)} of this model {'has' if len(wrong) == 1 else 'have'} no place in Llama4ForCausalLM, "
-            f"which has {', '.join(repr(only[name]) for name in wrong)}"
+            f"this model's {', '.join(wrong)} cannot be written to Llama4ForCausalLM, which requires "
+            f"{', '.join(f'{name}={only[name]!r}' for name in wrong)}"
         )
     every = c.no_rope_layer_interval
     has_rope = [not every or (index + 1) % every != 0 for index in range(c.num_layers)]
@@ -171,5 +176,5 @@ HUB = HubFormat(
         "attention_chunk_size": 8192,
     },
     unused=_unused,
-    whole=MultimodalModel("llama4", "Llama4ForConditionalGeneration", "text_config", "language_model."),
+    multimodal=MultimodalModel("llama4", "Llama4ForConditionalGeneration", "text_config", "language_model."),
 )

@@ -1,12 +1,11 @@
-"""Llama in the format of the Hugging Face hub, and what Mistral and Qwen2.5 share with it."""
+"""Hugging Face format of Llama, with the parts that Mistral and Qwen2.5 share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.hub_formats.format import Fields, HubFormat
-from shardtrain.hub_formats.words import (
+from shardtrain.hub_formats.decoder_names import (
     ATTENTION,
     DECODER,
     DEFAULTS,
@@ -15,6 +14,7 @@ from shardtrain.hub_formats.words import (
     read_decoder,
     write_decoder,
 )
+from shardtrain.hub_formats.format import Fields, HubFormat
 from shardtrain.utils.errors import ConfigError
 
 _SCALED = {
@@ -33,17 +33,17 @@ _NEEDED = {"none": [], "linear": ["rope_scaling_factor"], "llama3": [*_SCALED]}
 
 
 def unused(config: Mapping[str, Any]) -> set[str]:
-    """Fields that the kind of rotary angles does not use."""
+    """Return the fields that the RoPE type does not use."""
     return set(_SCALED) - set(_NEEDED[config["rope_scaling"]])
 
 
 def read_llama(f: Fields) -> dict[str, Any]:
-    """What ``config.json`` says of a Llama and of those that are one under another name."""
+    """Read the fields that Llama, Mistral and Qwen2.5 share from ``config.json``."""
     return {**read_decoder(f), "ffn_dim": f.integer("intermediate_size"), **read_rope(f)}
 
 
 def read_rope(f: Fields) -> dict[str, Any]:
-    """The rotary angles of a Llama."""
+    """Read the RoPE fields."""
     rope = f.rope()
     kind = {"default": "none"}.get(rope["rope_type"], rope["rope_type"])
     if kind not in _NEEDED:
@@ -55,12 +55,12 @@ def read_rope(f: Fields) -> dict[str, Any]:
 
 
 def write_llama(c: Any) -> dict[str, Any]:
-    """The opposite of ``read_llama``."""
+    """Return the keys of ``config.json`` that ``read_llama`` reads."""
     return {**write_decoder(c), "intermediate_size": c.ffn_dim, "rope_scaling": write_rope(c)}
 
 
 def write_rope(c: Any) -> dict[str, Any] | None:
-    """What config.json says of scaled rotary angles; None where they are not."""
+    """Return the ``rope_scaling`` table of config.json, or None if RoPE is not scaled."""
     if c.rope_scaling == "linear":
         return {"rope_type": "linear", "factor": c.rope_scaling_factor}
     if c.rope_scaling == "llama3":
@@ -80,7 +80,7 @@ def _read(f: Fields) -> dict[str, Any]:
 def _write(c: Any) -> dict[str, Any]:
     if c.qkv_bias or c.sliding_window:
         raise ConfigError(
-            "qkv_bias and sliding_window have no place in LlamaForCausalLM; use model.name qwen2 or mistral"
+            "qkv_bias and sliding_window cannot be written to LlamaForCausalLM; use model.name qwen2 or mistral"
         )
     return {**write_llama(c), "attention_bias": False, "mlp_bias": False}
 

@@ -1,11 +1,19 @@
-"""Mixtral in the format of the Hugging Face hub; the model is in ``models/mixtral.py``."""
+"""Hugging Face format of Mixtral. The model is in ``models/mixtral.py``."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from shardtrain.hub_formats.decoder_names import (
+    ATTENTION,
+    DECODER,
+    DEFAULTS,
+    ROTARY,
+    experts,
+    read_decoder,
+    write_decoder,
+)
 from shardtrain.hub_formats.format import Fields, HubFormat
-from shardtrain.hub_formats.words import ATTENTION, DECODER, DEFAULTS, ROTARY, experts, read_decoder, write_decoder
 from shardtrain.utils.errors import ConfigError
 
 
@@ -27,7 +35,9 @@ def _read(f: Fields) -> dict[str, Any]:
 
 def _write(c: Any) -> dict[str, Any]:
     if c.score_func != "softmax" or not c.route_norm:
-        raise ConfigError("score_func and route_norm other than softmax and true have no place in MixtralForCausalLM")
+        raise ConfigError(
+            "score_func and route_norm other than softmax and true cannot be written to MixtralForCausalLM"
+        )
     return {
         **write_decoder(c),
         "intermediate_size": c.moe_ffn_dim,

@@ -1,11 +1,11 @@
-"""GPT-NeoX in the format of the Hugging Face hub; the model is in ``models/neox.py``."""
+"""Hugging Face format of GPT-NeoX. The model is in ``models/neox.py``."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from shardtrain.hub_formats.decoder_names import ROTARY
 from shardtrain.hub_formats.format import Fields, Heads, HubFormat, Source
-from shardtrain.hub_formats.words import ROTARY
 from shardtrain.utils.errors import ConfigError
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}

@@ -1,12 +1,12 @@
-"""Qwen2.5 in the format of the Hugging Face hub; the model is in ``models/qwen2.py``."""
+"""Hugging Face format of Qwen2.5. The model is in ``models/qwen2.py``."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from shardtrain.hub_formats.decoder_names import DEFAULTS, ROTARY
 from shardtrain.hub_formats.format import Fields, HubFormat, Source
 from shardtrain.hub_formats.llama_format import NAMES, read_llama, unused, write_llama
-from shardtrain.hub_formats.words import DEFAULTS, ROTARY
 from shardtrain.utils.errors import ConfigError
 
 _BIASES: dict[str, Source] = {

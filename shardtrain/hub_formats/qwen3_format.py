@@ -1,12 +1,11 @@
-"""Qwen3, dense, in the format of the Hugging Face hub; the model is in ``models/qwen3.py``."""
+"""Hugging Face format of Qwen3, dense,. The model is in ``models/qwen3.py``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hub_formats.format import Fields, HubFormat
-from shardtrain.hub_formats.words import ATTENTION as NAMES
-from shardtrain.hub_formats.words import (
+from shardtrain.hub_formats.decoder_names import ATTENTION as NAMES
+from shardtrain.hub_formats.decoder_names import (
     DECODER,
     DEFAULTS,
     HEAD_NORMS,
@@ -15,10 +14,11 @@ from shardtrain.hub_formats.words import (
     read_decoder,
     write_decoder,
 )
+from shardtrain.hub_formats.format import Fields, HubFormat
 
 
 def read_qwen3(f: Fields) -> dict[str, Any]:
-    """What ``config.json`` says of the attention and the ends."""
+    """Read the fields of the attention, the embedding and the head from ``config.json``."""
     f.only("attention_bias", False)
     f.full_attention()
     return {**read_decoder(f), "rope_theta": float(f.plain_rope()["rope_theta"])}

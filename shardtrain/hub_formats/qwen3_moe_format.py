@@ -1,20 +1,20 @@
-"""Qwen3 with experts in the format of the Hugging Face hub; the model is in ``models/qwen3_moe.py``."""
+"""Hugging Face format of Qwen3 with experts. The model is in ``models/qwen3_moe.py``."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from shardtrain.hub_formats.decoder_names import ATTENTION as NAMES
+from shardtrain.hub_formats.decoder_names import DECODER, DEFAULTS, HEAD_NORMS, ROTARY, experts, write_decoder
 from shardtrain.hub_formats.format import Fields, HubFormat
 from shardtrain.hub_formats.qwen3_format import read_qwen3
-from shardtrain.hub_formats.words import ATTENTION as NAMES
-from shardtrain.hub_formats.words import DECODER, DEFAULTS, HEAD_NORMS, ROTARY, experts, write_decoder
 from shardtrain.utils.errors import ConfigError
 
 
 def _read(f: Fields) -> dict[str, Any]:
     f.only("decoder_sparse_step", 1)
     f.only("mlp_only_layers", [])
-    f.take("intermediate_size", int, 0)  # of layers without experts, of which there are none
+    f.take("intermediate_size", int, 0)  # only for layers without experts, which are not supported
     count = "num_local_experts" if f.take("num_local_experts", int, 0) else "num_experts"
     return {
         **read_qwen3(f),
@@ -32,7 +32,7 @@ def _read(f: Fields) -> dict[str, Any]:
 
 def _write(c: Any) -> dict[str, Any]:
     if c.score_func != "softmax":
-        raise ConfigError(f"score_func={c.score_func!r} has no place in the format of Qwen3MoeForCausalLM")
+        raise ConfigError(f"score_func={c.score_func!r} cannot be written to the format of Qwen3MoeForCausalLM")
     return {
         **write_decoder(c),
         "moe_intermediate_size": c.moe_ffn_dim,

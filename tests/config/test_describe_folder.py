@@ -86,7 +86,7 @@ def test_a_sigmoid_router_stays_one_beside_a_flavor_with_softmax(tmp_path: Path)
     assert (found.name, found.flavor) == ("deepseek_v3", "16B"), "the neighbour of the fault"
     config = models.shape_of(models.find(found.name), found.flavor, found.overrides, "rmsnorm")
     assert (config.score_func, config.group_top_k, config.load_balance_coeff) == ("sigmoid", 2, 1e-3)
-    with pytest.raises(ConfigError, match="scoring_func='softmax' is computed neither here nor by transformers"):
+    with pytest.raises(ConfigError, match="scoring_func='softmax' is implemented neither here nor in transformers"):
         recognise(write({**MOONLIGHT, "scoring_func": "softmax"}, tmp_path / "hf"))
 
 
@@ -117,7 +117,7 @@ def test_a_reader_knows_every_key_of_the_class_in_transformers(name: str) -> Non
     values = {**dict.fromkeys(keys), **hub.defaults}
     fields = Fields(values, "config.json", hub.defaults)
     hub.read(fields)
-    assert fields.rest(hub.architecture) == ()
+    assert fields.notices(hub.architecture) == ()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -113,16 +113,16 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "index shape": (index([1]), CheckpointError, "is not an index"),
     "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "config.json is missing"),
     "no json": (lambda f: (f / "config.json").write_text("{") and None, CheckpointError, "is not JSON"),  # type: ignore[dict-item]
-    "bits": (key("quantization_config", {"bits": 4}), ConfigError, "quantised by MLX, which is not read here"),
+    "bits": (key("quantization_config", {"bits": 4}), ConfigError, "quantised by MLX, which is not supported"),
     "quantized": (
         key("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
         ConfigError,
-        "quantised by bitsandbytes, which is not read here",
+        "quantised by bitsandbytes, which is not supported",
     ),
     "quantized otherwise": (
         key("quantization_config", {"quant_method": "fp8", "weight_block_size": None}),
         ConfigError,
-        "quantised by fp8, which is not read here",
+        "quantised by fp8, which is not supported",
     ),
     "architecture": (key("model_type", "gpt9"), ConfigError, "is of model_type 'gpt9', which transformers"),
     "code alone": (
@@ -133,8 +133,12 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "task": (key("architectures", ["LlamaForTokenClassification"]), ConfigError, "which cannot be trained here"),
     "bias": (key("attention_bias", True), CheckpointError, "missing: model.layers.0.self_attn.k_proj.bias"),
     "type": (key("hidden_size", "32"), ConfigError, "hidden_size='32' must be a int"),
-    "size": (key("num_hidden_layers", -1), ConfigError, "must lie between"),
-    "rope": (key("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4}), ConfigError, "need factor, which is"),
+    "size": (key("num_hidden_layers", -1), ConfigError, "must be between"),
+    "rope": (
+        key("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4}),
+        ConfigError,
+        "requires factor, which is",
+    ),
     "rope unknown": (key("rope_parameters", {"rope_type": "spiral", "rope_theta": 1e4}), ConfigError, "spiral"),
     "vocabulary": (key("vocab_size", 261), CheckpointError, r"embed_tokens.weight \[260, 32\] in place of \[261, 32\]"),
 }

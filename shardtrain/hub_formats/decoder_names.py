@@ -1,4 +1,4 @@
-"""Names and keys that most architectures of the hub share."""
+"""Tensor names and config.json keys that most decoder architectures share."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ HEAD_NORMS: dict[str, Source] = {
     "layers.*.attn.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
 }
 ROTARY = ("*.rotary_emb.inv_freq",)
-"""A buffer that older files hold, and that follows from config.json."""
+"""Buffer in older files. It is computed from config.json."""
 
 
 def feed_forward(ours: str, theirs: str) -> dict[str, Source]:
-    """A gated feed-forward, by the paths of the two modules."""
-    words = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-    return {f"{ours}.{w}.weight": f"{theirs}.{word}.weight" for w, word in words.items()}
+    """Return the names of a gated feed-forward network, given our and the hub's module path."""
+    projections = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    return {f"{ours}.{weight}.weight": f"{theirs}.{name}.weight" for weight, name in projections.items()}
 
 
 def experts(theirs: str, w1: str = "gate_proj", w2: str = "down_proj", w3: str = "up_proj") -> dict[str, Source]:
-    """The experts of each layer, below the module ``theirs``."""
+    """Return the names of router and experts of each layer, below the hub's module ``theirs``."""
     return {
         "layers.*.moe.router.gate.weight": f"{theirs}.gate.weight",
         "layers.*.moe.experts.w1": ExpertTensors(f"{theirs}.experts.#.{w1}.weight"),
@@ -50,11 +50,11 @@ DEFAULTS: dict[str, Any] = {
     "num_attention_heads": 32,
     "rms_norm_eps": 1e-6,
 }
-"""What a class in ``transformers`` takes for keys that config.json lacks."""
+"""Defaults of the classes in ``transformers`` for missing keys of config.json."""
 
 
 def read_decoder(f: Fields) -> dict[str, Any]:
-    """The fields of a decoder with grouped-query attention."""
+    """Read the fields of a decoder with grouped-query attention."""
     dim = f.integer("hidden_size")
     heads = f.integer("num_attention_heads")
     f.only("hidden_act", "silu", "swish")
@@ -71,7 +71,7 @@ def read_decoder(f: Fields) -> dict[str, Any]:
 
 
 def write_decoder(c: Any) -> dict[str, Any]:
-    """The opposite of ``read_decoder``."""
+    """Return the keys of config.json that ``read_decoder`` reads."""
     return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.dim,
