@@ -31,9 +31,9 @@ from shardtrain.launch import failure, local
 from shardtrain.ops import chosen_kernels
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.tools.evaluate import sets
-from shardtrain.tools.evaluate.evaluate_request import data_options
+from shardtrain.tools.evaluate.evaluate_request import RowOptions, data_options
 from shardtrain.tools.generate.answer import Answers
-from shardtrain.tools.generate.generate_request import GenerateOptions, check
+from shardtrain.tools.generate.generate_request import TextOptions, check
 from shardtrain.tools.generate.prompts import read_row
 from shardtrain.tools.generate.trained_model import OpenedModel, open_model
 from shardtrain.tools.plan import hardware, planning
@@ -44,7 +44,7 @@ from shardtrain.tools.verify.verify_report import MeshResult as MeshResult
 from shardtrain.train import compatibility, preflight, shutdown, trainer
 from shardtrain.utils import atomic_io, log, python_child, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
-from shardtrain.utils.python_api import python_function
+from shardtrain.utils.python_api import accepts_fields, python_function
 
 if TYPE_CHECKING:
     from shardtrain.checkpoint.folder import Checkpoints
@@ -267,64 +267,43 @@ def load_model(
 
 
 @python_function
-def generate(
-    model: OpenedModel,
-    prompts: str | Sequence[str],
-    max_new_tokens: int = 128,
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    repetition_penalty: float = 1.0,
-    stop: str | Sequence[str] = (),
-    seed: int = 0,
-    chat: bool = False,
-    batch_size: int = 8,
-    no_cache: bool = False,
-) -> list[str]:
+@accepts_fields(TextOptions)
+def generate(model: OpenedModel, prompts: str | Sequence[str], text: TextOptions) -> list[str]:
     """Return the text that follows each prompt. With ``temperature`` 0 each token is the most likely one.
 
     A plain str is one prompt, and one ``stop`` text. With ``no_cache`` keys and values are computed again for each new
-    token, which every attention core allows.
+    token, which every attention core allows. The other parameters are the options of ``shardtrain generate --help``.
     """
     texts = _as_list(prompts)
     if not texts:
         return []
-    stops = tuple(_as_list(stop))
-    # All other fields have the defaults of the command line
-    asked = GenerateOptions(
-        source=Path("."), step=None, config=None, base=None, adapter=None, tokenizer=None, prompt=None, input=None,
-        output=None,
-        field="prompt", prediction_field="prediction", chat=chat, add_bos=None, max_new_tokens=max_new_tokens,
-        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, stop=stops,
-        seed=seed, batch_size=batch_size, dtype=None, device=None, nproc=1, no_cache=no_cache,
-    )  # fmt: skip
-    check(asked, has_source=False)
+    check(text)
     rows = [
-        read_row(json.dumps({asked.field: text}).encode(), f"prompts[{number}]", asked.field, asked.prediction_field)
-        for number, text in enumerate(texts)
+        read_row(json.dumps({"prompt": prompt}).encode(), f"prompts[{number}]", "prompt", "prediction")
+        for number, prompt in enumerate(texts)
     ]
-    return Answers(asked, model, is_first=False).of(rows)
+    return Answers(text, model, is_first=False).of(rows, "prompt")
 
 
 @python_function
+@accepts_fields(RowOptions)
 def evaluate(
     model: OpenedModel,
     dataset: str | Path | Mapping[str, Any],
-    seq_len: int = 2048,
-    text_field: str | None = None,
-    batch_size: int = 8,
+    rows: RowOptions,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, float | int | None]:
     """Return the mean ``loss`` per target token in nats, ``perplexity`` and ``bits_per_byte`` on a set of rows.
 
     ``dataset`` is a file (.jsonl, .txt, .parquet, ...), a folder of prepared tokens, or options of ``[validation]``.
     Each row is measured by itself, and the format of the rows is detected by their columns. ``options`` of ``[data]``
-    change this: ``{"data.format": "chat", "data.packing": "concat"}``.
+    change this: ``{"data.format": "chat", "data.packing": "concat"}``. The other parameters are options of
+    ``shardtrain evaluate --help``.
 
     Raises:
-        ConfigError, DataError: when the set cannot be opened, or has nothing to predict.
+        ConfigError, DataError: the set cannot be opened, or has nothing to predict.
     """
+    seq_len = sets.seq_len_of(model, rows)
     if isinstance(dataset, Mapping):
         of_validation = {"validation": {"seq_len": seq_len, **dataset}}
         section = configs.load(None, _arguments(of_validation)).config.validation
@@ -332,13 +311,13 @@ def evaluate(
         path = Path(dataset)
         if not path.exists():
             raise ConfigError(Problem("dataset", str(dataset), "does not exist", "name a file or a folder of tokens"))
-        section = sets.section_of(path, batch_size, seq_len)
+        section = sets.section_of(path, rows.batch_size, seq_len)
         if not section.dataset:
             fix = f"name a file that ends with {known_endings()}, or pass options of [validation] as a dict"
             raise ConfigError(Problem("dataset", str(dataset), "has an ending that no dataset reads", fix))
     given = data_options(load_config(None, options))
-    if text_field is not None:
-        given["text_field"] = text_field
+    if rows.text_field is not None:
+        given["text_field"] = rows.text_field
     return sets.measure(sets.row_by_row(model.with_data(**given), section, given), section)
 
 

@@ -6,9 +6,13 @@ Verbs that also accept configuration options use ``config.command_line``.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
+import types
+import typing
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem
 from shardtrain.utils.redact import shown
@@ -47,6 +51,40 @@ def truth(word: str) -> bool:
     return word == "true"
 
 
+def option(default: Any, help: str, *, rare: bool = False, positional: bool = False, **argparse_options: Any) -> Any:
+    """Declare a field of a dataclass that ``StrictArgumentParser.add_fields`` turns into an option ``--name``.
+
+    Args:
+        default: the value if the option is absent; ``...`` if the option is required.
+        help: one line for ``--help``.
+        rare: list the option last in the help.
+        positional: let the dataclass's constructor accept the field as a positional argument.
+        argparse_options: passed to ``add_argument``, such as ``metavar``; ``flag`` replaces the name of the option.
+    """
+    metadata = {"help": help, "rare": rare, "argparse": argparse_options}
+    kw_only = not positional
+    if default is ...:
+        return dataclasses.field(kw_only=kw_only, metadata=metadata)
+    return dataclasses.field(default=default, kw_only=kw_only, metadata=metadata)
+
+
+def _argument_type(hint: Any) -> dict[str, Any]:
+    """Return how argparse reads a field, from its annotation.
+
+    >>> _argument_type(int | None), _argument_type(bool)
+    ({'type': <class 'int'>}, {'action': 'store_true'})
+    """
+    if hint is bool:
+        return {"action": "store_true"}
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if bool in kinds:
+        return {"type": truth, "metavar": "{true,false}"}
+    for kind in (int, float, Path):
+        if kind in kinds:
+            return {"type": kind}
+    return {}
+
+
 class StrictArgumentParser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError instead of exiting and accepts no abbreviated options.
 
@@ -64,6 +102,28 @@ class StrictArgumentParser(argparse.ArgumentParser):
     def rarer(self) -> argparse._ArgumentGroup:
         """Add the group of rarely needed options, which the help lists last."""
         return self.add_argument_group("options that few need")
+
+    def add_fields(self, options: type) -> argparse._ArgumentGroup:
+        """Add an option for each field of a dataclass declared with ``option``; return the group of rare options."""
+        hints = typing.get_type_hints(options)
+        rarer = self.rarer()
+        for field in dataclasses.fields(options):
+            if "argparse" not in field.metadata:
+                continue
+            keywords = {**_argument_type(hints[field.name]), **field.metadata["argparse"]}
+            flag = keywords.pop("flag", f"--{field.name}")
+            is_required = field.default is dataclasses.MISSING
+            default = None if is_required else field.default
+            group = rarer if field.metadata["rare"] else self
+            group.add_argument(
+                flag,
+                dest=field.name,
+                required=is_required,
+                default=list(default) if isinstance(default, tuple) else default,
+                help=field.metadata["help"],
+                **keywords,
+            )
+        return rarer
 
     def error(self, message: str) -> NoReturn:
         """Raise the error in one line."""

@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
@@ -59,6 +59,39 @@ def python_function(function: F) -> F:
             raise translated(error, bound.arguments) from error
 
     return typing.cast(F, call)
+
+
+P = ParamSpec("P")
+Options = TypeVar("Options")
+Returned = TypeVar("Returned")
+
+
+def accepts_fields(options: Callable[P, Options]) -> Callable[[Callable[..., Returned]], Callable[..., Returned]]:
+    """Decorate a function whose third parameter is a dataclass: callers pass the fields of the dataclass instead.
+
+    So a field that is added to the options of a verb is a parameter of the Python function too.
+    """
+
+    def decorate(function: Callable[..., Returned]) -> Callable[..., Returned]:
+        first, second, _, *others = inspect.signature(function).parameters.values()
+        fields = list(inspect.signature(options).parameters.values())
+        positional = [field for field in fields if field.kind is not inspect.Parameter.KEYWORD_ONLY]
+        keyword_only = [field for field in fields if field.kind is inspect.Parameter.KEYWORD_ONLY]
+        signature = inspect.Signature([first, second, *positional, *others, *keyword_only])
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Returned:
+            given = signature.bind(*arguments, **named).arguments
+            values = {field.name: given.pop(field.name) for field in fields if field.name in given}
+            a, b, *rest = given.items()
+            return function(a[1], b[1], options(**values), **dict(rest))  # type: ignore[call-arg]
+
+        hints = typing.get_type_hints(function)
+        call.__annotations__ = {**hints, **typing.get_type_hints(options)}
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 def fits(value: Any, hint: Any) -> bool:

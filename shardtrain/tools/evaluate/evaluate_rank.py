@@ -19,9 +19,6 @@ from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
-_TOKENS = 2048
-"""Tokens of a sequence at most, unless more are asked for: models are made for more than they see at once here."""
-
 
 def run(asked: EvaluateOptions) -> None:
     """Measure what is asked for, as one rank of the job that the environment describes.
@@ -66,11 +63,9 @@ def run(asked: EvaluateOptions) -> None:
 def _sections(asked: EvaluateOptions, opened: OpenedModel) -> dict[str, Validation]:
     """Each set by its name: those of --data, or that of the run where neither they nor tasks are named."""
     config = opened.config
-    width = opened.width
-    # sequences that the ranks can split, no longer than the model was trained on
     if asked.data:
-        tokens = asked.seq_len or max(width, min(config.training.seq_len, _TOKENS) // width * width)
-        return {name: sets.section_of(path, asked.batch_size, tokens) for name, path in asked.data.items()}
+        seq_len = sets.seq_len_of(opened, asked)
+        return {name: sets.section_of(path, asked.batch_size, seq_len) for name, path in asked.data.items()}
     if asked.tasks:
         return {}
     if not config.validation.dataset:

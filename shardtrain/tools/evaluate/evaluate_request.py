@@ -1,18 +1,21 @@
-"""Read the command line of ``shardtrain evaluate``. No torch, so that a wrong word is reported at once."""
+"""Options of ``shardtrain evaluate`` and ``shardtrain.evaluate``. No torch, so that errors are reported at once.
+
+Each option is one field. The command line is made from ``EvaluateOptions``, the Python function from ``RowOptions``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardtrain import config as configs
-from shardtrain.checkpoint.choice import HELP, step_name
-from shardtrain.config.options import options
-from shardtrain.facts.devices import DEVICE_TYPES
-from shardtrain.facts.dtypes import COMPUTE_DTYPES
+from shardtrain.config.options import options as all_options
 from shardtrain.facts.file_kinds import dataset_of, known_endings
-from shardtrain.utils.arguments import StrictArgumentParser
+from shardtrain.tools.generate.generate_request import ModelOptions
+from shardtrain.utils.arguments import StrictArgumentParser, option
 from shardtrain.utils.errors import ConfigError, Problem
 
 ABOUT = """Measure a model: the loss of each set of rows that --data names, or of the run's own [validation] set, and
@@ -25,96 +28,95 @@ _DATA_OPTIONS = (
 
 
 @dataclass(frozen=True)
-class EvaluateOptions:
-    """The options of ``shardtrain evaluate``; see ``read`` for their meaning."""
+class SetOptions(ModelOptions):
+    """The sets of rows of the command line."""
 
-    source: Path
-    step: str | None
-    config: Path | None
-    tokenizer: str | None
-    data: dict[str, Path]
-    data_options: dict[str, Any]
+    data: Mapping[str, Path] = option((), "a set of rows; may be repeated", action="append", metavar="NAME=FILE")
+    add_bos: bool | None = option(None, "begin texts with bos (as in training)", rare=True)
+    data_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, kw_only=True)
     """Options of [data] that replace those of the run, by their names without "data."."""
-    seq_len: int | None
-    tasks: tuple[str, ...]
-    include_path: Path | None
-    num_fewshot: int | None
-    limit: int | None
-    batch_size: int
-    output: Path | None
-    dtype: str | None
-    device: str | None
-    nproc: int
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """How rows are measured: the options that the command line and Python share."""
+
+    seq_len: int | None = option(2048, "tokens per sequence in --data (the run's, at most 2048)", positional=True)
+    text_field: str | None = option(
+        None, "field of the text in --data (data.text_field of the run)", rare=True, positional=True, metavar="NAME"
+    )
+    batch_size: int = option(8, "rows at once (8); changes no result", positional=True)
+
+
+@dataclass(frozen=True)
+class EvaluateOptions(RowOptions, SetOptions):
+    """The options of ``shardtrain evaluate``."""
+
+    # None: the sequence length of the run's training, up to a maximum
+    seq_len: int | None = option(None, "tokens per sequence in --data (the run's, at most 2048)", positional=True)
+    tasks: tuple[str, ...] = option((), "tasks of lm-eval (the eval extra)", metavar="A,B")
+    include_path: Path | None = option(None, "folder of your own task files, whose code is run", rare=True)
+    num_fewshot: int | None = option(None, "examples before each question of a task (the task's own)")
+    limit: int | None = option(None, "questions per task (all)", rare=True)
+    output: Path | None = option(None, "JSON file to write too, which must not exist")
 
 
 def read(words: list[str]) -> EvaluateOptions:
-    """Read the words of a command line.
+    """Parse a command line.
 
     Raises:
-        ConfigError: all problems of the words.
-        HelpPrinted: the help was asked for.
+        ConfigError: with all problems of the options.
+        HelpPrinted: the help was requested.
     """
-    found = _arguments().read(words)
-    sets, problems = _sets(found.data)
-    tasks = tuple(name.strip() for name in (found.tasks or "").split(",") if name.strip())
-    values = vars(found)
+    values = vars(_parser().read(words))
+    values["data"], problems = _sets(values["data"])
+    names = (name.strip() for name in (values["tasks"] or "").split(","))
+    values["tasks"] = tuple(name for name in names if name)
     of_data = {name: values.pop(name) for name in list(values) if name.startswith("data.")}
-    overrides = [f"--{name}={value}" for name, value in of_data.items() if value is not None]
-    given = data_options(configs.load(None, overrides))
-    request = EvaluateOptions(**{**values, "data": sets, "tasks": tasks, "data_options": given})
-    problems += _wrong_values(request)
-    for option in ("include_path", "num_fewshot", "limit"):
-        if getattr(request, option) is not None and not tasks:
-            problems.append(_problem(f"--{option}", getattr(request, option), "has no effect without --tasks"))
-    if "add_bos" in given and sets and not tasks and all(path.is_dir() for path in sets.values()):
+    of_data["data.text_field"] = values["text_field"]
+    of_data["data.add_bos"] = values["add_bos"]
+    overrides = [f"--{name}={_toml(value)}" for name, value in of_data.items() if value is not None]
+    given = values["data_options"] = data_options(configs.load(None, overrides))
+    options = EvaluateOptions(**values)
+
+    problems += _wrong_values(options)
+    for name in ("include_path", "num_fewshot", "limit"):
+        if getattr(options, name) is not None and not options.tasks:
+            problems.append(_problem(f"--{name}", getattr(options, name), "has no effect without --tasks"))
+    if "add_bos" in given and options.data and not options.tasks and all(map(Path.is_dir, options.data.values())):
         problems.append(_problem("--add_bos", given["add_bos"], "has no effect on folders of prepared tokens"))
-    if request.seq_len is not None and not sets:
-        problems.append(_problem("--seq_len", request.seq_len, "has no effect without --data"))
-    for name in sorted(given.keys() - {"add_bos"}):
-        if not sets:
+    if options.seq_len is not None and not options.data:
+        problems.append(_problem("--seq_len", options.seq_len, "has no effect without --data"))
+    if not options.data:
+        for name in sorted(given.keys() - {"add_bos"}):
             problems.append(_problem(f"--data.{name}", given[name], "has no effect without --data"))
     if problems:
         raise ConfigError(problems)
-    return request
+    return options
+
+
+def _toml(value: str | bool) -> str:
+    return value if isinstance(value, str) else str(value).lower()
 
 
 def data_options(loaded: configs.Loaded) -> dict[str, Any]:
     """Return the options of [data] that were given, by their names without "data.". Raises ConfigError for others."""
-    names = [name for name in options() if loaded.is_set(name)]
+    names = [name for name in all_options() if loaded.is_set(name)]
     others = [name for name in names if not name.startswith("data.")]
     if others:
         raise ConfigError(Problem("options", others[0], "is not an option of [data]", "leave it out"))
     return {name.removeprefix("data."): loaded.value(name) for name in names}
 
 
-def _arguments() -> StrictArgumentParser:
-    a = StrictArgumentParser(
+def _parser() -> StrictArgumentParser:
+    parser = StrictArgumentParser(
         "shardtrain evaluate", ABOUT, "shardtrain evaluate outputs --data held_out=FILE.jsonl", first="--from"
     )
-    a.usage = "shardtrain evaluate RUN [--data NAME=FILE ...] [--data.KEY VALUE ...] [--tasks A,B] [OPTION ...]"
-    rarer = a.rarer()
-    a.add_argument("--from", dest="source", type=Path, required=True, metavar="RUN", help="run, checkpoint or HF_DIR")
-    a.add_argument("--step", type=step_name, help=HELP)
-    rarer.add_argument("--config", type=Path, help="the run's configuration; found beside the checkpoint unless given")
-    rarer.add_argument("--tokenizer", help='of a Hugging Face folder without one: a path, or "bytes"')
-    a.add_argument("--data", action="append", default=[], metavar="NAME=FILE", help="a set of rows; may be repeated")
-    bos = "begin texts with bos (as in training)"
-    rarer.add_argument("--add_bos", dest="data.add_bos", metavar="{true,false}", help=bos)
-    field = "field of the text in --data (data.text_field of the run)"
-    rarer.add_argument("--text_field", dest="data.text_field", metavar="NAME", help=field)
+    parser.usage = "shardtrain evaluate RUN [--data NAME=FILE ...] [--data.KEY VALUE ...] [--tasks A,B] [OPTION ...]"
+    rarer = parser.add_fields(EvaluateOptions)
     for name in _DATA_OPTIONS:
         rarer.add_argument(f"--data.{name}", metavar="VALUE", help=f"data.{name}, as for train")
-    a.add_argument("--seq_len", type=int, help="tokens per sequence in --data (the run's, at most 2048)")
-    a.add_argument("--tasks", metavar="A,B", help="tasks of lm-eval (the eval extra)")
-    rarer.add_argument("--include_path", type=Path, help="folder of your own task files, whose code is run")
-    a.add_argument("--num_fewshot", type=int, help="examples before each question of a task (the task's own)")
-    rarer.add_argument("--limit", type=int, help="questions per task (all)")
-    a.add_argument("--batch_size", type=int, default=8, help="rows at once (8); changes no result")
-    a.add_argument("--output", type=Path, help="JSON file to write too, which must not exist")
-    rarer.add_argument("--dtype", choices=COMPUTE_DTYPES, help="type to compute in; the run's own")
-    rarer.add_argument("--device", choices=DEVICE_TYPES, help="where; the run's own training.device")
-    a.add_argument("--nproc", type=int, default=1, help="processes over which each layer is split (1)")
-    return a
+    return parser
 
 
 def _sets(words: list[str]) -> tuple[dict[str, Path], list[Problem]]:
@@ -137,12 +139,10 @@ def _sets(words: list[str]) -> tuple[dict[str, Path], list[Problem]]:
 
 def _wrong_values(r: EvaluateOptions) -> list[Problem]:
     problems = []
-    for option, least in (("batch_size", 1), ("nproc", 1), ("seq_len", 1), ("num_fewshot", 0), ("limit", 1)):
-        value = getattr(r, option)
+    for name, least in (("batch_size", 1), ("nproc", 1), ("seq_len", 1), ("num_fewshot", 0), ("limit", 1)):
+        value = getattr(r, name)
         if value is not None and value < least:
-            problems.append(
-                _problem(f"--{option}", value, f"must be at least {least}", f"write it like {max(least, 8)}")
-            )
+            problems.append(_problem(f"--{name}", value, f"must be at least {least}", f"write it like {max(least, 8)}"))
     if r.seq_len is not None and r.seq_len % max(r.nproc, 1):
         rule = f"is not a multiple of --nproc={r.nproc}, over which sequences are split"
         problems.append(_problem("--seq_len", r.seq_len, rule, "use a multiple"))

@@ -20,12 +20,15 @@ from shardtrain.data.build_dataset import format_of_rows
 from shardtrain.distributed.context_parallel.cores import document_argument
 from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.ops.cross_entropy import cross_entropy_sum
+from shardtrain.tools.evaluate.evaluate_request import RowOptions
 from shardtrain.tools.generate.trained_model import OpenedModel
 from shardtrain.train import document_isolation, validation
 from shardtrain.train.open_together import together
 from shardtrain.utils.errors import ConfigError, DataError, NumericalError, Problem
 
 _TOKENS_AT_ONCE = 2**22
+_MOST_SEQ_LEN = 2048
+"""Longest sequence unless the user requests a longer one: models are made for longer ones than are needed here."""
 _MOST_TOKENS = 2**26
 """Most tokens of a batch. They take 1.5 GiB before the model sees them."""
 
@@ -54,6 +57,14 @@ def section_of(path: Path, batch_size: int, seq_len: int) -> Validation:
     return Validation(
         dataset=dataset, dataset_path=str(path), split="train", local_batch_size=batch_size, seq_len=seq_len
     )
+
+
+def seq_len_of(opened: OpenedModel, rows: RowOptions) -> int:
+    """Return the requested sequence length, or that of the run's training: at most 2048, divisible over the ranks."""
+    if rows.seq_len is not None:
+        return rows.seq_len
+    width = opened.width
+    return max(width, min(opened.config.training.seq_len, _MOST_SEQ_LEN) // width * width)
 
 
 def section_of_run(opened: OpenedModel) -> Validation:

@@ -19,7 +19,7 @@ from shardtrain.hf.generation_config import unused_settings
 from shardtrain.ops.cpu import packed_linear
 from shardtrain.ops.sampling import Sampling
 from shardtrain.tools.generate.engine import Generator, Watch
-from shardtrain.tools.generate.generate_request import GenerateOptions
+from shardtrain.tools.generate.generate_request import GenerateOptions, TextOptions
 from shardtrain.tools.generate.generated_text import Printer, Text
 from shardtrain.tools.generate.locate_checkpoint import load_config
 from shardtrain.tools.generate.prompts import GenerationPrompts, PromptRow, check_output, write_rows
@@ -61,10 +61,10 @@ def run(asked: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
                 print(f"generation settings of the model that are not used: {unused}; {advice}", file=sys.stderr)
         answers = Answers(asked, opened, is_first)
         if rows is None:
-            answers.print_one()
+            answers.print_one(asked.prompt or "")
         else:
             with heartbeat(f"generating {len(rows)} rows", None if is_first else 0):
-                found = answers.of(rows)
+                found = answers.of(rows, asked.field)
             if is_first and asked.output is not None:
                 check_output(asked.output)
                 write_rows(asked.output, rows, found, asked.prediction_field)
@@ -82,23 +82,25 @@ def join(device: str) -> Iterator[World]:
 
 
 class Answers:
-    """Texts of an opened model, as a request asks for them."""
+    """Generates text with an opened model."""
 
-    def __init__(self, asked: GenerateOptions, opened: OpenedModel, is_first: bool = True) -> None:
-        self._asked = asked
+    def __init__(self, options: TextOptions, opened: OpenedModel, is_first: bool = True) -> None:
+        self._options = options
         self._opened = opened
         self._is_first = is_first
         tokenizer = opened.tokenizer
-        conversations = open_conversations(tokenizer, opened.config.data) if asked.chat else None
+        conversations = open_conversations(tokenizer, opened.config.data) if options.chat else None
         self._encoder = GenerationPrompts(tokenizer, opened.config.data, conversations)
-        self._sampling = Sampling(asked.repetition_penalty, asked.temperature, asked.top_k, asked.top_p)
-        self._generator = Generator(opened.model, opened.layout, tokenizer.vocab_size, not asked.no_cache, opened.width)
+        self._sampling = Sampling(options.repetition_penalty, options.temperature, options.top_k, options.top_p)
+        self._generator = Generator(
+            opened.model, opened.layout, tokenizer.vocab_size, not options.no_cache, opened.width
+        )
         # A row ends at an end token, at the end of a turn, or at a text of --stop. A --stop that spells a special token
         # becomes an end token, because special tokens do not appear in the text.
         turn_end = None if conversations is None else conversations.turn_end()
         ends = opened.end_ids if turn_end is None else opened.end_ids | {turn_end}
         texts = []
-        for stop in asked.stop:
+        for stop in options.stops:
             ids = tokenizer.encode_spans([stop])[0][0].tolist()
             if len(ids) == 1 and ids[0] in tokenizer.special_ids:
                 ends |= {ids[0]}
@@ -107,20 +109,18 @@ class Answers:
         self._stop_ids = ends
         self._stops = tuple(texts)
 
-    def print_one(self) -> None:
-        """Print the text that follows the prompt, as it comes."""
-        asked = self._asked
+    def print_one(self, prompt: str) -> None:
+        """Print the text that follows the prompt, token by token."""
         try:
-            ids = self._encoder.value(asked.prompt, "--prompt")
+            ids = self._encoder.value(prompt, "--prompt")
         except Unusable as error:
-            raise ConfigError(
-                Problem("--prompt", asked.prompt, f"cannot be used: {error.reason}", "give another")
-            ) from None
+            rule = f"cannot be used: {error.reason}"
+            raise ConfigError(Problem("--prompt", prompt, rule, "give another")) from None
         self._tell_length([ids])
         text = self._text(ids)
         printer = Printer(text)
-        if sys.stdout.isatty() and not asked.chat:  # people read on from the prompt; a pipe gets what is new
-            self._print(asked.prompt or "")
+        if sys.stdout.isatty() and not self._options.chat:  # a reader continues from the prompt; a pipe needs new text
+            self._print(prompt)
 
         def watch(_: int, new: list[int]) -> bool:
             self._print(printer.more(new))
@@ -129,17 +129,17 @@ class Answers:
         new = self._generate([ids], [0], watch)[0]
         self._print(printer.rest(new) + "\n")
 
-    def of(self, rows: Sequence[PromptRow]) -> list[str]:
-        """The text of each row."""
-        asked = self._asked
-        prompts = [self._encoder.row(row, asked.field, self._opened.config.data.tools_field) for row in rows]
+    def of(self, rows: Sequence[PromptRow], field: str) -> list[str]:
+        """Return the text that follows the prompt of each row, which is in ``field``."""
+        prompts = [self._encoder.row(row, field, self._opened.config.data.tools_field) for row in rows]
         self._tell_length(prompts)
         texts = [self._text(prompt) for prompt in prompts]
         found = [""] * len(rows)
-        # rows of like length together: a pass costs what its longest row does
+        # Rows of similar length share a batch, because its longest row determines the cost of a pass
         order = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
-        for start in range(0, len(order), asked.batch_size):
-            numbers = order[start : start + asked.batch_size]
+        batch_size = self._options.batch_size
+        for start in range(0, len(order), batch_size):
+            numbers = order[start : start + batch_size]
 
             def watch(row: int, new: list[int], numbers: list[int] = numbers) -> bool:
                 return texts[numbers[row]].has_ended(new)
@@ -149,9 +149,9 @@ class Answers:
         return found
 
     def _generate(self, prompts: list[list[int]], numbers: list[int], watch: Watch) -> list[list[int]]:
-        asked = self._asked
+        o = self._options
         return self._generator.generate(
-            prompts, asked.max_new_tokens, self._sampling, asked.seed, numbers, self._stop_ids, watch
+            prompts, o.max_new_tokens, self._sampling, o.seed, numbers, self._stop_ids, watch
         )
 
     def _text(self, prompt: list[int]) -> Text:
@@ -159,7 +159,7 @@ class Answers:
         return Text(self._opened.tokenizer, prompt, frozenset(), self._stops)
 
     def _tell_length(self, prompts: Sequence[Sequence[int]]) -> None:
-        longest = max(map(len, prompts)) + self._asked.max_new_tokens
+        longest = max(map(len, prompts)) + self._options.max_new_tokens
         trained = self._opened.config.training.seq_len
         if longest > trained and self._is_first:
             print(

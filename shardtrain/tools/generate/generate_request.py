@@ -1,15 +1,19 @@
-"""What ``shardtrain generate`` is asked to do, read from its words. No torch: a wrong word is answered at once."""
+"""Options of ``shardtrain generate`` and ``shardtrain.generate``. No torch, so that a wrong option is reported at once.
+
+Each option is one field. The command line is made from ``GenerateOptions``, the Python function from ``TextOptions``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardtrain.checkpoint.choice import HELP, step_name
 from shardtrain.facts.devices import DEVICE_TYPES
 from shardtrain.facts.dtypes import COMPUTE_DTYPES
-from shardtrain.utils.arguments import StrictArgumentParser, truth
+from shardtrain.utils.arguments import StrictArgumentParser, option
 from shardtrain.utils.errors import ConfigError, Problem
 
 ABOUT = """Continue a prompt, or each row of a JSONL file, with a trained model. One prompt is printed as it comes;
@@ -17,151 +21,128 @@ of a file every field is kept and the prediction added, and the output is there 
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
-    """The options of ``shardtrain generate``; see ``read`` for their meaning."""
+class ModelOptions:
+    """The model of a verb, and the devices that it runs on."""
 
-    source: Path
-    step: str | None
-    config: Path | None
-    base: Path | None
-    adapter: Path | None
-    tokenizer: str | None
-    prompt: str | None
-    input: Path | None
-    output: Path | None
-    field: str
-    prediction_field: str
-    chat: bool
-    add_bos: bool | None
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    repetition_penalty: float
-    stop: tuple[str, ...]
-    seed: int
-    batch_size: int
-    dtype: str | None
-    device: str | None
-    nproc: int
-    no_cache: bool
+    source: Path = option(..., "run folder, checkpoint, or HF_DIR", flag="--from", metavar="RUN")
+    step: str | None = option(None, HELP, type=step_name)
+    config: Path | None = option(None, "the run's configuration; found beside the checkpoint unless given", rare=True)
+    tokenizer: str | None = option(None, 'of a Hugging Face folder without one: a path, or "bytes"', rare=True)
+    dtype: str | None = option(None, "type to compute in; the run's own", rare=True, choices=COMPUTE_DTYPES)
+    device: str | None = option(None, "where; the run's own training.device", rare=True, choices=DEVICE_TYPES)
+    nproc: int = option(1, "processes over which each layer is split (1)", rare=True)
+
+
+@dataclass(frozen=True)
+class PromptOptions(ModelOptions):
+    """The prompts of the command line, and where their continuations go."""
+
+    base: Path | None = option(None, "frozen weights of a run with adapters, if they have moved", rare=True)
+    adapter: Path | None = option(None, "PEFT folder whose adapters are added to the model", rare=True)
+    prompt: str | None = option(None, "a text to continue")
+    input: Path | None = option(None, "JSONL file of prompts")
+    output: Path | None = option(None, "JSONL file to write, which must not exist")
+    field: str = option("prompt", "field of the prompt (prompt); dots reach into objects", rare=True)
+    prediction_field: str = option("prediction", "field that is added (prediction)", rare=True)
+    add_bos: bool | None = option(None, "begin texts with bos (as in training)", rare=True)
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How text is written: the options that the command line and Python share."""
+
+    chat: bool = option(False, "render the prompt, a text or messages, with the chat template")
+    max_new_tokens: int = option(128, "at most this many new tokens per prompt (128)", positional=True)
+    temperature: float = option(0.0, "0: the most likely token; above 0: sampled (0)")
+    top_k: int = option(0, "sample from so many of the most likely; 0: all (0)", rare=True)
+    top_p: float = option(1.0, "sample from the most likely, of this total probability (1)")
+    repetition_penalty: float = option(1.0, "above 1: avoid tokens of before (1)", rare=True)
+    stop: str | Sequence[str] = option((), "end before this text; may be repeated", action="append", metavar="TEXT")
+    seed: int = option(0, "seed of the sampling (0)", rare=True)
+    batch_size: int = option(8, "rows at once (8); changes no result", rare=True)
+    no_cache: bool = option(False, "compute keys and values again for each new token", rare=True)
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop texts; a plain str is one text."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+
+@dataclass(frozen=True)
+class GenerateOptions(TextOptions, PromptOptions):
+    """The options of ``shardtrain generate``."""
 
 
 def read(words: list[str]) -> GenerateOptions:
-    """Read the words of a command line.
+    """Parse a command line.
 
     Raises:
-        ConfigError: all problems of the words.
-        HelpPrinted: the help was asked for.
+        ConfigError: with all problems of the options.
+        HelpPrinted: the help was requested.
     """
-    found = _arguments().read(words)
-    values = {**vars(found), "stop": tuple(found.stop)}
-    request = GenerateOptions(**values)
-    check(request)
-    return request
+    parser = StrictArgumentParser(
+        "shardtrain generate", ABOUT, 'shardtrain generate outputs --prompt "def "', first="--from"
+    )
+    parser.usage = "shardtrain generate RUN (--prompt TEXT | --input FILE.jsonl --output FILE.jsonl) [OPTION ...]"
+    parser.add_fields(GenerateOptions)
+    options = GenerateOptions(**vars(parser.read(words)))
+    problems = [*_prompt_problems(options), *_text_problems(options)]
+    if problems:
+        raise ConfigError(problems)
+    return options
 
 
-def check(request: GenerateOptions, has_source: bool = True) -> None:
-    """Raise ConfigError with all that is wrong; without ``has_source`` the prompts come from elsewhere."""
-    rules = [rule for rule in _RULES if has_source or rule is not _one_source]
-    if problems := [problem for rule in rules if (problem := rule(request))]:
+def check(options: TextOptions) -> None:
+    """Raise ConfigError with all problems of the options that Python has."""
+    problems = list(_text_problems(options))
+    if problems:
         raise ConfigError(problems)
 
 
-def _arguments() -> StrictArgumentParser:
-    a = StrictArgumentParser(
-        "shardtrain generate", ABOUT, 'shardtrain generate outputs --prompt "def "', first="--from"
-    )
-    a.usage = "shardtrain generate RUN (--prompt TEXT | --input FILE.jsonl --output FILE.jsonl) [OPTION ...]"
-    rarer = a.rarer()
-    a.add_argument(
-        "--from", dest="source", type=Path, required=True, metavar="RUN", help="run folder, checkpoint, or HF_DIR"
-    )
-    a.add_argument("--step", type=step_name, help=HELP)
-    rarer.add_argument("--config", type=Path, help="the run's configuration; found beside the checkpoint unless given")
-    rarer.add_argument("--base", type=Path, help="frozen weights of a run with adapters, if they have moved")
-    rarer.add_argument("--adapter", type=Path, help="PEFT folder whose adapters are added to the model")
-    rarer.add_argument("--tokenizer", help='of a Hugging Face folder without one: a path, or "bytes"')
-    a.add_argument("--prompt", help="a text to continue")
-    a.add_argument("--input", type=Path, help="JSONL file of prompts")
-    a.add_argument("--output", type=Path, help="JSONL file to write, which must not exist")
-    rarer.add_argument("--field", default="prompt", help="field of the prompt (prompt); dots reach into objects")
-    rarer.add_argument("--prediction_field", default="prediction", help="field that is added (prediction)")
-    a.add_argument("--chat", action="store_true", help="render the prompt, a text or messages, with the chat template")
-    rarer.add_argument(
-        "--add_bos",
-        type=truth,
-        metavar="{true,false}",
-        help="begin texts with bos (as in training)",
-    )
-    a.add_argument("--max_new_tokens", type=int, default=128, help="at most this many new tokens per prompt (128)")
-    a.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token; above 0: sampled (0)")
-    rarer.add_argument("--top_k", type=int, default=0, help="sample from so many of the most likely; 0: all (0)")
-    a.add_argument(
-        "--top_p", type=float, default=1.0, help="sample from the most likely, of this total probability (1)"
-    )
-    rarer.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1: avoid tokens of before (1)")
-    a.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    rarer.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
-    rarer.add_argument("--batch_size", type=int, default=8, help="rows at once (8); changes no result")
-    rarer.add_argument("--dtype", choices=COMPUTE_DTYPES, help="type to compute in; the run's own")
-    rarer.add_argument("--device", choices=DEVICE_TYPES, help="where; the run's own training.device")
-    rarer.add_argument("--nproc", type=int, default=1, help="processes over which each layer is split (1)")
-    rarer.add_argument("--no_cache", action="store_true", help="compute keys and values again for each new token")
-    return a
-
-
-def _one_source(r: GenerateOptions) -> Problem | None:
-    if (r.prompt is None) == (r.input is None):
-        return _problem("--prompt", None, "or --input is needed, and not both", "give one of them")
-    if r.input is not None and r.output is None:
-        return _problem("--input", str(r.input), "needs a file for its predictions", "give --output out.jsonl")
-    if r.prompt is not None and r.output is not None:
-        return _problem("--output", str(r.output), "has no effect with --prompt, which is printed", "leave it out")
-    return None
-
-
-def _bos_of_a_chat(r: GenerateOptions) -> Problem | None:
-    if r.chat and r.add_bos is not None:
+def _prompt_problems(o: GenerateOptions) -> Iterator[Problem]:
+    if (o.prompt is None) == (o.input is None):
+        yield _problem("--prompt", None, "or --input is needed, and not both", "give one of them")
+    elif o.input is not None and o.output is None:
+        yield _problem("--input", str(o.input), "needs a file for its predictions", "give --output out.jsonl")
+    elif o.prompt is not None and o.output is not None:
+        yield _problem("--output", str(o.output), "has no effect with --prompt, which is printed", "leave it out")
+    if o.chat and o.add_bos is not None:
         rule = "has no effect with --chat: a conversation is what the chat template writes"
-        return _problem("--add_bos", r.add_bos, rule, "leave it out")
-    return None
+        yield _problem("--add_bos", o.add_bos, rule, "leave it out")
+    if o.nproc < 1:
+        yield _problem("--nproc", o.nproc, "must be at least 1", "write it like 2")
+    if not o.field:
+        yield _problem("--field", o.field, "must be a name", "name the field of the prompt")
+    if not o.prediction_field:
+        yield _problem("--prediction_field", o.prediction_field, "must be a name", "name a new field")
 
 
-def _drawing(r: GenerateOptions) -> Problem | None:
-    for option, is_set in (("--top_k", r.top_k != 0), ("--top_p", r.top_p != 1), ("--seed", r.seed != 0)):
-        if is_set and r.temperature == 0:
-            value = getattr(r, option[2:])
-            return _problem(option, value, "has no effect at --temperature 0, where nothing is drawn", "set it above 0")
-    return None
+_ABOVE_0 = math.ulp(0.0)
+_BOUNDS: tuple[tuple[str, float, float, str, str], ...] = (
+    ("max_new_tokens", 1, math.inf, "must be at least 1", "write it like 128"),
+    ("temperature", 0, 1e6, "must be 0 or above", "use 0, or about 0.7 to 1"),
+    ("top_k", 0, math.inf, "must be 0 or above", "use 0 for all tokens"),
+    ("top_p", _ABOVE_0, 1, "must be above 0, up to 1", "use 1 for all tokens"),
+    ("repetition_penalty", _ABOVE_0, 1e6, "must be above 0", "use about 1 to 1.3"),
+    ("seed", 0, math.inf, "must be 0 or above", "use a whole number"),
+    ("batch_size", 1, math.inf, "must be at least 1", "write it like 8"),
+)
+"""Option, least and greatest value, rule and fix."""
 
 
-def _bound(
-    option: str, is_good: Callable[[GenerateOptions], bool], rule: str, fix: str
-) -> Callable[[GenerateOptions], Problem | None]:
-    def check(r: GenerateOptions) -> Problem | None:
-        return None if is_good(r) else _problem(option, getattr(r, option[2:]), rule, fix)
-
-    return check
+def _text_problems(o: TextOptions) -> Iterator[Problem]:
+    for name, is_set in (("top_k", o.top_k != 0), ("top_p", o.top_p != 1), ("seed", o.seed != 0)):
+        if is_set and o.temperature == 0:
+            rule = "has no effect at --temperature 0, where nothing is drawn"
+            yield _problem(f"--{name}", getattr(o, name), rule, "set it above 0")
+            break
+    for name, least, most, rule, fix in _BOUNDS:
+        value = getattr(o, name)
+        if not least <= value <= most:  # also true of NaN
+            yield _problem(f"--{name}", value, rule, fix)
+    if not all(o.stops):
+        yield _problem("--stop", o.stop, "must be a text", "leave it out")
 
 
 def _problem(option: str, value: object, rule: str, fix: str) -> Problem:
     return Problem(option, value, rule, fix, "command line")
-
-
-_RULES: tuple[Callable[[GenerateOptions], Problem | None], ...] = (
-    _one_source,
-    _bos_of_a_chat,
-    _drawing,
-    _bound("--max_new_tokens", lambda r: r.max_new_tokens >= 1, "must be at least 1", "write it like 128"),
-    _bound("--temperature", lambda r: 0 <= r.temperature < 1e6, "must be 0 or above", "use 0, or about 0.7 to 1"),
-    _bound("--top_k", lambda r: r.top_k >= 0, "must be 0 or above", "use 0 for all tokens"),
-    _bound("--top_p", lambda r: 0 < r.top_p <= 1, "must be above 0, up to 1", "use 1 for all tokens"),
-    _bound("--repetition_penalty", lambda r: 0 < r.repetition_penalty < 1e6, "must be above 0", "use about 1 to 1.3"),
-    _bound("--seed", lambda r: r.seed >= 0, "must be 0 or above", "use a whole number"),
-    _bound("--batch_size", lambda r: r.batch_size >= 1, "must be at least 1", "write it like 8"),
-    _bound("--nproc", lambda r: r.nproc >= 1, "must be at least 1", "write it like 2"),
-    _bound("--stop", lambda r: all(r.stop), "must be a text", "leave it out"),
-    _bound("--field", lambda r: bool(r.field), "must be a name", "name the field of the prompt"),
-    _bound("--prediction_field", lambda r: bool(r.prediction_field), "must be a name", "name a new field"),
-)
