@@ -11,6 +11,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import real_number
 
 _CHECKED_STEPS = 1000
+_CHECKED_AT_AN_EDGE = 10
 
 
 def find(name: str) -> Schedule:
@@ -50,22 +51,34 @@ def learning_rate(
     return optimizer.lr * min(1.0, max(0.0, factor))
 
 
-def check_own(optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> None:
-    """Ask a user's schedule for up to 1,000 steps in order, and in reverse order after its file has been run again.
+def check_own(optimizer: Optimizer, scheduler: LRScheduler, steps: int, schedule: Schedule, again: Schedule) -> None:
+    """Call a user's schedule for about 1,000 steps in order, and ``again`` for the same steps in reverse order.
 
     A resumed run begins in the middle, without what the file has remembered of the steps before.
+
+    Args:
+        schedule: the result of ``find``.
+        again: the result of another call of ``find``, which has run the file again.
 
     Raises:
         ConfigError: a step has another rate the second time, so that a resumed run would differ, or the share is not
             a number between 0 and 1.
     """
-    schedule, again = find(scheduler.name), find(scheduler.name)
-    asked = range(0, steps, max(1, steps // _CHECKED_STEPS))
+    asked = _steps_to_check(scheduler, steps)
     rates = {step: learning_rate(optimizer, scheduler, steps, step, schedule) for step in asked}
     for step in reversed(asked):
         if learning_rate(optimizer, scheduler, steps, step, again) != rates[step]:
             rule = f"returns another share when step {step} is asked for again, so a resumed run would differ"
             raise ConfigError(Problem("lr_scheduler.name", scheduler.name, rule, "compute it from the arguments only"))
+
+
+def _steps_to_check(scheduler: LRScheduler, steps: int) -> list[int]:
+    """Return steps spread over the run, and all steps near its start, its end and the end of the warmup."""
+    chosen = set(range(0, steps, max(1, steps // _CHECKED_STEPS)))
+    for edge in (0, scheduler.warmup_steps, scheduler.total_steps or steps, steps):
+        first = max(0, edge - _CHECKED_AT_AN_EDGE)
+        chosen.update(range(first, min(steps, edge + _CHECKED_AT_AN_EDGE)))
+    return sorted(chosen)
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:

@@ -16,6 +16,7 @@ from tiny import Ended, tiny_config, train_whole
 from shardtrain.cli import main
 from shardtrain.config.schema import LRScheduler, Optimizer
 from shardtrain.optim.lr_scheduler import learning_rate
+from shardtrain.train.preflight import own_files
 
 LINEAR_LINEAR = """
 def factor(step, total_steps, warmup_steps):
@@ -111,6 +112,7 @@ def test_a_resumed_run_with_a_schedule_file_equals_the_built_in_schedule(tmp_pat
         ("def factor(step, total_steps):\n    return step / 0", "fails (line 2): division by zero"),
         ("def factor(step, total_steps):\n    return step", "returns 2 at step 2 of 200; return the share of the peak"),
         ("def factor(step, total_steps):\n    return float('nan')", "returns nan at step 0"),
+        ("def factor(step, total_steps):\n    raise TimeoutError('of my own')", "fails (line 2): of my own"),
         ("def factor(step, total_steps):\n    pass", "returns None at step 0"),
         ("def factor(step, total_steps):\n    return True", "returns True at step 0"),
         ("def factor(step, total_steps):\n    return '0.5'", "returns '0.5' at step 0"),
@@ -159,3 +161,33 @@ def test_an_option_that_a_schedule_file_does_not_read_is_an_error(tmp_path: Path
     assert main(words) == 0
     assert main([*words, "--lr_scheduler.warmup_proportion=0.5"]) == 2
     assert "lr_scheduler.warmup_proportion=0.5 has no effect with lr_scheduler.name" in "".join(capsys.readouterr())
+
+
+# share of a schedule of 20,000 steps with 4,321 steps of warmup -> words of the error
+LATE = {
+    "float('nan') if step == 3 else 1.0": "returns nan at step 3 of 20000",
+    "1 / (total_steps - 1 - step) if step > 19_000 else 1.0": "fails (line 2): division by zero",
+    "2.0 if step == warmup_steps else 1.0": "returns 2.0 at step 4321 of 20000",
+}
+
+
+@pytest.mark.parametrize("verb", [["config", "check"], ["train"]])
+@pytest.mark.parametrize("share", LATE)
+def test_a_share_that_is_wrong_at_an_edge_of_a_long_run_is_found_before_it(tmp_path: Path, capsys, share, verb) -> None:
+    path = written(tmp_path, f"def factor(step, total_steps, warmup_steps):\n    return {share}")
+    options = {
+        "job.dump_folder": tmp_path / "run", "lr_scheduler.name": path, "lr_scheduler.warmup_steps": 4321,
+        "training.steps": 20_000, "training.on_data_end": "repeat", "training.device": "cpu",
+    }  # fmt: skip
+    words = [f"--{name}={value}" for name, value in options.items()]
+    assert main([*verb, "debug", *words, *(["--nproc=1"] if verb == ["train"] else [])]) == 2
+    (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("error")]
+    assert LATE[share] in line
+
+
+def test_a_schedule_file_that_does_not_return_is_reported_in_time(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(own_files, "SCHEDULE_SECONDS", 0.2)
+    path = written(tmp_path, "import time\ndef factor(step, total_steps):\n    time.sleep(60)")
+    assert main(["config", "check", "debug", f"--lr_scheduler.name={path}", "--training.device=cpu"]) == 2
+    (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("error")]
+    assert "does not return the shares of about 1,000 steps within 0.2 s; compute them" in line

@@ -8,8 +8,12 @@ from pathlib import Path
 
 from shardtrain.config.rules.own_files_rules import named_files
 from shardtrain.config.schema import Config
+from shardtrain.launch.greeting import within
 from shardtrain.metrics.sinks import own_sink
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
+
+SCHEDULE_SECONDS = 30.0
+"""Time limit for a user's schedule in the checks before a run."""
 
 
 def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
@@ -40,6 +44,35 @@ def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
     return ConfigError(Problem(files[source], source, f"fails{place}: {text}", "correct the file"))
 
 
+def _check_schedule(config: Config) -> None:
+    """Evaluate a user's schedule for a sample of steps, for ``SCHEDULE_SECONDS`` at most.
+
+    Raises:
+        ConfigError: as ``check_own``, or the time is over. Other exceptions of the file are not caught.
+    """
+    from shardtrain.optim import lr_scheduler  # its package imports torch
+
+    name = config.lr_scheduler.name
+    schedule = lr_scheduler.find(name)
+    again = lr_scheduler.find(name)
+
+    def check() -> BaseException | None:
+        try:
+            lr_scheduler.check_own(config.optimizer, config.lr_scheduler, config.training.steps, schedule, again)
+        except (Exception, SystemExit) as error:
+            return error  # not raised here: it may be a TimeoutError of the file
+        return None
+
+    try:
+        error = within(SCHEDULE_SECONDS, check)
+    except TimeoutError:
+        rule = f"does not return the shares of about 1,000 steps within {SCHEDULE_SECONDS:g} s"
+        fix = "compute them from the arguments only, without waiting"
+        raise ConfigError(Problem("lr_scheduler.name", name, rule, fix)) from None
+    if error is not None:
+        raise error
+
+
 def look(config: Config) -> list[ShardtrainError]:
     """Load the files that nothing else loads before ranks start, and return their errors."""
     checks: list[Callable[[], object]] = [partial(own_sink.find, path) for path in config.metrics.sinks]
@@ -48,9 +81,7 @@ def look(config: Config) -> list[ShardtrainError]:
 
         checks += [partial(token_metrics.find, path) for path in config.metrics.token_metrics]
     if config.lr_scheduler.name.endswith(".py"):
-        from shardtrain.optim import lr_scheduler  # its package imports torch
-
-        checks.append(partial(lr_scheduler.check_own, config.optimizer, config.lr_scheduler, config.training.steps))
+        checks.append(partial(_check_schedule, config))
     found: list[ShardtrainError] = []
     for check in checks:
         try:
