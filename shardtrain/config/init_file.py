@@ -14,7 +14,7 @@ from typing import Any
 from shardtrain.config import presets
 from shardtrain.config.command_line import split
 from shardtrain.config.folder_model import FROM_FOLDER, with_folder
-from shardtrain.config.json_schema import DIRECTIVE, FILE, json_schema_text
+from shardtrain.config.json_schema import DIRECTIVE, FILE, write_schema_next_to
 from shardtrain.config.load import Loaded, load, value_of
 from shardtrain.config.options import options
 from shardtrain.config.schema import Config, Model
@@ -88,7 +88,7 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
     text = "\n".join([*head, *_explained(loaded)]) + "\n"
     with storage_errors.writing(path, "name another file"):
         atomic_io.write(path, text, create_folder=True)
-        atomic_io.write(path.with_name(FILE), json_schema_text())
+        write_schema_next_to(path)
     print(f"wrote {path}, and {FILE} for editors; next:")
     print("\n".join(f"  shardtrain {verb} {shlex.quote(str(path))}" for verb in ("config check", "plan", "train")))
     return 0

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import types
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from shardtrain.config.options import options, options_of, sections
+from shardtrain.utils import atomic_io
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """What Taplo and the editors built on it (VS Code's Even Better TOML, Helix, Neovim) read."""
@@ -26,6 +29,30 @@ def json_schema() -> dict[str, Any]:
 def json_schema_text() -> str:
     """The schema as the text of a file."""
     return json.dumps(json_schema(), indent=1) + "\n"
+
+
+def write_schema_next_to(toml: Path) -> None:
+    """Write the schema into the folder of a TOML file. Keep a file that has it, and report on stderr what is replaced.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = toml.with_name(FILE)
+    text = json_schema_text()
+    is_there = path.is_file()
+    if is_there and _reads(path, text):
+        return
+    atomic_io.write(path, text, create_folder=True)
+    if is_there:
+        print(f"note: replaced {path}, which was not the schema of this version", file=sys.stderr)
+
+
+def _reads(path: Path, text: str) -> bool:
+    """True if a file contains this text."""
+    try:
+        return path.stat().st_size == len(text.encode()) and path.read_bytes() == text.encode()
+    except OSError:
+        return False
 
 
 def _table(section: str) -> dict[str, Any]:

@@ -57,6 +57,20 @@ def test_a_mistake_is_one_line_and_writes_nothing(words, told, tmp_path: Path, c
     assert [path.name for path in tmp_path.iterdir()] == ["there.toml"]
 
 
+def test_a_schema_that_is_there_is_kept_if_it_is_equal_and_replaced_with_a_note(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    schema = Path("shardtrain.schema.json")
+    assert cli.main(["init", "first.toml"]) == 0
+    written, stamp = schema.read_text(), schema.stat()
+    assert "replaced" not in capsys.readouterr().err
+    assert cli.main(["init", "second.toml"]) == 0
+    assert schema.stat() == stamp and "replaced" not in capsys.readouterr().err
+    schema.write_text("{}")
+    assert cli.main(["init", "third.toml"]) == 0
+    note = "note: replaced shardtrain.schema.json, which was not the schema of this version\n"
+    assert schema.read_text() == written and capsys.readouterr().err == note
+
+
 def test_a_person_is_asked(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)

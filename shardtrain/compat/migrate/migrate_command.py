@@ -81,8 +81,9 @@ def main(words: Sequence[str]) -> int:
         return 0
     if any(os.path.realpath(output) == os.path.realpath(file) for file in files):
         raise ConfigError(Problem("-o", str(output), "is the file that is read", "name another one", "command line"))
-    _write(output, text)
-    _write(output.with_name(json_schema.FILE), json_schema.json_schema_text())
+    with storage_errors.writing(output, "name another file"):
+        atomic_io.write(output, text, create_folder=True)
+        json_schema.write_schema_next_to(output)
     print("\n".join([*lines, f"written to {output}, with {json_schema.FILE} for editors"]))
     return 0
 
@@ -109,11 +110,3 @@ def report(found: Migration, loaded: config.Loaded) -> list[str]:
     del by_verdict["default"]
     counts = ", ".join(f"{len(entries)} {verdict}" for verdict, entries in by_verdict.items())
     return [*lines, f"{sum(map(len, by_verdict.values()))} keys: {counts}"]
-
-
-def _write(file: Path, text: str) -> None:
-    """Write the whole file, or leave what was there."""
-    try:
-        atomic_io.write(file, text, create_folder=True)
-    except OSError as error:
-        raise storage_errors.cannot("write", file, error, "name another file") from None
