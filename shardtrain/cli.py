@@ -290,7 +290,7 @@ def _train(words: list[str]) -> int:
         from shardtrain.train import preflight
 
         def require(world_size: int | None, local_ranks: int) -> None:
-            with local.storage_errors_in_exit_json(loaded):
+            with local.refusals_in_exit_json(loaded):
                 preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks))
 
         with local.lost_peers_in_exit_json(loaded):
@@ -313,7 +313,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
     try:
         # replace the exit.json of an earlier attempt with other nodes, by which the same command continues
-        with local.storage_errors_in_exit_json(loaded, ShardtrainError):
+        with local.refusals_in_exit_json(loaded, of_configuration=True):
             limits.require(local_ranks)
             preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks), looks_at_files)
     except ShardtrainError as error:
@@ -332,7 +332,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     environment.set_allocator_default(os.environ)
     accelerators = environment.count_accelerators(loaded.config.training.device)
     choice = environment.choose_processes_here(loaded.config, arguments.nproc)
-    with local.storage_errors_in_exit_json(loaded):
+    with local.refusals_in_exit_json(loaded):
         limits.require(choice.count)
     restarts = arguments.max_restarts or 0
 
@@ -346,7 +346,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     # Run all checks. If ranks are forked, use a child process, because the checks start threads and a process
     # with threads cannot fork safely.
     def check(watch: ChildWatch | None) -> Failure | None:
-        with local.storage_errors_in_exit_json(loaded):
+        with local.refusals_in_exit_json(loaded):
             if watch is None:
                 with heartbeat("checking configuration, data, tokenizer and model"):
                     preflight.require(loaded, machine)
@@ -364,7 +364,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
         code = local.launch(loaded, choice.count, _trainer(), (), restarts, check, ends_process=True)
     elif choice.count == 1 and not restarts:
         check(None)
-        with local.storage_errors_in_exit_json(loaded):
+        with local.refusals_in_exit_json(loaded):
             local.prepare(Path(loaded.config.job.dump_folder))
         code = local.run_rank(loaded, _trainer())
     else:

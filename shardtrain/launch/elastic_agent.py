@@ -82,7 +82,7 @@ class TrainingAgent(NodeAgent):
         number, count = worker_group.group_rank, worker_group.group_world_size
         assert number is not None and count is not None
         if number == 0:
-            with local.storage_errors_in_exit_json(self._training):
+            with local.refusals_in_exit_json(self._training):
                 local.prepare(self._folder)
         self._first_rank = worker_group.workers[0].global_rank
         try:

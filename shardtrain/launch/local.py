@@ -30,7 +30,7 @@ from shardtrain.launch.child_watch import FINE, NOTHING_TO_SAVE_SECONDS, ChildWa
 from shardtrain.launch.goodput import ledger
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.utils import atomic_io, log, private_network, python_child, storage_errors
-from shardtrain.utils.errors import OutOfMemoryError, PeerError, Preempted, ShardtrainError, StorageError
+from shardtrain.utils.errors import ConfigError, PeerError, Preempted, ShardtrainError
 from shardtrain.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -73,13 +73,19 @@ def prepare(run_folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def storage_errors_in_exit_json(loaded: Loaded, *others: type[ShardtrainError]) -> Iterator[None]:
-    """Write ``exit.json`` if a storage error, a system limit or one of ``others`` prevents a run from starting."""
-    kinds: tuple[type[Exception], ...] = (StorageError, OutOfMemoryError, OSError, *others)
+def refusals_in_exit_json(loaded: Loaded, of_configuration: bool = False) -> Iterator[None]:
+    """Write ``exit.json`` if data, a checkpoint, storage or a system limit prevents a run from starting.
+
+    Args:
+        of_configuration: also write it if the configuration does. Otherwise a wrong configuration leaves the folder as
+            it was, because it may name the folder of another run by mistake.
+    """
     try:
         yield
-    except kinds as raised:
-        error = _of_storage(raised, Path(loaded.config.job.dump_folder))
+    except (ShardtrainError, OSError) as raised:
+        if isinstance(raised, ConfigError) and not of_configuration:
+            raise
+        error = of_storage(raised, Path(loaded.config.job.dump_folder))
         write_exit_before_ranks(loaded, failure.describe(error, 0))
         raise error from raised.__cause__
 
@@ -173,7 +179,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     except BaseException as error:
         stop.end()
         signals.handle_requests(signal.SIG_IGN)
-        report = failure.describe(_of_storage(error, run_folder), rank)
+        report = failure.describe(of_storage(error, run_folder), rank)
         # a rank that lost a peer is not the cause: the peer reports itself
         is_cause = world_size == 1 or not report.is_peer
         # write the record first: the parent reads it, and may be about to end this rank
@@ -192,7 +198,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     return 0
 
 
-def _of_storage(error: BaseException, run_folder: Path) -> BaseException:
+def of_storage(error: BaseException, run_folder: Path) -> BaseException:
     """An OSError below the run's folder as a StorageError, wherever it was raised; other errors unchanged."""
     if not isinstance(error, OSError) or error.errno is None:
         return error
@@ -291,13 +297,13 @@ def _attempt(
 ) -> tuple[int, failure.Failure | None]:
     """Start the ranks and wait for them, with a new store: keys of an earlier attempt would mislead them."""
     run_folder = Path(loaded.config.job.dump_folder)
-    with storage_errors_in_exit_json(loaded):
+    with refusals_in_exit_json(loaded):
         prepare(run_folder)
     with contextlib.ExitStack() as stack:
         records = stack.enter_context(temporary_folder())
         # only for forks: a new process does not inherit the descriptor, and has threads before it could enter
         network = stack.enter_context(private_network.create_network_namespace()) if main and count > 1 else {}
-        with storage_errors_in_exit_json(loaded):
+        with refusals_in_exit_json(loaded):
             processes = _start(loaded, count, main, command, records, network, restarts, job)
         # multiprocessing reaps ended ranks before each fork, so ask it for their status too
         watch.begin(processes.pids(), lambda rank: _reaped(processes, rank))

@@ -192,7 +192,7 @@ def test_storage_that_keeps_a_run_from_starting_leaves_the_verdict(
 
     def start(folder: Path) -> None:
         loaded: Any = SimpleNamespace(config=tiny_config(job={"dump_folder": str(folder)}))
-        with pytest.raises(StorageError, match="no room"), local.storage_errors_in_exit_json(loaded):
+        with pytest.raises(StorageError, match="no room"), local.refusals_in_exit_json(loaded):
             raise StorageError("no room for a checkpoint; free space")
 
     start(tmp_path / "new")

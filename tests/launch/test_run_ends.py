@@ -6,6 +6,7 @@ file ``ready`` and waits for ``go``.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -25,6 +26,14 @@ from shardtrain.launch.run_ends import REQUESTS, TABLE
 from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
 from shardtrain.tools.generate import generate_command
 from shardtrain.train import preflight, trainer
+from shardtrain.utils.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    OutOfMemoryError,
+    ShardtrainError,
+    StorageError,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
 
@@ -201,6 +210,52 @@ def test_a_check_that_is_killed_or_stopped_is_named_and_tried_again(tmp_path, nu
     if not restarts:
         assert record(tmp_path / "run")["retryable"] and not record(tmp_path / "run")["message"].endswith("log")
     assert no_orphans(tmp_path)
+
+
+# error of the preflight -> exit status
+REFUSALS: dict[str, tuple[Exception, int]] = {
+    "configuration": (ConfigError("training.steps=0 must be at least 1"), 2),
+    "data": (DataError("row 7 has no text"), 3),
+    "checkpoint": (CheckpointError("step-2 is incomplete"), 5),
+    "memory": (OutOfMemoryError("no room"), 7),
+    "storage": (StorageError("the disk is full"), 8),
+    "disk": (OSError(errno.ENOSPC, "No space left on device"), 8),
+    "others": (ShardtrainError("a check failed"), 1),
+}
+WAYS = {
+    "one process": ["--nproc", "1"],
+    "two ranks": ["--nproc", "2"],
+    "a node": ["--nnodes", "2", "--node_rank", "0", "--rdzv_endpoint", "127.0.0.1:1", "--nproc", "1"],
+    "a rank of torchrun": [],
+}
+
+
+def _refused(folder: Path, name: str, way: str) -> None:
+    def judge(*_: object) -> None:
+        raise REFUSALS[name][0]
+
+    preflight.judge = judge
+    if way == "a rank of torchrun":
+        os.environ.update(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", TORCHELASTIC_RUN_ID="run")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    _command(folder, "none", WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refusal_of_the_preflight_is_in_exit_json(tmp_path, name, way):
+    """A wrong configuration leaves the folder as it was, except under torchrun: its own status is always 1."""
+    (tmp_path / "run.toml").write_text(RUN)
+    code = REFUSALS[name][1]
+    assert end(fork(_refused, tmp_path, name, way)) == code
+    err = (tmp_path / "err").read_text()
+    assert err.count(f"error[{code}]: ") == 1 and "Traceback" not in err, err
+    if name == "configuration" and way != "a rank of torchrun":
+        assert not (tmp_path / "run").exists()
+        return
+    written = record(tmp_path / "run")
+    assert (written["code"], written["rank"], written["retryable"]) == (code, None, code in failure.RETRYABLE)
+    assert written["message"] in err
 
 
 def table() -> str:

@@ -141,10 +141,10 @@ def test_reading_tells_storage_that_fails_from_a_wrong_path(name: str, tmp_path:
 @pytest.mark.parametrize("name", NAMED)
 def test_an_error_anywhere_in_a_run_has_the_fix_of_its_errno(name: str, tmp_path: Path) -> None:
     number = getattr(errno, name)
-    inside = local._of_storage(OSError(number, os.strerror(number), str(tmp_path / "run/metrics.jsonl")), tmp_path)
+    inside = local.of_storage(OSError(number, os.strerror(number), str(tmp_path / "run/metrics.jsonl")), tmp_path)
     assert isinstance(inside, ShardtrainError) and fix_of(name) in str(inside)
     # a socket is no file of a run
-    unnamed = local._of_storage(OSError(number, os.strerror(number)), tmp_path)
+    unnamed = local.of_storage(OSError(number, os.strerror(number)), tmp_path)
     is_told = CAUSES[number].may_pass and not CAUSES[number].is_of_sockets
     assert isinstance(unnamed, ShardtrainError) is is_told
 

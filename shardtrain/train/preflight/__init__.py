@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from shardtrain import config
@@ -165,7 +166,10 @@ def _refusals(loaded: Loaded, machine: Machine) -> list[Any]:
     """Return the class and the lines of the error that ``require`` raises; an empty list if it raises none."""
     try:
         require(loaded, machine)
-    except ShardtrainError as error:
+    except (ShardtrainError, OSError) as raised:
+        error = local.of_storage(raised, Path(loaded.config.job.dump_folder))
+        if not isinstance(error, ShardtrainError):
+            raise
         return [(type(error).__name__, [str(line) for line in getattr(error, "problems", [error])])]
     return []
 
