@@ -67,7 +67,7 @@ from shardtrain.data import open_dataloader
 from shardtrain.data.file_hashes import Contents
 from shardtrain.data.packing.fit_table import FitTableWriter, open_table, table_name
 from shardtrain.data.packing.fitted import BLOCK_DOCUMENTS, fit_block, num_blocks, pack
-from shardtrain.data.packing.packed_rows import Packing, Sequences
+from shardtrain.data.packing.packed_rows import PackedSequences, Packing
 from shardtrain.data.prepared import shard_index
 from shardtrain.data.prepared.shard_writer import ShardWriter
 from shardtrain.data.prepared.shards import ShardTokenBuffer
@@ -248,7 +248,7 @@ def prepared_documents(count: int) -> dict[str, Any]:
         facts: Any = {"fingerprint": "", "num_documents": count, "block_documents": BLOCK_DOCUMENTS, "option": "o"}
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         seconds, table = cpu_timed(lambda: open_table(Path(folder), packing, **facts))
-        rows, out = pack(line, packing, table), Sequences(1, packing)  # type: ignore[arg-type]
+        rows, out = pack(line, packing, table), PackedSequences(1, packing)  # type: ignore[arg-type]
         asked = np.random.default_rng(2).integers(0, (blocks - 1) * fit.num_rows, 1000).tolist()
         row_seconds, _ = cpu_timed(lambda: [rows.write(row, out, 0) for row in asked])
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
@@ -547,7 +547,7 @@ def rows_of_peer(folder: str, rank: int, count: int, sender: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", count), rank=rank, world_size=count)
     packing = Packing(8192, "concat")
-    rows, out = pack(ShardTokenBuffer(Path(folder, "s")), packing, None), Sequences(1, packing)
+    rows, out = pack(ShardTokenBuffer(Path(folder, "s")), packing, None), PackedSequences(1, packing)
     asked = np.random.default_rng(1).integers(0, rows.num_rows, 500).tolist()
     sent = torch.zeros(8193, dtype=torch.int32)
 

@@ -7,12 +7,10 @@ from collections import defaultdict
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "shardtrain"
-MODEL_FAMILIES = {"Config", "Model", "Block", "Attention", "FeedForward", "Experts"}
-"""Each file in models/ has the same shape by design, so that families can be compared side by side."""
+MODEL_FAMILIES = {"Config", "Model"}
+"""Each file in models/ defines both, so that a family is found by its file name."""
 SECTIONS = "config/schema/"
 """A class of an options section is named after the section, like the object that the section configures."""
-NOT_YET_UNIQUE = ("data/", "ops/", "distributed/")
-"""Classes that are defined only in these rooms may still share a name with each other."""
 
 
 def test_a_public_class_name_finds_one_class() -> None:
@@ -23,15 +21,9 @@ def test_a_public_class_name_finds_one_class() -> None:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                files[node.name].append(name)
-    colliding = {
-        name: places
-        for name, places in files.items()
-        if len(places) > 1
-        and name not in MODEL_FAMILIES
-        and not all(place.startswith(NOT_YET_UNIQUE) for place in places)
-    }
-    assert colliding == {}
+                is_of_a_family = name.startswith("models/") and node.name in MODEL_FAMILIES
+                files[node.name].append("models/" if is_of_a_family else name)
+    assert {name: places for name, places in files.items() if len(set(places)) > 1} == {}
 
 
 def test_a_file_name_finds_one_module() -> None:

@@ -14,7 +14,7 @@ from shardtrain.data.digest import digest
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.order import sample_at
 from shardtrain.data.packing.fitted import pack, table_of
-from shardtrain.data.packing.packed_rows import Packing, Sequences
+from shardtrain.data.packing.packed_rows import PackedSequences, Packing
 from shardtrain.data.packing.token_buffer import TokenBuffer
 from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.utils.errors import DataError, Problem
@@ -65,7 +65,7 @@ class Feed(Protocol):
         """The files whose fingerprint does not cover all bytes, see ``file_hashes.py``."""
         ...
 
-    def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:
+    def write(self, k: int, out: PackedSequences, slot: int) -> tuple[int, CursorUpdate | None]:
         """Fill row ``slot`` of ``out`` with the k-th row of the order; gives its sample id, -1 where the data ended.
 
         Calls to a feed with readers have ascending k.
@@ -147,7 +147,7 @@ class IndexedFeed:
     def whole_files(self) -> list[WholeFile]:
         return self._tokens.whole_files() if isinstance(self._tokens, ShardTokenBuffer) else []
 
-    def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:
+    def write(self, k: int, out: PackedSequences, slot: int) -> tuple[int, CursorUpdate | None]:
         """Write sample k of the order into a slot.
 
         Raises:

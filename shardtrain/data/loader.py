@@ -25,7 +25,7 @@ from shardtrain.data.checksum import hash_rows
 from shardtrain.data.digest import digest
 from shardtrain.data.feed import CursorUpdate
 from shardtrain.data.file_hashes import WholeFile
-from shardtrain.data.packing.packed_rows import Sequences
+from shardtrain.data.packing.packed_rows import PackedSequences
 from shardtrain.data.sources._data_files import sampled
 from shardtrain.data.streaming.reader_cursors import ReaderCursors
 from shardtrain.data.workers import death_of_worker, in_order
@@ -87,7 +87,7 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
 
         # Rows that are not written stay filler: past the end of the data every rank still gets batches, since the step
         # is a collective.
-        rows = Sequences(count, pipeline.packing)
+        rows = PackedSequences(count, pipeline.packing)
         sample_ids = np.full(count, -1, dtype=np.int64)
         cursors: dict[tuple[int, int], CursorUpdate] = {}
         sources, numbers = pipeline.mixture.locate(np.arange(position, position + count, dtype=np.int64))

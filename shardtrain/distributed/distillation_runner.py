@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.distributed.context_parallel import cores as context_parallel
-from shardtrain.distributed.context_parallel.cores import Batch
+from shardtrain.distributed.context_parallel.cores import TokenBatch
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.mesh import LOSS_AXES
 from shardtrain.distributed.runner import PlainRunner, Runner
@@ -28,11 +28,11 @@ class DistillationRunner(PlainRunner):
         self._mix = mix
         self._sums_3 = torch.zeros(3, dtype=torch.float64, device=self._mesh.device)
 
-    def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
+    def forward_backward(self, batches: Sequence[TokenBatch], weight: Tensor) -> Tensor:
         self._sums_3.zero_()
         return super().forward_backward(batches, weight)
 
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: TokenBatch) -> Tensor:
         """Return the student's cross-entropy, which is comparable with other runs and gives a perplexity."""
         with torch.no_grad():
             return super()._loss(batch, torch.ones((), device=self._mesh.device))
@@ -46,7 +46,7 @@ class DistillationRunner(PlainRunner):
         means = {"cross_entropy": loss / num_targets, "divergence": divergence / num_targets}
         return {**super().measures(), **means}
 
-    def _loss(self, batch: Batch, weight: Tensor) -> Tensor:
+    def _loss(self, batch: TokenBatch, weight: Tensor) -> Tensor:
         assert self.teacher is not None, "the teacher is opened before the first step"
         tokens_Bt, targets_Bt, positions_Bt = self._cut(batch)
         documents = context_parallel.document_argument([batch])

@@ -26,7 +26,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import compute_copies, expert_parallel, pipeline_parallel
 from shardtrain.distributed.activation_memory import LiveMemory
 from shardtrain.distributed.context_parallel import cores as context_parallel
-from shardtrain.distributed.context_parallel.cores import Batch
+from shardtrain.distributed.context_parallel.cores import TokenBatch
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.process_group import World
 from shardtrain.distributed.runner import Runner
@@ -166,7 +166,7 @@ def materialized(runner: Runner) -> Iterator[None]:
         yield
 
 
-def trace(runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: Batch, hidden: int) -> Traced:
+def trace(runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: TokenBatch, hidden: int) -> Traced:
     """Run forward and backward of one micro-batch on shapes, inside ``materialized``.
 
     Can be called once per runner.
@@ -189,7 +189,7 @@ def trace(runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: Bat
         return _not_traced(error)
 
 
-def trace_frozen(part: nn.Module, layout: Layout, mesh: Mesh, config: Config, batch: Batch) -> Traced:
+def trace_frozen(part: nn.Module, layout: Layout, mesh: Mesh, config: Config, batch: TokenBatch) -> Traced:
     """Run the forward pass of a frozen, unpipelined model on shapes, without gradients; see ``trace``."""
     try:
         tokens_Bt, _, positions_Bt = context_parallel.cut(batch, mesh, config)
@@ -210,7 +210,7 @@ def _trace_stages(
     layout: Layout,
     mesh: Mesh,
     config: Config,
-    batch: Batch,
+    batch: TokenBatch,
     hidden: int,
 ) -> Traced:
     """Trace each stage of this rank, then combine them in the order of the schedule."""

@@ -63,7 +63,7 @@ def read_elsewhere(whole: nn.Module, layout: Layout) -> dict[str, str]:
     running: list[str] = []
     found: dict[str, str] = {}
 
-    class Watch(TorchFunctionMode):
+    class ReadWatch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = function(*args, **(kwargs or {}))
             if isinstance(out, Tensor):
@@ -81,7 +81,7 @@ def read_elsewhere(whole: nn.Module, layout: Layout) -> dict[str, str]:
     if len(inspect.signature(model.forward).parameters) < 2:
         return {}
     try:
-        with trial(model), torch.no_grad(), torch.device("meta"), Watch():
+        with trial(model), torch.no_grad(), torch.device("meta"), ReadWatch():
             model(token, token)
     except Exception:  # some forwards need numbers; the first step tells of theirs
         return found

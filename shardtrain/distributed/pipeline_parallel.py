@@ -26,7 +26,7 @@ from shardtrain.config import derived, stages
 from shardtrain.config.schema import Config
 from shardtrain.distributed import chain, expert_parallel, fsdp
 from shardtrain.distributed.context_parallel import cores as context_parallel
-from shardtrain.distributed.context_parallel.cores import Batch
+from shardtrain.distributed.context_parallel.cores import TokenBatch
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.runner import ModelParts, Runner
 from shardtrain.distributed.tied_stages import TiedStages
@@ -160,7 +160,7 @@ class PipelineRunner(Runner):
     def counted_parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.parameters().items() if self._ties.is_counted_here(name)}
 
-    def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
+    def forward_backward(self, batches: Sequence[TokenBatch], weight: Tensor) -> Tensor:
         """All batches are micro-batches of one pass through the schedule."""
         if self._has_experts:
             expert_parallel.before_step(self.parts, weight)
@@ -175,7 +175,7 @@ class PipelineRunner(Runner):
         self._ties.sum_gradients(self.parts)
         return loss
 
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: TokenBatch) -> Tensor:
         """The batch must have as many rows as a training step."""
         self._weight = torch.ones((), device=self._mesh.device)
         self._ties.copy_weights(self.parts)
@@ -184,7 +184,7 @@ class PipelineRunner(Runner):
         with torch.no_grad():
             return self._run(self._schedule.eval, [batch])
 
-    def _run(self, method: Any, batches: Sequence[Batch]) -> Tensor:
+    def _run(self, method: Any, batches: Sequence[TokenBatch]) -> Tensor:
         pieces = [self._cut(batch) for batch in batches]
         tokens_Bt, targets_Bt, positions_Bt = (torch.cat(column) for column in zip(*pieces, strict=True))
         losses: list[Tensor] = []

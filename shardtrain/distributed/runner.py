@@ -25,7 +25,7 @@ from shardtrain.distributed import (
     partial_gradients,
 )
 from shardtrain.distributed.context_parallel import cores as context_parallel
-from shardtrain.distributed.context_parallel.cores import Batch
+from shardtrain.distributed.context_parallel.cores import TokenBatch
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.token_metrics import TokenMetrics
 from shardtrain.distributed.update_in_backward import UpdateInBackward
@@ -76,7 +76,7 @@ class Runner(ABC):
         self.token_metrics = TokenMetrics(metrics, parts.mesh) if metrics else None
 
     @abstractmethod
-    def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
+    def forward_backward(self, batches: Sequence[TokenBatch], weight: Tensor) -> Tensor:
         """Add the gradients of ``weight`` times the loss sum over all batches of all ranks to the parameters.
 
         A collective. Gradients are reduced once, with the last batch.
@@ -86,7 +86,7 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: TokenBatch) -> Tensor:
         """Return this rank's loss sum of one batch, without gradients (a collective).
 
         Zero if another stage computes the loss.
@@ -104,7 +104,7 @@ class Runner(ABC):
         """
         return self._has_experts and expert_parallel.has_experts(self.parts)
 
-    def local_targets(self, batches: Sequence[Batch]) -> int:
+    def local_targets(self, batches: Sequence[TokenBatch]) -> int:
         """Return the number of target tokens whose loss this rank computes.
 
         With context parallelism these are the targets in its part of each sequence.
@@ -117,7 +117,7 @@ class Runner(ABC):
             count += int((targets_Bt != IGNORE).sum())
         return count
 
-    def _cut(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def _cut(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, targets and positions of this rank's part of each sequence, each (B, T / cp)."""
         if self._mesh.size("cp") == 1:
             return batch.tokens_BT, batch.targets_BT, batch.positions_BT
@@ -227,7 +227,7 @@ class PlainRunner(Runner):
         self._loss_at_head: dict[int, bool] = {}
         """Number of tokens -> True if the head computes the loss. Decided once for each number of tokens."""
 
-    def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
+    def forward_backward(self, batches: Sequence[TokenBatch], weight: Tensor) -> Tensor:
         """Run one batch after the other.
 
         The backward pass of the last batch reduces the sums of gradients.
@@ -257,13 +257,13 @@ class PlainRunner(Runner):
             partial_gradients.make_whole(parameter)
         return total
 
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: TokenBatch) -> Tensor:
         if self._before_pass:
             self._before_pass()
         with torch.no_grad():
             return self._loss(batch, torch.ones((), device=self._mesh.device))
 
-    def _loss(self, batch: Batch, weight: Tensor) -> Tensor:
+    def _loss(self, batch: TokenBatch, weight: Tensor) -> Tensor:
         model = self.parts[0]
         tokens_Bt, targets_Bt, positions_Bt = self._cut(batch)
         # Documents are not split over context-parallel ranks, because attention needs those of all tokens.

@@ -161,7 +161,7 @@ class LatentAttention(nn.Module):
         return self.wo(out_BTNH.flatten(2))
 
 
-class Block(nn.Module):
+class DeepseekV3Block(nn.Module):
     """One layer: attention and a feed-forward or experts, each behind a norm and added to the residual stream."""
 
     def __init__(self, c: Config, dense: bool) -> None:
@@ -192,7 +192,7 @@ class Model(Decoder):
             c.rope_beta_fast,
             c.rope_beta_slow,
         )
-        layers = [Block(c, dense=i < c.num_dense_layers) for i in range(c.num_layers)]
+        layers = [DeepseekV3Block(c, dense=i < c.num_dense_layers) for i in range(c.num_layers)]
         norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         super().__init__(c.vocab_size, c.dim, rope, layers, norm, c.tied_embeddings)
 

@@ -82,7 +82,7 @@ class FullAttentionCore(AttentionCore):
         return out_BNTH.transpose(1, 2)
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """One layer: attention and feed-forward, each behind a norm and added to the residual stream with dropout."""
 
     def __init__(self, c: Config, is_first: bool = False) -> None:
@@ -106,7 +106,7 @@ class Model(Decoder):
     """An encoder; the chain of modules is the decoders' own."""
 
     def __init__(self, c: Config) -> None:
-        layers = (Block(c, is_first=i == 0) for i in range(c.num_layers))
+        layers = (EncoderBlock(c, is_first=i == 0) for i in range(c.num_layers))
         norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         super().__init__(c.vocab_size, c.dim, RotaryAngles(c.head_dim, c.rope_theta), layers, norm, tied=False)
 

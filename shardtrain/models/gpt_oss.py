@@ -117,7 +117,7 @@ class GptOssAttention(nn.Module):
         return self.wo(out_BTNH.flatten(2))
 
 
-class Block(nn.Module):
+class GptOssBlock(nn.Module):
     """One layer: attention and experts, each behind a norm and added to the residual stream."""
 
     def __init__(self, c: Config, index: int) -> None:
@@ -161,7 +161,7 @@ class Model(Decoder):
             c.rope_beta_slow,
             c.rope_truncate,
         )
-        layers = [Block(c, index) for index in range(c.num_layers)]
+        layers = [GptOssBlock(c, index) for index in range(c.num_layers)]
         norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         super().__init__(c.vocab_size, c.dim, rope, layers, norm, c.tied_embeddings)
 

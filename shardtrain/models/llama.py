@@ -68,7 +68,7 @@ LAYOUT = Layout(
 )
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """One layer: attention and feed-forward, each behind a norm and added to the residual stream."""
 
     def __init__(self, c: Config) -> None:
@@ -97,7 +97,7 @@ class Model(Decoder):
             c.rope_high_freq_factor,
             c.rope_original_seq_len,
         )
-        layers = (Block(c) for _ in range(c.num_layers))
+        layers = (LlamaBlock(c) for _ in range(c.num_layers))
         norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         super().__init__(c.vocab_size, c.dim, rope, layers, norm, c.tied_embeddings)
 

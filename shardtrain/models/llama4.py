@@ -158,7 +158,7 @@ def _unit_mean_square(x_BTNH: Tensor, eps: float) -> Tensor:
     return F.rms_norm(exact, x_BTNH.shape[-1:], eps=eps).type_as(x_BTNH)
 
 
-class Block(nn.Module):
+class Llama4Block(nn.Module):
     """One layer: attention and a feed-forward or experts, each behind a norm and added to the residual stream."""
 
     def __init__(self, c: Config, index: int) -> None:
@@ -182,7 +182,7 @@ class Model(Decoder):
     """A Llama 4, without its eyes."""
 
     def __init__(self, c: Config) -> None:
-        layers = [Block(c, index) for index in range(c.num_layers)]
+        layers = [Llama4Block(c, index) for index in range(c.num_layers)]
         norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         super().__init__(c.vocab_size, c.dim, Angles(c), layers, norm, c.tied_embeddings)
 

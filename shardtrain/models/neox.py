@@ -68,7 +68,7 @@ LAYOUT = Layout(
 )
 
 
-class Attention(nn.Module):
+class NeoxAttention(nn.Module):
     """Attention in which the first features of each head are turned by the position."""
 
     def __init__(self, c: Config) -> None:
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         return torch.cat((rotate(turned, angles), kept), dim=-1)
 
 
-class FeedForward(nn.Module):
+class NeoxFeedForward(nn.Module):
     """w2(gelu(w1 x)), with biases."""
 
     def __init__(self, c: Config) -> None:
@@ -106,16 +106,16 @@ class FeedForward(nn.Module):
         return self.w2(F.gelu(self.w1(x_BTD), approximate=self.approximate))
 
 
-class Block(nn.Module):
+class NeoxBlock(nn.Module):
     """One layer: attention and feed-forward of the same input, or one after the other; added to the residual stream."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.parallel = c.use_parallel_residual
         self.attn_norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
-        self.attn = Attention(c)
+        self.attn = NeoxAttention(c)
         self.ffn_norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
-        self.ffn = FeedForward(c)
+        self.ffn = NeoxFeedForward(c)
 
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
@@ -141,7 +141,9 @@ class Model(Decoder):
             raise ConfigError(Problem("model.overrides.rotary_pct", c.rotary_pct, rule, fix))
         norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
         rope = RotaryAngles(c.rotary_dim, c.rope_theta)
-        super().__init__(c.vocab_size, c.dim, rope, [Block(c) for _ in range(c.num_layers)], norm, c.tied_embeddings)
+        super().__init__(
+            c.vocab_size, c.dim, rope, [NeoxBlock(c) for _ in range(c.num_layers)], norm, c.tied_embeddings
+        )
 
 
 def initial(c: Config) -> dict[str, Draw]:

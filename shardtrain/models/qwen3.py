@@ -61,7 +61,7 @@ LAYOUT = Layout(
 )
 
 
-class Block(nn.Module):
+class Qwen3Block(nn.Module):
     """One layer: attention and feed-forward, each behind a norm and added to the residual stream."""
 
     def __init__(self, c: Config) -> None:
@@ -83,7 +83,9 @@ class Model(Decoder):
     def __init__(self, c: Config) -> None:
         rope = RotaryAngles(c.head_dim, c.rope_theta)
         norm = build_norm(c.norm_type, c.dim, c.norm_eps)
-        super().__init__(c.vocab_size, c.dim, rope, [Block(c) for _ in range(c.num_layers)], norm, c.tied_embeddings)
+        super().__init__(
+            c.vocab_size, c.dim, rope, [Qwen3Block(c) for _ in range(c.num_layers)], norm, c.tied_embeddings
+        )
 
 
 def initial(c: Config) -> dict[str, Draw]:

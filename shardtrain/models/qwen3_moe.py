@@ -43,7 +43,7 @@ LAYOUT = dataclasses.replace(
 )
 
 
-class Block(nn.Module):
+class Qwen3MoeBlock(nn.Module):
     """One layer: attention and experts, each behind a norm and added to the residual stream."""
 
     def __init__(self, c: Config) -> None:
@@ -65,7 +65,9 @@ class Model(Decoder):
     def __init__(self, c: Config) -> None:
         rope = RotaryAngles(c.head_dim, c.rope_theta)
         norm = build_norm(c.norm_type, c.dim, c.norm_eps)
-        super().__init__(c.vocab_size, c.dim, rope, [Block(c) for _ in range(c.num_layers)], norm, c.tied_embeddings)
+        super().__init__(
+            c.vocab_size, c.dim, rope, [Qwen3MoeBlock(c) for _ in range(c.num_layers)], norm, c.tied_embeddings
+        )
 
 
 def initial(c: Config) -> dict[str, Draw]:

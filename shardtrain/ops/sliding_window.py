@@ -25,7 +25,7 @@ class Band(NamedTuple):
     last: int
 
 
-class Block(NamedTuple):
+class WindowBlock(NamedTuple):
     """Queries that meet keys, each of them at least one: which tokens of either, and what each query sees."""
 
     queries: slice
@@ -42,7 +42,7 @@ def queries_at_once(window: int, device: torch.device) -> int:
     return max(QUERIES_AT_ONCE, window // 16) if device.type == "cpu" else sys.maxsize
 
 
-def blocks(num_queries: int, num_keys: int, offset: int, window: int, at_once: int) -> Iterator[Block]:
+def blocks(num_queries: int, num_keys: int, offset: int, window: int, at_once: int) -> Iterator[WindowBlock]:
     """Cut queries into blocks and keys to what each block sees; ``offset`` is how far the first query is past key 0.
 
     >>> [(block.queries, block.keys) for block in blocks(130, 130, 0, 3, at_once=128)]
@@ -56,7 +56,7 @@ def blocks(num_queries: int, num_keys: int, offset: int, window: int, at_once: i
         low = max(0, start + offset - window + 1)
         high = min(num_keys, stop + offset)
         last = start + offset - low
-        yield Block(slice(start, stop), slice(low, high), Band(last - window + 1, last))
+        yield WindowBlock(slice(start, stop), slice(low, high), Band(last - window + 1, last))
 
 
 def mask(num_queries: int, num_keys: int, band: Band, like: Tensor) -> Tensor:

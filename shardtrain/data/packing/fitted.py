@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data.packing.fit_table import NO_ORDER, BlockFit, FitTable, Order, open_table
-from shardtrain.data.packing.packed_rows import ConcatRows, Packing, Rows, Sequences
+from shardtrain.data.packing.packed_rows import ConcatRows, PackedSequences, Packing, Rows
 from shardtrain.data.packing.token_buffer import TokenBuffer, Tokens
 from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.utils.errors import ConfigError, Problem
@@ -233,7 +233,7 @@ class FittedRows:
         self._rows_up_to = np.array(rows_up_to, np.int64)
         self.num_rows = rows_up_to[-1]
 
-    def write(self, row: int, out: Sequences, slot: int) -> None:
+    def write(self, row: int, out: PackedSequences, slot: int) -> None:
         # The pieces of the row's block, worked out again unless it was the last one.
         block = int(np.searchsorted(self._rows_up_to, row, side="right")) - 1
         if self._last is None or self._last[0] != block:

@@ -33,7 +33,7 @@ class Packing:
         return self.masked and self.kind != "padded"
 
 
-class Sequences:
+class PackedSequences:
     """Output arrays: B rows of T tokens, all int64; rows that are not written have no targets."""
 
     def __init__(self, num_rows: int, packing: Packing) -> None:
@@ -81,7 +81,7 @@ class Rows(Protocol):
     dropped: int
     single: int
 
-    def write(self, row: int, out: Sequences, slot: int) -> None:
+    def write(self, row: int, out: PackedSequences, slot: int) -> None:
         """Fill row ``slot`` of ``out`` with row ``row``, 0..num_rows-1."""
         ...
 
@@ -116,7 +116,7 @@ class ConcatRows:
         self.num_targets = max(0, tokens.num_tokens - 1)
         self.num_rows = -(-self.num_targets // packing.seq_len)
 
-    def write(self, row: int, out: Sequences, slot: int) -> None:
+    def write(self, row: int, out: PackedSequences, slot: int) -> None:
         start = row * self.packing.seq_len
         stop = min(start + self.packing.seq_len + 1, self._tokens.num_tokens)
         learned = self._tokens.learned(start, stop) if self._tokens.has_mask else None
@@ -124,7 +124,7 @@ class ConcatRows:
         write_window(out, slot, self._tokens.tokens(start, stop), learned, begins)
 
 
-def write_window(out: Sequences, slot: int, tokens: Tokens, learned: Mask | None, begins: Tokens | None) -> None:
+def write_window(out: PackedSequences, slot: int, tokens: Tokens, learned: Mask | None, begins: Tokens | None) -> None:
     """Fill a row with up to ``seq_len + 1`` consecutive tokens of a dataset.
 
     ``begins`` are the places in ``tokens`` after the first at which a document begins, where documents are masked.

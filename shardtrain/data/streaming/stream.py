@@ -28,7 +28,7 @@ from shardtrain.data.documents.read_documents import BadRows
 from shardtrain.data.feed import Cursor, CursorUpdate, FilesWatch
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.order import sample_at
-from shardtrain.data.packing.packed_rows import Packing, Sequences
+from shardtrain.data.packing.packed_rows import PackedSequences, Packing
 from shardtrain.data.sources import Row, Shards, Table
 from shardtrain.data.sources._data_files import FileSource
 from shardtrain.data.streaming.stream_pack import FRUITLESS_PASSES, LostDocuments, Place, packer
@@ -88,7 +88,7 @@ class StreamFeed:
         place = source.listed_at if isinstance(source, FileSource) else ""
         self._looks = shared_opening.LooksAtSeek(source.check_unchanged, place)
 
-    def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:
+    def write(self, k: int, out: PackedSequences, slot: int) -> tuple[int, CursorUpdate | None]:
         """Write the next row of reader k mod V into a slot.
 
         Raises:
@@ -151,14 +151,14 @@ class _Reader:
         documents = self._documents((cursor[0], cursor[1]))
         per_epoch = self._walk.parts_per_epoch
         self._packer = packer(feed.packing, documents, cursor, feed.vocab_size, per_epoch, feed.lost)
-        self._scratch: Sequences | None = None
+        self._scratch: PackedSequences | None = None
 
     @property
     def epoch(self) -> int:
         """Epoch of the row that was given last."""
         return self._packer.part // self._walk.parts_per_epoch
 
-    def write(self, out: Sequences, slot: int) -> bool:
+    def write(self, out: PackedSequences, slot: int) -> bool:
         """Fill a row; False, and nothing is written, at the end of the data."""
         given = self._packer.write(out, slot)
         self.rows += 1
@@ -169,7 +169,7 @@ class _Reader:
     def skip(self) -> None:
         """Pass over a row that another rank or worker takes."""
         if self._scratch is None:
-            self._scratch = Sequences(1, self._feed.packing)
+            self._scratch = PackedSequences(1, self._feed.packing)
         self.write(self._scratch, 0)
 
     def _documents(self, start: Place) -> Iterator[tuple[Place, Document]]:

@@ -12,7 +12,7 @@ import numpy as np
 from shardtrain.data.documents.encoded import Document
 from shardtrain.data.feed import Cursor
 from shardtrain.data.packing.fitted import pack
-from shardtrain.data.packing.packed_rows import Packing, Rows, Sequences, fates, write_window
+from shardtrain.data.packing.packed_rows import PackedSequences, Packing, Rows, fates, write_window
 from shardtrain.data.packing.token_buffer import MemoryTokenBuffer
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Packer(Protocol):
         """The place of the document with which the next row begins, and what of it (or its block) is already given."""
         ...
 
-    def write(self, out: Sequences, slot: int) -> bool:
+    def write(self, out: PackedSequences, slot: int) -> bool:
         """Fill a row; False, and nothing is written, when no documents are left."""
         ...
 
@@ -95,7 +95,7 @@ class ConcatPacker:
         """The rest is in tokens."""
         return (*self._begin, self._offset)
 
-    def write(self, out: Sequences, slot: int) -> bool:
+    def write(self, out: PackedSequences, slot: int) -> bool:
         """The last row is filled up where tokens are missing."""
         # Take documents until there are enough tokens. A target needs two of them.
         wanted = self._packing.seq_len + 1
@@ -173,7 +173,7 @@ class FittedPacker:
         """The rest is in rows of the block."""
         return (*self._begin, self._given)
 
-    def write(self, out: Sequences, slot: int) -> bool:
+    def write(self, out: PackedSequences, slot: int) -> bool:
         # A loop, since a block whose documents are all dropped as too long has no row.
         while self._block is None or self._given == self._block.num_rows:
             if self._block is not None:

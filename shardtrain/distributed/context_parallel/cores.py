@@ -32,7 +32,7 @@ CoreFunction = Callable[
 ]
 
 
-class Batch(Protocol):
+class TokenBatch(Protocol):
     """What a runner needs of a batch (``data.Batch``): integer tensors of shape (B, T)."""
 
     @property
@@ -178,7 +178,7 @@ def is_balanced(config: Config) -> bool:
     return derived.is_context_balanced(config.parallelism)
 
 
-def cut(batch: Batch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
+def cut(batch: TokenBatch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, targets and positions of this rank's part of each sequence, each (B, T / cp).
 
     Documents are not split: attention needs those of all tokens.
@@ -192,7 +192,7 @@ def cut(batch: Batch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tenso
     return parts[0], parts[1], parts[2]
 
 
-def document_argument(batches: Sequence[Batch]) -> dict[str, Tensor]:
+def document_argument(batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
     """The keyword argument with the documents of all rows; empty where batches have none."""
     all_documents = [batch.documents_BT for batch in batches]
     given = [documents_BT for documents_BT in all_documents if documents_BT is not None]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardtrain.distributed.context_parallel.masks import Piece, Window, chunks_of, prefix_pieces, ring_pieces
+from shardtrain.distributed.context_parallel.masks import ContextPiece, Window, chunks_of, prefix_pieces, ring_pieces
 from shardtrain.ops import document_mask
 from shardtrain.ops.attention_scores import PLAIN, QUERIES_AT_ONCE, Scores, sinks_gradient, with_sinks
 from shardtrain.ops.flash_attention import attend, attend_backward
@@ -266,7 +266,7 @@ class Merged:
         B, t, N, _ = q_BtNH.shape
         self.lse_BNt = torch.full((B, N, t), -torch.inf, dtype=torch.float32, device=q_BtNH.device)
 
-    def attend(self, piece: Piece, q_BtNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> None:
+    def attend(self, piece: ContextPiece, q_BtNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> None:
         """Merge the attention of a piece's queries to its keys."""
         batch, rows, columns, causal, band = piece
         q_BlNH = q_BtNH[batch, rows]
@@ -288,7 +288,7 @@ class Merged:
 
 
 def _backward_of(
-    piece: Piece,
+    piece: ContextPiece,
     scores: Scores,
     gradient_BtNH: Tensor,
     q_BtNH: Tensor,

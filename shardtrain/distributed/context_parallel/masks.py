@@ -25,7 +25,7 @@ class Window(NamedTuple):
     at_once: int
 
 
-class Piece(NamedTuple):
+class ContextPiece(NamedTuple):
     """Queries that attend to keys: which rows of the batch, which tokens of either, and whether causally.
 
     With a ``band`` a query sees the keys in it alone.
@@ -60,7 +60,7 @@ def chunks_of(rank: int, size: int, balanced: bool) -> tuple[int, ...]:
     return (rank, 2 * size - 1 - rank) if balanced else (rank,)
 
 
-def prefix_pieces(length: int, total: int, documents_Bs: Tensor | None, window: Window) -> Iterator[Piece]:
+def prefix_pieces(length: int, total: int, documents_Bs: Tensor | None, window: Window) -> Iterator[ContextPiece]:
     """The pieces of ``length`` queries at the end of ``total`` keys."""
     everything = slice(0, length)
     own = slice(total - length, total)
@@ -73,7 +73,7 @@ def prefix_pieces(length: int, total: int, documents_Bs: Tensor | None, window: 
 
 def ring_pieces(
     tokens: int, rank: int, size: int, balanced: bool, documents_BT: Tensor | None, window: Window
-) -> list[list[Piece]]:
+) -> list[list[ContextPiece]]:
     """The pieces of each turn of the ring: with this rank's own keys, then its predecessor's, ..."""
     parts = None
     if documents_BT is not None:
@@ -93,14 +93,14 @@ def ring_pieces(
 
 def _by_document(
     pieces: Sequence[tuple[slice, slice, bool]], queries_Bl: Tensor | None, keys_Bs: Tensor | None
-) -> Iterator[Piece]:
+) -> Iterator[ContextPiece]:
     """The pieces, cut down to documents that their queries and keys share; whole without the documents' numbers."""
     for rows, columns, causal in pieces:
         if queries_Bl is None or keys_Bs is None:
-            yield Piece(slice(None), rows, columns, causal)
+            yield ContextPiece(slice(None), rows, columns, causal)
             continue
         for row, queries, keys in document_mask.shared(queries_Bl[:, rows], keys_Bs[:, columns]):
-            yield Piece(row, shifted(queries, rows.start), shifted(keys, columns.start), causal)
+            yield ContextPiece(row, shifted(queries, rows.start), shifted(keys, columns.start), causal)
 
 
 def _stretches(tokens: int, source: int, rank: int, size: int, balanced: bool) -> Stretches:
@@ -119,14 +119,14 @@ def _stretches(tokens: int, source: int, rank: int, size: int, balanced: bool) -
 
 def _within_window(
     stretches: Stretches, queries_Bl: Tensor | None, keys_Bs: Tensor | None, window: Window
-) -> Iterator[Piece]:
+) -> Iterator[ContextPiece]:
     for rows, columns, offset in stretches:
         for batch, queries, keys in documents_met(rows, columns, queries_Bl, keys_Bs):
             past = offset + queries.start - keys.start
             for block in blocks(queries.stop - queries.start, keys.stop - keys.start, past, *window):
                 seeing = shifted(block.queries, rows.start + queries.start)
                 seen = shifted(block.keys, columns.start + keys.start)
-                yield Piece(batch, seeing, seen, False, block.band)
+                yield ContextPiece(batch, seeing, seen, False, block.band)
 
 
 def documents_met(

@@ -61,7 +61,7 @@ def _check_dropout_calls(model: nn.Module, refuse: Callable[[str], None]) -> Non
     """Check calls of dropout as a function, in the first forward pass alone: later passes do the same."""
     seen = []
 
-    class Watch(TorchFunctionMode):
+    class DropoutWatch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             values = [*args, *(kwargs or {}).values()]
             name = getattr(function, "__name__", "")
@@ -71,7 +71,7 @@ def _check_dropout_calls(model: nn.Module, refuse: Callable[[str], None]) -> Non
             return function(*args, **(kwargs or {}))
 
     # hooks enter the mode for the first forward pass and exit it after that: it slows every call of PyTorch
-    waiting = [Watch()]
+    waiting = [DropoutWatch()]
     watching = []
 
     def begin(*_: Any) -> None:

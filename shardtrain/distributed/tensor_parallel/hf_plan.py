@@ -67,7 +67,7 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
     styles = {path: _style(word, loss_parallel and path == head) for path, word in words.items()}
     for path, module in model.named_modules():
         if path not in styles and any(True for _ in module.parameters(recurse=False)):
-            styles[path] = WholeWeights(Replicate())
+            styles[path] = ReplicatedWeights(Replicate())
     # adapters are split by hand: styles would take their factors for weights
     factors = adapter_styles.set_aside(model, words.get)
     parallelize_module(model, mesh.submesh(AXIS), styles)
@@ -78,7 +78,7 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
     adapter_styles.put_back(model, words.get, mesh.submesh(AXIS), factors)
 
 
-class WholeWeights(ParallelStyle):
+class ReplicatedWeights(ParallelStyle):
     """As in ``plan.py``, for any arguments: whole weights, and what a rank's gradient of them is."""
 
     def __init__(self, gradient: Placement) -> None:
@@ -137,4 +137,4 @@ def _style(word: str, stays_split: bool) -> ParallelStyle:
         return ColwiseParallel(output_layouts=Shard(-1) if stays_split else Replicate())
     if word == "embedding_rowwise":
         return RowwiseParallel(input_layouts=Replicate())
-    return WholeWeights(Partial() if word == "replicated_with_grad_allreduce" else Replicate())
+    return ReplicatedWeights(Partial() if word == "replicated_with_grad_allreduce" else Replicate())

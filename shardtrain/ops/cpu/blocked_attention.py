@@ -188,7 +188,7 @@ def empty_lse(q_BlNH: Tensor) -> Tensor:
     return q_BlNH.new_empty((B, N, queries), dtype=torch.promote_types(q_BlNH.dtype, torch.float32))
 
 
-class Block(NamedTuple):
+class ScoreBlock(NamedTuple):
     """Rows, key-value heads, queries and keys that are multiplied at once, and the mask of the keys."""
 
     queries: tuple[slice, slice, slice, slice]
@@ -199,7 +199,7 @@ class Block(NamedTuple):
     """Stretches of the block's keys, and what is added to their scores (n, m): minus infinity where hidden."""
 
 
-def _blocks(q_BKGlH: Tensor, k_BKsH: Tensor, band: Band, dtype: torch.dtype) -> Iterator[Block]:
+def _blocks(q_BKGlH: Tensor, k_BKsH: Tensor, band: Band, dtype: torch.dtype) -> Iterator[ScoreBlock]:
     """Yield the blocks of a piece, whose scores have the given dtype."""
     rows, heads, groups, num_queries, _ = q_BKGlH.shape
     num_keys = k_BKsH.size(2)
@@ -231,7 +231,7 @@ def _blocks(q_BKGlH: Tensor, k_BKsH: Tensor, band: Band, dtype: torch.dtype) -> 
         for row in range(0, rows, rows_at_once):
             for head in range(0, heads, heads_at_once):
                 pairs = (slice(row, row + rows_at_once), slice(head, head + heads_at_once))
-                yield Block((*pairs, slice(None), queries), (*pairs, keys), hidden)
+                yield ScoreBlock((*pairs, slice(None), queries), (*pairs, keys), hidden)
 
 
 def _add_product(sum_Pab: Tensor, left_Pac: Tensor, right_Pcb: Tensor) -> None:
@@ -259,7 +259,7 @@ def _pairs(x_rkGnH: Tensor) -> Tensor:
     return x_rkGnH.flatten(2, 3).flatten(0, 1)
 
 
-def _keys(x_BKsH: Tensor, block: Block) -> Tensor:
+def _keys(x_BKsH: Tensor, block: ScoreBlock) -> Tensor:
     """Return a view (P, m, H) of a block's keys: entire rows, or heads of one row, are equally far apart."""
     x_rkmH = x_BKsH[block.keys]
     return x_rkmH.view(-1, *x_rkmH.shape[2:])

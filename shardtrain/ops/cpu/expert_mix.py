@@ -47,7 +47,7 @@ def mix(x_SD: Tensor, choice: Choice, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Te
     return _Mix.apply(x_SD, choice.weights_SK, w1_EFD, w2_EDF, w3_EFD, places)  # type: ignore[no-any-return]
 
 
-class Batch(NamedTuple):
+class ExpertBatch(NamedTuple):
     """Experts that follow one another and have equally many rows: ``experts`` of them from ``first`` on."""
 
     first: int
@@ -166,12 +166,12 @@ def rounded_up(count: int, least: int, digits: int = 4) -> int:
     return -(-count >> dropped) << dropped
 
 
-def one_by_one(counts: list[int], least: int) -> list[Batch]:
+def one_by_one(counts: list[int], least: int) -> list[ExpertBatch]:
     """A batch for each expert, its size rounded up unless ``least`` is 0."""
     return _laid_out([(1, rounded_up(count, least) if least else count) for count in counts])
 
 
-def batches(counts: list[int], least: int) -> list[Batch]:
+def batches(counts: list[int], least: int) -> list[ExpertBatch]:
     """Experts in the order of their sizes, together where rows of room take less time than one more call.
 
     Powers of two of them are, so that there are few kinds of products; each has the size of the largest, rounded up
@@ -198,12 +198,12 @@ def batches(counts: list[int], least: int) -> list[Batch]:
     return _laid_out(found[::-1])
 
 
-def _laid_out(found: list[tuple[int, int]]) -> list[Batch]:
+def _laid_out(found: list[tuple[int, int]]) -> list[ExpertBatch]:
     """Batches of so many experts with so many rows, one behind the other."""
     placed = []
     first = start = 0
     for experts, size in found:
-        placed.append(Batch(first, experts, start, size))
+        placed.append(ExpertBatch(first, experts, start, size))
         first += experts
         start += experts * size
     return placed

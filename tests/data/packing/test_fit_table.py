@@ -8,7 +8,7 @@ import pytest
 from shardtrain.data.packing import fit_table, fitted
 from shardtrain.data.packing.fit_table import FitTableWriter
 from shardtrain.data.packing.fitted import pack, table_of
-from shardtrain.data.packing.packed_rows import Packing, Sequences
+from shardtrain.data.packing.packed_rows import PackedSequences, Packing
 from shardtrain.data.prepared.shard_writer import ShardWriter
 from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.tools.data import prepare
@@ -45,7 +45,7 @@ def written(line, packing):
 
 
 def rows_of(rows, packing):
-    out = Sequences(rows.num_rows, packing)
+    out = PackedSequences(rows.num_rows, packing)
     for row in np.random.default_rng(1).permutation(rows.num_rows).tolist():
         rows.write(row, out, row)
     return out

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardtrain.data.documents.encoded import Document
 from shardtrain.data.packing.fitted import first_fit, pack
-from shardtrain.data.packing.packed_rows import Packing, Sequences
+from shardtrain.data.packing.packed_rows import PackedSequences, Packing
 from shardtrain.data.packing.token_buffer import MemoryTokenBuffer
 from shardtrain.ops.cross_entropy import IGNORE
 
@@ -28,7 +28,7 @@ def documents_of(lengths, learned=None):
 
 def rows_of(documents, packing):
     rows = pack(MemoryTokenBuffer(documents, vocab_size=60_000), packing)
-    out = Sequences(rows.num_rows, packing)
+    out = PackedSequences(rows.num_rows, packing)
     for row in range(rows.num_rows):
         rows.write(row, out, row)
     return rows, out

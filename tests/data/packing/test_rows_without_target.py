@@ -16,7 +16,7 @@ from shardtrain.config import Config, load
 from shardtrain.data import open_dataloader
 from shardtrain.data.documents.encoded import Document
 from shardtrain.data.packing.fitted import pack
-from shardtrain.data.packing.packed_rows import Packing, Sequences
+from shardtrain.data.packing.packed_rows import PackedSequences, Packing
 from shardtrain.data.packing.token_buffer import MemoryTokenBuffer
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.ops.targets import IGNORE
@@ -129,7 +129,7 @@ def test_a_cut_row_is_left_out_exactly_if_no_learned_token_is_in_it(kind: str) -
         documents.append(Document(np.arange(size, dtype=np.int32), learned))
     packing = Packing(SEQ_LEN, kind, masked=True, long_documents="cut")  # type: ignore[arg-type]
     packed = pack(MemoryTokenBuffer(documents, 256), packing)
-    out = Sequences(packed.num_rows, packing)
+    out = PackedSequences(packed.num_rows, packing)
     for row in rng.permutation(packed.num_rows).tolist():
         packed.write(row, out, row)
 

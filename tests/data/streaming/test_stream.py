@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.data.documents.encoded import Document
-from shardtrain.data.packing.packed_rows import Packing, Sequences
+from shardtrain.data.packing.packed_rows import PackedSequences, Packing
 from shardtrain.data.sources import BadRow
 from shardtrain.data.streaming.stream import StreamFeed, rows_of_reader
 from shardtrain.ops.cross_entropy import IGNORE
@@ -90,7 +90,7 @@ def take(feed, start, stop):
     """Rows start..stop-1 of a feed as (sample id, tokens, targets)."""
     result = []
     for k in range(start, stop):
-        out = Sequences(1, feed.packing)
+        out = PackedSequences(1, feed.packing)
         sample, moved = feed.write(k, out, 0)
         result.append((sample, out.tokens_BT[0].tolist(), out.targets_BT[0].tolist(), moved))
     return result
