@@ -31,6 +31,12 @@ TENSOR_STYLES = {
     "copy": "identity: input replicated over tp, each rank uses the output for its own heads",
 }
 
+SPLIT_ON_DIM_0 = ("embed", "colwise", "head", "per_head")
+"""Styles whose weights tensor parallelism splits in their first dimension: output features, heads or vocabulary."""
+
+SPLIT_STYLES = (*SPLIT_ON_DIM_0, "rowwise")
+"""Styles whose weights tensor parallelism splits in any dimension."""
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -21,20 +21,17 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, Float8Linear, MXLinear
 from shardtrain.distributed.mesh import Mesh
+from shardtrain.facts.quantization import FLOAT8_MULTIPLE, GROUPED, LINEAR, MX, MX_BLOCK
 from shardtrain.layout import Layout
 from shardtrain.ops import float8, microscaling
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
-CONVERTERS = "model.converters"
-LINEAR = "quantize.linear.float8"
-MX = "quantize.linear.mx"
-GROUPED = "quantize.grouped_mm.float8"
+OPTION = "model.converters"
 SMALL = "auto_filter_small_kn"
 """A word of filter_fqns: layers whose products are too small to gain by float8 are left as they are."""
 _TITAN = (("head", "output"), ("embed", "tok_embeddings"), (".attn.", ".attention."), (".ffn.", ".feed_forward."),
           (".shared.", ".shared_experts."))  # fmt: skip
-_MULTIPLE = 16
 
 
 def convert(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
@@ -64,7 +61,7 @@ def check(model: nn.Module, config: Config) -> None:
     if LINEAR in wanted or MX in wanted:
         found = _linears_of(model, config)
         if MX in wanted:
-            _check_parts(found.converted, config.parallelism.tensor_parallel_degree, MX, microscaling.BLOCK)
+            _check_parts(found.converted, config.parallelism.tensor_parallel_degree, MX, MX_BLOCK)
     if GROUPED in wanted:
         _experts_of(model, config)
 
@@ -92,7 +89,7 @@ def _check_device(mesh: Mesh, config: Config) -> None:
         capable = capable and (GROUPED not in wanted or options.grouped_mm.float8.emulate or major == 9)
     if not capable:
         rule = f"needs float8 products that {name} lacks; it computes in bfloat16, float16 and float32"
-        raise ConfigError(Problem(CONVERTERS, list(wanted), rule, "set emulate = true in its section, or remove it"))
+        raise ConfigError(Problem(OPTION, list(wanted), rule, "set emulate = true in its section, or remove it"))
 
 
 def _check_mx_of_device(config: Config) -> None:
@@ -107,7 +104,7 @@ def _check_mx_of_device(config: Config) -> None:
         fix = (
             'set its recipe_name = "mxfp8_emulated" for those of mxfp8_cublas, slowly, or use "quantize.linear.float8"'
         )
-        raise ConfigError(Problem(CONVERTERS, list(config.model.converters), rule, fix))
+        raise ConfigError(Problem(OPTION, list(config.model.converters), rule, fix))
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ def _linears_of(model: nn.Module, config: Config) -> _Linears:
         rows, columns = module.weight.shape
         if any(_names(path, word) for word in filters):
             found.left.append(path)
-        elif rows % _MULTIPLE or columns % _MULTIPLE:
+        elif rows % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE:
             found.odd.append(path)
         elif too_small and _is_small(rows, columns, options.recipe_name or "tensorwise"):
             found.small.append(path)
@@ -159,14 +156,14 @@ def _convert_linear(model: nn.Module, mesh: Mesh, config: Config) -> None:
     found = _linears_of(model, config)
     if MX in config.model.converters:
         # Also where products are emulated: a part that is not whole blocks would be rounded by other scales
-        _check_parts(found.converted, mesh.size("tp"), MX, microscaling.BLOCK)
+        _check_parts(found.converted, mesh.size("tp"), MX, MX_BLOCK)
         for _, module in found.converted:
             microscaling.convert(module, options.mx.recipe_name)
         how = f"{MX}: {len(found.converted)} linear layers compute in MX, {options.mx.recipe_name}"
     else:
         recipe = options.float8.recipe_name or "tensorwise"
         if not options.float8.emulate:
-            _check_parts(found.converted, mesh.size("tp"), LINEAR, _MULTIPLE)
+            _check_parts(found.converted, mesh.size("tp"), LINEAR, FLOAT8_MULTIPLE)
         for _, module in found.converted:
             float8.convert(module, recipe, options.float8.emulate)
         how = f"{LINEAR}: {len(found.converted)} linear layers compute in float8, {recipe}"
@@ -176,7 +173,7 @@ def _convert_linear(model: nn.Module, mesh: Mesh, config: Config) -> None:
         for names, why in (
             (found.left, "by filter_fqns"),
             (found.small, "too small to gain"),
-            (found.odd, f"of sizes that {_MULTIPLE} does not divide"),
+            (found.odd, f"of sizes that {FLOAT8_MULTIPLE} does not divide"),
         )
         if names
     ]
@@ -221,8 +218,8 @@ def _experts_of(model: nn.Module, config: Config) -> list[tuple[str, Any]]:
         fix = f'use ["experts"], or remove {GROUPED!r} from model.converters'
         raise ConfigError(Problem(f"{GROUPED}.fqns", options.fqns, rule, fix))
     for path, experts in found:
-        if any(size % _MULTIPLE for size in experts.w1.shape[1:]):
-            rule = f"names {path}, whose sizes {tuple(experts.w1.shape[1:])} are not multiples of {_MULTIPLE}"
+        if any(size % FLOAT8_MULTIPLE for size in experts.w1.shape[1:]):
+            rule = f"names {path}, whose sizes {tuple(experts.w1.shape[1:])} are not multiples of {FLOAT8_MULTIPLE}"
             raise ConfigError(Problem(f"{GROUPED}.fqns", options.fqns, rule, "remove it"))
     return found
 

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.nn import functional as F
 
+from shardtrain.facts.quantization import FLOAT8_MULTIPLE
+
 E4M3 = "e4m3"
 E5M2 = "e5m2"
 _MAX_POWER = 63
 """Largest exponent of a scale: the product of the inverses of two of them is still a normal float32."""
-_MULTIPLE = 16
-"""Both sizes of a weight, and the length of a sum, are multiples of this in the products of devices."""
 
 Operand = tuple[str, bool]
 """A format, and whether its scales are one per row (or column) rather than one for the tensor."""
@@ -115,7 +115,7 @@ def product(a_MK: Tensor, b_KN: Tensor, kinds: tuple[Operand, Operand], emulate:
     # A device takes (M, K) in rows and (K, N) in columns, and sums of whole 16: zeros are added to both until K is one
     a8_MK = a8_MK.contiguous()
     b8_NK = b8_KN.t().contiguous()
-    missing = -a8_MK.size(1) % _MULTIPLE
+    missing = -a8_MK.size(1) % FLOAT8_MULTIPLE
     if missing:
         # As bytes, for which padding is defined; the byte 0 is the number 0
         a8_MK, b8_NK = (F.pad(x8.view(torch.uint8), (0, missing)).view(x8.dtype) for x8 in (a8_MK, b8_NK))
@@ -279,9 +279,9 @@ def _grouped_outer(gradient_RO: Tensor, x_RI: Tensor, count_E: Tensor, emulate: 
         parts = zip(g_RO.split(count_E.tolist()), x_RI.split(count_E.tolist()), strict=True)
         return torch.stack([g.t() @ x for g, x in parts])
     # Sums of a device are of 16 rows at a time: each expert's rows begin at a multiple of that, zeros fill the rest
-    room_E = (count_E + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
+    room_E = (count_E + FLOAT8_MULTIPLE - 1) // FLOAT8_MULTIPLE * FLOAT8_MULTIPLE
     stop_E = room_E.cumsum(0)
-    rows = -(-x_RI.size(0) // _MULTIPLE) * _MULTIPLE + _MULTIPLE * count_E.numel()
+    rows = -(-x_RI.size(0) // FLOAT8_MULTIPLE) * FLOAT8_MULTIPLE + FLOAT8_MULTIPLE * count_E.numel()
     place_R = torch.arange(x_RI.size(0), device=x_RI.device) + (stop_E - room_E - count_E.cumsum(0) + count_E)[expert_R]
 
     # Both operands with room, transposed: the rows are what is summed over

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardtrain.facts.quantization import MX_BLOCK
 from shardtrain.ops.float8 import QuantizedLinear
 
-BLOCK = 32
 FLOOR = "floor"
 RCEIL = "rceil"
 RECIPES: dict[str, tuple[str, bool]] = {
@@ -54,10 +54,10 @@ def scales(amax: Tensor, rule: str) -> Tensor:
 
 def to_mx(x_MK: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     """A matrix in MX along its rows, filled up to whole blocks: numbers in e4m3 (M, 32 S), scales as bytes (M, S)."""
-    missing = -x_MK.size(1) % BLOCK
+    missing = -x_MK.size(1) % MX_BLOCK
     if missing:
         x_MK = F.pad(x_MK, (0, missing))
-    x_MSB = x_MK.reshape(x_MK.size(0), x_MK.size(1) // BLOCK, BLOCK)
+    x_MSB = x_MK.reshape(x_MK.size(0), x_MK.size(1) // MX_BLOCK, MX_BLOCK)
     scale_MS = scales(x_MSB.abs().amax(-1), rule)
     # 2^-k of the exponent k: its own bits are 254 less those of 2^k, and at least 2^-120 since no scale is above 2^120
     inverse_MS = torch.where(scale_MS == _NAN, math.nan, ((2 * _BIAS - scale_MS) << 23).view(torch.float32))
@@ -72,7 +72,7 @@ def rounded(x_MK: Tensor, rule: str) -> Tensor:
     bits_MK, scale_MS = to_mx(x_MK, rule)
     # The exponent's bits make 2^k, but for 2^-127, which is subnormal: half of the smallest number that is not
     power_MS = (scale_MS.int() << 23).clamp(min=0x400000).view(torch.float32)
-    bits_MSB = bits_MK.view(*scale_MS.shape, BLOCK)
+    bits_MSB = bits_MK.view(*scale_MS.shape, MX_BLOCK)
     out_MK = (bits_MSB.to(x_MK.dtype) * power_MS.to(x_MK.dtype)[..., None]).view(bits_MK.shape)
     return out_MK[:, : x_MK.size(1)]
 

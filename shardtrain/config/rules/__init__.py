@@ -48,6 +48,7 @@ from shardtrain.config.rules.transformers_rules import check_transformers
 from shardtrain.config.rules.values import check_forms, check_ranges, check_steps, check_words
 from shardtrain.config.schema import Config
 from shardtrain.config.teacher import check_distillation
+from shardtrain.facts.quantization import CONVERTERS
 from shardtrain.utils.errors import Problem
 
 CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
@@ -122,12 +123,7 @@ _SWITCHES: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: not c.metrics.enable_tensorboard, "metrics.save_tb_folder", "metrics.enable_tensorboard"),
     *(
         (lambda c, name=name: name not in c.model.converters, f"{name}.", f'"{name}" in model.converters')  # type: ignore[misc]
-        for name in (
-            "quantize.linear.float8",
-            "quantize.linear.mx",
-            "quantize.grouped_mm.float8",
-            "quantize.grouped_mm.mx",
-        )
+        for name in CONVERTERS
     ),
     (lambda c: c.parallelism.pipeline_parallel_degree == 1, "parallelism.pipeline_", "pipeline_parallel_degree > 1"),
     (lambda c: c.parallelism.pipeline_parallel_degree == 1, "parallelism.module_fqns", "pipeline_parallel_degree > 1"),

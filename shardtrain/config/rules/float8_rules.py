@@ -8,17 +8,10 @@ from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest
 from shardtrain.config.rules.model_rules import model_shape
 from shardtrain.config.rules.values import any_of, problem
+from shardtrain.facts.quantization import CONVERTERS, FLOAT8_MULTIPLE, GROUPED, LINEAR, MX, MX_BLOCK
 from shardtrain.utils.errors import Problem
 
 OPTION = "model.converters"
-LINEAR = "quantize.linear.float8"
-MX = "quantize.linear.mx"
-GROUPED = "quantize.grouped_mm.float8"
-_BLOCK = 32
-"""Tokens, or features, that share a scale in MX."""
-_MULTIPLE = 16
-"""Of the rows and columns of a matrix of experts, as devices need it."""
-CONVERTERS = (LINEAR, MX, GROUPED, "quantize.grouped_mm.mx")
 
 
 def check_float8(loaded: Loaded) -> Iterator[Problem]:
@@ -76,8 +69,8 @@ def _grouped(loaded: Loaded) -> Iterator[Problem]:
         return
     for name in ("dim", "moe_ffn_dim"):
         size = sizes.get(name)
-        if isinstance(size, int) and size % _MULTIPLE:
-            rule = f"names experts whose {name} is {size}, which is not a multiple of {_MULTIPLE}"
+        if isinstance(size, int) and size % FLOAT8_MULTIPLE:
+            rule = f"names experts whose {name} is {size}, which is not a multiple of {FLOAT8_MULTIPLE}"
             yield problem(loaded, option, rule, f'remove "{GROUPED}" from {OPTION}, or change model.overrides.{name}')
 
 
@@ -118,10 +111,10 @@ def _mx_notes(loaded: Loaded) -> list[str]:
     length = config.training.seq_len
     degree = config.parallelism.context_parallel_degree
     pieces = 2 * degree if degree > 1 else 1
-    if length % (_BLOCK * pieces):
+    if length % (MX_BLOCK * pieces):
         piece = f"{length} tokens" if pieces == 1 else f"{length} tokens in {pieces} pieces"
         found.append(
-            f"training.seq_len={length}: a row is {piece}, not whole blocks of {_BLOCK}, so that gradients of weights "
-            f"in MX are rounded otherwise on another mesh"
+            f"training.seq_len={length}: a row is {piece}, not whole blocks of {MX_BLOCK}, "
+            f"so that gradients of weights in MX are rounded otherwise on another mesh"
         )
     return found

@@ -19,6 +19,7 @@ from shardtrain.config.schema.task_options import Task
 from shardtrain.config.schema.watch_options import MemoryEstimation, Metrics, Profiling
 from shardtrain.facts.devices import DeviceType
 from shardtrain.facts.dtypes import ComputeDtype
+from shardtrain.facts.quantization import Float8Recipe, MXRecipe
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,7 @@ class Float8Linear:
     """Gather weights as one byte per number, with recipe_name = "tensorwise"; it changes no number."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Find the scales of all gathered weights in one reduction per step, rather than one for each weight."""
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    recipe_name: Float8Recipe | None = None
     """tensorwise (unless set) has one scale for a tensor and is the fastest; rowwise one for each row or column;
     rowwise_with_gw_hp leaves the gradients of weights in the compute type."""
     filter_fqns: list[str] = field(default_factory=list)
@@ -316,7 +317,7 @@ class MXLinear:
 
     mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
     """torchtitan's kernel of the transposed cast; no effect here, where casts are PyTorch's operations."""
-    recipe_name: Literal["mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"] = "mxfp8_cublas"
+    recipe_name: MXRecipe = "mxfp8_cublas"
     """mxfp8_cublas has scales of the largest number's exponent, rounded down; mxfp8_cublas_rceil the smallest under
     which no number is cut off; mxfp8_emulated is mxfp8_cublas multiplied in the compute type, on any device."""
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])

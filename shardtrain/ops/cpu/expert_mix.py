@@ -24,6 +24,10 @@ SMALL_EXPERT_NUMEL = 1 << 17
 """Numbers in the three weights of an expert up to which sorting experts saves more than copying their weights takes."""
 _MANY_ROWS = 64
 """Rows of an expert, on average, below which PyTorch's ``grouped_mm`` is done sooner, as when tokens are generated."""
+_ROOM_PARTS = 8
+"""Sizes of experts are rounded up to steps of about the mean size over this."""
+_ROOM_PARTS_BY_SIZE = 16
+"""The same where experts are sorted by size."""
 _CALL = 64
 """Rows of a small expert that take as long as it takes to call the products of a batch."""
 _TOGETHER = (1, 2, 4, 8, 16)
@@ -36,7 +40,18 @@ def takes(x_SD: Tensor, top_k: int, num_experts: int) -> bool:
     """Whether tokens are computed here: many, on a CPU, of no subclass of Tensor, and not being compiled."""
     is_plain = type(x_SD) is Tensor and x_SD.device.type == "cpu" and not torch.compiler.is_compiling()
     is_known = hasattr(torch.ops.aten, "_embedding_bag_per_sample_weights_backward")
-    return is_plain and is_known and x_SD.size(0) * top_k >= max(1, _MANY_ROWS * num_experts)
+    return is_plain and is_known and x_SD.size(0) > 0 and has_many_rows(x_SD.size(0) * top_k, num_experts)
+
+
+def has_many_rows(num_rows: int, num_experts: int) -> bool:
+    """Return True if the experts have so many rows that this function is faster than ``grouped_mm``."""
+    return num_rows >= _MANY_ROWS * num_experts
+
+
+def expected_room(num_rows: int, num_experts: int) -> int:
+    """Return about how many rows of room 16-bit experts get together: each has half of the step of ``rounded_up``."""
+    step = 1 << max(1, num_rows // (_ROOM_PARTS * num_experts)).bit_length() - 1
+    return num_experts * step // 2
 
 
 def mix(x_SD: Tensor, choice: Choice, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> Tensor:
@@ -77,9 +92,9 @@ class Places:
         in_order = [counts[expert] for expert in order]
         mean = num_rows // num_experts
         if by_size:
-            self.batches = batches(in_order, max(1, mean // 16) if roomy else 0)
+            self.batches = batches(in_order, max(1, mean // _ROOM_PARTS_BY_SIZE) if roomy else 0)
         else:
-            self.batches = one_by_one(in_order, max(1, mean // 8) if roomy else 0)
+            self.batches = one_by_one(in_order, max(1, mean // _ROOM_PARTS) if roomy else 0)
         self.order_E = torch.tensor(order) if by_size else None
         starts = [0] * num_experts
         for batch in self.batches:

@@ -11,6 +11,7 @@ from shardtrain.config.schema import Config, Parallelism
 from shardtrain.config.schema.task_options import Task
 from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.facts.optimizers import OPTIMIZERS
+from shardtrain.facts.quantization import GROUPED, LINEAR, MX
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,10 @@ def of_config(
     linear = config.quantize.linear
     in_float8 = {
         name.split(".")[1]: not getattr(config.quantize, name.split(".")[1]).float8.emulate
-        for name in ("quantize.linear.float8", "quantize.grouped_mm.float8")
+        for name in (LINEAR, GROUPED)
         if name in config.model.converters
     }
-    in_mx = "quantize.linear.mx" in config.model.converters
+    in_mx = MX in config.model.converters
     if in_mx:  # counted as tensorwise float8, whose peak they have where a device has them
         in_float8["linear"] = linear.mx.recipe_name != "mxfp8_emulated"
         if in_float8["linear"]:
@@ -206,8 +207,7 @@ def of_config(
         fused=bool(config.compile.enable) and "model" in config.compile.components,
         float8=in_float8.get("linear", False),
         float8_experts=in_float8.get("grouped_mm", False),
-        float8_gather="quantize.linear.float8" in config.model.converters
-        and linear.float8.enable_fsdp_float8_all_gather,
+        float8_gather=LINEAR in config.model.converters and linear.float8.enable_fsdp_float8_all_gather,
         offload="all" if training.enable_cpu_offload else "nothing",
         compute_dtype=compute,
         loss="at head" if at_head else "chunked",

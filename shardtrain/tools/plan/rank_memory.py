@@ -421,9 +421,10 @@ def norm_bytes(numel: int, rows: int, job: PlannedJob, kernels: Kernels, layer_n
 
 
 def _is_one_function(experts: ExpertShape, tokens: int, job: PlannedJob, kernels: Kernels) -> bool:
-    """Whether a CPU computes experts as one function: see ``ops.cpu.expert_mix.takes``."""
-    many = tokens * experts.top_k >= 64 * experts.count
-    return kernels != "cuda" and many and job.ep == 1 and not (experts.biased or experts.weighs_inputs)
+    """Return True if a CPU computes the experts as one function: see ``ops.cpu.expert_mix.takes``."""
+    is_plain = job.ep == 1 and not (experts.biased or experts.weighs_inputs)
+    has_many_rows = expert_mix.has_many_rows(tokens * experts.top_k, experts.count)
+    return kernels != "cuda" and is_plain and has_many_rows
 
 
 def _is_one_kernel(numel: int, job: PlannedJob, kernels: Kernels) -> bool:
@@ -495,7 +496,7 @@ def _layer(layer: Layer, job: PlannedJob, dim: int, mode: str, kernels: Kernels)
         rows = split * few.top_k
         numbers = 3 * few.ffn * dim
         if c < 4:
-            rows += few.count * (1 << max(1, rows // (8 * few.count)).bit_length() - 1) // 2
+            rows += expert_mix.expected_room(rows, few.count)
         if c < 4 and numbers <= expert_mix.SMALL_EXPERT_NUMEL:  # the gate is also held in the product of gate and up
             ffn += few.count * numbers * c + rows * few.ffn * c
         ffn += split * dim * 4 + rows * dim * c + 4 * rows * few.ffn * c + split * few.count * 4 + rows * 24

@@ -17,6 +17,7 @@ from shardtrain import tasks
 from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
 from shardtrain.config.toml_writer import set_toml
+from shardtrain.facts.quantization import LINEAR, MX
 from shardtrain.tools.plan import job_sizes, planning, rank_memory, shapes, timing
 from shardtrain.tools.plan.hardware import Device
 from shardtrain.tools.plan.job_sizes import PlannedJob
@@ -25,8 +26,6 @@ from shardtrain.tools.plan.shapes import ModelShape
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds
 
-FLOAT8 = "quantize.linear.float8"
-MX = "quantize.linear.mx"
 """Converters of linear layers."""
 EQUAL = 0.005
 """Candidates whose times differ by less are as fast as each other."""
@@ -87,8 +86,8 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
     if float8 and "float8" not in device.flops:
         raise ConfigError(Problem("--float8", device.name, "has no float8 products", "leave it out", "command line"))
     converters: list[list[str]] = [config.model.converters]
-    if float8 and not {FLOAT8, MX} & set(config.model.converters):
-        converters.append([*config.model.converters, FLOAT8])
+    if float8 and not {LINEAR, MX} & set(config.model.converters):
+        converters.append([*config.model.converters, LINEAR])
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
     kernels = planning.kernels_of(device, config, world_size)

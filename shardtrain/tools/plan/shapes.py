@@ -15,12 +15,10 @@ from torch import nn
 from shardtrain import models, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.layout import Layout, matches, style_of
+from shardtrain.layout import SPLIT_ON_DIM_0, Layout, matches, style_of
 from shardtrain.metrics.flops import count_model
 from shardtrain.ops.tied import tied_names
 from shardtrain.utils.errors import ConfigError, Problem
-
-_SPLIT_ON_DIM_0 = ("embed", "colwise", "head", "per_head")
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class ParameterShape:
         whole = {"lora_a": "colwise", "lora_b": "rowwise"}.get(self.name.rpartition(".")[2]) == self.word
         if tp == 1 or not self.shape or whole:
             return self.shape
-        if self.word in _SPLIT_ON_DIM_0 and self.shape[0] >= tp:
+        if self.word in SPLIT_ON_DIM_0 and self.shape[0] >= tp:
             return (-(-self.shape[0] // tp), *self.shape[1:])
         if self.word == "rowwise" and len(self.shape) == 2:
             return (self.shape[0], -(-self.shape[1] // tp))

@@ -14,14 +14,11 @@ from shardtrain.config import stages
 from shardtrain.config.schema import Config
 from shardtrain.distributed import fake_backend, float8_modules
 from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
-from shardtrain.layout import Layout, style_of
+from shardtrain.layout import SPLIT_STYLES, Layout, style_of
 from shardtrain.lora import quantize, spec
 from shardtrain.train.preflight import own_files
 from shardtrain.train.preflight.memory_fit import ParameterMemory
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
-
-_SPLIT = ("embed", "colwise", "rowwise", "head", "per_head")
-"""Words of a layout whose weights tensor parallelism splits."""
 
 
 def build(config: Config, world_size: int | None = None) -> tuple[list[ShardtrainError], list[ParameterMemory] | None]:
@@ -62,7 +59,8 @@ def _parameters(config: Config) -> list[ParameterMemory]:
     parameters = []
     for name, parameter in named.items():
         word = style_of(layout, name.rpartition(".")[0])
-        parameters.append(ParameterMemory(parameter.numel(), word in _SPLIT, word == "expert", parameter.requires_grad))
+        is_split = word in SPLIT_STYLES
+        parameters.append(ParameterMemory(parameter.numel(), is_split, word == "expert", parameter.requires_grad))
     quantize.take_out(model, layout, config.lora.base_dtype)
     return parameters
 

@@ -15,6 +15,7 @@ import pytest
 
 import shardtrain
 from shardtrain import cli, config
+from shardtrain.facts.quantization import LINEAR
 from shardtrain.tools.plan import hardware, picture, planning, search
 from shardtrain.utils.errors import ConfigError
 
@@ -266,7 +267,7 @@ def test_float8_is_searched_where_it_is_asked_for_and_the_device_has_it(tmp_path
     both = json.loads(capsys.readouterr().out)
     assert both["counted"] == 2 * plain["counted"]
     assert not any("model.converters" in one["options"] for one in plain["ranked"])
-    assert both["ranked"][0]["options"]["model.converters"] == [search.FLOAT8]
+    assert both["ranked"][0]["options"]["model.converters"] == [LINEAR]
     assert both["ranked"][0]["tokens_per_second"] > plain["ranked"][0]["tokens_per_second"]
     code, _, err = answer(capsys, "llama3_8b", "--gpus", "8", "--search", "--float8", "--device", "a100")
     assert code == 2 and "has no float8 products" in err

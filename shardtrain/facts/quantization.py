@@ -1,0 +1,20 @@
+"""Names and sizes of products in 8 bits: converters, recipes, and how many elements share a scale."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+LINEAR = "quantize.linear.float8"
+MX = "quantize.linear.mx"
+GROUPED = "quantize.grouped_mm.float8"
+CONVERTERS = (LINEAR, MX, GROUPED, "quantize.grouped_mm.mx")
+"""Values of ``model.converters``, each of which is also the name of its section."""
+
+Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+MXRecipe = Literal["mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"]
+
+FLOAT8_MULTIPLE = 16
+"""Devices multiply in float8 only if the sizes of a weight and the length of a sum are multiples of this."""
+
+MX_BLOCK = 32
+"""Elements that share a scale in MX."""
