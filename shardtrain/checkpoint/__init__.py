@@ -1,7 +1,8 @@
-"""Saving a run and continuing it on any mesh.
+"""Save a run and resume it on any mesh.
 
-``folder.py`` decides which checkpoint is loaded, ``save.py`` writes one; ``manifest.py`` is the format; ``tensors.py``
-moves bytes between tensors and files; ``async_save.py`` does so during training; ``interval.py`` and ``best.py``
-say when and which; ``files.py``, ``lease.py`` and ``retention.py`` hold what must be right on disk. None of them but
-``folder``, ``save``, ``async_save``, ``tensors`` and ``collectives`` imports torch, so that a folder is listed at once.
+``folder.py`` chooses and loads a checkpoint, and ``save.py`` writes one. ``manifest.py`` defines the format.
+``tensors.py`` copies bytes between tensors and files, and ``async_save.py`` does so during training. ``interval.py``
+decides when to save, and ``best.py`` which checkpoint to keep. ``files.py``, ``lease.py`` and ``retention.py`` change
+folders on disk. Only ``folder``, ``save``, ``async_save``, ``tensors`` and ``collectives`` import torch, so listing a
+folder is fast.
 """

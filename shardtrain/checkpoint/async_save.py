@@ -1,8 +1,9 @@
-"""A save in the background of training: one thread per rank writes, and the first rank's commits for all.
+"""Save in the background of training: one thread per rank writes its file, and rank 0's thread commits the checkpoint.
 
-Threads use no collective: theirs and the trainer's would meet in another order on each rank. A rank that has written
-leaves a marker beside its file, ``rank-00001.done``; the first rank's thread waits for all of them. What came of it the
-ranks tell each other in the sum that begins every step (``Saving.pack_flags``), so that all know at the same step.
+The threads use no collectives, because these would interleave with the trainer's in a different order on each rank. A
+rank that has written its file adds a marker, ``rank-00001.done``. Rank 0's thread waits for all markers. The ranks
+exchange the outcome in the all-reduce at the start of every step (``Saving.pack_flags``), so all learn it at the same
+step.
 """
 
 from __future__ import annotations
@@ -26,22 +27,24 @@ from shardtrain.ops.dtensor import local_tensor
 from shardtrain.utils.errors import StorageError
 
 LOOK_SECONDS = 0.5
-"""How long the first rank's thread waits between two looks for the markers of the others, at most."""
+"""Longest pause of rank 0's thread between two checks for a marker."""
 NOTHING = [0.0, 0.0, 0.0]
 
 
 class Cancelled(Exception):
-    """Another rank could not write: what this one writes is of no use any more."""
+    """Another rank could not write its file, so this rank stops writing."""
 
 
 class Writing:
-    """One save on its way; ``action`` runs in a thread and is given a function that raises when all is cancelled."""
+    """A save in progress. ``action`` runs in a thread. Its argument is a function that raises if the save is cancelled.
+
+    ``seconds`` is the duration of the action, once it has ended.
+    """
 
     def __init__(self, step: int, action: Callable[[Callable[[], None]], None], is_export: bool = False) -> None:
         self.step = step
         self.is_export = is_export
         self.seconds = 0.0
-        """From the beginning to the end of the action."""
         self._action = action
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
@@ -51,25 +54,25 @@ class Writing:
 
     @property
     def ended(self) -> bool:
-        """Whether the thread has nothing more to do, well or not."""
+        """True if the thread has ended, with or without an error."""
         return self._ended.is_set()
 
     @property
     def failed(self) -> bool:
-        """Whether it ended with an error."""
+        """True if the thread has ended with an error."""
         return self.ended and self._error is not None
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end; gives ``ended``."""
+        """Wait up to ``seconds`` for the thread to end. Return ``ended``."""
         return self._ended.wait(max(0.0, seconds))
 
     def cancel(self) -> None:
-        """Ask the thread to end soon."""
+        """Make the thread end at its next check."""
         self._cancelled.set()
 
     @property
     def cancelled(self) -> bool:
-        """Whether it has ended because it was asked to."""
+        """True if the thread has ended because of ``cancel``."""
         return isinstance(self._error, Cancelled)
 
     def result(self) -> None:
@@ -82,7 +85,7 @@ class Writing:
             if self._cancelled.is_set():
                 raise Cancelled
 
-        # An error is kept, and raised by the trainer later: a thread has no caller to raise it to.
+        # Store the error. The trainer raises it later with ``result``.
         try:
             self._action(check_cancelled)
         except BaseException as error:
@@ -92,18 +95,21 @@ class Writing:
 
 
 def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:
-    """Wait until the threads of all ranks have ended, or one has failed; False, on all, past a limit (a collective)."""
+    """Wait until the threads of all ranks have ended (a collective).
+
+    If one fails, the others are cancelled and awaited without a limit. Return False on all ranks if the limit passes.
+    """
     deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
     while True:
-        # In short turns: another rank may write for longer than a collective waits.
+        # Wait in short turns, because another rank may write for longer than the timeout of a collective.
         writing.wait(1.0 if deadline is None else min(1.0, deadline - time.monotonic()))
         late = deadline is not None and time.monotonic() >= deadline
-        # Asked in this order, failed before ended, since the thread may end between the two.
+        # Read ``failed`` before ``ended``: the thread may end between the two.
         failed = writing.failed
         still_writing, has_failed, is_late = any_ranks([not writing.ended, failed, late])
         if not still_writing:
             return True
-        # Where one has failed nothing will come of the others: they are told to end, and waited for without a limit.
+        # If one has failed, the checkpoint is lost. Cancel the others, and wait for them without a limit.
         if has_failed:
             writing.cancel()
             deadline = None
@@ -112,54 +118,60 @@ def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:
 
 
 class Saving:
-    """What ranks tell each other of saves in the sum that begins a step: three numbers, which are added up."""
+    """State of saves that ranks exchange in the all-reduce at the start of a step: three flags, added over ranks.
+
+    Attributes:
+        by_clock: Saves are due by the clock of rank 0 instead of the number of the step.
+        is_time: True on rank 0 if its clock says that a save is due. False on all other ranks.
+    """
 
     def __init__(self) -> None:
         self.writing: Writing | None = None
         self.by_clock = False
-        """Whether saves are due by the clock of the first rank, and not by the number of the step."""
         self.is_time: Callable[[], bool] = lambda: False
-        """Whether the clock of the first rank says that a save is due; False on all others."""
-        self._heard = list(NOTHING)
+        self._sums = list(NOTHING)
 
     def pack_flags(self) -> list[float]:
-        """This rank's part: its thread has ended, its thread has failed, it is time for a save."""
+        """Return this rank's flags: its thread has ended, its thread has failed, a save is due."""
         writing = self.writing
         if writing is None:
             return [0.0, 0.0, float(self.is_time())]
-        # Failed before ended, as in ``ended_everywhere``.
+        # Read ``failed`` before ``ended``, as in ``ended_everywhere``.
         failed = writing.failed
         return [float(writing.ended), float(failed), float(self.is_time())]
 
     def unpack_flags(self, sums: list[float]) -> None:
-        """The sums over all ranks."""
-        self._heard = list(sums)
+        """Store the sums of the flags over all ranks."""
+        self._sums = list(sums)
 
     def clear_flags(self) -> None:
-        """What was heard is about a save that has been dealt with."""
-        self._heard = list(NOTHING)
+        """Forget the sums, because the save that they belong to has been handled."""
+        self._sums = list(NOTHING)
 
     def has_ended(self, world_size: int) -> bool:
-        """Whether the save in flight has ended on all ranks, or has failed on one: equal on all ranks."""
-        ended, failed, _ = self._heard
+        """True if the save in progress has ended on all ranks, or has failed on one. Equal on all ranks."""
+        ended, failed, _ = self._sums
         return ended >= world_size or failed > 0
 
     @property
     def due(self) -> bool:
-        """Whether the first rank's clock said that it is time: equal on all ranks."""
-        return self._heard[2] > 0
+        """True if rank 0's clock says that a save is due. Equal on all ranks."""
+        return self._sums[2] > 0
 
 
 class Staging:
-    """Host memory that holds a copy of what a rank writes; made once, used again, larger when more is to be held."""
+    """Host buffer with a copy of the data that a rank writes. It is reused, and replaced when it is too small."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._buffer: Tensor | None = None
 
     def copy(self, tensors: Iterable[Tensor], num_bytes: int) -> memoryview:
-        """The bytes of this rank's part of tensors, one after the other; when this returns they may change again."""
-        # The old buffer is freed before a larger one is made: two at once may be too much.
+        """Copy this rank's shards of tensors into the buffer and return their bytes, concatenated.
+
+        The tensors may change as soon as this returns.
+        """
+        # Free the old buffer before allocating a larger one, because memory may not suffice for both.
         if self._buffer is None or self._buffer.numel() < num_bytes:
             self._buffer = None
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
@@ -170,35 +182,35 @@ class Staging:
             self._buffer[begin : begin + source.numel()].copy_(source, non_blocking=self._pinned)
             begin += source.numel()
             devices.add(source.device)
-        # Copies to pinned memory are asynchronous: what they read may change only when they are done.
+        # Copies to pinned memory are asynchronous. Wait for them before the tensors may change.
         for device in devices:
             accelerator.finish_stream(device)
         return memoryview(self._buffer.numpy().data)[:begin]
 
 
 def pieces(data: memoryview, check_cancelled: Callable[[], None]) -> Iterator[memoryview]:
-    """Bytes in pieces, as long as it is of use to write them."""
+    """Yield ``data`` in pieces, and check for a cancellation before each."""
     for begin in range(0, len(data), files.PIECE_BYTES):
         check_cancelled()
         yield data[begin : begin + files.PIECE_BYTES]
 
 
 def write_marker(folder: Place, rank: int, token: str, file: TensorFile) -> None:
-    """Tell the first rank's thread that this rank's file is on disk; ``token`` names this save and no other."""
+    """Write the marker that tells rank 0's thread that this rank's file is on disk. ``token`` identifies the save."""
     path = _marker(folder, rank)
     text = json.dumps([token, file.name, file.bytes, file.sha256])
     if isinstance(path, ObjectPath):
         path.put(text.encode(), new=False)
         return
-    # Write under a temporary name and rename: a reader must not see half a marker. Wait for the folder, because
-    # this rank may be the first of its node to see it.
+    # Rename a complete file, so a reader never sees half a marker. Wait for the folder: on a network filesystem, this
+    # node may not see it yet.
     part = path.with_suffix(".part")
     files.write_hashed(part, [memoryview(text.encode())], files.SEEN_SECONDS)
     files.rename(part, path)
 
 
 def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Callable[[], None]) -> TensorFile:
-    """The file that a rank has written, once it says so; raises what ``check_cancelled`` raises while it waits."""
+    """Wait for a rank's marker and return the file that the rank has written. ``check_cancelled`` may raise."""
     path = _marker(folder, rank)
     pause = 0.005
     while True:
@@ -214,7 +226,9 @@ def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Calla
             if error.errno not in files.NOT_SEEN_YET:
                 raise
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise StorageError(f"cannot write checkpoint {path}: it holds no word of a rank; start again") from error
+            raise StorageError(
+                f"cannot write checkpoint {path}: it is not a valid marker of a rank; start again"
+            ) from error
         time.sleep(pause)
         pause = min(2 * pause, LOOK_SECONDS)
 

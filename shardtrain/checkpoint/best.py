@@ -1,4 +1,4 @@
-"""The best result of a validation so far: which checkpoint is never deleted, and when to stop early."""
+"""Track the best validation result, to keep its checkpoint and to stop early."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ DEFAULT_METRIC = "validation.loss"
 
 
 class Best:
-    """What the validations of a run came to, part of its checkpoints; equal on all ranks but for ``kept``."""
+    """The best validation result of a run. Checkpoints contain it. Equal on all ranks, except ``kept``.
+
+    Attributes:
+        step: First step with the best value. -1 before a validation.
+        value: The best value.
+        without_improvement: Number of validations since then.
+        kept: Step of the best checkpoint, or -1. Only rank 0 knows it.
+    """
 
     def __init__(self, config: Config) -> None:
         self.metric = config.checkpoint.keep_best or DEFAULT_METRIC
@@ -28,14 +35,11 @@ class Best:
         self._keeps = bool(config.checkpoint.keep_best)
         self.step = -1
         self.value = math.nan
-        """The first step with the best value; -1 before a validation."""
         self.without_improvement = 0
-        """Validations since then."""
         self.kept = -1
-        """Step of the best checkpoint, known to the first rank alone; -1 for none."""
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:
-        """Note a validation's values, equal on all ranks. Of equal ones the first is best; nan and inf never are."""
+        """Record a validation's values, which are equal on all ranks. NaN and infinity are never the best."""
         value = values[self.metric.removeprefix("validation.")]
         sign = 1 if self.mode == "max" else -1
         if math.isfinite(value) and (self.step < 0 or sign * value > sign * self.value):
@@ -46,70 +50,77 @@ class Best:
             self.without_improvement += 1
 
     def is_new(self, step: int) -> bool:
-        """Whether a checkpoint of this step is wanted because its validation was the best so far."""
+        """True if a checkpoint of this step must be saved because its validation is the best so far."""
         return self._keeps and step == self.step
 
     @property
     def exhausted(self) -> bool:
-        """Whether validations have not improved for ``validation.patience`` times."""
+        """True if the last ``validation.patience`` validations were no improvement."""
         return 0 < self.patience <= self.without_improvement
 
     def to_dict(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON."""
+        """Return the state for a checkpoint, as JSON."""
         state = {"metric": self.metric, "mode": self.mode, "step": self.step, "kept": self.kept}
         value = self.value if self.step >= 0 else None
         return {**state, "value": value, "without_improvement": self.without_improvement}
 
     def load(self, state: Any, folder: Place | None) -> None:
-        """Continue from a checkpoint's state; ``folder`` holds the run's own checkpoints, None for another run's.
+        """Continue from a checkpoint's state. Ignore it if it is from another run (``folder`` is None).
 
-        A state that cannot be read, or is of another metric, is skipped, with a warning: only what is kept hangs on it.
+        Warn and ignore it if it is invalid or of another metric. Nothing else depends on it.
+
+        Args:
+            folder: The folder of this run's checkpoints.
         """
         if state is None or folder is None:
             return
         if not _is_state(state):
-            logger.warning("the checkpoint's best validation cannot be read: looking for the best again")
+            logger.warning("the checkpoint's best validation result is invalid: starting without one")
             return
         if (state["metric"], state["mode"]) != (self.metric, self.mode):
             if state["step"] >= 0 and (self._keeps or self.patience):
                 logger.warning(
-                    f"the checkpoint knows the best by {state['metric']} ({state['mode']}), and this run looks for "
-                    f"{self.metric} ({self.mode}): looking for the best again"
+                    f"the checkpoint's best validation result is of {state['metric']} ({state['mode']}), and this run "
+                    f"compares {self.metric} ({self.mode}): starting without one"
                 )
             return
         self.step = state["step"]
         self.without_improvement = state["without_improvement"]
         self.value = math.nan if self.step < 0 else float(state["value"])
-        # The best step's own checkpoint if it is whole, or else the one that was kept before it.
-        whole = [step for step in (self.step, state["kept"]) if retention.is_whole(folder / f"step-{step}")]
-        self.kept = whole[0] if whole else -1
+        # The checkpoint of the best step, or the best one before it if that is incomplete.
+        candidates = (self.step, state["kept"])
+        complete = [step for step in candidates if retention.is_whole(folder / f"step-{step}")]
+        self.kept = complete[0] if complete else -1
 
     def point(self, folder: Place, saved: Mapping[str, Any] | None) -> None:
-        """Let ``best.json`` name the best checkpoint, by the state that one just committed holds; first rank alone."""
+        """Write the best checkpoint's name to ``best.json``, from the state in the latest checkpoint (rank 0)."""
         step = saved["step"] if saved else -1
         if not saved or not self._keeps or step < 0:
             return
-        known = step == self.kept and read_pointer(folder).get("step") == step
-        if known or not retention.is_whole(folder / f"step-{step}"):
+        is_written = step == self.kept and read_pointer(folder).get("step") == step
+        if is_written or not retention.is_whole(folder / f"step-{step}"):
             return
         fields = {"step": step, "metric": saved["metric"], "mode": saved["mode"], "value": saved["value"]}
         try:
             files.replace_whole(folder / POINTER, (json.dumps(fields) + "\n").encode())
         except OSError as error:
-            # The checkpoint is safe, and its own facts say that it is the best; the next save tries again.
+            # The checkpoint is complete, and its state says that it is the best. The next save tries again.
             logger.warning(str(storage_errors.cannot("write", folder / POINTER, error)))
             return
         self.kept = step
 
 
 def read_pointer(folder: Place) -> dict[str, Any]:
-    """What ``best.json`` says, or nothing where it cannot be read: it is a note for people."""
+    """Return the content of ``best.json``, or {} if it is missing or invalid. Resuming does not depend on it."""
     try:
         pointer = json.loads(files.read_small(folder / POINTER))
     except (OSError, ValueError, RecursionError):
         return {}
-    fits = isinstance(pointer, dict) and isinstance(pointer.get("step"), int) and isinstance(pointer.get("metric"), str)
-    return pointer if fits and isinstance(pointer.get("value"), int | float) else {}
+    if not isinstance(pointer, dict):
+        return {}
+    types = {"step": int, "metric": str, "value": int | float}
+    is_valid = all(isinstance(pointer.get(name), kind) for name, kind in types.items())
+    return pointer if is_valid else {}
 
 
 def describe(pointer: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Choose one checkpoint of a run: ``--step latest|best|N``, with the same meaning in every command.
 
-Imports torch only when a folder is read, so that a wrong word is answered at once.
+Imports torch only when a folder is read, so an invalid argument is rejected without delay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMANDS = "generate, export, merge, test, evaluate and checkpoint (diff, weight
 
 @dataclass(frozen=True)
 class ChosenCheckpoint:
-    """A verified checkpoint of a run, and why it was chosen (empty for a step that was named)."""
+    """A verified checkpoint of a run, and the reason for choosing it (empty if the user gave its step)."""
 
     path: Place
     stored: Manifest
@@ -46,10 +46,10 @@ def step_name(word: str | int) -> str:
 
 
 def reject_step(step: str | None, path: Place) -> None:
-    """Raise ConfigError if a step was requested of something that is not a run."""
+    """Raise ConfigError if a step was requested but ``path`` is not the folder of a run."""
     if step is not None:
-        rule = f"is for the folder of a run, and {path} is not one"
-        raise ConfigError(Problem("--step", step, rule, "leave it out, or name the run's folder"))
+        rule = f"requires the folder of a run, and {path} is not one"
+        raise ConfigError(Problem("--step", step, rule, "remove it, or give the run's folder"))
 
 
 def choose(folder: Place, step: str | None, verify: Callable[[Place], tuple[Manifest | None, str]]) -> ChosenCheckpoint:

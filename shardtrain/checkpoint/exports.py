@@ -1,6 +1,6 @@
-"""A checkpoint that is on disk, written once more in another format beside it: by threads, while training continues.
+"""Export a saved checkpoint to another format, next to it, in background threads during training.
 
-As with a save, a rank that has written leaves a word, and the first rank's thread makes of the draft what it is to be.
+As in ``async_save``, each rank adds a marker when it has written its share, and rank 0's thread publishes the draft.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from shardtrain.checkpoint.storage import Place
 
 
 class Exporter(Protocol):
-    """What writes the other format. The methods that write raise ShardtrainError and OSError."""
+    """Writer of the other format. The methods that write raise ShardtrainError and OSError."""
 
     def is_due(self, step: int, last: bool) -> bool:
-        """Whether the checkpoint of a step is to be written; ``last`` is that of the run's last step."""
+        """True if the checkpoint of a step must be exported. ``last`` is true for the run's last step."""
 
     def write_share(
         self, checkpoint: Path, draft: Path, rank: int, size: int, check_cancelled: Callable[[], None]
     ) -> None:
-        """Write one rank's share of the files, and read it back."""
+        """Write one rank's share of the files and verify it by reading it back."""
 
     def write_rest(self, checkpoint: Path, draft: Path) -> None:
-        """Write what is written once."""
+        """Write the files that exist once per export. Called on rank 0."""
 
 
 def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writing:
-    """Begin to write a checkpoint as ``step-N-hf``, by the first ``size`` ranks (a collective)."""
+    """Start to export a checkpoint to ``step-N-hf``, by the first ``size`` ranks (a collective)."""
 
     def prepare() -> list[Any]:
         lease.check()
@@ -51,7 +51,7 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
 
     def write(check_cancelled: Callable[[], None]) -> None:
         if rank < size:
-            # Other nodes have written the checkpoint a moment ago.
+            # Other nodes have just written the checkpoint. A network filesystem may not show it on this node yet.
             files.wait_for_sizes(checkpoint, {MANIFEST: manifest_bytes})
             files.wait_for_sizes(checkpoint, {file.name: file.bytes for file in manifest.read(checkpoint).files})
             exporter.write_share(checkpoint, draft, rank, size, check_cancelled)
@@ -62,7 +62,7 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
         for other in range(1, size):
             async_save.wait_for_marker(draft, other, token, check_cancelled)
         exporter.write_rest(checkpoint, draft)
-        # As a checkpoint is published: all of it on disk, the lease still held, then one rename.
+        # Publish it like a checkpoint: sync all files, check the lease, then rename once.
         files.sync_folder(draft)
         lease.check()
         retention.discard_hub(checkpoint)
@@ -73,7 +73,7 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
 
 
 def abandon(checkpoint: Place, lease: Lease) -> None:
-    """Remove the draft of this process, where there is one; raises nothing."""
+    """Remove the draft of this process, if there is one. Never raises."""
     if isinstance(checkpoint, Path):
         retention.remove(_draft(checkpoint, lease.nonce))
 

@@ -1,4 +1,4 @@
-"""Finds, verifies and loads the checkpoints ``step-N/`` of a run's folder."""
+"""Find, verify and load the checkpoints ``step-N/`` of a run's folder."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ from shardtrain.utils.log import logger
 
 
 class Checkpoints(Saver):
-    """Finds and loads the checkpoints of a run, and saves them (``save.py``); all but ``steps`` are collectives."""
+    """Find, load and save the checkpoints of a run. All methods except ``steps`` are collectives.
+
+    ``save.py`` implements saving.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._verified: tuple[Place, Manifest] | None = None
-        self._holder = 0
-        """The rank whose node holds the checkpoint that was verified last."""
+        self._holder = 0  # the rank whose node has the checkpoint that was verified last
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint, oldest first."""
+        """Return the steps with a checkpoint, in ascending order."""
         return retention.steps(self._folder)
 
     def take_run_folder(self) -> None:
@@ -65,13 +67,13 @@ class Checkpoints(Saver):
             logger.warning(f"{problem}; start no other run in this job.dump_folder until this is fixed")
 
     def to_continue(self) -> Place | None:
-        """The checkpoint to resume from, verified, or None for a fresh start.
+        """Return the verified checkpoint to resume from, or None to start from scratch.
 
-        Without ``checkpoint.load_step`` it is the newest undamaged one: damaged ones are skipped with a warning.
+        Without ``checkpoint.load_step`` it is the newest undamaged one. Damaged ones are skipped with a warning.
 
         Raises:
-            CheckpointError: when the step asked for is missing or damaged, or none of those that are there is good.
-            ConfigError: when another run is writing this folder.
+            CheckpointError: the requested step is missing or damaged, or all checkpoints are damaged.
+            ConfigError: another run is writing this folder.
         """
         if not self._options.enable:
             return None
@@ -88,7 +90,7 @@ class Checkpoints(Saver):
                 rank0_storage.check_seen_by_all(self._folder, self._lease.nonce)
         self._check_writers(self._folder)
 
-        # The newest undamaged one; warn of skipped ones only when it is known what the run continues from.
+        # Choose the newest undamaged checkpoint. Warn about skipped ones only once it is known.
         holders, incomplete, notes = self._survey()
         if self._options.load_step != -1:
             return self._continued(self._requested(holders))
@@ -126,12 +128,12 @@ class Checkpoints(Saver):
         """Load weights and the other tensors in place, and return the facts.
 
         Raises:
-            CheckpointError: on all ranks, before a tensor is touched, when the checkpoint is damaged or does not fit.
+            CheckpointError: on all ranks, before a tensor is changed, if the checkpoint is damaged or does not fit.
         """
         stored = self._verified_manifest(path)
         if stored.facts.get("weights_only") and rest:
             raise CheckpointError(
-                f"checkpoint {path} holds weights only, so the run cannot be continued from it; start another run with "
+                f"checkpoint {path} contains only weights, so the run cannot resume from it; start another run with "
                 "checkpoint.initial_load_path, or save with checkpoint.last_save_model_only=false"
             )
         tensors = {**weights, **rest}
@@ -150,7 +152,7 @@ class Checkpoints(Saver):
         return dict(stored.facts)
 
     def facts(self, path: Place) -> dict[str, Any]:
-        """The facts of a checkpoint, verified; raises CheckpointError on all ranks when it is damaged."""
+        """Verify a checkpoint and return its facts. Raises CheckpointError on all ranks if it is damaged."""
         return dict(self._verified_manifest(path).facts)
 
     def _verified_manifest(self, path: Place) -> Manifest:
@@ -163,9 +165,9 @@ class Checkpoints(Saver):
         return self._verified[1]
 
     def newest_good(self, last: int, started_at: int) -> Place | None:
-        """The newest undamaged checkpoint of this run up to step ``last``, verified; None without one.
+        """Return the newest undamaged checkpoint of this run up to step ``last``, verified, or None.
 
-        Of this run are those that this process has saved, and those up to the step at which it started.
+        Checkpoints of this run are those that this process has saved, and those up to the step at which it started.
         """
         self.finish()
         holders, _, _ = self._survey()
@@ -183,7 +185,7 @@ class Checkpoints(Saver):
         return None
 
     def forget(self, steps: range, started_at: int) -> None:
-        """Delete checkpoints of this run that a rollback has undone: else a later start would resume from them."""
+        """Delete checkpoints of this run that a rollback has undone, so no later start resumes from them."""
 
         def discard() -> None:
             for step in self.steps():
@@ -199,13 +201,13 @@ class Checkpoints(Saver):
             node_disks.note(self._run_folder, self._survey()[0])
 
     def _check_writers(self, folder: Place) -> None:
-        """Refuse a folder that every user can write: hashes detect damage, not a checkpoint of somebody else."""
+        """Reject a folder that every user can write: hashes detect damage, not a planted checkpoint."""
         # An object store has its own access control.
         can_check = isinstance(folder, Path) and (self._is_first or self._relays)
         writable = first_word(retention.open_to_all(Path(str(folder))) if can_check else "")
         if writable and not self._options.allow_shared_writable:
             raise ConfigError(
-                f"checkpoint.folder: {writable} can be written by every user, who could put weights of his there; run "
+                f"checkpoint.folder: {writable} is writable for every user, who could replace the weights; run "
                 f'"chmod o-w {writable}", or set checkpoint.allow_shared_writable=true'
             )
 
@@ -223,7 +225,7 @@ class Checkpoints(Saver):
         if later:
             logger.warning(
                 f"checkpoint.load_step={wanted} is not the newest: steps {', '.join(map(str, later))} stay in "
-                f"{self._folder}, and a start with load_step=-1 would take the newest of them until this run passes it"
+                f"{self._folder}, and a start with load_step=-1 loads the newest of them until this run passes it"
             )
         return self._folder / f"step-{wanted}"
 
@@ -251,5 +253,5 @@ class Checkpoints(Saver):
 
 
 def read_facts(path: Place) -> dict[str, Any]:
-    """The counters of a run in a checkpoint; raises CheckpointError when they cannot be read."""
+    """Return the facts (counters of the run) of a checkpoint. Raises CheckpointError if it cannot be read."""
     return dict(manifest.read(path).facts)

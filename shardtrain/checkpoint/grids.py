@@ -1,8 +1,8 @@
-"""Grids: the pieces of a sharded tensor that follow each other with equal sizes, written down as one.
+"""Grids: compact descriptions of the equally sized boxes of a sharded tensor.
 
-FSDP over 2,048 ranks cuts a tensor into 2,048 boxes of one size, each in the next rank's file at the same place. A
-``Grid`` says so once: the first box, and along which dimension it is repeated how often, with what step between files.
-Axes are nested, the innermost first, and each repeats what the ones before it cover, so a grid covers a box too.
+FSDP over 2,048 ranks splits a tensor into 2,048 boxes of equal size, each in the next rank's file at the same offset. A
+``Grid`` stores the first box and the axes along which it repeats: a dimension, a count, and the step between files.
+Axes are nested, innermost first. Each axis repeats the area that the axes before it cover, so a grid also covers a box.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardtrain.checkpoint.resharding import Box, Ints, overlap
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, and where its bytes begin in a file; rows are stored one after the other, little-endian."""
+    """A box of a tensor and the offset of its bytes in a file. Its elements are contiguous and little-endian."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -27,12 +27,12 @@ class Chunk(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the box."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
 
 class Axis(NamedTuple):
-    """So many repeats along a dimension, each as far from the last as what is repeated is long."""
+    """Repeats along a dimension without gaps. ``file_step`` is the distance between the files of two repeats."""
 
     repeats: int
     dim: int
@@ -40,21 +40,24 @@ class Axis(NamedTuple):
 
 
 class Overlaps(NamedTuple):
-    """Boxes of a grid that share something with another box, as one row each of arrays."""
+    """Boxes of a grid that overlap another box, with one row per box.
+
+    Attributes:
+        files: (n,)
+        offsets: (n, dims), of the boxes.
+        shared_offsets: (n, dims), of the overlaps.
+        shared_sizes: (n, dims), of the overlaps.
+    """
 
     files: Ints
-    """(n,)"""
     offsets: Ints
-    """(n, dims): where each begins"""
     shared_offsets: Ints
-    """(n, dims): where what it shares begins"""
     shared_sizes: Ints
-    """(n, dims)"""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Boxes of equal sizes that begin at the same byte of different files; without axes a single one."""
+    """Boxes of equal size at the same byte offset of different files. Without axes it is a single box."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -64,12 +67,12 @@ class Grid:
 
     @property
     def numel(self) -> int:
-        """Elements of one of its boxes."""
+        """Number of elements of one box."""
         return math.prod(self.sizes)
 
     @property
     def count(self) -> int:
-        """How many boxes."""
+        """Number of boxes."""
         return math.prod(axis.repeats for axis in self.axes)
 
     @cached_property
@@ -81,18 +84,18 @@ class Grid:
         return self.offsets, tuple(whole)
 
     def is_in(self, file: int) -> bool:
-        """Whether one of its boxes is in a file."""
+        """True if a file contains one of its boxes."""
         return file - self.file in _file_offsets(self.axes)
 
     def overlaps(self, box: Box) -> Overlaps | None:
-        """The boxes that share something with another, in order, and what they share; None where none does."""
-        import numpy as np  # here, since whoever looks at a folder needs no NumPy
+        """Return the boxes that overlap ``box``, in order, with the overlaps. None if there are none."""
+        import numpy as np  # not at the top, because listing a folder does not need NumPy
 
         wanted = overlap(self.box, box)
         if wanted is None:
             return None
-        # From the whole grid inwards: of what is left along an axis, keep the repeats that reach into what is wanted.
-        # ``files`` and ``offsets`` are of what is kept so far, ``extent`` is how large each of it is.
+        # Start with the entire grid and divide it, outermost axis first. Keep only repeats that reach into ``wanted``.
+        # ``files`` and ``offsets`` describe the areas kept so far, and ``extent`` is the size of each of them.
         low = np.array(wanted[0], np.int64)
         high = low + wanted[1]
         files = np.array([self.file])
@@ -111,14 +114,14 @@ class Grid:
         return Overlaps(files, offsets, shared, np.minimum(offsets + self.sizes, high) - shared)
 
     def overlapping(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
-        """The same one by one."""
+        """Yield each box that overlaps ``box``, with the overlap as (offsets, sizes)."""
         overlaps = self.overlaps(box)
         for file, *rows in zip(*(field.tolist() for field in overlaps), strict=True) if overlaps else ():
             offsets, starts, sizes = map(tuple, rows)
             yield Chunk(offsets, self.sizes, file, self.begin), (starts, sizes)
 
     def chunks(self) -> Iterator[Chunk]:
-        """All its boxes one by one."""
+        """Yield all boxes."""
         steps = []
         extent = list(self.sizes)
         for repeats, dim, _ in self.axes:
@@ -135,10 +138,10 @@ class Grid:
 
 
 def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
-    """The numbers of many ranges, one after the other, and which range each is of.
+    """Return the concatenated numbers of many ranges, and the index of the range of each number.
 
     >>> import numpy as np
-    >>> [found.tolist() for found in ranges(np.array([5, 0]), np.array([7, 1]))]
+    >>> [result.tolist() for result in ranges(np.array([5, 0]), np.array([7, 1]))]
     [[5, 6, 0], [0, 0, 1]]
     """
     import numpy as np
@@ -149,7 +152,7 @@ def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
 
 
 def file_numbers(first: int, axes: tuple[Axis, ...]) -> list[int]:
-    """The file of each box of a grid whose first box is in file ``first``."""
+    """Return the file of each box of a grid whose first box is in file ``first``."""
     numbers = [first]
     for axis in axes:
         numbers = [number * axis.file_step + file for number in range(axis.repeats) for file in numbers]

@@ -1,8 +1,9 @@
-"""Which ranks hold which part of which tensor: every rank computes it for all from what little they tell each other.
+"""Compute which ranks hold which shard of each tensor, with little communication.
 
-Where a rank's part lies follows from the tensor's shape and the rank's number: each axis of the mesh is a digit of it,
-and splits one dimension. A rank says these rules once per kind of tensor, and ranks that say the same are heard once:
-one text per pipeline stage, whatever the number of ranks. A part that no rule of digits gives is said as it is.
+The location of a rank's shard follows from the tensor's shape and the rank's number. The coordinates of a rank in the
+mesh are digits of its number, and each sharded axis splits one dimension. A rank describes these splits once for all
+tensors of a kind. Equal descriptions are exchanged once, so there is one text per pipeline stage for any number of
+ranks. A shard that such splits cannot describe is sent as an explicit box.
 """
 
 from __future__ import annotations
@@ -24,43 +25,46 @@ from shardtrain.ops.dtensor import is_distributed, local_slices, local_tensor, s
 from shardtrain.utils.errors import CheckpointError
 
 _LAYER = re.compile(r"(.*?\.)(0|[1-9]\d*)(\..*)")
-"""A name with the number of a layer in it; 007 is a name."""
+"""A name that contains a layer number. A number with leading zeros, such as 007, is part of the name."""
 Table = Mapping[str, list[Any]]
-"""What a rank says of its tensors: by name the type, the shape, and the rule or box of its part."""
+"""A rank's description of its tensors: name -> [dtype, shape, splits or box of its shard]."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeldBoxes:
-    """Boxes of one tensor that each have equally many holders, in the order of their offsets."""
+    """Boxes of one tensor with an equal number of holders, ordered by their offsets.
+
+    Attributes:
+        offsets: (n, dims)
+        sizes: (n, dims). No box is empty.
+        ranks: (n, holders), ascending in each row.
+        is_even: All boxes have the same size, and each rank that has the tensor holds one of them.
+    """
 
     offsets: Ints
-    """(n, dims)"""
     sizes: Ints
-    """(n, dims); none is empty"""
     ranks: Ints
-    """(n, holders), ascending in each row"""
     is_even: bool
-    """Whether all ranks that have the tensor hold one of its boxes, and all boxes have one size."""
 
     @property
     def holders(self) -> int:
-        """How many ranks hold each of its boxes."""
+        """Number of ranks that hold each box."""
         return int(self.ranks.shape[1])
 
     @cached_property
     def numels(self) -> Ints:
-        """Elements of each of its boxes."""
+        """Number of elements of each box, (n,)."""
         return self.sizes.prod(1, dtype=np.int64)
 
     def row_of(self, rank: int) -> int | None:
-        """The box that a rank holds; none where it holds another part, or none."""
+        """Return the index of the box that a rank holds, or None."""
         rows = (self.ranks == rank).any(1).nonzero()[0]
         return int(rows[0]) if len(rows) else None
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A tensor, and who holds what of it."""
+    """A tensor and the holders of its boxes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,13 +72,13 @@ class Held:
 
 
 def table_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """What this rank says of its tensors.
+    """Describe this rank's tensors.
 
     Raises:
-        CheckpointError: for a tensor that is split in a way that is not known here.
+        CheckpointError: the sharding of a tensor is not supported.
     """
     digits: dict[int, list[tuple[int, int] | None]] = {}
-    known: dict[Any, Any] = {}  # layers are alike
+    known: dict[Any, Any] = {}  # one entry per kind, because layers have equal tensors
     table = {}
     for name, tensor in tensors.items():
         key = _kind(tensor)
@@ -85,22 +89,22 @@ def table_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
 
 
 def find_holders(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
-    """Who holds what of all ranks' tensors (a collective); equal on all ranks.
+    """Return the holders of all ranks' tensors (a collective). The result is equal on all ranks.
 
     Raises:
-        CheckpointError: on all ranks, where two have tensors of one name and of other types or shapes.
+        CheckpointError: on all ranks, if two ranks have tensors of the same name with different dtypes or shapes.
     """
     return held_by_all(*tables_of_ranks(table_of(tensors)))
 
 
 def tables_of_ranks(own: Table) -> tuple[list[Table], list[int]]:
-    """The distinct tables of all ranks, and which of them each rank says (a collective)."""
+    """Return the distinct tables of all ranks, and the index of each rank's table (a collective)."""
     folded, number_of = gather_distinct_json(fold(own))
     return [unfold(one) for one in folded], number_of
 
 
 def fold(table: Table) -> list[list[Any]]:
-    """A table in a few lines: layers are alike, so what differs in the number of a layer alone is one.
+    """Compress a table: entries that only differ in their layer number become one line.
 
     >>> fold({"layers.0.w": ["float32", [2], []], "layers.1.w": ["float32", [2], []], "head": ["float32", [3], []]})
     [['layers.', '.w', ['float32', [2], []], [[0, 2]]], ['head', '', ['float32', [3], []], []]]
@@ -118,17 +122,24 @@ def fold(table: Table) -> list[list[Any]]:
 
 
 def unfold(lines: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
-    """The table that was folded; its names may come in another order."""
-    return {
-        name: value
-        for before, after, value, runs in lines
-        for name in ([f"{before}{n}{after}" for start, stop in runs for n in range(start, stop)] or [before])
-    }
+    """Return the table that ``fold`` compressed. The order of its names may differ."""
+    table = {}
+    for before, after, value, runs in lines:
+        if not runs:
+            table[before] = value
+        for start, stop in runs:
+            for number in range(start, stop):
+                table[f"{before}{number}{after}"] = value
+    return table
 
 
 def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[str, Held]:
-    """Who holds what, where rank r says ``tables[table_of_rank[r]]``; needs no process group. Raises as above."""
-    # Which tables name each tensor, with what rule; those that do must agree on type and shape.
+    """Return the holders if rank r has the table ``tables[table_of_rank[r]]``. Needs no process group.
+
+    Raises:
+        CheckpointError: as ``find_holders``.
+    """
+    # Collect the tables that contain each tensor, with their splits. They must agree on its dtype and shape.
     ranks_of = [np.flatnonzero(np.asarray(table_of_rank) == number) for number in range(len(tables))]
     rules: dict[str, list[tuple[int, Any]]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -143,7 +154,7 @@ def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[s
                 )
             rules.setdefault(name, []).append((number, rule))
 
-    # Layers are alike: a model has few shapes and rules, and the parts of each are worked out once.
+    # Compute the boxes once per shape and splits, because a model has few of them.
     known: dict[Any, tuple[HeldBoxes, ...]] = {}
     held = {}
     for name, (dtype, shape) in kinds.items():
@@ -155,29 +166,32 @@ def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[s
 
 
 def num_replicated(held: Mapping[str, Held]) -> int:
-    """How many boxes several ranks hold."""
+    """Return the number of boxes that more than one rank holds."""
     return sum(len(part.ranks) for one in held.values() for part in one.parts if part.holders > 1)
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Where this rank's part is in the whole tensor; sizes hold a 0 where it has none."""
+    """Return offsets and sizes of this rank's shard in the full tensor. A size is 0 if the shard is empty."""
     slices = local_slices(tensor)
     box = tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices)
     own = tuple(local_tensor(tensor).shape)
     if own != box[1] and not (0 in own and 0 in box[1]):
-        raise CheckpointError(f"a rank's part has shape {own} and should have {box[1]}: this sharding is not supported")
+        raise CheckpointError(f"a shard has shape {own} instead of {box[1]}: this sharding is not supported")
     return box
 
 
 def boxes_of(shape: Sequence[int], rule: Any, ranks: Ints) -> tuple[Ints, Ints]:
-    """Offsets and sizes of the parts of ranks, (n, dims) each, by the rule that they say; sizes may be 0."""
+    """Return offsets and sizes, (n, dims) each, of the shards of ``ranks`` with the given splits or box.
+
+    Sizes may be 0.
+    """
     starts = np.zeros((len(ranks), len(shape)), np.int64)
     stops = np.broadcast_to(np.asarray(shape, np.int64), starts.shape).copy()
     if isinstance(rule, dict):
         starts[:] = rule["offsets"]
         sizes = rule["sizes"]
         return starts, np.broadcast_to(np.asarray(sizes, np.int64), starts.shape)
-    # Each split cuts what the ones before it left, as torch.chunk does: the last chunks may be smaller, or empty.
+    # Each split divides the result of the previous ones like torch.chunk: the last chunks may be smaller or empty.
     for size, stride, dim in rule:
         at = ranks // stride % size
         chunk = -(-(stops[:, dim] - starts[:, dim]) // size)
@@ -187,25 +201,25 @@ def boxes_of(shape: Sequence[int], rule: Any, ranks: Ints) -> tuple[Ints, Ints]:
 
 
 def _kind(tensor: Tensor) -> Any:
-    """Tensors of which this is the same have the same part of a rank."""
+    """Return a key that is equal for tensors whose shards on this rank have equal boxes."""
     if not is_distributed(tensor):
         return (tensor.shape,)
     return tensor.shape, local_tensor(tensor).shape, id(tensor.device_mesh), tensor.placements
 
 
 def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> Any:
-    """How a rank's number gives its part: (size, stride, dim) of each split, in the order in which they are made."""
+    """Return the splits that map a rank's number to its shard, as (size, stride, dim) in their order, or a box."""
     offsets, sizes = box_of(tensor)
     if not is_distributed(tensor):
         return []
     mesh = tensor.device_mesh
     if id(mesh) not in digits:
         digits[id(mesh)] = _digits(mesh.mesh.numpy())
-    # In the order of ops.dtensor.local_slices: strided splits (FSDP over tensor parallelism) cut what the others left.
+    # The order of ops.dtensor.local_slices: strided splits (FSDP over tensor parallelism) come last.
     order = sorted(enumerate(tensor.placements), key=lambda item: type(item[1]).__name__ == "_StridedShard")
     splits = [(digits[id(mesh)][axis], sharded_dim(placement)) for axis, placement in order if mesh.size(axis) > 1]
     rule = [[*digit, dim] for digit, dim in splits if digit is not None and dim is not None]
-    # A rule counts only if it gives this rank's part as it is; else the part is said as it is.
+    # Use the splits only if they describe this rank's shard exactly. Otherwise return its box.
     by_rule = boxes_of(tensor.shape, rule, np.array([dist.get_rank()]))
     if (tuple(by_rule[0][0].tolist()), tuple(by_rule[1][0].tolist())) == (offsets, sizes):
         return rule
@@ -213,7 +227,7 @@ def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> An
 
 
 def _digits(mesh: Ints) -> list[tuple[int, int] | None]:
-    """Size and stride of each axis of a mesh, where its coordinates are digits of the ranks' numbers."""
+    """Return size and stride of each mesh axis, or None for an axis whose coordinates are not digits of the rank."""
     digits: list[tuple[int, int] | None] = []
     for axis, size in enumerate(mesh.shape):
         line = np.moveaxis(mesh, axis, 0).reshape(size, -1)[:, 0]
@@ -222,10 +236,13 @@ def _digits(mesh: Ints) -> list[tuple[int, int] | None]:
     return digits
 
 
-def _parts(shape: tuple[int, ...], said: Sequence[tuple[Ints, Any]]) -> tuple[HeldBoxes, ...]:
-    """The distinct boxes of a tensor, by how many ranks hold them; ``said`` are ranks with the rule that they say."""
-    ranks = np.concatenate([ranks for ranks, _ in said])
-    boxes = [boxes_of(shape, rule, ranks) for ranks, rule in said]
+def _parts(shape: tuple[int, ...], splits_of_ranks: Sequence[tuple[Ints, Any]]) -> tuple[HeldBoxes, ...]:
+    """Return the distinct boxes of a tensor, grouped by their number of holders.
+
+    ``splits_of_ranks`` are ranks with the splits or the box of their shards.
+    """
+    ranks = np.concatenate([ranks for ranks, _ in splits_of_ranks])
+    boxes = [boxes_of(shape, rule, ranks) for ranks, rule in splits_of_ranks]
     offsets, sizes = (np.concatenate([box[i] for box in boxes]) for i in range(2))
     full = (sizes > 0).all(1)
     is_even = bool(full.all() and (sizes == sizes[0]).all())
@@ -235,7 +252,7 @@ def _parts(shape: tuple[int, ...], said: Sequence[tuple[Ints, Any]]) -> tuple[He
     if not len(ranks):
         return ()
 
-    # Sorted by offsets, sizes and rank, the holders of a box stand next to each other.
+    # Sort by offsets, sizes and rank, so the holders of a box are adjacent.
     both = np.concatenate([offsets, sizes], 1)
     order = np.lexsort((ranks, *both.T[::-1]))
     ranks = ranks[order]
@@ -243,7 +260,7 @@ def _parts(shape: tuple[int, ...], said: Sequence[tuple[Ints, Any]]) -> tuple[He
     firsts = np.concatenate([[0], 1 + (both[1:] != both[:-1]).any(1).nonzero()[0]])
     counts = np.diff([*firsts, len(ranks)])
 
-    # One part for each number of holders, so that its ranks are a matrix.
+    # Create one part for each number of holders, so the ranks of a part form a matrix.
     dims = len(shape)
     parts = []
     for count in np.unique(counts):

@@ -1,7 +1,7 @@
-"""Which rank writes which piece of which tensor, and where in its file: the same on all ranks, and planned once.
+"""Plan of a save: the rank that writes each piece of each tensor, and its offset in the rank's file.
 
-A piece that several ranks hold is written once, by the one with the least to write. What is planned grows with the
-number of kinds of tensors, not of ranks: the pieces of a tensor that are cut evenly are one ``Grid``.
+All ranks compute the same plan, once. A replicated piece is written once, by the holder with the least to write. The
+size of the plan grows with the number of kinds of tensors, not of ranks: an evenly sharded tensor is one ``Grid``.
 """
 
 from __future__ import annotations
@@ -29,44 +29,48 @@ from shardtrain.utils.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What goes where, equal on all ranks: the stored tensors, and the bytes that each rank writes."""
+    """Plan of a save. Equal on all ranks, except ``own``.
+
+    Attributes:
+        tensors: The stored tensors, by name.
+        bytes_of: Number of bytes that each rank writes.
+        held: Holders of each tensor.
+        own: This rank's description of its tensors (``holders.table_of``). The plan is reused until one rank's changes.
+    """
 
     tensors: Mapping[str, StoredTensor]
     bytes_of: list[int]
     held: Mapping[str, Held] = field(default_factory=dict)
-    """Which ranks hold which part."""
     own: Mapping[str, list[Any]] = field(default_factory=dict)
-    """What this rank says of its tensors: as long as no rank says other things, the plan holds."""
 
     def pieces_of(self, rank: int) -> list[tuple[str, int]]:
-        """Name and bytes of each piece that a rank writes, in the order of its file."""
+        """Return name and bytes of each piece that a rank writes, in the order of its file."""
         number = self.file_numbers[rank]
-        pieces = [
-            (grid.begin, name, grid.numel * ITEM_BYTES[stored.dtype])
-            for name, stored in self.tensors.items()
-            for grid in stored.grids
-            if grid.is_in(number)
-        ]
+        pieces = []
+        for name, stored in self.tensors.items():
+            for grid in stored.grids:
+                if grid.is_in(number):
+                    pieces.append((grid.begin, name, grid.numel * ITEM_BYTES[stored.dtype]))
         return [(name, num_bytes) for _, name, num_bytes in sorted(pieces)]
 
     def names_of(self, rank: int) -> list[str]:
-        """Tensors of which a rank writes a piece, in the order of its file."""
+        """Return the names of the tensors of which a rank writes a piece, in the order of its file."""
         return [name for name, _ in self.pieces_of(rank)]
 
     @cached_property
     def file_numbers(self) -> list[int]:
-        """Place of each rank's file in the manifest; -1 for a rank that has nothing to write."""
+        """Index of each rank's file in the manifest. -1 for a rank that writes nothing."""
         return _file_numbers(np.array(self.bytes_of)).tolist()
 
 
 def plan(tensors: Mapping[str, Tensor], earlier: SavePlan | None = None) -> SavePlan:
-    """Share out the writing of all ranks' tensors (a collective); as earlier, where no rank's tensors have changed.
+    """Plan a save of all ranks' tensors (a collective). Return ``earlier`` if no rank's tensors have changed.
 
     Raises:
-        CheckpointError: on all ranks, where ranks have tensors of one name that differ, or where the manifest would be
-            larger than one that a start reads.
+        CheckpointError: on all ranks, if tensors of the same name differ between ranks, or if the manifest would be
+            too large to be read again.
     """
-    # One flag from each rank in place of all tables: nearly always nothing has changed since the last save.
+    # Exchange one flag instead of all tables, because tensors rarely change between saves.
     own = holders.table_of(tensors)
     if not any_rank(earlier is None or earlier.own != own):
         assert earlier is not None
@@ -79,13 +83,13 @@ def plan(tensors: Mapping[str, Tensor], earlier: SavePlan | None = None) -> Save
 
 
 def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, StoredTensor], list[int]]:
-    """Who writes what, as a function of who holds what: the stored tensors, and the bytes that each rank writes.
+    """Assign the boxes to ranks. Return the stored tensors, and the number of bytes that each rank writes.
 
-    What one rank alone holds is decided; then what several hold evens out the rest, piece by piece to the holder with
-    the least to write. Boxes of one tensor have no holder in common, so they are decided at once. What all hold evenly
-    comes first in the files, so that it begins at the same byte of each and is one grid.
+    A box with one holder is written by it. Then each replicated box goes to the holder with the least to write so far.
+    Boxes of one tensor have different holders, so they are assigned together. Evenly sharded tensors come first in
+    the files. They then begin at the same offset of each file, and are one grid.
     """
-    # The order decides what is written where, so it must be the same on all ranks: by holders, evenness and name.
+    # The order determines the assignment, so it must be equal on all ranks: by holders, evenness and name.
     order = sorted(
         ((part.holders, not part.is_even, name, part) for name, one in held.items() for part in one.parts),
         key=lambda item: item[:3],
@@ -93,7 +97,7 @@ def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, Store
     item_bytes = {name: ITEM_BYTES[one.dtype] for name, one in held.items()}
 
     def place(load: Ints) -> Iterator[tuple[str, HeldBoxes, Ints, Ints]]:
-        """Of each part in turn: the writer of each box, and where its bytes begin in the writer's file."""
+        """Assign the boxes of each part. Yield the writer of each box, and its offset in the writer's file."""
         for _, _, name, part in order:
             writers = part.ranks[:, 0]
             if part.holders > 1:
@@ -102,8 +106,8 @@ def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, Store
             load[writers] = begins + part.numels * item_bytes[name]
             yield name, part, writers, begins
 
-    # Files are numbered by the ranks that write at all: whoever holds something alone. Where not everybody does, all is
-    # placed once to see.
+    # Only ranks that write something have a file. A rank that is the only holder of a box writes it. If that does not
+    # apply to all ranks, assign everything once to find the ranks that write.
     load = np.zeros(num_ranks, np.int64)
     for part in {id(part): part for *_, part in order if part.holders == 1}.values():
         load[part.ranks] = 1
@@ -113,8 +117,8 @@ def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, Store
             pass
     numbers = _file_numbers(load)
 
-    # Many tensors are cut alike, and lie in their files at other places: which places are the same decides how boxes
-    # become grids, and not where they are. So the grids of one such kind are found once, with numbers for places.
+    # Many tensors are sharded equally but have other offsets in their files. Grids depend on which boxes have equal
+    # offsets, not on the offsets themselves. So compute the grids once per kind, with indices instead of offsets.
     load = np.zeros(num_ranks, np.int64)
     grids: dict[str, list[Grid]] = {name: [] for name in held}
     known: dict[Any, list[Grid]] = {}
@@ -132,7 +136,7 @@ def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, Store
 
 
 def _fewest(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid]:
-    """Boxes as few grids, tried with the first dimension outermost and with the last."""
+    """Compress boxes to grids, ordered by the first dimension and by the last. Return the smaller result."""
     grids = compress(offsets, sizes, files, begins)
     if len(grids) > 2 and (offsets != offsets[0]).any(0).sum() > 1:
         order = np.lexsort(offsets.T)
@@ -142,18 +146,24 @@ def _fewest(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid]
 
 
 def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid]:
-    """Boxes as few grids: (n, dims) offsets and sizes, ordered by offsets; a file of each, and its place there.
+    """Compress boxes to a small number of grids.
 
-    Neighbours of equal sizes and places, one behind the other along a dimension with a constant step between files,
-    become one; then such runs of runs, until nothing more can be joined.
+    Adjacent boxes of equal size and file offset that follow each other along a dimension, with a constant step between
+    files, become one run. Runs are joined in the same way until no more can be joined.
+
+    Args:
+        offsets, sizes: (n, dims), ordered by offsets.
+        files: (n,), the file of each box.
+        begins: (n,), the offset of each box in its file.
     """
-    # Of each run: its first box, what it covers, and the axes that repeat the box. At first every box is a run.
+    # For each run: its first box, the size of its area, and the axes that repeat the box. Initially each box is a run.
     firsts = np.arange(len(offsets))
     whole = sizes.copy()
     axes: list[tuple[Axis, ...]] = [()] * len(offsets)
     dims = offsets.shape[1]
     while len(firsts) > 1:
-        # Which neighbours can be joined: equal in all but the file and a dimension, along which one follows the other.
+        # Find neighbors that can be joined: they differ only in the file and in one dimension, along which they follow
+        # each other.
         at = firsts[:-1]
         to = firsts[1:]
         moved = offsets[to] - offsets[at]
@@ -169,12 +179,12 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
         if not joined.any():
             break
 
-        # Links between neighbours that are joined in the same way, one number for each way (a dimension and a step).
+        # Group the links between neighbors by dimension and step.
         key = np.where(joined, dim * (2**40) + step, -(2**62))
         changes = np.flatnonzero(key[1:] != key[:-1]) + 1
 
-        # Links begin..end-1 are alike: they join the runs begin..end, of which the first may be taken already, by the
-        # links before. What is taken by none stays as it is. ``place`` is the first run that is not taken.
+        # The links begin..end-1 of a group join the runs begin..end, unless the previous group has already joined run
+        # ``begin``. Other runs stay as they are. ``place`` is the first run that is not joined yet.
         kept = []
         new_whole = []
         new_axes = []

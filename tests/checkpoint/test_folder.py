@@ -363,7 +363,7 @@ def test_weights_alone_start_another_run_in_any_type(tmp_path: Path, dtype: str)
 def test_weights_alone_cannot_be_continued(tmp_path: Path) -> None:
     save(tmp_path, 3, last=True, last_save_model_only=True)
     message = refusal(tmp_path)
-    assert "holds weights only" in message and "checkpoint.initial_load_path" in message
+    assert "contains only weights" in message and "checkpoint.initial_load_path" in message
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

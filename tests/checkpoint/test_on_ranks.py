@@ -124,7 +124,7 @@ REFUSED = {
     "fewer layers": "tensors that this run has not, such as model.layers.1.",
     "more layers": "has no model.layers.2.",
     "no such step": "checkpoint.load_step=1: ",
-    "export continued": "holds weights only",
+    "export continued": "contains only weights",
     "part accepted": "optimizer.lr: 0.01 -> 0.02",
     "scaler missing": "loss scaler",
 }

@@ -135,7 +135,7 @@ def test_step_requires_the_folder_of_a_run(folders: dict[str, Path], tmp_path: P
     for verb in ("generate", "evaluate", "export", "to-dcp", "to-fmengine", "diff", "weights"):
         command = [word.replace("RUN", str(folders["RUN"] / "checkpoint/step-3")) for word in COMMANDS[verb]]
         code, text = run([*command, "--step", "best"], folders, tmp_path, capfd)
-        assert code == 2 and '--step="best" is for the folder of a run' in text
+        assert code == 2 and '--step="best" requires the folder of a run' in text
     with pytest.raises(ConfigError, match='^step="nine" must be latest, best or a number; write it like step="best"'):
         shardtrain.load_model(folders["RUN"], step="nine")
 
