@@ -1,7 +1,9 @@
-"""Models: one file each, whose name is ``model.name``; a path ending in .py points outside the package.
+"""Find, configure and build models. Each model is one file; ``model.name`` is its name, or the path
+of a user's .py file.
 
-A model file holds ``Config`` (a frozen dataclass), ``Model`` (built from a Config), ``LAYOUT``, ``FLAVORS`` (name ->
-fields of Config) and ``initial(config)`` (parameter pattern -> how it starts).
+A model file defines ``Config`` (a frozen dataclass), ``Model`` (built from a Config), ``LAYOUT``,
+``FLAVORS`` (name -> fields of Config) and ``initial(config)`` (parameter pattern -> initial
+distribution).
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ _NO_MODELS = ("__init__", "architecture", "layers", "moe", "yarn")
 
 
 def find(name: str) -> ModuleType:
-    """Return the module of a model file of this package, or of a user's file by its path.
+    """Return the module of a model file, by its name in this package or by the path of a user's file.
 
-    Raises ConfigError when the file does not exist or lacks one of its five parts.
+    Raises ConfigError if the file does not exist or lacks one of the five definitions.
     """
     if name.endswith(".py"):
         return own_file.load(name, own_file.MODEL, "model.name")
-    # Only a file of this folder is imported by a name. "llama" has no flavors, and those that have build on it
+    # Only files of this folder are imported by name. "llama" is not suggested, because it has no
+    # flavors: llama2, llama3 and others are built on it
     files = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
     if name not in files or name in _NO_MODELS:
         known = [file for file in files if file not in (*_NO_MODELS, "llama")]
@@ -49,31 +52,38 @@ def find(name: str) -> ModuleType:
 
 
 def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm_type: str) -> Any:
-    """The Config of a flavor with overrides; ``norm_type`` is set where the model's Config has such a field."""
+    """Return the Config of a flavor with overrides. ``norm_type`` is set if the model's Config has
+    this field.
+
+    Raises ConfigError for an unknown flavor or override, and for a ``norm_type`` that the model ignores.
+    """
     if flavor not in module.FLAVORS:
         raise ConfigError(Problem("model.flavor", flavor, "is unknown", f"use one of {', '.join(module.FLAVORS)}"))
-    kinds = {field.name: field.type for field in dataclasses.fields(module.Config)}
-    unknown = sorted(set(overrides) - set(kinds))
+    types = {field.name: field.type for field in dataclasses.fields(module.Config)}
+    unknown = sorted(set(overrides) - set(types))
     if unknown:
         rule = "is not a field of the model's Config"
-        fix = f"use {sorted(kinds)}"
+        fix = f"use {sorted(types)}"
         raise ConfigError([Problem(f"model.overrides.{name}", overrides[name], rule, fix) for name in unknown])
-    norm = {"norm_type": norm_type} if "norm_type" in kinds else {}
-    if not norm and norm_type != "rmsnorm":
-        raise ConfigError(
-            Problem("model.norm_type", norm_type, "has no effect: this model has one norm", "leave it out")
-        )
-    # 1e3 is a whole number here as it is in any other option
-    whole = {
-        name: int(value)
-        for name, value in overrides.items()
-        if isinstance(value, float) and value.is_integer() and kinds[name] in (int, "int", "int | None")
-    }
-    return module.Config(**{**module.FLAVORS[flavor], **norm, **overrides, **whole})
+
+    values = dict(module.FLAVORS[flavor])
+    if "norm_type" in types:
+        values["norm_type"] = norm_type
+    elif norm_type != "rmsnorm":
+        rule = "has no effect because this model supports one norm"
+        raise ConfigError(Problem("model.norm_type", norm_type, rule, "remove it"))
+    for name, value in overrides.items():
+        # TOML reads 1e3 as a float; integer fields accept it, as integer options do
+        is_integer_field = types[name] in (int, "int", "int | None")
+        if is_integer_field and isinstance(value, float) and value.is_integer():
+            values[name] = int(value)
+        else:
+            values[name] = value
+    return module.Config(**values)
 
 
 def configured(options: Any) -> tuple[ModuleType, Any]:
-    """Return the model file and the model's Config that the options of ``[model]`` name; raises ConfigError."""
+    """Return the model file and the model's Config for the options of ``[model]``. Raises ConfigError."""
     module = find(options.name)
     return module, shape_of(module, options.flavor, options.overrides, options.norm_type)
 
@@ -81,49 +91,51 @@ def configured(options: Any) -> tuple[ModuleType, Any]:
 def build(module: ModuleType, model_config: Any, num_labels: int = 0) -> nn.Module:
     """Build a model on the meta device (names and shapes, no memory) and check that its layout covers it.
 
-    If ``num_labels`` is not 0, a classification head replaces the vocabulary head. A class of transformers has the
-    head that its own configuration names.
+    If ``num_labels`` is not 0, a classification head replaces the vocabulary head. ``model.name =
+    "transformers"`` ignores it, because a class of transformers has the head of its own
+    configuration.
 
     Raises:
-        ConfigError: with every gap of the layout, and everything set in ``__init__`` that training would lose.
+        ConfigError: lists every gap of the layout, and every value set in ``__init__`` that
+            training would lose.
     """
-    # The layout of any class of transformers is found in the model at hand, and not promised
+    # The layout of a transformers class is derived from the model, so there is nothing to check
     if getattr(module, "AS_IS", False):
         return module.Model(model_config)  # type: ignore[no-any-return]
     values = Values()
     with torch.device("meta"), values:
         model = module.Model(model_config)
 
-    # Parameters without a shape, or with computed values, would be accused of more than that
+    # Unsupported parameters (without a shape, or with computed values) are reported separately,
+    # because the later checks would report them a second time
     broken = unsupported_parameters(model)
     if not broken:
-        # All that is wrong at once: names that the layout lacks, what would be lost, parameters that nothing draws
+        # Collect all problems: gaps of the layout, values that would be lost, parameters without an
+        # initializer
         names = [name for name, _ in model.named_parameters()]
         broken = layouts.check(module.LAYOUT, (name for name, _ in model.named_modules()), names)
         broken += _broken_promises(model, module.LAYOUT)
         broken += lost(model, module.LAYOUT, values)
-        starts = module.initial(model_config)
-        broken += [
-            f"initial() has no rule for parameter {name}{_nearly(name, starts)}"
-            for name in names
-            if not any(layouts.matches(name, pattern) for pattern in starts)
-        ]
+        initializers = module.initial(model_config)
+        for name in names:
+            if not any(layouts.matches(name, pattern) for pattern in initializers):
+                broken.append(f"initial() has no rule for parameter {name}{_pattern_hint(name, initializers)}")
     if broken:
-        broken = _of_all_layers(broken, module.LAYOUT.layers)
-        # A user's file is named by its path
-        is_own = own_file.is_from(module, own_file.MODEL)
-        name = module.__file__ if is_own else module.__name__.rpartition(".")[2]
-        raise ConfigError([f"model {name}: {sentence}" for sentence in broken])
+        # Name a user's file by its path
+        is_user_file = own_file.is_from(module, own_file.MODEL)
+        name = module.__file__ if is_user_file else module.__name__.rpartition(".")[2]
+        messages = _merge_layers(broken, module.LAYOUT.layers)
+        raise ConfigError([f"model {name}: {message}" for message in messages])
     if num_labels:
         replace_head(model, module.LAYOUT, num_labels)
     return model
 
 
 def replace_head(model: nn.Module, layout: Layout, num_labels: int, device: str = "meta") -> None:
-    """Replace a model's head by one with a row per label, in place. The new head is not tied to the embedding.
+    """Replace a model's head by one with a row per label, in place. The new head is not tied to the
+    embedding.
 
-    Raises:
-        ConfigError: the model's last module is not a linear layer.
+    Raises ConfigError if the model's last module is not a linear layer.
     """
     name = layout.last[-1] if layout.last else ""
     head = getattr(model, name, None)
@@ -133,42 +145,51 @@ def replace_head(model: nn.Module, layout: Layout, num_labels: int, device: str 
     setattr(model, name, nn.Linear(head.in_features, num_labels, bias=head.bias is not None, device=device))
 
 
-def _nearly(name: str, patterns: Iterable[str]) -> str:
-    """Which pattern would fit if its stars crossed dots, as those of a shell's file names do."""
-    near = next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
-    return "" if near is None else f": each * of {near!r} stops at a dot, so write one for each part of the name"
+def _pattern_hint(name: str, patterns: Iterable[str]) -> str:
+    """Return a hint if a pattern would match with a ``*`` that crosses dots, as in a shell; else an
+    empty string.
+    """
+    for pattern in patterns:
+        if fnmatch.fnmatchcase(name, pattern):
+            return f": each * of {pattern!r} stops at a dot, so write one for each part of the name"
+    return ""
 
 
-def _of_all_layers(sentences: list[str], layers: str) -> list[str]:
-    """One sentence for what is wrong in many layers alike, with ``*`` for their numbers."""
-    alike: dict[str, list[str]] = {}
-    for sentence in sentences:
-        alike.setdefault(re.sub(rf"\b{re.escape(layers)}\.\w+(?=[. ]|$)", f"{layers}.*", sentence), []).append(sentence)
-    return [together if len(same) > 1 else same[0] for together, same in alike.items()]
+def _merge_layers(messages: list[str], layers: str) -> list[str]:
+    """Merge messages that differ only in the number of the layer into one, with ``*`` in place of
+    the number.
+    """
+    layer_number = re.compile(rf"\b{re.escape(layers)}\.\w+(?=[. ]|$)")
+    groups: dict[str, list[str]] = {}
+    for message in messages:
+        merged = layer_number.sub(f"{layers}.*", message)
+        groups.setdefault(merged, []).append(message)
+    return [merged if len(group) > 1 else group[0] for merged, group in groups.items()]
 
 
 def check_documents(module: ModuleType, name: str) -> None:
-    """Refuse a model whose packed documents would attend to each other: call it where batches have ``documents_BT``.
+    """Raise ConfigError if the model's forward has no argument ``documents_BT``.
 
-    Raises ConfigError when the model's forward has no argument ``documents_BT``.
+    Call it if batches contain packed documents, which would attend to each other in such a model.
     """
     if "documents_BT" not in inspect.signature(module.Model.forward).parameters:
         rule = "cannot keep packed documents apart: its forward has no argument documents_BT"
         fix = (
-            'add documents_BT=None as the third and pass it on to the attention cores, or set data.document_mask="off"'
+            "add documents_BT=None as the third argument and pass it to the attention cores, "
+            'or set data.document_mask="off"'
         )
         raise ConfigError(Problem("model.name", name, rule, fix))
 
 
 def _broken_promises(model: nn.Module, layout: Layout) -> list[str]:
-    """Return a message for each structural rule that the model violates and ``layout.check`` cannot see in names."""
+    """Return a message for each structural rule that the model violates and ``layout.check`` cannot
+    see in names.
+    """
     layers = dict(model.named_modules()).get(layout.layers)
     broken = []
     if layers is not None and not isinstance(layers, nn.ModuleDict):
         broken.append(f"{layout.layers} must be an nn.ModuleDict with string keys, not {type(layers).__name__}")
-    broken += [
-        f"{name} must be a direct child of the model"
-        for name in (*layout.first, layout.layers, *layout.last)
-        if "." in name
-    ]
+    for name in (*layout.first, layout.layers, *layout.last):
+        if "." in name:
+            broken.append(f"{name} must be a direct child of the model")
     return broken

@@ -1,8 +1,10 @@
-"""An architecture as ``transformers`` defines it: read from a folder's config.json and built without memory.
+"""Build a Hugging Face ``transformers`` architecture from a folder's config.json, without
+allocating its parameters.
 
-Classes of the installed ``transformers`` alone are used: what a config.json says of code is left out before it is read.
-Parameters are on the meta device; what a buffer holds follows from config.json and is computed at once, on the CPU. How
-each parameter starts is noted while the architecture's own ``_init_weights`` runs on tensors without memory.
+Only classes of the installed ``transformers`` are used: keys of config.json that name code are
+removed before it is parsed. Parameters are on the meta device. Buffers follow from config.json and
+are computed on the CPU. The architecture's own ``_init_weights`` runs on the meta parameters, and a
+recorder notes the distribution of each.
 """
 
 from __future__ import annotations
@@ -31,19 +33,24 @@ from shardtrain.utils.log import logger, without_torchao_warnings
 
 CONFIG = "config.json"
 _OPTION = "model.overrides.path"
-_MOST_CHARACTERS = 500
+_MAX_WARNING_CHARS = 500
+_MAX_CONSTANT_NUMEL = 1 << 20
 KINDS = {
     "sequence_to_sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
 }
-"""What a model is for, and the table of ``transformers`` with its architectures; the first that has one counts."""
+"""Kind of model -> the mapping in ``transformers`` that lists its architectures. The first match is
+the kind.
+"""
 
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model on the meta device, and how each of its parameters starts (by its name in ``transformers``)."""
+    """A model on the meta device, and the initial distribution of each parameter by its name in
+    ``transformers``.
+    """
 
     module: Any
     draws: Mapping[str, Draw]
@@ -51,137 +58,177 @@ class MetaModel:
 
 @functools.lru_cache(maxsize=16)
 def read(folder: str) -> Any:
-    """The config of a folder, as ``transformers`` has it.
+    """Return the config of a folder, as an instance of the ``transformers`` config class of its model_type.
 
     Raises:
-        ConfigError: for an architecture that ``transformers`` does not have, or weights that are quantised.
-        CheckpointError: when the file is missing or no JSON object.
+        ConfigError: ``transformers`` has no such model_type, or rejects the file, or the weights
+            are quantised.
+        CheckpointError: the file is missing or is not a JSON object.
     """
     path = Path(folder) / CONFIG
-    found = dict(read_json(path))
+    content = dict(read_json(path))
 
-    # An architecture that the installed transformers has, with weights that are numbers
-    kind = found.get("model_type")
-    code = sorted(set(_keys(found, CODE)))
+    # The installed transformers must have the model_type. The folder's own code is never an alternative
+    model_type = content.get("model_type")
     mapping = _transformers().models.auto.configuration_auto.CONFIG_MAPPING
-    if not isinstance(kind, str) or kind not in mapping:
-        rule = f"is of model_type {kind!r}, which transformers {_transformers().__version__} does not have"
-        if "auto_map" in code:
+    if not isinstance(model_type, str) or model_type not in mapping:
+        rule = f"is of model_type {model_type!r}, which transformers {_transformers().__version__} does not have"
+        if "auto_map" in _keys(content, CODE):
             rule += ", and whose own code (auto_map) is never run here"
         fix = "install a version that does, or write a model file"
         raise ConfigError(Problem(_OPTION, folder, rule, fix))
-    if found.get("quantization_config") or found.get("quantization"):
-        quantization = found.get("quantization_config") or found.get("quantization")
-        method = "?"
-        if isinstance(quantization, dict):
-            method = quantization.get("quant_method", "MLX" if "bits" in quantization else "?")
+
+    quantization = content.get("quantization_config") or content.get("quantization")
+    if quantization:
+        method = _quantization_method(quantization)
         rule = f"holds weights that are quantised by {method} (quantization_config), which are not read here"
         raise ConfigError(Problem(_OPTION, folder, rule, "use the folder of the weights before quantisation"))
 
-    # What it says of code is left out before transformers sees it
-    with _listening() as warnings:
+    # Parse without the keys that name code
+    with _collected_warnings() as warnings:
         try:
-            config = mapping[kind].from_dict(_without(found, CODE))
-        except Exception as error:  # whatever a foreign value makes of foreign code
+            config = mapping[model_type].from_dict(_without(content, CODE))
+        except Exception as error:  # a config class may raise any exception for a wrong value
             raise ConfigError(f"{path}: transformers refuses it ({_reason(warnings, error)})") from None
     _warnings[folder] = warnings
-    # A forward of training would fill a cache of keys and values that nobody reads
+
+    # Training would fill a key-value cache that nothing reads
     config.use_cache = False
-    if any(value == "dynamic" for value in _values(found, ("rope_type", "type"))):
+    if "dynamic" in _rope_types(content):
         rule = 'has rotary angles of type "dynamic", which change with the longest row that a rank has seen'
         raise ConfigError(Problem(_OPTION, folder, rule, "use a model without them"))
     return config
 
 
 def architecture_of(folder: str, wanted: str = "") -> str:
-    """The class of ``transformers`` that is built: ``wanted``, or the one that config.json names."""
+    """Return the ``transformers`` class to build: ``wanted``, else the one in config.json, else the
+    causal one.
+
+    Raises ConfigError if there is not exactly one such class, or if no class of KINDS has this name.
+    """
     config = read(folder)
-    named = [wanted] if wanted else list(config.architectures or [])
-    known = {name: kind for kind, table in _tables().items() for name in _classes(table.get(config.model_type))}
-    if not named:
-        named = _classes(_tables()["causal"].get(config.model_type))
-    if len(named) != 1 or named[0] not in known:
-        option = ("model.overrides.architecture", wanted) if wanted else (_OPTION, folder)
-        rule = f"names {', '.join(named) or 'no architecture'}, which cannot be trained here"
-        some = ", ".join(sorted(known)) or f"none: transformers has none for {config.model_type}"
-        raise ConfigError(Problem(*option, rule, f"set model.overrides.architecture to one of {some}"))
-    return named[0]
+    known: set[str] = set()
+    for table in _tables().values():
+        known.update(_classes(table.get(config.model_type)))
+
+    candidates = [wanted] if wanted else list(config.architectures or [])
+    if not candidates:
+        candidates = _classes(_tables()["causal"].get(config.model_type))
+    if len(candidates) == 1 and candidates[0] in known:
+        return candidates[0]
+
+    option, value = (_OPTION, folder)
+    if wanted:
+        option, value = ("model.overrides.architecture", wanted)
+    names = ", ".join(candidates) or "no architecture"
+    choices = ", ".join(sorted(known)) or f"none: transformers has none for {config.model_type}"
+    rule = f"names {names}, which cannot be trained here"
+    raise ConfigError(Problem(option, value, rule, f"set model.overrides.architecture to one of {choices}"))
 
 
 def kind_of(folder: str, architecture: str) -> str:
-    """What an architecture is for: one of KINDS."""
+    """Return the kind of an architecture, one of KINDS."""
     model_type = read(folder).model_type
     return next(kind for kind, table in _tables().items() if architecture in _classes(table.get(model_type)))
 
 
 def build(folder: str, architecture: str, attention: str, num_labels: int = 0, vocab_size: int = 0) -> MetaModel:
-    """Build the model on the meta device, its buffers computed; raises ConfigError where its class refuses."""
-    # A copy, since a class may write into its config; what transformers says of it was heard when it was read
-    with _listening():
+    """Build the model on the meta device with its buffers computed on the CPU.
+
+    Args:
+        folder: folder with the config.json.
+        architecture: name of the ``transformers`` class.
+        attention: its attention implementation, or "auto" for the default of the class.
+        num_labels: labels of a classifier; 0 keeps the number of config.json.
+        vocab_size: rows of the embedding; 0 keeps the number of config.json.
+
+    Raises:
+        ConfigError: the class cannot be constructed from this config.
+    """
+    # Build from a copy, because a class may modify its config. The warnings of parsing were
+    # collected by `read`
+    with _collected_warnings():
         config = type(read(folder)).from_dict(read(folder).to_dict())
     config.use_cache = False
     if num_labels:
         config.num_labels = num_labels
     if vocab_size:
         config.get_text_config().vocab_size = vocab_size
-    starts = _Starts()
-    with _listening() as warnings:
+
+    options = {} if attention == "auto" else {"attn_implementation": attention}
+    recorder = _InitRecorder()
+    with _collected_warnings() as build_warnings:
         cls = getattr(_transformers(), architecture)
         try:
-            with torch.device("cpu"), _parameters_on_meta(starts), starts:
-                asked = {} if attention == "auto" else {"attn_implementation": attention}
-                module = cls._from_config(config, dtype=torch.float32, **asked)
-        except Exception as error:
-            rule = f"cannot be built as {architecture} ({_reason([*_warnings.get(folder, []), *warnings], error)})"
+            with torch.device("cpu"), _parameters_on_meta(recorder), recorder:
+                module = cls._from_config(config, dtype=torch.float32, **options)
+        except Exception as error:  # a model class may raise any exception for a wrong config
+            warnings = [*_warnings.get(folder, []), *build_warnings]
+            rule = f"cannot be built as {architecture} ({_reason(warnings, error)})"
             raise ConfigError(Problem(_OPTION, folder, rule, "correct its config.json")) from None
-    _warn(folder, [*_warnings.get(folder, []), *warnings])
-    return MetaModel(module, {name: starts.draw(p) for name, p in module.named_parameters()})
+
+    # Report all warnings of transformers in one line, once per folder and process
+    warnings = [*_warnings.get(folder, []), *build_warnings]
+    if warnings and folder not in _warned_folders:
+        _warned_folders.add(folder)
+        logger.warning(f"{folder}/{CONFIG}: transformers says: {'; '.join(warnings)[:_MAX_WARNING_CHARS]}")
+    return MetaModel(module, {name: recorder.draw(p) for name, p in module.named_parameters()})
 
 
 _warnings: dict[str, list[str]] = {}
-"""What ``transformers`` said of the config.json of a folder when it was read."""
-_warned_of: set[str] = set()
+"""Folder -> warnings that ``transformers`` logged while it parsed the config.json."""
+_warned_folders: set[str] = set()
 
 
 @contextmanager
-def _listening() -> Iterator[list[str]]:
-    """Collect what ``transformers`` would print, each text once."""
+def _collected_warnings() -> Iterator[list[str]]:
+    """Collect the warnings that ``transformers`` logs in this block instead of printing them; drop
+    duplicates.
+    """
     warnings: list[str] = []
 
-    class Listener(logging.Handler):
+    class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            text = _line(record.getMessage())
+            text = _first_line(record.getMessage())
             if text not in warnings:
                 warnings.append(text)
 
-    # The only handler in the meantime, and nothing goes to the loggers above
-    theirs = logging.getLogger("transformers")
-    handlers = theirs.handlers
-    theirs.handlers = [Listener(logging.WARNING)]
-    propagates = theirs.propagate
-    theirs.propagate = False
+    # Make the collector the only handler, and do not propagate records to the root logger
+    library_logger = logging.getLogger("transformers")
+    handlers = library_logger.handlers
+    propagate = library_logger.propagate
+    library_logger.handlers = [Collector(logging.WARNING)]
+    library_logger.propagate = False
     try:
         with without_torchao_warnings():
             yield warnings
     finally:
-        theirs.handlers = handlers
-        theirs.propagate = propagates
+        library_logger.handlers = handlers
+        library_logger.propagate = propagate
 
 
 def _reason(warnings: Sequence[str], error: Exception) -> str:
-    """Why ``transformers`` gives up: what it said before, which names the key, or what it raised."""
+    """Describe a failure of ``transformers``: its earlier warnings if any, since they name the key,
+    else the error.
+    """
     if warnings:
-        return "; ".join(warnings)[:_MOST_CHARACTERS]
-    # Of a KeyError the text is the key alone
-    text = _line(error)
+        return "; ".join(warnings)[:_MAX_WARNING_CHARS]
+    text = _first_line(error)
+    # The text of a KeyError is only the key
     return text if " " in text else f"{type(error).__name__}: {text}"
 
 
-def _warn(folder: str, warnings: Sequence[str]) -> None:
-    """One line of all that ``transformers`` said of a folder, once a process."""
-    if warnings and folder not in _warned_of:
-        _warned_of.add(folder)
-        logger.warning(f"{folder}/{CONFIG}: transformers says: {'; '.join(warnings)[:_MOST_CHARACTERS]}")
+def _first_line(error: object) -> str:
+    lines = str(error).splitlines() or [""]
+    return lines[0][:200]
+
+
+def _quantization_method(quantization: Any) -> str:
+    """Return the name of a quantisation method; MLX writes ``bits`` without a ``quant_method``."""
+    if not isinstance(quantization, dict):
+        return "?"
+    default = "MLX" if "bits" in quantization else "?"
+    return str(quantization.get("quant_method", default))
 
 
 def _transformers() -> Any:
@@ -192,18 +239,20 @@ def _transformers() -> Any:
 
 
 def _tables() -> dict[str, Mapping[str, Any]]:
-    tables = _transformers().models.auto.modeling_auto
-    return {kind: getattr(tables, name, {}) for kind, name in KINDS.items()}
+    """Return, for each of KINDS, the mapping from model_type to the names of its classes."""
+    modeling_auto = _transformers().models.auto.modeling_auto
+    return {kind: getattr(modeling_auto, name, {}) for kind, name in KINDS.items()}
 
 
-def _classes(found: Any) -> list[str]:
-    if found is None:
+def _classes(entry: Any) -> list[str]:
+    """Return the class names of a table's entry, which is None, a name, or a tuple of names."""
+    if entry is None:
         return []
-    return [found] if isinstance(found, str) else list(found)
+    return [entry] if isinstance(entry, str) else list(entry)
 
 
 def _keys(value: Any, pattern: re.Pattern[str]) -> Iterator[str]:
-    """Keys at any depth that a pattern finds."""
+    """Yield the keys at any depth of a JSON value that match a pattern."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if pattern.search(str(key)):
@@ -215,128 +264,160 @@ def _keys(value: Any, pattern: re.Pattern[str]) -> Iterator[str]:
 
 
 def _without(value: Any, pattern: re.Pattern[str]) -> Any:
-    """A JSON value without the keys that a pattern finds, at any depth."""
+    """Return a copy of a JSON value without the keys, at any depth, that match a pattern."""
     if isinstance(value, dict):
-        return {key: _without(inner, pattern) for key, inner in value.items() if not pattern.search(str(key))}
+        kept = {key: inner for key, inner in value.items() if not pattern.search(str(key))}
+        return {key: _without(inner, pattern) for key, inner in kept.items()}
     if isinstance(value, list):
         return [_without(inner, pattern) for inner in value]
     return value
 
 
-def _values(found: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[Any]:
-    """What the tables of rotary angles, of all layers or of each kind, say under some keys."""
-    for table in ("rope_scaling", "rope_parameters"):
-        inner = found.get(table)
-        if not isinstance(inner, dict):
+def _rope_types(content: Mapping[str, Any]) -> list[Any]:
+    """Return the types of rotary angles in config.json; newer files may have one table per kind of layer."""
+    types = []
+    for name in ("rope_scaling", "rope_parameters"):
+        table = content.get(name)
+        if not isinstance(table, dict):
             continue
-        for entry in (inner, *inner.values()):
+        for entry in (table, *table.values()):
             if isinstance(entry, dict):
-                yield from (entry[key] for key in keys if key in entry)
-
-
-def _line(error: object) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
+                types += [entry[key] for key in ("rope_type", "type") if key in entry]
+    return types
 
 
 @contextmanager
-def _parameters_on_meta(starts: _Starts) -> Iterator[None]:
-    """Move each parameter to the meta device as it is registered; what it held is noted where it is all 0 or all 1."""
+def _parameters_on_meta(recorder: _InitRecorder) -> Iterator[None]:
+    """Move each parameter to the meta device when a module registers it. Constant initial values
+    are recorded first.
+    """
     register = nn.Module.register_parameter
 
-    def moved(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
         if param is None or param.is_meta:
             return
-        on_meta = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        on_meta.__dict__.update(param.__dict__)
-        self._parameters[name] = on_meta
-        starts.note_constant(on_meta, param)
+        meta_param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        meta_param.__dict__.update(param.__dict__)
+        self._parameters[name] = meta_param
+        recorder.record_constant(meta_param, param)
 
-    nn.Module.register_parameter = moved  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-class _Starts(TorchDispatchMode):
-    """Notes the last in-place operation that filled each whole tensor on the meta device."""
+class _InitRecorder(TorchDispatchMode):
+    """Record the last in-place operation that filled each entire tensor on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
         self._draws: dict[tuple[int, int], Draw] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if args and isinstance(args[0], Tensor) and args[0].is_meta and name.endswith("_"):
-            self._note(name, args[0], [value for value in args[1:] if isinstance(value, int | float)], kwargs or {})
-        return func(*args, **(kwargs or {}))
+            numbers = [value for value in args[1:] if isinstance(value, int | float)]
+            self._record(name, args[0], numbers, kwargs)
+        return func(*args, **kwargs)
 
-    def note_constant(self, on_meta: Tensor, value: Tensor) -> None:
-        """Note a start that is written into the parameter as it is made, such as a norm's ones."""
-        if 0 < value.numel() <= 1 << 20 and value.is_floating_point():
-            low, high = value.detach().aminmax()
-            if float(low) == float(high) and float(low) in (0.0, 1.0):
-                found = Draw("ones" if float(low) else "zeros")
-                self._draws[self._key(on_meta)] = self._draws[id(on_meta), on_meta.numel()] = found
+    def record_constant(self, meta_param: Tensor, value: Tensor) -> None:
+        """Record a parameter that is constructed as all zeros or all ones, such as the weight of a norm."""
+        if not 0 < value.numel() <= _MAX_CONSTANT_NUMEL or not value.is_floating_point():
+            return
+        low, high = value.detach().aminmax()
+        if float(low) != float(high) or float(low) not in (0.0, 1.0):
+            return
+        self._store(meta_param, Draw("ones" if float(low) else "zeros"))
 
     def draw(self, parameter: Tensor) -> Draw:
-        """How a parameter starts; nan where the architecture says it in a way that is not known here."""
-        found = self._draws.get(self._key(parameter)) or self._draws.get((id(parameter), parameter.numel()))
-        return found or Draw("normal", std=math.nan)
+        """Return the initial distribution of a parameter; its ``std`` is NaN if the recorded
+        operations are unknown.
+        """
+        by_storage, by_object = self._places(parameter)
+        draw = self._draws.get(by_storage) or self._draws.get(by_object)
+        return draw or Draw("normal", std=math.nan)
 
     @staticmethod
-    def _key(tensor: Tensor) -> tuple[int, int]:
-        # A part of a tensor, such as the row of a padding token, has the storage of the whole and fewer numbers
-        return tensor.untyped_storage()._cdata, tensor.numel()
+    def _places(tensor: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the two keys of a tensor: by storage, and by object because tying may replace its storage.
 
-    def _note(self, name: str, tensor: Tensor, numbers: list[float], named: Mapping[str, Any]) -> None:
-        key = self._key(tensor)
-        before = self._draws.get(key)
-        if name == "normal_":
-            mean, std = [*numbers, *[0.0, 1.0][len(numbers) :]]
-            found: Draw | None = Draw("normal", std=float(std)) if mean == 0 else None
-        elif name == "uniform_":
-            low, high = [*numbers, *[0.0, 1.0][len(numbers) :]]
-            # The same variance: nothing here rests on the shape of a distribution
-            found = Draw("normal", std=(high - low) / math.sqrt(12)) if low == -high else None
-        elif name in ("zero_", "fill_"):
-            value = 0.0 if name == "zero_" else math.nan
-            if numbers:
-                value = numbers[0]
-            found = {0.0: Draw("zeros"), 1.0: Draw("ones")}.get(float(value))
-        elif name == "erfinv_":  # a truncated normal by inverse transform: its deviation and bounds follow
-            found = Draw("truncated_normal")
-        elif name == "mul_" and numbers and before is not None and before.distribution == "truncated_normal":
-            found = Draw("truncated_normal", std=numbers[0] / math.sqrt(2))
-        elif name == "clamp_" and before is not None and before.distribution == "truncated_normal":
-            found = Draw("truncated_normal", std=before.std, cutoff=float(named.get("max", numbers[-1])) / before.std)
-        elif name in ("add_", "detach_", "requires_grad_") and (name != "add_" or numbers == [0.0]):
-            return
-        else:
-            found = None
-        # Noted by storage and by object: tying may give a parameter another storage
-        for place in (key, (id(tensor), tensor.numel())):
+        The number of elements is part of a key. It distinguishes a tensor from a view of a part,
+        such as the embedding row of the padding token, which has the same storage.
+        """
+        numel = tensor.numel()
+        return (tensor.untyped_storage()._cdata, numel), (id(tensor), numel)
+
+    def _store(self, tensor: Tensor, draw: Draw | None) -> None:
+        for place in self._places(tensor):
             self._draws.pop(place, None)
-            if found is not None:
-                self._draws[place] = found
+            if draw is not None:
+                self._draws[place] = draw
+
+    def _record(self, name: str, tensor: Tensor, numbers: list[float], named: Mapping[str, Any]) -> None:
+        # These operations leave the values unchanged
+        if name in ("detach_", "requires_grad_") or (name == "add_" and numbers == [0.0]):
+            return
+        by_storage, _ = self._places(tensor)
+        self._store(tensor, _draw_after(name, self._draws.get(by_storage), numbers, named))
+
+
+def _draw_after(name: str, before: Draw | None, numbers: list[float], named: Mapping[str, Any]) -> Draw | None:
+    """Return the distribution of a tensor after an in-place operation, or None if it is not known.
+
+    Args:
+        name: the operation, such as "normal_".
+        before: the distribution before it.
+        numbers: its positional arguments that are numbers. Trailing defaults are missing.
+        named: its keyword arguments.
+    """
+    if name in ("normal_", "uniform_"):
+        # The arguments of both default to 0 and 1
+        first, second = [*numbers, *[0.0, 1.0][len(numbers) :]]
+        if name == "normal_":
+            return Draw("normal", std=float(second)) if first == 0 else None
+        # A normal distribution of the same variance replaces a uniform one: no rule depends on its shape
+        return Draw("normal", std=(second - first) / math.sqrt(12)) if first == -second else None
+
+    if name == "zero_":
+        return Draw("zeros")
+    if name == "fill_" and numbers:
+        return {0.0: Draw("zeros"), 1.0: Draw("ones")}.get(float(numbers[0]))
+
+    # nn.init.trunc_normal_ is uniform_, erfinv_, mul_(std * sqrt(2)), add_(mean), clamp_(min, max)
+    if name == "erfinv_":
+        return Draw("truncated_normal")
+    if before is None or before.distribution != "truncated_normal":
+        return None
+    if name == "mul_" and numbers:
+        return Draw("truncated_normal", std=numbers[0] / math.sqrt(2))
+    if name == "clamp_":
+        upper = float(named.get("max", numbers[-1]))
+        return Draw("truncated_normal", std=before.std, cutoff=upper / before.std)
+    return None
 
 
 def saved_config(
-    found: Mapping[str, Any], architecture: str, labels: Sequence[str] = (), vocab_size: int = 0
+    content: Mapping[str, Any], architecture: str, labels: Sequence[str] = (), vocab_size: int = 0
 ) -> dict[str, Any]:
-    """Return a folder's config.json for a class of this name, with only the fields changed that the run changed.
+    """Return a folder's config.json for a class of this name, with only the fields changed that the
+    run changed.
 
     ``labels`` replace those of the folder, except numbered ones (``LABEL_0``, ...) of the same count.
     """
-    saved = dict(json.loads(json.dumps(dict(found))))
+    saved = dict(json.loads(json.dumps(dict(content))))
     is_numbered = list(labels) == [f"LABEL_{number}" for number in range(len(labels))]
     if labels and (not is_numbered or len(labels) != len(saved.get("id2label") or ())):
         saved["id2label"] = {str(number): label for number, label in enumerate(labels)}
         saved["label2id"] = {label: number for number, label in enumerate(labels)}
-    text = next(
-        (part for part in (saved.get("text_config"), saved) if isinstance(part, dict) and "vocab_size" in part), saved
-    )
     if vocab_size:
-        text["vocab_size"] = vocab_size
-    return saved if architecture in (saved.get("architectures") or ()) else {**saved, "architectures": [architecture]}
+        text_config = saved.get("text_config")
+        is_nested = isinstance(text_config, dict) and "vocab_size" in text_config
+        owner = text_config if is_nested else saved
+        owner["vocab_size"] = vocab_size
+    if architecture not in (saved.get("architectures") or ()):
+        saved["architectures"] = [architecture]
+    return saved

@@ -1,7 +1,9 @@
-"""DeepSeek-V2 (DeepSeek-AI 2024): DeepSeek-V3 with softmax scores, groups judged by their best expert, and no bias.
+"""DeepSeek-V2 (DeepSeek-AI 2024): DeepSeek-V3 with softmax scores and no expert bias.
 
-The published models keep the load even by losses alone; ``load_balance_coeff`` adds a bias to the router's choice, for
-which their file format has no place.
+The score of a group of experts is that of its best expert.
+
+The published models balance the load only by losses. ``load_balance_coeff`` adds a bias to the
+router's choice, which the Hugging Face format of these models cannot store.
 """
 
 from shardtrain.hub_formats.deepseek_v2_format import HUB

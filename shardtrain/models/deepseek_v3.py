@@ -1,9 +1,10 @@
-"""DeepSeek-V3 and V2 (DeepSeek-AI 2024): attention through low-rank latents, and many small experts beside shared ones.
+"""DeepSeek-V3 and V2 (DeepSeek-AI 2024): multi-head latent attention, and many small experts plus
+shared experts.
 
-Multi-head latent attention (V2, section 2.1): keys and values of all heads are one small vector per token, from which
-each head's are computed; the part of a key that carries the position is shared by all heads.
-Shape suffixes: B batch, T tokens, D model, N heads, H features of a query or key, Q latent of queries, C latent of
-keys and values, R rotary part, V vocabulary.
+Multi-head latent attention (V2, section 2.1) computes the keys and values of all heads from one
+small vector per token, the latent. The rotary part of a key is shared by all heads.
+Shape suffixes: B batch, T tokens, D model, N heads, H features of a query or key, Q latent of
+queries, C latent of keys and values, R rotary part, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardtrain.models.layers import (
     build_norm,
     rotate_pairs,
 )
-from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of
+from shardtrain.models.moe import EXPERT_BIAS, EXPERT_STYLES, MoE, expert_draws, routing_of
 from shardtrain.models.yarn import YarnAngles, yarn_scale
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
@@ -33,9 +34,9 @@ __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 class Config:
     """The shape of a DeepSeek-V3; each field can be set by ``model.overrides``.
 
-    ``q_lora_rank`` 0 computes queries without a latent. The first ``num_dense_layers`` have a feed-forward of
-    ``ffn_dim`` in place of experts, and ``num_shared_experts`` may be 0. ``rope_factor`` 1 leaves the rotary angles
-    unscaled.
+    ``q_lora_rank`` 0 computes queries without a latent. The first ``num_dense_layers`` layers have
+    a feed-forward of ``ffn_dim`` instead of experts. ``num_shared_experts`` may be 0.
+    ``rope_factor`` 1 leaves the rotary angles unscaled.
     """
 
     vocab_size: int = 129280
@@ -75,7 +76,9 @@ class Config:
 
     @property
     def head_dim(self) -> int:
-        """Mean width of a key and a value: what a token's attention costs per head and per other token."""
+        """Mean width of a key and a value, which determines the FLOPs of attention per head and
+        pair of tokens.
+        """
         return (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim) // 2
 
 
@@ -99,7 +102,7 @@ LAYOUT = Layout(
         "layers.*.ffn": "gather",
         "layers.*.ffn.w[13]": "colwise",
         "layers.*.ffn.w2": "rowwise",
-        **EXPERT_WORDS,
+        **EXPERT_STYLES,
         "layers.*.moe.shared": "gather",
         "layers.*.moe.shared.w[13]": "colwise",
         "layers.*.moe.shared.w2": "rowwise",
@@ -109,12 +112,13 @@ LAYOUT = Layout(
     context="layers.*.attn.core",
     expert="layers.*.moe",
     buffers=EXPERT_BIAS,
-    optional=("layers.*.ffn", "layers.*.moe"),  # where no layer is dense, where all are, where no expert is shared
+    # Models may have no dense layer, only dense layers, or no shared expert
+    optional=("layers.*.ffn", "layers.*.moe"),
 )
 
 
 _LATENT_NORM_EPS = 1e-6
-"""Of the norms of the two latents, in the published code and in transformers, whatever ``norm_eps`` is."""
+"""Epsilon of the norms of the two latents. The published code and transformers ignore ``norm_eps`` here."""
 
 
 class LatentAttention(nn.Module):
@@ -126,62 +130,78 @@ class LatentAttention(nn.Module):
         self.rope_dim = c.qk_rope_head_dim
         self.v_dim = c.v_head_dim
         qk_dim = self.nope_dim + self.rope_dim
-        latent = c.q_lora_rank > 0
-        self.wq_a = nn.Linear(c.dim, c.q_lora_rank, bias=False) if latent else nn.Identity()
-        self.q_norm = build_norm("rmsnorm", c.q_lora_rank, _LATENT_NORM_EPS) if latent else nn.Identity()
-        self.wq_b = nn.Linear(c.q_lora_rank if latent else c.dim, c.num_heads * qk_dim, bias=False)
+        if c.q_lora_rank > 0:
+            self.wq_a = nn.Linear(c.dim, c.q_lora_rank, bias=False)
+            self.q_norm = build_norm("rmsnorm", c.q_lora_rank, _LATENT_NORM_EPS)
+            self.wq_b = nn.Linear(c.q_lora_rank, c.num_heads * qk_dim, bias=False)
+        else:
+            self.wq_a = nn.Identity()
+            self.q_norm = nn.Identity()
+            self.wq_b = nn.Linear(c.dim, c.num_heads * qk_dim, bias=False)
         self.wkv_a = nn.Linear(c.dim, c.kv_lora_rank + self.rope_dim, bias=False)
         self.kv_norm = build_norm("rmsnorm", c.kv_lora_rank, _LATENT_NORM_EPS)
         self.shared_key = nn.Identity()
         self.wkv_b = nn.Linear(c.kv_lora_rank, c.num_heads * (self.nope_dim + self.v_dim), bias=False)
         self.core = AttentionCore()
         self.wo = nn.Linear(c.num_heads * self.v_dim, c.dim, bias=False)
-        # YaRN sharpens the softmax by this much; the core divides by the square root of the width alone
+        # The core only divides by sqrt(H). YaRN's scale of queries and keys is applied to the
+        # queries, squared
         self.q_scale = yarn_scale(c.rope_factor, c.mscale) ** 2
 
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        # Queries, by way of their latent; a part of each head carries the position
-        q_BTNH = self.wq_b(self.q_norm(self.wq_a(x_BTD))).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        # Queries from their latent. The last R features of each head are rotated
+        q_latent_BTQ = self.q_norm(self.wq_a(x_BTD))
+        q_BTNH = self.wq_b(q_latent_BTQ).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         q_nope_BTNH, q_rope_BTNR = q_BTNH.split((self.nope_dim, self.rope_dim), dim=-1)
 
-        # Keys and values, out of one latent; beside it lies the part of the keys that carries the position, one for all
-        # heads
+        # Keys and values from one latent. wkv_a also returns the rotary part of the keys, one for all heads
         c_BTC, k_rope_BTR = self.wkv_a(x_BTD).tensor_split((-self.rope_dim,), dim=-1)
         kv_BTNH = self.wkv_b(self.kv_norm(c_BTC)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_nope_BTNH, v_BTNH = kv_BTNH.split((self.nope_dim, self.v_dim), dim=-1)
 
+        # Rotate the rotary parts, and append them to the others
+        q_rope_BTNR = rotate_pairs(q_rope_BTNR, angles)
+        q_BTNH = torch.cat((q_nope_BTNH, q_rope_BTNR), dim=-1) * self.q_scale
         k_rope_BT1R = rotate_pairs(self.shared_key(k_rope_BTR).unsqueeze(2), angles)
-        q_BTNH = torch.cat((q_nope_BTNH, rotate_pairs(q_rope_BTNR, angles)), dim=-1) * self.q_scale
-        k_BTNH = torch.cat((k_nope_BTNH, k_rope_BT1R.expand(-1, -1, k_nope_BTNH.size(2), -1)), dim=-1)
+        k_rope_BTNR = k_rope_BT1R.expand(-1, -1, k_nope_BTNH.size(2), -1)
+        k_BTNH = torch.cat((k_nope_BTNH, k_rope_BTNR), dim=-1)
 
-        # Attention kernels want values as wide as keys: zeros are added, and their share of the output cut off
+        # Attention kernels require values as wide as keys: pad them with zeros, and drop the
+        # padding of the output
         v_BTNH = F.pad(v_BTNH, (0, k_BTNH.size(-1) - self.v_dim))
         out_BTNH = self.core(q_BTNH, k_BTNH, v_BTNH, documents_BT)[..., : self.v_dim]
         return self.wo(out_BTNH.flatten(2))
 
 
 class DeepseekV3Block(nn.Module):
-    """One layer: attention and a feed-forward or experts, each behind a norm and added to the residual stream."""
+    """One layer: attention and a feed-forward or experts, each with a norm and a residual connection."""
 
-    def __init__(self, c: Config, dense: bool) -> None:
+    def __init__(self, c: Config, is_dense: bool) -> None:
         super().__init__()
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         self.attn = LatentAttention(c)
         self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
-        self.ffn = FeedForward(c.dim, c.ffn_dim) if dense else nn.Identity()
-        shared_dim = c.num_shared_experts * c.moe_ffn_dim  # shared experts all see each token: one wide feed-forward
-        self.moe = nn.Identity() if dense else MoE(c.dim, c.moe_ffn_dim, routing_of(c), shared_dim)
+        if is_dense:
+            self.ffn = FeedForward(c.dim, c.ffn_dim)
+            self.moe = nn.Identity()
+        else:
+            self.ffn = nn.Identity()
+            # Every token uses all shared experts, so they are one wide feed-forward
+            shared_dim = c.num_shared_experts * c.moe_ffn_dim
+            self.moe = MoE(c.dim, c.moe_ffn_dim, routing_of(c), shared_dim)
 
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
-        """Map (B, T, D) to (B, T, D); of ``ffn`` and ``moe``, one is the identity."""
+        """Map (B, T, D) to (B, T, D). Either ``ffn`` or ``moe`` is the identity."""
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
         hidden_BTD = self.ffn(self.ffn_norm(x_BTD))
-        return x_BTD + (hidden_BTD if isinstance(self.moe, nn.Identity) else self.moe(hidden_BTD, documents_BT))
+        if not isinstance(self.moe, nn.Identity):
+            hidden_BTD = self.moe(hidden_BTD, documents_BT)
+        return x_BTD + hidden_BTD
 
 
 class Model(Decoder):
-    """A DeepSeek-V3, without its head for the second next token."""
+    """A DeepSeek-V3 without its multi-token prediction module."""
 
     def __init__(self, c: Config) -> None:
         rope = YarnAngles(
@@ -192,13 +212,16 @@ class Model(Decoder):
             c.rope_beta_fast,
             c.rope_beta_slow,
         )
-        layers = [DeepseekV3Block(c, dense=i < c.num_dense_layers) for i in range(c.num_layers)]
+        layers = [DeepseekV3Block(c, is_dense=i < c.num_dense_layers) for i in range(c.num_layers)]
         norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         super().__init__(c.vocab_size, c.dim, rope, layers, norm, c.tied_embeddings)
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    """How each parameter starts, first match wins: one standard deviation for all (V3, section 4.2)."""
+    """Return the initial distribution per parameter pattern; the first match wins.
+
+    All matrices have the same standard deviation (V3, section 4.2).
+    """
     normal = Draw("normal", std=c.init_std)
     return {
         "*norm.weight": Draw("ones"),

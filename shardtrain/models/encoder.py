@@ -1,7 +1,9 @@
-"""A bidirectional transformer encoder: each token sees all tokens of its row. To classify, and to learn from scratch.
+"""Bidirectional transformer encoder for training classifiers from scratch: each token attends to
+its entire row.
 
-Pre-norm layers with rotary positions and SwiGLU, as the decoders have; dropout after each part of a layer and after
-the embedding (Srivastava et al. 2014). Padding is kept out by ``documents_BT``.
+Like the decoders it has pre-norm layers with rotary positions and SwiGLU. Dropout follows the
+embedding, each attention and each feed-forward (Srivastava et al. 2014). ``documents_BT`` excludes
+padding.
 Shape suffixes: B batch, T tokens, D model, N heads, K key-value heads, H head.
 """
 
@@ -16,7 +18,7 @@ from shardtrain.layout import Draw, Layout
 from shardtrain.models.layers import Attention, AttentionCore, Decoder, FeedForward, RotaryAngles, build_norm
 
 CAUSAL = False
-"""Tokens see those that follow them: a model that can classify, and cannot be asked for the next token."""
+"""False because tokens attend to later tokens. The model can classify, but cannot predict the next token."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +73,30 @@ LAYOUT = Layout(
 
 
 class FullAttentionCore(AttentionCore):
-    """softmax(q k / sqrt(H)) v over all tokens of the same document, those that follow among them."""
+    """Compute softmax(q k / sqrt(H)) v over all tokens of the same document, including later ones."""
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Attention of queries (B, T, N, H) to keys and values (B, T, K, H), N a multiple of K: (B, T, N, H)."""
+        """Attend with queries (B, T, N, H) to keys and values (B, T, K, H), N a multiple of K.
+        Return (B, T, N, H).
+        """
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-        grouped = q_BNTH.size(1) != k_BKTH.size(1)
-        mask_B1TT = None if documents_BT is None else (documents_BT[:, :, None] == documents_BT[:, None])[:, None]
-        out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, attn_mask=mask_B1TT, enable_gqa=grouped)
+        is_grouped = q_BNTH.size(1) != k_BKTH.size(1)
+        mask_B1TT = None
+        if documents_BT is not None:
+            is_same_BTT = documents_BT[:, :, None] == documents_BT[:, None]
+            mask_B1TT = is_same_BTT[:, None]
+        out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, attn_mask=mask_B1TT, enable_gqa=is_grouped)
         return out_BNTH.transpose(1, 2)
 
 
 class EncoderBlock(nn.Module):
-    """One layer: attention and feed-forward, each behind a norm and added to the residual stream with dropout."""
+    """One layer: attention and feed-forward, each with a norm, dropout and a residual connection."""
 
     def __init__(self, c: Config, is_first: bool = False) -> None:
         super().__init__()
-        self.input_dropout = nn.Dropout(c.dropout if is_first else 0.0)  # of the embedding: here, it can be cut off
+        # Dropout of the embedding. It is part of the first layer, because the model must be the chain
+        # embed -> layers -> norm -> head that a pipeline can cut
+        self.input_dropout = nn.Dropout(c.dropout if is_first else 0.0)
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         self.attn = Attention(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)
         self.attn.core = FullAttentionCore()
@@ -103,7 +112,7 @@ class EncoderBlock(nn.Module):
 
 
 class Model(Decoder):
-    """An encoder; the chain of modules is the decoders' own."""
+    """An encoder, with the chain of modules of a Decoder."""
 
     def __init__(self, c: Config) -> None:
         layers = (EncoderBlock(c, is_first=i == 0) for i in range(c.num_layers))
@@ -112,11 +121,12 @@ class Model(Decoder):
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    """How each parameter starts, first match wins."""
+    """Return the initial distribution per parameter pattern; the first match wins."""
     return {
         "*norm.weight": Draw("ones"),
         "layers.*.*_norm.weight": Draw("ones"),
-        "embed.weight": Draw("normal", std=0.02),  # small, so that what is learned of a rare word outweighs its draw
+        # Small, so training outweighs the initial value even for rare tokens
+        "embed.weight": Draw("normal", std=0.02),
         "head.weight": Draw("truncated_normal", std=c.dim**-0.5, cutoff=3.0),
         "layers.*.attn.w[qkv].weight": Draw("normal", std=c.dim**-0.5),
         "layers.*.attn.wo.weight": Draw("normal", std=c.dim**-0.5, depth="total"),

@@ -1,6 +1,7 @@
-"""gpt-oss (OpenAI 2025): experts with biases and a clamped gate, and attention with sinks, every other layer windowed.
+"""gpt-oss (OpenAI 2025): experts with biases and a clamped gate, and attention with sinks.
 
-A sink is a score per head that takes part in the softmax and in nothing else, so a head may attend to nothing.
+Every other layer has a sliding window. A sink is a learned score per head that is added to the
+softmax denominator, so the weights of a head may sum to less than 1.
 Shape suffixes: B batch, T tokens, D model, N heads, K key-value heads, H head.
 """
 
@@ -20,7 +21,7 @@ from shardtrain.models.layers import (
     build_norm,
     rotate,
 )
-from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of
+from shardtrain.models.moe import EXPERT_BIAS, EXPERT_STYLES, MoE, expert_draws, routing_of
 from shardtrain.models.yarn import YarnAngles, yarn_scale
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
@@ -30,9 +31,10 @@ __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 class Config:
     """The shape of a gpt-oss; each field can be set by ``model.overrides``.
 
-    Layers 0, 2, 4, ... attend within ``sliding_window`` tokens, the token itself among them; 0 means no window. An
-    expert computes w2((up + 1) gate sigmoid(swiglu_alpha gate)), its gate bounded above and its up on both sides by
-    ``swiglu_limit``. ``rope_factor`` 1 leaves the rotary angles unscaled.
+    Layers 0, 2, 4, ... attend within ``sliding_window`` tokens, including the token itself; 0 means
+    no window. An expert computes w2((up + 1) gate sigmoid(swiglu_alpha gate)), where
+    ``swiglu_limit`` bounds gate from above and up on both sides. ``rope_factor`` 1 leaves the
+    rotary angles unscaled.
     """
 
     vocab_size: int = 201088
@@ -77,7 +79,7 @@ LAYOUT = Layout(
         "layers.*.attn.sinks": "per_head",
         "layers.*.attn.wo": "rowwise",
         "layers.*.ffn_norm": "sequence",
-        **EXPERT_WORDS,
+        **EXPERT_STYLES,
         "norm": "sequence",
         "head": "head",
     },
@@ -88,10 +90,10 @@ LAYOUT = Layout(
 
 
 class ScaledYarnAngles(YarnAngles):
-    """Rotary angles stretched by YaRN, which also lengthens what is turned."""
+    """Rotary angles stretched by YaRN, including its scale of queries and keys."""
 
     def forward(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, times YaRN's scale, float32, each (B, T, 1, H/2), for integer positions (B, T)."""
+        """Return cosines and sines times YaRN's scale, float32, each (B, T, 1, H/2), for positions (B, T)."""
         cos_BT1h, sin_BT1h = super().forward(positions_BT)
         scale = yarn_scale(self.factor, 1.0)
         return cos_BT1h * scale, sin_BT1h * scale
@@ -118,7 +120,7 @@ class GptOssAttention(nn.Module):
 
 
 class GptOssBlock(nn.Module):
-    """One layer: attention and experts, each behind a norm and added to the residual stream."""
+    """One layer: attention and experts, each with a norm and a residual connection."""
 
     def __init__(self, c: Config, index: int) -> None:
         super().__init__()
@@ -136,13 +138,13 @@ class GptOssBlock(nn.Module):
 
 @dataclass(frozen=True)
 class ClampedGate:
-    """What an expert makes of its two products (gpt-oss model card, section 2.1)."""
+    """Gating function of the experts (gpt-oss model card, section 2.1). R rows, F feed-forward features."""
 
     alpha: float
     limit: float
 
     def __call__(self, gate_RF: Tensor, up_RF: Tensor) -> Tensor:
-        """(up + 1) gate sigmoid(alpha gate), of bounded inputs (R, F)."""
+        """Return (up + 1) gate sigmoid(alpha gate) of the bounded inputs, all (R, F)."""
         gate_RF = gate_RF.clamp(max=self.limit)
         up_RF = up_RF.clamp(-self.limit, self.limit)
         return (up_RF + 1.0) * (gate_RF * torch.sigmoid(gate_RF * self.alpha))
@@ -167,7 +169,10 @@ class Model(Decoder):
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    """How each parameter starts, first match wins: one standard deviation for all but norms and biases."""
+    """Return the initial distribution per parameter pattern; the first match wins.
+
+    All parameters but norms and biases have the same standard deviation.
+    """
     normal = Draw("normal", std=c.init_std)
     return {
         "*norm.weight": Draw("ones"),

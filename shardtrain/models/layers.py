@@ -1,6 +1,6 @@
-"""Shared pure pieces of the in-tree models: norms, rotary angles, attention, the gated feed-forward, the decoder.
-
-Shape suffixes: B batch, T tokens, D model, N heads, K key-value heads, H head, h half a head, F feed-forward.
+"""Building blocks of the native models: norms, rotary angles, attention, SwiGLU, the decoder.
+Shape suffixes: B batch, T tokens, D model, N heads, K key-value heads, H head, h half a head, F
+feed-forward.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shardtrain.utils.errors import ConfigError, Problem
 def build_norm(norm_type: str, dim: int, eps: float) -> nn.Module:
     """Build the norm that ``model.norm_type`` names, over the last ``dim`` features.
 
-    rmsnorm and fused_rmsnorm are the same module: PyTorch's RMSNorm is one fused kernel. np_layernorm has no
-    parameters. Raises ConfigError for an unknown name.
+    rmsnorm and fused_rmsnorm are the same module: PyTorch's RMSNorm is one fused kernel.
+    np_layernorm has no parameters. Raises ConfigError for an unknown name.
     """
     if norm_type in ("rmsnorm", "fused_rmsnorm"):
         return nn.RMSNorm(dim, eps=eps)
@@ -34,12 +34,24 @@ def build_norm(norm_type: str, dim: int, eps: float) -> nn.Module:
 
 
 class RotaryAngles(nn.Module):
-    """Cosines and sines of the rotary position embedding, computed from positions (Su et al. 2021, RoFormer).
+    """Cosines and sines of the rotary position embedding (Su et al. 2021, RoFormer).
 
-    Has no buffers: angles are computed from the positions it is given, so split or packed sequences need nothing
-    special, and there is nothing to initialize after the meta device. ``scaling`` is "none", "linear" (positions
-    divided by ``factor``, Chen et al. 2023) or "llama3" (Llama 3.1: long wavelengths divided by ``factor``, short ones
-    kept, a linear ramp in between).
+    The angles are computed from the ``positions_BT`` of each call. Split and packed sequences
+    therefore need no special case, and there are no buffers to initialize after the meta device.
+
+    Args:
+        head_dim: rotated features per head (H).
+        theta: base of the wavelengths.
+        scaling: "none", "linear" or "llama3". "linear" divides positions by ``factor`` (Chen et al.
+            2023). "llama3" divides the frequencies of long wavelengths by ``factor``, keeps those
+            of short ones, and has a linear ramp in between (Llama 3.1).
+        factor: stretch of the context.
+        low_freq_factor: a wavelength is long if it completes fewer turns than this within the
+            original context.
+        high_freq_factor: a wavelength is short if it completes more turns than this.
+        original_seq_len: original context in tokens.
+
+    Raises ValueError for an unknown ``scaling``.
     """
 
     def __init__(
@@ -64,30 +76,34 @@ class RotaryAngles(nn.Module):
         self.original_seq_len = original_seq_len
 
     def inverse_frequencies(self, device: torch.device | None = None) -> Tensor:
-        """Radians per position of each pair of features, float32, shape (H/2,)."""
+        """Return the radians per position of each pair of features, float32, shape (H/2,)."""
         exponents_h = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
         frequencies_h = 1.0 / (self.theta**exponents_h)
         if self.scaling == "linear":
             return frequencies_h / self.factor
-        if self.scaling == "llama3":
-            wavelengths_h = 2 * math.pi / frequencies_h
-            low = self.low_freq_factor
-            high = self.high_freq_factor
-            turns_h = self.original_seq_len / wavelengths_h
-            # Turns within the original context: below ``low`` is a long wavelength, above ``high`` a short one.
-            # Llama 4 sets both to 1, which makes the ramp a step
-            ramp_h = ((turns_h - low) / (high - low)).clamp(0.0, 1.0) if high > low else (turns_h >= low).float()
-            return frequencies_h * (ramp_h + (1.0 - ramp_h) / self.factor)
-        return frequencies_h
+        if self.scaling == "none":
+            return frequencies_h
+        # llama3: the ramp is 0 for long wavelengths and 1 for short ones. Llama 4 sets low = high,
+        # which makes it a step
+        wavelengths_h = 2 * math.pi / frequencies_h
+        turns_h = self.original_seq_len / wavelengths_h
+        low = self.low_freq_factor
+        high = self.high_freq_factor
+        ramp_h = (turns_h >= low).float()
+        if high > low:
+            ramp_h = ((turns_h - low) / (high - low)).clamp(0.0, 1.0)
+        return frequencies_h * (ramp_h + (1.0 - ramp_h) / self.factor)
 
     def forward(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, float32, each of shape (B, T, 1, H/2), for integer positions (B, T)."""
+        """Return cosines and sines for integer positions (B, T), float32, each of shape (B, T, 1, H/2)."""
         angles_BT1h = positions_BT.float()[..., None, None] * self.inverse_frequencies(positions_BT.device)
         return angles_BT1h.cos(), angles_BT1h.sin()
 
 
 def rotate(x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair (x_i, x_{i+H/2}) by its angle, in float32; the pairing of Hugging Face's Llama weights."""
+    """Rotate each pair (x_i, x_{i+H/2}) by its angle, in float32. Hugging Face's Llama weights use
+    this pairing.
+    """
     cos_BT1h, sin_BT1h = angles
     a_BTNh, b_BTNh = x_BTNH.float().chunk(2, dim=-1)
     rotated = (a_BTNh * cos_BT1h - b_BTNh * sin_BT1h, b_BTNh * cos_BT1h + a_BTNh * sin_BT1h)
@@ -95,7 +111,7 @@ def rotate(x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rotate_pairs(x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair (x_2i, x_2i+1) by its angle, in float32; the pairing of DeepSeek's weights."""
+    """Rotate each pair (x_2i, x_2i+1) by its angle, in float32. DeepSeek's weights use this pairing."""
     cos_BT1h, sin_BT1h = angles
     a_BTNh, b_BTNh = x_BTNH.float().unflatten(-1, (-1, 2)).unbind(-1)
     rotated = (a_BTNh * cos_BT1h - b_BTNh * sin_BT1h, b_BTNh * cos_BT1h + a_BTNh * sin_BT1h)
@@ -103,19 +119,23 @@ def rotate_pairs(x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k / sqrt(H)) v with a causal mask, without weights: the one module that context parallelism replaces.
+    """Compute softmax(q k / sqrt(H)) v with a causal mask. It has no weights, and context
+    parallelism replaces it.
 
-    window:       a token attends to itself and the ``window - 1`` tokens before it; 0 means no window.
-    chunk:        documents are cut into chunks of so many tokens, and a token attends within its chunk; 0 means none.
-    scale:        replaces 1 / sqrt(H).
-    softcap:      bounds the scaled scores by softcap tanh(score / softcap); 0 means none.
-    alibi_slopes: one number per query head of the whole model; slope times distance in tokens is subtracted from the
-                  scores.
-    has_sinks:    whether the core is called with ``sinks_N`` too, one score per query head of the rank.
-    heads_first:  whether q, k, v and the output are (B, N, T, H) rather than (B, T, N, H).
+    Context parallelism reads the attributes below to compute the same function over split
+    sequences. Tensor parallelism reduces ``alibi_slopes`` to the heads of the rank.
 
-    Context parallelism reads these attributes to compute the same over split sequences; tensor parallelism reduces
-    ``alibi_slopes`` to those of a rank's heads.
+    Attributes:
+        window: a token attends to itself and the ``window - 1`` tokens before it; 0 means no
+            window.
+        chunk: documents are split into chunks of this many tokens, and a token attends within its
+            chunk; 0 means no chunks.
+        scale: replaces 1 / sqrt(H).
+        softcap: bounds the scaled scores by softcap tanh(score / softcap); 0 means no bound.
+        alibi_slopes: one slope per query head of the unsharded model. Slope times distance in
+            tokens is subtracted from the scores.
+        has_sinks: True if the core takes ``sinks_N``, one score per query head of the rank.
+        heads_first: True if q, k, v and the output are (B, N, T, H) instead of (B, T, N, H).
     """
 
     heads_first = False
@@ -137,9 +157,9 @@ class AttentionCore(nn.Module):
         self.alibi_slopes = None if alibi_slopes is None else tuple(alibi_slopes)
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Attention of queries (B, T, N, H) to keys and values (B, T, K, H), N a multiple of K: (B, T, N, H).
+        """Attend with queries (B, T, N, H) to keys and values (B, T, K, H). Return (B, T, N, H).
 
-        With ``documents_BT`` a token attends within its own document alone.
+        N is a multiple of K. With ``documents_BT`` a token attends only within its own document.
         """
         return self._attend(q_BTNH, k_BTKH, v_BTKH, documents_BT, None)
 
@@ -149,26 +169,27 @@ class AttentionCore(nn.Module):
         if self.chunk:
             shape = (q_BTNH.size(0), q_BTNH.size(1))
             documents_BT = document_mask.chunked(documents_BT, self.chunk, shape, q_BTNH.device)
-        # No fused kernel has soft caps or ALiBi, so these scores are computed in blocks of queries
+        # No fused kernel supports soft caps or ALiBi, so these scores are computed in blocks of queries
         if self.softcap or self.alibi_slopes:
             scores = attention_scores.scores_of(self)
             return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scores, sinks_N)
-        # Documents, a window shorter than the sequence, and sinks need masked kernels. Plain attention goes there too
-        # where blocks were measured to be faster on this CPU
-        masked = documents_BT is not None or 0 < self.window < q_BTNH.size(1) or sinks_N is not None
-        if masked or document_mask.in_blocks(q_BTNH):
+        # Documents, a window shorter than the sequence, and sinks need masked kernels. Plain
+        # attention uses them too if a measurement on this CPU found blocks faster
+        has_window = 0 < self.window < q_BTNH.size(1)
+        needs_mask = documents_BT is not None or has_window or sinks_N is not None
+        if needs_mask or document_mask.in_blocks(q_BTNH):
             return document_mask.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, self.scale, sinks_N)
         # Plain causal attention: PyTorch chooses the kernel
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-        grouped = q_BNTH.size(1) != k_BKTH.size(1)
+        is_grouped = q_BNTH.size(1) != k_BKTH.size(1)
         out_BNTH = F.scaled_dot_product_attention(
-            q_BNTH, k_BKTH, v_BKTH, is_causal=True, scale=self.scale, enable_gqa=grouped
+            q_BNTH, k_BKTH, v_BKTH, is_causal=True, scale=self.scale, enable_gqa=is_grouped
         )
         return out_BNTH.transpose(1, 2)
 
 
 class SinkAttentionCore(AttentionCore):
-    """An attention core that is given the scores of sinks: ``core(q, k, v, documents_BT, sinks_N)``."""
+    """Attention core with a sink per head: ``core(q, k, v, documents_BT, sinks_N)``."""
 
     has_sinks = True
 
@@ -180,19 +201,23 @@ class SinkAttentionCore(AttentionCore):
         documents_BT: Tensor | None = None,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
-        """``sinks_N`` are scores of one more key per head, whose value is zero."""
+        """Attend as AttentionCore does. ``sinks_N`` is the score of one additional key per head,
+        whose value is zero.
+        """
         return self._attend(q_BTNH, k_BTKH, v_BTKH, documents_BT, sinks_N)
 
 
 class HeadNumbers(nn.Module):
-    """One number per query head, (N,); with tensor parallelism a rank holds those of its heads."""
+    """A parameter with one number per query head, (N,). With tensor parallelism a rank has the
+    numbers of its heads.
+    """
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads))
 
     def forward(self) -> Tensor:
-        """The numbers."""
+        """Return the numbers (N,)."""
         return self.weight
 
 
@@ -212,14 +237,17 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        # The number of heads follows from the weights, since a tensor-parallel rank has only some of the heads.
+        # The weights determine the number of heads, because a tensor-parallel rank has only some of
+        # the heads
         q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         out_BTNH = self.core(rotate(q_BTNH, angles), rotate(k_BTKH, angles), v_BTKH, documents_BT)
         return self.wo(out_BTNH.flatten(2))
 
 
 class NormedAttention(Attention):
-    """Grouped-query attention whose queries and keys are normalised per head (Dehghani et al. 2023; Qwen3)."""
+    """Grouped-query attention whose queries and keys are normalised per head (Dehghani et al. 2023;
+    Qwen3).
+    """
 
     def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, norm_eps: float) -> None:
         super().__init__(dim, num_heads, num_kv_heads, head_dim)
@@ -250,7 +278,10 @@ class FeedForward(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The chain that models share: embed -> layers -> norm -> head. V is the vocabulary."""
+    """The chain of modules that models share: embed -> layers -> norm -> head. V is the vocabulary.
+
+    With ``tied`` the head uses the weight of the embedding.
+    """
 
     def __init__(
         self, vocab_size: int, dim: int, rope: nn.Module, layers: Iterable[nn.Module], norm: nn.Module, tied: bool
@@ -258,7 +289,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocab_size, dim)
         self.rope = rope
-        # A dict, so that layers keep their names on a pipeline stage that has dropped earlier ones
+        # In a ModuleDict the layers keep their names on a pipeline stage without the earlier layers
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
         self.norm = norm
         self.head = nn.Linear(dim, vocab_size, bias=False)
@@ -266,13 +297,15 @@ class Decoder(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) of integer tokens (B, T) at integer positions (B, T).
+        """Return logits (B, T, V) of integer tokens (B, T) at integer positions (B, T).
 
-        ``documents_BT`` numbers the documents of each row, ascending; tokens attend within their document. It is passed
-        to the attention cores unchanged, and is never split: a context-parallel rank has it for whole rows.
+        ``documents_BT`` numbers the documents of each row in ascending order; tokens attend within
+        their document. It reaches the attention cores unchanged and is never split: a
+        context-parallel rank has the numbers of full rows.
 
-        On a pipeline stage the modules of other stages are ``nn.Identity``, so that it takes (B, T, D) in place of
-        tokens, or returns it in place of logits.
+        On a pipeline stage the modules of other stages are ``nn.Identity``. A stage without the
+        embedding takes (B, T, D) instead of tokens, and a stage without the head returns (B, T, D)
+        instead of logits.
         """
         x_BTD = self.embed(tokens_BT)
         angles = self.rope(positions_BT)
@@ -280,5 +313,6 @@ class Decoder(nn.Module):
             x_BTD = layer(x_BTD, angles, documents_BT)
         return self.head(self.norm(x_BTD))
 
-    # The output of the head is returned unchanged, so the loss may be fused with it: see distributed/loss_at_head.py
+    # The head's output is returned unchanged, so the loss can be fused with the head: see
+    # distributed/loss_at_head.py
     forward.gives_output_of_head = True  # type: ignore[attr-defined]

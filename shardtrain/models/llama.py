@@ -1,7 +1,9 @@
-"""The Llama architecture: pre-norm decoder with rotary grouped-query attention and SwiGLU (Touvron et al. 2023).
+"""The Llama architecture: pre-norm decoder with rotary grouped-query attention and SwiGLU (Touvron
+et al. 2023).
 
-Sizes are in ``llama2.py`` and ``llama3.py``; ``mistral.py`` (a window) and ``qwen2.py`` (biases) are sizes of it too.
-Nothing here depends on parallelism; ``LAYOUT`` says how the model is sharded.
+The sizes are in ``llama2.py`` and ``llama3.py``. ``mistral.py`` (sliding window) and ``qwen2.py``
+(biases) also use this architecture. Nothing here depends on parallelism; ``LAYOUT`` specifies how
+the model is sharded.
 Shape suffixes: B batch, T tokens, D model.
 """
 
@@ -22,8 +24,8 @@ __all__ = ["HUB", "LAYOUT", "Config", "Model", "initial"]
 class Config:
     """The shape of a Llama; each field can be set by ``model.overrides``.
 
-    ``qkv_bias`` gives queries, keys and values a bias. ``sliding_window`` counts the tokens that a token attends to,
-    itself and those before it; 0 means no window.
+    ``qkv_bias`` adds a bias to the projections of queries, keys and values. ``sliding_window`` is
+    the number of tokens that a token attends to, including itself; 0 means no window.
     """
 
     vocab_size: int = 32000
@@ -69,7 +71,7 @@ LAYOUT = Layout(
 
 
 class LlamaBlock(nn.Module):
-    """One layer: attention and feed-forward, each behind a norm and added to the residual stream."""
+    """One layer: attention and feed-forward, each with a norm and a residual connection."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -103,7 +105,10 @@ class Model(Decoder):
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    """How each parameter is initialized, first match wins; the constants are torchtitan's for Llama 3."""
+    """Return the initial distribution per parameter pattern; the first match wins.
+
+    The constants are torchtitan's for Llama 3.
+    """
     depth: Depth = "layer" if c.depth_init else "total"
     return {
         "*norm.weight": Draw("ones"),

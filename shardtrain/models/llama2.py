@@ -1,7 +1,7 @@
-"""Llama 2 (Touvron et al. 2023): the sizes that torchtrain and torchtitan's users know, from debugmodel to 70B.
+"""Llama 2 (Touvron et al. 2023): the sizes of torchtrain and torchtitan.
 
-7B, 13B and 70B are Meta's; 271M, 1B and 26B are torchtitan's; TinyLlama-1.1B is a small one with the same vocabulary
-(Zhang et al. 2024).
+7B, 13B and 70B are Meta's; 271M, 1B and 26B are torchtitan's. TinyLlama-1.1B is a small model with
+the same vocabulary (Zhang et al. 2024).
 """
 
 from shardtrain.models.llama import HUB, LAYOUT, Config, Model, initial

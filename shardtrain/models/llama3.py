@@ -1,6 +1,6 @@
 """Llama 3.1 and 3.2 (Dubey et al. 2024): 1B and 3B are 3.2, 8B, 70B and 405B are 3.1.
 
-Llama 3 itself is the same without the scaled rotary angles: ``model.overrides.rope_scaling = "none"``.
+For Llama 3, which has no scaled rotary angles, set ``model.overrides.rope_scaling = "none"``.
 """
 
 from shardtrain.models.llama import HUB, LAYOUT, Config, Model, initial

@@ -1,7 +1,9 @@
-"""The text model of Llama 4 (Meta 2025): one large expert per token beside a shared one, and attention within chunks.
+"""The text model of Llama 4 (Meta 2025): one routed and one shared expert per token, and attention
+within chunks.
 
-Three of four layers turn queries and keys by their positions and attend within chunks of 8,192 tokens; every fourth has
-no positions at all, sees everything, and sharpens its softmax for late tokens. Images are not trained on here.
+Three of four layers have rotary positions and attend within chunks of 8,192 tokens. Every fourth
+layer has no positions, attends to all earlier tokens, and sharpens its softmax for late tokens. The
+image encoder is not supported.
 Shape suffixes: B batch, T tokens, D model, N heads, K key-value heads, H head.
 """
 
@@ -23,7 +25,7 @@ from shardtrain.models.layers import (
     build_norm,
     rotate_pairs,
 )
-from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of
+from shardtrain.models.moe import EXPERT_BIAS, EXPERT_STYLES, MoE, expert_draws, routing_of
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 
@@ -32,11 +34,14 @@ __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 class Config:
     """The shape of a Llama 4; each field can be set by ``model.overrides``.
 
-    The last of every ``interleave_moe_layer_step`` layers has experts, others a feed-forward of ``ffn_dim``. The last
-    of every ``no_rope_layer_interval`` layers has no rotary positions; 0 turns all. Layers with positions attend within
-    chunks of ``attention_chunk_size`` tokens (0: all); with ``use_qk_norm`` their queries and keys are scaled to unit
-    mean square. ``attn_temperature_tuning`` multiplies the queries of the others by
-    1 + attn_scale ln(1 + floor((position + 1) / floor_scale)) (Nakanishi 2025).
+    The last of every ``interleave_moe_layer_step`` layers has experts, the others a feed-forward of
+    ``ffn_dim``. The last of every ``no_rope_layer_interval`` layers has no rotary positions; with 0
+    all layers have them.
+
+    Layers with positions attend within chunks of ``attention_chunk_size`` tokens (0: no chunks).
+    ``use_qk_norm`` scales their queries and keys to unit mean square. In layers without positions,
+    ``attn_temperature_tuning`` multiplies the queries by 1 + attn_scale ln(1 + floor((position + 1)
+    / floor_scale)) (Nakanishi 2025).
     """
 
     vocab_size: int = 202048
@@ -89,7 +94,7 @@ LAYOUT = Layout(
         "layers.*.ffn": "gather",
         "layers.*.ffn.w[13]": "colwise",
         "layers.*.ffn.w2": "rowwise",
-        **EXPERT_WORDS,
+        **EXPERT_STYLES,
         "layers.*.moe.shared": "gather",
         "layers.*.moe.shared.w[13]": "colwise",
         "layers.*.moe.shared.w2": "rowwise",
@@ -99,12 +104,13 @@ LAYOUT = Layout(
     context="layers.*.attn.core",
     expert="layers.*.moe",
     buffers=EXPERT_BIAS,
-    optional=("layers.*.ffn", "layers.*.moe"),  # where each layer has experts, where none has, where none is shared
+    # Models may have experts in every layer, in no layer, or no shared expert
+    optional=("layers.*.ffn", "layers.*.moe"),
 )
 
 
 class Angles(nn.Module):
-    """Rotary angles, and the temperature of layers without them."""
+    """Rotary angles, and the softmax temperature of the layers without rotary positions."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -121,13 +127,15 @@ class Angles(nn.Module):
         self.attn_scale = c.attn_scale if c.attn_temperature_tuning else 0.0
 
     def forward(self, positions_BT: Tensor) -> tuple[Tensor, ...]:
-        """Cosines and sines (B, T, 1, H/2) and the temperature (B, T, 1, 1), float32, for integer positions (B, T)."""
+        """Return cosines and sines (B, T, 1, H/2) and the temperature (B, T, 1, 1), float32, for
+        positions (B, T).
+        """
         steps_BT11 = ((positions_BT.float() + 1.0) / self.floor_scale).floor()[..., None, None]
         return *self.rotary(positions_BT), steps_BT11.log1p() * self.attn_scale + 1.0
 
 
 class Llama4Attention(nn.Module):
-    """Grouped-query attention, within chunks and with rotary positions or with neither."""
+    """Grouped-query attention, either within chunks and with rotary positions, or without both."""
 
     def __init__(self, c: Config, has_rope: bool) -> None:
         super().__init__()
@@ -145,41 +153,52 @@ class Llama4Attention(nn.Module):
         cos_BT1h, sin_BT1h, temperature_BT11 = angles
         q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if self.has_rope:
-            q_BTNH, k_BTKH = (rotate_pairs(x, (cos_BT1h, sin_BT1h)) for x in (q_BTNH, k_BTKH))
+            q_BTNH = rotate_pairs(q_BTNH, (cos_BT1h, sin_BT1h))
+            k_BTKH = rotate_pairs(k_BTKH, (cos_BT1h, sin_BT1h))
         else:
             q_BTNH = (q_BTNH * temperature_BT11).type_as(q_BTNH)
-        if self.norm_eps is not None:  # after the turn, which leaves the mean square as it is, and without weights
-            q_BTNH, k_BTKH = (_unit_mean_square(x, self.norm_eps) for x in (q_BTNH, k_BTKH))
+        # The norm has no weights and may follow the rotation, which does not change the mean square
+        if self.norm_eps is not None:
+            q_BTNH = _unit_mean_square(q_BTNH, self.norm_eps)
+            k_BTKH = _unit_mean_square(k_BTKH, self.norm_eps)
         return self.wo(self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT).flatten(2))
 
 
 def _unit_mean_square(x_BTNH: Tensor, eps: float) -> Tensor:
-    exact = x_BTNH.to(torch.promote_types(x_BTNH.dtype, torch.float32))
-    return F.rms_norm(exact, x_BTNH.shape[-1:], eps=eps).type_as(x_BTNH)
+    """Scale each head (H,) to a mean square of 1, in float32 or above."""
+    precise_BTNH = x_BTNH.to(torch.promote_types(x_BTNH.dtype, torch.float32))
+    return F.rms_norm(precise_BTNH, x_BTNH.shape[-1:], eps=eps).type_as(x_BTNH)
 
 
 class Llama4Block(nn.Module):
-    """One layer: attention and a feed-forward or experts, each behind a norm and added to the residual stream."""
+    """One layer: attention and a feed-forward or experts, each with a norm and a residual connection."""
 
     def __init__(self, c: Config, index: int) -> None:
         super().__init__()
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
-        self.attn = Llama4Attention(c, not c.no_rope_layer_interval or (index + 1) % c.no_rope_layer_interval != 0)
+        has_rope = not c.no_rope_layer_interval or (index + 1) % c.no_rope_layer_interval != 0
+        self.attn = Llama4Attention(c, has_rope)
         self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
-        dense = (index + 1) % c.interleave_moe_layer_step != 0
-        self.ffn = FeedForward(c.dim, c.ffn_dim) if dense else nn.Identity()
-        shared_dim = c.num_shared_experts * c.moe_ffn_dim
-        self.moe = nn.Identity() if dense else MoE(c.dim, c.moe_ffn_dim, routing_of(c), shared_dim)
+        is_dense = (index + 1) % c.interleave_moe_layer_step != 0
+        if is_dense:
+            self.ffn = FeedForward(c.dim, c.ffn_dim)
+            self.moe = nn.Identity()
+        else:
+            self.ffn = nn.Identity()
+            shared_dim = c.num_shared_experts * c.moe_ffn_dim
+            self.moe = MoE(c.dim, c.moe_ffn_dim, routing_of(c), shared_dim)
 
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, ...], documents_BT: Tensor | None = None) -> Tensor:
-        """Map (B, T, D) to (B, T, D); of ``ffn`` and ``moe``, one is the identity."""
+        """Map (B, T, D) to (B, T, D). Either ``ffn`` or ``moe`` is the identity."""
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
         hidden_BTD = self.ffn(self.ffn_norm(x_BTD))
-        return x_BTD + (hidden_BTD if isinstance(self.moe, nn.Identity) else self.moe(hidden_BTD, documents_BT))
+        if not isinstance(self.moe, nn.Identity):
+            hidden_BTD = self.moe(hidden_BTD, documents_BT)
+        return x_BTD + hidden_BTD
 
 
 class Model(Decoder):
-    """A Llama 4, without its eyes."""
+    """A Llama 4 without its image encoder."""
 
     def __init__(self, c: Config) -> None:
         layers = [Llama4Block(c, index) for index in range(c.num_layers)]
@@ -188,7 +207,9 @@ class Model(Decoder):
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    """How each parameter starts, first match wins; the constants are those of Llama 3."""
+    """Return the initial distribution per parameter pattern; the first match wins. The constants
+    are Llama 3's.
+    """
     depth: Depth = "layer" if c.depth_init else "total"
     return {
         "*norm.weight": Draw("ones"),

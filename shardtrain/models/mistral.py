@@ -1,6 +1,7 @@
-"""Mistral (Jiang et al. 2023): a Llama with few key-value heads, of which version 0.1 attends within a sliding window.
+"""Mistral (Jiang et al. 2023): a Llama with few key-value heads.
 
-Later versions and Nemo have no window. ``sliding_window`` counts the tokens that a token sees, itself among them.
+Version 0.1 attends within a sliding window; later versions and Nemo do not. ``sliding_window`` is
+the number of tokens that a token attends to, including itself.
 """
 
 from shardtrain.hub_formats.mistral_format import HUB

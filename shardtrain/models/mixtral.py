@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024): a Llama in which each layer has 8 feed-forwards, of which a token uses 2."""
+"""Mixtral (Jiang et al. 2024): a Llama with 8 experts per layer, of which a token uses 2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardtrain.hub_formats.mixtral_format import HUB
 from shardtrain.layout import Depth, Draw, Layout
 from shardtrain.models.layers import Attention, Decoder, RotaryAngles, build_norm
-from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of
+from shardtrain.models.moe import EXPERT_BIAS, EXPERT_STYLES, MoE, expert_draws, routing_of
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 
@@ -50,7 +50,7 @@ LAYOUT = Layout(
         "layers.*.attn.w[qkv]": "colwise",
         "layers.*.attn.wo": "rowwise",
         "layers.*.ffn_norm": "sequence",
-        **EXPERT_WORDS,
+        **EXPERT_STYLES,
         "norm": "sequence",
         "head": "head",
     },
@@ -61,7 +61,7 @@ LAYOUT = Layout(
 
 
 class MixtralBlock(nn.Module):
-    """One layer: attention and experts, each behind a norm and added to the residual stream."""
+    """One layer: attention and experts, each with a norm and a residual connection."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -88,7 +88,9 @@ class Model(Decoder):
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    """How each parameter starts, first match wins; the constants are those of Llama 3."""
+    """Return the initial distribution per parameter pattern; the first match wins. The constants
+    are Llama 3's.
+    """
     depth: Depth = "layer" if c.depth_init else "total"
     return {
         "*norm.weight": Draw("ones"),

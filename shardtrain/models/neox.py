@@ -1,6 +1,8 @@
-"""GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): attention and feed-forward side by side, with biases.
+"""GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): parallel attention and
+feed-forward, with biases.
 
-A layer adds both to its input, each behind a LayerNorm of its own, and turns a quarter of each head by its position.
+A layer adds the outputs of both to its input. Each has its own LayerNorm. Only a quarter of each
+head is rotary.
 Shape suffixes: B batch, T tokens, D model, N heads, H head.
 """
 
@@ -24,8 +26,9 @@ __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 class Config:
     """The shape of a GPT-NeoX; each field can be set by ``model.overrides``.
 
-    ``rotary_pct`` is the share of a head that is turned. ``use_parallel_residual`` false puts the feed-forward behind
-    the attention. ``hidden_act`` is gelu, or gelu_tanh for the approximation that NeoX-20B was trained with.
+    ``rotary_pct`` is the rotary fraction of a head. Without ``use_parallel_residual`` the
+    feed-forward follows the attention. ``hidden_act`` is "gelu", or "gelu_tanh" for the
+    approximation that NeoX-20B was trained with.
     """
 
     vocab_size: int = 50432
@@ -43,7 +46,7 @@ class Config:
 
     @property
     def rotary_dim(self) -> int:
-        """Features of a head that turn with the position; the others stay as they are."""
+        """Number of features of a head that are rotated. The others are unchanged."""
         return int(self.head_dim * self.rotary_pct)
 
 
@@ -69,7 +72,7 @@ LAYOUT = Layout(
 
 
 class NeoxAttention(nn.Module):
-    """Attention in which the first features of each head are turned by the position."""
+    """Attention with rotary positions on the first ``rotary_dim`` features of each head."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -84,16 +87,18 @@ class NeoxAttention(nn.Module):
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         q_BTNH, k_BTNH, v_BTNH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        out_BTNH = self.core(self._turn(q_BTNH, angles), self._turn(k_BTNH, angles), v_BTNH, documents_BT)
+        q_BTNH = self._rotate_part(q_BTNH, angles)
+        k_BTNH = self._rotate_part(k_BTNH, angles)
+        out_BTNH = self.core(q_BTNH, k_BTNH, v_BTNH, documents_BT)
         return self.wo(out_BTNH.flatten(2))
 
-    def _turn(self, x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        turned, kept = x_BTNH.tensor_split((self.rotary_dim,), dim=-1)
-        return torch.cat((rotate(turned, angles), kept), dim=-1)
+    def _rotate_part(self, x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        rotary, unchanged = x_BTNH.tensor_split((self.rotary_dim,), dim=-1)
+        return torch.cat((rotate(rotary, angles), unchanged), dim=-1)
 
 
 class NeoxFeedForward(nn.Module):
-    """w2(gelu(w1 x)), with biases."""
+    """Feed-forward with biases: w2(gelu(w1 x))."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -107,7 +112,9 @@ class NeoxFeedForward(nn.Module):
 
 
 class NeoxBlock(nn.Module):
-    """One layer: attention and feed-forward of the same input, or one after the other; added to the residual stream."""
+    """One layer: attention and feed-forward in parallel, or one after the other, added to the
+    residual stream.
+    """
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -120,25 +127,21 @@ class NeoxBlock(nn.Module):
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         attended_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
-        return attended_BTD + self.ffn(self.ffn_norm(x_BTD if self.parallel else attended_BTD))
+        ffn_input_BTD = x_BTD if self.parallel else attended_BTD
+        return attended_BTD + self.ffn(self.ffn_norm(ffn_input_BTD))
 
 
 class Model(Decoder):
-    """A GPT-NeoX."""
+    """A GPT-NeoX. Raises ConfigError for an unknown ``hidden_act`` or an odd number of rotary features."""
 
     def __init__(self, c: Config) -> None:
         if c.hidden_act not in ("gelu", "gelu_tanh"):
             rule = "is not an activation of this model"
-            fix = "use gelu, or gelu_tanh for what others call gelu_fast, gelu_new and gelu_pytorch_tanh"
+            fix = "use gelu, or gelu_tanh, which transformers calls gelu_fast, gelu_new and gelu_pytorch_tanh"
             raise ConfigError(Problem("model.overrides.hidden_act", c.hidden_act, rule, fix))
         if not 0 < c.rotary_dim <= c.head_dim or c.rotary_dim % 2:
             rule = f"turns {c.rotary_dim} of the {c.head_dim} features of a head, which must be an even number above 0"
-            widths = range(2, c.head_dim + 1, 2)
-            shares = [width / c.head_dim for width in widths if int(c.head_dim * (width / c.head_dim)) == width]
-            fix = "set model.overrides.head_dim to 2 or more"
-            if shares:
-                fix = f"use {min(shares, key=lambda share: abs(share - c.rotary_pct))}"
-            raise ConfigError(Problem("model.overrides.rotary_pct", c.rotary_pct, rule, fix))
+            raise ConfigError(Problem("model.overrides.rotary_pct", c.rotary_pct, rule, _rotary_fix(c)))
         norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
         rope = RotaryAngles(c.rotary_dim, c.rope_theta)
         super().__init__(
@@ -146,14 +149,28 @@ class Model(Decoder):
         )
 
 
-def initial(c: Config) -> dict[str, Draw]:
-    """How each parameter starts, first match wins.
+def _rotary_fix(c: Config) -> str:
+    """Return a fix that names the nearest ``rotary_pct`` whose number of rotary features is even."""
+    fractions = []
+    for width in range(2, c.head_dim + 1, 2):
+        fraction = width / c.head_dim
+        # Rounding may lose a feature
+        if int(c.head_dim * fraction) == width:
+            fractions.append(fraction)
+    if not fractions:
+        return "set model.overrides.head_dim to 2 or more"
+    return f"use {min(fractions, key=lambda fraction: abs(fraction - c.rotary_pct))}"
 
-    sqrt(2 / 5 D) (Nguyen and Salazar 2019), and 2 / (L sqrt(D)) for what is added to the residual stream (Wang and
-    Komatsuzaki 2021); GPT-NeoX, section 3.2.
+
+def initial(c: Config) -> dict[str, Draw]:
+    """Return the initial distribution per parameter pattern; the first match wins.
+
+    The standard deviation is sqrt(2 / (5 D)) (Nguyen and Salazar 2019), and 2 / (L sqrt(D)) for the
+    matrices whose output is added to the residual stream (Wang and Komatsuzaki 2021). Source:
+    GPT-NeoX, section 3.2.
     """
     small = Draw("normal", std=(2 / (5 * c.dim)) ** 0.5)
-    last = Draw("normal", std=2 / (c.num_layers * c.dim**0.5))
+    residual = Draw("normal", std=2 / (c.num_layers * c.dim**0.5))
     return {
         "norm.weight": Draw("ones"),
         "norm.bias": Draw("zeros"),
@@ -163,9 +180,9 @@ def initial(c: Config) -> dict[str, Draw]:
         "embed.weight": small,
         "head.weight": small,
         "layers.*.attn.w[qkv].weight": small,
-        "layers.*.attn.wo.weight": last,
+        "layers.*.attn.wo.weight": residual,
         "layers.*.ffn.w1.weight": small,
-        "layers.*.ffn.w2.weight": last,
+        "layers.*.ffn.w2.weight": residual,
     }
 
 

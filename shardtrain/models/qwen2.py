@@ -1,7 +1,8 @@
-"""Qwen2.5 (Qwen team 2024): a Llama whose queries, keys and values have biases; sizes below 7B have one embedding.
+"""Qwen2.5 (Qwen team 2024): a Llama with biases on queries, keys and values.
 
-The sizes are those of the base models; 14B and larger instruction models have ``norm_eps`` 1e-6. No published model
-uses the sliding window that their file format has room for.
+Sizes below 7B tie the embedding to the head. The sizes are those of the base models; instruction
+models from 14B have ``norm_eps`` 1e-6. No published model uses the sliding window that the Hugging
+Face format allows.
 """
 
 from shardtrain.hub_formats.qwen2_format import HUB

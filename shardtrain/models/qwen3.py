@@ -1,4 +1,4 @@
-"""Qwen3, dense (Qwen team 2025): a Llama whose queries and keys are normalised per head, without biases.
+"""Qwen3, dense (Qwen team 2025): a Llama with normalised queries and keys per head.
 
 The models with experts are in ``qwen3_moe.py``.
 """
@@ -45,7 +45,7 @@ ATTENTION = {
     "norm": "sequence",
     "head": "head",
 }
-"""The tensor words of all but the feed-forward."""
+"""Tensor-parallel styles of all modules except the feed-forward."""
 
 LAYOUT = Layout(
     first=("embed",),
@@ -62,7 +62,7 @@ LAYOUT = Layout(
 
 
 class Qwen3Block(nn.Module):
-    """One layer: attention and feed-forward, each behind a norm and added to the residual stream."""
+    """One layer: attention and feed-forward, each with a norm and a residual connection."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -89,7 +89,9 @@ class Model(Decoder):
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    """How each parameter starts, first match wins; the constants are those of Llama 3."""
+    """Return the initial distribution per parameter pattern; the first match wins. The constants
+    are Llama 3's.
+    """
     depth: Depth = "layer" if c.depth_init else "total"
     return {
         "*norm.weight": Draw("ones"),

@@ -1,7 +1,8 @@
-"""Qwen3 with experts (Qwen team 2025): Qwen3's attention, and in each layer 128 feed-forwards of which a token uses 8.
+"""Qwen3 with experts (Qwen team 2025): Qwen3's attention, and 128 experts per layer, of which a token uses 8.
 
-The published models keep the load even by a loss alone (``balance_loss_coeff``); ``load_balance_coeff`` adds a bias to
-the router's choice, for which their file format has no place.
+The published models balance the load only by a loss (``balance_loss_coeff``).
+``load_balance_coeff`` adds a bias to the router's choice, which the Hugging Face format of these
+models cannot store.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shardtrain.hub_formats.qwen3_moe_format import HUB
-from shardtrain.layout import Draw
+from shardtrain.layout import Depth, Draw
 from shardtrain.models.layers import Decoder, NormedAttention, RotaryAngles, build_norm
-from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of
+from shardtrain.models.moe import EXPERT_BIAS, EXPERT_STYLES, MoE, expert_draws, routing_of
 from shardtrain.models.qwen3 import ATTENTION
 from shardtrain.models.qwen3 import LAYOUT as DENSE_LAYOUT
 from shardtrain.models.qwen3 import Config as DenseConfig
@@ -25,7 +26,7 @@ __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 
 @dataclass(frozen=True)
 class Config(DenseConfig):
-    """The shape of a Qwen3 with experts; ``ffn_dim`` is not used, each expert's is ``moe_ffn_dim``."""
+    """The shape of a Qwen3 with experts, whose width is ``moe_ffn_dim``; ``ffn_dim`` is ignored."""
 
     ffn_dim: int = 0
     moe_ffn_dim: int = 768
@@ -39,12 +40,12 @@ class Config(DenseConfig):
 
 
 LAYOUT = dataclasses.replace(
-    DENSE_LAYOUT, tensor={**ATTENTION, **EXPERT_WORDS}, expert="layers.*.moe", buffers=EXPERT_BIAS
+    DENSE_LAYOUT, tensor={**ATTENTION, **EXPERT_STYLES}, expert="layers.*.moe", buffers=EXPERT_BIAS
 )
 
 
 class Qwen3MoeBlock(nn.Module):
-    """One layer: attention and experts, each behind a norm and added to the residual stream."""
+    """One layer: attention and experts, each with a norm and a residual connection."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -71,8 +72,9 @@ class Model(Decoder):
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    """How each parameter starts, first match wins."""
-    return {**dense_initial(c), **expert_draws(0.02, "layer" if c.depth_init else "total")}
+    """Return the initial distribution per parameter pattern; the first match wins."""
+    depth: Depth = "layer" if c.depth_init else "total"
+    return {**dense_initial(c), **expert_draws(0.02, depth)}
 
 
 FLAVORS = {

@@ -1,12 +1,15 @@
-"""Any architecture of Hugging Face ``transformers``, as it is, behind the face of the other models.
+"""Adapter that gives any Hugging Face ``transformers`` architecture the interface of the native models.
 
-The folder of ``model.hf_assets_path`` says which: its config.json names a class of the installed ``transformers``. The
-network is theirs, its names too (with ``hf.`` before them); sharding, recomputation and compiling go by the blocks
-that it repeats, tensor parallelism by the plan that it has. Nothing that lies in the folder is run.
+The config.json in the folder of ``model.hf_assets_path`` names a class of the installed
+``transformers``. Parameters keep the class's own names, with the prefix ``hf.``. Its repeated
+blocks are the units of sharding, recomputation and compiling; tensor parallelism uses the plan of
+the class (``_tp_plan``). No code of the folder runs.
+Shape suffixes: B batch, T tokens, S tokens of the decoder, L labels, V vocabulary.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,20 +24,24 @@ from shardtrain.ops.tied import tied_names
 from shardtrain.utils.errors import ConfigError, Problem
 
 AS_IS = True
-"""Its layout is found and not promised, and weights keep the names that they have in ``transformers``."""
+"""The layout is derived from each model instead of declared, and weights keep their names in
+``transformers``.
+"""
 PREFIX = "hf."
 _LAYERS = ("encoder_layers", "decoder_layers", "num_hidden_layers", "num_decoder_layers")
 
 
 @dataclass(frozen=True)
 class Config:
-    """What is built.
+    """Options of a transformers model. The sizes are in config.json.
 
-    ``path`` is the folder with config.json (that of ``model.hf_assets_path`` unless set); ``architecture`` the class
-    of ``transformers``, unless it is the one that config.json names; ``attention`` its implementation, "sdpa" or
-    "eager", or "auto", which leaves the choice to it; ``dropout`` drops at the rates of config.json, which by default
-    nothing does; ``num_labels`` are the labels of a network that classifies, unless they are those of config.json;
-    ``vocab_size`` the rows of the embedding, which are those of config.json unless set.
+    Attributes:
+        path: folder with the config.json; defaults to ``model.hf_assets_path``.
+        architecture: class of ``transformers``; defaults to the one that config.json names.
+        attention: attention implementation, "sdpa" or "eager"; "auto" uses the default of the class.
+        dropout: train with the dropout rates of config.json. By default there is no dropout.
+        num_labels: labels of a classifier; 0 uses the number in config.json.
+        vocab_size: rows of the embedding; None uses the number in config.json.
     """
 
     path: str = ""
@@ -50,38 +57,43 @@ class Config:
 
     @property
     def own_vocab_size(self) -> int:
-        """Rows of the embedding that config.json says."""
+        """Rows of the embedding according to config.json; 0 if it does not specify them."""
         return int(getattr(self._text, "vocab_size", 0) or 0)
 
     @property
     def num_layers(self) -> int:
-        """Blocks of a decoder, or of encoder and decoder together."""
-        values = {name: getattr(self._text, name, None) for name in _LAYERS}
-        counts = {name: count for name, count in values.items() if isinstance(count, int)}
-        # BART has both names for its encoder: num_hidden_layers repeats encoder_layers
+        """Number of blocks: of a decoder, or of encoder and decoder together."""
+        counts = {}
+        for name in _LAYERS:
+            count = getattr(self._text, name, None)
+            if isinstance(count, int):
+                counts[name] = count
+        # BART's num_hidden_layers is its encoder_layers again, and must not be added to decoder_layers
         if {"encoder_layers", "decoder_layers"} <= counts.keys():
             return counts["encoder_layers"] + counts["decoder_layers"]
         return counts.get("num_hidden_layers", 0) + counts.get("num_decoder_layers", 0)
 
     @property
     def num_heads(self) -> int:
-        """Heads of attention."""
+        """Number of attention heads."""
         return int(getattr(self._text, "num_attention_heads", 0) or 0)
 
     @property
     def head_dim(self) -> int:
-        """Features of a head."""
+        """Features per attention head."""
         head_dim = getattr(self._text, "head_dim", None)
-        return int(head_dim or getattr(self._text, "hidden_size", 0) // max(1, self.num_heads))
+        if head_dim:
+            return int(head_dim)
+        return int(getattr(self._text, "hidden_size", 0) // max(1, self.num_heads))
 
     @property
     def tied_embeddings(self) -> bool:
-        """Whether head and embedding are one tensor."""
+        """True if head and embedding share one tensor."""
         return bool(getattr(self._text, "tie_word_embeddings", False))
 
     @property
     def class_name(self) -> str:
-        """The class of ``transformers`` that is built."""
+        """Name of the ``transformers`` class to build."""
         return architectures.architecture_of(self.path, self.architecture)
 
     @property
@@ -90,14 +102,21 @@ class Config:
 
 
 LAYOUT = Layout(first=("embedding",), layers="blocks", last=("head",))
-"""The same for all: ``Model`` finds what these names mean in the network at hand."""
+"""Attributes of ``Model``, which finds the corresponding modules in each architecture."""
 
 FLAVORS: dict[str, dict[str, Any]] = {"debugmodel": {}, "folder": {}}
-"""The folder says the sizes; the first name is the default of ``model.flavor``."""
+"""Both are empty because config.json determines the sizes. The first one is the default of
+``model.flavor``.
+"""
 
 
 class Model(nn.Module):
-    """A network of ``transformers``; its parameters are on the meta device, whatever the default device is."""
+    """A model of ``transformers``, with parameters on the meta device regardless of the default device.
+
+    Raises:
+        ConfigError: the class cannot be built, has no repeated blocks, or has a saved buffer that
+            is not zeros.
+    """
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -106,15 +125,17 @@ class Model(nn.Module):
         self.config_name = c.class_name
         self.kind = architectures.kind_of(c.path, c.class_name)
         self.blocks = dict(_blocks(self.hf))
-        """Path -> repeated block: the unit of sharding, recomputation and compiling."""
+        """Path -> repeated block, the unit of sharding, recomputation and compiling."""
         self.draws = {PREFIX + name: draw for name, draw in built.draws.items()}
         self._drops = c.dropout
         self.train()
         self._constants = _take_constants(self.hf, c)
         paths = {module: path for path, module in self.hf.named_modules()}
         self.computed = [f"{paths[owner]}.{name}" for owner, name in self._constants]
-        """Names of what follows from config.json, which files of older versions hold."""
-        self._shared = {name for names in tied_names(self.hf) for name in names}
+        """Names of the buffers that follow from config.json. Checkpoints of older versions may
+        contain them.
+        """
+        self._tied = set(itertools.chain.from_iterable(tied_names(self.hf)))
         if not self.blocks:
             rule = f"names {c.class_name}, in which no repeated blocks are found"
             raise ConfigError(Problem("model.overrides.path", c.path, rule, "write a model file for it"))
@@ -127,61 +148,79 @@ class Model(nn.Module):
         decoded_BS: Tensor | None = None,
         documents_BT: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, V) of tokens (B, T); (B, L) of a network that classifies.
+        """Return logits (B, T, V) of tokens (B, T), or (B, L) for a classifier.
 
-        Each token's place is its column; with ``documents_BT`` it is that of ``positions_BT``, which begin again at 0
-        with each document, and by which the network knows where documents begin. Where
-        ``lengths_B`` are given, what comes after them is padding, which no token sees. ``decoded_BS`` are the tokens
-        that a decoder is to predict, and the logits are (B, S, V): they are shifted right here, and IGNORE becomes
-        padding.
+        Args:
+            tokens_BT: token ids.
+            positions_BT: positions that restart at 0 with each document. Used only with
+                ``documents_BT``; without it the position of a token is its column.
+            lengths_B: number of tokens of each row. The rest of the row is padding, which is
+                masked.
+            decoded_BS: target tokens of an encoder-decoder, which then returns logits (B, S, V).
+                This method shifts them right and replaces IGNORE by the padding token.
+            documents_BT: document number of each token. Tokens attend within their document.
         """
-        self._follow(tokens_BT.device)
+        self._move_constants(tokens_BT.device)
         config = self.hf.config
         inputs = {"input_ids": tokens_BT}
         pad = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
         if documents_BT is not None:
-            # No attention mask: positions that begin again say where documents do
+            # No attention mask is passed: transformers finds documents by the positions that restart at 0
             assert positions_BT is not None
             inputs["position_ids"] = positions_BT
         if lengths_B is not None:
-            known_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device) < lengths_B[:, None]
-            inputs = {"input_ids": tokens_BT.masked_fill(~known_BT, pad), "attention_mask": known_BT.long()}
+            is_text_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device) < lengths_B[:, None]
+            inputs = {"input_ids": tokens_BT.masked_fill(~is_text_BT, pad), "attention_mask": is_text_BT.long()}
         if decoded_BS is not None:
-            shown_BS = torch.full_like(decoded_BS, config.decoder_start_token_id)
-            shown_BS[:, 1:] = decoded_BS[:, :-1].masked_fill(decoded_BS[:, :-1] == IGNORE, pad)
-            inputs["decoder_input_ids"] = shown_BS
+            shifted_BS = torch.full_like(decoded_BS, config.decoder_start_token_id)
+            shifted_BS[:, 1:] = decoded_BS[:, :-1].masked_fill(decoded_BS[:, :-1] == IGNORE, pad)
+            inputs["decoder_input_ids"] = shifted_BS
         return self.hf(**inputs).logits  # type: ignore[no-any-return]
 
     def train(self, mode: bool = True) -> Model:
-        """As ever, but the network itself drops nothing unless it was asked for."""
+        """Set the mode as usual, but keep the network in evaluation mode, without dropout, unless
+        ``dropout`` is set.
+        """
         super().train(mode)
         self.hf.train(mode and self._drops)
         return self
 
     @property
     def embedding(self) -> nn.Module:
-        """The input embedding, or nothing where it is also another module's: the root then holds it."""
+        """The input embedding, or an ``nn.Identity`` if its weight is tied, since the root module
+        then shards it.
+        """
         return self._end(self.hf.get_input_embeddings())
 
     @property
     def head(self) -> nn.Module:
-        """The module that gives logits, or nothing where its weights are also another module's."""
+        """The output layer, or an ``nn.Identity`` if its weight is tied."""
         return self._end(self.hf.get_output_embeddings())
 
     @property
     def tensor_plan(self) -> dict[str, str]:
-        """Module path -> word of the network's own plan for tensor parallelism; empty where it has none."""
-        # In some versions the instance has the plan of its blocks alone, and the class that of the head
-        plan = {**(getattr(type(self.hf), "_tp_plan", None) or {}), **(getattr(self.hf, "_tp_plan", None) or {})}
-        return {PREFIX + pattern: word for pattern, word in plan.items()}
+        """Module path -> tensor-parallel style, from the ``_tp_plan`` of the architecture; empty if
+        it has none.
+        """
+        # In some versions of transformers the instance has only the plan of its blocks, and the
+        # class that of the head
+        class_plan = getattr(type(self.hf), "_tp_plan", None) or {}
+        instance_plan = getattr(self.hf, "_tp_plan", None) or {}
+        plan = {**class_plan, **instance_plan}
+        return {PREFIX + pattern: style for pattern, style in plan.items()}
 
     def _end(self, module: nn.Module | None) -> nn.Module:
-        path = next((path for path, found in self.hf.named_modules() if found is module), "")
-        is_shared = any(name.rpartition(".")[0] == path for name in self._shared)
-        return nn.Identity() if module is None or is_shared else module
+        """Return an embedding or head, or an ``nn.Identity`` if the architecture has none or its
+        weight is tied.
+        """
+        if module is None:
+            return nn.Identity()
+        path = next((path for path, other in self.hf.named_modules() if other is module), "")
+        is_tied = any(name.rpartition(".")[0] == path for name in self._tied)
+        return nn.Identity() if is_tied else module
 
-    def _follow(self, device: torch.device) -> None:
-        """Move what the network has computed from its config to where the tokens are."""
+    def _move_constants(self, device: torch.device) -> None:
+        """Move the buffers that became plain attributes to the device of the tokens."""
         for owner, name in self._constants:
             value = owner.__dict__[name]
             if value.device != device:
@@ -189,38 +228,54 @@ class Model(nn.Module):
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    """How each parameter starts, by its name: as the architecture's own ``_init_weights`` says."""
+    """Return the initial distribution of each parameter by name, from the architecture's own
+    ``_init_weights``.
+    """
     return Model(c).draws
 
 
 def _blocks(hf: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost lists of modules: of those that ``_no_split_modules`` names, where it names any of them."""
-    words = set(getattr(hf, "_no_split_modules", None) or ())
+    """Yield path and module of the repeated blocks: the items of the outermost module lists with parameters.
+
+    If ``_no_split_modules`` names classes of some lists, only these lists count.
+    """
+    block_classes = set(getattr(hf, "_no_split_modules", None) or ())
     lists: list[tuple[str, nn.ModuleList]] = []
+    named_lists: list[tuple[str, nn.ModuleList]] = []
     for path, module in hf.named_modules():
-        inside = any(path.startswith(f"{outer}.") for outer, _ in lists)
-        if isinstance(module, nn.ModuleList) and not inside and any(True for _ in module.parameters()):
-            lists.append((path, module))
-    named = [(path, blocks) for path, blocks in lists if words & {type(block).__name__ for block in blocks}]
-    for path, blocks in named or lists:
+        if not isinstance(module, nn.ModuleList):
+            continue
+        is_nested = any(path.startswith(f"{outer}.") for outer, _ in lists)
+        has_parameters = next(module.parameters(), None) is not None
+        if is_nested or not has_parameters:
+            continue
+        lists.append((path, module))
+        if block_classes & {type(block).__name__ for block in module}:
+            named_lists.append((path, module))
+
+    for path, blocks in named_lists or lists:
         for index, block in enumerate(blocks):
             yield f"{PREFIX}{path}.{index}", block
 
 
 def _take_constants(hf: nn.Module, c: Config) -> list[tuple[nn.Module, str]]:
-    """Make plain attributes of buffers that are not saved: no cast and no ``to_empty`` then changes them."""
+    """Turn non-persistent buffers into plain attributes, which no cast and no ``to_empty`` changes.
+
+    Return their modules and names. Raise ConfigError for a persistent buffer that does not start at zero.
+    """
     taken = []
     for path, module in hf.named_modules():
         for name, value in list(module._buffers.items()):
             if value is None:
                 continue
             if name in module._non_persistent_buffers_set:
+                # Module.__setattr__ is bypassed, because it would register the tensor as a buffer again
                 module._non_persistent_buffers_set.discard(name)
                 del module._buffers[name]
                 module.__dict__[name] = value
                 taken.append((module, name))
             elif bool(value.any()):
-                # A buffer that is saved is drawn as zeros: one that starts at another value would be lost
-                rule = f"names {c.class_name}, whose buffer {path}.{name} starts at a value of its own"
+                # Persistent buffers are initialized to zeros, which would lose any other value
+                rule = f"names {c.class_name}, whose buffer {path}.{name} does not start at zero"
                 raise ConfigError(Problem("model.overrides.path", c.path, rule, "write a model file for it"))
     return taken

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardtrain.models.moe import Experts, MoE, Routing, _grouped, _one_by_one, product
+from shardtrain.models.moe import Experts, MoE, Routing, _grouped_swiglu, _looped_swiglu, product
 from shardtrain.ops.cpu import expert_mix
 from shardtrain.ops.row_order import Choice, Groups, inverse_of, permute, repeat_and_permute
 from shardtrain.ops.targets import FILLER_DOCUMENT
@@ -292,7 +292,7 @@ def test_grouped_matmuls_are_the_loop_over_experts(dtype: torch.dtype) -> None:
     shapes = ((16, DIM), (EXPERTS, 24, DIM), (EXPERTS, DIM, 24), (EXPERTS, 24, DIM))
     results = []
     base = [torch.randn(shape, generator=generator) * 0.4 for shape in shapes]
-    for function in (_grouped, _one_by_one):
+    for function in (_grouped_swiglu, _looped_swiglu):
         inputs = [tensor.to(dtype).requires_grad_() for tensor in base]
         out = function(inputs[0], count_E, *inputs[1:])
         gradients = torch.autograd.grad(out, inputs, torch.ones_like(out))

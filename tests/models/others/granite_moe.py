@@ -6,7 +6,7 @@ from torch import nn
 
 from shardtrain.layout import Draw, Layout
 from shardtrain.models.layers import AttentionCore, RotaryAngles, rotate
-from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, Routing, expert_draws
+from shardtrain.models.moe import EXPERT_BIAS, EXPERT_STYLES, MoE, Routing, expert_draws
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ LAYOUT = Layout(
         "layers.*.attn": "gather",
         "layers.*.attn.w[qkv]": "colwise",
         "layers.*.attn.wo": "rowwise",
-        **EXPERT_WORDS,
+        **EXPERT_STYLES,
         "norm": "sequence",
         "head": "head",
     },

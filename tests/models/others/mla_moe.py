@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from shardtrain.layout import Draw, Layout
 from shardtrain.models.layers import AttentionCore, FeedForward, RotaryAngles, rotate
-from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, Routing, expert_draws
+from shardtrain.models.moe import EXPERT_BIAS, EXPERT_STYLES, MoE, Routing, expert_draws
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ LAYOUT = Layout(
         "layers.*.ffn": "gather",
         "layers.*.ffn.w[13]": "colwise",
         "layers.*.ffn.w2": "rowwise",
-        **EXPERT_WORDS,
+        **EXPERT_STYLES,
         "layers.*.moe.shared": "gather",
         "layers.*.moe.shared.w[13]": "colwise",
         "layers.*.moe.shared.w2": "rowwise",
