@@ -152,10 +152,7 @@ def imports(with_types: bool = False) -> dict[str, set[str]]:
     def module_of(name: str) -> str:
         return name if name in found else name.rpartition(".")[0]
 
-    graph = {module: {module_of(name) for name in names} & found.keys() - {module} for module, names in found.items()}
-    # the kernel by blocks registers its operation with a function of the module that dispatches to it
-    graph["shardtrain.ops.document_mask"].remove("shardtrain.ops.cpu.document_blocks")
-    return graph
+    return {module: {module_of(name) for name in names} & found.keys() - {module} for module, names in found.items()}
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:

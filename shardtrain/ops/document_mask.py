@@ -1,4 +1,4 @@
-"""Packed documents: attention in which no document sees another, and which parts of two stretches of a row share one.
+"""Packed documents: attention in which no document sees another.
 
 ``documents_BT`` numbers the documents of each row, ascending along it. A token attends to earlier tokens of its own
 number alone; with a window, to the nearest of them (``sliding_window.py``).
@@ -7,8 +7,8 @@ Shape suffixes: B batch, T tokens, l queries, s keys, N heads, K key-value heads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,19 +17,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardtrain.ops import attention_scores, chosen_kernels, flash_attention
 from shardtrain.ops.accelerator import is_accelerator, to_device
+from shardtrain.ops.attention_operation import empty_results, register_attention
 from shardtrain.ops.attention_scores import Scores
+from shardtrain.ops.shared_documents import Shared, shared, shifted
 from shardtrain.ops.sliding_window import blocks, queries_at_once
 
 _QUERIES_AT_ONCE = 1024
 """Queries that share a mask where a device has no kernel for documents: it is (B, 1, this, T), not (B, 1, T, T)."""
-
-
-class Shared(NamedTuple):
-    """A document that occurs in a stretch of queries and in one of keys: its row, and its tokens in either."""
-
-    row: slice
-    queries: slice
-    keys: slice
 
 
 def attention(
@@ -43,11 +37,12 @@ def attention(
 ) -> Tensor:
     """Causal attention within each document and window: (B, T, N, H). Without ``documents_BT`` a row is one document.
 
-    ``window`` counts the tokens that a token sees, itself among them; 0 means no window. ``scale`` is 1 / sqrt(H)
-    unless given. ``sinks_N`` are the scores of a sink per head: see ``scores.with_sinks``. On a CPU the flash kernel
-    runs once per document, which costs no more than the documents do (20 documents in 2,048 tokens: an eighth of the
-    time of a mask), or once per block of queries where the window is shorter; on CUDA its form for ragged sequences
-    runs once. Other types and devices mask a part of the queries at a time.
+    ``window`` is the number of tokens that a token sees, including itself; 0 means no window. ``scale`` defaults to
+    1 / sqrt(H). ``sinks_N`` are the scores of a sink per head: see ``attention_scores.with_sinks``.
+
+    On a CPU the flash kernel runs once per document, which saves the work between documents (20 documents in 2,048
+    tokens take an eighth of the time of a mask), or once per block of queries if the window is shorter. On CUDA its
+    form for ragged sequences runs once. Other dtypes and devices mask a part of the queries at a time.
 
     Raises:
         ValueError: when the numbers of a row do not ascend.
@@ -145,39 +140,6 @@ def _cut(documents_BT: Tensor, chunk: int) -> Tensor:
     return (begins_BT | ((place_T - first_BT) % chunk == 0)).cumsum(1) - 1
 
 
-def shared(queries_Bl: Tensor, keys_Bs: Tensor) -> list[Shared]:
-    """The documents that occur both in a stretch of queries and in one of keys, given the numbers of their tokens.
-
-    Raises:
-        ValueError: when the numbers of a row do not ascend.
-
-    >>> shared(torch.tensor([[3, 3, 4]]), torch.tensor([[2, 3]]))
-    [Shared(row=slice(0, 1, None), queries=slice(0, 2, None), keys=slice(1, 2, None))]
-    """
-    of_queries = _places(queries_Bl)
-    of_keys = of_queries if keys_Bs is queries_Bl else _places(keys_Bs)
-    found = []
-    for row, (queries, keys) in enumerate(zip(of_queries, of_keys, strict=True)):
-        for number, places in queries.items():
-            if number in keys:
-                found.append(Shared(slice(row, row + 1), places, keys[number]))
-    return found
-
-
-def _places(documents_Bl: Tensor) -> list[dict[int, slice]]:
-    """Where each document of each row lies: its number -> its tokens."""
-    rows = []
-    for documents_l in documents_Bl:
-        numbers, lengths = torch.unique_consecutive(documents_l, return_counts=True)
-        if bool((numbers[1:] <= numbers[:-1]).any()):
-            raise ValueError("documents_BT must ascend along each row: a number came back, or a smaller one followed")
-        stops = lengths.cumsum(0)
-        starts = stops - lengths
-        ranges = zip(numbers.tolist(), starts.tolist(), stops.tolist(), strict=True)
-        rows.append({number: slice(start, stop) for number, start, stop in ranges})
-    return rows
-
-
 _host_copies = WeakTensorKeyDictionary()
 
 
@@ -188,21 +150,26 @@ def remember(documents_BT: Tensor, on_host_BT: Tensor) -> None:
 
 
 def on_host(documents_BT: Tensor) -> Tensor:
-    """The numbers in host memory; copied from the device once per tensor, not once per layer.
+    """Return the numbers in host memory, copied from the device once per tensor instead of once per layer.
 
-    Of rows that were cut out of a tensor that is remembered nothing is copied: a pipeline's micro-batches are such.
+    Consecutive rows of a remembered tensor, such as a pipeline's micro-batches, are taken from its host copy.
     """
     if documents_BT.device.type == "cpu":
         return documents_BT
-    # Keyed weakly by the tensor: a copy is gone when the batch is
+    # Keyed weakly by the tensor: the copy is freed with the batch
     if documents_BT not in _host_copies:
         whole_BT = documents_BT._base
-        if whole_BT is not None and whole_BT in _host_copies and documents_BT.shape[1:] == whole_BT.shape[1:]:
-            first = documents_BT.storage_offset() // max(1, whole_BT.stride(0))
+        if whole_BT is not None and whole_BT in _host_copies and _are_consecutive_rows(documents_BT, whole_BT):
+            first = (documents_BT.storage_offset() - whole_BT.storage_offset()) // max(1, whole_BT.stride(0))
             _host_copies[documents_BT] = _host_copies[whole_BT][first : first + documents_BT.size(0)]
         else:
             _host_copies[documents_BT] = documents_BT.cpu()
     return _host_copies[documents_BT]  # type: ignore[no-any-return]
+
+
+def _are_consecutive_rows(part_BT: Tensor, whole_BT: Tensor) -> bool:
+    """True for a view of entire rows without gaps between them. Every second row, for example, has another stride."""
+    return part_BT.shape[1:] == whole_BT.shape[1:] and part_BT.stride() == whole_BT.stride()
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -245,11 +212,6 @@ def _pieces(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterato
             yield row, shifted(queries, document.start), shifted(keys, document.start), {"causal": False, "band": band}
 
 
-def shifted(places: slice, by: int) -> slice:
-    """The places of a stretch in what the stretch is a part of, where it begins at ``by``."""
-    return slice(places.start + by, places.stop + by)
-
-
 def _ragged_rows(q_BTNH: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, int]:
     if documents_BT is not None:
         # `ragged` with the starts on the documents' device; made once per tensor, without waiting for the device
@@ -259,71 +221,6 @@ def _ragged_rows(q_BTNH: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, i
         return _ragged_copies[documents_BT]  # type: ignore[no-any-return]
     rows, tokens = q_BTNH.shape[:2]
     return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=q_BTNH.device), tokens
-
-
-class _Operation(Protocol):
-    """A custom operation: called with the arguments of the function that it was made of."""
-
-    def __call__(self, *arguments: Any) -> Any: ...
-
-
-def register_attention(
-    name: str,
-    forward: Callable[..., tuple[Tensor, Tensor]],
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    keeps_output: bool,
-) -> _Operation:
-    """Register attention and its backward pass as the custom operations ``shardtrain::NAME`` and ``NAME_backward``.
-
-    A compiler then does not look inside, selective recomputation can keep the result, and tensors without data pass
-    through.
-
-    Args:
-        name: name of the operation.
-        forward: maps (q, k, v, documents, [sinks,] window, scale) to the output and its log-sum-exp.
-        backward: maps (gradient, q, k, v, [output,] log-sum-exp, documents, window, scale) to the gradients of q, k, v.
-        keeps_output: True if ``backward`` takes the output. The sinks need it too.
-    """
-    operation = torch.library.custom_op(f"shardtrain::{name}", forward, mutates_args=())
-    backward_operation = torch.library.custom_op(f"shardtrain::{name}_backward", backward, mutates_args=())
-    operation.register_fake(lambda q_BTNH, *_: empty_results(q_BTNH))
-
-    def empty_gradients(gradient_BTNH: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
-
-    backward_operation.register_fake(empty_gradients)
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q_BTNH, k_BTKH, v_BTKH, documents_BT, *sinks, ctx.window, ctx.scale = inputs
-        results = output if keeps_output else output[1:]
-        ctx.save_for_backward(q_BTNH, k_BTKH, v_BTKH, *results, documents_BT, *sinks)
-        ctx.num_sinks = len(sinks)
-        # Nothing is differentiated by the log-sum-exp, and no zeros need to be made for its gradient
-        ctx.set_materialize_grads(False)
-
-    def differentiate(ctx: Any, gradient_BTNH: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        sinks = saved[len(saved) - ctx.num_sinks :]
-        saved = saved[: len(saved) - ctx.num_sinks]
-        gradients = backward_operation(gradient_BTNH, *saved, ctx.window, ctx.scale)
-        sinks_gradients: list[Tensor | None] = []
-        for sinks_N in sinks:
-            if sinks_N is None:
-                sinks_gradients.append(None)
-                continue
-            out_BTNH, log_sum_BNT = saved[3:5]
-            sinks_gradients.append(attention_scores.sinks_gradient(gradient_BTNH, out_BTNH, log_sum_BNT, sinks_N))
-        return (*gradients, None, *sinks_gradients, None, None)
-
-    operation.register_autograd(differentiate, setup_context=save)
-    return operation
-
-
-def empty_results(q_BTNH: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an empty output (B, T, N, H) and log-sum-exp (B, N, T) for these queries."""
-    B, T, N, _ = q_BTNH.shape
-    out_BTNH = torch.empty_like(q_BTNH, memory_format=torch.contiguous_format)
-    return out_BTNH, q_BTNH.new_empty((B, N, T), dtype=torch.promote_types(q_BTNH.dtype, torch.float32))
 
 
 def _forward(

@@ -180,10 +180,3 @@ def test_numbers_on_a_device_are_read_where_the_batch_came_from() -> None:
     assert moved.documents_BT is not None
     assert document_mask.on_host(moved.documents_BT) is documents_BT
     assert document_mask.on_host(documents_BT) is documents_BT
-
-
-def test_shared_documents_are_those_of_both_stretches() -> None:
-    documents_BT = numbers([{4, 10}, {6}])
-    found = document_mask.shared(documents_BT[:, 8:], documents_BT[:, :8])
-    assert found == [(slice(0, 1), slice(0, 2), slice(4, 8)), (slice(1, 2), slice(0, 16), slice(6, 8))]
-    assert document_mask.shared(documents_BT[:, 12:], documents_BT[:, :4]) == []

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardtrain.ops import document_mask
-from shardtrain.ops.document_mask import shifted
+from shardtrain.ops.shared_documents import Shared, shared, shifted
 from shardtrain.ops.sliding_window import Band, blocks
 
 
@@ -99,7 +98,7 @@ def _by_document(
         if queries_Bl is None or keys_Bs is None:
             yield ContextPiece(slice(None), rows, columns, causal)
             continue
-        for row, queries, keys in document_mask.shared(queries_Bl[:, rows], keys_Bs[:, columns]):
+        for row, queries, keys in shared(queries_Bl[:, rows], keys_Bs[:, columns]):
             yield ContextPiece(row, shifted(queries, rows.start), shifted(keys, columns.start), causal)
 
 
@@ -129,14 +128,12 @@ def _within_window(
                 yield ContextPiece(batch, seeing, seen, False, block.band)
 
 
-def documents_met(
-    rows: slice, columns: slice, queries_Bl: Tensor | None, keys_Bs: Tensor | None
-) -> list[document_mask.Shared]:
+def documents_met(rows: slice, columns: slice, queries_Bl: Tensor | None, keys_Bs: Tensor | None) -> list[Shared]:
     """Return the documents of a stretch, with places from its beginning; the entire stretch without documents."""
     if queries_Bl is None or keys_Bs is None:
         whole = (slice(0, places.stop - places.start) for places in (rows, columns))
-        return [document_mask.Shared(slice(None), *whole)]
-    return document_mask.shared(queries_Bl[:, rows], keys_Bs[:, columns])
+        return [Shared(slice(None), *whole)]
+    return shared(queries_Bl[:, rows], keys_Bs[:, columns])
 
 
 def _causal_parts(tokens: int, source: int, rank: int, balanced: bool) -> list[tuple[slice, slice, bool]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardtrain.distributed.context_parallel.masks import chunks_of, documents_met
 from shardtrain.distributed.cpu.shared_memory import SequenceExchange
 from shardtrain.ops.cpu import blocked_attention
-from shardtrain.ops.document_mask import shifted
+from shardtrain.ops.shared_documents import shifted
 from shardtrain.ops.sliding_window import Band
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

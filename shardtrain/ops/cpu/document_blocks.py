@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from shardtrain.ops.attention_operation import register_attention
 from shardtrain.ops.cpu import blocked_attention
-from shardtrain.ops.document_mask import Shared, register_attention, shared
+from shardtrain.ops.shared_documents import Shared, shared
 from shardtrain.ops.sliding_window import Band
 
 

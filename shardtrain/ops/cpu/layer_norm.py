@@ -46,8 +46,8 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
         x_RD = x.contiguous().view(-1, x.size(-1))
         out_RD = torch.empty_like(x_RD)
-        mean_R1 = torch.empty(x_RD.size(0), 1)
-        inverse_R1 = torch.empty(x_RD.size(0), 1)
+        mean_R1 = torch.empty(x_RD.size(0), 1, dtype=torch.float32)
+        inverse_R1 = torch.empty(x_RD.size(0), 1, dtype=torch.float32)
         for rows in chunks(x_RD):
             x_rD = x_RD[rows].float()
             mean_r1 = x_rD.mean(-1, keepdim=True)
@@ -67,8 +67,8 @@ class _LayerNorm(torch.autograd.Function):
         x_RD, weight_D, mean_R1, inverse_R1 = ctx.saved_tensors
         gradient_RD = gradients[0].contiguous().view(x_RD.shape)
         dx_RD = torch.empty_like(x_RD)
-        dweight_D = torch.zeros(x_RD.size(1))
-        dbias_D = torch.zeros(x_RD.size(1))
+        dweight_D = torch.zeros(x_RD.size(1), dtype=torch.float32)
+        dbias_D = torch.zeros(x_RD.size(1), dtype=torch.float32)
         for rows in chunks(x_RD):
             gradient_rD = gradient_RD[rows].float()
             inverse_r1 = inverse_R1[rows]

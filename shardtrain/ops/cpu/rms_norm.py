@@ -51,7 +51,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         x_RD = x.contiguous().view(-1, x.size(-1))
         out_RD = torch.empty_like(x_RD)
-        inverse_R1 = torch.empty(x_RD.size(0), 1)
+        inverse_R1 = torch.empty(x_RD.size(0), 1, dtype=torch.float32)
         for rows in chunks(x_RD):
             x_rD = x_RD[rows].float()
             inverse_r1 = x_rD.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -66,7 +66,7 @@ class _RMSNorm(torch.autograd.Function):
         x_RD, weight_D, inverse_R1 = ctx.saved_tensors
         gradient_RD = gradients[0].contiguous().view(x_RD.shape)
         dx_RD = torch.empty_like(x_RD)
-        dweight_D = torch.zeros(x_RD.size(1))
+        dweight_D = torch.zeros(x_RD.size(1), dtype=torch.float32)
         for rows in chunks(x_RD):
             gradient_rD = gradient_RD[rows].float()
             inverse_r1 = inverse_R1[rows]

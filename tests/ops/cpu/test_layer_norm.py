@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -20,16 +22,32 @@ def computed(
 ) -> list[Tensor]:
     """Output, and gradients of the input, the weight and the bias."""
     generator = torch.Generator().manual_seed(0)
-    x, gradient = (torch.randn(*shape, generator=generator).add_(0.3).bfloat16().to(dtype) for _ in range(2))
+    x, gradient = (
+        torch.randn(*shape, generator=generator, dtype=torch.float32).add_(0.3).bfloat16().to(dtype) for _ in range(2)
+    )
     module = kind(shape[-1], eps=eps, bias=bias, dtype=dtype)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(torch.randn(shape[-1], generator=generator).bfloat16())
+            parameter.copy_(torch.randn(shape[-1], generator=generator, dtype=torch.float32).bfloat16())
     x.requires_grad_()
     out = module(x)
     out.backward(gradient)
     assert out.dtype == dtype and x.grad is not None
     return [out.detach(), x.grad, *(parameter.grad for parameter in module.parameters() if parameter.grad is not None)]
+
+
+@pytest.fixture
+def _float64_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_dtype_changes_no_number(request: pytest.FixtureRequest) -> None:
+    expected = computed(Float32SumLayerNorm, torch.bfloat16, (7, 24), True)
+    request.getfixturevalue("_float64_by_default")
+    for found, usual in zip(computed(Float32SumLayerNorm, torch.bfloat16, (7, 24), True), expected, strict=True):
+        assert torch.equal(found, usual)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,8 +24,8 @@ def _also_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def computed(kind: type[nn.RMSNorm], dtype: torch.dtype, shape: tuple[int, ...], eps: float) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x, gradient = (torch.randn(*shape, generator=generator).bfloat16().to(dtype) for _ in range(2))
-    weight = torch.randn(shape[-1], generator=generator).bfloat16().to(dtype)
+    x, gradient = (torch.randn(*shape, generator=generator, dtype=torch.float32).bfloat16().to(dtype) for _ in range(2))
+    weight = torch.randn(shape[-1], generator=generator, dtype=torch.float32).bfloat16().to(dtype)
     module = kind(shape[-1], eps=eps, dtype=dtype)
     with torch.no_grad():
         module.weight.copy_(weight)
@@ -33,6 +34,20 @@ def computed(kind: type[nn.RMSNorm], dtype: torch.dtype, shape: tuple[int, ...],
     out.backward(gradient)
     assert out.dtype == dtype and x.grad is not None and module.weight.grad is not None
     return [out.detach(), x.grad, module.weight.grad]
+
+
+@pytest.fixture
+def _float64_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_dtype_changes_no_number(request: pytest.FixtureRequest) -> None:
+    expected = computed(RowwiseRMSNorm, torch.bfloat16, (7, 24), 1e-5)
+    request.getfixturevalue("_float64_by_default")
+    for found, usual in zip(computed(RowwiseRMSNorm, torch.bfloat16, (7, 24), 1e-5), expected, strict=True):
+        assert torch.equal(found, usual)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
