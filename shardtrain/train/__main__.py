@@ -1,4 +1,4 @@
-"""``torchrun -m shardtrain.train``, as users of torchtitan start it: the verb ``train``."""
+"""``torchrun -m shardtrain.train``: run the command ``train``, for users of torchtitan, who start it like this."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""Frozen models of a task: the reference model of preference tasks, and the teacher of a distillation.
+"""Build the frozen models of a task: the reference model of preference tasks, the teacher of distillation.
 
 A reference model has the initial weights of the run. Every start loads them from ``checkpoint.initial_load_path`` or
 draws them from the seed again; a teacher is loaded from its folder. Both are sharded like the trained model and are not
@@ -57,25 +57,28 @@ def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
             all_ranks(partial(importing.fill, model_state_dict(built.runner), folder, built.module, built.shape))
             runner.teacher = built.runner.parts[0]
             logger.info(
-                f"teacher: {folder}, {frozen.model.name} of {format_count(built.num_params)} parameters, frozen"
+                f"teacher (frozen): {frozen.model.name} from {folder}, {format_count(built.num_params)} parameters"
             )
             continue
         start = start_of(config)
         if start is not None:
             _fill(built, config, start)
         task.reference = built.runner.parts[0]
-        logger.info(f"reference: {start or f'the weights drawn from debug.seed={config.debug.seed}'}, frozen")
+        origin = start or f"drawn from debug.seed={config.debug.seed}"
+        logger.info(f"reference model (frozen): initial weights of this run, {origin}")
 
 
 def _fill(built: BuiltModel, config: Config, start: Place) -> None:
+    """Load the initial weights of the run into a frozen model, from a Hugging Face folder or a checkpoint."""
     weights = model_state_dict(built.runner)
     if config.checkpoint.initial_load_in_hf:
         all_ranks(partial(importing.fill_as_configured, weights, Path(str(start)), config))
         return
 
     def verify() -> None:
-        if damage := tensors.find_damaged_file(manifest.read(start), start):
-            raise CheckpointError(f"checkpoint {start} cannot be used: {damage}; use another one")
+        damage = tensors.find_damaged_file(manifest.read(start), start)
+        if damage:
+            raise CheckpointError(f"checkpoint {start} cannot be used: {damage}; use another checkpoint")
 
     all_ranks(verify)
     stored = manifest.read(start)

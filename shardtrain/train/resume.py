@@ -1,4 +1,4 @@
-"""Save a run, and continue it on any number of ranks, at exactly the sample where it stopped."""
+"""Save a run, and resume it on any number of ranks at exactly the sample where it stopped."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
+    from shardtrain.config.changes import OptionChange
     from shardtrain.train.run import Run
 
 
@@ -37,26 +38,18 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
     """Write the run's state to its checkpoint folder (a collective); see ``Checkpoints.save``.
 
     Raises:
-        NumericalError: before anything is written, where the update left a weight or the optimizer's state not finite.
+        NumericalError: a weight or the optimizer's state is not finite. Nothing is written.
     """
     model = weights(run)
-    rest = run.optimizer_state_dict()
+    optimizer_state = run.optimizer_state_dict()
 
-    # a weight that is not finite must not become the newest checkpoint, from which everything continues
-    buffers = run.runner.buffers()  # not judged: a mask of -inf is one
+    # A resume starts from the newest checkpoint, so it must not contain a weight that is not finite. Buffers are not
+    # checked, because a buffer may be a mask of -inf.
+    buffers = run.runner.buffers()
     named = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in model.items()}
     learned = {name: tensor for name, tensor in named.items() if name not in buffers}
-    nonfinite_tensor.refuse_to_save(run, {**learned, **rest}, checkpoints)
+    nonfinite_tensor.refuse_to_save(run, {**learned, **optimizer_state}, checkpoints)
 
-    # where the readers of a stream are; other data need the count of samples alone
-    cursors: list[list[int]] | None = []
-    own = torch.from_numpy(run.dataloader.cursors(run.state.samples_consumed))
-    if len(own):
-        # a rank knows the cursors of its own readers and has -1 for others; one that nobody knows makes all useless
-        known: Tensor = run.mesh.max(own.to(run.mesh.device), over=BATCH_AXES)
-        cursors = None if bool((known < 0).any()) else known.tolist()
-
-    # what is not a tensor, as JSON
     facts: dict[str, Any] = {
         "state": run.state.to_dict(),
         "guard": run.resilience.guard.to_dict(),
@@ -64,7 +57,7 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
         "data_files": run.dataloader.sampled_files,
         "data_contents": sampled(run.contents.record()),
         "data_unproven": sampled(run.contents.unproven()),
-        "data_cursors": cursors,
+        "data_cursors": _gather_cursors(run),
         "best": checkpoints.best.to_dict(),
         "owes_validation": run.owes_validation,
         **compatibility.record(run),
@@ -74,17 +67,32 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
     if run.scaler:
         facts["scaler"] = run.scaler.state()
     with heartbeat(f"saving step {run.state.step}", None if run.mesh.device_mesh.get_rank() == 0 else 0, logger.info):
-        checkpoints.save(run.state.step, model, rest, facts, last, wait)
+        checkpoints.save(run.state.step, model, optimizer_state, facts, last, wait)
+
+
+def _gather_cursors(run: Run) -> list[list[int]] | None:
+    """Return the cursors of all readers of streamed data (a collective).
+
+    Empty for other data, whose position follows from the number of samples. None if a cursor is not known.
+    """
+    local = torch.from_numpy(run.dataloader.cursors(run.state.samples_consumed))
+    if not len(local):
+        return []
+    # a rank has -1 for the readers of other ranks
+    cursors: Tensor = run.mesh.max(local.to(run.mesh.device), over=BATCH_AXES)
+    if bool((cursors < 0).any()):
+        return None
+    return cursors.tolist()
 
 
 def resume(run: Run, checkpoints: Checkpoints) -> None:
-    """Continue from the run's own checkpoint, or start from ``checkpoint.initial_load_path``, if there is one.
+    """Resume from the run's own checkpoint. Without one, start from ``checkpoint.initial_load_path`` if it is set.
 
-    A run of adapters takes the frozen weights from there in either case, and starts from ``lora.initial_load_path``.
+    A LoRA run loads the frozen weights from that path in either case, and starts from ``lora.initial_load_path``.
 
     Raises:
-        ConfigError: when the data or options are not those of the checkpoint; names each that differs.
-        CheckpointError: when the checkpoint cannot be used.
+        ConfigError: data or options differ from the checkpoint's. The message names each difference.
+        CheckpointError: the checkpoint cannot be used.
     """
     options = run.config.checkpoint
     path = checkpoints.to_continue()
@@ -94,47 +102,49 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
         assert run.adapters is not None
         run.lora = base_weights.load(run.config, run.runner, run.adapters, run.mesh.device, checkpoints)
         start = lora.initial_load_path
-    # its own checkpoint goes before the weights that a run may start from
-    initial = path is None and options.enable and start is not None
-    if initial:
+    # the run's own checkpoint takes precedence over initial weights
+    is_start = path is None and options.enable and start is not None
+    if is_start:
         path = place(str(start))
     if path is None:
         return
 
-    # weights of other formats, which hold no run that could be continued
-    if initial and lora.enable and peft.is_folder(path):
+    # initial weights in other formats, which do not contain a run that could be resumed
+    if is_start and lora.enable and peft.is_folder(path):
         peft.load(run.config, run.lora, run.runner.parameters(), Path(str(path)))
         return
-    if initial and not lora.enable and not options.initial_load_in_hf and saved_file.is_saved_file(path):
+    if is_start and not lora.enable and not options.initial_load_in_hf and saved_file.is_saved_file(path):
         tensors = weights(run)
         all_ranks(lambda: saved_file.load(run, Path(str(path)), tensors, options.initial_load_model_only))
         return
-    if initial and options.initial_load_in_hf and not lora.enable:
+    if is_start and options.initial_load_in_hf and not lora.enable:
         _load_hub(run, path)
         return
 
-    # a checkpoint of this program: all of it, but for what the options exclude
+    # a shardtrain checkpoint: load all parts that the options do not exclude
     excluded = set(options.exclude_from_loading)
-    if initial and options.initial_load_model_only:
+    if is_start and options.initial_load_model_only:
         excluded |= {"optimizer", "train_state", "dataloader"}
-    load(run, checkpoints, path, excluded, own=not initial)
+    load(run, checkpoints, path, excluded, own=not is_start)
     logger.info(f"continuing from {path} at step {run.state.step}")
 
 
 def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], own: bool = True) -> None:
-    """Fill the run in place from a checkpoint, and seek its data to the next sample; raises what ``resume`` raises.
+    """Load a checkpoint in place, and seek the data to the next sample (a collective). Raises what ``resume`` raises.
 
-    ``own``: whether the checkpoint is of this run, rather than of another one that it starts from.
+    Args:
+        excluded: parts not to load, as in ``checkpoint.exclude_from_loading``.
+        own: True for a checkpoint of this run, False for one of another run that it starts from.
     """
     facts = checkpoints.facts(path)
     if run.config.lora.enable:
         base_weights.check_same(run, path, facts)
     is_new_run = not own and run.config.checkpoint.initial_load_model_only
     changes = [] if is_new_run else compatibility.find_changes(run, facts, sorted(excluded))
-    other_data = _find_other_data(run, facts) if not excluded & {"dataloader", "train_state"} else ""
+    other_data = "" if excluded & {"dataloader", "train_state"} else _find_other_data(run, facts)
 
-    # a run with other options or data is refused before a tensor is touched; but of another model the load itself says
-    # more, the name of a tensor that does not fit, so that it goes first
+    # Reject other options or data before a tensor is touched. If the model itself differs, load first: the error of a
+    # tensor that does not fit names the tensor.
     is_other_model = any(change.option.startswith("model.") for change in changes)
     if is_new_run and not run.config.lora.enable:
         first_rank(lambda: check_noted(run.config.model, path))
@@ -148,87 +158,115 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
         run.state.load(facts.get("state", {}))
         checkpoints.best.load(facts.get("best"), path.parent if own else None)
         run.owes_validation = own and run.config.validation.enable and facts.get("owes_validation") is True
-        guard = facts.get("guard")
-        if guard is None:
-            logger.warning(
-                f"checkpoint {path} remembers no earlier losses: spikes are found when the window is full again"
-            )
-        elif not isinstance(guard, dict):
-            raise CheckpointError(f"checkpoint {path}: the guard's state is not a table; use another one")
-        else:
-            run.resilience.guard.load(guard)
-        # a run that changes to float16 has no scale to continue from
-        begins_to_scale = any(change.option == "training.mixed_precision_param" for change in changes)
-        if run.scaler and ("scaler" in facts or not begins_to_scale):
-            scaler = facts.get("scaler", {})
-            if not isinstance(scaler, dict) or not all(isinstance(value, int | float) for value in scaler.values()):
-                raise CheckpointError(
-                    f"checkpoint {path}: the loss scaler's state is not a table of numbers; use another one"
-                )
-            run.scaler.load(scaler)
+        _load_guard(run, facts, path)
+        _load_scaler(run, facts, path, changes)
     if "lr_scheduler" in excluded:
-        run.state.updates = 0  # the schedule starts from scratch: it is a function of this count alone
+        run.state.updates = 0  # the schedule depends only on this count, so it starts again
 
-    # the position in the data follows from the count of samples; the readers of a stream have cursors beside it,
-    # without which it would be read again up to there
+    # the position in the data follows from the number of samples; readers of a stream also need their cursors, or they
+    # read the stream again up to there
     cursors: np.ndarray | None = None
     if "dataloader" in excluded:
         run.state.samples_consumed = run.state.order_hash = 0
-        run.resilience.guard.rewinds = []  # the rows that they leave out are those of other data
+        run.resilience.guard.rewinds = []  # rollbacks skip rows of the old data
     elif "train_state" not in excluded:
-        saved = facts.get("data_cursors")
-        try:
-            cursors = None if saved is None else np.array(saved, np.int64).reshape(-1, 3)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(
-                f"checkpoint {path}: data_cursors are not rows of three counts; use another one"
-            ) from error
+        cursors = _read_cursors(facts, path)
     run.dataloader.seek(run.state.samples_consumed, cursors)
     if not is_new_run:
         compatibility.keep_history(run, facts, changes)
 
 
+def _load_guard(run: Run, facts: Mapping[str, Any], path: Place) -> None:
+    """Load the losses and norms of earlier steps, with which the guard detects spikes."""
+    guard = facts.get("guard")
+    if guard is None:
+        logger.warning(
+            f"checkpoint {path} contains no earlier losses: loss spikes are detected when the window is full again"
+        )
+        return
+    if not isinstance(guard, dict):
+        raise CheckpointError(f"checkpoint {path}: the guard's state is not a table; use another checkpoint")
+    run.resilience.guard.load(guard)
+
+
+def _load_scaler(run: Run, facts: Mapping[str, Any], path: Place, changes: Sequence[OptionChange]) -> None:
+    """Load the state of the loss scaler. A run that changes to float16 has none and keeps its initial scale."""
+    changes_dtype = any(change.option == "training.mixed_precision_param" for change in changes)
+    if not run.scaler or ("scaler" not in facts and changes_dtype):
+        return
+    scaler = facts.get("scaler", {})
+    if not isinstance(scaler, dict) or not all(isinstance(value, int | float) for value in scaler.values()):
+        raise CheckpointError(
+            f"checkpoint {path}: the loss scaler's state is not a table of numbers; use another checkpoint"
+        )
+    run.scaler.load(scaler)
+
+
+def _read_cursors(facts: Mapping[str, Any], path: Place) -> np.ndarray | None:
+    """Read the cursors that ``_gather_cursors`` saved, as int64 of shape (readers, 3)."""
+    saved = facts.get("data_cursors")
+    if saved is None:
+        return None
+    try:
+        return np.array(saved, np.int64).reshape(-1, 3)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: data_cursors are not rows of three counts; use another checkpoint"
+        ) from error
+
+
 def _load_hub(run: Run, folder: Place) -> None:
-    """Start from the weights of a Hugging Face folder (a collective): all ranks do, or none."""
+    """Start from the weights of a Hugging Face folder (a collective). If one rank fails, all ranks raise."""
     tensors = base_weights.without_new_head(run.config, weights(run))
     all_ranks(partial(importing.fill_as_configured, tensors, Path(str(folder)), run.config))
     logger.info(f"starting from the weights of {folder}")
 
 
 def weights(run: Run) -> dict[str, Tensor]:
-    """Everything of a model that a checkpoint holds: parameters and buffers by name, or the adapters alone."""
+    """Return the model tensors of a checkpoint: all parameters and buffers, or only the adapters of a LoRA run."""
     return held_by(run.adapters, run.model_state_dict())
 
 
 def held_by(adapters: Spec | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of the tensors of a model, with the prefix of checkpoints, those that one of such adapters holds."""
+    """Return the tensors that a checkpoint with these adapters contains; all of them without adapters.
+
+    Names have the prefix of checkpoints.
+    """
     if adapters is None:
         return tensors
     return {name: tensor for name, tensor in tensors.items() if adapters.holds(name.removeprefix(WEIGHTS_PREFIX))}
 
 
 def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
-    """How the data differ from those of the checkpoint; empty when they are the same."""
-    # only the first rank knows what files hold; all ranks hear of it, and raise the same error
+    """Describe how the data differ from those of the checkpoint (a collective). Empty if they are the same.
+
+    Raises:
+        ConfigError: a file was replaced during training, so part of the run saw other data.
+    """
+    # only rank 0 knows the hashes of the files, so it broadcasts its findings
     contents = facts.get("data_contents")
     differing = broadcast_json(run.contents.expect(contents))
-    if other := broadcast_json(run.contents.trained_on_other(contents, facts.get("data_unproven"))):
-        option, path, step = other
-        rule = f"held something else when steps after {step} of this run were trained, and has been replaced since"
+    replaced = broadcast_json(run.contents.trained_on_other(contents, facts.get("data_unproven")))
+    if replaced:
+        option, path, step = replaced
+        rule = f"has been replaced: steps after {step} of this run were trained on other contents"
         raise ConfigError(Problem(option, path, rule, f"continue with checkpoint.load_step={step}, or {RESTART}"))
     if facts.get("data_fingerprint") == run.dataloader.fingerprint:
-        return f"{_some(differing)} differ at equal size" if differing else ""
-    old = facts.get("data_files", {})
-    new = run.dataloader.sampled_files
-    old = old if isinstance(old, dict) else {}
-    changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+        return f"{_first_names(differing)} differ at equal size" if differing else ""
+    old_files = facts.get("data_files", {})
+    new_files = run.dataloader.sampled_files
+    if not isinstance(old_files, dict):
+        old_files = {}
+    changed = sorted(name for name in {*old_files, *new_files} if old_files.get(name) != new_files.get(name))
     if changed:
-        return f"{_some(changed)} differ"
+        return f"{_first_names(changed)} differ"
     return (
         "rows of a file of equal size, tokenizer, seq_len, seed, packing, mixture, data.mode, data.readers or "
         "training.last_batch differ"
     )
 
 
-def _some(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+def _first_names(names: Sequence[str]) -> str:
+    """List at most three names, and the number of the others."""
+    shown = ", ".join(names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

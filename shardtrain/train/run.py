@@ -48,7 +48,8 @@ class Run:
     """Facts about adapters for checkpoints; see ``base_weights.py``."""
     contents: Contents = field(default_factory=Contents)
     """Hashes of the data files, as far as they have been computed. Only rank 0 has them."""
-    counting: BestEffort = field(default_factory=lambda: BestEffort("counting beside a step"))
+    optional_metrics: BestEffort = field(default_factory=lambda: BestEffort("additional metrics of a step"))
+    """Logs an error in these metrics once, instead of ending the run."""
     files: dict[str, str] = field(default_factory=dict)
     """Hashes of the user's Python files when the run was built, by option; see ``config/changes.py``."""
     accepted_changes: list[dict[str, Any]] = field(default_factory=list)
@@ -59,11 +60,11 @@ class Run:
     """A request to stop cancelled the validation after this step."""
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """All parameters (frozen ones too) and buffers, by their names in checkpoints."""
+        """Return all parameters, including frozen ones, and buffers by their names in checkpoints."""
         return model_state_dict(self.runner)
 
     def optimizer_state_dict(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, by their names in checkpoints."""
+        """Return the optimizer's tensors by their names in checkpoints."""
         states = optim.state_tensors(self.optimizer, self.runner.optimizer_parameters().items())
         return {f"optimizer.{name}": tensor for name, tensor in states.items()}
 
@@ -86,24 +87,26 @@ class Run:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The learning-rate schedule; a user's file is run once."""
+        """The learning-rate schedule. Cached, so a user's file is executed once."""
         return lr_scheduler.find(self.config.lr_scheduler.name)
 
     def measures(self) -> dict[str, float]:
-        """Additional metrics of a logged step (a collective)."""
-        skipped = {"skipped_updates": self.state.step - self.state.updates}
+        """Return additional metrics of a logged step (a collective)."""
         # The runner's measures are a collective: an error there affects all ranks and must propagate
-        measures: dict[str, float] = {**self.runner.measures(), **skipped}
+        measures: dict[str, float] = dict(self.runner.measures())
+        measures["skipped_updates"] = self.state.step - self.state.updates
         # The counters of this rank are optional
-        nothing: dict[str, float] = {}
-        measures |= self.counting.call(
-            lambda: {f"rows_of/{name}": rows for name, rows in self.dataloader.rows_of_sources.items()}, nothing
-        )
-        return measures | self.counting.call(self.resilience.measures, nothing)
+        no_metrics: dict[str, float] = {}
+        measures |= self.optional_metrics.call(self._rows_per_source, no_metrics)
+        measures |= self.optional_metrics.call(self.resilience.measures, no_metrics)
+        return measures
+
+    def _rows_per_source(self) -> dict[str, float]:
+        return {f"rows_of/{name}": rows for name, rows in self.dataloader.rows_of_sources.items()}
 
 
 def model_state_dict(runner: Runner) -> dict[str, Tensor]:
-    """All parameters and buffers of a model, by their names in checkpoints."""
+    """Return all parameters and buffers of a model by their names in checkpoints."""
     tensors: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
     return {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in tensors.items()}
 
@@ -113,7 +116,9 @@ class Outcome:
     """Results of a step: sums of this rank, and values that are equal on all ranks."""
 
     loss_sum: Tensor
+    """Sum of the loss over this rank's target tokens."""
     local_tokens: int
+    """Target tokens of this rank."""
     global_tokens: int
     """Target tokens over all ranks."""
     computed_tokens: int
@@ -126,7 +131,7 @@ class Outcome:
 
 
 def run_facts(run: Run, world: World) -> RunFacts:
-    """Facts that are constant from the first step of this process to its last, or to a rollback."""
+    """Return the facts for metrics that stay constant until the process ends or rolls back."""
     config = run.config
     return RunFacts(
         rank=world.rank,
@@ -145,7 +150,7 @@ def run_facts(run: Run, world: World) -> RunFacts:
 
 
 class ReduceOverMesh(Reduce):
-    """Reductions over ranks with different target tokens, and over pipeline stages, which lack the loss."""
+    """Reductions of metrics over the ranks that have different target tokens, and over pipeline stages."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

@@ -1,9 +1,8 @@
-"""A checkpoint that is one file of ``torch.save``, as PyTorch's tutorials and pytorch_universal_trainer write it.
+"""Start a run from a single ``torch.save`` file, as PyTorch's tutorials and pytorch_universal_trainer write it.
 
-The file is a table with ``model_state_dict`` and, if training is to continue, ``optimizer_state_dict``,
+The file is a table with ``model_state_dict`` and, to continue training, ``optimizer_state_dict``,
 ``scheduler_state_dict``, ``scaler_state_dict`` and ``global_step``. It is read as data (``checkpoint/torch_file.py``):
-nothing in it is run, and one tensor at a time is in memory. Everything is compared before the first number of the run
-changes.
+no code in it is run, and one tensor at a time is in memory. All checks come before the first change of the run.
 """
 
 from __future__ import annotations
@@ -35,89 +34,101 @@ if TYPE_CHECKING:
     from shardtrain.train.run import Run
 
 WEIGHTS = ("model_state_dict", "state_dict", "model")
+"""Keys under which such files store the weights."""
 _WITHOUT_DECAY = ("bias", "LayerNorm.weight")
-"""The second of two groups: parameters whose name holds one of these (the Trainer of transformers, before 2023)."""
+"""Name parts of the parameters in the second of two optimizer groups (the Trainer of transformers, before 2023)."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def is_saved_file(path: Place | None) -> bool:
-    """Whether a path leads to a file, where a shardtrain checkpoint is a folder."""
+    """True for a file. A shardtrain checkpoint is a folder."""
     return isinstance(path, Path) and path.is_file()
 
 
 class FileWeights(BinWeights):
-    """The weights of such a file by name, without the names of wrappers (``without_wrappers``)."""
+    """The weights of such a file by name, without the prefixes of wrappers (``without_wrappers``)."""
 
     def __init__(self, path: Path) -> None:
-        """Read what the file describes; raises CheckpointError where that is not a table of weights."""
+        """Read the index of the file.
+
+        Raises:
+            CheckpointError: the file is not a table of weights.
+        """
         self.folder = path
         self.file = TorchFile(path)
         self._files = {path.name: self.file}
         table = self.file.value
         if not isinstance(table, dict):
-            raise CheckpointError(f"{path} holds no table; a checkpoint has {WEIGHTS[0]} and what goes with it")
+            raise CheckpointError(f"{path} is not a table; a checkpoint file has {WEIGHTS[0]} and other keys")
         self.table: Mapping[str, Any] = table
-        named = next((table[key] for key in WEIGHTS if isinstance(table.get(key), dict)), table)
-        found = {name: stored for name, stored in named.items() if isinstance(stored, Stored)}
-        if not found or (named is not table and len(found) < len(named)):
-            odd = next((str(name)[:80] for name, stored in named.items() if not isinstance(stored, Stored)), "nothing")
-            raise CheckpointError(f"{path} holds no table of weights ({odd} is not a tensor)")
-        self.stored = without_wrappers({str(name): stored for name, stored in found.items()})
+        # the weights are under one of the known keys, or they are the entire table
+        weights = next((table[key] for key in WEIGHTS if isinstance(table.get(key), dict)), table)
+        tensors = {name: value for name, value in weights.items() if isinstance(value, Stored)}
+        others = [str(name)[:80] for name, value in weights.items() if not isinstance(value, Stored)]
+        if not tensors or (weights is not table and others):
+            odd = others[0] if others else "nothing"
+            raise CheckpointError(f"{path} has no table of weights ({odd} is not a tensor)")
+        self.stored = without_wrappers({str(name): stored for name, stored in tensors.items()})
         self._file_of = dict.fromkeys(self.stored, path.name)
 
 
 def translate(weights: FileWeights, tensors: Mapping[str, Tensor], model: Model) -> mapping.Translation:
-    """Where each tensor of a model is in the file.
+    """Find each tensor of a model in the file. ``tensors`` have the prefix of checkpoints.
 
-    ``tensors`` are the model's, with the prefix of checkpoints. Raises CheckpointError naming tensors that are missing,
-    not of this model, or of another shape.
+    Raises:
+        CheckpointError: names tensors that are missing, unknown to this model, or have another shape.
     """
     module = models.find(model.name)
     named = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}
-    passed: Sequence[str] = ()
+    ignored_patterns: Sequence[str] = ()
     if as_is.is_as_is(module):
         shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
         network: Any = models.build(module, shape)
-        found, passed = as_is.fit(network, shape, weights)
-        # a folder of another head may hold what this network has no place for, and a checkpoint of it may not
+        translation, ignored_patterns = as_is.fit(network, shape, weights)
+        # A folder may contain the head of another task, which as_is.fit ignores. In a checkpoint that is an error.
         prefix = f"{network.hf.base_model_prefix}."
-        used = {str(source) for source in found.sources.values()}
-        others = {n for n in weights.names() if not n.startswith(prefix) and not _aliased(n, weights, used)}
-        passed = [pattern for pattern in passed if pattern not in {re.escape(name) for name in others}]
+        used = {str(source) for source in translation.sources.values()}
+        heads = {name for name in weights.names() if not name.startswith(prefix) and not _aliased(name, weights, used)}
+        head_patterns = {re.escape(name) for name in heads}
+        ignored_patterns = [pattern for pattern in ignored_patterns if pattern not in head_patterns]
     else:
         shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
         if any(name.endswith("tok_embeddings.weight") for name in weights.names()):
-            # torchtitan has other names, and other rows of queries and keys: a verb of its own puts both in order
-            way = f"`shardtrain checkpoint from-dcp {weights.folder} NEW` makes a checkpoint of it"
-            raise CheckpointError(f"{weights.folder} has torchtitan's names: {way}, for checkpoint.initial_load_path")
+            # torchtitan has other names and another order of query and key rows, which from-dcp converts
+            fix = f"convert it with `shardtrain checkpoint from-dcp {weights.folder} NEW`"
+            raise CheckpointError(
+                f"{weights.folder} has torchtitan's names; {fix} and set checkpoint.initial_load_path to NEW"
+            )
         hub = HubFormat(model.name, "", {}, lambda _: {}, lambda _: {}, ())
         config = SimpleNamespace(head_dim=1, tied_embeddings=False)
-        found = mapping.Translation(hub, shapes, config, {name: name for name in shapes})
-    missing = sorted(set(named) - set(found.sources))  # what a folder may leave to be drawn, a checkpoint has
+        translation = mapping.Translation(hub, shapes, config, {name: name for name in shapes})
+    # a Hugging Face folder may lack tensors that are then drawn; a checkpoint must be complete
+    missing = sorted(set(named) - set(translation.sources))
     if missing:
         shown = ", ".join(missing[:10])
         raise CheckpointError(f"{weights.folder} does not fit {model.name}: {len(missing)} missing: {shown}")
-    mapping.check(found, weights, passed)
-    return found
+    mapping.check(translation, weights, ignored_patterns)
+    return translation
 
 
 def fill(path: Path, tensors: Mapping[str, Tensor], model: Model) -> None:
-    """Fill this rank's part of a model's tensors (with the prefix ``model.``) from the file.
+    """Fill this rank's shards of a model's tensors (with the prefix ``model.``) from the file.
 
     Raises:
-        CheckpointError: when tensors are missing, surplus or of other shapes, or the file is damaged.
+        CheckpointError: tensors are missing, surplus or have other shapes, or the file is damaged.
     """
     weights = FileWeights(path)
     _fill(weights, tensors, translate(weights, tensors, model))
 
 
 def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) -> None:
-    """Fill the run in place from the file; without ``model_only`` it continues at the step of the file.
+    """Load the file into the run, in place. Without ``model_only``, the run continues at the step of the file.
 
-    ``tensors`` are the model's, with the prefix of checkpoints. The data continue after that many steps.
+    ``tensors`` are the model's, with the prefix of checkpoints. The data continue as if every step had this run's
+    batch size.
 
     Raises:
-        CheckpointError: as ``fill``, and where the optimizer's state is not that of the model or a counter is missing.
+        CheckpointError: as in ``fill``; or the optimizer's state is not that of the model, or a counter is missing.
     """
     weights = FileWeights(path)
     translation = translate(weights, tensors, run.config.model)
@@ -125,47 +136,70 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
         _fill(weights, tensors, translation)
         logger.info(f"starting from the weights of {path}")
         return
-    # everything is read and compared before the first tensor of the run changes
+
+    # read and check everything before the first change of the run
     step = weights.table.get("global_step")
     if type(step) is not int or step < 0:
         raise CheckpointError(
-            f"{path}: global_step is not a count; for weights alone set checkpoint.initial_load_model_only=true"
+            f"{path}: global_step is not a count; set checkpoint.initial_load_model_only=true to load only the weights"
         )
-    updates = step
-    scheduler = weights.table.get("scheduler_state_dict")
-    if isinstance(scheduler, dict) and type(scheduler.get("last_epoch")) is int and scheduler["last_epoch"] >= 0:
-        updates = min(step, scheduler["last_epoch"])  # updates that float16 left out moved no rate
     states = _states(weights, translation)
-    live = optim.state_tensors(run.optimizer, run.runner.optimizer_parameters().items())
-    odd = sorted({name.rpartition(".")[2] for name in live} - {*_MOMENTS, "step"})
-    if odd:
-        raise CheckpointError(f"{path} has the state of Adam, and this run's optimizer keeps {', '.join(odd)}")
+    live_states = optim.state_tensors(run.optimizer, run.runner.optimizer_parameters().items())
+    other_states = sorted({name.rpartition(".")[2] for name in live_states} - {*_MOMENTS, "step"})
+    if other_states:
+        raise CheckpointError(
+            f"{path} has the state of Adam, but this run's optimizer also keeps {', '.join(other_states)}"
+        )
+
+    # model and optimizer
     _fill(weights, tensors, translation)
-    for name, tensor in live.items():
-        parameter, _, moment = name.rpartition(".")
-        value = states[str(translation.sources[parameter])][moment]
+    for name, tensor in live_states.items():
+        parameter, _, state_name = name.rpartition(".")
+        value = states[str(translation.sources[parameter])][state_name]
         if not isinstance(value, Stored):
             local_tensor(tensor).fill_(value)
             continue
-        whole = weights.file.tensor(value)
-        local_tensor(tensor).copy_(whole[local_slices(tensor)] if tensor.dim() else whole.reshape(()))
-    # the scale of float16, within the bounds of ours
-    scaler = weights.table.get("scaler_state_dict")
-    if run.scaler and isinstance(scaler, dict) and "scale" in scaler:
-        scale = scaler["scale"]
-        grown = scaler.get("_growth_tracker", 0)
-        if not isinstance(scale, int | float) or not math.isfinite(scale) or type(grown) is not int:
-            raise CheckpointError(f"{path}: scaler_state_dict holds no loss scale; use another file")
-        run.scaler.load({"scale": min(LARGEST, max(SMALLEST, float(scale))), "finite_steps": max(0, grown)})
+        full_tensor = weights.file.tensor(value)
+        local_value = full_tensor[local_slices(tensor)] if tensor.dim() else full_tensor.reshape(())
+        local_tensor(tensor).copy_(local_value)
+    _load_scaler(run, weights, path)
+
+    # counters and data
     run.state.step = step
-    run.state.updates = updates
-    # the file knows no position in the data: they continue as if every step had had this batch
+    run.state.updates = _num_updates(weights, step)
     run.dataloader.seek(step * run.dataloader.global_batch)
     run.state.samples_consumed = run.state.tokens_seen = run.dataloader.samples_consumed
-    whole_run = weights.table.get("num_train_optimization_steps")
-    if type(whole_run) is int and whole_run != run.total_steps:
-        logger.warning(f"{path} is of a run of {whole_run} steps, and this one has {run.total_steps}: rates differ")
+    total_steps = weights.table.get("num_train_optimization_steps")
+    if type(total_steps) is int and total_steps != run.total_steps:
+        logger.warning(
+            f"{path} is from a run of {total_steps} steps, and this run has {run.total_steps}: "
+            "learning rates differ from the original run"
+        )
     logger.info(f"continuing from {path} at step {step}")
+
+
+def _num_updates(weights: FileWeights, step: int) -> int:
+    """Number of optimizer updates: the scheduler's count, which lacks the steps that float16 skipped."""
+    scheduler = weights.table.get("scheduler_state_dict")
+    if not isinstance(scheduler, dict):
+        return step
+    last_epoch = scheduler.get("last_epoch")
+    if type(last_epoch) is not int or last_epoch < 0:
+        return step
+    return min(step, last_epoch)
+
+
+def _load_scaler(run: Run, weights: FileWeights, path: Path) -> None:
+    """Load the loss scale of float16, clamped to the range of this package's scaler."""
+    scaler = weights.table.get("scaler_state_dict")
+    if not run.scaler or not isinstance(scaler, dict) or "scale" not in scaler:
+        return
+    scale = scaler["scale"]
+    finite_steps = scaler.get("_growth_tracker", 0)
+    if not isinstance(scale, int | float) or not math.isfinite(scale) or type(finite_steps) is not int:
+        raise CheckpointError(f"{path}: scaler_state_dict has no valid loss scale; use another file")
+    scale = min(LARGEST, max(SMALLEST, float(scale)))
+    run.scaler.load({"scale": scale, "finite_steps": max(0, finite_steps)})
 
 
 def _fill(weights: FileWeights, tensors: Mapping[str, Tensor], translation: mapping.Translation) -> None:
@@ -174,62 +208,78 @@ def _fill(weights: FileWeights, tensors: Mapping[str, Tensor], translation: mapp
 
 
 def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str, dict[str, Any]]:
-    """Adam's state of each parameter, by the name that it has in the file.
+    """Return Adam's state of each parameter, by the parameter's name in the file.
 
-    The state is kept by number: parameters count in the order of the model, those that decay before the others where
-    there are two groups. That the shapes fit one after the other is checked for each.
+    The file keys states by parameter number. Numbers follow the order of the model, except that with two groups the
+    parameters with weight decay come first. The shape of every state is checked against its parameter.
+
+    Raises:
+        CheckpointError: the file has no complete Adam state of this model.
     """
-    where = weights.folder
+    path = weights.folder
+    fix = "set checkpoint.initial_load_model_only=true to load only the weights"
     table = weights.table.get("optimizer_state_dict")
-    fix = "for its weights alone set checkpoint.initial_load_model_only = true"
     if not isinstance(table, dict) or not isinstance(table.get("state"), dict):
-        raise CheckpointError(f"{where} holds no optimizer_state_dict; {fix}")
-    groups = table.get("param_groups")
+        raise CheckpointError(f"{path} has no optimizer_state_dict; {fix}")
     state = table["state"]
+    groups = table.get("param_groups")
     if not isinstance(groups, list) or not all(
-        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     ):
-        raise CheckpointError(f"{where}: optimizer_state_dict has no param_groups; {fix}")
-    wanted = {str(source) for source in translation.sources.values()}
+        raise CheckpointError(f"{path}: optimizer_state_dict has no param_groups; {fix}")
+
+    # the order in which the optimizer numbers its parameters
+    names = _parameter_names(weights, {str(source) for source in translation.sources.values()})
+    numbers = [number for group in groups for number in group["params"]]
+    is_fitting = len(groups) == 1
+    if len(groups) == 2:
+        without_decay = [name for name in names if any(part in name for part in _WITHOUT_DECAY)]
+        with_decay = [name for name in names if name not in set(without_decay)]
+        names = with_decay + without_decay
+        is_fitting = len(groups[1]["params"]) == len(without_decay)
+    if not is_fitting or len(numbers) != len(names):
+        sizes = ", ".join(str(len(group["params"])) for group in groups)
+        raise CheckpointError(
+            f"{path}: the optimizer has groups of {sizes} parameters, and the model has {len(names)}; two groups must "
+            f"be divided by {' and '.join(_WITHOUT_DECAY)} (training on shards of the model changes groups); {fix}"
+        )
+
+    states: dict[str, dict[str, Any]] = {}
+    for number, name in zip(numbers, names, strict=True):
+        parameter_state = state.get(number)
+        moments: list[Any] = [None]
+        if isinstance(parameter_state, dict):
+            moments = [parameter_state.get(moment) for moment in _MOMENTS]
+        shape = weights.shape(name)
+        if not all(isinstance(moment, Stored) and moment.shape == shape for moment in moments):
+            raise CheckpointError(f"{path}: the optimizer's state {number} is not that of {name}; {fix}")
+        step = parameter_state.get("step")
+        is_scalar = isinstance(step, int | float) or (isinstance(step, Stored) and math.prod(step.shape) == 1)
+        if not is_scalar:
+            raise CheckpointError(f"{path}: the optimizer's state {number} ({name}) has no step; {fix}")
+        states[name] = parameter_state
+    return states
+
+
+def _parameter_names(weights: FileWeights, used: set[str]) -> list[str]:
+    """Return the names of the used tensors in file order. A tensor with several names counts once, at its first."""
     names: list[str] = []
     seen: set[tuple[str, int, tuple[int, ...]]] = set()
-    for name, stored in weights.stored.items():  # of one tensor under several names the model counts the first
-        place = (stored.key, stored.offset, stored.shape)
-        if place not in seen and (name in wanted or _aliased(name, weights, wanted)):
-            names.append(next(n for n in wanted if n == name or _place(weights, n) == place))
-        seen.add(place)
-    # the order in which the optimizer numbers its parameters
-    numbers = [number for group in groups for number in group["params"]]
-    if len(groups) == 2:
-        later = [name for name in names if any(part in name for part in _WITHOUT_DECAY)]
-        names = [name for name in names if name not in set(later)] + later
-        fits = len(groups[1]["params"]) == len(later)
-    else:
-        fits = len(groups) == 1
-    if not fits or len(numbers) != len(names):
-        parts = ", ".join(str(len(group["params"])) for group in groups)
-        raise CheckpointError(
-            f"{where}: the optimizer holds groups of {parts} parameters, and the model has {len(names)}, parted by "
-            f"{' and '.join(_WITHOUT_DECAY)} where there are two (as after training on shards of the model); {fix}"
-        )
-    found: dict[str, dict[str, Any]] = {}
-    for number, name in zip(numbers, names, strict=True):
-        one = state.get(number)
-        moments = [one.get(moment) for moment in _MOMENTS] if isinstance(one, dict) else [None]
-        if not all(isinstance(m, Stored) and m.shape == weights.shape(name) for m in moments):
-            raise CheckpointError(f"{where}: the optimizer's state {number} is not that of {name}; {fix}")
-        step = one.get("step")
-        if not isinstance(step, Stored | int | float) or (isinstance(step, Stored) and math.prod(step.shape) != 1):
-            raise CheckpointError(f"{where}: the optimizer's state {number} ({name}) has no step; {fix}")
-        found[name] = one
-    return found
+    for name in weights.stored:
+        location = _location(weights, name)
+        if location not in seen and (name in used or _aliased(name, weights, used)):
+            names.append(next(other for other in used if other == name or _location(weights, other) == location))
+        seen.add(location)
+    return names
 
 
-def _place(weights: FileWeights, name: str) -> tuple[str, int, tuple[int, ...]]:
+def _location(weights: FileWeights, name: str) -> tuple[str, int, tuple[int, ...]]:
+    """Storage, offset and shape of a tensor: equal for two names of the same tensor."""
     stored = weights.stored[name]
     return stored.key, stored.offset, stored.shape
 
 
-def _aliased(name: str, weights: FileWeights, wanted: set[str]) -> bool:
-    place = _place(weights, name)
-    return any(other in weights.stored and _place(weights, other) == place for other in wanted)
+def _aliased(name: str, weights: FileWeights, used: set[str]) -> bool:
+    """True if a used name refers to the same tensor as ``name``."""
+    location = _location(weights, name)
+    return any(other in weights.stored and _location(weights, other) == location for other in used)

@@ -1,4 +1,4 @@
-"""A dry run: one process builds one rank of any number of ranks, and nothing is trained."""
+"""Start a dry run (``comm.mode="fake_backend"``): the torch-free part, before ``dry_run`` is imported."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from shardtrain.utils.heartbeat import heartbeat
 
 
 def run(loaded: Loaded, nproc: int | None) -> int:
-    """Check the configuration for any number of ranks, and build one rank's share of it without memory."""
+    """Check the configuration for any number of ranks, and print the report of one rank. Return the exit status."""
     size = environment.choose_processes_here(loaded.config, nproc).count
     rank = environment.simulated_rank(os.environ, size)
-    notices = config.require_to_build(loaded, size)  # of this machine's devices and files nothing is asked
+    # does not check devices and files of this machine
+    notices = config.require_to_build(loaded, size)
     environment.set_process_defaults(os.environ, 1, environment.usable_cores(), alone=True)
-    with heartbeat("importing PyTorch"):  # once the configuration has been found to work
+    # import PyTorch only after the configuration has passed its checks
+    with heartbeat("importing PyTorch"):
         from shardtrain.train import dry_run
 
     with heartbeat(f"building rank {rank} of {size}"):

@@ -1,4 +1,4 @@
-"""The all-reduce that begins a step: token counts, the checksum of the data, requests to stop and to save."""
+"""The first all-reduce of a step: token counts, a checksum of the data, requests to stop, and the state of a save."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _NUM_FLAGS = 4
 
 @dataclass
 class StepSums:
-    """One rank's contribution before ``all_reduce``, the sums over all ranks after it."""
+    """Values of one rank before ``all_reduce``, and the sums over all ranks after it."""
 
     num_targets: int = 0
-    """Target tokens: the divisor of the loss. Ranks that hold the same rows contribute them once."""
+    """Target tokens, the divisor of the loss. Only one of the ranks that read the same rows counts them."""
     num_tokens: int = 0
-    """Tokens that the model computes with, without filler: for throughput. Counted once like the targets."""
+    """Tokens without padding, for the throughput. Counted once like the targets."""
     num_rows: int = 0
-    """Rows that are not filler, counted once like the targets."""
+    """Rows without padding rows, counted once like the targets."""
     checksum: int = 0
-    """Of the rows, modulo 2^64; see ``data.checksum``."""
+    """Checksum of the rows, modulo 2^64; see ``data.checksum``."""
     flags: list[float] = field(default_factory=lambda: [0.0] * _NUM_FLAGS)
     """Requests to stop and the state of a save; see ``Resilience.pack_flags``."""
 
     def pack(self) -> Tensor:
-        """As float64, in which counts and the 16-bit parts of the checksum add up exactly."""
+        """Pack into one float64 tensor, in which counts and the 16-bit parts of the checksum are summed exactly."""
         counts = [self.num_targets, self.num_tokens, self.num_rows, *checksum.split(self.checksum)]
         return torch.tensor([*counts, *self.flags], dtype=torch.float64)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> StepSums:
-        """Inverse of ``pack``, and of a sum of packed ones."""
+        """Unpack a tensor from ``pack``, or a sum of such tensors."""
         numbers = packed.tolist()
         return cls(
             num_targets=int(numbers[0]),
@@ -49,5 +49,5 @@ class StepSums:
         )
 
     def all_reduce(self, mesh: Mesh) -> StepSums:
-        """The sums over all ranks (a collective), of a tensor on the CPU, so that no rank waits for its device."""
+        """Return the sums over all ranks (a collective). The tensor is on the CPU, so no rank waits for its device."""
         return self.unpack(mesh.sum_of_all(self.pack()))

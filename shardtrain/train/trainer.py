@@ -58,12 +58,12 @@ def main(loaded: Loaded) -> TrainState:
 
 @contextmanager
 def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
-    """Join the process group with a watchdog beside it, check the configuration on all ranks, and open the log."""
+    """Join the process group, compare the configuration of all ranks, start the watchdog, and open the log."""
     config = loaded.config
-    os.environ.update(
-        flight_recorder_environment(config, Path(config.job.dump_folder))
-    )  # read when the process group starts
-    model_check_lines: list[str] = []  # for the log, which opens once the ranks have joined
+    # PyTorch reads these variables when the process group starts
+    os.environ.update(flight_recorder_environment(config, Path(config.job.dump_folder)))
+    # kept until the log opens, after the ranks have joined
+    model_check_lines: list[str] = []
 
     def check_ranks(store: Store, rank: int, size: int) -> None:
         config_consistency.check(config, store, rank, size)
@@ -71,8 +71,8 @@ def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
             model_check_lines.extend(model_check.check(config, store, rank, size))
 
     with (
-        # ranks compare their configurations over the store, before there are collectives: ranks whose configurations
-        # differ could deadlock in one
+        # Compare configurations over the store, before the first collective: with different configurations a
+        # collective could deadlock.
         process_group.join(config.comm, config.training.device, check_ranks) as world,
         resilience.watchdog(config, world),
     ):
@@ -87,7 +87,7 @@ def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
 
 
 def train(loaded: Loaded, world: World, resilience: Resilience | None = None) -> TrainState:
-    """Build the run, continue it from a checkpoint if there is one, and step to its end."""
+    """Build the run, resume it from its newest checkpoint if there is one, and step to its end."""
     loaded = compatibility.keep_batch_size(loaded, world)
     with opened(loaded, world, resilience or Resilience()) as (run, checkpoints):
         if loaded.config.checkpoint.create_seed_checkpoint:
@@ -131,12 +131,12 @@ def opened(loaded: Loaded, world: World, resilience: Resilience) -> Iterator[tup
 
 
 def _heartbeat(activity: str, world: World) -> AbstractContextManager[None]:
-    """Log a line every few seconds on rank 0 while the block runs."""
+    """Log a line on rank 0 every few seconds while the block runs."""
     return heartbeat(activity, None if world.rank == 0 else 0, logger.info)
 
 
 def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints) -> TrainState:
-    """Step to the end of the run; roll back to a checkpoint when the loss spike policy asks for it."""
+    """Step to the end of the run. Roll back to a checkpoint when the loss spike policy requires it."""
     config = loaded.config
     folder = Path(loaded.config.job.dump_folder)
     rows = run.dataloader.num_samples
@@ -161,7 +161,8 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
                     config, folder, run_facts(run, world), ReduceOverMesh(run.mesh), run.state.tokens_seen, phase=phase
                 ) as metrics:
                     _steps(run, world, checkpoints, validator, samples, metrics)
-                    run.resilience.stop.close()  # after the last step and save requests to stop are ignored
+                    # after the last step and save, ignore requests to stop
+                    run.resilience.stop.close()
                 if world.rank == 0:
                     shutdown.log_best_step(run, checkpoints)
                 return run.state
@@ -201,7 +202,8 @@ def _steps(
                     outcome = step(run)
             except Exception as error:
                 raise shutdown.explain(error, run) from error
-            if outcome is None:  # the data have ended, or a rank was asked to stop
+            # the data have ended, or a rank has a request to stop
+            if outcome is None:
                 break
             if run.config.compile.enable and state.step == started_at + 1:
                 not_compiled = compile.left_out(run.config)
@@ -230,7 +232,8 @@ def _steps(
             _finish_step(run, checkpoints, validator, samples, metrics)
             collector.step(state.step)
             if trace:
-                with activity.slow():  # a trace of a large model takes minutes to write
+                # a trace of a large model takes minutes to write
+                with activity.slow():
                     trace.step()
             resilience.end_step(config)
 
@@ -283,7 +286,10 @@ def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Che
 
 
 def step(run: Run) -> Outcome | None:
-    """One optimizer step (a collective). None, on every rank, if the data have ended or a rank was asked to stop."""
+    """Run one optimizer step (a collective).
+
+    None, on every rank, if the data have ended or a rank has a request to stop.
+    """
     config = run.config
     mesh = run.mesh
     state = run.state
@@ -297,11 +303,11 @@ def step(run: Run) -> Outcome | None:
     if run.runner.counts_filler:
         host_batches = data.mark_filler(host_batches)
     batches = [batch.to(mesh.device, non_blocking=True) for batch in host_batches]
-    # dropout differs between data ranks, and is a function of the step, so that a resumed run draws the same masks
+    # Dropout differs between data ranks. It depends on the step, so a resumed run draws the same masks.
     seed_step(config.debug.seed, state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
 
-    # forward and backward: gradients are sums over tokens. The loss is divided once, here, by the target tokens of all
-    # ranks, so that no later reduction takes a mean
+    # Forward and backward. Gradients are sums over tokens: the loss is divided once, here, by the target tokens of all
+    # ranks, so no later reduction takes a mean.
     scale = run.scaler.scale if run.scaler else 1.0
     weight = torch.full((), scale / max(sums.num_targets, 1), dtype=torch.float32, device=mesh.device)
     lr = learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates, run.schedule)
@@ -312,8 +318,8 @@ def step(run: Run) -> Outcome | None:
     norm = run.runner.gradient_norm() / scale
     agreement = grad_clip.Agreement(loss / scale, norm, mesh)
 
-    # update: where the optimizer allows it, the device decides whether the update applies, so it is queued before the
-    # host has read loss and norm; else the host decides
+    # Update. If possible, the device decides whether the update applies, so the update is queued before the host has
+    # read loss and norm. Otherwise the host decides.
     max_norm = config.training.max_norm
     decision = agreement.on_device(max_norm) if run.decides_on_device else None
     if decision:
@@ -331,7 +337,7 @@ def step(run: Run) -> Outcome | None:
 
 
 def _update(run: Run, factor: float | torch.Tensor, applies: torch.Tensor | None = None) -> None:
-    """Scale the gradients and step the optimizer; nothing changes where ``applies``, a bool on the device, is false."""
+    """Scale the gradients and step the optimizer. No-op on the device if ``applies``, a bool tensor, is false."""
     grad_clip.scale_gradients(run.runner.parameters().values(), factor)
     if applies is None:
         run.runner.update(run.optimizer)
@@ -340,18 +346,18 @@ def _update(run: Run, factor: float | torch.Tensor, applies: torch.Tensor | None
 
 
 def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
-    """This rank's batches of a step, the sums over all ranks, and the seconds spent reading (a collective).
+    """Return this rank's batches of a step, the sums over all ranks, and the seconds spent reading (a collective).
 
-    None, on all ranks, if the data have ended or a rank was asked to stop. Where a streamed dataset ends is only known
-    by reading, and its readers end one after another: a step without rows is skipped, and the data have ended after as
-    many empty rows as there are readers.
+    None, on all ranks, if the data have ended or a rank has a request to stop. A streamed dataset does not know its
+    length, and its readers reach their ends one after another. So a step without rows is skipped, and the data have
+    ended when every reader has returned an empty row.
     """
     loader = run.dataloader
     resilience = run.resilience
     empty_rows = 0
     data_seconds = 0.0
     while True:
-        # this rank's share of the rows of a step, which may block on workers or storage
+        # read this rank's rows of the step; may block on workers or storage
         started = time.perf_counter()
         first_row = loader.samples_consumed
         try:
@@ -361,11 +367,13 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
         if batches is None and loader.has_ended:
             return None
         data_seconds += time.perf_counter() - started
-        batches = batches or []  # None if a request to stop ended the wait; the flags in the sums tell the other ranks
+        # None if a request to stop ended the wait; the flags in the sums tell the other ranks
+        batches = batches or []
 
         # the first collective of a step: every rank enters it, whatever it has read
         local_sums = StepSums(flags=resilience.pack_flags())
-        if run.mesh.rank("pp", "cp", "tp") == 0:  # pp, cp and tp peers read the same rows, which must count once
+        # pp, cp and tp peers read the same rows, so only the first of them counts them
+        if run.mesh.rank("pp", "cp", "tp") == 0:
             local_sums.num_targets = sum(batch.num_targets for batch in batches)
             local_sums.num_tokens = sum(batch.num_tokens for batch in batches)
             local_sums.num_rows = sum(batch.num_rows for batch in batches)
@@ -374,11 +382,14 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
         if resilience.unpack_flags(sums.flags):
             return None
 
-        # skip the rows that a rollback leaves out, and steps without rows at the end of a stream
-        left_out = resilience.leaves_out(first_row, first_row + loader.global_batch)
-        if not left_out and (not loader.ends_without_notice or sums.num_rows > 0):
+        # skip rows that a rollback excludes, and steps without rows at the end of a stream
+        is_excluded = resilience.leaves_out(first_row, first_row + loader.global_batch)
+        has_rows = sums.num_rows > 0 or not loader.ends_without_notice
+        if has_rows and not is_excluded:
             return batches, sums, data_seconds
-        empty_rows += 0 if left_out else loader.global_batch
         run.state.samples_consumed = loader.samples_consumed
-        if empty_rows >= loader.num_readers and not left_out:
+        if is_excluded:
+            continue
+        empty_rows += loader.global_batch
+        if empty_rows >= loader.num_readers:
             return None

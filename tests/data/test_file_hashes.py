@@ -111,7 +111,7 @@ def test_a_checkpoint_of_steps_on_other_content_is_refused_when_the_old_file_is_
     write_rows(file)
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0)[0]
     assert steps == 0 and "rows.jsonl" in message and "checkpoint.load_step=4" in message
-    assert "held something else when steps after 4 of this run were trained" in message
+    assert "steps after 4 of this run were trained on other contents" in message
     assert run_ranks(1, run, config_of(tmp_path, "rows", 10, load_step=4), 0)[0] == ("", 6)
 
 

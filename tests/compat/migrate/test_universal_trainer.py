@@ -288,7 +288,7 @@ def damaged(original: Original, file: Path, kind: str) -> str:
         whole = original.optimizer.state_dict()
         whole["param_groups"][0]["params"] = whole["param_groups"][0]["params"][:-1]
         original.save(file, optimizer_state_dict=whole)
-        return "the optimizer holds groups of"
+        return "the optimizer has groups of"
     if kind == "no step":
         original.save(file, global_step="ten")
         return "global_step is not a count"

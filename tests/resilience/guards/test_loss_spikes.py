@@ -173,7 +173,7 @@ def test_the_history_of_a_rewound_run_holds_each_step_once(root: Path, one: dict
     # losses has 10 steps, and 8 after going back
     assert [record["loss"] for record in found] == one["rewind"].losses[:8] + one["rewind"].losses[10:]
     log = (root / "rewind/logs/rank-0.log").read_text()
-    assert "continuing after step 8" in log and "without rows 72 to 87 of the order of the data" in log
+    assert "continuing after step 8" in log and "without rows 72 to 87 in the order of the data" in log
 
 
 @pytest.mark.parametrize("name", ["resumed", "late resumed"])
