@@ -92,7 +92,7 @@ def test_plan_check_and_mfu_agree_on_a_device(name: str) -> None:
         assert (checked.memory_bytes, checked.device) == (device.memory_bytes, device.torch_device)
         assert {dtype: peak_flops(name, dtype) for dtype in device.flops} == device.flops
     else:
-        with pytest.raises(configs.ConfigError, match="is not a device that train can use"):
+        with pytest.raises(configs.ConfigError, match="is not a device that train supports"):
             machine.named(name, loaded, 1)
 
 

@@ -1,7 +1,7 @@
-"""What ``train`` would refuse before its first step, found without starting it: ``config check`` and ``train`` ask.
+"""Preflight checks: find everything that would stop ``train`` before its first step. Also run by ``config check``.
 
-``judge`` asks the rules of ``config``, then what these cannot know: the data, the tokenizer, the first weights, the
-model built without memory, and whether its states fit the machine. Torch is imported only where one of these needs it.
+``judge`` applies the rules of ``config``, and then the checks that need files or the model: data, tokenizer, initial
+weights, the model built without memory, and the memory of its states. Torch is imported only if a check needs it.
 """
 
 from __future__ import annotations
@@ -36,35 +36,39 @@ __all__ = ["Machine", "PreflightResult", "judge", "named", "require", "require_i
 
 @dataclass(frozen=True)
 class PreflightResult:
-    """``errors`` are what would end a run, each of one line or several; ``notes`` are worth a look and end none."""
+    """Errors and notes of the preflight checks."""
 
     errors: tuple[ShardtrainError, ...] = ()
+    """Errors that would end a run, each with one or more lines."""
     notes: tuple[str, ...] = ()
+    """Notes that do not stop a run."""
     warnings: tuple[str, ...] = ()
-    """Those of the notes that a run tells before it starts its ranks, as no rank knows of them."""
+    """The notes that ``train`` prints before it starts its ranks, because no rank repeats them."""
 
     @property
     def lines(self) -> list[str]:
-        """A line for each problem, in the order in which they were found; none twice."""
+        """One line per problem, in the order in which they were found, without duplicates."""
         lines = [str(line) for error in self.errors for line in getattr(error, "problems", [error])]
         return list(dict.fromkeys(lines))
 
     @property
     def exit_code(self) -> int:
-        """That of a run: of a wrong configuration before that of data, checkpoints and storage."""
+        """Exit status of a run with these errors: the lowest, so configuration comes before data and storage."""
         return min((error.exit_code for error in self.errors), default=0)
 
     def raise_errors(self) -> None:
-        """Raise what was found as one error with all lines; raises nothing where nothing was."""
+        """Raise all errors as one error with all lines. No-op without errors."""
         if not self.errors:
             return
-        # one error for all: its type, and so the exit code, is that of the problem that goes first
-        worst = min(self.errors, key=lambda error: error.exit_code)
-        raise worst if len(self.errors) == 1 else _error_of_lines(type(worst), self.lines)
+        # its class, which determines the exit code, is that of the first error by exit code
+        first = min(self.errors, key=lambda error: error.exit_code)
+        if len(self.errors) == 1:
+            raise first
+        raise _error_of_lines(type(first), self.lines)
 
 
 def _error_of_lines(kind: type[ShardtrainError], lines: list[str]) -> ShardtrainError:
-    """Return an error whose lines are printed one by one."""
+    """Return an error with one problem per line."""
     if issubclass(kind, ConfigError):
         return kind(lines)
     error = kind("\n".join(lines))
@@ -74,19 +78,23 @@ def _error_of_lines(kind: type[ShardtrainError], lines: list[str]) -> Shardtrain
 
 
 @dataclass
-class _Found:
+class _Findings:
+    """Problems, errors and notes that the checks have found so far."""
+
     problems: list[Problem | str] = field(default_factory=list)
     errors: list[ShardtrainError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def is_clean(self, *starts: str) -> bool:
-        """Whether no problem so far is about an option that begins so: what is wrong is not looked at further."""
-        options = [secondary.meant(one) for one in self.problems if isinstance(one, Problem)]
-        return not any(name.startswith(starts) for names in options for name in names)
+        """True if no problem is about an option with one of these prefixes. Checks of wrong options are skipped."""
+        for problem in self.problems:
+            if isinstance(problem, Problem) and any(name.startswith(starts) for name in secondary.meant(problem)):
+                return False
+        return True
 
-    def take(self, errors: Sequence[ShardtrainError]) -> None:
-        """Note errors of a later look; those of a configuration count with its problems."""
+    def add(self, errors: Sequence[ShardtrainError]) -> None:
+        """Add errors of a check. Configuration errors are added to the problems of the configuration."""
         for error in errors:
             if isinstance(error, ConfigError) and not isinstance(error, FolderTaken):
                 self.problems += error.problems
@@ -95,35 +103,35 @@ class _Found:
 
 
 MANY_RANKS = 64
-"""Above so many ranks that a launcher has started, the first one alone looks at files: storage is asked once."""
+"""With more ranks, only rank 0 of a job that a launcher has started checks files, to limit the load on storage."""
 
 
 def require(loaded: Loaded, machine: Machine, looks_at_files: bool = True) -> None:
-    """Raise what ``judge`` finds: before ranks are started, everything at once; print its warnings.
+    """Run all checks before ranks start. Raise their errors as one, and print their warnings on rank 0.
 
     Raises:
-        ConfigError: where a problem of the configuration is among it, with the lines of all others.
-        DataError, CheckpointError: where all is well but the data, or the first weights.
+        ConfigError: the configuration has a problem. Has the lines of all other errors too.
+        DataError, CheckpointError: only the data or the initial weights have a problem.
     """
     with limits.memory_errors():
-        verdict = judge(loaded, machine, looks_at_files)
-    verdict.raise_errors()
+        result = judge(loaded, machine, looks_at_files)
+    result.raise_errors()
     if os.environ.get("RANK", "0") == "0":
-        for line in verdict.warnings:
+        for line in result.warnings:
             print(f"warning: {redact(visible(line, lines=False))}", file=sys.stderr, flush=True)
 
 
 def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Failure | None:
-    """Call ``require`` in a child process: it starts threads, and this process must still fork its ranks.
+    """Call ``require`` in a child process, because it starts threads and this process must still fork its ranks.
 
     Returns:
-        None if all checks passed. A Failure if the child was killed, or ended by a request to stop.
+        None if all checks passed. A Failure if the child was killed, or stopped on request.
 
     Raises:
-        ShardtrainError: what ``require`` raises; or the child failed with an exception, which it has printed.
+        ShardtrainError: the error of ``require``; or the child failed with another exception, which it has printed.
     """
     with tempfile.TemporaryFile("w+") as answer:
-        # otherwise the child would also print what is buffered
+        # otherwise the child would also print the buffered output
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
@@ -163,7 +171,7 @@ def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Fai
 
 
 def _refusals(loaded: Loaded, machine: Machine) -> list[Any]:
-    """Return the class and the lines of the error that ``require`` raises; an empty list if it raises none."""
+    """Return the class name and the lines of the error that ``require`` raises; an empty list without an error."""
     try:
         require(loaded, machine)
     except (ShardtrainError, OSError) as raised:
@@ -175,97 +183,117 @@ def _refusals(loaded: Loaded, machine: Machine) -> list[Any]:
 
 
 def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) -> PreflightResult:
-    """The verdict on a configuration and this or another machine; of the file alone where ``machine`` is None.
+    """Check a configuration for a machine, or only the configuration if ``machine`` is None.
 
-    What only this machine can answer (files, packages, devices) is asked where it is the one that is meant.
+    Files, packages and devices are checked only if the machine is this one.
     """
-    found = _Found()
+    findings = _Findings()
     if machine is not None and machine.is_here:
-        # the rules first: what they refuse is not looked at further
-        found.problems += config.problems_of(loaded, machine.world_size, machine.device, machine.num_devices)
+        # first the rules: options that they reject are not checked further
+        findings.problems += config.problems_of(loaded, machine.world_size, machine.device, machine.num_devices)
         if looks_at_files:
-            _look_at_files(loaded, machine, found)
+            _check_files(loaded, machine, findings)
     else:
-        others = [*config.check(loaded), *config.unavailable(loaded)]
+        problems = [*config.check(loaded), *config.unavailable(loaded)]
         if machine is not None and machine.world_size:
-            others += mesh_notes(loaded, machine.world_size)
-        found.problems += secondary.distinct([*loaded.problems, *secondary.without(loaded.problems, others)])
+            problems += mesh_notes(loaded, machine.world_size)
+        findings.problems += secondary.distinct([*loaded.problems, *secondary.without(loaded.problems, problems)])
     if machine is not None:
         if problem := _too_many_ranks(machine):
-            found.problems.append(problem)
+            findings.problems.append(problem)
         if machine.world_size and (problem := watching_problem(loaded, machine.world_size, machine.local_ranks)):
-            found.problems.append(problem)
-        with kept_warnings() as said:  # a run says them again, in its log
-            _look_at_model(loaded, machine, found)
-        found.notes += said
-        found.notes += machine.notes(loaded.config)
-    # an option that is wrong may make others look wrong: the report has the first causes alone
-    own = [one for one in found.problems if isinstance(one, Problem)]
-    kept = {str(one) for one in [*loaded.problems, *secondary.without(loaded.problems, own)]}
-    problems = [one for one in found.problems if isinstance(one, str) or str(one) in kept]
-    errors: list[ShardtrainError] = [ConfigError(problems)] if problems else []
-    notes = (*loaded.notices, *config.notes(loaded), *found.notes, *found.warnings)
-    return PreflightResult((*errors, *found.errors), tuple(dict.fromkeys(notes)), tuple(found.warnings))
+            findings.problems.append(problem)
+        # keep warnings of the log as notes: a run logs them again
+        with kept_warnings() as warnings:
+            _check_model(loaded, machine, findings)
+        findings.notes += warnings
+        findings.notes += machine.notes(loaded.config)
+
+    errors: list[ShardtrainError] = []
+    problems_to_report = _without_secondary(loaded, findings.problems)
+    if problems_to_report:
+        errors.append(ConfigError(problems_to_report))
+    errors += findings.errors
+    notes = (*loaded.notices, *config.notes(loaded), *findings.notes, *findings.warnings)
+    return PreflightResult(tuple(errors), tuple(dict.fromkeys(notes)), tuple(findings.warnings))
+
+
+def _without_secondary(loaded: Loaded, problems: Sequence[Problem | str]) -> list[Problem | str]:
+    """Drop problems that follow from another one: a wrong option may make others look wrong."""
+    with_option = [problem for problem in problems if isinstance(problem, Problem)]
+    primary = {str(problem) for problem in [*loaded.problems, *secondary.without(loaded.problems, with_option)]}
+    return [problem for problem in problems if isinstance(problem, str) or str(problem) in primary]
 
 
 def _too_many_ranks(machine: Machine) -> Problem | None:
-    """Each rank of a host has an accelerator of its own."""
-    devices = machine.num_devices
-    if machine.device in ("cpu", None) or not devices or machine.local_ranks <= devices:
+    """Return a problem if a host has more ranks than accelerators: each rank needs its own."""
+    num_devices = machine.num_devices
+    if machine.device in ("cpu", None) or not num_devices or machine.local_ranks <= num_devices:
         return None
-    are = "the one accelerator" if devices == 1 else f"the {devices} accelerators"
-    fix = f'start {devices} (--nproc {devices}), or use more nodes or training.device="cpu"'
-    return Problem("ranks of this machine", machine.local_ranks, f"are more than {are} of it", fix)
+    rule = f"exceeds its {num_devices} accelerator{'' if num_devices == 1 else 's'}"
+    fix = f'start {num_devices} (--nproc {num_devices}), or use more nodes or training.device="cpu"'
+    return Problem("ranks of this machine", machine.local_ranks, rule, fix)
 
 
-def _look_at_files(loaded: Loaded, machine: Machine, found: _Found) -> None:
-    """Files of the user's, the tokenizer, the first rows, how many there are, and the first weights."""
-    from shardtrain.train.preflight import data_opening, own_files, starting_weights, storage_space
+def _check_files(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
+    """Check the user's Python files, the object store address, /dev/shm, initial weights, tokenizer and data."""
+    from shardtrain.train.preflight import own_files, starting_weights, storage_space
 
-    if found.is_clean("metrics.sinks", "metrics.token_metrics", "lr_scheduler"):
-        found.take(own_files.look(loaded.config))
-    if found.is_clean("checkpoint.folder") and (error := storage_space.address_problem(loaded.config)):
-        found.take([error])
-    if found.is_clean("training.") and (problem := storage_space.shared_memory_problem(loaded, machine)):
-        found.problems.append(problem)
-    if found.is_clean("checkpoint", "lora", "model.hf_assets_path", "job"):
-        found.take(starting_weights.look(loaded.config, is_alone=machine.world_size == machine.local_ranks))
-    if found.is_clean("task", "data.", "model.tokenizer_path", "model.hf_assets_path", "training.seq_len"):
-        sections = ["training", "validation"] if loaded.config.validation.enable else ["training"]
-        for section in sections:
-            if found.is_clean(f"{section}.", *(["data.sources"] if section == "training" else [])):
-                # steps are counted against the data only where the options that make a batch are right
-                counts = section == "training" and found.is_clean("parallelism.", "training.", "checkpoint.")
-                errors, notes = data_opening.look(loaded.config, section, machine.world_size if counts else None)
-                found.take(errors)
-                found.notes += notes
+    if findings.is_clean("metrics.sinks", "metrics.token_metrics", "lr_scheduler"):
+        findings.add(own_files.look(loaded.config))
+    if findings.is_clean("checkpoint.folder") and (error := storage_space.address_problem(loaded.config)):
+        findings.add([error])
+    if findings.is_clean("training.") and (problem := storage_space.shared_memory_problem(loaded, machine)):
+        findings.problems.append(problem)
+    if findings.is_clean("checkpoint", "lora", "model.hf_assets_path", "job"):
+        findings.add(starting_weights.look(loaded.config, is_alone=machine.world_size == machine.local_ranks))
+    if findings.is_clean("task", "data.", "model.tokenizer_path", "model.hf_assets_path", "training.seq_len"):
+        _check_data(loaded, machine, findings)
 
 
-def _look_at_model(loaded: Loaded, machine: Machine, found: _Found) -> None:
-    """Batches, the model (without memory, and only where sizes do not say that it can be built and fits), the disk."""
-    if not found.is_clean("model", "task", "lora", "optimizer", "parallelism", "training", "compile"):
+def _check_data(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
+    """Open the training data, and the validation data if they are used."""
+    from shardtrain.train.preflight import data_opening
+
+    if findings.is_clean("training.", "data.sources"):
+        # count the steps of the data only if the options that determine the batch are right
+        can_count_steps = findings.is_clean("parallelism.", "training.", "checkpoint.")
+        errors, notes = data_opening.look(loaded.config, "training", machine.world_size if can_count_steps else None)
+        findings.add(errors)
+        findings.notes += notes
+    if loaded.config.validation.enable and findings.is_clean("validation."):
+        errors, notes = data_opening.look(loaded.config, "validation", None)
+        findings.add(errors)
+        findings.notes += notes
+
+
+def _check_model(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
+    """Check the size of batches, the model and its memory, and the space for checkpoints."""
+    if not findings.is_clean("model", "task", "lora", "optimizer", "parallelism", "training", "compile"):
         return
     from shardtrain.train.preflight import memory_fit, storage_space
 
     if problem := memory_fit.batch_problem(loaded, machine):
-        found.problems.append(problem)
-    # built once at most, and not at all where sizes alone tell that it fits: that spares importing PyTorch
-    made: list[list[memory_fit.ParameterMemory] | None] = []
+        findings.problems.append(problem)
+
+    # Build the model at most once, and only if the sizes do not show that it fits: building imports PyTorch
+    builds: list[list[memory_fit.ParameterMemory] | None] = []
 
     def build() -> list[memory_fit.ParameterMemory] | None:
-        if not made:
+        if not builds:
             from shardtrain.train.preflight import meta_model
 
             errors, parameters = meta_model.build(loaded.config, machine.world_size)
-            found.take(errors)
-            made.append(parameters)
-        return made[0]
+            findings.add(errors)
+            builds.append(parameters)
+        return builds[0]
 
-    if not memory_fit.surely_fits(loaded, machine) or (machine.is_here and memory_fit.only_building_tells(loaded)):
-        built = build()
-        if built is not None:
-            found.problems += memory_fit.problems(loaded, machine, built)
-    if machine.is_here and found.is_clean("checkpoint", "job"):
+    needs_build = machine.is_here and memory_fit.only_building_tells(loaded)
+    if needs_build or not memory_fit.surely_fits(loaded, machine):
+        parameters = build()
+        if parameters is not None:
+            findings.problems += memory_fit.problems(loaded, machine, parameters)
+    if machine.is_here and findings.is_clean("checkpoint", "job"):
         errors, warnings = storage_space.look(loaded, machine, build)
-        found.take(errors)
-        found.warnings += warnings
+        findings.add(errors)
+        findings.warnings += warnings

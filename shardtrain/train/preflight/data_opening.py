@@ -1,4 +1,4 @@
-"""The data of a configuration, opened as a run opens them: all of a small set, the first rows of a large one."""
+"""Open the data of a configuration as a run does: all rows of a small dataset, the first rows of a large one."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.log import kept_warnings
 
 SMALL_BYTES = 2 * 2**20
-"""Bytes of a dataset up to which all of it is read: a second's work for a slow tokenizer."""
+"""Maximum size of a dataset that is read completely: one second for a slow tokenizer."""
 FIRST_ROWS = 64
-"""Rows of a larger one that are read,"""
+"""Maximum number of rows to read of a larger dataset."""
 FIRST_CHARACTERS = 2**17
-"""or fewer, once they have so many characters: a tenth of a second's work."""
+"""Stop after the row that reaches this number of characters: a tenth of a second."""
 _LANGUAGE_MODELS = ("language_model", "distillation")
 
 
 def look(config: Config, section: str, world_size: int | None) -> tuple[list[ShardtrainError], list[str]]:
-    """What opening the data of "training" or "validation" would raise, and lines worth telling.
+    """Return the errors and notes of opening the data of a section, "training" or "validation".
 
-    ``world_size`` lets the steps of the data be counted against those of the run.
+    With ``world_size``, also check that the training data are enough for the steps of the run.
     """
     part: Training | Validation = config.training if section == "training" else config.validation
     with kept_warnings() as notes:
@@ -40,10 +40,10 @@ def look(config: Config, section: str, world_size: int | None) -> tuple[list[Sha
                 end = _open(config, part, notes)
             else:
                 end = _read_rows(config, part, world_size)
-            steps_are_made = section == "training" and not config.checkpoint.create_seed_checkpoint
-            if end is not None and world_size and steps_are_made and not _has_a_checkpoint(config):
-                batch = derived.global_batch_size(config, world_size)
-                check_enough(config.training, 0, -(-end // batch), config.training.steps)
+            trains = section == "training" and not config.checkpoint.create_seed_checkpoint
+            if end is not None and world_size and trains and not _has_a_checkpoint(config):
+                num_steps = -(-end // derived.global_batch_size(config, world_size))
+                check_enough(config.training, 0, num_steps, config.training.steps)
         except ShardtrainError as error:
             return [error], notes
         except (Exception, SystemExit) as error:
@@ -52,14 +52,13 @@ def look(config: Config, section: str, world_size: int | None) -> tuple[list[Sha
 
 
 def _open(config: Config, part: Training | Validation, notes: list[str]) -> int | None:
-    """Open sources of documents; gives where they end, where that is known."""
+    """Open datasets of documents. Return their number of rows if it is known."""
     tokenizer = build_dataset.tokenizer_of(config)
-    every = build_dataset.named_sources(config, part)
-    small = True
-    for named in every:
-        if _is_elsewhere(named.source):
-            notes.append(f"{named.path_option}={named.source.dataset_path}: is on the hub, and was not looked at")
-            small = False
+    are_all_small = True
+    for named in build_dataset.named_sources(config, part):
+        if _is_remote(named.source):
+            notes.append(f"{named.path_option}={named.source.dataset_path}: is on the hub, and was not checked")
+            are_all_small = False
             continue
         module = sources.find(named.source.dataset, option=named.dataset_option)
         request = build_dataset.request_for(config, named)
@@ -67,41 +66,45 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
             module.open_line(request, tokenizer)
             continue
         source = module.open_source(request)
-        # a small set that is not streamed is opened whole below, with all its rows
+        # small datasets that are not streamed are opened below, with all their rows
         is_small = source.total_bytes is not None and source.total_bytes <= SMALL_BYTES
         if is_small and config.data.mode != "stream":
             continue
-        small = False
+        # encode the first rows
+        are_all_small = False
         encoder = open_encoder(tokenizer, config.data, named.source)
         build_dataset.check_template(source, encoder, named)
         policy = BadRows.of(config.data)
-        tally = RowStats()
+        stats = RowStats()
         rows = every_row(source)
-        if not is_small:
-            rows = itertools.islice(rows, 1) if source.total_bytes is None else _first(rows)
-        for _ in read_documents(source, encoder, policy, tally, rows):
+        if source.total_bytes is None:
+            rows = itertools.islice(rows, 1)
+        elif not is_small:
+            rows = _first_rows(rows)
+        for _ in read_documents(source, encoder, policy, stats, rows):
             pass
         if is_small:
-            policy.judge(tally, f"dataset {named.name}")
+            policy.judge(stats, f"dataset {named.name}")
     ends.ends_of(tokenizer, config.data)
-    if not small:
+    if not are_all_small:
         return None
-    validates = isinstance(part, Validation)
-    return build_dataset.open_data(config, part, shuffle=not validates, loop=False if validates else None).end
+    is_validation = isinstance(part, Validation)
+    loop = False if is_validation else None
+    return build_dataset.open_data(config, part, shuffle=not is_validation, loop=loop).end
 
 
-def _first(rows: Iterator[tuple[Key, Row]]) -> Iterator[tuple[Key, Row]]:
-    """The first rows: by their number, and by their size."""
+def _first_rows(rows: Iterator[tuple[Key, Row]]) -> Iterator[tuple[Key, Row]]:
+    """Yield rows up to FIRST_ROWS or FIRST_CHARACTERS."""
     characters = 0
-    for keyed in itertools.islice(rows, FIRST_ROWS):
-        yield keyed
-        characters += text_size(keyed[1])
+    for key, row in itertools.islice(rows, FIRST_ROWS):
+        yield key, row
+        characters += text_size(row)
         if characters >= FIRST_CHARACTERS:
             return
 
 
 def _read_rows(config: Config, part: Training | Validation, world_size: int | None) -> int | None:
-    """Read the rows of a task; gives where they end."""
+    """Read all rows of a small dataset of a row task. Return their number, None if they were not read."""
     from shardtrain import tasks
     from shardtrain.tasks import _files
 
@@ -109,27 +112,29 @@ def _read_rows(config: Config, part: Training | Validation, world_size: int | No
     split = "validation" if isinstance(part, Validation) else "train"
     if not config.task.name.endswith(".py"):
         _, named = _files.section_of(config, split)
-        if _is_elsewhere(named.source):
+        if _is_remote(named.source):
             return None
         source = _files.open_files(config, split)
         if source.total_bytes is None or source.total_bytes > SMALL_BYTES:
             return None
-    # of a small set all rows are opened, as the run will
-    ranks = max(1, world_size or 1)
-    per_step = derived.accumulation_steps(config, ranks) if world_size else 1
+    # open all rows, as the first data-parallel rank of the run will
+    accumulation = num_batch_ranks = 1
+    if world_size:
+        accumulation = derived.accumulation_steps(config, world_size)
+        num_batch_ranks = derived.data_parallel_degree(config, world_size)
     options: dict[str, Any] = {"section": part, "loop": False} if isinstance(part, Validation) else {}
-    shares = derived.data_parallel_degree(config, ranks) if world_size else 1
-    return task.open_dataloader(batch_rank=0, num_batch_ranks=shares, accumulation=per_step, **options).end
+    loader = task.open_dataloader(batch_rank=0, num_batch_ranks=num_batch_ranks, accumulation=accumulation, **options)
+    return loader.end
 
 
-def _is_elsewhere(source: DataSource) -> bool:
-    """Whether a dataset is on the hub, where nothing is asked before the run does."""
+def _is_remote(source: DataSource) -> bool:
+    """True if a dataset is on the hub, which is not contacted before the run starts."""
     path = source.dataset_path or ""
     return "://" in path or (source.dataset == "huggingface" and not build_dataset.is_local(path))
 
 
 def _has_a_checkpoint(config: Config) -> bool:
-    """Whether a run would continue from a step of its own, from which it counts."""
+    """True if the run would resume from its own checkpoint, so its steps are not those of a new run."""
     if not config.checkpoint.enable:
         return False
     from shardtrain.checkpoint import retention
@@ -138,4 +143,4 @@ def _has_a_checkpoint(config: Config) -> bool:
     try:
         return bool(retention.steps(folder_of(config.job.dump_folder, config.checkpoint.folder)))
     except (OSError, ShardtrainError):
-        return True  # a store that is asked when the run begins
+        return True  # not known: the storage is read when the run starts

@@ -1,4 +1,4 @@
-"""The machine of a verdict: this one, as ``train`` would use it, or one that is known by name."""
+"""The machine that preflight checks assume: this one, as ``train`` would use it, or a known one by name."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from shardtrain.utils import limits
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import GIB
 
-_ASK_SECONDS = 20
+_TIMEOUT_SECONDS = 20
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run would be.
+    """Ranks, devices and memory of a run.
 
-    world_size:   ranks of the whole run; None where it is not known.
-    local_ranks:  ranks that share one host.
-    device:       "cpu", "cuda" or "xpu"; None where it is not known.
-    num_devices:  accelerators of a host.
-    name:         of the device, in words.
-    memory_bytes: what one device has, or on a CPU what all ranks of the host share; 0 where it is not known.
-    is_here:      whether this is the machine on which the verdict is made, so that its files count.
+    Attributes:
+        world_size: number of ranks of the run; None if not known.
+        local_ranks: number of ranks on one host.
+        device: "cpu", "cuda" or "xpu"; None if not known.
+        num_devices: number of accelerators of a host.
+        name: name of the device for messages.
+        memory_bytes: memory of one accelerator, or on a CPU the memory shared by all ranks of the host; 0 if not known.
+        is_here: True for this machine, so its files are checked too.
     """
 
     world_size: int | None
@@ -41,7 +42,7 @@ class Machine:
     is_here: bool = True
 
     def notes(self, config: Config) -> list[str]:
-        """What the device does, and does slowly."""
+        """Return notes on options that the device ignores, or executes slowly."""
         if self.device == "cpu":
             return without_effect_on_a_cpu(config)
         dtype = derived.compute_dtype(config)
@@ -56,10 +57,10 @@ class Machine:
 def this_machine(
     loaded: Loaded, nproc: int | None, world_size: int | None = None, local_ranks: int | None = None
 ) -> Machine:
-    """This machine with as many ranks as ``train`` would start, or those of a launcher.
+    """Return this machine, with the ranks that ``train`` would start or that a launcher has started.
 
     Raises:
-        ConfigError: ``nproc`` or a variable of the environment is not a number of ranks.
+        ConfigError: ``nproc`` or an environment variable is not a number of ranks.
     """
     config = loaded.config
     accelerators = environment.count_accelerators(config.training.device)
@@ -85,13 +86,15 @@ def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
     if known is None or known not in supported:
         from shardtrain.config import nearest
 
+        fix = f"use none, here, or one of {', '.join(supported)}"
         near = nearest(name, supported)
-        fix = (f"did you mean {near}? " if near else "") + f"use none, here, or one of {', '.join(supported)}"
-        rule = "is not a known machine" if known is None else "is not a device that train can use"
+        if near:
+            fix = f"did you mean {near}? {fix}"
+        rule = "is not a known machine" if known is None else "is not a device that train supports"
         raise ConfigError(Problem("--for-machine", name, rule, fix, "command line"))
     config = loaded.config
-    fewest = derived.other_degrees(config) * max(1, config.parallelism.data_parallel_shard_degree)
-    count = nproc or max(1, fewest)
+    min_ranks = derived.other_degrees(config) * max(1, config.parallelism.data_parallel_shard_degree)
+    count = nproc or max(1, min_ranks)
     row = rows[known]
     memory_bytes = int(row["memory_gib"] * GIB)
     return Machine(count, count, row.get("torch_device", "cuda"), count, known, memory_bytes, is_here=False)
@@ -100,27 +103,28 @@ def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
 def _host(ranks: int) -> tuple[str, int]:
     """Return name and size in bytes of the memory that all ``ranks`` of this host may use, including used memory."""
     memory = limits.host_memory()
-    # swap counts: a run that needs it is slow, and is not killed
-    swap = memory.get("swap", 0)
-    (limit, _) = limits.cgroup_memory()
-    places = [("this machine", memory.get("total", 0) + swap)]
-    if limit:
-        places.append(("this container", limit + swap))
-    if (of_ranks := limits.memory_of_ranks(ranks)) is not None:
-        places.append(of_ranks)
-    return min(places, key=lambda place: place[1])
+    # swap counts: a run that needs it is slow, but is not killed
+    swap_bytes = memory.get("swap", 0)
+    memory_limits = [("this machine", memory.get("total", 0) + swap_bytes)]
+    cgroup_limit, _ = limits.cgroup_memory()
+    if cgroup_limit:
+        memory_limits.append(("this container", cgroup_limit + swap_bytes))
+    ranks_limit = limits.memory_of_ranks(ranks)
+    if ranks_limit is not None:
+        memory_limits.append(ranks_limit)
+    return min(memory_limits, key=lambda limit: limit[1])
 
 
 def _gpu(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Name and bytes of the largest GPU here, by nvidia-smi: PyTorch would take memory on it to answer."""
+    """Return name and memory bytes of the largest GPU here. Uses nvidia-smi, because PyTorch would allocate on it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return "each GPU", 0
     command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return "each GPU", 0
-    rows = [line.rpartition(",") for line in done.stdout.splitlines()]
-    sizes = [(name.strip(), int(mib) * 2**20) for name, _, mib in rows if mib.strip().isdecimal()]
-    return max(sizes, key=lambda one: one[1], default=("each GPU", 0))
+    rows = [line.rpartition(",") for line in result.stdout.splitlines()]
+    gpus = [(name.strip(), int(mib) * 2**20) for name, _, mib in rows if mib.strip().isdecimal()]
+    return max(gpus, key=lambda gpu: gpu[1], default=("each GPU", 0))

@@ -1,7 +1,7 @@
-"""Whether weights, gradients and optimizer state can fit: a lower bound of what a rank holds, by shapes and layout.
+"""Estimate without torch if weights, gradients and optimizer state fit, from shapes and layout.
 
-Activations, buffers of FSDP and the allocator's own need come on top: a run that passes here may still be too large. A
-dry run (``comm.mode="fake_backend"``) counts these too.
+The estimate is a lower bound: activations, FSDP buffers and the allocator's overhead are not counted, so a run that
+passes may still be too large. A dry run (``comm.mode="fake_backend"``) counts activations and buffers too.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from shardtrain.train.preflight.machine import Machine
 from shardtrain.utils.errors import Problem
 from shardtrain.utils.units import format_bytes
 
-_ID_BYTES = 16
-"""Of a token in a batch: its id and its target."""
-_SMALL = 0.5
-"""Share of the memory below which a generous guess of the size needs no exact count."""
-_TASKS_OF_RULES = ("language_model",)
-_BACKENDS = ("inductor", "eager", "aot_eager")
-"""Of torch.compile, that every PyTorch has."""
+_BYTES_PER_TOKEN = 16
+"""Bytes of a token in a batch: id and target, int64 each."""
+_SAFE_SHARE = 0.5
+"""Share of the memory below which an upper bound of the size needs no exact count."""
+_TASKS_WITH_RULES = ("language_model",)
+"""Tasks whose models the torch-free rules check completely."""
+_BUILTIN_BACKENDS = ("inductor", "eager", "aot_eager")
+"""Backends of torch.compile that every PyTorch has."""
 
 
 @dataclass(frozen=True)
 class ParameterMemory:
-    """A parameter of the whole model.
-
-    tensor: whether tensor parallelism splits it; expert: whether it is of experts; trained: whether it learns.
-    """
+    """A parameter of the unsharded model."""
 
     num_elements: int
     tensor: bool
+    """True if tensor parallelism splits it."""
     expert: bool
+    """True if it belongs to experts."""
     trained: bool
 
 
@@ -49,135 +49,152 @@ def only_building_tells(loaded: Loaded) -> bool:
         or bool(c.model.overrides)
         or bool(c.model.converters)
         or c.model.name.endswith(".py")
-        or c.task.name not in _TASKS_OF_RULES
+        or c.task.name not in _TASKS_WITH_RULES
         or bool(c.optimizer.no_weight_decay)
         or c.optimizer.name not in PYTORCH_ADAMS
-        or (bool(c.compile.enable) and c.compile.backend not in _BACKENDS)
+        or (bool(c.compile.enable) and c.compile.backend not in _BUILTIN_BACKENDS)
     )
 
 
-def _state_tensors(optimizer: str) -> int:
-    """Return how many tensors as large as a parameter an optimizer keeps for it, at least. Unknown for a file: 0."""
-    return OPTIMIZERS[optimizer].state_tensors if optimizer in OPTIMIZERS else 0
+def _optimizer_bytes(config: Config) -> float:
+    """Return the bytes of optimizer state per trained element, at least. A user's optimizer may have no state."""
+    name = config.optimizer.name
+    num_states = OPTIMIZERS[name].state_tensors if name in OPTIMIZERS else 0
+    return num_states * derived.state_item_bytes(config)
 
 
 def surely_fits(loaded: Loaded, machine: Machine) -> bool:
-    """Whether a generous guess of the number of weights, from sizes alone, is far below what there is."""
+    """True if an upper bound of the number of weights, from sizes only, is far below the available memory."""
     if not machine.memory_bytes:
         return True
     sizes = model_shape(loaded)
-    guess = generous_guess(sizes) if sizes is not None else None
-    if guess is None:
+    upper_bound = generous_guess(sizes) if sizes is not None else None
+    if upper_bound is None:
         return False
+    parameter = ParameterMemory(upper_bound, tensor=True, expert=False, trained=True)
+    bytes_per_rank = state_bytes(loaded.config, machine.world_size or machine.local_ranks, [parameter])
     # ranks on CPUs share the memory of their host
     ranks = machine.local_ranks if machine.device == "cpu" else 1
-    held = state_bytes(
-        loaded.config, machine.world_size or machine.local_ranks, [ParameterMemory(guess, True, False, True)]
-    )
-    return held * ranks < _SMALL * machine.memory_bytes
+    return bytes_per_rank * ranks < _SAFE_SHARE * machine.memory_bytes
 
 
 def generous_guess(sizes: dict[str, Any]) -> int | None:
-    """More weights than a model of these sizes has; None where a size that decides is not known."""
+    """Return an upper bound of the number of weights. None if a required size is not known."""
 
     def size(name: str, default: int = 0) -> int:
         value = sizes.get(name)
         return value if isinstance(value, int) and value > 0 else default
 
     dim = size("dim")
-    layers = size("num_layers")
-    vocab = size("vocab_size")
-    if not dim or not layers or not vocab:
+    num_layers = size("num_layers")
+    vocab_size = size("vocab_size")
+    if not dim or not num_layers or not vocab_size:
         return None
-    # the widest that any option could mean, so that the true number is never larger
-    width = max((value for key, value in sizes.items() if "ffn" in key and isinstance(value, int)), default=0)
-    width = max(width, 4 * dim)
-    heads = size("num_heads", 1) * max(size("head_dim"), size("v_head_dim"), dim // size("num_heads", 1))
-    experts = 1 + size("num_experts") + size("num_shared_experts")
-    return 2 * vocab * dim + layers * (8 * dim * max(dim, heads) + 4 * dim * width * experts)
+    # the widest feed-forward layer that any option could mean
+    ffn_widths = [value for key, value in sizes.items() if "ffn" in key and isinstance(value, int)]
+    ffn_width = max([4 * dim, *ffn_widths])
+    num_heads = size("num_heads", 1)
+    attention_width = num_heads * max(size("head_dim"), size("v_head_dim"), dim // num_heads)
+    num_experts = 1 + size("num_experts") + size("num_shared_experts")
+    layer = 8 * dim * max(dim, attention_width) + 4 * dim * ffn_width * num_experts
+    return 2 * vocab_size * dim + num_layers * layer
 
 
 def state_bytes(config: Config, world_size: int, parameters: list[ParameterMemory]) -> int:
-    """Bytes of weights, gradients and optimizer state of the rank that holds most, at least."""
+    """Return a lower bound of the bytes of weights, gradients and optimizer state on the largest rank."""
     p = config.parallelism
-    width = ITEM_BYTES[config.training.dtype]
-    states = _state_tensors(config.optimizer.name)
-    state_width = derived.state_item_bytes(config)
-    # FSDP shards over context-parallel ranks as well; a split over tp comes on top
-    pieces = max(1, derived.shard_degree(config, world_size)) * max(1, p.context_parallel_degree)
+    weight_bytes = ITEM_BYTES[config.training.dtype]
+    # gradients do not all exist at the same time if backward frees them
+    gradient_bytes = 0 if config.optimizer.early_step_in_backward else weight_bytes
+    optimizer_bytes = _optimizer_bytes(config)
+    # FSDP also shards over context-parallel ranks; tensor parallelism splits further
+    fsdp_shards = max(1, derived.shard_degree(config, world_size)) * max(1, p.context_parallel_degree)
     replicas = p.data_parallel_replicate_degree if p.shard_optimizer_states else 1
     total = 0.0
-    for one in parameters:
-        shares = pieces * (p.tensor_parallel_degree if one.tensor or one.expert else 1)
-        size = float(width)
-        if one.trained:  # gradients that backward frees are not all there at once
-            size += (0 if config.optimizer.early_step_in_backward else width) + state_width * states / max(1, replicas)
-        total += one.num_elements * size / shares
-    return int(total / max(1, p.pipeline_parallel_degree))  # stages differ: the largest holds no less than the mean
+    for parameter in parameters:
+        is_split = parameter.tensor or parameter.expert
+        shards = fsdp_shards * (p.tensor_parallel_degree if is_split else 1)
+        element_bytes = float(weight_bytes)
+        if parameter.trained:
+            element_bytes += gradient_bytes + optimizer_bytes / max(1, replicas)
+        total += parameter.num_elements * element_bytes / shards
+    # pipeline stages differ in size, and the largest is at least the mean
+    return int(total / max(1, p.pipeline_parallel_degree))
 
 
 def checkpoint_bytes(config: Config, parameters: list[ParameterMemory]) -> int:
-    """Bytes of a checkpoint: weights and the optimizer's state of those that learn; beside adapters nothing else."""
+    """Return the bytes of a checkpoint: weights and optimizer state. A LoRA run saves only what it trains."""
     if config.lora.enable:
-        parameters = [one for one in parameters if one.trained]
-    width = ITEM_BYTES[config.training.dtype]
-    states = _state_tensors(config.optimizer.name)
-    states_bytes = states * derived.state_item_bytes(config)
-    return int(sum(one.num_elements * (width + states_bytes * one.trained) for one in parameters))
+        parameters = [parameter for parameter in parameters if parameter.trained]
+    weight_bytes = ITEM_BYTES[config.training.dtype]
+    optimizer_bytes = _optimizer_bytes(config)
+    total = 0.0
+    for parameter in parameters:
+        total += parameter.num_elements * (weight_bytes + optimizer_bytes * parameter.trained)
+    return int(total)
 
 
 def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
-    """The problem of batches that alone are more than the machine has: their ids, and what enters the first layer."""
+    """Return a problem if the batches alone exceed the memory: their ids, and the input of the first layer."""
     config = loaded.config
     t = config.training
     p = config.parallelism
-    dim = (model_shape(loaded) or {}).get("dim")
     if not machine.world_size or not machine.memory_bytes:
         return None
     tokens = t.local_batch_size * t.seq_len
-    activations = 0
+    dim = (model_shape(loaded) or {}).get("dim")
+    activation_bytes = 0
     if isinstance(dim, int) and p.pipeline_parallel_degree == 1:
-        shares = max(1, p.context_parallel_degree) * max(1, p.tensor_parallel_degree)
-        activations = tokens * dim * ITEM_BYTES[derived.compute_dtype(config)] // shares
-    passes = max(1, derived.accumulation_steps(config, machine.world_size))
-    needed = activations + (_ID_BYTES * tokens * passes if machine.device == "cpu" else 0)
+        shards = max(1, p.context_parallel_degree) * max(1, p.tensor_parallel_degree)
+        activation_bytes = tokens * dim * ITEM_BYTES[derived.compute_dtype(config)] // shards
+    accumulation = max(1, derived.accumulation_steps(config, machine.world_size))
+    needed_bytes = activation_bytes
     if machine.device == "cpu":
-        needed *= machine.local_ranks
-    if needed <= machine.memory_bytes:
+        needed_bytes += _BYTES_PER_TOKEN * tokens * accumulation
+        needed_bytes *= machine.local_ranks
+    if needed_bytes <= machine.memory_bytes:
         return None
-    # which of the two options decides: many micro-batches, or large ones
-    by_passes = activations * 2 < needed and passes > 1
-    option = "training.global_batch_size" if by_passes else "training.local_batch_size"
-    rows = t.local_batch_size * (passes if by_passes else 1)
+    # name the option that dominates: many micro-batches, or large ones
+    has_many_micro_batches = activation_bytes * 2 < needed_bytes and accumulation > 1
+    option = "training.global_batch_size" if has_many_micro_batches else "training.local_batch_size"
+    rows = t.local_batch_size * (accumulation if has_many_micro_batches else 1)
     rule = (
         f"makes {rows} sequences of seq_len={t.seq_len} on a rank: their ids and the input of the first layer take "
-        f"{format_bytes(needed)} or more on {machine.name}, which has {format_bytes(machine.memory_bytes)}"
+        f"{format_bytes(needed_bytes)} or more on {machine.name}, which has {format_bytes(machine.memory_bytes)}"
     )
     return Problem(option, loaded.value(option), rule, "lower it, or training.seq_len", loaded.where(option))
 
 
 def problems(loaded: Loaded, machine: Machine, parameters: list[ParameterMemory]) -> Iterator[Problem]:
-    """The problem of a model whose states alone are more than the machine has; none where that is not known."""
+    """Yield a problem if the model's states alone exceed the memory. Yield nothing if the sizes are not known."""
     config = loaded.config
     if not machine.world_size or not machine.memory_bytes:
         return
+    # this module does not know the size of quantized weights
     if config.lora.enable and config.lora.base_dtype != "training":
-        return  # frozen weights in few bits: how few is known to what makes them
-    needed = state_bytes(config, machine.world_size, parameters)
-    on_host = machine.device == "cpu" or config.training.enable_cpu_offload
-    if on_host and machine.device != "cpu":
-        return  # what a host beside its GPUs has is not asked
-    if on_host:
-        needed *= machine.local_ranks
-    if needed <= machine.memory_bytes:
         return
-    count = sum(one.num_elements for one in parameters)
-    whose = f"the {machine.local_ranks} ranks of a host" if on_host and machine.local_ranks > 1 else "a rank"
+    # nor the host memory of a machine with accelerators
+    if config.training.enable_cpu_offload and machine.device != "cpu":
+        return
+    is_on_cpu = machine.device == "cpu"
+    needed_bytes = state_bytes(config, machine.world_size, parameters)
+    if is_on_cpu:
+        needed_bytes *= machine.local_ranks
+    if needed_bytes <= machine.memory_bytes:
+        return
+    billions = sum(parameter.num_elements for parameter in parameters) / 1e9
+    holder = "a rank needs"
+    if is_on_cpu and machine.local_ranks > 1:
+        holder = f"the {machine.local_ranks} ranks of a host need"
     rule = (
-        f"has {count / 1e9:.3g} billion weights: with gradients and {config.optimizer.name}'s state {whose} would hold "
-        f"{format_bytes(needed)} or more, and {machine.name} has {format_bytes(machine.memory_bytes)}"
+        f"has {billions:.3g} billion weights: with gradients and {config.optimizer.name}'s state {holder} "
+        f"{format_bytes(needed_bytes)} or more, and {machine.name} has {format_bytes(machine.memory_bytes)}"
     )
-    more = "" if on_host else "more ranks to shard over (parallelism.data_parallel_shard_degree), "
-    smaller = 'training.dtype="bfloat16", ' if config.training.dtype == "float32" else ""
-    fix = f"use {more}{smaller}a smaller model, or adapters (lora.enable)"
+    fixes = []
+    if not is_on_cpu:
+        fixes.append("more ranks to shard over (parallelism.data_parallel_shard_degree)")
+    if config.training.dtype == "float32":
+        fixes.append('training.dtype="bfloat16"')
+    fixes += ["a smaller model", "or adapters (lora.enable)"]
+    fix = f"use {', '.join(fixes)}"
     yield Problem("model.flavor", config.model.flavor, rule, fix, loaded.where("model.flavor"))

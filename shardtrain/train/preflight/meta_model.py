@@ -1,4 +1,4 @@
-"""The model of a configuration on tensors without memory: whether it can be built, and its parameters."""
+"""Build the model of a configuration on the meta device, to find errors and count its parameters."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 
 def build(config: Config, world_size: int | None = None) -> tuple[list[ShardtrainError], list[ParameterMemory] | None]:
-    """Build the model with its head and adapters on the meta device, and the optimizer, as a run of so many ranks does.
+    """Build the model with head and adapters on the meta device, and its optimizer, as a run on ``world_size`` ranks.
 
-    Returns the errors that the run would raise, or the parameters of the unsharded model.
+    Returns:
+        The errors that the run would raise, and the parameters of the unsharded model (None with errors).
     """
     try:
         parameters = _parameters(config)
@@ -38,17 +39,23 @@ def build(config: Config, world_size: int | None = None) -> tuple[list[Shardtrai
 
 
 def _parameters(config: Config) -> list[ParameterMemory]:
+    """Build the unsharded model and its optimizer, and return its parameters.
+
+    Raises:
+        ShardtrainError: the error of a run with this configuration.
+    """
     if config.compile.enable:
-        known = torch._dynamo.list_backends(exclude_tags=())
+        backends = torch._dynamo.list_backends(exclude_tags=())
         backend = config.compile.backend
-        if backend not in known:
+        if backend not in backends:
             rule = f"is not a backend of torch.compile in PyTorch {torch.__version__}"
-            raise ConfigError(Problem("compile.backend", backend, rule, f"use one of {', '.join(known)}"))
+            raise ConfigError(Problem("compile.backend", backend, rule, f"use one of {', '.join(backends)}"))
     task, module, shape, model = _model(config)
     layout = module.LAYOUT
-    split = config.parallelism.tensor_parallel_degree > 1 and not hasattr(model, "tensor_plan")
-    if split and (problems := tensor_parallel.misnamed(model, layout)):
-        raise ConfigError(problems)
+    if config.parallelism.tensor_parallel_degree > 1 and not hasattr(model, "tensor_plan"):
+        problems = tensor_parallel.misnamed(model, layout)
+        if problems:
+            raise ConfigError(problems)
     spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     float8_modules.check(model, config)
     named = dict(model.named_parameters())
@@ -58,26 +65,33 @@ def _parameters(config: Config) -> list[ParameterMemory]:
     _check_ranks(model, layout, config)
     parameters = []
     for name, parameter in named.items():
-        word = style_of(layout, name.rpartition(".")[0])
-        is_split = word in SPLIT_STYLES
-        parameters.append(ParameterMemory(parameter.numel(), is_split, word == "expert", parameter.requires_grad))
+        style = style_of(layout, name.rpartition(".")[0])
+        parameters.append(
+            ParameterMemory(
+                num_elements=parameter.numel(),
+                tensor=style in SPLIT_STYLES,
+                expert=style == "expert",
+                trained=parameter.requires_grad,
+            )
+        )
     quantize.take_out(model, layout, config.lora.base_dtype)
     return parameters
 
 
 def _model(config: Config) -> tuple[tasks.LanguageModel | tasks.RowTask, ModuleType, Any, nn.Module]:
-    """Return task, model file, shape, and the model with the task's head on the meta device."""
+    """Return the task, the module of the model, its shape, and the model with the task's head on the meta device."""
     task = tasks.open_task(config)
     module, shape = models.configured(config.model)
     with torch.device("meta"):
-        return task, module, shape, task.adapt(models.build(module, shape), module.LAYOUT)
+        model = task.adapt(models.build(module, shape), module.LAYOUT)
+    return task, module, shape, model
 
 
 def _build_on_ranks(config: Config, world_size: int) -> None:
     """Build the optimizer of the first rank of each pipeline stage, on a fake process group and without memory.
 
-    Only the sharded parameters tell whether a block of the optimizer's state is cut. Not done in a rank of torchrun:
-    that process is about to join the real group.
+    A block of quantized optimizer state must not be split, which depends on the sharded parameters. Not called in a
+    rank of torchrun, because that process is about to join the real group.
     """
     stride = max(1, world_size // config.parallelism.pipeline_parallel_degree)
     for rank in range(0, world_size, stride):
@@ -93,7 +107,7 @@ def _build_on_ranks(config: Config, world_size: int) -> None:
 
 
 def _check_ranks(model: nn.Module, layout: Layout, config: Config) -> None:
-    """Each pipeline rank must have a parameter to train, or it has no optimizer."""
+    """Raise ConfigError if a pipeline rank has no parameter to train, and so no optimizer."""
     p = config.parallelism
     degree = p.pipeline_parallel_degree
     if degree == 1 or not layout.layers:
@@ -103,8 +117,11 @@ def _check_ranks(model: nn.Module, layout: Layout, config: Config) -> None:
     trained = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.requires_grad}
     schedule = stages.schedule_name(p.pipeline_parallel_schedule) or ""
     for rank in range(degree):
-        own = [name for index in stages.stages_of_rank(schedule, rank, degree, len(parts)) for name in parts[index]]
-        if not any(name.startswith(f"{part}.") for name in trained for part in own):
-            rule = f"leaves pipeline rank {rank} nothing to train: it holds {', '.join(own)}"
+        modules: list[str] = []
+        for stage in stages.stages_of_rank(schedule, rank, degree, len(parts)):
+            modules += parts[stage]
+        prefixes = tuple(f"{module}." for module in modules)
+        if not any(name.startswith(prefixes) for name in trained):
+            rule = f"leaves pipeline rank {rank} without a parameter to train: it has {', '.join(modules)}"
             fix = "name modules of each rank there or in lora.modules_to_save, or use other stages"
             raise ConfigError(Problem("lora.target_modules", config.lora.target_modules, rule, fix))

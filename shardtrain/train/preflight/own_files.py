@@ -1,4 +1,4 @@
-"""Files of Python that the configuration names: what goes wrong in them is reported with the line of the file."""
+"""Load the user's Python files that a configuration names, and report their errors with file and line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ SCHEDULE_SECONDS = 30.0
 
 
 def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
-    """The error of a file of the user's with its place there, in Python's words; any other is raised again."""
+    """Return an error that names the user's file, the line and Python's message.
+
+    Raises ``error`` itself if it does not come from a user's file.
+    """
     files = {name: option for option, name in named_files(config) if name.endswith(".py")}
     by_path = {str(Path(name).resolve()): name for name in files}
     source = ""
     place = ""
+    # the innermost frame that is in a user's file
     trace = error.__traceback__
     while trace is not None:
         path = str(Path(trace.tb_frame.f_code.co_filename).resolve())
@@ -29,19 +33,22 @@ def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
             source = by_path[path]
             place = f" (line {trace.tb_lineno})"
         trace = trace.tb_next
-    if isinstance(error, SyntaxError) and error.filename and str(Path(error.filename).resolve()) in by_path:
-        source = by_path[str(Path(error.filename).resolve())]
-        place = f" (line {error.lineno})"
-    if isinstance(error, SystemExit):  # which would pass for the end of a run that did its work
+    if isinstance(error, SyntaxError) and error.filename:
+        path = str(Path(error.filename).resolve())
+        if path in by_path:
+            source = by_path[path]
+            place = f" (line {error.lineno})"
+    # sys.exit would look like the successful end of a run
+    if isinstance(error, SystemExit):
         if not source:
             raise ShardtrainError(f"sys.exit({error.code!r}) was called before ranks had started") from error
-        return ConfigError(
-            Problem(files[source], source, f"ends the program{place}: sys.exit", "raise an error instead")
-        )
+        rule = f"ends the program{place}: sys.exit"
+        return ConfigError(Problem(files[source], source, rule, "raise an error instead"))
     if not source:
         raise error
-    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split()) or "an error without words"
-    return ConfigError(Problem(files[source], source, f"fails{place}: {text}", "correct the file"))
+    message = str(error.msg) if isinstance(error, SyntaxError) else str(error)
+    message = " ".join(message.split()) or f"{type(error).__name__} without a message"
+    return ConfigError(Problem(files[source], source, f"fails{place}: {message}", "correct the file"))
 
 
 def _check_schedule(config: Config) -> None:
@@ -74,7 +81,7 @@ def _check_schedule(config: Config) -> None:
 
 
 def look(config: Config) -> list[ShardtrainError]:
-    """Load the files that nothing else loads before ranks start, and return their errors."""
+    """Load the files that no other check loads before ranks start, and return their errors."""
     checks: list[Callable[[], object]] = [partial(own_sink.find, path) for path in config.metrics.sinks]
     if config.metrics.token_metrics:
         from shardtrain.distributed import token_metrics  # imports torch
@@ -82,12 +89,12 @@ def look(config: Config) -> list[ShardtrainError]:
         checks += [partial(token_metrics.find, path) for path in config.metrics.token_metrics]
     if config.lr_scheduler.name.endswith(".py"):
         checks.append(partial(_check_schedule, config))
-    found: list[ShardtrainError] = []
+    errors: list[ShardtrainError] = []
     for check in checks:
         try:
             check()
         except ShardtrainError as error:
-            found.append(error)
+            errors.append(error)
         except (Exception, SystemExit) as error:
-            found.append(explain(error, config))
-    return found
+            errors.append(explain(error, config))
+    return errors

@@ -1,4 +1,4 @@
-"""``shardtrain config check``: the verdict that ``train`` would give, in one report, with nothing started."""
+"""``shardtrain config check``: report all problems that ``train`` would find, without starting anything."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shardtrain.utils.redact import one_line, redact
 
 USAGE = """usage: shardtrain config check [CONFIG.toml] [--for-machine none|here|NAME] [--nproc N] [--section.key VALUE]
 
-Lists everything that `shardtrain train` would refuse before its first step, all at once: wrong keys and values, paths,
-the tokenizer, the data, the first weights, options that are not available, and a model that cannot fit. Nothing starts.
+Lists all problems that would stop `shardtrain train` before its first step: wrong keys and values, paths, tokenizer,
+data, initial weights, options that are not available, and a model that does not fit. Starts nothing.
 
-  --for-machine here   judge what `train` would do on this machine (the default)
-  --for-machine none   judge the file alone: no path is looked at, and no device
-  --for-machine NAME   judge the file, and memory and types of one such GPU for each rank: h100, a100, ...
-  --nproc N            ranks, as for `train`
+  --for-machine here   check for this machine (the default)
+  --for-machine none   check only the configuration, without paths and devices
+  --for-machine NAME   check the configuration for a known GPU (h100, a100, ...), with one GPU per rank
+  --nproc N            number of ranks, as for `train`
 
-Exit status: 0 where `train` would begin, else the one that it would end with: 2 configuration, 3 data, 5 checkpoint.
+Exit status: 0 if `train` would start, else the exit status of `train`: 2 configuration, 3 data, 5 checkpoint.
 """
 
 _OPTION = "--for-machine"
@@ -30,8 +30,9 @@ _MACHINE = VerbOption(example="h100, or none, or here")
 
 
 def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, CommandLine]]) -> int:
-    """Run the verb; gives the exit status. ``open_config`` reads the configuration as ``train`` does."""
-    taken = take(words, {_OPTION: _MACHINE, _OPTION.replace("-m", "_m"): _MACHINE}, usage=USAGE)
+    """Run the command and return its exit status. ``open_config`` reads the configuration as ``train`` does."""
+    options = {_OPTION: _MACHINE, _OPTION.replace("-m", "_m"): _MACHINE}
+    taken = take(words, options, usage=USAGE)
     arguments = split(taken.rest)
     loaded, arguments = open_config(arguments)
     name = next(iter(taken.own.values()), "here")
@@ -50,14 +51,20 @@ def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, Co
 
 
 def _here(loaded: Loaded, arguments: CommandLine) -> Machine:
-    """This machine as ``train`` would use it: alone, or as one of several nodes. Raises ConfigError."""
+    """Return this machine as ``train`` would use it: as the only node, or as one of several.
+
+    Raises:
+        ConfigError: the number of ranks or nodes is not valid.
+    """
     if environment.is_rank(os.environ) and not arguments.nnodes:
         return machine.this_machine(loaded, arguments.nproc)
-    several = nodes.find(arguments, os.environ)
-    if several is None:
+    node_range = nodes.find(arguments, os.environ)
+    if node_range is None:
         return machine.this_machine(loaded, arguments.nproc)
-    count = nodes.choose_processes_here(loaded.config, arguments.nproc, several).count
-    return machine.this_machine(loaded, None, count * several.most if several.least == several.most else None, count)
+    local_ranks = nodes.choose_processes_here(loaded.config, arguments.nproc, node_range).count
+    # the world size is not known if the number of nodes may vary
+    world_size = local_ranks * node_range.most if node_range.least == node_range.most else None
+    return machine.this_machine(loaded, None, world_size, local_ranks)
 
 
 def _counted(count: int, word: str) -> str:

@@ -1,7 +1,6 @@
-"""Whether there is room for what a run writes: a checkpoint in its folder, and the batches of workers in /dev/shm.
+"""Check the space that a run writes to: its checkpoint folder, and /dev/shm for the batches of loader workers.
 
-Sizes are lower bounds, from shapes without memory. A save looks again before it writes: what is free now may be gone by
-then, and the other way round.
+Sizes are lower bounds, from shapes only. Each save checks again before it writes, because free space changes.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from shardtrain.utils.errors import Problem, ShardtrainError, StorageError
 from shardtrain.utils.units import format_bytes
 
 SHARED = Path("/dev/shm")
-_PREFETCH = 4
-_BYTES_OF_A_TOKEN = 24
-"""Of a batch: its id, its target and its position, of 8 bytes each."""
+_DEFAULT_PREFETCH = 4
+_BYTES_PER_TOKEN = 24
+"""Bytes of a token in a batch: id, target and position, int64 each."""
 
 Build = Callable[[], list[ParameterMemory] | None]
 
 
 def address_problem(config: Config) -> ShardtrainError | None:
-    """What opening the object store of ``checkpoint.folder`` would raise before anything is asked of it."""
+    """Return the error of an object store address in ``checkpoint.folder``, without contacting the store."""
     if not config.checkpoint.enable or "://" not in config.checkpoint.folder:
         return None
     from shardtrain.checkpoint.objects import refuse_unknown_store
@@ -42,65 +41,74 @@ def address_problem(config: Config) -> ShardtrainError | None:
 
 
 def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[ShardtrainError], list[str]]:
-    """Refuse a folder without room for one checkpoint; tell of one without room for all that would be kept.
+    """Check the free space of the checkpoint folder.
 
-    ``build`` gives the parameters of the model, or None where it cannot be built; it is called only where a generous
-    guess of their number does not fit.
+    ``build`` returns the parameters of the model, or None if it cannot be built. It is called only if an upper bound of
+    their size does not fit.
+
+    Returns:
+        An error if there is no room for one checkpoint; a warning if there is none for all that would be kept.
     """
     config = loaded.config
     options = config.checkpoint
     if not options.enable or options.load_only or "://" in options.folder:
         return [], []
+    # with several nodes, another node may be the one that writes
     if options.storage == "first_node" and machine.world_size != machine.local_ranks:
-        return [], []  # this may be another node than the one that writes
+        return [], []
     folder = Path(config.job.dump_folder, options.folder).absolute()
     try:
-        # the folder may not be there yet: the nearest one above it is on the same filesystem
-        existing = next(one for one in (folder, *folder.parents) if one.is_dir())
+        # if the folder does not exist yet, its nearest existing parent is on the same filesystem
+        existing = next(path for path in (folder, *folder.parents) if path.is_dir())
         filesystem = os.statvfs(existing)
-        kept = sum(1 for one in folder.glob("step-*") if one.is_dir()) if folder.is_dir() else 0
+        num_existing = sum(1 for path in folder.glob("step-*") if path.is_dir()) if folder.is_dir() else 0
     except OSError:
         return [], []  # storage that does not answer now may do so when the run saves
-    free = filesystem.f_bavail * filesystem.f_frsize
-    new = max(1, _most_kept(config) + 1 - kept)  # one more than is kept, as the oldest goes once the newest is there
-    # building the model takes seconds, and a guess from its sizes is mostly enough
-    guess = memory_fit.generous_guess(model_shape(loaded) or {})
-    guessed = [ParameterMemory(guess, tensor=True, expert=False, trained=True)] if guess is not None else []
-    if guessed and new * SPARE * memory_fit.checkpoint_bytes(config, guessed) <= free:
+    free_bytes = filesystem.f_bavail * filesystem.f_frsize
+    # one more than is kept, because the oldest checkpoint is deleted after the newest is complete
+    num_new = max(1, _most_kept(config) + 1 - num_existing)
+
+    # building the model takes seconds, and an upper bound from its sizes is usually enough
+    upper_bound = memory_fit.generous_guess(model_shape(loaded) or {})
+    if upper_bound is not None:
+        parameters = [ParameterMemory(upper_bound, tensor=True, expert=False, trained=True)]
+        if num_new * SPARE * memory_fit.checkpoint_bytes(config, parameters) <= free_bytes:
+            return [], []
+    built = build()
+    if built is None:
         return [], []
-    parameters = build()
-    if parameters is None:
-        return [], []
-    size = memory_fit.checkpoint_bytes(config, parameters)
-    fits = int(free / (SPARE * size)) if size else new
-    if fits < 1:
-        return [
-            StorageError(
-                f"{folder}: a checkpoint of this run is {format_bytes(size)}, a save begins where {SPARE} times that "
-                f"are free, and {format_bytes(free)} are: free space, or set checkpoint.folder to another filesystem"
-            )
-        ], []
-    if fits < new:
-        what = f"checkpoint.keep_latest_k={options.keep_latest_k}" if options.keep_latest_k else "all checkpoints"
-        return [], [
-            f"{what}: {new} more checkpoints of {format_bytes(size)} would lie in {folder} before one is deleted, and "
-            f"{format_bytes(free)} are free, room for {fits}"
-        ]
+    checkpoint_bytes = memory_fit.checkpoint_bytes(config, built)
+    num_fitting = int(free_bytes / (SPARE * checkpoint_bytes)) if checkpoint_bytes else num_new
+    if num_fitting < 1:
+        error = StorageError(
+            f"{folder}: a checkpoint of this run takes {format_bytes(checkpoint_bytes)}, a save requires {SPARE} times "
+            f"that, and {format_bytes(free_bytes)} are free: free space, or set checkpoint.folder to another filesystem"
+        )
+        return [error], []
+    if num_fitting < num_new:
+        policy = "keeping all checkpoints"
+        if options.keep_latest_k:
+            policy = f"checkpoint.keep_latest_k={options.keep_latest_k}"
+        warning = (
+            f"{policy}: {folder} must hold {num_new} more checkpoints of {format_bytes(checkpoint_bytes)} before the "
+            f"first is deleted, and {format_bytes(free_bytes)} are free, room for {num_fitting}"
+        )
+        return [], [warning]
     return [], []
 
 
 def _most_kept(config: Config) -> int:
-    """Checkpoints that lie there at most, by their number alone; what is kept for ever besides is not counted."""
+    """Return the maximum number of checkpoints in the folder, without those that are kept permanently."""
     options = config.checkpoint
-    most = config.checkpoint.keep_latest_k
-    if options.interval_type != "steps":
-        return most or 1
-    saves = -(-config.training.steps // max(1, options.interval)) if config.training.epochs is None else most or 1
-    return min(most, saves) if most else saves
+    limit = options.keep_latest_k
+    if options.interval_type != "steps" or config.training.epochs is not None:
+        return limit or 1
+    num_saves = -(-config.training.steps // max(1, options.interval))
+    return min(limit, num_saves) if limit else num_saves
 
 
 def shared_memory_problem(loaded: Loaded, machine: Machine) -> Problem | None:
-    """What is wrong where workers prepare batches in a /dev/shm that is too small: they die of a bus error there."""
+    """Return a problem if /dev/shm is too small for the batches of loader workers, which would die of a bus error."""
     training = loaded.config.training
     option = "training.dataloader.num_workers"
     workers = training.dataloader.num_workers
@@ -110,15 +118,15 @@ def shared_memory_problem(loaded: Loaded, machine: Machine) -> Problem | None:
         filesystem = os.statvfs(SHARED)
     except OSError:
         return None
-    ahead = training.dataloader.prefetch_factor or _PREFETCH
-    batch = _BYTES_OF_A_TOKEN * training.local_batch_size * training.seq_len
-    needed = machine.local_ranks * workers * ahead * batch
-    there = filesystem.f_bavail * filesystem.f_frsize
-    if needed <= there:
+    batches_per_worker = training.dataloader.prefetch_factor or _DEFAULT_PREFETCH
+    batch_bytes = _BYTES_PER_TOKEN * training.local_batch_size * training.seq_len
+    needed_bytes = machine.local_ranks * workers * batches_per_worker * batch_bytes
+    free_bytes = filesystem.f_bavail * filesystem.f_frsize
+    if needed_bytes <= free_bytes:
         return None
     rule = (
-        f"keeps up to {ahead} batches of each worker and rank in {SHARED}: {format_bytes(needed)} or more, and "
-        f"{format_bytes(there)} are free there"
+        f"keeps up to {batches_per_worker} batches of each worker and rank in {SHARED}: {format_bytes(needed_bytes)} "
+        f"or more, and {format_bytes(free_bytes)} are free there"
     )
     fix = "set it to 0, lower training.dataloader.prefetch_factor, or give the container more (docker run --shm-size)"
     return Problem(option, workers, rule, fix, loaded.where(option))

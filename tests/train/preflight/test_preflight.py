@@ -329,7 +329,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_with_the_numbers(
     assert parameters is not None
     size = memory_fit.checkpoint_bytes(loaded.config, parameters)
     for free, code, told in (
-        (int(1.1 * size), 8, "a save begins where 1.2 times that are free"),
+        (int(1.1 * size), 8, "a save requires 1.2 times that"),
         (int(3 * 1.2 * size) + 9, 0, "room for 3"),
         (int(11 * 1.2 * size) + 9, 0, ""),  # ten are kept, and the eleventh is there before the first is deleted
     ):
@@ -478,7 +478,7 @@ def test_more_ranks_than_accelerators_are_refused_in_one_line() -> None:
         assert len(told) == int(refused), told
         if refused:
             assert (
-                told[0].startswith(f"ranks of this machine={ranks} are more than ") and f"--nproc {devices}" in told[0]
+                told[0].startswith(f"ranks of this machine={ranks} exceeds its ") and f"--nproc {devices}" in told[0]
             )
 
 
