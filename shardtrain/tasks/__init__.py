@@ -1,10 +1,12 @@
-"""What a batch means, one file each, whose name is ``task.name``; a path ending in .py points outside the package.
+"""Tasks: one file per value of ``task.name``. A path ending in .py names a task file outside the package.
 
-A task file holds a class ``Task``: a ``RowTask`` (``task.py``), which says in a handful of small methods what a row is,
-how rows become a batch, what the loss is, what is predicted and how that is measured. ``language_model.py`` is the
-default. What a configuration must know of the file without running it are two literals in it, both optional:
-``METRICS``, from the name of a metric to "max" or "min", and ``DEGREES``, the degrees of [parallelism] above 1 that the
-task can run with beside those of the data-parallel axes.
+A task file contains a class ``Task``, usually a ``RowTask`` (``task.py``). Its methods define rows, batches, the loss,
+predictions and metrics. ``language_model.py`` is the default task. The configuration reads two optional literals from
+the file without executing it:
+
+- ``METRICS`` maps the names of metrics to "max" or "min".
+- ``DEGREES`` lists the options of [parallelism] that the task supports with values above 1. Data parallelism is always
+  supported.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def open_task(config: Config) -> LanguageModel | RowTask:
 
 
 def labels_of(config: Config) -> list[str]:
-    """Return the names of the labels of the task's head, numbered unless ``task.labels`` names them."""
+    """Return the label names of the task's head: ``task.labels``, or LABEL_0, LABEL_1, ... Empty without a head."""
     num_labels = open_task(config).num_labels
-    names = list(config.task.labels) or [f"LABEL_{number}" for number in range(num_labels)]
-    return names if num_labels else []
+    if not num_labels:
+        return []
+    return list(config.task.labels) or [f"LABEL_{number}" for number in range(num_labels)]

@@ -1,7 +1,7 @@
-"""Tasks that compare answers: their rows, and the log-probability of an answer after its prompt.
+"""Base classes of tasks that learn from answers: their rows, and the log-probability of an answer after its prompt.
 
-A row has a prompt and two answers (``data/documents/preferences.py`` lists the accepted shapes). Tokens of the
-prompt are not learned. An answer is cut where it exceeds seq_len.
+A row of a pair task has a prompt and two answers (``data/documents/preferences.py`` lists the accepted formats). Tokens
+of the prompt are not learned. Answers are truncated to seq_len.
 """
 
 from __future__ import annotations
@@ -42,35 +42,38 @@ from shardtrain.utils.log import logger
 
 
 class Side(NamedTuple):
-    """A prompt with an answer: tokens (T), and the target of each, IGNORE where it is the prompt's."""
+    """A prompt with one answer: input tokens (T), and their targets (T), IGNORE for tokens of the prompt."""
 
     tokens: npt.NDArray[np.int32]
     targets: npt.NDArray[np.int64]
     last: int
-    """The token after them, a target alone: the end of the answer where it was not cut."""
+    """The token after the input tokens, which is only a target: the end of an answer that is not truncated."""
 
     @property
     def whole(self) -> npt.NDArray[np.int32]:
-        """All tokens (T + 1)."""
+        """All tokens (T + 1), with the last target."""
         return np.append(self.tokens, np.int32(self.last))
 
     def shown(self, name: str) -> ShownText:
-        """For ``data show``: which tokens are learned."""
+        """Return the text for ``data show``, with a mask of the learned tokens."""
         return ShownText(name, self.whole.tolist(), [False, *(self.targets != IGNORE).tolist()])
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One row: its prompt with each of the two answers."""
+    """A row of a pair task: its prompt with each of the two answers."""
 
     chosen: Side
     rejected: Side
     margin: float = 0.0
-    """By how much the score of the chosen answer should exceed that of the other; read by ``reward_model``."""
+    """Minimum difference between the scores of the chosen and the rejected answer. Used by ``reward_model``."""
 
 
 class AnswerTask(TextTask):
-    """A task of a causal model that learns from answers; ``reference`` is the frozen model, where it needs one."""
+    """Base of tasks in which a causal model learns from answers.
+
+    ``reference`` is the frozen reference model, set before the first step if ``needs_reference``.
+    """
 
     needs_reference = False
     kind = "causal"
@@ -78,28 +81,27 @@ class AnswerTask(TextTask):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.reference: nn.Module | None = None
-        self._width = config.parallelism.tensor_parallel_degree
+        # sequence parallelism splits rows evenly over the tensor-parallel ranks
+        self._length_multiple = config.parallelism.tensor_parallel_degree
 
     def check(self, stream: DataLoader, module: ModuleType, shape: Any) -> None:
-        """The model must be causal, since what fills up rows comes after them."""
+        """Reject a model that is not causal: it would attend to the padding, which follows each row."""
         super().check(stream, module, shape)
         if not getattr(module, "CAUSAL", True):
-            rule = "sees the tokens that it would have to predict, and gives no log-probability of an answer"
+            rule = "is not causal, so it has no log-probability of an answer"
             raise ConfigError(Problem("model.name", self.config.model.name, rule, "use a causal model"))
 
     @cached_property
     def encoder(self) -> PromptEncoder:
-        """Encodes a prompt and a completion, under the names "prompt" and "completion"."""
-        data = self.config.data
-        return PromptEncoder(
-            self.tokenizer, dataclasses.replace(data, prompt_field="prompt", completion_field="completion")
-        )
+        """Encoder of rows with a "prompt" and a "completion"."""
+        options = dataclasses.replace(self.config.data, prompt_field="prompt", completion_field="completion")
+        return PromptEncoder(self.tokenizer, options)
 
     def padded(self, sides: Sequence[Side]) -> tuple[Tensor, Tensor]:
-        """Tokens and targets (R, T) of some sides; T is that of the longest."""
-        # Sequence parallelism deals equal parts of a row to the tensor ranks.
-        width = -(-max(len(side.tokens) for side in sides) // self._width) * self._width
-        tokens_RT = torch.zeros(len(sides), width, dtype=torch.int64)
+        """Return padded tokens and targets (R, T). T is the longest length, rounded up for sequence parallelism."""
+        longest = max(len(side.tokens) for side in sides)
+        T = -(-longest // self._length_multiple) * self._length_multiple
+        tokens_RT = torch.zeros(len(sides), T, dtype=torch.int64)
         targets_RT = torch.full_like(tokens_RT, IGNORE)
         for number, side in enumerate(sides):
             tokens_RT[number, : len(side.tokens)] = torch.from_numpy(side.tokens.astype(np.int64))
@@ -107,25 +109,27 @@ class AnswerTask(TextTask):
         return tokens_RT, targets_RT
 
     def start(self) -> dict[str, str]:
-        """Fingerprint of the initial weights, a cache key of the rows if the task compares with a reference model."""
-        return {"reference weights": initial_weights.identity(self.config)} if self.needs_reference else {}
+        """Return the identity of the initial weights if they are the reference model. Part of the data's fingerprint."""
+        if not self.needs_reference:
+            return {}
+        return {"reference weights": initial_weights.identity(self.config)}
 
 
 class PairTask(AnswerTask):
-    """A task of pairs of answers; outputs are rewards (B, 2), of the chosen one first, and what else a loss needs."""
+    """Base of tasks with pairs of answers. Outputs start with the rewards (B, 2), the chosen answer first."""
 
     sequences_per_row = 2
     reads_last_token = False
-    """True if the model reads the last token of an answer too. Otherwise that token is only a target."""
+    """True if the last token of an answer is also an input of the model. Otherwise it is only a target."""
 
     def read_rows(self, split: str) -> _files.FileRows[Pair]:
-        """Read the files of a split; raises what ``_files.read`` does."""
+        """Read the files of a split. Raises what ``_files.read`` raises."""
         section, _ = _files.section_of(self.config, split)
         pairs: _files.FileRows[Pair] = _files.read(self.config, split, partial(self.encode, split=split))
         sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
 
-        # If the loss compares with a reference model, the initial weights are part of the data's fingerprint, so that
-        # a run only resumes with the same ones.
+        # If there is a reference model, the initial weights are part of the data's fingerprint, so a run resumes only
+        # with the same ones.
         start = self.start()
         pairs.files = {**pairs.files, **start}
         content = digest(*(part.tobytes() for side in sides for part in (side.tokens, side.targets)))
@@ -134,35 +138,35 @@ class PairTask(AnswerTask):
             content = digest(content, *margins)
         pairs.fingerprint = digest(self.encoder.fingerprint, section.seq_len, *start.values(), content)
 
-        cut = sum(len(side.tokens) == section.seq_len - self.reads_last_token for side in sides)
+        num_full = sum(len(side.tokens) == section.seq_len - self.reads_last_token for side in sides)
         logger.info(described(self.tokenizer, self.config.data))
-        logger.info(f"{split}: {len(pairs)} pairs of answers, of which {cut} are as long as seq_len or were cut to it")
+        logger.info(f"{split}: {len(pairs)} pairs of answers; {num_full} answers fill seq_len or were truncated to it")
         return pairs
 
     def lengths(self, row: Pair) -> list[int]:
-        """Return the tokens of both sides."""
+        """Return the token counts of both answers with their prompt."""
         return [len(side.tokens) + self.reads_last_token for side in (row.chosen, row.rejected)]
 
     def collate(self, rows: list[Pair]) -> dict[str, Tensor]:
-        """Tokens and targets (B, 2, T), the chosen first; T is that of the longest answer with its prompt."""
+        """Return padded tokens and targets (B, 2, T), the chosen answer first."""
         tokens_RT, targets_RT = self.padded([side for row in rows for side in (row.chosen, row.rejected)])
         return {"tokens_B2T": tokens_RT.unflatten(0, (-1, 2)), "targets_B2T": targets_RT.unflatten(0, (-1, 2))}
 
     def predictions(self, outputs: Any, batch: RowBatch) -> dict[str, Tensor]:
-        """The rewards of each pair."""
+        """Return the rewards (B, 2) of each pair."""
         return {"rewards": outputs.float()}
 
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
-        """Share of pairs whose chosen answer has the higher reward, and by how much on average."""
+        """Return the share of pairs whose chosen answer has the higher reward, and the mean difference."""
         margins = (rows["rewards"][:, 0] - rows["rewards"][:, 1]).double()
         return {"reward_accuracy": float((margins > 0).double().mean()), "reward_margin": float(margins.mean())}
 
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
-        """The two rewards."""
+        """Return the two rewards as text."""
         return " ".join(f"{value:.6g}" for value in row["rewards"].tolist())
 
     def shown(self, row: Pair) -> list[ShownText]:
-        """Both sides."""
+        """Return both answers with their prompt."""
         return [row.chosen.shown("chosen"), row.rejected.shown("rejected")]
 
     def encode(self, rows: Sequence[Mapping[str, Any] | BadRow], split: str) -> Iterator[Pair | BadRow]:
@@ -185,10 +189,11 @@ class PairTask(AnswerTask):
         return around_bad_rows([attempt(self._split, row) for row in rows], tokenize)
 
     def margin(self, row: Mapping[str, Any]) -> float:
-        """The margin of a row; 0 for tasks that read none."""
+        """Return the margin of a row. 0 by default."""
         return 0.0
 
     def _split(self, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float]:
+        """Split a row into one row per answer for the encoder, and the margin."""
         data = self.config.data
         task = self.config.task
         prompt, *answers = preferences.split(row, data.prompt_field, task.chosen_field, task.rejected_field)
@@ -196,10 +201,12 @@ class PairTask(AnswerTask):
 
 
 def side_of(document: Document | BadRow, seq_len: int) -> Side | BadRow:
-    """A prompt with its answer, cut to seq_len targets. If they are all of the prompt, the row is too long."""
+    """Truncate a prompt with its answer to seq_len targets. A BadRow if no token of the answer remains."""
     if isinstance(document, BadRow):
         return document
-    learned = document.learned if document.learned is not None else np.ones(len(document.tokens), bool)
+    learned = document.learned
+    if learned is None:
+        learned = np.ones(len(document.tokens), bool)
     tokens = document.tokens[: seq_len + 1]
     learned = learned[: seq_len + 1]
     targets = np.where(learned[1:], tokens[1:], IGNORE).astype(np.int64)
@@ -209,15 +216,15 @@ def side_of(document: Document | BadRow, seq_len: int) -> Side | BadRow:
 
 
 def token_losses(model: nn.Module, tokens_RT: Tensor, targets_RT: Tensor) -> Tensor:
-    """-log-probability of each target (R, T) in float32, 0 where there is none."""
+    """Return the negative log-probability of each target (R, T) in float32, 0 at IGNORE."""
     positions_RT = torch.arange(tokens_RT.size(1), device=tokens_RT.device).expand_as(tokens_RT)
-    # Experts must not count filler, which follows the last target of a row: an answer ends a text.
+    # Expert load statistics must not count padding, which follows the last target of a row.
     documents = {}
     if has_experts(model):
         lengths_R = ((targets_RT != IGNORE) * (positions_RT + 1)).amax(1)
         documents["documents_BT"] = filler_documents(lengths_R, positions_RT)
     logits_RTV = model(tokens_RT, positions_RT, **documents)
-    # Row by row: of the logits in float32 only those of one answer exist at a time in forward.
+    # Row by row, so forward has the float32 logits of only one answer at a time.
     losses = [
         F.cross_entropy(logits_TV.float(), targets_T, ignore_index=IGNORE, reduction="none")
         for logits_TV, targets_T in zip(logits_RTV, targets_RT, strict=True)
@@ -226,16 +233,16 @@ def token_losses(model: nn.Module, tokens_RT: Tensor, targets_RT: Tensor) -> Ten
 
 
 def log_probabilities(model: nn.Module, tokens_RT: Tensor, targets_RT: Tensor) -> Tensor:
-    """Log-probability of each answer after its prompt, (R,), in float64.
+    """Return the log-probability of each answer after its prompt, (R,), in float64.
 
-    A token's is computed in float32 and the sum over tokens in float64: of two sums of thousands the loss is the small
-    difference, in which the rounding of a float32 sum would stand at the fifth digit.
+    Tokens are computed in float32 and summed in float64. The loss is the small difference of two sums in the thousands,
+    and rounding of a float32 sum would change its fifth digit.
     """
     return -token_losses(model, tokens_RT, targets_RT).sum(1, dtype=torch.float64)
 
 
 def of_pairs(model: nn.Module, batch: RowBatch) -> Tensor:
-    """``log_probabilities`` (B, 2) of a batch of pairs."""
+    """Return the ``log_probabilities`` (B, 2) of a batch of pairs."""
     tokens_B2T = batch["tokens_B2T"]
     targets_B2T = batch["targets_B2T"]
     return log_probabilities(model, tokens_B2T.flatten(0, 1), targets_B2T.flatten(0, 1)).unflatten(0, (-1, 2))

@@ -17,24 +17,24 @@ from shardtrain.utils.errors import DataError
 
 T = TypeVar("T")
 Make = Callable[[Sequence[Row | BadRow]], Iterable[T | BadRow]]
-"""What a task makes of some rows, one after the other; a row that cannot be used comes back as a BadRow."""
+"""Converts rows of a file to rows of a task, in order. Yields a BadRow for a row that cannot be used."""
 
 
 class FileRows(list[T], Generic[T]):
-    """Rows of a set with what tells them from others; see ``data.row_stream.Rows``."""
+    """Rows of a dataset with its fingerprint and files; see ``data.row_stream.Rows``."""
 
     fingerprint: str = ""
     files: Mapping[str, str]
 
 
 def section_of(config: Config, split: str) -> tuple[Training | Validation, NamedDataset]:
-    """The options that name a split's files: "train", "validation" or "test"."""
+    """Return the section and the dataset of a split, "train", "validation" or "test"."""
     training = config.training
     validation = config.validation
     if split == "train":
         source = DataSource(training.dataset, training.dataset_path)
         return training, NamedDataset(training.dataset, source, "training.dataset", "training.dataset_path")
-    # A test set is read as the validation set is, from files of its own.
+    # a test set is read like the validation set, from other files
     path = validation.dataset_path
     part = validation.split
     option = "validation.dataset_path"
@@ -47,34 +47,37 @@ def section_of(config: Config, split: str) -> tuple[Training | Validation, Named
 
 
 def open_files(config: Config, split: str) -> Table | Shards:
-    """The rows of a split as they lie in its files; raises ConfigError when they cannot be opened."""
+    """Open the files of a split. Raises ConfigError if they cannot be opened."""
     _, named = section_of(config, split)
-    return sources.find(named.source.dataset, option=named.dataset_option).open_source(request_for(config, named))
+    module = sources.find(named.source.dataset, option=named.dataset_option)
+    return module.open_source(request_for(config, named))
 
 
 def read(config: Config, split: str, make: Make[T]) -> FileRows[T]:
     """Read all rows of a split. The task sets ``fingerprint``, because only it knows what its rows depend on.
 
-    Rows that are empty or too long are left out of the training and validation sets, counted and logged.
+    Empty and too long rows of the training and validation sets are skipped, counted and logged.
 
     Raises:
-        ConfigError: if the dataset cannot be opened.
-        DataError: at a bad row, with file and line, unless data.bad_rows leaves it out of the training set.
+        ConfigError: the dataset cannot be opened.
+        DataError: a row is bad, with file and line, unless data.bad_rows skips bad rows of the training set.
     """
     source = open_files(config, split)
     _, named = section_of(config, split)
     policy = BadRows.of(config.data)
-    tally = RowStats()
+    stats = RowStats()
     template = template_of(config.data, None, "row")
 
-    def make_of_columns(rows: Sequence[Row | BadRow]) -> Iterable[T | BadRow]:
-        return make(rows if template is None else [attempt(template.row, row) for row in rows])
+    def apply_template(rows: Sequence[Row | BadRow]) -> Iterable[T | BadRow]:
+        if template is None:
+            return make(rows)
+        return make([attempt(template.row, row) for row in rows])
 
     rows = Growth(named.name, source.total_bytes).rows(every_row(source))
-    good_rows = FileRows(_good_rows(source, rows, split, make_of_columns, policy, tally))
-    if tally.rows > tally.documents:
-        policy.judge(tally, f"dataset {named.name}")
-    log_left_out(f"dataset {named.name}", tally.reasons(), tally.num_bad + tally.harmless[TOO_LONG])
+    good_rows = FileRows(_good_rows(source, rows, split, apply_template, policy, stats))
+    if stats.rows > stats.documents:
+        policy.judge(stats, f"dataset {named.name}")
+    log_left_out(f"dataset {named.name}", stats.reasons(), stats.num_bad + stats.harmless[TOO_LONG])
     good_rows.files = source.files()
     return good_rows
 
@@ -85,18 +88,20 @@ def _good_rows(
     split: str,
     make: Make[T],
     policy: BadRows,
-    tally: RowStats,
+    stats: RowStats,
 ) -> Iterator[T]:
+    """Yield the usable rows, and count all rows in ``stats``. Raises DataError as ``read`` does."""
     for chunk in chunks(rows):
-        made = make([row for _, row in chunk])
-        for (key, _), one in zip(chunk, made, strict=True):
-            if not isinstance(one, BadRow):
-                tally.documents += 1
-                tally.rows += 1
-                yield one
+        task_rows = make([row for _, row in chunk])
+        for (key, _), task_row in zip(chunk, task_rows, strict=True):
+            if not isinstance(task_row, BadRow):
+                stats.documents += 1
+                stats.rows += 1
+                yield task_row
                 continue
             place = place_of(source, key)
-            tally.add_bad(one, place)
-            if split == "test" or (split == "validation" and not one.harmless):
-                raise DataError(f"{place}: {one}; correct it, because each row of a held-out set counts")
-            policy.meet(one, place)
+            stats.add_bad(task_row, place)
+            # every row of a held-out set counts, so only harmless ones of a validation set are skipped
+            if split == "test" or (split == "validation" and not task_row.harmless):
+                raise DataError(f"{place}: {task_row}; correct it, because each row of a held-out set counts")
+            policy.meet(task_row, place)

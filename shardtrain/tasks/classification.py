@@ -1,8 +1,8 @@
-"""Sequence classification: a text, or a pair of texts, has one of a few labels.
+"""Sequence classification: predict the label of a text, or of a pair of texts.
 
-A row is bos, the text, eos; where it is longer than seq_len its end is cut and eos kept. The model's head has a row per
-label, and is read at the last token of the text, which a causal model and an encoder both know all of it by (as BART
-does: Lewis et al. 2020, section 3.1). A batch is as wide as its longest row.
+A row is BOS, the text, EOS; a text longer than seq_len is truncated before EOS. The model's head has one output per
+label and is evaluated at the last token, where causal models and encoders have both seen the full text (like BART:
+Lewis et al. 2020, section 3.1). Batches are padded to their longest row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEGREES = ("tensor_parallel_degree",)
 
 
 class Classification(ExampleTask):
-    """The task ``classification``; ``read_rows`` alone is to be overridden for rows from elsewhere."""
+    """The task ``classification``. Override only ``read_rows`` to use rows from another source."""
 
     kind = "classification"
 
@@ -41,14 +41,15 @@ class Classification(ExampleTask):
         self.labels = list(config.task.labels) or [str(i) for i in range(config.task.num_labels)]
         self.num_labels = len(self.labels)
         self._numbers = {name: i for i, name in enumerate(self.labels)}
-        self._width = config.parallelism.tensor_parallel_degree  # which deals equal parts of a row
+        # sequence parallelism splits rows evenly over the tensor-parallel ranks
+        self._length_multiple = config.parallelism.tensor_parallel_degree
 
     @cached_property
     def _is_causal(self) -> bool:
         return bool(getattr(models.find(self.config.model.name), "CAUSAL", True))
 
     def is_labelled(self, split: str) -> bool:
-        """Whether the rows of a split have a label: those of a test set by the first of them that can be read."""
+        """True if the rows of a split have labels. For a test set, the first readable row decides."""
         return split != "test" or self._is_test_set_labelled
 
     @cached_property
@@ -58,10 +59,10 @@ class Classification(ExampleTask):
         return first is None or columns.find(first, self.config.task.label_field) is not None
 
     def collate(self, rows: list[Example]) -> dict[str, Tensor]:
-        """Tokens and positions (B, T), lengths and labels (B,); T is that of the longest row."""
+        """Return padded tokens (B, T), lengths and labels (B,)."""
         longest = max(len(row.tokens) for row in rows)
-        width = -(-longest // self._width) * self._width
-        tokens_BT = torch.zeros(len(rows), width, dtype=torch.int64)
+        T = -(-longest // self._length_multiple) * self._length_multiple
+        tokens_BT = torch.zeros(len(rows), T, dtype=torch.int64)
         for number, row in enumerate(rows):
             tokens_BT[number, : len(row.tokens)] = torch.from_numpy(row.tokens.astype(np.int64))
         return {
@@ -71,52 +72,54 @@ class Classification(ExampleTask):
         }
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """Rows with a label."""
+        """Return the number of rows with a label."""
         return int((batch["labels_B"] != IGNORE).sum())
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
-        """Scores of the labels (B, labels), at the last token of each row."""
+        """Return the scores of the labels (B, labels) at the last token of each row."""
         tokens_BT = batch["tokens_BT"]
         lengths_B = batch["lengths_B"]
-        if hasattr(model, "kind"):  # a network of transformers, which knows itself where to read the scores
+        # a transformers network selects the last token itself
+        if hasattr(model, "kind"):
             return model(tokens_BT, lengths_B=lengths_B)  # type: ignore[no-any-return]
         positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device).expand_as(tokens_BT)
-        # What a causal model sees at the last token comes before the padding, so it need not be told of it; experts
-        # must not count it, though, and an encoder must not attend to it.
-        needs_documents = not self._is_causal or has_experts(model)
-        documents = {"documents_BT": filler_documents(lengths_B, positions_BT)} if needs_documents else {}
+        # Mark padding if it matters: an encoder must not attend to it, and experts must not count it. A causal model does
+        # not see the padding, which follows the last token.
+        documents = {}
+        if not self._is_causal or has_experts(model):
+            documents["documents_BT"] = filler_documents(lengths_B, positions_BT)
         scores_BTL = model(tokens_BT, positions_BT, **documents)
         return scores_BTL[torch.arange(len(lengths_B), device=tokens_BT.device), lengths_B - 1]
 
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
-        """Cross-entropy of the labels."""
+        """Return the weighted sum of the cross-entropy of the labels."""
         return cross_entropy_sum(outputs, batch["labels_B"], weight)
 
     def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
-        """The best label of each row, of equal ones the first, and the right one."""
+        """Return the predicted label of each row (the first of equal scores), and the true label."""
         return {"prediction": outputs.float().argmax(-1), "label": batch["labels_B"]}
 
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
-        """Share of rows that are right, and the mean over labels of F1, of labels that occur or are predicted."""
+        """Return the accuracy, and the mean F1 over all labels that occur or are predicted."""
         known = rows["label"] != IGNORE
         predicted = rows["prediction"][known]
         label = rows["label"][known]
         scores = []
         for number in range(self.num_labels):
-            of_label = label == number
-            of_prediction = predicted == number
-            total = int(of_label.sum() + of_prediction.sum())
+            has_label = label == number
+            is_predicted = predicted == number
+            total = int(has_label.sum() + is_predicted.sum())
             if total:
-                scores.append(2 * int((of_label & of_prediction).sum()) / total)
+                scores.append(2 * int((has_label & is_predicted).sum()) / total)
         accuracy = int((predicted == label).sum()) / max(1, len(label))
         return {"accuracy": accuracy, "macro_f1": sum(scores) / max(1, len(scores))}
 
     def results(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The accuracy alone, under the name that pytorch_universal_trainer gives it."""
+        """Return only the accuracy, under the name that pytorch_universal_trainer uses."""
         return {"Accuracy": values["accuracy"]}
 
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
-        """The label of the prediction as the rows spell it."""
+        """Return the name of the predicted label."""
         return self.labels[int(row["prediction"])]
 
     def _read(self, labelled: bool, row: Mapping[str, Any]) -> tuple[list[str], int] | BadRow:
@@ -129,11 +132,13 @@ class Classification(ExampleTask):
         if not labelled:
             return texts, IGNORE
         value = columns.label(row, task.label_field)
-        # Not isinstance: True is an int too, and not the name of a label.
+        # not isinstance: True is also an int, but not the name of a label
         name = str(value) if type(value) in (int, str) else None
         if name not in self._numbers:
-            known = ", ".join(self.labels[:8]) + (", ..." if self.num_labels > 8 else "")
-            return BadRow(f"label {str(value)[:40]!r} in column {task.label_field!r} is not one of {known}")
+            labels = ", ".join(self.labels[:8])
+            if self.num_labels > 8:
+                labels += ", ..."
+            return BadRow(f"label {str(value)[:40]!r} in column {task.label_field!r} is not one of {labels}")
         return texts, self._numbers[name]
 
 

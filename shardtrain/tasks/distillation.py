@@ -1,9 +1,9 @@
-"""The next token of each token, learned from data and from a teacher: a frozen, usually larger model on the same mesh.
+"""Distillation: language modeling with an additional loss against a teacher, a frozen model on the same mesh.
 
-The loss is a mix of cross-entropy and of the divergence of the teacher's distribution and the model's, at each target
-token, summed over tokens and divided once by those of the whole step (``distillation_loss.py`` has the formulas). The
-teacher reads the rows as they are: it writes none of its own (GKD with ``lmbda`` 0, Agarwal et al. 2023). It costs the
-memory of its weights, sharded as the model is (``train/reference_models.py``), and of its logits.
+The loss is a mix of the cross-entropy and the divergence between the distributions of teacher and model at each target
+token. It is summed over tokens and divided once by the tokens of the step (``distillation_loss.py`` has the formulas).
+The teacher reads the training rows and generates no text (GKD with ``lmbda`` 0, Agarwal et al. 2023). It needs memory
+for its logits and for its weights, which are sharded like the model's (``train/reference_models.py``).
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class Distillation(LanguageModel):
         self.mix = Mix(task.kd_ratio, task.temperature, task.divergence, task.jsd_beta)
 
     def teacher(self) -> Config:
-        """The configuration of the teacher's model; raises ConfigError where its folder holds none."""
+        """Return the configuration of the teacher. Raises ConfigError if its folder contains no model."""
         teacher = teacher_config(self.config)
         if isinstance(teacher, Problem):
             raise ConfigError(teacher)
         return teacher
 
     def open_dataloader(self, **options: Any) -> data.DataLoader:
-        """A run continues with no other teacher than its own."""
+        """Open the data, with the teacher as part of its fingerprint: a run resumes only with the same teacher."""
         stream = super().open_dataloader(**options)
-        known = initial_weights.of_folder(Path(self.config.task.teacher_path))
-        stream.files = {**dict(stream.files.items()), "teacher": known}
-        stream.fingerprint = digest(stream.fingerprint, known)
+        teacher = initial_weights.of_folder(Path(self.config.task.teacher_path))
+        stream.files = {**dict(stream.files.items()), "teacher": teacher}
+        stream.fingerprint = digest(stream.fingerprint, teacher)
         return stream
 
     def check(self, stream: data.DataLoader, module: ModuleType, shape: Any) -> None:
-        """Refuse data, a model and a teacher that do not fit together; raises ConfigError."""
+        """Raise ConfigError if data, model and teacher do not fit together."""
         super().check(stream, module, shape)
         teacher = self.teacher().model
         path = self.config.task.teacher_path
@@ -59,21 +59,21 @@ class Distillation(LanguageModel):
             try:
                 models.check_documents(teacher_module, teacher.name)
             except ConfigError as error:
-                rule = "holds a model that cannot keep packed documents apart"
+                rule = "contains a model that cannot keep packed documents apart"
                 fix = 'set data.packing = "padded", or data.document_mask = "off"'
                 raise ConfigError(Problem(OPTION, path, rule, fix)) from error
 
-        # Vocabularies may be filled up to other multiples, but both must hold the tokenizer's ids. A model that does
-        # not say its size (0) is not compared.
-        own_ids = int(getattr(shape, "vocab_size", 0) or 0)
+        # The vocabularies may be padded to different sizes, but both must contain the tokenizer's ids. A model of unknown
+        # size (0) is not compared.
+        model_ids = int(getattr(shape, "vocab_size", 0) or 0)
         teacher_ids = int(getattr(teacher_shape, "vocab_size", 0) or 0)
         if 0 < teacher_ids < stream.vocab:
             rule = f"has rows for {teacher_ids} ids, and the tokenizer {stream.vocab}"
             raise ConfigError(Problem(OPTION, path, rule, "use a teacher with the model's own tokenizer"))
-        if own_ids and teacher_ids and own_ids != teacher_ids:
+        if model_ids and teacher_ids and model_ids != teacher_ids:
             logger.info(
-                f"teacher: {teacher_ids} rows of vocabulary, and the model {own_ids}: compared over the first "
-                f"{min(own_ids, teacher_ids)}, among which are the tokenizer's {stream.vocab} ids"
+                f"teacher has a vocabulary of {teacher_ids}, and the model {model_ids}: comparing the first "
+                f"{min(model_ids, teacher_ids)}, which include the tokenizer's {stream.vocab} ids"
             )
 
 

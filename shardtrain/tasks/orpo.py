@@ -1,9 +1,9 @@
-"""Preferences and the answers themselves at once, without a reference (ORPO: Hong et al. 2024, arXiv 2403.07691).
+"""ORPO: preference optimization combined with fine-tuning, without a reference (Hong et al. 2024, arXiv 2403.07691).
 
-A pair's loss (equation 6) is the mean loss of the tokens of the prompt with the chosen answer, as in the authors' code,
-less beta times the log sigmoid of how much larger the odds of the chosen answer are than those of the rejected one,
-where an answer's probability is that of its tokens on average: odds = p / (1 - p). It is summed over pairs and divided
-once by the pairs of the whole step, so that a pair counts as much as any other, whatever its length.
+The loss of a pair (equation 6) is L - beta * log sigmoid(log odds(chosen) - log odds(rejected)). L is the mean token loss
+of the prompt with the chosen answer, as in the authors' code. The odds are p / (1 - p), where log p is the mean
+log-probability of an answer's tokens. The loss is summed over pairs and divided once by the pairs of the step, so pairs
+have equal weight whatever their length.
 """
 
 from __future__ import annotations
@@ -26,46 +26,47 @@ class ORPO(PairTask):
     """The task ``orpo``."""
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
-        """Mean log-probabilities of the answers (chosen, rejected), and the chosen text's mean loss: (B, 3)."""
+        """Return (B, 3): the mean log-probabilities of chosen and rejected answer, and the mean loss of the chosen text."""
         tokens_B2T = batch["tokens_B2T"]
         answers_B2T = batch["targets_B2T"]
         is_answer_B2T = answers_B2T != IGNORE
-        places_T = torch.arange(tokens_B2T.size(-1), device=tokens_B2T.device)
+        columns_T = torch.arange(tokens_B2T.size(-1), device=tokens_B2T.device)
 
-        # The targets of whole texts, prompts too: all tokens up to the last of an answer, since filler follows it. The
-        # last target of an answer is not among the tokens, so those of answers are put in as they are.
-        last_B21 = (is_answer_B2T * (places_T + 1)).amax(-1, keepdim=True)
-        within_B2T = places_T < last_B21
-        every_B2T = torch.where(within_B2T, tokens_B2T.roll(-1, dims=-1), IGNORE)
-        every_B2T = torch.where(is_answer_B2T, answers_B2T, every_B2T)
+        # Targets of the full texts, with the prompts: the next token up to the end of the answer, after which padding
+        # follows. The last target of an answer is not an input token, so copy the targets of answers.
+        end_B21 = (is_answer_B2T * (columns_T + 1)).amax(-1, keepdim=True)
+        is_text_B2T = columns_T < end_B21
+        targets_B2T = torch.where(is_text_B2T, tokens_B2T.roll(-1, dims=-1), IGNORE)
+        targets_B2T = torch.where(is_answer_B2T, answers_B2T, targets_B2T)
 
-        # One forward pass gives the losses of both: of the answers' tokens, and of the whole chosen text.
-        losses_B2T = token_losses(model, tokens_B2T.flatten(0, 1), every_B2T.flatten(0, 1)).unflatten(0, (-1, 2))
+        # one forward pass computes the losses of the answers and of the full chosen text
+        losses_RT = token_losses(model, tokens_B2T.flatten(0, 1), targets_B2T.flatten(0, 1))
+        losses_B2T = losses_RT.unflatten(0, (-1, 2))
         means_B2 = -(losses_B2T * is_answer_B2T).sum(-1, dtype=torch.float64) / is_answer_B2T.sum(-1)
-        text_B = losses_B2T[:, 0].sum(-1, dtype=torch.float64) / within_B2T[:, 0].sum(-1)
-        return torch.cat((means_B2, text_B[:, None]), dim=1)
+        text_loss_B = losses_B2T[:, 0].sum(-1, dtype=torch.float64) / is_text_B2T[:, 0].sum(-1)
+        return torch.cat((means_B2, text_loss_B[:, None]), dim=1)
 
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
-        """The chosen texts' losses and those of the odds, over pairs."""
-        odds_B2 = outputs[:, :2] - _log_of_rest(outputs[:, :2])
-        ratio_B = F.logsigmoid(odds_B2[:, 0] - odds_B2[:, 1])
-        return weight * (outputs[:, 2] - self.config.task.beta * ratio_B).sum()
+        """Return the weighted sum over pairs of the loss in the module docstring."""
+        log_odds_B2 = outputs[:, :2] - _log1m_exp(outputs[:, :2])
+        preference_B = F.logsigmoid(log_odds_B2[:, 0] - log_odds_B2[:, 1])
+        return weight * (outputs[:, 2] - self.config.task.beta * preference_B).sum()
 
     def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
-        """The rewards of each pair: beta times the mean log-probabilities."""
+        """Return the rewards (B, 2) of each pair: beta times the mean log-probabilities."""
         return {"rewards": (self.config.task.beta * outputs[:, :2]).float()}
 
 
-def _log_of_rest(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x below 0, whose two forms are each exact on their side of -log 2 (Maechler 2012)."""
-    # A probability of 1 has infinite odds.
+def _log1m_exp(x: Tensor) -> Tensor:
+    """Return log(1 - exp(x)) for x < 0, with the formula that is accurate on each side of -log 2 (Maechler 2012)."""
+    # a probability of 1 has infinite odds
     x = x.clamp(max=-1e-12)
-    near = x > -math.log(2)
-    # Each form is given values that it can take, so that the gradient of the one not used is finite too: where() takes
-    # zero times it, and zero times infinity is NaN.
-    small = torch.log(-torch.expm1(torch.where(near, x, -torch.ones_like(x))))
-    large = torch.log1p(-torch.exp(torch.where(near, -torch.ones_like(x), x)))
-    return torch.where(near, small, large)
+    is_near_zero = x > -math.log(2)
+    # Replace the inputs that a formula does not handle, so its gradient is finite there: where() multiplies the gradient
+    # by zero, and zero times infinity is NaN.
+    near_zero = torch.log(-torch.expm1(torch.where(is_near_zero, x, -torch.ones_like(x))))
+    elsewhere = torch.log1p(-torch.exp(torch.where(is_near_zero, -torch.ones_like(x), x)))
+    return torch.where(is_near_zero, near_zero, elsewhere)
 
 
 Task = ORPO

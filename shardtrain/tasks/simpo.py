@@ -1,8 +1,8 @@
-"""Preferences without a reference: SimPO (Meng et al. 2024, arXiv 2405.14734, equation 6).
+"""SimPO: preference optimization without a reference model (Meng et al. 2024, arXiv 2405.14734, equation 6).
 
-An answer's reward is beta times the mean log-probability of its tokens, so that length earns nothing, and a pair's loss
-is -log sigmoid(reward of the chosen - reward of the rejected - gamma), summed over pairs and divided once by the pairs
-of the whole step. The paper takes ``task.beta`` 2 to 10, much above that of DPO, and ``task.gamma`` half of it or less.
+The reward of an answer is beta times the mean log-probability of its tokens, so long answers have no advantage. The
+loss of a pair is -log sigmoid(reward of chosen - reward of rejected - gamma), summed over pairs and divided once by the
+pairs of the step. The paper uses ``task.beta`` from 2 to 10, much larger than DPO, and ``task.gamma`` up to half of it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class SimPO(PairTask):
     """The task ``simpo``."""
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
-        """Rewards (B, 2), of the chosen answer first."""
+        """Return the rewards (B, 2), the chosen answer first."""
         counts_B2 = (batch["targets_B2T"] != IGNORE).sum(-1)
         rewards_B2: Tensor = self.config.task.beta * of_pairs(model, batch) / counts_B2
         return rewards_B2
 
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
-        """-log sigmoid of the margins above gamma, over pairs."""
+        """Return the weighted sum over pairs of -log sigmoid(reward difference - gamma)."""
         return -weight * F.logsigmoid(outputs[:, 0] - outputs[:, 1] - self.config.task.gamma).sum()
 
 

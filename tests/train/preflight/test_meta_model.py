@@ -63,7 +63,7 @@ def test_a_pipeline_rank_with_nothing_to_train_is_refused_before_ranks_start(nam
     assert bool(errors) == bool(ranks_fail)
     assert (parameters is None) == bool(ranks_fail)
     if errors:
-        assert f"leaves pipeline rank {ranks_fail[0]} nothing to train" in str(errors[0])
+        assert f"leaves pipeline rank {ranks_fail[0]} without a parameter to train" in str(errors[0])
 
 
 @pytest.mark.parametrize(

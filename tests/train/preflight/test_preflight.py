@@ -477,9 +477,7 @@ def test_more_ranks_than_accelerators_are_refused_in_one_line() -> None:
         told = [str(problem) for error in judge(loaded, there).errors for problem in error.problems]
         assert len(told) == int(refused), told
         if refused:
-            assert (
-                told[0].startswith(f"ranks of this machine={ranks} exceeds its ") and f"--nproc {devices}" in told[0]
-            )
+            assert told[0].startswith(f"ranks of this machine={ranks} exceeds its ") and f"--nproc {devices}" in told[0]
 
 
 def test_nearest_names_are_offered_for_sections_and_platforms(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
