@@ -1,12 +1,12 @@
 """Tasks: one file per value of ``task.name``. A path ending in .py names a task file outside the package.
 
-A task file contains a class ``Task``, usually a ``RowTask`` (``task.py``). Its methods define rows, batches, the loss,
-predictions and metrics. ``language_model.py`` is the default task. The configuration reads two optional literals from
-the file without executing it:
+A task file contains a class ``Task``, usually a ``RowTask`` (``task.py``). Its methods define rows,
+batches, the loss, predictions and metrics. ``language_model.py`` is the default task. The configuration
+reads two optional literals from the file without executing it:
 
 - ``METRICS`` maps the names of metrics to "max" or "min".
-- ``DEGREES`` lists the options of [parallelism] that the task supports with values above 1. Data parallelism is always
-  supported.
+- ``DEGREES`` lists the options of [parallelism] that the task supports with values above 1. Data
+  parallelism is always supported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def open_task(config: Config) -> LanguageModel | RowTask:
 
 
 def labels_of(config: Config) -> list[str]:
-    """Return the label names of the task's head: ``task.labels``, or LABEL_0, LABEL_1, ... Empty without a head."""
+    """Return the label names of the task's head: ``task.labels``, or LABEL_0, LABEL_1, ...
+
+    Empty without a head.
+    """
     num_labels = open_task(config).num_labels
     if not num_labels:
         return []

@@ -1,7 +1,8 @@
-"""Base classes of tasks that learn from answers: their rows, and the log-probability of an answer after its prompt.
+"""Base classes of tasks that learn from answers: their rows, and the log-probability of an answer after its
+prompt.
 
-A row of a pair task has a prompt and two answers (``data/documents/preferences.py`` lists the accepted formats). Tokens
-of the prompt are not learned. Answers are truncated to seq_len.
+A row of a pair task has a prompt and two answers (``data/documents/preferences.py`` lists the accepted
+formats). Tokens of the prompt are not learned. Answers are truncated to seq_len.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Side(NamedTuple):
     tokens: npt.NDArray[np.int32]
     targets: npt.NDArray[np.int64]
     last: int
-    """The token after the input tokens, which is only a target: the end of an answer that is not truncated."""
+    """The token after the input tokens, which is only a target: the end of an answer that is not truncated.
+    """
 
     @property
     def whole(self) -> npt.NDArray[np.int32]:
@@ -66,7 +68,10 @@ class Pair:
     chosen: Side
     rejected: Side
     margin: float = 0.0
-    """Minimum difference between the scores of the chosen and the rejected answer. Used by ``reward_model``."""
+    """Minimum difference between the scores of the chosen and the rejected answer.
+
+    Used by ``reward_model``.
+    """
 
 
 class AnswerTask(TextTask):
@@ -98,7 +103,10 @@ class AnswerTask(TextTask):
         return PromptEncoder(self.tokenizer, options)
 
     def padded(self, sides: Sequence[Side]) -> tuple[Tensor, Tensor]:
-        """Return padded tokens and targets (R, T). T is the longest length, rounded up for sequence parallelism."""
+        """Return padded tokens and targets (R, T).
+
+        T is the longest length, rounded up for sequence parallelism.
+        """
         longest = max(len(side.tokens) for side in sides)
         T = -(-longest // self._length_multiple) * self._length_multiple
         tokens_RT = torch.zeros(len(sides), T, dtype=torch.int64)
@@ -109,7 +117,10 @@ class AnswerTask(TextTask):
         return tokens_RT, targets_RT
 
     def start(self) -> dict[str, str]:
-        """Return the identity of the initial weights if they are the reference model. Part of the data's fingerprint."""
+        """Return the identity of the initial weights if they are the reference model.
+
+        Part of the data's fingerprint.
+        """
         if not self.needs_reference:
             return {}
         return {"reference weights": initial_weights.identity(self.config)}
@@ -128,8 +139,8 @@ class PairTask(AnswerTask):
         pairs: _files.FileRows[Pair] = _files.read(self.config, split, partial(self.encode, split=split))
         sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
 
-        # If there is a reference model, the initial weights are part of the data's fingerprint, so a run resumes only
-        # with the same ones.
+        # If there is a reference model, the initial weights are part of the data's fingerprint, so a run
+        # resumes only with the same ones.
         start = self.start()
         pairs.files = {**pairs.files, **start}
         content = digest(*(part.tobytes() for side in sides for part in (side.tokens, side.targets)))
@@ -235,8 +246,8 @@ def token_losses(model: nn.Module, tokens_RT: Tensor, targets_RT: Tensor) -> Ten
 def log_probabilities(model: nn.Module, tokens_RT: Tensor, targets_RT: Tensor) -> Tensor:
     """Return the log-probability of each answer after its prompt, (R,), in float64.
 
-    Tokens are computed in float32 and summed in float64. The loss is the small difference of two sums in the thousands,
-    and rounding of a float32 sum would change its fifth digit.
+    Tokens are computed in float32 and summed in float64. The loss is the small difference of two sums in
+    the thousands, and rounding of a float32 sum would change its fifth digit.
     """
     return -token_losses(model, tokens_RT, targets_RT).sum(1, dtype=torch.float64)
 

@@ -1,4 +1,7 @@
-"""Read the rows of a task in chunks from the files that the configuration names. Apply the policy for bad rows."""
+"""Read the rows of a task in chunks from the files that the configuration names.
+
+Apply the policy for bad rows.
+"""
 
 from __future__ import annotations
 

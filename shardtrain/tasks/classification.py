@@ -1,8 +1,8 @@
 """Sequence classification: predict the label of a text, or of a pair of texts.
 
-A row is BOS, the text, EOS; a text longer than seq_len is truncated before EOS. The model's head has one output per
-label and is evaluated at the last token, where causal models and encoders have both seen the full text (like BART:
-Lewis et al. 2020, section 3.1). Batches are padded to their longest row.
+A row is BOS, the text, EOS; a text longer than seq_len is truncated before EOS. The model's head has one
+output per label and is evaluated at the last token, where causal models and encoders have both seen the
+full text (like BART: Lewis et al. 2020, section 3.1). Batches are padded to their longest row.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Classification(ExampleTask):
         if hasattr(model, "kind"):
             return model(tokens_BT, lengths_B=lengths_B)  # type: ignore[no-any-return]
         positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device).expand_as(tokens_BT)
-        # Mark padding if it matters: an encoder must not attend to it, and experts must not count it. A causal model does
-        # not see the padding, which follows the last token.
+        # Mark padding if it matters: an encoder must not attend to it, and experts must not count it. A
+        # causal model does not see the padding, which follows the last token.
         documents = {}
         if not self._is_causal or has_experts(model):
             documents["documents_BT"] = filler_documents(lengths_B, positions_BT)

@@ -1,9 +1,11 @@
-"""Distillation: language modeling with an additional loss against a teacher, a frozen model on the same mesh.
+"""Distillation: language modeling with an additional loss against a teacher, a frozen model on the same
+mesh.
 
-The loss is a mix of the cross-entropy and the divergence between the distributions of teacher and model at each target
-token. It is summed over tokens and divided once by the tokens of the step (``distillation_loss.py`` has the formulas).
-The teacher reads the training rows and generates no text (GKD with ``lmbda`` 0, Agarwal et al. 2023). It needs memory
-for its logits and for its weights, which are sharded like the model's (``train/reference_models.py``).
+The loss is a mix of the cross-entropy and the divergence between the distributions of teacher and model at
+each target token. It is summed over tokens and divided once by the tokens of the step
+(``distillation_loss.py`` has the formulas). The teacher reads the training rows and generates no text (GKD
+with ``lmbda`` 0, Agarwal et al. 2023). It needs memory for its logits and for its weights, which are
+sharded like the model's (``train/reference_models.py``).
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Distillation(LanguageModel):
         return teacher
 
     def open_dataloader(self, **options: Any) -> data.DataLoader:
-        """Open the data, with the teacher as part of its fingerprint: a run resumes only with the same teacher."""
+        """Open the data, with the teacher as part of its fingerprint: a run resumes only with the same
+        teacher."""
         stream = super().open_dataloader(**options)
         teacher = initial_weights.of_folder(Path(self.config.task.teacher_path))
         stream.files = {**dict(stream.files.items()), "teacher": teacher}
@@ -63,8 +66,8 @@ class Distillation(LanguageModel):
                 fix = 'set data.packing = "padded", or data.document_mask = "off"'
                 raise ConfigError(Problem(OPTION, path, rule, fix)) from error
 
-        # The vocabularies may be padded to different sizes, but both must contain the tokenizer's ids. A model of unknown
-        # size (0) is not compared.
+        # The vocabularies may be padded to different sizes, but both must contain the tokenizer's ids. A
+        # model of unknown size (0) is not compared.
         model_ids = int(getattr(shape, "vocab_size", 0) or 0)
         teacher_ids = int(getattr(teacher_shape, "vocab_size", 0) or 0)
         if 0 < teacher_ids < stream.vocab:

@@ -1,15 +1,16 @@
-"""Answers that were good or bad, each alone: KTO (Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8).
+"""Answers that were good or bad, each alone: KTO (Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and
+8).
 
-A row has a prompt, a completion and a label: true for a good one. Its reward is how much likelier the completion has
-become than under the reference, the model as the run began. A good one's loss is desirable_weight times (1 - sigmoid(
-beta (reward - KL))), a bad one's undesirable_weight times (1 - sigmoid(beta (KL - reward))), summed over rows and
-divided once by the rows of the whole step.
+A row has a prompt, a completion and a label: true for a good one. Its reward is how much likelier the
+completion has become than under the reference, the model as the run began. A good one's loss is
+desirable_weight times (1 - sigmoid( beta (reward - KL))), a bad one's undesirable_weight times (1 -
+sigmoid(beta (KL - reward))), summed over rows and divided once by the rows of the whole step.
 
-KL is an estimate, of which no gradient is taken: over a group of ``task.group_size`` rows the mean reward of prompts
-with the completion of the row before, at least 0. Others take the rows of a micro-batch for that; here groups are made
-when the data are read, in an order drawn from debug.seed for training, and dealt whole. So an entry of a batch is a
-group, and neither ranks nor accumulation change a number. With ``training.local_batch_size`` 1 and as many rows in a
-group as others have in a batch, the loss is theirs.
+KL is an estimate, of which no gradient is taken: over a group of ``task.group_size`` rows the mean reward
+of prompts with the completion of the row before, at least 0. Others take the rows of a micro-batch for
+that; here groups are made when the data are read, in an order drawn from debug.seed for training, and dealt
+whole. So an entry of a batch is a group, and neither ranks nor accumulation change a number. With
+``training.local_batch_size`` 1 and as many rows in a group as others have in a batch, the loss is theirs.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class KTO(AnswerTask):
         lone: _files.FileRows[Group] = _files.read(self.config, split, partial(self.encode, split=split))
         rows = [answer for (answer,) in lone]
 
-        # Groups are made here, of rows in an order that the seed alone decides: who is in a group with whom decides KL.
+        # Groups are made here, of rows in an order that the seed alone decides: who is in a group with whom
+        # decides KL.
         order = np.arange(len(rows))
         if split == "train" and len(rows):
             order = sample_at(order, len(rows), self.config.debug.seed)
@@ -110,7 +112,8 @@ class KTO(AnswerTask):
         return [len(answer.cut_side.tokens) for answer in row]
 
     def collate(self, rows: list[Group]) -> dict[str, Tensor]:
-        """Tokens and targets (B, 2N, T), those of N rows and then those that estimate KL, and labels (B, N)."""
+        """Tokens and targets (B, 2N, T), those of N rows and then those that estimate KL, and labels (B,
+        N)."""
         size = max(len(group) for group in rows)
         sides = []
         labels = torch.full((len(rows), size), _NOTHING)
@@ -119,8 +122,8 @@ class KTO(AnswerTask):
             mixed = []
             for answer, before in zip(group, [group[-1], *group[:-1]], strict=True):
                 mixed.append(_cut(_exchanged(answer.side, before.side), answer.seq_len))
-            # Groups are filled up to the largest of the batch, by a row without a target, so that experts know it for
-            # filler: how much there is depends on who shares a batch.
+            # Groups are filled up to the largest of the batch, by a row without a target, so that experts
+            # know it for filler: how much there is depends on who shares a batch.
             filler = [own[0]._replace(targets=np.full_like(own[0].targets, IGNORE))] * (size - len(group))
             sides += [*own, *filler, *mixed, *filler]
             labels[number, : len(group)] = torch.tensor([int(answer.is_good) for answer in group])
@@ -149,8 +152,8 @@ class KTO(AnswerTask):
             targets_RT = targets_BMT[:, part].flatten(0, 1)
             return log_probabilities(which, tokens_RT, targets_RT).unflatten(0, (-1, size))
 
-        # The first half of a group's entries are its rows, the second those that estimate KL: how much likelier a
-        # completion of another prompt has become. No gradient is taken of the estimate.
+        # The first half of a group's entries are its rows, the second those that estimate KL: how much
+        # likelier a completion of another prompt has become. No gradient is taken of the estimate.
         own = slice(0, size)
         mixed = slice(size, 2 * size)
         with torch.no_grad():
@@ -175,7 +178,8 @@ class KTO(AnswerTask):
         return {"rewards": rewards_BN, "label": nn.functional.pad(batch["labels_BN"], (0, missing), value=_NOTHING)}
 
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
-        """Share of rows whose reward has the sign of their label, and by how much good ones have more on average."""
+        """Share of rows whose reward has the sign of their label, and by how much good ones have more on
+        average."""
         labels = rows["label"].flatten()
         rewards = rows["rewards"].flatten()[labels != _NOTHING].double()
         labels = labels[labels != _NOTHING]
@@ -225,7 +229,8 @@ class KTO(AnswerTask):
 
 
 def _groups(rows: list[Answer], size: int) -> Iterator[Group]:
-    """Rows, ``size`` to a group; one that would be alone joins the group before it, to exchange completions with."""
+    """Rows, ``size`` to a group; one that would be alone joins the group before it, to exchange completions
+    with."""
     start = 0
     while start < len(rows):
         stop = len(rows) if len(rows) - start == size + 1 else min(start + size, len(rows))

@@ -1,8 +1,8 @@
 """Tokens that were hidden, from those around them (BERT: Devlin et al. 2019, section 3.1).
 
-Of each row some tokens are chosen: 80 % of them become the mask, 10 % any other token, and 10 % stay.
-Which ones follows from (seed, row, epoch), so that they are the same on every mesh and after a restart; held-out rows
-are masked alike each time. A row is bos, the text, eos, and ends of rows longer than seq_len are cut.
+Of each row some tokens are chosen: 80 % of them become the mask, 10 % any other token, and 10 % stay. Which
+ones follows from (seed, row, epoch), so that they are the same on every mesh and after a restart; held-out
+rows are masked alike each time. A row is bos, the text, eos, and ends of rows longer than seq_len are cut.
 """
 
 from __future__ import annotations

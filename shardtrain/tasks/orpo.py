@@ -1,9 +1,10 @@
-"""ORPO: preference optimization combined with fine-tuning, without a reference (Hong et al. 2024, arXiv 2403.07691).
+"""ORPO: preference optimization combined with fine-tuning, without a reference (Hong et al. 2024, arXiv
+2403.07691).
 
-The loss of a pair (equation 6) is L - beta * log sigmoid(log odds(chosen) - log odds(rejected)). L is the mean token loss
-of the prompt with the chosen answer, as in the authors' code. The odds are p / (1 - p), where log p is the mean
-log-probability of an answer's tokens. The loss is summed over pairs and divided once by the pairs of the step, so pairs
-have equal weight whatever their length.
+The loss of a pair (equation 6) is L - beta * log sigmoid(log odds(chosen) - log odds(rejected)). L is the
+mean token loss of the prompt with the chosen answer, as in the authors' code. The odds are p / (1 - p),
+where log p is the mean log-probability of an answer's tokens. The loss is summed over pairs and divided
+once by the pairs of the step, so pairs have equal weight whatever their length.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ class ORPO(PairTask):
     """The task ``orpo``."""
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
-        """Return (B, 3): the mean log-probabilities of chosen and rejected answer, and the mean loss of the chosen text."""
+        """Return (B, 3): the mean log-probabilities of chosen and rejected answer, and the mean loss of the
+        chosen text."""
         tokens_B2T = batch["tokens_B2T"]
         answers_B2T = batch["targets_B2T"]
         is_answer_B2T = answers_B2T != IGNORE
         columns_T = torch.arange(tokens_B2T.size(-1), device=tokens_B2T.device)
 
-        # Targets of the full texts, with the prompts: the next token up to the end of the answer, after which padding
-        # follows. The last target of an answer is not an input token, so copy the targets of answers.
+        # Targets of the full texts, with the prompts: the next token up to the end of the answer, after
+        # which padding follows. The last target of an answer is not an input token, so copy the targets of
+        # answers.
         end_B21 = (is_answer_B2T * (columns_T + 1)).amax(-1, keepdim=True)
         is_text_B2T = columns_T < end_B21
         targets_B2T = torch.where(is_text_B2T, tokens_B2T.roll(-1, dims=-1), IGNORE)
@@ -58,12 +61,13 @@ class ORPO(PairTask):
 
 
 def _log1m_exp(x: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for x < 0, with the formula that is accurate on each side of -log 2 (Maechler 2012)."""
+    """Return log(1 - exp(x)) for x < 0, with the formula that is accurate on each side of -log 2 (Maechler
+    2012)."""
     # a probability of 1 has infinite odds
     x = x.clamp(max=-1e-12)
     is_near_zero = x > -math.log(2)
-    # Replace the inputs that a formula does not handle, so its gradient is finite there: where() multiplies the gradient
-    # by zero, and zero times infinity is NaN.
+    # Replace the inputs that a formula does not handle, so its gradient is finite there: where() multiplies
+    # the gradient by zero, and zero times infinity is NaN.
     near_zero = torch.log(-torch.expm1(torch.where(is_near_zero, x, -torch.ones_like(x))))
     elsewhere = torch.log1p(-torch.exp(torch.where(is_near_zero, -torch.ones_like(x), x)))
     return torch.where(is_near_zero, near_zero, elsewhere)

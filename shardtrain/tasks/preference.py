@@ -1,11 +1,11 @@
 """DPO: learn from pairs of a chosen and a rejected answer to a prompt (Rafailov et al. 2023, equation 7).
 
-The reward of an answer is beta times the difference of its log-probabilities under the model and under the reference,
-which is the frozen initial model. The loss of a pair is -log sigmoid(reward of chosen - reward of rejected), summed over
-pairs and divided once by the pairs of the step.
+The reward of an answer is beta times the difference of its log-probabilities under the model and under the
+reference, which is the frozen initial model. The loss of a pair is -log sigmoid(reward of chosen - reward
+of rejected), summed over pairs and divided once by the pairs of the step.
 
-The reference is a second copy of the weights on the same mesh (``train/reference_models.py``), without gradients.
-``simpo.py`` and ``orpo.py`` need no reference; ``kto.py`` needs no pairs.
+The reference is a second copy of the weights on the same mesh (``train/reference_models.py``), without
+gradients. ``simpo.py`` and ``orpo.py`` need no reference; ``kto.py`` needs no pairs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""A model of rewards: of two answers to a prompt it learns to score the chosen one higher (Ouyang et al. 2022, eq. 1).
+"""A model of rewards: of two answers to a prompt it learns to score the chosen one higher (Ouyang et al.
+2022, eq. 1).
 
-The model's head has one row, and is read at the last token of the prompt with an answer. A pair's loss is -log sigmoid
-of the score of the chosen answer less that of the rejected one (Bradley and Terry 1952), summed over pairs and divided
-once by the pairs of the whole step. A number in the column ``margin`` is subtracted from the difference of the
-scores, as in TRL (Touvron et al. 2023, section 3.2.2). Texts are those of ``preference.py``; what reaches beyond
-seq_len is cut.
+The model's head has one row, and is read at the last token of the prompt with an answer. A pair's loss is
+-log sigmoid of the score of the chosen answer less that of the rejected one (Bradley and Terry 1952),
+summed over pairs and divided once by the pairs of the whole step. A number in the column ``margin`` is
+subtracted from the difference of the scores, as in TRL (Touvron et al. 2023, section 3.2.2). Texts are
+those of ``preference.py``; what reaches beyond seq_len is cut.
 """
 
 from __future__ import annotations

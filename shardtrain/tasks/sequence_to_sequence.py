@@ -1,8 +1,9 @@
-"""A text from a text, by an encoder and a decoder (Sutskever et al. 2014; BART, T5): translation, summaries.
+"""A text from a text, by an encoder and a decoder (Sutskever et al. 2014; BART, T5): translation,
+summaries.
 
-The source is column data.prompt_field, the target data.completion_field; each is bos, the text, eos, as far as the
-tokenizer has them, and cut to seq_len with its eos kept. The decoder is shown the right target up to each token
-(teacher forcing). The loss is over tokens of targets.
+The source is column data.prompt_field, the target data.completion_field; each is bos, the text, eos, as far
+as the tokenizer has them, and cut to seq_len with its eos kept. The decoder is shown the right target up to
+each token (teacher forcing). The loss is over tokens of targets.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ DEGREES = ()
 
 
 class SequenceToSequence(ExampleTask):
-    """The task. An Example holds source and target one after the other; its label is where the target begins."""
+    """The task.
+
+    An Example holds source and target one after the other; its label is where the target begins.
+    """
 
     kind = "sequence_to_sequence"
     num_labels = 0
@@ -72,7 +76,8 @@ class SequenceToSequence(ExampleTask):
         return cross_entropy_sum(outputs, batch["targets_BS"], weight)
 
     def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
-        """How many of a target's tokens are right, each after the right ones before it, and how many there are."""
+        """How many of a target's tokens are right, each after the right ones before it, and how many there
+        are."""
         targets_BS = batch["targets_BS"]
         right_BS = (outputs.argmax(-1) == targets_BS) & (targets_BS != IGNORE)
         return {"right": right_BS.sum(1), "tokens": (targets_BS != IGNORE).sum(1)}

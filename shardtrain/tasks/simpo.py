@@ -1,8 +1,10 @@
-"""SimPO: preference optimization without a reference model (Meng et al. 2024, arXiv 2405.14734, equation 6).
+"""SimPO: preference optimization without a reference model (Meng et al. 2024, arXiv 2405.14734, equation
+6).
 
-The reward of an answer is beta times the mean log-probability of its tokens, so long answers have no advantage. The
-loss of a pair is -log sigmoid(reward of chosen - reward of rejected - gamma), summed over pairs and divided once by the
-pairs of the step. The paper uses ``task.beta`` from 2 to 10, much larger than DPO, and ``task.gamma`` up to half of it.
+The reward of an answer is beta times the mean log-probability of its tokens, so long answers have no
+advantage. The loss of a pair is -log sigmoid(reward of chosen - reward of rejected - gamma), summed over
+pairs and divided once by the pairs of the step. The paper uses ``task.beta`` from 2 to 10, much larger than
+DPO, and ``task.gamma`` up to half of it.
 """
 
 from __future__ import annotations

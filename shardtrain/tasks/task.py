@@ -20,7 +20,8 @@ from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 @dataclass(frozen=True)
 class ShownText:
-    """A text of a row for ``data show``: its name, its tokens, and which of them are learned; None where none is."""
+    """A text of a row for ``data show``: its name, its tokens, and which of them are learned; None where
+    none is."""
 
     name: str
     tokens: list[int]
@@ -28,11 +29,13 @@ class ShownText:
 
 
 class RowTask:
-    """Rows in; loss, predictions and metrics out. One object per process, which keeps nothing of what it has seen.
+    """Rows in; loss, predictions and metrics out. One object per process, which keeps nothing of what it
+    has seen.
 
-    A subclass has ``read_rows``, ``collate``, ``forward`` and ``loss_sum``; ``predictions``, ``metrics`` and
-    ``prediction_text`` where there is more to know than the loss. All else holds without it: the order of rows, their
-    share of each rank, accumulation, the division by the global count of targets, evaluation of each row once.
+    A subclass has ``read_rows``, ``collate``, ``forward`` and ``loss_sum``; ``predictions``, ``metrics``
+    and ``prediction_text`` where there is more to know than the loss. All else holds without it: the order
+    of rows, their share of each rank, accumulation, the division by the global count of targets, evaluation
+    of each row once.
     """
 
     def __init__(self, config: Config) -> None:
@@ -63,7 +66,10 @@ class RowTask:
         return len(next(iter(batch.values())))
 
     def lengths(self, row: Any) -> list[int]:
-        """Tokens of each sequence of a row, for throughput and FLOPs. Empty: a row has as many tokens as targets."""
+        """Tokens of each sequence of a row, for throughput and FLOPs.
+
+        Empty: a row has as many tokens as targets.
+        """
         return []
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Any:
@@ -73,13 +79,16 @@ class RowTask:
     def loss_sum(self, outputs: Any, batch: RowBatch, weight: Tensor) -> Tensor:
         """``weight`` times the SUM of the loss over the batch's targets, a scalar.
 
-        The weight holds one over the number of targets of the whole step, so padding, accumulation and ranks change
-        no number; a mean over the batch would.
+        The weight holds one over the number of targets of the whole step, so padding, accumulation and
+        ranks change no number; a mean over the batch would.
         """
         raise self._lacks("loss_sum")
 
     def predictions(self, outputs: Any, batch: RowBatch) -> dict[str, Tensor]:
-        """What evaluation keeps of each row: named tensors whose first dim is the batch's rows. Nothing by default."""
+        """What evaluation keeps of each row: named tensors whose first dim is the batch's rows.
+
+        Nothing by default.
+        """
         return {}
 
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
@@ -108,7 +117,8 @@ class RowTask:
         return True
 
     num_labels: int = 0
-    """Rows of the model's head, which takes the place of that to the vocabulary; 0 leaves the model as it is."""
+    """Rows of the model's head, which takes the place of that to the vocabulary; 0 leaves the model as it
+    is."""
     sequences_per_row: int = 1
     """Sequences of a row that the model computes with gradients, for a dry run."""
 
@@ -172,13 +182,15 @@ class RowTask:
         )
 
     def feed(self, rows: Rows, seed: int | None, passes: int | None) -> RowFeed:
-        """Rows in an order; to be overridden where what a row is depends on its place in it, such as the epoch."""
+        """Rows in an order; to be overridden where what a row is depends on its place in it, such as the
+        epoch."""
         return RowFeed(rows, seed, passes)
 
     vocab: int = 0
     """Ids of the tokenizer, where there is one."""
     kind: str = ""
-    """What a network of ``transformers`` must be for, to learn this task: one of ``models.architecture.KINDS``."""
+    """What a network of ``transformers`` must be for, to learn this task: one of
+    ``models.architecture.KINDS``."""
 
     def check(self, stream: DataLoader, module: ModuleType, shape: Any) -> None:
         """Refuse data and a model that do not fit together; raises ConfigError."""

@@ -44,7 +44,8 @@ class Example:
 
 
 class ExampleTask(TextTask):
-    """Rows are examples: one text or several, one after the other, each ended by eos, cut at seq_len with eos kept.
+    """Rows are examples: one text or several, one after the other, each ended by eos, cut at seq_len with
+    eos kept.
 
     A subclass has ``_read``, which finds a row's texts and number.
     """

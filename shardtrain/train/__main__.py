@@ -1,4 +1,5 @@
-"""``torchrun -m shardtrain.train``: run the command ``train``, for users of torchtitan, who start it like this."""
+"""``torchrun -m shardtrain.train``: run the command ``train``, for users of torchtitan, who start it like
+this."""
 
 import runpy
 import sys

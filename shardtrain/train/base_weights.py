@@ -1,4 +1,7 @@
-"""Load the frozen base weights of a LoRA run. They are never saved; a fingerprint in checkpoints identifies them."""
+"""Load the frozen base weights of a LoRA run.
+
+They are never saved; a fingerprint in checkpoints identifies them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ def load(
     """Fill the frozen weights and the initial values of modules that are trained in full (a collective).
 
     Returns:
-        The facts that checkpoints record: the adapters' options, and path and fingerprint of the base weights.
+        The facts that checkpoints record: the adapters' options, and path and fingerprint of the base
+        weights.
 
     Raises:
         ConfigError: the path contains adapters, or another model than the configured one.
@@ -72,7 +76,8 @@ def load(
 
 
 def without_new_head(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that a Hugging Face folder has: all except a new classification head of a native model."""
+    """Return the tensors that a Hugging Face folder has: all except a new classification head of a native
+    model."""
     module = models.find(config.model.name)
     if not tasks.open_task(config).num_labels or is_as_is(module):
         return dict(tensors)

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 def set_numerics(config: Config, device: torch.device) -> None:
-    """Set PyTorch's determinism switches, and choose the CPU kernels (a collective). Call it before any computation."""
+    """Set PyTorch's determinism switches, and choose the CPU kernels (a collective).
+
+    Call it before any computation.
+    """
     if config.debug.deterministic:
         set_determinism(config.debug.deterministic_warn_only)
     kernels = use_fastest_kernels(config, device)
@@ -59,7 +62,8 @@ def use_fastest_kernels(config: Config, device: torch.device) -> Kernels | None:
 
 
 def build(config: Config, world: World) -> Run:
-    """Build everything that the first step needs: mesh, sharded model with initial weights, optimizer, data."""
+    """Build everything that the first step needs: mesh, sharded model with initial weights, optimizer,
+    data."""
     # the model on its mesh, and the optimizer of this rank's shards
     mesh = distributed.build(config, world)
     built = build_model(config, mesh, may_compile=True)
@@ -105,7 +109,8 @@ def build(config: Config, world: World) -> Run:
 
 
 def _mean_flops_per_token(built: BuiltModel, stream: DataLoader) -> float:
-    """Return the mean over the tokens of the data: attention depends on sequence length, which differs between rows."""
+    """Return the mean over the tokens of the data: attention depends on sequence length, which differs
+    between rows."""
     tokens_by_length = {length: length * count for length, count in stream.sequence_lengths.items()}
     if not tokens_by_length:
         tokens_by_length = {built.config.training.seq_len: 1}

@@ -30,16 +30,16 @@ BATCH = "training.global_batch_size"
 def keep_batch_size(loaded: Loaded, world: World) -> Loaded:
     """Set an unset global batch size to that of the checkpoint to resume from (a collective).
 
-    Without this, the same command on another number of ranks would train with another batch size. Returns ``loaded``
-    unchanged if this mesh does not support that batch size; ``refuse`` then reports the problem.
+    Without this, the same command on another number of ranks would train with another batch size. Returns
+    ``loaded`` unchanged if this mesh does not support that batch size; ``refuse`` then reports the problem.
     """
     config = loaded.config
     options = config.checkpoint
     may_change = {BATCH, ALL} & {*options.accept_changes} or "train_state" in options.exclude_from_loading
     if config.training.global_batch_size != -1 or not options.enable or may_change:
         return loaded
-    # Rank 0 decides, because ranks may see different checkpoints in a shared folder that lags. If nodes do not share
-    # disks, the rank with the newest checkpoint decides.
+    # Rank 0 decides, because ranks may see different checkpoints in a shared folder that lags. If nodes do
+    # not share disks, the rank with the newest checkpoint decides.
     steps_and_sizes = [first_rank(lambda: _saved_batch_size(loaded, world.size))]
     if options.storage == "first_node":
         steps_and_sizes = all_ranks_gather(lambda: _saved_batch_size(loaded, world.size))
@@ -81,7 +81,8 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
 
 
 def record(run: Run) -> dict[str, Any]:
-    """Return the facts of a checkpoint about its options: those that matter, and all changes accepted so far."""
+    """Return the facts of a checkpoint about its options: those that matter, and all changes accepted so
+    far."""
     options = changes.to_record(run.config, dist.get_world_size(), run.files)
     # a seed checkpoint has no trained step, so a run of any batch size may start from it
     if not run.state.step:

@@ -1,10 +1,10 @@
 """Test before the first step that a ``transformers`` network keeps the documents of a packed row apart.
 
-Such networks see documents by ``position_ids``, which restart at 0 with each document. Networks that build their masks
-with ``create_causal_mask`` of transformers respect these document boundaries, but there is no flag that says which
-networks do. A network with other memory than attention (a convolution, a state) mixes documents whatever its mask is.
-So this module computes a short document once behind another one and once without it, with the weights and on the mesh
-of the run, and compares the logits.
+Such networks see documents by ``position_ids``, which restart at 0 with each document. Networks that build
+their masks with ``create_causal_mask`` of transformers respect these document boundaries, but there is no
+flag that says which networks do. A network with other memory than attention (a convolution, a state) mixes
+documents whatever its mask is. So this module computes a short document once behind another one and once
+without it, with the weights and on the mesh of the run, and compares the logits.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ OPTION = "data.document_mask"
 _FIRST_LENGTH = 8
 _SECOND_LENGTH = 8
 _MAX_RATIO = 0.1
-"""Maximum ratio of the logit change with a mask to the change without one. With a working mask only rounding in float32
-or bfloat16 remains. If the network ignores the mask, the ratio is about 1."""
+"""Maximum ratio of the logit change with a mask to the change without one. With a working mask only
+rounding in float32 or bfloat16 remains. If the network ignores the mask, the ratio is about 1."""
 
 
 def check_run(run: Run) -> None:

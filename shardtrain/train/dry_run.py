@@ -1,7 +1,8 @@
 """Dry run (``comm.mode="fake_backend"``): build one rank of any world in one CPU process, without training.
 
-Mesh, pipeline stages, tensor parallelism and FSDP are the real ones, on a process group without communication and on
-tensors without memory. The result is a report of the mesh, the batch, and the bytes that the rank would need.
+Mesh, pipeline stages, tensor parallelism and FSDP are the real ones, on a process group without
+communication and on tensors without memory. The result is a report of the mesh, the batch, and the bytes
+that the rank would need.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from shardtrain.utils.units import format_bytes, format_count, format_seconds
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A frozen model next to the trained one: the bytes of its weights on this rank, and its traced forward pass."""
+    """A frozen model next to the trained one: the bytes of its weights on this rank, and its traced forward
+    pass."""
 
     name: str
     dtype: str
@@ -62,7 +64,8 @@ class DryRun:
     low_bits_bytes: int = 0
     """Bytes of the frozen weights that ``lora.base_dtype`` quantizes."""
     accumulates: bool = False
-    """True if ``gradient_bytes`` counts unsharded gradients that accumulate over micro-batches before the reduction."""
+    """True if ``gradient_bytes`` counts unsharded gradients that accumulate over micro-batches before the
+    reduction."""
 
     @property
     def total_bytes(self) -> int:
@@ -266,7 +269,8 @@ def _local_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _accumulated_bytes(parts: Sequence[nn.Module], mesh: distributed.Mesh, config: Config) -> int:
-    """Bytes of unsharded gradients, in which FSDP accumulates several micro-batches in the dtype of the reduction."""
+    """Bytes of unsharded gradients, in which FSDP accumulates several micro-batches in the dtype of the
+    reduction."""
     p = config.parallelism
     training = config.training
     rows = training.local_batch_size * derived.accumulation_steps(config, mesh.device_mesh.size())
@@ -274,7 +278,8 @@ def _accumulated_bytes(parts: Sequence[nn.Module], mesh: distributed.Mesh, confi
     micro_batch_rows = p.pipeline_parallel_microbatch_size if mesh.size("pp") > 1 else training.local_batch_size
     if rows <= micro_batch_rows or not fsdp.is_needed(parts, mesh, config):
         return 0
-    # Not the runner's parameters: a rank with two stages stores shared parameters twice, so count them in both
+    # Not the runner's parameters: a rank with two stages stores shared parameters twice, so count them in
+    # both
     num_elements = 0
     for part in parts:
         for parameter in part.parameters():
@@ -312,7 +317,8 @@ def _gradient_bytes(parts: Sequence[nn.Module], layout: Any, mesh: distributed.M
 
 
 def _micro_batch(config: Config, sequences_per_row: int = 1) -> data.Batch:
-    """Return a batch with the shapes of one forward pass of this rank, before context parallelism splits it."""
+    """Return a batch with the shapes of one forward pass of this rank, before context parallelism splits
+    it."""
     p = config.parallelism
     training = config.training
     rows = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size

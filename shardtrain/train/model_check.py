@@ -1,7 +1,8 @@
-"""Check a user's model file before training it in parallel: compare a small copy on a mesh with one process.
+"""Check a user's model file before training it in parallel: compare a small copy on a mesh with one
+process.
 
-The layout in a model file is a promise of its author. A wrong layout trains without an error, for example if it splits
-a matrix across heads or applies different dropout to replicated activations. Rank 0 runs
+The layout in a model file is a promise of its author. A wrong layout trains without an error, for example
+if it splits a matrix across heads or applies different dropout to replicated activations. Rank 0 runs
 ``shardtrain.tools.verify.before_training`` in a child process on its CPU, and all ranks receive the result.
 """
 
@@ -22,7 +23,10 @@ from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.temporary import temporary_folder
 
 LIMIT_SECONDS = 240
-"""Timeout of the comparison, which usually takes 10 seconds. Lower if ``comm.init_timeout_seconds`` is short."""
+"""Timeout of the comparison, which usually takes 10 seconds.
+
+Lower if ``comm.init_timeout_seconds`` is short.
+"""
 _RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -50,7 +54,8 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> list[str]:
     Every rank calls this with the store of the job, before the process group exists.
 
     Returns:
-        Lines for the log: comparisons with their differences, and comparisons that were skipped with the reason.
+        Lines for the log: comparisons with their differences, and comparisons that were skipped with the
+        reason.
 
     Raises:
         ConfigError: the numbers differ. All ranks raise the same error.
@@ -81,7 +86,10 @@ def _with_option(line: str, model_name: str) -> str:
 
 
 def _compare(config: Config) -> dict[str, list[str]]:
-    """Run the comparison in a child process and return its result. A failed child counts as a skipped comparison."""
+    """Run the comparison in a child process and return its result.
+
+    A failed child counts as a skipped comparison.
+    """
 
     def skipped(reason: str) -> dict[str, list[str]]:
         return {"refused": [], "compared": [], "noticed": [], "left_out": [reason]}
@@ -116,7 +124,8 @@ def _compare(config: Config) -> dict[str, list[str]]:
 
 
 def _child_environment() -> dict[str, str]:
-    """Return this rank's environment without the variables of the job: the child must not use its devices or cores."""
+    """Return this rank's environment without the variables of the job: the child must not use its devices
+    or cores."""
     environment = {}
     for name, value in os.environ.items():
         if name not in _RANK_VARIABLES and not name.startswith(_RANK_VARIABLE_PREFIXES):

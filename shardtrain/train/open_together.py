@@ -1,9 +1,9 @@
 """Let all ranks open the same data with one rank reading the storage.
 
-Rank 0 lists the files and broadcasts the result; the number of bytes does not depend on the number of ranks. The first
-rank of every other node then checks a few of the listed files. If one is missing, all ranks stop with an error that
-names the rank and its host. If sizes, times or inodes differ, the node has its own copy of the folder, and the first
-rank of that node lists the copy for its node.
+Rank 0 lists the files and broadcasts the result; the number of bytes does not depend on the number of
+ranks. The first rank of every other node then checks a few of the listed files. If one is missing, all
+ranks stop with an error that names the rank and its host. If sizes, times or inodes differ, the node has
+its own copy of the folder, and the first rank of that node lists the copy for its node.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _KEEP_ALIVE_SECONDS = 10.0
 
 
 def together(config: Config) -> AbstractContextManager[None]:
-    """Open data once for all ranks inside the block (a collective). No effect with one rank or in a dry run."""
+    """Open data once for all ranks inside the block (a collective).
+
+    No effect with one rank or in a dry run.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return nullcontext()
     return shared_opening.shared(Together(config.comm.init_timeout_seconds))
@@ -90,7 +93,8 @@ class Together:
         return self._rank == 0 or place in self._opened_by_this_rank
 
     def _result_of_node(self, place: str, look: Look, result: Any, listing: Listing | None, first_place: str) -> Any:
-        """Return the result of this node's first rank if the node has its own copy, else rank 0's (a collective).
+        """Return the result of this node's first rank if the node has its own copy, else rank 0's (a
+        collective).
 
         A rank that opens another place than the rank it would follow reads the storage itself.
 
@@ -121,7 +125,8 @@ class Together:
     def _broadcast_result(
         self, place: str, look: Look, source: int, group: dist.ProcessGroup | None
     ) -> tuple[str, Any]:
-        """Call ``look`` on the source rank. Return its place and result on all ranks of the group, or raise its error.
+        """Call ``look`` on the source rank. Return its place and result on all ranks of the group, or raise
+        its error.
 
         The source rank raises its original error, the others one of the same class and message.
         """
@@ -145,8 +150,8 @@ class Together:
     def _broadcast(self, make: Callable[[], Any], source: int, group: dist.ProcessGroup | None) -> Any:
         """Call ``make`` on the source rank and return its value on all ranks of the group.
 
-        While ``make`` runs, the source sends keep-alives, so the others do not time out. ``group`` is None if this is
-        the only rank of its node.
+        While ``make`` runs, the source sends keep-alives, so the others do not time out. ``group`` is None
+        if this is the only rank of its node.
         """
         if group is None:
             return make()
@@ -171,7 +176,8 @@ class Together:
 
     @contextmanager
     def _keep_alives(self, source: int, group: dist.ProcessGroup | None) -> Iterator[None]:
-        """Broadcast a keep-alive at intervals, in a thread: storage may take longer than a collective may wait."""
+        """Broadcast a keep-alive at intervals, in a thread: storage may take longer than a collective may
+        wait."""
         ended = threading.Event()
 
         def send() -> None:
@@ -213,7 +219,10 @@ class Together:
 
 
 def all_ranks_agree(action: Callable[[], Any]) -> Any:
-    """Call ``action`` on every rank and return this rank's result (a collective). If one raises, all ranks raise."""
+    """Call ``action`` on every rank and return this rank's result (a collective).
+
+    If one raises, all ranks raise.
+    """
     results: list[Any] = []
     all_ranks(lambda: results.append(action()))
     return results[0]
@@ -245,8 +254,8 @@ def _differs_here(witnesses: Sequence[Witness]) -> bool:
 def require_same_data(stream: Any, data: str) -> None:
     """Raise ConfigError on all ranks unless they read the same data (a collective).
 
-    The message names ``data``, a file that differs, and the hosts. Without this check ranks with different data would
-    train without an error, repeat some rows and miss others.
+    The message names ``data``, a file that differs, and the hosts. Without this check ranks with different
+    data would train without an error, repeat some rows and miss others.
     """
     fingerprints, number_of_rank = gather_distinct_json(stream.fingerprint)
     if len(fingerprints) == 1:

@@ -1,9 +1,10 @@
 """Build the frozen models of a task: the reference model of preference tasks, the teacher of distillation.
 
-A reference model has the initial weights of the run. Every start loads them from ``checkpoint.initial_load_path`` or
-draws them from the seed again; a teacher is loaded from its folder. Both are sharded like the trained model and are not
-part of checkpoints, so a run can resume on any mesh. The fingerprint of the data includes
-``hf.initial_weights.identity``, so a resume with other reference weights is rejected.
+A reference model has the initial weights of the run. Every start loads them from
+``checkpoint.initial_load_path`` or draws them from the seed again; a teacher is loaded from its folder.
+Both are sharded like the trained model and are not part of checkpoints, so a run can resume on any mesh.
+The fingerprint of the data includes ``hf.initial_weights.identity``, so a resume with other reference
+weights is rejected.
 """
 
 from __future__ import annotations

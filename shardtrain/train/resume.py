@@ -43,8 +43,8 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
     model = weights(run)
     optimizer_state = run.optimizer_state_dict()
 
-    # A resume starts from the newest checkpoint, so it must not contain a weight that is not finite. Buffers are not
-    # checked, because a buffer may be a mask of -inf.
+    # A resume starts from the newest checkpoint, so it must not contain a weight that is not finite.
+    # Buffers are not checked, because a buffer may be a mask of -inf.
     buffers = run.runner.buffers()
     named = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in model.items()}
     learned = {name: tensor for name, tensor in named.items() if name not in buffers}
@@ -86,9 +86,11 @@ def _gather_cursors(run: Run) -> list[list[int]] | None:
 
 
 def resume(run: Run, checkpoints: Checkpoints) -> None:
-    """Resume from the run's own checkpoint. Without one, start from ``checkpoint.initial_load_path`` if it is set.
+    """Resume from the run's own checkpoint. Without one, start from ``checkpoint.initial_load_path`` if it
+    is set.
 
-    A LoRA run loads the frozen weights from that path in either case, and starts from ``lora.initial_load_path``.
+    A LoRA run loads the frozen weights from that path in either case, and starts from
+    ``lora.initial_load_path``.
 
     Raises:
         ConfigError: data or options differ from the checkpoint's. The message names each difference.
@@ -130,7 +132,8 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], own: bool = True) -> None:
-    """Load a checkpoint in place, and seek the data to the next sample (a collective). Raises what ``resume`` raises.
+    """Load a checkpoint in place, and seek the data to the next sample (a collective). Raises what
+    ``resume`` raises.
 
     Args:
         excluded: parts not to load, as in ``checkpoint.exclude_from_loading``.
@@ -143,8 +146,8 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
     changes = [] if is_new_run else compatibility.find_changes(run, facts, sorted(excluded))
     other_data = "" if excluded & {"dataloader", "train_state"} else _find_other_data(run, facts)
 
-    # Reject other options or data before a tensor is touched. If the model itself differs, load first: the error of a
-    # tensor that does not fit names the tensor.
+    # Reject other options or data before a tensor is touched. If the model itself differs, load first: the
+    # error of a tensor that does not fit names the tensor.
     is_other_model = any(change.option.startswith("model.") for change in changes)
     if is_new_run and not run.config.lora.enable:
         first_rank(lambda: check_noted(run.config.model, path))
@@ -163,8 +166,8 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
     if "lr_scheduler" in excluded:
         run.state.updates = 0  # the schedule depends only on this count, so it starts again
 
-    # the position in the data follows from the number of samples; readers of a stream also need their cursors, or they
-    # read the stream again up to there
+    # the position in the data follows from the number of samples; readers of a stream also need their
+    # cursors, or they read the stream again up to there
     cursors: np.ndarray | None = None
     if "dataloader" in excluded:
         run.state.samples_consumed = run.state.order_hash = 0
@@ -190,7 +193,10 @@ def _load_guard(run: Run, facts: Mapping[str, Any], path: Place) -> None:
 
 
 def _load_scaler(run: Run, facts: Mapping[str, Any], path: Place, changes: Sequence[OptionChange]) -> None:
-    """Load the state of the loss scaler. A run that changes to float16 has none and keeps its initial scale."""
+    """Load the state of the loss scaler.
+
+    A run that changes to float16 has none and keeps its initial scale.
+    """
     changes_dtype = any(change.option == "training.mixed_precision_param" for change in changes)
     if not run.scaler or ("scaler" not in facts and changes_dtype):
         return
@@ -223,7 +229,8 @@ def _load_hub(run: Run, folder: Place) -> None:
 
 
 def weights(run: Run) -> dict[str, Tensor]:
-    """Return the model tensors of a checkpoint: all parameters and buffers, or only the adapters of a LoRA run."""
+    """Return the model tensors of a checkpoint: all parameters and buffers, or only the adapters of a LoRA
+    run."""
     return held_by(run.adapters, run.model_state_dict())
 
 

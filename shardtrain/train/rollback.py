@@ -1,7 +1,8 @@
 """Roll back after a loss spike: load an older checkpoint, and skip the data before and during the spike.
 
-The method is PaLM's (Chowdhery et al. 2022, section 5.1): restart from a checkpoint about 100 steps before the spike,
-without the data seen shortly before and during it. ``resilience/guards/loss_spikes.py`` detects spikes.
+The method is PaLM's (Chowdhery et al. 2022, section 5.1): restart from a checkpoint about 100 steps before
+the spike, without the data seen shortly before and during it. ``resilience/guards/loss_spikes.py`` detects
+spikes.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from shardtrain.utils.log import logger
 
 
 def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, started_at: int) -> None:
-    """Load an older checkpoint in place, and skip the data of the steps before and during the spike (a collective).
+    """Load an older checkpoint in place, and skip the data of the steps before and during the spike (a
+    collective).
 
-    If no checkpoint is old enough, the run keeps the state before the spike and skips only the data of the spike.
-    ``started_at`` is the step at which this process began.
+    If no checkpoint is old enough, the run keeps the state before the spike and skips only the data of the
+    spike. ``started_at`` is the step at which this process began.
     """
     training = run.config.training
     guard = run.resilience.guard

@@ -72,8 +72,10 @@ class Run:
     def decides_on_device(self) -> bool:
         """True if the update is launched before the host knows whether it may be applied.
 
-        The device then makes the decision from the same numbers, and computes while the host prepares the next step.
-        Not possible if only the host can decide: the policies for loss spikes need the losses of earlier steps.
+        The device then makes the decision from the same numbers, and computes while the host prepares the
+        next step.
+        Not possible if only the host can decide: the policies for loss spikes need the losses of earlier
+        steps.
         """
         config = self.config
         return (

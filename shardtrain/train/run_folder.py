@@ -1,4 +1,5 @@
-"""Startup output of a run: the log, the resolved configuration in the run's folder, and the header of the log."""
+"""Startup output of a run: the log, the resolved configuration in the run's folder, and the header of the
+log."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 
 def open_log(loaded: Loaded, world: World, notices: Iterable[str], model_check_lines: Iterable[str]) -> None:
-    """Open this rank's log, and log what was found before it existed: notices on options, and the model check."""
+    """Open this rank's log, and log what was found before it existed: notices on options, and the model
+    check."""
     config = loaded.config
     folder = Path(config.job.dump_folder)
     atomic_io.guard(folder, folder / config.checkpoint.folder)
@@ -53,8 +55,8 @@ def open_log(loaded: Loaded, world: World, notices: Iterable[str], model_check_l
 def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None:
     """Write every option with its value in effect. Loading the file gives the same config.
 
-    The header contains the versions as comments, and names the JSON schema next to the file, with which editors
-    complete and check it.
+    The header contains the versions as comments, and names the JSON schema next to the file, with which
+    editors complete and check it.
     """
     origin = loaded.path or "the defaults"
     header = f"{json_schema.DIRECTIVE}\n# {versions()}, {world_size} ranks, started from {origin}\n"
@@ -78,8 +80,8 @@ def describe(
 ) -> list[str]:
     """Return the header of the log: versions, model, mesh, batch, data, precision, and folder.
 
-    ``num_samples`` is the number of training rows, None if it is not known; ``places_per_epoch`` is the number of rows
-    of an epoch if it differs.
+    ``num_samples`` is the number of training rows, None if it is not known; ``places_per_epoch`` is the
+    number of rows of an epoch if it differs.
     """
     config = loaded.config
     data = f"data: {_describe_data(config)}"

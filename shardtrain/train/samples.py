@@ -1,8 +1,8 @@
 """Sample text during training: continue ``metrics.sample_prompt`` every ``metrics.sample_freq`` steps.
 
-The training modules generate the text, without gradients and without a KV cache, so every pass reads all tokens again.
-Each sample uses the same random numbers, so differences between samples come from the model. Training is not affected:
-the modules are in evaluation mode, and sampling has its own generator.
+The training modules generate the text, without gradients and without a KV cache, so every pass reads all
+tokens again. Each sample uses the same random numbers, so differences between samples come from the model.
+Training is not affected: the modules are in evaluation mode, and sampling has its own generator.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 _MAX_CHARACTERS = 1000
 """Maximum length of a text in a record; see ``JsonlFile``."""
 _LENGTH_MULTIPLE = 64
-"""Passes are padded to a multiple of this, so few shapes are compiled and tensor parallelism can split them."""
+"""Passes are padded to a multiple of this, so few shapes are compiled and tensor parallelism can split
+them."""
 
 
 class Samples:
     """Draws, logs and writes the samples of a run. Does nothing unless ``metrics.sample_freq`` is set.
 
-    Every rank creates one and calls ``run`` for the same steps. ``folder`` is ``job.dump_folder`` on the rank that
-    writes the file, None on the others.
+    Every rank creates one and calls ``run`` for the same steps. ``folder`` is ``job.dump_folder`` on the
+    rank that writes the file, None on the others.
     """
 
     def __init__(self, config: Config, runner: Runner, mesh: Mesh, folder: Path | None, start_step: int) -> None:
@@ -67,7 +68,8 @@ class Samples:
             self._file = JsonlFile(folder / FILE, start_step)
 
     def run(self, step: int) -> str:
-        """Draw, log and write one sample after ``step`` (a collective). Return the text that follows the prompt.
+        """Draw, log and write one sample after ``step`` (a collective). Return the text that follows the
+        prompt.
 
         Raises:
             NumericalError: the logits are not finite.
@@ -98,7 +100,8 @@ class Samples:
         was_training = model.training
         model.eval()
         try:
-            # No early exit at EOS: with sharded weights each pass is a collective, so all ranks make the same number
+            # No early exit at EOS: with sharded weights each pass is a collective, so all ranks make the
+            # same number
             for _ in range(min(NEW_TOKENS, self._seq_len - len(ids))):
                 logits_1V = self._logits(ids)[:, : tokenizer.vocab_size]
                 ids += choose(logits_1V, SAMPLING, draws.next([0]))
@@ -122,8 +125,8 @@ class Samples:
         logits_1v = logits_1TV[:, len(ids) - 1]
         if not self._splits_vocabulary:
             return logits_1v
-        # With loss parallelism each rank has a part of the vocabulary, and the last rank may have a smaller one. Every
-        # rank writes its columns into zeros, and the sum over ranks assembles the full logits.
+        # With loss parallelism each rank has a part of the vocabulary, and the last rank may have a smaller
+        # one. Every rank writes its columns into zeros, and the sum over ranks assembles the full logits.
         local_columns = torch.tensor(logits_1v.size(-1), device=self._mesh.device)
         columns_per_rank = int(self._mesh.max(local_columns, over=("tp",)))
         logits_1V = logits_1v.new_zeros(1, columns_per_rank * self._mesh.size("tp"))

@@ -1,8 +1,10 @@
-"""Start a run from a single ``torch.save`` file, as PyTorch's tutorials and pytorch_universal_trainer write it.
+"""Start a run from a single ``torch.save`` file, as PyTorch's tutorials and pytorch_universal_trainer write
+it.
 
 The file is a table with ``model_state_dict`` and, to continue training, ``optimizer_state_dict``,
-``scheduler_state_dict``, ``scaler_state_dict`` and ``global_step``. It is read as data (``checkpoint/torch_file.py``):
-no code in it is run, and one tensor at a time is in memory. All checks come before the first change of the run.
+``scheduler_state_dict``, ``scaler_state_dict`` and ``global_step``. It is read as data
+(``checkpoint/torch_file.py``): no code in it is run, and one tensor at a time is in memory. All checks come
+before the first change of the run.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
 WEIGHTS = ("model_state_dict", "state_dict", "model")
 """Keys under which such files store the weights."""
 _WITHOUT_DECAY = ("bias", "LayerNorm.weight")
-"""Name parts of the parameters in the second of two optimizer groups (the Trainer of transformers, before 2023)."""
+"""Name parts of the parameters in the second of two optimizer groups (the Trainer of transformers, before
+2023)."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -85,7 +88,8 @@ def translate(weights: FileWeights, tensors: Mapping[str, Tensor], model: Model)
         shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
         network: Any = models.build(module, shape)
         translation, ignored_patterns = as_is.fit(network, shape, weights)
-        # A folder may contain the head of another task, which as_is.fit ignores. In a checkpoint that is an error.
+        # A folder may contain the head of another task, which as_is.fit ignores. In a checkpoint that is an
+        # error.
         prefix = f"{network.hf.base_model_prefix}."
         used = {str(source) for source in translation.sources.values()}
         heads = {name for name in weights.names() if not name.startswith(prefix) and not _aliased(name, weights, used)}
@@ -122,13 +126,15 @@ def fill(path: Path, tensors: Mapping[str, Tensor], model: Model) -> None:
 
 
 def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) -> None:
-    """Load the file into the run, in place. Without ``model_only``, the run continues at the step of the file.
+    """Load the file into the run, in place. Without ``model_only``, the run continues at the step of the
+    file.
 
-    ``tensors`` are the model's, with the prefix of checkpoints. The data continue as if every step had this run's
-    batch size.
+    ``tensors`` are the model's, with the prefix of checkpoints. The data continue as if every step had this
+    run's batch size.
 
     Raises:
-        CheckpointError: as in ``fill``; or the optimizer's state is not that of the model, or a counter is missing.
+        CheckpointError: as in ``fill``; or the optimizer's state is not that of the model, or a counter is
+        missing.
     """
     weights = FileWeights(path)
     translation = translate(weights, tensors, run.config.model)
@@ -210,8 +216,9 @@ def _fill(weights: FileWeights, tensors: Mapping[str, Tensor], translation: mapp
 def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str, dict[str, Any]]:
     """Return Adam's state of each parameter, by the parameter's name in the file.
 
-    The file keys states by parameter number. Numbers follow the order of the model, except that with two groups the
-    parameters with weight decay come first. The shape of every state is checked against its parameter.
+    The file keys states by parameter number. Numbers follow the order of the model, except that with two
+    groups the parameters with weight decay come first. The shape of every state is checked against its
+    parameter.
 
     Raises:
         CheckpointError: the file has no complete Adam state of this model.
@@ -262,7 +269,10 @@ def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str,
 
 
 def _parameter_names(weights: FileWeights, used: set[str]) -> list[str]:
-    """Return the names of the used tensors in file order. A tensor with several names counts once, at its first."""
+    """Return the names of the used tensors in file order.
+
+    A tensor with several names counts once, at its first.
+    """
     names: list[str] = []
     seen: set[tuple[str, int, tuple[int, ...]]] = set()
     for name in weights.stored:

@@ -34,8 +34,8 @@ _ASSUMED_SECONDS = 1.0
 def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> None:
     """Connect the run to its checkpoints, and check that the data last until the final step.
 
-    Called before the first step and after each rollback. A rollback skips data, which must not end the run with an
-    error, so the caller then sets ``may_end_early``.
+    Called before the first step and after each rollback. A rollback skips data, which must not end the run
+    with an error, so the caller then sets ``may_end_early``.
 
     Raises:
         DataError: the data are too few, and training.on_data_end does not allow it.
@@ -58,7 +58,8 @@ def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> 
 
 
 def _check_data(run: Run, may_end_early: bool) -> None:
-    """Check the number of steps that the data have left, if it is known; set ``run.total_steps`` from the epochs."""
+    """Check the number of steps that the data have left, if it is known; set ``run.total_steps`` from the
+    epochs."""
     loader = run.dataloader
     if loader.steps_left is None or loader.end is None:
         return
@@ -86,8 +87,8 @@ def save_after_step(run: Run, checkpoints: Checkpoints, pause: Callable[[], Abst
         # the duration of a background save is known when it ends
         if checkpoints.saving.writing is None:
             stop.saves.add(time.perf_counter() - started - checkpoints.export_seconds)
-        # A request to stop lets the current step end and then saves. Warn once if that takes longer than the grace
-        # period.
+        # A request to stop lets the current step end and then saves. Warn once if that takes longer than
+        # the grace period.
         step_seconds = stop.steps.quantile() or 0.0
         save_seconds = stop.saves.quantile() or 0.0
         grace_seconds = run.config.checkpoint.grace_seconds
@@ -182,7 +183,8 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
 
 
 def data_ended(run: Run, checkpoints: Checkpoints) -> None:
-    """Save and end the run when the data end before the last step, which they do on all ranks at the same step.
+    """Save and end the run when the data end before the last step, which they do on all ranks at the same
+    step.
 
     Raises:
         DataError: training.on_data_end is not "stop".
@@ -205,7 +207,8 @@ def data_ended(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def explain(error: Exception, run: Run) -> Exception:
-    """Add step and data to an error of a step, or return a clearer error for a dead worker or a missing rank."""
+    """Add step and data to an error of a step, or return a clearer error for a dead worker or a missing
+    rank."""
     first = run.state.samples_consumed
     step = run.state.step + 1
     if run.dataloader.global_batch:

@@ -11,7 +11,10 @@ from shardtrain.utils.heartbeat import heartbeat
 
 
 def run(loaded: Loaded, nproc: int | None) -> int:
-    """Check the configuration for any number of ranks, and print the report of one rank. Return the exit status."""
+    """Check the configuration for any number of ranks, and print the report of one rank.
+
+    Return the exit status.
+    """
     size = environment.choose_processes_here(loaded.config, nproc).count
     rank = environment.simulated_rank(os.environ, size)
     # does not check devices and files of this machine

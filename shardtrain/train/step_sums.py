@@ -1,4 +1,5 @@
-"""The first all-reduce of a step: token counts, a checksum of the data, requests to stop, and the state of a save."""
+"""The first all-reduce of a step: token counts, a checksum of the data, requests to stop, and the state of
+a save."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class StepSums:
     """Requests to stop and the state of a save; see ``Resilience.pack_flags``."""
 
     def pack(self) -> Tensor:
-        """Pack into one float64 tensor, in which counts and the 16-bit parts of the checksum are summed exactly."""
+        """Pack into one float64 tensor, in which counts and the 16-bit parts of the checksum are summed
+        exactly."""
         counts = [self.num_targets, self.num_tokens, self.num_rows, *checksum.split(self.checksum)]
         return torch.tensor([*counts, *self.flags], dtype=torch.float64)
 
@@ -49,5 +51,8 @@ class StepSums:
         )
 
     def all_reduce(self, mesh: Mesh) -> StepSums:
-        """Return the sums over all ranks (a collective). The tensor is on the CPU, so no rank waits for its device."""
+        """Return the sums over all ranks (a collective).
+
+        The tensor is on the CPU, so no rank waits for its device.
+        """
         return self.unpack(mesh.sum_of_all(self.pack()))

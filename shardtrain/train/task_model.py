@@ -1,4 +1,7 @@
-"""Build a model on a mesh, with its initial weights and the loss of its task. Used for trained and frozen models."""
+"""Build a model on a mesh, with its initial weights and the loss of its task.
+
+Used for trained and frozen models.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ class BuiltModel:
 
 
 def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> BuiltModel:
-    """Build the model of a config on a mesh. Each call builds another model, so a task can also have a frozen one.
+    """Build the model of a config on a mesh. Each call builds another model, so a task can also have a
+    frozen one.
 
     With ``may_compile``, a long run is compiled if ``compile.enable`` is unset.
     """

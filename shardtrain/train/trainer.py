@@ -1,8 +1,9 @@
 """The trainer: build, loop, step. Read this file first.
 
-One process per device runs ``main``. A step is: read this rank's batches, count target tokens over all ranks, forward
-and backward with the loss divided once by that count, norm, finite check, clip, update. The watchdog, signals and
-guards on loss and norm are behind ``run.resilience``; saving, and ending before the last step, are in ``shutdown``.
+One process per device runs ``main``. A step is: read this rank's batches, count target tokens over all
+ranks, forward and backward with the loss divided once by that count, norm, finite check, clip, update. The
+watchdog, signals and guards on loss and norm are behind ``run.resilience``; saving, and ending before the
+last step, are in ``shutdown``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ __all__ = ["Outcome", "Run", "build", "joined", "main", "opened", "run_to_end", 
 
 
 def main(loaded: Loaded) -> TrainState:
-    """Train as one rank of the job that the environment describes; raises ShardtrainError for errors a user can fix."""
+    """Train as one rank of the job that the environment describes; raises ShardtrainError for errors a user
+    can fix."""
     resilience = Resilience()
     with joined(loaded, resilience) as world:
         return train(loaded, world, resilience)
@@ -98,7 +100,8 @@ def train(loaded: Loaded, world: World, resilience: Resilience | None = None) ->
 
 @contextmanager
 def opened(loaded: Loaded, world: World, resilience: Resilience) -> Iterator[tuple[Run, Checkpoints]]:
-    """Build the run and resume it from its newest checkpoint; release the lease of the folder however the run ends."""
+    """Build the run and resume it from its newest checkpoint; release the lease of the folder however the
+    run ends."""
     config = loaded.config
     folder = Path(loaded.config.job.dump_folder)
     checkpoints = Checkpoints(config)
@@ -253,8 +256,8 @@ def _finish_step(
 ) -> None:
     """Validate, sample and save after a step, each if it is due.
 
-    A request to stop that cancels the validation skips the rest: the run then ends, and the resumed run calls this
-    first. So the result is part of the same checkpoint as without the request.
+    A request to stop that cancels the validation skips the rest: the run then ends, and the resumed run
+    calls this first. So the result is part of the same checkpoint as without the request.
     """
     step = run.state.step
     if validator and (run.owes_validation or validator.is_due(step, run.total_steps)):
@@ -273,7 +276,8 @@ def _finish_step(
 
 
 def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Checkpoints) -> None:
-    """Evaluate on the held-out data, and log and keep the result; set ``run.owes_validation`` if it was cancelled."""
+    """Evaluate on the held-out data, and log and keep the result; set ``run.owes_validation`` if it was
+    cancelled."""
     with metrics.pause(), run.resilience.phase("validation"):
         evaluation = validator.run(run.state.step)
     run.owes_validation = evaluation is None
@@ -306,8 +310,8 @@ def step(run: Run) -> Outcome | None:
     # Dropout differs between data ranks. It depends on the step, so a resumed run draws the same masks.
     seed_step(config.debug.seed, state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
 
-    # Forward and backward. Gradients are sums over tokens: the loss is divided once, here, by the target tokens of all
-    # ranks, so no later reduction takes a mean.
+    # Forward and backward. Gradients are sums over tokens: the loss is divided once, here, by the target
+    # tokens of all ranks, so no later reduction takes a mean.
     scale = run.scaler.scale if run.scaler else 1.0
     weight = torch.full((), scale / max(sums.num_targets, 1), dtype=torch.float32, device=mesh.device)
     lr = learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates, run.schedule)
@@ -318,8 +322,8 @@ def step(run: Run) -> Outcome | None:
     norm = run.runner.gradient_norm() / scale
     agreement = grad_clip.Agreement(loss / scale, norm, mesh)
 
-    # Update. If possible, the device decides whether the update applies, so the update is queued before the host has
-    # read loss and norm. Otherwise the host decides.
+    # Update. If possible, the device decides whether the update applies, so the update is queued before the
+    # host has read loss and norm. Otherwise the host decides.
     max_norm = config.training.max_norm
     decision = agreement.on_device(max_norm) if run.decides_on_device else None
     if decision:
@@ -337,7 +341,10 @@ def step(run: Run) -> Outcome | None:
 
 
 def _update(run: Run, factor: float | torch.Tensor, applies: torch.Tensor | None = None) -> None:
-    """Scale the gradients and step the optimizer. No-op on the device if ``applies``, a bool tensor, is false."""
+    """Scale the gradients and step the optimizer.
+
+    No-op on the device if ``applies``, a bool tensor, is false.
+    """
     grad_clip.scale_gradients(run.runner.parameters().values(), factor)
     if applies is None:
         run.runner.update(run.optimizer)
@@ -346,11 +353,12 @@ def _update(run: Run, factor: float | torch.Tensor, applies: torch.Tensor | None
 
 
 def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
-    """Return this rank's batches of a step, the sums over all ranks, and the seconds spent reading (a collective).
+    """Return this rank's batches of a step, the sums over all ranks, and the seconds spent reading (a
+    collective).
 
-    None, on all ranks, if the data have ended or a rank has a request to stop. A streamed dataset does not know its
-    length, and its readers reach their ends one after another. So a step without rows is skipped, and the data have
-    ended when every reader has returned an empty row.
+    None, on all ranks, if the data have ended or a rank has a request to stop. A streamed dataset does not
+    know its length, and its readers reach their ends one after another. So a step without rows is skipped,
+    and the data have ended when every reader has returned an empty row.
     """
     loader = run.dataloader
     resilience = run.resilience

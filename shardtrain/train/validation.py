@@ -1,9 +1,10 @@
 """Measure the loss on held-out data with the training runner, exactly at any number of ranks.
 
-Every row of the validation set is read once. If the ranks do not divide the rows, the last batch is filled up with rows
-without targets, so every rank takes part in the same number of batches. Training is not affected: dropout is off, and
-expert load statistics are only updated in backward. For row tasks (classification, ...), the predictions of all ranks
-are gathered in the order of the data, and metrics are computed over the complete set.
+Every row of the validation set is read once. If the ranks do not divide the rows, the last batch is filled
+up with rows without targets, so every rank takes part in the same number of batches. Training is not
+affected: dropout is off, and expert load statistics are only updated in backward. For row tasks
+(classification, ...), the predictions of all ranks are gathered in the order of the data, and metrics are
+computed over the complete set.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def evaluate(
     Args:
         max_batches: maximum number of batches to read; -1 reads all.
         stop: checked before each batch. If any rank has a request to stop, all ranks return None.
-        labelled: False if the rows of a row task have no labels. The loss is then NaN, and there are no metrics.
+        labelled: False if the rows of a row task have no labels. The loss is then NaN, and there are no
+        metrics.
 
     Raises:
         DataError: no sequence has a target token.
@@ -104,12 +106,14 @@ def evaluate(
     finally:
         for part, was_training in training_modes:
             part.train(was_training)
-            # No backward follows that would reshard the parameters. FSDP has no state before the first forward.
+            # No backward follows that would reshard the parameters. FSDP has no state before the first
+            # forward.
             if batch is not None:
                 free_gathered(part)
         stream.seek(0)  # ends the worker processes
 
-    # Peers on other axes read the same rows: sum counts over data ranks only, and losses over all ranks with a part.
+    # Peers on other axes read the same rows: sum counts over data ranks only, and losses over all ranks
+    # with a part.
     counts = torch.tensor([num_tokens, num_rows], dtype=torch.float64, device=mesh.device)
     total_tokens, total_rows = mesh.sum(counts, over=BATCH_AXES).tolist()
     total_loss = mesh.sum(loss, over=("pp", *LOSS_AXES)).item()
@@ -124,10 +128,12 @@ def evaluate(
 
 
 def gather(local_predictions: list[tuple[Tensor, dict[str, Tensor]]], mesh: Mesh) -> dict[str, Tensor]:
-    """Gather the predictions of all ranks on the CPU, one entry per row in the order of sample ids (a collective).
+    """Gather the predictions of all ranks on the CPU, one entry per row in the order of sample ids (a
+    collective).
 
-    Each element is the sample ids of a batch and its predictions by name. Ranks may have different numbers of rows, or
-    no rows. Padding rows (id -1) are dropped. Rows that several ranks have, like tensor-parallel peers, count once.
+    Each element is the sample ids of a batch and its predictions by name. Ranks may have different numbers
+    of rows, or no rows. Padding rows (id -1) are dropped. Rows that several ranks have, like
+    tensor-parallel peers, count once.
     """
     # this rank's rows without padding
     rows_of_batch = [(ids >= 0).nonzero().flatten() for ids, _ in local_predictions]
@@ -171,7 +177,8 @@ def _batches(stream: data.DataLoader, limit: int, mesh: Mesh, stop: StopRequest)
     """
     count = 0
     while count != limit:
-        # The tuple distinguishes the end of the data, (None,), from a wait that a request to stop has ended, None.
+        # The tuple distinguishes the end of the data, (None,), from a wait that a request to stop has
+        # ended, None.
         result = stop.read(lambda: (next(stream, None),))
         is_interrupted = result is None
         batch = result[0] if result else None
@@ -210,7 +217,8 @@ class Validator:
         self._last_step = 0
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """True if the run must evaluate after ``step`` (counted from 1): at each interval and after the last step.
+        """True if the run must evaluate after ``step`` (counted from 1): at each interval and after the
+        last step.
 
         A step that has been evaluated is not due again, so this can be called again if the data end early.
         """
@@ -236,7 +244,8 @@ class Validator:
 
 
 def open_dataloader(config: Config, mesh: Mesh) -> data.DataLoader:
-    """Open the validation set for one pass in its own order, divided over the data-parallel ranks (a collective)."""
+    """Open the validation set for one pass in its own order, divided over the data-parallel ranks (a
+    collective)."""
     with together(config):
         stream = tasks.open_task(config).open_dataloader(
             section=section(config, mesh.device_mesh.size()),
@@ -255,7 +264,10 @@ def open_dataloader(config: Config, mesh: Mesh) -> data.DataLoader:
 
 
 def section(config: Config, world_size: int) -> Validation:
-    """Return the validation options. With pipeline parallelism, a batch has the rows of a complete training step."""
+    """Return the validation options.
+
+    With pipeline parallelism, a batch has the rows of a complete training step.
+    """
     if config.parallelism.pipeline_parallel_degree == 1:
         return config.validation
     rows = config.training.local_batch_size * derived.accumulation_steps(config, world_size)

@@ -1,7 +1,9 @@
-"""Preflight checks: find everything that would stop ``train`` before its first step. Also run by ``config check``.
+"""Preflight checks: find everything that would stop ``train`` before its first step. Also run by ``config
+check``.
 
-``judge`` applies the rules of ``config``, and then the checks that need files or the model: data, tokenizer, initial
-weights, the model built without memory, and the memory of its states. Torch is imported only if a check needs it.
+``judge`` applies the rules of ``config``, and then the checks that need files or the model: data,
+tokenizer, initial weights, the model built without memory, and the memory of its states. Torch is imported
+only if a check needs it.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class PreflightResult:
 
     @property
     def exit_code(self) -> int:
-        """Exit status of a run with these errors: the lowest, so configuration comes before data and storage."""
+        """Exit status of a run with these errors: the lowest, so configuration comes before data and
+        storage."""
         return min((error.exit_code for error in self.errors), default=0)
 
     def raise_errors(self) -> None:
@@ -87,7 +90,10 @@ class _Findings:
     warnings: list[str] = field(default_factory=list)
 
     def is_clean(self, *starts: str) -> bool:
-        """True if no problem is about an option with one of these prefixes. Checks of wrong options are skipped."""
+        """True if no problem is about an option with one of these prefixes.
+
+        Checks of wrong options are skipped.
+        """
         for problem in self.problems:
             if isinstance(problem, Problem) and any(name.startswith(starts) for name in secondary.meant(problem)):
                 return False
@@ -103,7 +109,8 @@ class _Findings:
 
 
 MANY_RANKS = 64
-"""With more ranks, only rank 0 of a job that a launcher has started checks files, to limit the load on storage."""
+"""With more ranks, only rank 0 of a job that a launcher has started checks files, to limit the load on
+storage."""
 
 
 def require(loaded: Loaded, machine: Machine, looks_at_files: bool = True) -> None:
@@ -122,13 +129,15 @@ def require(loaded: Loaded, machine: Machine, looks_at_files: bool = True) -> No
 
 
 def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Failure | None:
-    """Call ``require`` in a child process, because it starts threads and this process must still fork its ranks.
+    """Call ``require`` in a child process, because it starts threads and this process must still fork its
+    ranks.
 
     Returns:
         None if all checks passed. A Failure if the child was killed, or stopped on request.
 
     Raises:
-        ShardtrainError: the error of ``require``; or the child failed with another exception, which it has printed.
+        ShardtrainError: the error of ``require``; or the child failed with another exception, which it has
+        printed.
     """
     with tempfile.TemporaryFile("w+") as answer:
         # otherwise the child would also print the buffered output
@@ -171,7 +180,8 @@ def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Fai
 
 
 def _refusals(loaded: Loaded, machine: Machine) -> list[Any]:
-    """Return the class name and the lines of the error that ``require`` raises; an empty list without an error."""
+    """Return the class name and the lines of the error that ``require`` raises; an empty list without an
+    error."""
     try:
         require(loaded, machine)
     except (ShardtrainError, OSError) as raised:
@@ -236,7 +246,8 @@ def _too_many_ranks(machine: Machine) -> Problem | None:
 
 
 def _check_files(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
-    """Check the user's Python files, the object store address, /dev/shm, initial weights, tokenizer and data."""
+    """Check the user's Python files, the object store address, /dev/shm, initial weights, tokenizer and
+    data."""
     from shardtrain.train.preflight import own_files, starting_weights, storage_space
 
     if findings.is_clean("metrics.sinks", "metrics.token_metrics", "lr_scheduler"):

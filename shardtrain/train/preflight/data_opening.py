@@ -1,4 +1,5 @@
-"""Open the data of a configuration as a run does: all rows of a small dataset, the first rows of a large one."""
+"""Open the data of a configuration as a run does: all rows of a small dataset, the first rows of a large
+one."""
 
 from __future__ import annotations
 

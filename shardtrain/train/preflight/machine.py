@@ -29,7 +29,8 @@ class Machine:
         device: "cpu", "cuda" or "xpu"; None if not known.
         num_devices: number of accelerators of a host.
         name: name of the device for messages.
-        memory_bytes: memory of one accelerator, or on a CPU the memory shared by all ranks of the host; 0 if not known.
+        memory_bytes: memory of one accelerator, or on a CPU the memory shared by all ranks of the host;
+            0 if not known.
         is_here: True for this machine, so its files are checked too.
     """
 
@@ -73,7 +74,8 @@ def this_machine(
 
 
 def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
-    """Return a machine with one known accelerator (h100, a100-40gb, ...) per rank, and as few ranks as the mesh needs.
+    """Return a machine with one known accelerator (h100, a100-40gb, ...) per rank, and as few ranks as the
+    mesh needs.
 
     Raises:
         ConfigError: the name is unknown, or ``train`` does not run on such a device.
@@ -101,7 +103,8 @@ def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
 
 
 def _host(ranks: int) -> tuple[str, int]:
-    """Return name and size in bytes of the memory that all ``ranks`` of this host may use, including used memory."""
+    """Return name and size in bytes of the memory that all ``ranks`` of this host may use, including used
+    memory."""
     memory = limits.host_memory()
     # swap counts: a run that needs it is slow, but is not killed
     swap_bytes = memory.get("swap", 0)
@@ -116,7 +119,10 @@ def _host(ranks: int) -> tuple[str, int]:
 
 
 def _gpu(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return name and memory bytes of the largest GPU here. Uses nvidia-smi, because PyTorch would allocate on it."""
+    """Return name and memory bytes of the largest GPU here.
+
+    Uses nvidia-smi, because PyTorch would allocate on it.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return "each GPU", 0

@@ -1,7 +1,8 @@
 """Estimate without torch if weights, gradients and optimizer state fit, from shapes and layout.
 
-The estimate is a lower bound: activations, FSDP buffers and the allocator's overhead are not counted, so a run that
-passes may still be too large. A dry run (``comm.mode="fake_backend"``) counts activations and buffers too.
+The estimate is a lower bound: activations, FSDP buffers and the allocator's overhead are not counted, so a
+run that passes may still be too large. A dry run (``comm.mode="fake_backend"``) counts activations and
+buffers too.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def only_building_tells(loaded: Loaded) -> bool:
 
 
 def _optimizer_bytes(config: Config) -> float:
-    """Return the bytes of optimizer state per trained element, at least. A user's optimizer may have no state."""
+    """Return the bytes of optimizer state per trained element, at least.
+
+    A user's optimizer may have no state.
+    """
     name = config.optimizer.name
     num_states = OPTIMIZERS[name].state_tensors if name in OPTIMIZERS else 0
     return num_states * derived.state_item_bytes(config)
@@ -166,7 +170,10 @@ def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
 
 
 def problems(loaded: Loaded, machine: Machine, parameters: list[ParameterMemory]) -> Iterator[Problem]:
-    """Yield a problem if the model's states alone exceed the memory. Yield nothing if the sizes are not known."""
+    """Yield a problem if the model's states alone exceed the memory.
+
+    Yield nothing if the sizes are not known.
+    """
     config = loaded.config
     if not machine.world_size or not machine.memory_bytes:
         return

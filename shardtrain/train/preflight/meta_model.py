@@ -22,7 +22,8 @@ from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 
 def build(config: Config, world_size: int | None = None) -> tuple[list[ShardtrainError], list[ParameterMemory] | None]:
-    """Build the model with head and adapters on the meta device, and its optimizer, as a run on ``world_size`` ranks.
+    """Build the model with head and adapters on the meta device, and its optimizer, as a run on
+    ``world_size`` ranks.
 
     Returns:
         The errors that the run would raise, and the parameters of the unsharded model (None with errors).
@@ -79,7 +80,8 @@ def _parameters(config: Config) -> list[ParameterMemory]:
 
 
 def _model(config: Config) -> tuple[tasks.LanguageModel | tasks.RowTask, ModuleType, Any, nn.Module]:
-    """Return the task, the module of the model, its shape, and the model with the task's head on the meta device."""
+    """Return the task, the module of the model, its shape, and the model with the task's head on the meta
+    device."""
     task = tasks.open_task(config)
     module, shape = models.configured(config.model)
     with torch.device("meta"):
@@ -88,10 +90,11 @@ def _model(config: Config) -> tuple[tasks.LanguageModel | tasks.RowTask, ModuleT
 
 
 def _build_on_ranks(config: Config, world_size: int) -> None:
-    """Build the optimizer of the first rank of each pipeline stage, on a fake process group and without memory.
+    """Build the optimizer of the first rank of each pipeline stage, on a fake process group and without
+    memory.
 
-    A block of quantized optimizer state must not be split, which depends on the sharded parameters. Not called in a
-    rank of torchrun, because that process is about to join the real group.
+    A block of quantized optimizer state must not be split, which depends on the sharded parameters. Not
+    called in a rank of torchrun, because that process is about to join the real group.
     """
     stride = max(1, world_size // config.parallelism.pipeline_parallel_degree)
     for rank in range(0, world_size, stride):

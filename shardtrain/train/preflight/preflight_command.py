@@ -30,7 +30,10 @@ _MACHINE = VerbOption(example="h100, or none, or here")
 
 
 def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, CommandLine]]) -> int:
-    """Run the command and return its exit status. ``open_config`` reads the configuration as ``train`` does."""
+    """Run the command and return its exit status.
+
+    ``open_config`` reads the configuration as ``train`` does.
+    """
     options = {_OPTION: _MACHINE, _OPTION.replace("-m", "_m"): _MACHINE}
     taken = take(words, options, usage=USAGE)
     arguments = split(taken.rest)

@@ -23,9 +23,11 @@ def _lease_error(folders: list[Path]) -> ShardtrainError | None:
 
 
 def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
-    """Return errors for weights that are missing or of another model. Does not read the weights or object stores.
+    """Return errors for weights that are missing or of another model. Does not read the weights or object
+    stores.
 
-    ``is_alone`` means that the run is on this node only. Otherwise another node may already hold the folder's lease.
+    ``is_alone`` means that the run is on this node only. Otherwise another node may already hold the
+    folder's lease.
     """
     options = config.checkpoint
     folder = Path(config.job.dump_folder, options.folder)

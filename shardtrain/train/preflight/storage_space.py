@@ -1,6 +1,8 @@
-"""Check the space that a run writes to: its checkpoint folder, and /dev/shm for the batches of loader workers.
+"""Check the space that a run writes to: its checkpoint folder, and /dev/shm for the batches of loader
+workers.
 
-Sizes are lower bounds, from shapes only. Each save checks again before it writes, because free space changes.
+Sizes are lower bounds, from shapes only. Each save checks again before it writes, because free space
+changes.
 """
 
 from __future__ import annotations
@@ -43,11 +45,12 @@ def address_problem(config: Config) -> ShardtrainError | None:
 def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[ShardtrainError], list[str]]:
     """Check the free space of the checkpoint folder.
 
-    ``build`` returns the parameters of the model, or None if it cannot be built. It is called only if an upper bound of
-    their size does not fit.
+    ``build`` returns the parameters of the model, or None if it cannot be built. It is called only if an
+    upper bound of their size does not fit.
 
     Returns:
-        An error if there is no room for one checkpoint; a warning if there is none for all that would be kept.
+        An error if there is no room for one checkpoint; a warning if there is none for all that would be
+        kept.
     """
     config = loaded.config
     options = config.checkpoint
@@ -108,7 +111,8 @@ def _most_kept(config: Config) -> int:
 
 
 def shared_memory_problem(loaded: Loaded, machine: Machine) -> Problem | None:
-    """Return a problem if /dev/shm is too small for the batches of loader workers, which would die of a bus error."""
+    """Return a problem if /dev/shm is too small for the batches of loader workers, which would die of a bus
+    error."""
     training = loaded.config.training
     option = "training.dataloader.num_workers"
     workers = training.dataloader.num_workers
