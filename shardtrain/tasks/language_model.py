@@ -1,6 +1,7 @@
-"""The next token of each token: rows of documents, as [data] makes them, and cross-entropy, on every mesh.
+"""Language modeling: next-token cross-entropy over rows of documents, on every mesh.
 
-The loss is the runner's own (``distributed/runner.py``), which knows how sequences and vocabulary are split.
+The runner computes the loss (``distributed/runner.py``), because it knows how sequences and vocabulary are
+split.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DEGREES = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parall
 
 
 class LanguageModel:
-    """The task ``language_model``; ``loss`` None leaves it to the runner."""
+    """The task ``language_model``. ``loss`` is None because the runner computes the loss."""
 
     loss = None
     num_labels = 0
@@ -31,24 +32,24 @@ class LanguageModel:
         self.config = config
 
     def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """The model as the task needs it: as it is."""
+        """Return the model unchanged. Raises ConfigError for a transformers network of another kind."""
         check_kind(self.config, model, "causal")
         return model
 
     def num_outputs(self, shape: Any) -> int:
-        """Features of the model's output."""
+        """Return the number of output features of the model: its vocabulary size."""
         return int(shape.vocab_size)
 
     def open_dataloader(self, **options: Any) -> data.DataLoader:
         return data.open_dataloader(self.config, **options)
 
     def check(self, stream: data.DataLoader, module: ModuleType, shape: Any) -> None:
-        """Refuse data and a model that do not fit together; raises ConfigError."""
+        """Raise ConfigError if data and model do not fit together."""
         check_vocabulary(self.config, stream.vocab, shape)
         if stream.masks_documents:
             models.check_documents(module, self.config.model.name)
         if not getattr(module, "CAUSAL", True):
-            rule = 'sees the tokens that it would have to predict, and cannot learn task.name="language_model"'
+            rule = 'is not causal, and task.name="language_model" requires a causal model'
             raise ConfigError(Problem("model.name", self.config.model.name, rule, "use a causal model or another task"))
 
 

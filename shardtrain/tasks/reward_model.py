@@ -1,11 +1,11 @@
-"""A model of rewards: of two answers to a prompt it learns to score the chosen one higher (Ouyang et al.
-2022, eq. 1).
+"""Reward model: learn to score the chosen of two answers higher than the rejected one (Ouyang et al. 2022,
+eq. 1).
 
-The model's head has one row, and is read at the last token of the prompt with an answer. A pair's loss is
--log sigmoid of the score of the chosen answer less that of the rejected one (Bradley and Terry 1952),
-summed over pairs and divided once by the pairs of the whole step. A number in the column ``margin`` is
-subtracted from the difference of the scores, as in TRL (Touvron et al. 2023, section 3.2.2). Texts are
-those of ``preference.py``; what reaches beyond seq_len is cut.
+The model's head has one output, evaluated at the last token of a prompt with an answer. The loss of a pair
+is -log sigmoid(score of chosen - score of rejected - margin) (Bradley and Terry 1952), summed over pairs
+and divided once by the pairs of the step. The margin is the number in the column ``margin``, 0 by default,
+as in TRL (Touvron et al. 2023, section 3.2.2). Rows have the format of ``preference.py`` and are truncated
+to seq_len.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ DEGREES = ("tensor_parallel_degree",)
 
 
 class RewardModel(PairTask):
-    """The task ``reward_model``; outputs are scores (B, 2), of the chosen answer first."""
+    """The task ``reward_model``. Outputs are the scores (B, 2), the chosen answer first."""
 
     kind = "classification"
     num_labels = 1
     reads_last_token = True
 
     def collate(self, rows: list[Pair]) -> dict[str, Tensor]:
-        """Tokens (B, 2, T), how many of them are text (B, 2), and margins (B)."""
+        """Return padded tokens (B, 2, T), lengths (B, 2), and margins (B,)."""
         texts = [side.whole for row in rows for side in (row.chosen, row.rejected)]
-        width = -(-max(map(len, texts)) // self._width) * self._width
-        tokens_RT = torch.zeros(len(texts), width, dtype=torch.int64)
+        longest = max(len(text) for text in texts)
+        T = -(-longest // self._length_multiple) * self._length_multiple
+        tokens_RT = torch.zeros(len(texts), T, dtype=torch.int64)
         for number, text in enumerate(texts):
             tokens_RT[number, : len(text)] = torch.from_numpy(text.astype(np.int64))
         lengths_R = torch.tensor([len(text) for text in texts])
@@ -53,7 +54,7 @@ class RewardModel(PairTask):
         }
 
     def margin(self, row: Mapping[str, Any]) -> float:
-        """The number in the column ``margin``; 0 if it is absent or null."""
+        """Return the number in the column ``margin``, 0 if it is absent or null."""
         value = find(row, "margin")
         if value is None:
             return 0.0
@@ -63,26 +64,31 @@ class RewardModel(PairTask):
         return number
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
-        """Scores (B, 2), at the last token of each text."""
+        """Return the scores (B, 2) at the last token of each text."""
         tokens_RT = batch["tokens_B2T"].flatten(0, 1)
         lengths_R = batch["lengths_B2"].flatten()
-        if hasattr(model, "kind"):  # a network of transformers, which knows itself where to read the scores
+        # a transformers network selects the last token itself
+        if hasattr(model, "kind"):
             scores: Tensor = model(tokens_RT, lengths_B=lengths_R)
             return scores.unflatten(0, (-1, 2)).squeeze(-1)
         positions_RT = torch.arange(tokens_RT.size(1), device=tokens_RT.device).expand_as(tokens_RT)
-        documents = {"documents_BT": filler_documents(lengths_R, positions_RT)} if has_experts(model) else {}
+        # experts must not count padding
+        documents = {}
+        if has_experts(model):
+            documents["documents_BT"] = filler_documents(lengths_R, positions_RT)
         scores_RT1 = model(tokens_RT, positions_RT, **documents)
         rows_R = torch.arange(len(lengths_R), device=tokens_RT.device)
         return scores_RT1[rows_R, lengths_R - 1].unflatten(0, (-1, 2)).squeeze(-1)
 
     def shown(self, row: Pair) -> list[ShownText]:
-        """Both texts, of which no token is learned: each is scored as a whole."""
-        return [ShownText(one.name, one.tokens, None) for one in super().shown(row)]
+        """Return both texts, without a mask of learned tokens: a text has a single score."""
+        return [ShownText(text.name, text.tokens, None) for text in super().shown(row)]
 
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
-        """-log sigmoid of the margins, over pairs."""
+        """Return the weighted sum over pairs of the loss in the module docstring."""
         scores_B2 = outputs.float()
-        return -weight * F.logsigmoid(scores_B2[:, 0] - scores_B2[:, 1] - batch["margins_B"]).sum()
+        differences_B = scores_B2[:, 0] - scores_B2[:, 1] - batch["margins_B"]
+        return -weight * F.logsigmoid(differences_B).sum()
 
 
 Task = RewardModel

@@ -1,9 +1,9 @@
-"""A text from a text, by an encoder and a decoder (Sutskever et al. 2014; BART, T5): translation,
-summaries.
+"""Sequence to sequence: generate a text from a text with encoder and decoder (Sutskever et al. 2014; BART,
+T5).
 
-The source is column data.prompt_field, the target data.completion_field; each is bos, the text, eos, as far
-as the tokenizer has them, and cut to seq_len with its eos kept. The decoder is shown the right target up to
-each token (teacher forcing). The loss is over tokens of targets.
+The source is column data.prompt_field, the target column data.completion_field. Each is BOS, the text, EOS,
+as far as the tokenizer has these tokens, and truncated to seq_len before EOS. The decoder sees the true
+target up to each token (teacher forcing). The loss is over the tokens of targets.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ DEGREES = ()
 
 
 class SequenceToSequence(ExampleTask):
-    """The task.
+    """The task ``sequence_to_sequence``.
 
-    An Example holds source and target one after the other; its label is where the target begins.
+    An Example has the tokens of source and target; its label is the source length.
     """
 
     kind = "sequence_to_sequence"
@@ -43,14 +43,14 @@ class SequenceToSequence(ExampleTask):
         self.labels = []
 
     def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """The model as it is; raises ConfigError for one without a decoder of its own."""
+        """Return the model unchanged. Raises ConfigError for a model without encoder and decoder."""
         if not hasattr(model, "kind"):
-            rule = "has no encoder beside its decoder"
+            rule = "has no encoder in addition to its decoder"
             raise ConfigError(Problem("model.name", self.config.model.name, rule, 'use "transformers"'))
         return super().adapt(model, layout)
 
     def collate(self, rows: list[Any]) -> dict[str, Tensor]:
-        """Sources (B, T) with their lengths (B,), and targets (B, S)."""
+        """Return padded sources (B, T) with their lengths (B,), and padded targets (B, S)."""
         sources = [row.tokens[: row.label] for row in rows]
         targets = [row.tokens[row.label :] for row in rows]
         return {
@@ -64,30 +64,30 @@ class SequenceToSequence(ExampleTask):
         return [row.label, len(row.tokens) - row.label]
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """Tokens of targets."""
+        """Return the number of target tokens."""
         return int((batch["targets_BS"] != IGNORE).sum())
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
-        """Logits (B, S, V)."""
+        """Return the logits (B, S, V)."""
         return model(batch["tokens_BT"], lengths_B=batch["lengths_B"], decoded_BS=batch["targets_BS"])  # type: ignore[no-any-return]
 
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
-        """Cross-entropy of the targets' tokens."""
+        """Return the weighted sum of the cross-entropy of the target tokens."""
         return cross_entropy_sum(outputs, batch["targets_BS"], weight)
 
     def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
-        """How many of a target's tokens are right, each after the right ones before it, and how many there
-        are."""
+        """Return per row the number of tokens predicted correctly after the true previous tokens, and of
+        all tokens."""
         targets_BS = batch["targets_BS"]
         right_BS = (outputs.argmax(-1) == targets_BS) & (targets_BS != IGNORE)
         return {"right": right_BS.sum(1), "tokens": (targets_BS != IGNORE).sum(1)}
 
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
-        """Share of the targets' tokens that are predicted."""
+        """Return the share of target tokens that are predicted correctly."""
         return {"accuracy": int(rows["right"].sum()) / max(1, int(rows["tokens"].sum()))}
 
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
-        """Right tokens and all tokens of a target."""
+        """Return the numbers of correct and of all tokens of a target, separated by a tab."""
         return f"{int(row['right'])}\t{int(row['tokens'])}"
 
     def _read(self, labelled: bool, row: Mapping[str, Any]) -> tuple[list[str], int] | BadRow:
@@ -95,16 +95,19 @@ class SequenceToSequence(ExampleTask):
         return [columns.text(row, data.prompt_field), columns.text(row, data.completion_field)], IGNORE
 
     def _example(self, texts: list[Any], label: int, seq_len: int) -> Example | BadRow:
-        source, target = (super(SequenceToSequence, self)._example([ids], label, seq_len) for ids in texts)
-        for found in (source, target):
-            if isinstance(found, BadRow):
-                return found
-        assert isinstance(source, Example) and isinstance(target, Example)
+        source_ids, target_ids = texts
+        source = super()._example([source_ids], label, seq_len)
+        target = super()._example([target_ids], label, seq_len)
+        if isinstance(source, BadRow):
+            return source
+        if isinstance(target, BadRow):
+            return target
         return Example(np.concatenate((source.tokens, target.tokens)), len(source.tokens))
 
 
-def _padded(rows: list[Any], filler: int) -> Tensor:
-    padded = torch.full((len(rows), max(len(row) for row in rows)), filler, dtype=torch.int64)
+def _padded(rows: list[Any], padding: int) -> Tensor:
+    longest = max(len(row) for row in rows)
+    padded = torch.full((len(rows), longest), padding, dtype=torch.int64)
     for number, row in enumerate(rows):
         padded[number, : len(row)] = torch.from_numpy(row.astype(np.int64))
     return padded

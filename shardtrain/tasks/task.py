@@ -1,4 +1,4 @@
-"""What a task of rows is: override what differs, one method at a time."""
+"""Base class of tasks: subclasses override the methods that differ."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 @dataclass(frozen=True)
 class ShownText:
-    """A text of a row for ``data show``: its name, its tokens, and which of them are learned; None where
-    none is."""
+    """A text of a row for ``data show``: name, tokens, and a mask of the learned tokens (None if there is
+    no such mask)."""
 
     name: str
     tokens: list[int]
@@ -29,104 +29,108 @@ class ShownText:
 
 
 class RowTask:
-    """Rows in; loss, predictions and metrics out. One object per process, which keeps nothing of what it
-    has seen.
+    """Defines rows, batches, the loss, predictions and metrics of a task. One object per process, without
+    state.
 
-    A subclass has ``read_rows``, ``collate``, ``forward`` and ``loss_sum``; ``predictions``, ``metrics``
-    and ``prediction_text`` where there is more to know than the loss. All else holds without it: the order
-    of rows, their share of each rank, accumulation, the division by the global count of targets, evaluation
-    of each row once.
+    A subclass must define ``read_rows``, ``collate``, ``forward`` and ``loss_sum``. It defines
+    ``predictions``, ``metrics`` and ``prediction_text`` if evaluation reports more than the loss. The
+    trainer handles everything else: the order of rows, their division over ranks, accumulation, the
+    division by the global number of targets, and evaluation of each row once.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    # What a task says of itself
+    # Methods that subclasses define
 
     def read_rows(self, split: str) -> Rows:
-        """All rows of "train", "validation" or "test", in the order of the data; the same on every rank.
+        """Return all rows of "train", "validation" or "test" in the order of the data, the same on every
+        rank.
 
-        The rows of "test" may come without what is to be predicted: see ``is_labelled``.
+        Rows of "test" may lack labels: see ``is_labelled``.
         """
         raise self._lacks("read_rows")
 
     def encode(self, rows: Sequence[Mapping[str, Any] | BadRow], split: str) -> Iterable[Any]:
-        """Turn rows of the files of a split into rows of the task, or into a BadRow, one after the other.
+        """Convert rows of a split's files to rows of the task, in order. Return a BadRow for each unusable
+        row.
 
-        ``data check`` calls it, and ``read_rows`` of the tasks of this package.
+        Called by ``data check``, and by ``read_rows`` of the tasks of this package.
         """
         raise self._lacks("encode")
 
     def collate(self, rows: list[Any]) -> dict[str, Tensor]:
-        """Named tensors of some rows, at least one; what it pads must count for nothing in ``loss_sum``."""
+        """Return a batch of rows as named tensors, at least one.
+
+        Padding must not contribute to ``loss_sum``.
+        """
         raise self._lacks("collate")
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
-        """What the loss of a batch is a sum over: its rows, unless overridden."""
+        """Return the number of terms in the loss sum of a batch: its rows by default."""
         return len(next(iter(batch.values())))
 
     def lengths(self, row: Any) -> list[int]:
-        """Tokens of each sequence of a row, for throughput and FLOPs.
+        """Return the token count of each sequence of a row, for throughput and FLOPs.
 
-        Empty: a row has as many tokens as targets.
+        Empty if a row has as many tokens as targets.
         """
         return []
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Any:
-        """Outputs of the model for a batch on its device."""
+        """Return the outputs of the model for a batch on its device."""
         raise self._lacks("forward")
 
     def loss_sum(self, outputs: Any, batch: RowBatch, weight: Tensor) -> Tensor:
-        """``weight`` times the SUM of the loss over the batch's targets, a scalar.
+        """Return ``weight`` times the SUM of the loss over the batch's targets, a scalar.
 
-        The weight holds one over the number of targets of the whole step, so padding, accumulation and
-        ranks change no number; a mean over the batch would.
+        The weight is 1 / (number of targets of the step over all ranks), so the result does not depend on
+        padding, accumulation or ranks. A mean over the batch would.
         """
         raise self._lacks("loss_sum")
 
     def predictions(self, outputs: Any, batch: RowBatch) -> dict[str, Tensor]:
-        """What evaluation keeps of each row: named tensors whose first dim is the batch's rows.
+        """Return named tensors that evaluation keeps; their first dim is the batch's rows.
 
-        Nothing by default.
+        Empty by default.
         """
         return {}
 
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
-        """Metrics of a whole set: ``predictions`` of all its rows, in the order of the data, on the CPU."""
+        """Return the metrics of a complete dataset from the ``predictions`` of all rows, in data order, on
+        the CPU."""
         return {}
 
     def results(self, values: Mapping[str, float]) -> dict[str, float]:
-        """What the file of results holds: the loss and the metrics, unless overridden."""
+        """Return the contents of the results file: loss and metrics by default."""
         return dict(values)
 
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
-        """The line of one row in the file of predictions."""
+        """Return the line of one row in the predictions file."""
         return " ".join(str(value.tolist()) for value in row.values())
 
     def shown(self, row: Any) -> list[ShownText]:
-        """The texts of a row, for ``data show``.
+        """Return the texts of a row, for ``data show``.
 
         Raises:
-            ConfigError: where the task does not say; override it.
+            ConfigError: the task does not override this method.
         """
-        fix = "define shown(row), as shardtrain/tasks/text_task.py does"
-        raise ConfigError(Problem("task.name", self.config.task.name, "does not say how to show a row", fix))
+        raise self._lacks("shown", "text_task")
 
     def is_labelled(self, split: str) -> bool:
-        """Whether the rows of a split hold what is to be predicted."""
+        """True if the rows of a split have labels."""
         return True
 
     num_labels: int = 0
-    """Rows of the model's head, which takes the place of that to the vocabulary; 0 leaves the model as it
-    is."""
+    """Number of outputs of a head that replaces the vocabulary head. 0 keeps the model unchanged."""
     sequences_per_row: int = 1
-    """Sequences of a row that the model computes with gradients, for a dry run."""
+    """Number of sequences of a row that the model computes with gradients, for a dry run."""
 
-    # What the trainer asks of it
+    # Methods that the trainer calls
 
     @property
     def loss(self) -> RowTask:
-        """Whose loss the runner takes."""
+        """The task whose loss the runner computes."""
         return self
 
     def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
@@ -150,7 +154,7 @@ class RowTask:
         return model
 
     def num_outputs(self, shape: Any) -> int:
-        """Features of the model's output, or 0 where the task alone knows."""
+        """Return the number of output features of the model, 0 if unknown."""
         return self.num_labels
 
     def open_dataloader(
@@ -164,10 +168,10 @@ class RowTask:
         loop: bool | None = None,
         split: str = "",
     ) -> RowDataLoader:
-        """As ``data.open_dataloader``; ``split`` is that of the section unless given.
+        """Open the data like ``data.open_dataloader``. ``split`` defaults to that of the section.
 
         Raises:
-            DataError: when a row cannot be used, or there is none.
+            DataError: a row is bad, or there are no rows.
         """
         section = section or self.config.training
         split = split or ("train" if section is self.config.training else "validation")
@@ -182,21 +186,23 @@ class RowTask:
         )
 
     def feed(self, rows: Rows, seed: int | None, passes: int | None) -> RowFeed:
-        """Rows in an order; to be overridden where what a row is depends on its place in it, such as the
-        epoch."""
+        """Return a feed of rows in training order.
+
+        Override it if rows depend on their position, such as the epoch.
+        """
         return RowFeed(rows, seed, passes)
 
     vocab: int = 0
-    """Ids of the tokenizer, where there is one."""
+    """Vocabulary size of the tokenizer, 0 without one."""
     kind: str = ""
-    """What a network of ``transformers`` must be for, to learn this task: one of
-    ``models.architecture.KINDS``."""
+    """Kind of ``transformers`` network that the task requires: one of ``models.architecture.KINDS``."""
 
     def check(self, stream: DataLoader, module: ModuleType, shape: Any) -> None:
-        """Refuse data and a model that do not fit together; raises ConfigError."""
+        """Raise ConfigError if data and model do not fit together."""
         check_vocabulary(self.config, stream.vocab, shape)
 
     def _passes(self, loop: bool | None) -> int | None:
+        """Return the number of passes over the data; None repeats them without end."""
         if loop is not None:
             return None if loop else 1
         training = self.config.training
@@ -204,24 +210,24 @@ class RowTask:
             return training.epochs
         return None if training.on_data_end == "repeat" else 1
 
-    def _lacks(self, method: str) -> ConfigError:
-        fix = "define it, as shardtrain/tasks/classification.py does"
+    def _lacks(self, method: str, example: str = "classification") -> ConfigError:
+        fix = f"define it, see shardtrain/tasks/{example}.py"
         return ConfigError(Problem("task.name", self.config.task.name, f"has a Task without {method}", fix))
 
 
 def check_vocabulary(config: Config, vocab: int, shape: Any) -> None:
-    """Refuse a tokenizer with more ids than the model has rows for; raises ConfigError."""
+    """Raise ConfigError for a tokenizer with more ids than the model's vocabulary."""
     rows = getattr(shape, "vocab_size", vocab)
     if vocab > rows:
-        rule = f"names a tokenizer with {vocab} ids, and the model has rows for {rows}"
+        rule = f"contains a tokenizer with {vocab} ids, and the model has a vocabulary of {rows}"
         fix = "use the model's own tokenizer, or set model.overrides.vocab_size"
         raise ConfigError(Problem("model.hf_assets_path", config.model.hf_assets_path, rule, fix))
 
 
 def check_kind(config: Config, model: nn.Module, wanted: str) -> None:
-    """Refuse a network of ``transformers`` that is for another task; raises ConfigError."""
+    """Raise ConfigError for a ``transformers`` network of another kind than the task requires."""
     kind = getattr(model, "kind", wanted)
     if kind != wanted:
-        rule = f'names a network for {kind}, and task.name="{config.task.name}" needs one for {wanted or "itself"}'
+        rule = f'contains a {kind} network, and task.name="{config.task.name}" requires {wanted or "another"}'
         fix = "set model.overrides.architecture to the class of transformers for it, or use another task"
         raise ConfigError(Problem("model.overrides.path", config.model.overrides.get("path"), rule, fix))

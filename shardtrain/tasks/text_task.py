@@ -1,4 +1,4 @@
-"""Tasks whose rows are texts: what they share between the files and a batch."""
+"""Base classes of tasks whose rows are texts: tokenizing, truncation and fingerprints."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from shardtrain.utils.log import logger
 
 
 class TextTask(RowTask):
-    """A task that needs a tokenizer: the one that the config names."""
+    """Base of tasks with a tokenizer."""
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer that the config names."""
+        """The tokenizer of the config."""
         return tokenizer_of(self.config)
 
     @property
     def vocab(self) -> int:  # type: ignore[override]
-        """Ids of the tokenizer."""
+        """Vocabulary size of the tokenizer."""
         return int(self.tokenizer.vocab_size)
 
 
 @dataclass(frozen=True)
 class Example:
-    """One row: its tokens with bos and eos, and a number, as that of its label; IGNORE where it has none."""
+    """A row: its tokens with BOS and EOS, and a number such as its label, IGNORE without one."""
 
     tokens: npt.NDArray[np.int32]
     label: int
 
 
 class ExampleTask(TextTask):
-    """Rows are examples: one text or several, one after the other, each ended by eos, cut at seq_len with
-    eos kept.
+    """Base of tasks whose rows are examples: one or more texts, each followed by EOS, truncated to seq_len
+    before EOS.
 
-    A subclass has ``_read``, which finds a row's texts and number.
+    A subclass defines ``_read``, which returns the texts and the number of a row.
     """
 
     labels: list[str]
@@ -57,7 +57,7 @@ class ExampleTask(TextTask):
         return ends_of(self.tokenizer, self.config.data)
 
     def read_rows(self, split: str) -> _files.FileRows[Example]:
-        """Read the files of a split; raises what ``_files.read`` does."""
+        """Read the files of a split. Raises what ``_files.read`` raises."""
         section, _ = _files.section_of(self.config, split)
         rows: _files.FileRows[Example] = _files.read(self.config, split, partial(self.encode, split=split))
         task = self.config.task
@@ -66,9 +66,11 @@ class ExampleTask(TextTask):
         rows.fingerprint = digest(*facts, digest(*content))
 
         num_tokens = sum(len(row.tokens) for row in rows)
-        cut = sum(len(row.tokens) == section.seq_len for row in rows)
+        num_full = sum(len(row.tokens) == section.seq_len for row in rows)
         logger.info(described(self.tokenizer, self.config.data))
-        logger.info(f"{split}: {len(rows)} rows of {num_tokens} tokens, {cut} as long as seq_len")
+        logger.info(
+            f"{split}: {len(rows)} rows, {num_tokens} tokens; {num_full} rows fill seq_len or were truncated to it"
+        )
         return rows
 
     def lengths(self, row: Example) -> list[int]:
@@ -76,7 +78,7 @@ class ExampleTask(TextTask):
         return [len(row.tokens)]
 
     def shown(self, row: Example) -> list[ShownText]:
-        """Its text, and what is to be found of it: nothing of the text itself is learned."""
+        """Return the text, named by its label, without a mask of learned tokens: only the label is learned."""
         name = self.labels[row.label] if self.labels and row.label != IGNORE else "text"
         return [ShownText(name, row.tokens.tolist(), None)]
 
@@ -85,24 +87,28 @@ class ExampleTask(TextTask):
         section, _ = _files.section_of(self.config, split)
         labelled = self.is_labelled(split)
 
-        def encode(found: list[tuple[list[str], int]]) -> Iterator[Example | BadRow]:
-            batch = iter(self.tokenizer.encode_batch([text for texts, _ in found for text in texts]))
-            for texts, number in found:
-                yield self._example([next(batch) for _ in texts], number, section.seq_len)
+        def tokenize(good_rows: list[tuple[list[str], int]]) -> Iterator[Example | BadRow]:
+            # tokenize the texts of all rows together
+            all_texts = [text for texts, _ in good_rows for text in texts]
+            all_ids = iter(self.tokenizer.encode_batch(all_texts))
+            for texts, number in good_rows:
+                yield self._example([next(all_ids) for _ in texts], number, section.seq_len)
 
-        return around_bad_rows([attempt(partial(self._read, labelled), row) for row in rows], encode)
+        read = partial(self._read, labelled)
+        return around_bad_rows([attempt(read, row) for row in rows], tokenize)
 
     def _read(self, labelled: bool, row: Mapping[str, Any]) -> tuple[list[str], int] | BadRow:
-        """Return the texts of a row and its number. ``labelled`` is false if its label is to be predicted."""
+        """Return the texts of a row and its number. ``labelled`` is False if the row may lack a label."""
         raise self._lacks("_read")
 
     def _example(self, texts: list[Any], label: int, seq_len: int) -> Example | BadRow:
+        """Join the ids of texts with BOS and EOS, truncated to ``seq_len``."""
         ends = self._ends
         tokens = list(ends.prefix)
-        for ids in texts:  # each text ends in eos
+        for ids in texts:
             tokens += [*ids.tolist(), *ends.suffix]
         if not tokens:
-            return BadRow("the text is empty, and the tokenizer has neither bos nor eos to stand for it")
+            return BadRow("the text is empty, and the tokenizer has neither BOS nor EOS, so the row has no token")
         if len(tokens) > seq_len:
             tokens = [*tokens[: seq_len - len(ends.suffix)], *ends.suffix]
         return Example(np.array(tokens, dtype=np.int32), label)

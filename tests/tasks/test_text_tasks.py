@@ -142,8 +142,8 @@ def test_tokens_are_hidden_by_row_and_epoch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("llama", {"task": "masked_language_model"}, "names a network for causal"),
-        ("bert", {"task": "language_model"}, "names a network for masked"),
+        ("llama", {"task": "masked_language_model"}, "contains a causal network"),
+        ("bert", {"task": "language_model"}, "contains a masked network"),
         ("bert", {"options": {}}, "has no mask_token"),
         ("bert", {"options": {"mask_token_id": 512}}, "is not an id of the model, which has 512"),
         ("bart_classifier", {"overrides": {"num_labels": 4}}, "num_labels=4 must be 3, the number of labels"),

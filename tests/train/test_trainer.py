@@ -146,7 +146,9 @@ def test_the_update_gets_gradients_of_the_norm_asked_for_and_the_log_the_norm_be
 
 
 def test_a_model_too_small_for_the_tokenizer_is_refused() -> None:
-    with pytest.raises(AssertionError, match=r"names a tokenizer with \d+ ids, and the model has rows for 64"):
+    with pytest.raises(
+        AssertionError, match=r"contains a tokenizer with \d+ ids, and the model has a vocabulary of 64"
+    ):
         run_ranks(1, make_run, shallow_config(model={"overrides": {"vocab_size": 64}}))
 
 
