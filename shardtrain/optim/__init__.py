@@ -1,4 +1,4 @@
-"""Optimizers, which parameters they decay, their state by name, and the loss scale of float16."""
+"""Optimizers, parameter groups, optimizer state by name, learning rates, and the loss scale of float16."""
 
 from shardtrain.optim.grad_scaler import LossScaler
 from shardtrain.optim.lr_scheduler import set_learning_rate

@@ -1,4 +1,4 @@
-"""Adam and AdamW, as PyTorch has them, and the state that they start from."""
+"""PyTorch's Adam and AdamW on local tensors, and their initial state."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from shardtrain.ops.dtensor import local_tensor
 
 
 class _OnLocalTensors(torch.optim.Adam):
-    """Updates the part that this rank holds of each parameter, without asking how it is distributed.
+    """Mixin that updates the local shard of each parameter, without DTensor dispatch.
 
-    The update is elementwise, so no placement matters to it; DTensor's dispatcher would derive one for the whole list
-    of parameters, which takes longer than the update of a small model. The state stays distributed as the parameters.
+    The update is elementwise, so it does not depend on placements. DTensor's dispatcher would derive
+    placements for the complete list of parameters, which takes longer than the update of a small model. The
+    state keeps the placements of the parameters.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        # parameters, gradients, the two means, the largest of the second, and the counts, in lists that are filled here
+        # super() fills the lists of parameters, gradients, means, squares, maximum squares and step counts
         has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
         for tensors in lists:
             tensors[:] = [local_tensor(tensor) for tensor in tensors]
@@ -39,7 +40,7 @@ CLASSES: dict[str, type[torch.optim.Adam]] = {"AdamW": _AdamW, "Adam": _Adam}
 
 
 def adam(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
-    """Adam (Kingma and Ba, 2015) or AdamW (Loshchilov and Hutter, 2019) of parameter groups."""
+    """Build Adam (Kingma and Ba, 2015) or AdamW (Loshchilov and Hutter, 2019) for parameter groups."""
     return CLASSES[config.name](
         groups,
         lr=config.lr,
@@ -51,8 +52,9 @@ def adam(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimiz
 
 
 def adam_zero_state(parameter: Parameter, fused: bool) -> dict[str, Tensor]:
-    """The state of a parameter before its first update: two means like the parameter and a count, all zero."""
-    # the fused kernel reads the count of steps on the device, the others on the host (as torch.optim.Adam does)
+    """Return the state of a parameter before its first update: step count and two means, all zero."""
+    # like torch.optim.Adam: the fused kernel reads the step count on the device, the other kernels on the
+    # host
     device = parameter.device if fused else torch.device("cpu")
     return {
         "step": torch.zeros((), dtype=torch.float32, device=device),

@@ -1,13 +1,13 @@
-"""Matrices that are split over ranks, each whole on one rank for a moment.
+"""Gather sharded matrices for updates that need the unsharded matrix, each temporarily on one rank.
 
-For updates that need a matrix as a whole. Each matrix has one owner among the ranks that hold its parts. Parts travel
-to the owners along one mesh axis after the other, with one all-to-all per axis for many matrices, and the parts of the
-results travel back the same way; so no process group is needed beside those of the mesh.
+Each matrix is assigned to one owner among the ranks that have its shards. Shards are sent to the owners
+along one mesh axis after the other, with one all-to-all per axis for many matrices. The shards of the
+results return the same way. So the mesh's own process groups are sufficient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -19,22 +19,29 @@ from torch.distributed.tensor import DTensor
 from shardtrain.ops.dtensor import local_slices, sharded_dim, split_axes
 
 Key = tuple[int, tuple[int, ...]]
-"""A part in flight: its matrix, and where it comes from: a rank's coordinate along the axes that split matrices."""
+"""Key of a shard: the index of its matrix, and the coordinate of its original rank along the axes that
+shard matrices."""
 LOCAL_ELEMENTS = 2**26
-"""Elements per rank that are in flight at once. Much larger models exchange in several rounds, to bound the memory."""
+"""Maximum elements per rank in one exchange.
+
+Larger models exchange in several rounds, to bound the memory.
+"""
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    tensor: int  # its place in the bucket's list
-    index: int | None  # its place in this rank's part of a stack
+    tensor: int
+    """Index of its tensor in the bucket."""
+    index: int | None
+    """Index in this rank's shard of a stack; None for a tensor of two dims."""
     shape: tuple[int, int]
     owner: tuple[int, ...]
+    """Coordinate of the owner along the axes that shard matrices."""
 
 
 @dataclass(frozen=True)
 class _Hop:
-    """One all-to-all: the parts that go to, and come from, each rank along an axis."""
+    """One all-to-all: the shards sent to, and received from, each rank along an axis."""
 
     axis: int
     sent: list[list[Key]]
@@ -42,119 +49,158 @@ class _Hop:
 
 
 class Bucket:
-    """Matrices, or stacks of them, of one device mesh that are split over the same axes and travel together."""
+    """Matrices or stacks of matrices on one device mesh that are sharded over the same axes and exchanged
+    together."""
 
     def __init__(self, tensors: Sequence[Tensor], load: list[int]) -> None:
-        """Plan the journeys. ``load`` is the work per rank so far, to which that of this bucket is added."""
+        """Assign each matrix to the least loaded rank.
+
+        ``load`` is the work per rank and is updated in place.
+        """
         self.tensors = list(tensors)
         self._axes = matrix_axes(self.tensors[0])
         first = self.tensors[0]
         self._mesh = first.device_mesh if isinstance(first, DTensor) else None
-        self._place = [self._mesh.get_local_rank(i) for i in range(self._mesh.ndim)] if self._mesh is not None else []
-        self._sizes = tuple(self._mesh.size(axis) for axis in self._axes) if self._mesh is not None else ()
-        self._here = tuple(self._place[axis] for axis in self._axes)
-        # everything is planned once: the same matrices travel the same way in every step
+        self._coordinate: list[int] = []
+        """This rank's coordinate along all axes of the mesh."""
+        self._sizes: tuple[int, ...] = ()
+        """Ranks along the axes that shard matrices."""
+        if self._mesh is not None:
+            self._coordinate = [self._mesh.get_local_rank(i) for i in range(self._mesh.ndim)]
+            self._sizes = tuple(self._mesh.size(axis) for axis in self._axes)
+        self._here = tuple(self._coordinate[axis] for axis in self._axes)
+        # the plan is the same in every step
         self._matrices = self._assign(load)
-        self._hops = [self._hop(k) for k in range(len(self._axes))]
-        keys = [(m, self._here) for m in range(len(self._matrices))]
-        keys += [key for hop in self._hops for side in (hop.sent, hop.received) for keys_ in side for key in keys_]
+        self._hops = [self._plan_hop(k) for k in range(len(self._axes))]
+        keys = {(m, self._here) for m in range(len(self._matrices))}
+        for hop in self._hops:
+            for keys_of_rank in (*hop.sent, *hop.received):
+                keys.update(keys_of_rank)
         self._slices = {key: self._slices_of(key) for key in keys}
 
     def map(self, parts: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """Apply a function to each whole matrix, given and giving the parts that this rank holds (a collective).
+        """Apply a function to each unsharded matrix. Return this rank's shards of the results (a
+        collective).
 
-        ``parts`` has this rank's part of each of ``tensors``, all of one type and device, with 2 dimensions or, for
-        stacks, 3. The function sees a matrix (rows, columns) and gives one of the same shape and type.
+        ``parts`` has this rank's shard of each of ``tensors``, all of one dtype and device, with 2 dims or,
+        for stacks,
+        3. The function maps a matrix (rows, columns) to one of the same shape and dtype.
         """
-        held = {(m, self._here): _matrix_of(parts, matrix) for m, matrix in enumerate(self._matrices)}
+        shards = {(m, self._here): _matrix_of(parts, matrix) for m, matrix in enumerate(self._matrices)}
         for hop in self._hops:
-            held = self._exchange(hop.axis, held, hop.sent, hop.received, parts[0])
-        # each matrix is whole on its owner now, and the others wait in the all-to-all that comes next
-        owned = [m for m, matrix in enumerate(self._matrices) if matrix.owner == self._here]
-        held = {key: part for m in owned for key, part in self._apply(m, held, function)}
+            shards = self._exchange(hop.axis, shards, hop.sent, hop.received, parts[0])
+        # Now each owner has all shards of its matrices. Ranks that own none wait in the next all-to-all.
+        results_of_owner: dict[Key, Tensor] = {}
+        for m, matrix in enumerate(self._matrices):
+            if matrix.owner == self._here:
+                results_of_owner |= self._apply(m, shards, function)
+        shards = results_of_owner
         for hop in reversed(self._hops):
-            held = self._exchange(hop.axis, held, hop.received, hop.sent, parts[0])
+            shards = self._exchange(hop.axis, shards, hop.received, hop.sent, parts[0])
         results = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
         for m, matrix in enumerate(self._matrices):
-            _matrix_of(results, matrix).copy_(held[m, self._here])
+            _matrix_of(results, matrix).copy_(shards[m, self._here])
         return results
 
-    def _apply(
-        self, m: int, held: dict[Key, Tensor], function: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[Key, Tensor]]:
+    def _apply(self, m: int, shards: dict[Key, Tensor], function: Callable[[Tensor], Tensor]) -> dict[Key, Tensor]:
+        """Assemble a matrix from its shards, apply the function, and return the shards of the result."""
         origins = list(product(*(range(size) for size in self._sizes)))
-        some = held[m, origins[0]]
-        whole = some.new_empty(self._matrices[m].shape)
+        matrix = shards[m, origins[0]].new_empty(self._matrices[m].shape)
         for origin in origins:
-            whole[self._slices[m, origin]] = held.pop((m, origin))
-        result = function(whole)
-        for origin in origins:
-            yield (m, origin), result[self._slices[m, origin]]
+            # pop frees the shard
+            matrix[self._slices[m, origin]] = shards.pop((m, origin))
+        result = function(matrix)
+        return {(m, origin): result[self._slices[m, origin]] for origin in origins}
 
     def _exchange(
-        self, axis: int, held: dict[Key, Tensor], sent: list[list[Key]], received: list[list[Key]], like: Tensor
+        self, axis: int, shards: dict[Key, Tensor], sent: list[list[Key]], received: list[list[Key]], like: Tensor
     ) -> dict[Key, Tensor]:
+        """Run one all-to-all, and return the received shards.
+
+        ``like`` has the dtype and device of the buffers.
+        """
         assert self._mesh is not None
-        outgoing = [held[key].reshape(-1) for keys in sent for key in keys]
-        buffer = torch.cat(outgoing) if outgoing else like.new_empty(0)
-        slices = {key: self._slices[key] for keys in (*sent, *received) for key in keys}
-        shapes = {
-            key: (rows.stop - rows.start, columns.stop - columns.start) for key, (rows, columns) in slices.items()
-        }
-        counts = [[sum(_numel(shapes[key]) for key in keys) for keys in side] for side in (sent, received)]
-        # one flat buffer per direction: every part one behind the other, in an order that both sides know
-        arrived = like.new_empty(sum(counts[1]))
-        dist.all_to_all_single(arrived, buffer, counts[1], counts[0], group=self._mesh.get_group(axis))
-        keys = [key for keys in received for key in keys]
-        pieces = arrived.split([_numel(shapes[key]) for key in keys]) if keys else ()
-        return {key: piece.view(shapes[key]) for key, piece in zip(keys, pieces, strict=True)}
+        # one flat buffer per direction, with shards in an order that both sides know
+        outgoing = [shards[key].reshape(-1) for keys in sent for key in keys]
+        send_buffer = torch.cat(outgoing) if outgoing else like.new_empty(0)
+        send_counts = [sum(self._numel(key) for key in keys) for keys in sent]
+        receive_counts = [sum(self._numel(key) for key in keys) for keys in received]
+        receive_buffer = like.new_empty(sum(receive_counts))
+        group = self._mesh.get_group(axis)
+        dist.all_to_all_single(receive_buffer, send_buffer, receive_counts, send_counts, group=group)
+        received_keys = [key for keys in received for key in keys]
+        if not received_keys:
+            return {}
+        pieces = receive_buffer.split([self._numel(key) for key in received_keys])
+        return {key: piece.view(self._shape(key)) for key, piece in zip(received_keys, pieces, strict=True)}
 
     def _assign(self, load: list[int]) -> list[_Matrix]:
-        """Give each matrix to the rank with the least work so far, the most work first; alike on all its ranks."""
-        found: list[tuple[int, int | None, tuple[int, int]]] = []
+        """Assign each matrix to the rank with the least work, largest matrix first.
+
+        Equal on all ranks that share it.
+        """
+        unassigned: list[tuple[int, int | None, tuple[int, int]]] = []
         for t, tensor in enumerate(self.tensors):
             rows, columns = tensor.shape[-2:]
-            stack = local_slices(tensor)[0] if tensor.ndim == 3 else None
-            indices = [None] if stack is None else range(stack.stop - stack.start)
-            found += [(t, index, (rows, columns)) for index in indices]
+            if tensor.ndim == 3:
+                stack = local_slices(tensor)[0]
+                unassigned += [(t, index, (rows, columns)) for index in range(stack.stop - stack.start)]
+            else:
+                unassigned.append((t, None, (rows, columns)))
         owners = list(product(*(range(size) for size in self._sizes)))
         matrices = []
-        # the heaviest first, each to the rank with the least work: an old rule that is never worse than 4/3 of the
-        # best
-        for t, index, shape in sorted(found, key=lambda item: -_work(item[2])):
+        # longest processing time first: the largest load is at most 4/3 of the optimum (Graham 1969)
+        for t, index, shape in sorted(unassigned, key=lambda item: -_work(item[2])):
             least = load.index(min(load))
             load[least] += _work(shape)
             matrices.append(_Matrix(t, index, shape, owners[least]))
         return matrices
 
-    def _hop(self, k: int) -> _Hop:
-        """The k-th all-to-all: before it, this rank holds what it owns along the axes before k, of all ranks there."""
-        place = self._here
+    def _plan_hop(self, k: int) -> _Hop:
+        """Plan the all-to-all along axis k.
+
+        Before it, this rank has the shards of the matrices whose owners have its coordinate on the axes
+        before k. These shards come from all ranks along those axes.
+        """
+        here = self._here
         size = self._sizes[k]
-        mine = [m for m, matrix in enumerate(self._matrices) if matrix.owner[:k] == place[:k]]
-        before = list(product(*(range(n) for n in self._sizes[:k])))
+        origins_so_far = list(product(*(range(n) for n in self._sizes[:k])))
         sent: list[list[Key]] = [[] for _ in range(size)]
         received: list[list[Key]] = [[] for _ in range(size)]
-        for m in mine:
-            owner = self._matrices[m].owner[k]
-            for origin in before:
-                sent[owner].append((m, (*origin, *place[k:])))
-                if owner == place[k]:
+        for m, matrix in enumerate(self._matrices):
+            if matrix.owner[:k] != here[:k]:
+                continue
+            owner = matrix.owner[k]
+            for origin in origins_so_far:
+                sent[owner].append((m, (*origin, *here[k:])))
+                if owner == here[k]:
                     for sender in range(size):
-                        received[sender].append((m, (*origin, sender, *place[k + 1 :])))
+                        received[sender].append((m, (*origin, sender, *here[k + 1 :])))
         return _Hop(self._axes[k], sent, received)
 
     def _slices_of(self, key: Key) -> tuple[slice, slice]:
+        """Return the rows and columns of a shard in its matrix."""
         m, origin = key
-        place = list(self._place)
-        for axis, coordinate in zip(self._axes, origin, strict=True):
-            place[axis] = coordinate
-        rows, columns = local_slices(self.tensors[self._matrices[m].tensor], place)[-2:]
+        coordinate = list(self._coordinate)
+        for axis, position in zip(self._axes, origin, strict=True):
+            coordinate[axis] = position
+        rows, columns = local_slices(self.tensors[self._matrices[m].tensor], coordinate)[-2:]
         return rows, columns
+
+    def _shape(self, key: Key) -> tuple[int, int]:
+        rows, columns = self._slices[key]
+        return rows.stop - rows.start, columns.stop - columns.start
+
+    def _numel(self, key: Key) -> int:
+        rows, columns = self._shape(key)
+        return rows * columns
 
 
 def matrix_axes(tensor: Tensor) -> tuple[int, ...]:
-    """Axes of the tensor's mesh that split its last two dimensions; those that split a stack leave matrices whole."""
+    """Return the axes of the tensor's mesh that shard its last two dims.
+
+    Axes that shard a stack do not split matrices.
+    """
     if not isinstance(tensor, DTensor):
         return ()
     dims = {axis: sharded_dim(tensor.placements[axis]) for axis in split_axes(tensor)}
@@ -162,7 +208,10 @@ def matrix_axes(tensor: Tensor) -> tuple[int, ...]:
 
 
 def plan(tensors: Sequence[Tensor], local_elements: int = LOCAL_ELEMENTS) -> list[Bucket]:
-    """Sort matrices and stacks of matrices of one device mesh into buckets; equal on all ranks that share a matrix."""
+    """Sort matrices and stacks of matrices of one device mesh into buckets.
+
+    Equal on all ranks that share a matrix.
+    """
     by_axes: dict[tuple[int, ...], list[Tensor]] = {}
     for tensor in tensors:
         by_axes.setdefault(matrix_axes(tensor), []).append(tensor)
@@ -176,7 +225,7 @@ def plan(tensors: Sequence[Tensor], local_elements: int = LOCAL_ELEMENTS) -> lis
         waiting: list[Tensor] = []
         elements = 0
         for tensor in members:
-            # a bucket is in flight at once, so its size bounds the memory
+            # a bucket is exchanged at a time, so its size bounds the memory
             if waiting and elements + tensor.numel() > local_elements * num_ranks:
                 buckets.append(Bucket(waiting, load))
                 waiting = []
@@ -192,10 +241,6 @@ def _matrix_of(parts: Sequence[Tensor], matrix: _Matrix) -> Tensor:
     return part if matrix.index is None else part[matrix.index]
 
 
-def _numel(shape: tuple[int, int]) -> int:
-    return shape[0] * shape[1]
-
-
 def _work(shape: tuple[int, int]) -> int:
-    # a product with the Gram matrix of the smaller side
+    # FLOPs of a product with the Gram matrix of the smaller side, up to a factor
     return shape[0] * shape[1] * min(shape)

@@ -1,4 +1,4 @@
-"""Loss scaling for float16: gradients that would vanish below float16's range are lifted into it."""
+"""Loss scaling for float16: move gradients that would underflow into its range."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from collections.abc import Mapping
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
 SMALLEST = 2.0**-14
-"""Floor of the scale: float16's smallest normal number. Backward starts from the scale itself, which loses bits below;
-gradients that overflow even here are not a matter of scale."""
+"""Minimum scale: float16's smallest normal number. Backward starts from the scale itself, which would lose
+bits below. Gradients that overflow even here have another cause than the scale."""
 LARGEST = 2.0**24
-"""Ceiling of the scale. All-zero gradients are finite at any scale; without a bound it would grow to infinity."""
+"""Maximum scale. All-zero gradients are finite at any scale, so the scale would grow without a bound."""
 _BACKOFF = 0.5
 _GROWTH = 2.0
 
 
 class LossScaler:
-    """Dynamic loss scale: halved when a gradient overflows, doubled after a row of finite steps.
+    """Dynamic loss scale: halved when a gradient overflows, doubled after a number of consecutive finite
+    steps.
 
-    Micikevicius et al., "Mixed Precision Training", 2018, section 3.2. Multiply the loss by ``scale`` before backward
-    and divide the gradients by it before clipping. Every rank decides alike, because ``finite`` is a property of the
-    global gradient norm.
+    Multiply the loss by ``scale`` before backward, and divide the gradients by it before clipping. All
+    ranks decide alike, because ``finite`` is a property of the global gradient norm. The method is that of
+    Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
 
     Raises:
-        ConfigError: when a constant is out of range.
+        ConfigError: a constant is out of range.
     """
 
     def __init__(self, initial: float, growth_interval: int) -> None:
@@ -40,11 +41,14 @@ class LossScaler:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether a smaller scale is left to try; numbers that are not finite at the smallest are not an overflow."""
+        """True if the scale is not yet at its minimum.
+
+        At the minimum, a gradient that is not finite is not an overflow.
+        """
         return self.scale > SMALLEST
 
     def update(self, finite: bool) -> bool:
-        """Take the outcome of a step and set the scale of the next; true when this step's update may be applied."""
+        """Set the scale of the next step. Return True if the update of this step may be applied."""
         if not finite:
             self.scale = max(SMALLEST, self.scale * _BACKOFF)
             self._finite_steps = 0
@@ -56,14 +60,14 @@ class LossScaler:
         return True
 
     def state(self) -> dict[str, float | int]:
-        """The scale and the finite steps since it last changed, for a checkpoint."""
+        """Return the scale, and the number of finite steps since it last changed, for a checkpoint."""
         return {"scale": self.scale, "finite_steps": self._finite_steps}
 
     def load(self, state: Mapping[str, float | int]) -> None:
-        """Continue from ``state()`` of another run.
+        """Restore the result of ``state()``.
 
         Raises:
-            CheckpointError: when a value is missing or out of range.
+            CheckpointError: a value is missing or out of range.
         """
         scale = state.get("scale")
         finite_steps = state.get("finite_steps")
@@ -72,5 +76,5 @@ class LossScaler:
                 f"the loss scaler's state {dict(state)} is not a scale and count; use another checkpoint"
             )
         self.scale = float(scale)
-        # a run continued with a shorter interval must still reach it
+        # a run that resumes with a shorter interval must still reach it
         self._finite_steps = min(int(finite_steps), self._growth_interval - 1)

@@ -1,9 +1,10 @@
-"""Adam and AdamW whose state, and parameters, are held in 16 or 8 bits; each update is computed in float32.
+"""Adam and AdamW with state and parameters in 16 or 8 bits. Updates are computed in float32.
 
-In bfloat16 an update below 1/512 of a weight is lost, and with ``bf16_stochastic_round`` it is not: see
-``ops/stochastic_rounding.py``. AdamW8bit holds both means as one byte per number, under a scale for each block of 256
-along the last dimension, in the dynamic code of Dettmers et al. (2022, arXiv 2110.02861, section 2), always rounded by
-chance. Blocks and chance are those of the whole tensor, so that the mesh changes no number.
+Rounding to nearest in bfloat16 loses an update below 1/512 of a weight. ``bf16_stochastic_round`` keeps it
+on average: see ``ops/stochastic_rounding.py``. AdamW8bit stores both means as one byte per element, with a
+scale per block of 256 elements along the last dimension. It uses the dynamic code of Dettmers et al. (2022,
+arXiv 2110.02861, section 2), and always rounds stochastically. Blocks and random numbers are those of the
+unsharded tensor, so results do not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -27,30 +28,37 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
 _CHUNK = 1 << 24
-"""Numbers that are updated at a time: what is computed in float32 takes memory for so many alone."""
+"""Elements per update. Bounds the memory of the float32 temporaries."""
 _COMPILED_CHUNK = {True: 1 << 26, False: 1 << 28}
-"""The same where it is compiled, with states in 8 bits and without: then little or none of it lies in memory, and the
-host needs longer to start the kernel of a chunk than the device for 16 million numbers."""
+"""Elements per update of a compiled kernel, with 8-bit states (True) and without. A compiled kernel has few
+temporaries or none, and the launch of a kernel takes longer than the update of 16 million elements."""
 EIGHT_BITS = "AdamW8bit"
-_SHAPES = 256
-"""Of parameters and of their last parts, for which an update may be compiled."""
+_RECOMPILE_LIMIT = 256
+"""Maximum number of shapes, of parameters and their last chunks, for which the update may be compiled."""
 
 
 @functools.cache
 def code(signed: bool) -> tuple[float, ...]:
-    """The dynamic code: 256 numbers up to 1, half of them between 0.1 and 1, and half as many in each decade below."""
+    """Return the dynamic code: 256 numbers up to 1, half of them between 0.1 and 1, half as many in each
+    lower decade."""
     numbers = [0.0, 1.0]
     for decade in range(7):
         count = 2 ** (decade + (0 if signed else 1))
-        middles = [10.0 ** (decade - 6) * (0.1 + 0.9 * (part + 0.5) / count) for part in range(count)]
-        numbers += [*middles, *(-middle for middle in middles)] if signed else middles
-    if signed:  # all that is between -1 and 1 lies between two numbers of the code
+        centers = [10.0 ** (decade - 6) * (0.1 + 0.9 * (part + 0.5) / count) for part in range(count)]
+        numbers += centers
+        if signed:
+            numbers += [-center for center in centers]
+    # replace the smallest number with -1, so every value in [-1, 1] is between two numbers of the code
+    if signed:
         numbers[numbers.index(-max(numbers[2:]))] = -1.0
     return tuple(sorted(numbers))
 
 
 class LowBitsAdam(torch.optim.Optimizer):
-    """Adam, AdamW or AdamW8bit of parameter groups; ``names`` are the parameters' in the whole model."""
+    """Adam, AdamW or AdamW8bit of parameter groups.
+
+    ``names`` are the parameters' names in the unsharded model.
+    """
 
     def __init__(
         self, groups: list[dict[str, Any]], config: Optimizer, names: Mapping[Parameter, str], seed: int
@@ -68,18 +76,22 @@ class LowBitsAdam(torch.optim.Optimizer):
                 _check_blocks(parameter, name)
 
     def zero_state(self, parameter: Parameter) -> dict[str, Tensor]:
-        """The state of a parameter before its first update: a count and two means, in 8 bits each with its scales."""
+        """Return the state of a parameter before its first update: step count, two means, and their scales
+        in 8 bits."""
         state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+        is_8bit = self._config.name == EIGHT_BITS
+        dtype = parameter.dtype
+        if is_8bit:
+            dtype = torch.float32
+        elif self._config.state_dtype == "bfloat16":
+            dtype = torch.bfloat16
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            if self._config.name == EIGHT_BITS and parameter.ndim >= 2 and parameter.numel() >= SMALLEST_8BIT_NUMEL:
-                state[name] = torch.full_like(
-                    parameter, code(signed).index(0.0), dtype=torch.uint8, requires_grad=False
-                )
+            # small parameters and vectors keep their state in float32
+            if is_8bit and _has_blocks(parameter):
+                zero = code(signed).index(0.0)
+                state[name] = torch.full_like(parameter, zero, dtype=torch.uint8, requires_grad=False)
                 state[f"{name}_scale"] = _scales(parameter)
             else:
-                dtype = {"bfloat16": torch.bfloat16}.get(self._config.state_dtype, parameter.dtype)
-                if self._config.name == EIGHT_BITS:
-                    dtype = torch.float32
                 state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         return state
 
@@ -88,17 +100,21 @@ class LowBitsAdam(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    if not self.state[parameter]:
-                        self.state[parameter].update(self.zero_state(parameter))
-                    self._update(parameter, self.state[parameter], group["lr"], group["weight_decay"])
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(self.zero_state(parameter))
+                self._update(parameter, state, group["lr"], group["weight_decay"])
 
     def _update(self, parameter: Tensor, state: dict[str, Tensor], lr: float, weight_decay: float) -> None:
+        """Update the local shard of a parameter and of its state, in chunks of rows."""
         step = state["step"].add_(1)
+        # Random numbers depend on the index of an element in the unsharded tensor, so every mesh rounds alike
         shape = parameter.shape or torch.Size([1])
-        # chance is drawn by the place of a number in the whole tensor, so that every mesh rounds alike
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         starts = [part.start for part in local_slices(parameter) or (slice(0, 1),)]
+        column_offset = sum(start * stride for start, stride in zip(starts[1:], strides[1:], strict=True))
         assert parameter.grad is not None
         weight = _at_least_1d(local_tensor(parameter))
         gradient = _at_least_1d(local_tensor(parameter.grad))
@@ -107,14 +123,14 @@ class LowBitsAdam(torch.optim.Optimizer):
         begin = 0
         while begin < weight.size(0):
             numbers: tuple[Any, ...] = (lr, 1 - lr * weight_decay)
-            if update is not update_part:  # a kernel is made for numbers of the host, and these change
+            chunk_elements = _CHUNK
+            if update is not update_part:
+                # tensors, because a kernel would be recompiled for each new Python number
                 numbers = tuple(weight.new_full((), number, dtype=torch.float64) for number in numbers)
-            # in chunks of rows: what is computed in float32 takes memory for one chunk
-            most = _CHUNK if update is update_part else _COMPILED_CHUNK["exp_avg_scale" in states]
-            chunk = slice(begin, min(begin + max(1, most // max(1, weight[:1].numel())), weight.size(0)))
-            first = (starts[0] + begin) * strides[0] + sum(
-                start * stride for start, stride in zip(starts[1:], strides[1:], strict=True)
-            )
+                chunk_elements = _COMPILED_CHUNK["exp_avg_scale" in states]
+            chunk_rows = max(1, chunk_elements // max(1, weight[:1].numel()))
+            chunk = slice(begin, min(begin + chunk_rows, weight.size(0)))
+            first = (starts[0] + begin) * strides[0] + column_offset
             try:
                 update(
                     weight[chunk],
@@ -129,10 +145,11 @@ class LowBitsAdam(torch.optim.Optimizer):
                     weight_decay if self._constants.is_adam else 0.0,
                     self._constants,
                 )
-            except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything has run
+            # compilation fails before any part of the update has run, so repeat the chunk without it
+            except torch._dynamo.exc.TorchDynamoException as error:
                 name = self._config.name
-                why = str(error).splitlines()[0][:200]
-                logger.warning(f"the update of {name} is not compiled, and slow: {why}")
+                cause = str(error).splitlines()[0][:200]
+                logger.warning(f"the update of {name} cannot be compiled, so it is slow: {cause}")
                 update = self._compiled = update_part
                 continue
             begin = chunk.stop
@@ -142,44 +159,48 @@ class LowBitsAdam(torch.optim.Optimizer):
             self._tables[name, device] = torch.tensor(code(name == "exp_avg"), dtype=torch.float32, device=device)
         return self._tables[name, device]
 
-    def _kernel(self, weight: Tensor, held: Mapping[str, Tensor]) -> Callable[..., None]:
-        """What updates a part: one kernel on an accelerator, on which some eighty operations, many of them on 64-bit
-        integers, take as long as the step of an 8B model whose update they are."""
+    def _kernel(self, weight: Tensor, states: Mapping[str, Tensor]) -> Callable[..., None]:
+        """Return the function that updates a chunk: compiled on an accelerator, ``update_part`` otherwise.
+
+        Not compiled, the update has about eighty operations, many on 64-bit integers, which take as long as
+        a training step of an 8B model.
+        """
         if not is_accelerator(weight.device):
             return update_part
-        if "exp_avg_scale" in held and weight.size(-1) % STATE_BLOCK:
-            return update_part  # cutting the last block is compiled to wrong numbers (torch 2.11 and 2.13, on a CPU)
+        # torch 2.11 and 2.13 compile a truncated last block to wrong numbers (seen on a CPU)
+        if "exp_avg_scale" in states and weight.size(-1) % STATE_BLOCK:
+            return update_part
         if self._compiled is None:
             self._compiled = _compiled(self._config.name)
         return self._compiled
 
 
 def _compiled(name: str) -> Callable[..., None]:
-    # blocks of 8 bits are compiled for each shape of a parameter: PyTorch 2.11 fails where sizes are symbols
+    # 8-bit blocks are compiled for each parameter shape: PyTorch 2.11 fails with symbolic sizes
     compiled = torch.compile(update_part, dynamic=name != EIGHT_BITS)
 
     def update(*arguments: Any) -> None:
-        with torch._dynamo.config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=_RECOMPILE_LIMIT):
             compiled(*arguments)
 
     return update
 
 
 class Constants(NamedTuple):
-    """What of an optimizer's options a kernel is made for."""
+    """Optimizer options that are compile-time constants of a kernel."""
 
     is_adam: bool
     beta1: float
     beta2: float
     eps: float
-    rounds_by_chance: bool
-    """Weights, and states, in bfloat16."""
+    rounds_stochastically: bool
+    """True if weights and states in bfloat16 are rounded stochastically."""
 
 
 def update_part(
     weight: Tensor,
     gradient: Tensor,
-    held: Mapping[str, Tensor],
+    states: Mapping[str, Tensor],
     tables: Mapping[str, Tensor],
     step: Tensor,
     key: Tensor,
@@ -190,60 +211,70 @@ def update_part(
     weight_decay: float,
     c: Constants,
 ) -> None:
-    """Update a part of a parameter and of its state in place, in float32.
+    """Update a chunk of a parameter and of its state in place, in float32.
 
-    ``held`` are the means and their scales, ``tables`` the codes of those in 8 bits, ``key`` and ``first`` int64
-    scalars that chance is drawn by: see ``stochastic_rounding``.
+    Args:
+        states: the means, and the scales of 8-bit means.
+        tables: the codes of 8-bit means.
+        step: number of updates, with this one.
+        key: int64 scalar, the seed of random numbers; see ``stochastic_rounding``.
+        first: int64 scalar, index of the chunk's first element in the unsharded tensor.
+        strides: of the unsharded tensor.
+        decay: factor of the weights for AdamW's decoupled weight decay.
+        weight_decay: weight decay of Adam, which is added to the gradient.
     """
     place = stochastic_rounding.places(weight.shape, strides, first)
-    by_weight, by_mean, by_squares = stochastic_rounding.chances(key, step, place)
+    weight_random, mean_random, squares_random = stochastic_rounding.chances(key, step, place)
     w = weight.float()
     g = gradient.float()
-    mean = _read(held, "exp_avg", tables)
-    squares = _read(held, "exp_avg_sq", tables)
+    mean = _read(states, "exp_avg", tables)
+    squares = _read(states, "exp_avg_sq", tables)
     if c.is_adam:
         g = g.add(w, alpha=weight_decay)
     else:
         w = w.mul(decay)
-    # Adam, with the corrections for means that begin at zero
+    # Adam with bias correction
     mean = mean.lerp(g, 1 - c.beta1)
     squares = squares.mul(c.beta2).addcmul_(g, g, value=1 - c.beta2)
-    of_mean = 1 - c.beta1**step
-    of_squares = (1 - c.beta2**step).sqrt()
-    w = w - lr / of_mean * mean / (squares.sqrt() / of_squares + c.eps)
-    # back to the types that are stored, each rounded by chance of its own
-    weight.copy_(_rounded(w, weight.dtype, by_weight, c))
-    _write(held, "exp_avg", mean, by_mean, tables, c)
-    _write(held, "exp_avg_sq", squares, by_squares, tables, c)
+    mean_correction = 1 - c.beta1**step
+    root_correction = (1 - c.beta2**step).sqrt()
+    w = w - lr / mean_correction * mean / (squares.sqrt() / root_correction + c.eps)
+    # round to the stored dtypes, each with its own random numbers
+    weight.copy_(_rounded(w, weight.dtype, weight_random, c))
+    _write(states, "exp_avg", mean, mean_random, tables, c)
+    _write(states, "exp_avg_sq", squares, squares_random, tables, c)
 
 
-def _rounded(x: Tensor, dtype: torch.dtype, chance: Tensor, c: Constants) -> Tensor:
-    if dtype == torch.bfloat16 and c.rounds_by_chance:
-        return stochastic_rounding.to_bfloat16(x, chance)
+def _rounded(x: Tensor, dtype: torch.dtype, random: Tensor, c: Constants) -> Tensor:
+    if dtype == torch.bfloat16 and c.rounds_stochastically:
+        return stochastic_rounding.to_bfloat16(x, random)
     return x.to(dtype)
 
 
-def _read(held: Mapping[str, Tensor], name: str, tables: Mapping[str, Tensor]) -> Tensor:
-    if f"{name}_scale" not in held:
-        return held[name].float()
-    numbers = tables[name][held[name].int()]
-    return _rows(_blocks(numbers) * held[f"{name}_scale"].unsqueeze(-1), numbers.size(-1))
+def _read(states: Mapping[str, Tensor], name: str, tables: Mapping[str, Tensor]) -> Tensor:
+    """Return a mean in float32."""
+    if f"{name}_scale" not in states:
+        return states[name].float()
+    numbers = tables[name][states[name].int()]
+    return _rows(_blocks(numbers) * states[f"{name}_scale"].unsqueeze(-1), numbers.size(-1))
 
 
 def _write(
-    held: Mapping[str, Tensor], name: str, x: Tensor, chance: Tensor, tables: Mapping[str, Tensor], c: Constants
+    states: Mapping[str, Tensor], name: str, x: Tensor, random: Tensor, tables: Mapping[str, Tensor], c: Constants
 ) -> None:
-    if f"{name}_scale" not in held:
-        held[name].copy_(_rounded(x, held[name].dtype, chance, c))
+    """Round a mean to the stored dtype, and write it to its state."""
+    if f"{name}_scale" not in states:
+        states[name].copy_(_rounded(x, states[name].dtype, random, c))
         return
     blocks = _blocks(x)
     scale = blocks.abs().amax(-1)
-    part = _rows(blocks / torch.where(scale > 0, scale, 1.0).unsqueeze(-1), x.size(-1))
-    bits = stochastic_rounding.to_code(part, tables[name], chance)
-    if name == "exp_avg_sq":  # what is not 0 does not become it: it divides
-        bits = torch.where((part > 0) & (bits == 0), 1, bits)
-    held[name].copy_(bits)
-    held[f"{name}_scale"].copy_(scale)
+    scaled = _rows(blocks / torch.where(scale > 0, scale, 1.0).unsqueeze(-1), x.size(-1))
+    bits = stochastic_rounding.to_code(scaled, tables[name], random)
+    # a positive value must not become 0, because it is a divisor
+    if name == "exp_avg_sq":
+        bits = torch.where((scaled > 0) & (bits == 0), 1, bits)
+    states[name].copy_(bits)
+    states[f"{name}_scale"].copy_(scale)
 
 
 def _at_least_1d(tensor: Tensor) -> Tensor:
@@ -252,19 +283,23 @@ def _at_least_1d(tensor: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """(..., columns) as (..., blocks, 256), zeros added."""
-    missing = -x.size(-1) % STATE_BLOCK
-    return (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, STATE_BLOCK))
+    """Reshape (..., columns) to (..., blocks, 256), padded with zeros."""
+    padding = -x.size(-1) % STATE_BLOCK
+    if padding:
+        x = F.pad(x, (0, padding))
+    return x.unflatten(-1, (-1, STATE_BLOCK))
 
 
 def _rows(blocks: Tensor, columns: int) -> Tensor:
+    """Inverse of ``_blocks``."""
     return blocks.flatten(-2)[..., :columns].contiguous()
 
 
 def _scales(parameter: Tensor) -> Tensor:
-    """Zeros for each block of a parameter, distributed as it is."""
+    """Return a zero scale for each block of a parameter, with the parameter's placements."""
     local = local_tensor(parameter)
-    zeros = torch.zeros(*local.shape[:-1], -(-local.size(-1) // STATE_BLOCK), dtype=torch.float32, device=local.device)
+    local_blocks = -(-local.size(-1) // STATE_BLOCK)
+    zeros = torch.zeros(*local.shape[:-1], local_blocks, dtype=torch.float32, device=local.device)
     if not is_distributed(parameter):
         return zeros
     shape = torch.Size([*parameter.shape[:-1], -(-parameter.size(-1) // STATE_BLOCK)])
@@ -274,13 +309,20 @@ def _scales(parameter: Tensor) -> Tensor:
     )
 
 
+def _has_blocks(parameter: Tensor) -> bool:
+    """True if AdamW8bit stores the state of this parameter in 8 bits."""
+    return parameter.ndim >= 2 and parameter.numel() >= SMALLEST_8BIT_NUMEL
+
+
 def _check_blocks(parameter: Tensor, name: str) -> None:
-    """A block lies on one rank."""
-    if parameter.ndim < 2 or parameter.numel() < SMALLEST_8BIT_NUMEL:
+    """Raise ConfigError if a block of 8-bit state is split between ranks."""
+    if not _has_blocks(parameter):
         return
     columns = local_slices(parameter)[-1]
     size = parameter.size(-1)
     if columns.start % STATE_BLOCK or (columns.stop % STATE_BLOCK and columns.stop != size):
-        rule = f"keeps blocks of {STATE_BLOCK} numbers together, and the {size} columns of {name} are cut within one"
+        rule = (
+            f"requires blocks of {STATE_BLOCK} columns on one rank, and {name} with {size} columns is split within one"
+        )
         fix = "use a smaller parallelism.tensor_parallel_degree, or AdamW"
         raise ConfigError(Problem("optimizer.name", EIGHT_BITS, rule, fix))

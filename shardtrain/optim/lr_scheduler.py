@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step. No state to save, and no torch here."""
+"""The learning rate as a pure function of the step, without state and without torch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of one optimizer step, between 0 and ``optimizer.lr``.
 
-    ``step`` counts from 0. ``steps`` is the length of the run, and of the schedule unless ``scheduler.total_steps`` is
-    set. Steps after the schedule keep its last rate. ``schedule`` is the result of ``find(scheduler.name)``, which
-    spares a user's file from being run at every step.
+    ``step`` counts from 0. ``steps`` is the length of the run, and of the schedule unless
+    ``scheduler.total_steps`` is set. Steps after the schedule keep its last rate. ``schedule`` is the
+    result of ``find(scheduler.name)``, which spares a user's file from being run at every step.
 
     Raises:
         ConfigError: a user's schedule returns something other than a number between 0 and 1.
@@ -52,23 +52,23 @@ def learning_rate(
 
 
 def check_own(optimizer: Optimizer, scheduler: LRScheduler, steps: int, schedule: Schedule, again: Schedule) -> None:
-    """Call a user's schedule for about 1,000 steps in order, and ``again`` for the same steps in reverse order.
+    """Check that a user's schedule depends only on the step: call it for about 1,000 steps in order, and ``again`` for
+    the same steps in reverse order.
 
-    A resumed run begins in the middle, without what the file has remembered of the steps before.
+    A resumed run starts in the middle, without values that the file remembers from earlier steps.
 
     Args:
         schedule: the result of ``find``.
         again: the result of another call of ``find``, which has run the file again.
 
     Raises:
-        ConfigError: a step has another rate the second time, so that a resumed run would differ, or the share is not
-            a number between 0 and 1.
+        ConfigError: a step has another rate the second time, or a rate is not a number between 0 and 1.
     """
-    asked = _steps_to_check(scheduler, steps)
-    rates = {step: learning_rate(optimizer, scheduler, steps, step, schedule) for step in asked}
-    for step in reversed(asked):
+    checked_steps = _steps_to_check(scheduler, steps)
+    rates = {step: learning_rate(optimizer, scheduler, steps, step, schedule) for step in checked_steps}
+    for step in reversed(checked_steps):
         if learning_rate(optimizer, scheduler, steps, step, again) != rates[step]:
-            rule = f"returns another share when step {step} is asked for again, so a resumed run would differ"
+            rule = f"returns another value when it is called again for step {step}, so a resumed run would differ"
             raise ConfigError(Problem("lr_scheduler.name", scheduler.name, rule, "compute it from the arguments only"))
 
 

@@ -1,8 +1,9 @@
-"""Muon: the update of a hidden matrix is its momentum made orthogonal; all other parameters are AdamW's.
+"""Muon: update hidden matrices with their orthogonalized momentum, and all other parameters with AdamW.
 
-Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; scaled to the size of AdamW's updates
-and with decoupled decay as in Liu et al., "Muon is scalable for LLM training", 2025. The iteration always sees a matrix
-as a whole, so the update is the same on every mesh. Momentum is split like the parameter.
+Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024. Updates are scaled to the
+size of AdamW's and weight decay is decoupled, as in Liu et al., "Muon is scalable for LLM training", 2025.
+The iteration always uses the unsharded matrix, so the update is the same on every mesh. The momentum is
+sharded like the parameter.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from shardtrain.optim.gather_matrices import Bucket, plan
 from shardtrain.optim.param_groups import parameter_groups
 from shardtrain.utils.errors import ConfigError, Problem
 
-# what the key "algorithm" of a parameter group says
+# values of the key "algorithm" of a parameter group
 MUON = "muon"
 ADAMW = "adamw"
 
-# Jordan's quintic: steep at zero; it takes singular values to about 0.7 to 1.2 within five steps, not to exactly 1
+# Jordan's quintic polynomial is steep at zero: five steps move singular values to about 0.7 to 1.2, not
+# exactly to 1
 _A = 3.4445
 _B = -4.7750
 _C = 2.0315
@@ -37,60 +39,66 @@ _EPS = 1e-7
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """The nearest matrix with all singular values about 1 (U V^T of U S V^T), by Newton-Schulz iteration.
+    """Return the nearest matrix with singular values of about 1 (U V^T of U S V^T), by Newton-Schulz
+    iteration.
 
-    Works in the type of the matrix (rows, columns), which is not changed. A matrix of zeros stays zero.
+    Computes in the dtype of the matrix (rows, columns). A zero matrix stays zero.
     """
-    tall = matrix.size(0) > matrix.size(1)
-    x = matrix.T if tall else matrix
-    # the Frobenius norm bounds the spectral norm, so that the iteration starts at 1 or below
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if is_tall else matrix
+    # the Frobenius norm bounds the spectral norm, so the iteration starts with singular values up to 1
     x = x / squared_norm([matrix]).sqrt().clamp_min(_EPS).to(x.dtype)
     for _ in range(steps):
         gram = x @ x.T
         polynomial = torch.addmm(gram, gram, gram, beta=_B, alpha=_C)
         x = torch.addmm(x, polynomial, x, beta=_A)
-    return x.T if tall else x
+    return x.T if is_tall else x
 
 
 def muon_groups(
     named_parameters: Sequence[tuple[str, Parameter]], config: Optimizer, all_names: Iterable[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Parameter groups with a key "algorithm": Muon for matrices and stacks of matrices, AdamW for the rest.
+    """Return parameter groups with a key "algorithm": Muon for matrices and stacks of matrices, AdamW for
+    the rest.
 
-    AdamW's are the parameters of one dimension (or more than three) and those whose name matches a pattern of
-    ``config.muon_adamw_patterns``. ``all_names`` are the parameters of the whole model, see ``parameter_groups``.
+    AdamW updates parameters with one dimension or more than three, and those whose name matches a pattern
+    of ``config.muon_adamw_patterns``. ``all_names`` are the parameters of the unsharded model.
 
     Raises:
-        ConfigError: when a pattern other than the default ones matches nothing, or the patterns leave nothing.
+        ConfigError: a pattern that is not a default matches nothing, or the patterns leave no parameter to
+            Muon.
     """
     patterns = config.muon_adamw_patterns
     names = [name for name, _ in named_parameters] if all_names is None else list(all_names)
-    # the default patterns fit most models; a model without biases is not a mistake of the user
-    usual = Optimizer().muon_adamw_patterns
-    unused = [p for p in patterns if p not in usual and not any(fnmatchcase(name, p) for name in names)]
-    fix = f"use a pattern of names like {', '.join(names[:3])}"
-    problems = [Problem("optimizer.muon_adamw_patterns", p, "matches no parameter", fix) for p in unused]
+    # a default pattern may match nothing: some models have no biases
+    default_patterns = Optimizer().muon_adamw_patterns
+    problems = []
+    for pattern in patterns:
+        if pattern not in default_patterns and not any(fnmatchcase(name, pattern) for name in names):
+            fix = f"use a pattern of names like {', '.join(names[:3])}"
+            problems.append(Problem("optimizer.muon_adamw_patterns", pattern, "matches no parameter", fix))
     if names and all(_matches(name, patterns) for name in names):
         fix = 'set optimizer.name = "AdamW", or use fewer patterns'
         problems.append(Problem("optimizer.muon_adamw_patterns", list(patterns), "leave no parameter to Muon", fix))
     if problems:
         raise ConfigError(problems)
-    chosen: dict[str, list[tuple[str, Parameter]]] = {MUON: [], ADAMW: []}
+    by_algorithm: dict[str, list[tuple[str, Parameter]]] = {MUON: [], ADAMW: []}
     for name, parameter in named_parameters:
-        hidden = parameter.ndim in (2, 3) and not _matches(name, patterns)
-        chosen[MUON if hidden else ADAMW].append((name, parameter))
-    return [
-        {**group, "algorithm": algorithm}
-        for algorithm, members in chosen.items()
-        for group in parameter_groups(members, config.no_weight_decay, config.weight_decay)
-    ]
+        is_matrix = parameter.ndim in (2, 3)
+        algorithm = MUON if is_matrix and not _matches(name, patterns) else ADAMW
+        by_algorithm[algorithm].append((name, parameter))
+    groups = []
+    for algorithm, members in by_algorithm.items():
+        for group in parameter_groups(members, config.no_weight_decay, config.weight_decay):
+            groups.append({**group, "algorithm": algorithm})
+    return groups
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon and AdamW in one optimizer; each group of ``muon_groups`` says which of them updates it.
+    """Muon and AdamW in one optimizer. The key "algorithm" of each group selects one of them.
 
-    Where matrices are split, each is gathered to one of the ranks that share it and the parts of its update go back, so
-    that the iterations are divided among those ranks. Replicas (``dp_replicate``) repeat each other's work unless
+    A sharded matrix is gathered on one of its ranks, and the shards of its update are sent back. This
+    divides the iterations among the ranks. Replicas (``dp_replicate``) repeat the same work unless
     ``parallelism.shard_optimizer_states`` divides it.
     """
 
@@ -100,15 +108,15 @@ class Muon(torch.optim.Optimizer):
         self._buckets: dict[tuple[int, ...], list[Bucket]] = {}
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient (a collective where matrices are split).
+        """Update every parameter that has a gradient (a collective if matrices are sharded).
 
-        All ranks that share a matrix must agree on whether it has a gradient. There are no closures here.
+        A matrix must have a gradient on all ranks that share it, or on none of them.
 
         Raises:
-            ValueError: for a closure.
+            ValueError: ``closure`` is not None.
         """
         if closure is not None:
-            raise ValueError("Muon evaluates no closure; compute the gradients before step()")
+            raise ValueError("Muon does not support closures; compute the gradients before step()")
         with torch.no_grad():
             for group in self.param_groups:
                 parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -121,13 +129,14 @@ class Muon(torch.optim.Optimizer):
                     self._adamw(parameters, group)
 
     def zero_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The state of a parameter before its first update, all zero: ``momentum``, or that of AdamW."""
+        """Return the state of a parameter before its first update, all zero: ``momentum``, or the state of
+        AdamW."""
         if group["algorithm"] == MUON:
             return {"momentum": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
         return adam_zero_state(parameter, self._config.implementation == "fused")
 
     def _muon(self, parameters: list[Parameter], group: dict[str, Any]) -> None:
-        # the plan holds as long as the same parameters have a gradient
+        # the plan is valid while the same parameters have a gradient
         key = tuple(map(id, parameters))
         if key not in self._buckets:
             self._buckets[key] = plan(parameters)
@@ -144,14 +153,14 @@ class Muon(torch.optim.Optimizer):
                 local.add_(update.to(local.device), alpha=-lr * scale)
 
     def _direction(self, parameter: Tensor) -> Tensor:
-        """Advance the momentum by the gradient; this rank's part of what is to be made orthogonal, ready to be sent."""
+        """Update the momentum with the gradient. Return this rank's shard of the matrix to orthogonalize."""
         assert parameter.grad is not None
         decay = self._config.muon_momentum
         gradient = local_tensor(parameter.grad)
         momentum = local_tensor(self.state[parameter]["momentum"])
         momentum.lerp_(gradient, 1 - decay)
         direction = gradient.lerp(momentum, decay) if self._config.muon_nesterov else momentum
-        # parameters that are offloaded to the host travel and iterate on the mesh's device
+        # parameters offloaded to the host are exchanged and orthogonalized on the device of the mesh
         device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
         dtype = self._config.muon_dtype
         if dtype == "default":

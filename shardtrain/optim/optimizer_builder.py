@@ -1,4 +1,4 @@
-"""The optimizer that the config names, and its state as named tensors, so that a checkpoint fits any mesh."""
+"""Build the optimizer of the config, and return its state as named tensors for checkpoints."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def build(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of the given parameters (plain or DTensor). Frozen parameters are skipped.
 
-    The learning rate starts at ``config.lr``; change it with ``set_learning_rate``. ``all_names`` are the parameters of
-    the entire model where ``named_parameters`` is one pipeline stage. ``seed`` seeds stochastic rounding.
+    The learning rate starts at ``config.lr``; change it with ``set_learning_rate``. ``all_names`` are the
+    parameters of the entire model if ``named_parameters`` is one pipeline stage. ``seed`` seeds stochastic
+    rounding.
 
     Raises:
-        ConfigError: the optimizer is unknown, a pattern of muon_adamw_patterns matches nothing, or no parameter needs
-            a gradient.
+        ConfigError: the optimizer is unknown, a pattern of muon_adamw_patterns matches nothing, or no
+            parameter needs a gradient.
     """
     if not config.name.endswith(".py") and config.name not in OPTIMIZERS:
-        fix = f"use one of {', '.join(OPTIMIZERS)}, or the path of a file of yours"
+        fix = f"use one of {', '.join(OPTIMIZERS)}, or the path of a Python file"
         raise ConfigError(Problem("optimizer.name", config.name, "is not an optimizer", fix))
     # frozen parameters have neither gradient nor state
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
@@ -45,9 +46,9 @@ def build(
     else:
         groups = parameter_groups(trained, config.no_weight_decay, config.weight_decay)
     if not groups:
-        fix = "unfreeze some; adapters are needed on every pipeline stage (lora.target_modules)"
+        fix = "unfreeze some; every pipeline stage needs adapters (lora.target_modules)"
         raise ConfigError(Problem("optimizer.name", config.name, "has no parameter to train", fix))
-    # PyTorch's Adam and AdamW keep their state in the type of the weights, without stochastic rounding
+    # PyTorch's Adam and AdamW keep their state in the dtype of the weights, without stochastic rounding
     needs_low_bits = config.state_dtype != "default" or config.bf16_stochastic_round
     if config.name == EIGHT_BITS or (config.name in PYTORCH_ADAMS and needs_low_bits):
         return LowBitsAdam(groups, config, {parameter: name for name, parameter in trained}, seed)
@@ -59,23 +60,28 @@ def build(
 
 
 def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a boolean on the device can skip an update: the fused kernels of Adam and AdamW read ``found_inf``.
+    """True if a boolean on the device can skip an update: the fused kernels of Adam and AdamW read
+    ``found_inf``.
 
-    PyTorch's GradScaler skips updates the same way; step counts too stay as they were.
+    PyTorch's GradScaler uses the same mechanism. A skipped update does not change the step counts either.
     """
-    return isinstance(optimizer, tuple(CLASSES.values())) and all(group["fused"] for group in optimizer.param_groups)
+    if not isinstance(optimizer, tuple(CLASSES.values())):
+        return False
+    return all(group["fused"] for group in optimizer.param_groups)
 
 
 def state_tensors(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Parameter]]
 ) -> dict[str, Tensor]:
-    """The optimizer's state by name: ``{parameter}.exp_avg``, ``.exp_avg_sq`` (like the parameter) and ``.step``.
+    """Return the optimizer's state by name: ``{parameter}.exp_avg``, ``.exp_avg_sq`` (like the parameter)
+    and ``.step``.
 
-    A matrix that Muon updates has ``{parameter}.momentum`` alone; an optimizer of the user's has what its file creates.
-    The tensors are the live ones: copying into them restores the state. Before the first update they are created as
-    zeros, as the first update would. Parameters that the optimizer does not have are left out.
+    A matrix that Muon updates has only ``{parameter}.momentum``. A user's optimizer has the state that its
+    file creates. The tensors are the live ones, so copying into them restores the state. Before the first
+    update they are created with their initial values. Parameters that the optimizer does not have are
+    skipped.
     """
-    # each parameter with the group that knows how it is updated
+    # map each parameter to its group, which determines its update
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     tensors = {}
     for name, parameter in named_parameters:

@@ -1,7 +1,9 @@
-"""Optimizers in a file with ``build`` and ``initial_state``, and a check that they keep all that a resume needs.
+"""Optimizers in a file with ``build`` and ``initial_state``, and a check that their state is complete for a
+resume.
 
-The state of a parameter is tensors by name, each of the parameter's shape or one number, so that a checkpoint of it
-fits any mesh. It is made before the first step, because a checkpoint is loaded into it.
+The state of a parameter consists of named tensors. Each has the parameter's shape or is a scalar, so a
+checkpoint fits any mesh. The state is created before the first step, because checkpoints are loaded into
+it.
 """
 
 from __future__ import annotations
@@ -23,63 +25,72 @@ _STEPS = 2
 
 
 def build(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
-    """Build the optimizer of a user's file, or of ``optim/NAME.py``, for parameter groups, with its initial state.
+    """Build the optimizer of a user's file, or of ``optim/NAME.py``, for parameter groups, with its initial
+    state.
 
     Raises:
-        ConfigError: when there is no such file, or what it gives is not an optimizer of these parameters with such a
-        state.
+        ConfigError: the file does not exist, or ``build`` does not return an optimizer of these parameters
+            with such a state.
     """
     return _build(_module(config), groups, config)
 
 
 def check(config: Optimizer) -> None:
-    """Train three small parameters, and again from the state halfway: what a resume would do.
+    """Check that a resume changes nothing: train small parameters, once without a break and once from a
+    copied state.
 
     Raises:
-        ConfigError: when the second way gives other numbers, or the state changes its names while training.
+        ConfigError: the results differ, or the state has other names after a step.
     """
     module = _module(config)
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in _SHAPES]
     gradients = [[torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(2 * _STEPS)]
-    # half of the steps, then the rest of them twice: continued, and from a copy of the state as after a resume
-    whole, optimizer = _fresh(module, values, config)
-    names = [set(optimizer.state[parameter]) for parameter in whole]
-    _train(optimizer, whole, gradients[:_STEPS])
-    for parameter, known in zip(whole, names, strict=True):
-        if other := sorted(map(str, known ^ set(optimizer.state[parameter]))):
-            rule = f"keeps {', '.join(other)} of a parameter, which its initial_state does not give as it is kept"
-            raise _problem(config, rule, "give in initial_state each tensor that step keeps, and no other")
+
+    # the first half of the steps
+    parameters, optimizer = _fresh(module, values, config)
+    initial_names = [set(optimizer.state[parameter]) for parameter in parameters]
+    _train(optimizer, parameters, gradients[:_STEPS])
+    for parameter, names in zip(parameters, initial_names, strict=True):
+        differing = sorted(map(str, names ^ set(optimizer.state[parameter])))
+        if differing:
+            rule = f"has other state after a step than initial_state returns ({', '.join(differing)})"
+            raise _problem(config, rule, "return in initial_state each tensor that step keeps, and no other")
         _check_state(parameter, optimizer.state[parameter], config)
-    resumed, other_optimizer = _fresh(module, [parameter.detach() for parameter in whole], config)
-    for mine, theirs in zip(resumed, whole, strict=True):
-        for key, tensor in optimizer.state[theirs].items():
-            other_optimizer.state[mine][key].copy_(tensor)
-    for each, parameters in ((optimizer, whole), (other_optimizer, resumed)):
-        _train(each, parameters, gradients[_STEPS:])
-    if not all(torch.equal(mine, theirs) for mine, theirs in zip(resumed, whole, strict=True)):
-        rule = "continues differently after a resume: it keeps something that is not in the state of its parameters"
-        raise _problem(config, rule, "keep counts and means in state[parameter], as tensors that initial_state gives")
+
+    # the second half twice: continued, and from a copy of parameters and state like after a resume
+    resumed_parameters, resumed_optimizer = _fresh(module, [parameter.detach() for parameter in parameters], config)
+    for resumed, parameter in zip(resumed_parameters, parameters, strict=True):
+        for key, tensor in optimizer.state[parameter].items():
+            resumed_optimizer.state[resumed][key].copy_(tensor)
+    _train(optimizer, parameters, gradients[_STEPS:])
+    _train(resumed_optimizer, resumed_parameters, gradients[_STEPS:])
+    pairs = zip(resumed_parameters, parameters, strict=True)
+    if not all(torch.equal(resumed, parameter) for resumed, parameter in pairs):
+        rule = "continues differently after a resume: it has state outside of state[parameter]"
+        raise _problem(config, rule, "keep counts and means in state[parameter], as tensors from initial_state")
 
 
 def _module(config: Optimizer) -> ModuleType:
-    """Return the file of an optimizer: the user's, or that of this package with the optimizer's name in lower case."""
+    """Return the file of an optimizer: the user's, or that of this package with the optimizer's name in
+    lower case."""
     if config.name.endswith(".py"):
         return own_file.load(config.name, own_file.OPTIMIZER, "optimizer.name")
     return importlib.import_module(f"shardtrain.optim.{config.name.lower()}")
 
 
 def _build(module: ModuleType, groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
-    # the file may make its own groups, but of these parameters and no others
-    wanted = [parameter for group in groups for parameter in group["params"]]
+    """Build the optimizer of a module, and create and check its initial state."""
+    # the file may form its own groups, but of exactly these parameters
+    expected = [parameter for group in groups for parameter in group["params"]]
     optimizer = module.build(groups, config)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise _problem(config, f"builds a {type(optimizer).__name__}", "return a torch.optim.Optimizer from build")
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if set(map(id, held)) != set(map(id, wanted)):
-        rule = f"holds {len(held)} parameters of {len(wanted)} that it was given"
-        raise _problem(config, rule, "hand all param_groups to the optimizer")
-    for parameter in wanted:
+    actual = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if set(map(id, actual)) != set(map(id, expected)):
+        rule = f"has {len(actual)} of the {len(expected)} parameters that build received"
+        raise _problem(config, rule, "pass all param_groups to the optimizer")
+    for parameter in expected:
         state = optimizer.state[parameter]
         if not state:
             state.update(module.initial_state(parameter))
@@ -90,23 +101,25 @@ def _build(module: ModuleType, groups: list[dict[str, Any]], config: Optimizer) 
 def _check_state(parameter: Tensor, state: dict[Any, Any], config: Optimizer) -> None:
     for key, value in state.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
-            rule = f"keeps {key!r} of a parameter as {type(value).__name__}, which a checkpoint has no place for"
-            raise _problem(config, rule, "keep tensors by name: a count is torch.zeros(())")
+            rule = f"keeps {key!r} of a parameter as {type(value).__name__}, which a checkpoint cannot store"
+            raise _problem(config, rule, "keep tensors with string keys; use torch.zeros(()) for a count")
         if value.shape not in (parameter.shape, ()):
             rule = f"keeps {key} of shape {list(value.shape)} of a parameter of shape {list(parameter.shape)}"
-            fix = "keep tensors of the parameter's shape, or single numbers: others fit no other mesh"
+            fix = "keep tensors of the parameter's shape or scalars, which fit every mesh"
             raise _problem(config, rule, fix)
 
 
 def _fresh(
     module: ModuleType, values: list[Tensor], config: Optimizer
 ) -> tuple[list[Parameter], torch.optim.Optimizer]:
+    """Return new parameters with these values, and their optimizer."""
     parameters = [Parameter(value.clone()) for value in values]
     groups = [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}]
     return parameters, _build(module, groups, config)
 
 
 def _train(optimizer: torch.optim.Optimizer, parameters: list[Parameter], gradients: list[list[Tensor]]) -> None:
+    """Make one step per list of gradients, with a falling learning rate."""
     for number, step in enumerate(gradients, 1):
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()

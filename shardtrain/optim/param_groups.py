@@ -16,8 +16,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return groups for a torch optimizer. Parameters that match a pattern get no weight decay.
 
-    Patterns are shell globs in which ``*`` also matches dots. Plain parameters and the parameters of each device mesh
-    get separate groups, because one kernel cannot update plain and distributed tensors together.
+    Patterns are shell globs in which ``*`` also matches dots. Plain parameters and the parameters of each
+    device mesh get separate groups, because one kernel cannot update plain and distributed tensors
+    together.
     """
     groups: dict[tuple[float, Any], list[Parameter]] = {}
     for name, parameter in named_parameters:

@@ -58,7 +58,7 @@ KNOWN: dict[str, tuple[int, list[str], str]] = {
     "blocks of 8-bit states that tp cuts": (
         2,
         ["--optimizer.name=AdamW8bit", "--parallelism.tensor_parallel_degree=2", *WIDE],
-        'optimizer.name="AdamW8bit" keeps blocks of 256 numbers together',
+        'optimizer.name="AdamW8bit" requires blocks of 256 columns on one rank',
     ),
     "weights that are no multiple of 64": (1, [*NF4, *SMALL], 'lora.base_dtype="nf4" keeps blocks of 64 weights'),
 }
