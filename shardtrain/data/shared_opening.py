@@ -1,11 +1,11 @@
-"""What opening a dataset asks its storage is asked once, by one rank, and broadcast to all others.
+"""Read the metadata of a dataset on one rank, and broadcast it to all others.
 
-Which files there are, their sizes and times, where their rows begin: a thousand ranks that each asked for themselves
-would be a thousand times the work of the storage, at one moment. Code that opens data asks through ``once``, which
-alone asks at once; while ``shared`` is in force it is a collective, so that ranks must open the same data in the same
-order. JSON values and arrays are broadcast, never pickles.
+The metadata are the files, their sizes and times, and the offsets of rows. If each of a thousand ranks read
+them, the storage would receive a thousand times the requests at once. Code that opens data reads metadata
+through ``once``, which calls the reader directly, or, within ``shared``, is a collective. Ranks must then
+open the same data in the same order. Values are broadcast as JSON and arrays, never as pickles.
 
-Storage may be a node's own, and files there have other times than on the first rank's node: see ``Listing``.
+A node may have its own copy of the data, with other times than on rank 0's node: see ``Listing``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any, Protocol
 import numpy as np
 
 Look = Callable[[], Any]
-"""Asks the storage; gives JSON values and arrays, in lists and in dicts whose keys are texts."""
+"""Reads the storage. Returns JSON values and arrays, in lists and in dicts with string keys."""
 
-MOST_WITNESSES = 8
-"""Files of a dataset at which a node looks to tell whether its storage is that of the first rank."""
+MAX_WITNESSES = 8
+"""Number of files that a node checks to see if its storage is that of rank 0."""
 
 
 @dataclass(frozen=True)
 class Witness:
-    """A file as it was listed."""
+    """Identity of a listed file."""
 
     option: str
     path: str
@@ -38,11 +38,12 @@ class Witness:
 
 @dataclass(frozen=True)
 class Listing:
-    """How nodes tell whether what was listed is theirs too.
+    """How a node checks that a listing applies to its own storage.
 
-    witnesses:  some files of what ``once`` found.
-    difference: what the second of two lists lacks or has more than the first, as the end of a sentence that begins with
-                who; empty where they name the same files of equal size.
+    Attributes:
+        witnesses: returns some files of the result of ``once``.
+        difference: compares two results; returns "lacks ..." or "has ..." for the second, empty if they
+            have the same files and sizes.
     """
 
     witnesses: Callable[[Any], Sequence[Witness]]
@@ -50,14 +51,14 @@ class Listing:
 
 
 class Ranks(Protocol):
-    """Those that open data together."""
+    """The ranks that open data together."""
 
     def once(self, place: str, look: Look, listing: Listing | None) -> Any:
-        """What ``once`` gives, on these ranks."""
+        """Implementation of ``once`` on these ranks."""
         ...
 
     def is_watched_here(self, place: str) -> bool:
-        """What ``is_watched_here`` gives, on these ranks."""
+        """Implementation of ``is_watched_here`` on these ranks."""
         ...
 
 
@@ -66,7 +67,7 @@ _ranks: Ranks | None = None
 
 @contextmanager
 def shared(ranks: Ranks) -> Iterator[None]:
-    """Let these ranks open data together; all of them do the same inside."""
+    """Make ``once`` a collective of these ranks inside the block. All ranks must run the same block."""
     global _ranks
     before = _ranks
     _ranks = ranks
@@ -77,21 +78,24 @@ def shared(ranks: Ranks) -> Iterator[None]:
 
 
 def once(place: str, look: Look, listing: Listing | None = None) -> Any:
-    """What ``look`` gives: of this process where it is alone, else of the first rank, whose errors all ranks raise.
+    """Call ``look`` and return its result. Within ``shared``, only rank 0 calls it, and all ranks return
+    its result or raise its error.
 
-    ``place`` is the folder, file or pattern that is looked at. Whoever lists the files of a place gives a ``listing``
-    and goes first; where the place is a node's own, one rank of each such node looks from then on.
+    ``place`` is the folder, file or pattern that is read. The first call for a place lists its files and
+    passes a ``listing``. If a node has its own copy of the place, one rank of that node reads it from then
+    on.
     """
     return look() if _ranks is None else _ranks.once(place, look, listing)
 
 
 def is_watched_here(place: str) -> bool:
-    """Whether this rank checks, for all that receive what it found, that files of a place are still what they were."""
+    """True if this rank checks that the files of a place have not changed, on behalf of the ranks that
+    share its result."""
     return _ranks is None or _ranks.is_watched_here(place)
 
 
-def spread(count: int, most: int = MOST_WITNESSES) -> list[int]:
-    """At most so many of the numbers below ``count``, evenly spread, with the first and the last.
+def spread(count: int, most: int = MAX_WITNESSES) -> list[int]:
+    """Return at most ``most`` of the numbers below ``count``, evenly spread, with the first and the last.
 
     >>> spread(3), spread(101, 3)
     ([0, 1, 2], [0, 50, 100])
@@ -105,23 +109,23 @@ _ARRAY = "array"
 
 
 def encode(value: Any) -> list[memoryview]:
-    """The bytes of JSON values and arrays, as parts that follow each other."""
-    # The JSON has a place for each array, of its type and length; the arrays follow it in the order of their places.
-    # Dicts are lists of pairs there and lists are dicts, so that no key can look like a place.
+    """Encode JSON values and arrays as consecutive buffers."""
+    # The JSON contains a placeholder with dtype and length for each array; the arrays follow in the same order. Dicts
+    # are encoded as lists of pairs and lists as dicts, so no key of a dict can look like a placeholder.
     arrays: list[np.ndarray[Any, Any]] = []
 
-    def plain(part: Any) -> Any:
+    def to_json(part: Any) -> Any:
         if isinstance(part, np.ndarray):
             arrays.append(np.ascontiguousarray(part).reshape(-1))
             return {_ARRAY: [part.dtype.str, len(arrays[-1])]}
         if isinstance(part, dict):
-            return [[key, plain(one)] for key, one in part.items()]
+            return [[key, to_json(one)] for key, one in part.items()]
         if isinstance(part, list | tuple):
-            return {"list": [plain(one) for one in part]}
+            return {"list": [to_json(one) for one in part]}
         return part
 
-    # All is filled up to multiples of 8, since arrays of eight-byte numbers are read where they lie.
-    text = json.dumps(plain(value)).encode()
+    # pad to multiples of 8 bytes, because ``decode`` returns views, which must be aligned
+    text = json.dumps(to_json(value)).encode()
     text += b" " * (-len(text) % 8)
     parts = [memoryview(len(text).to_bytes(8, "little")), memoryview(text)]
     for array in arrays:
@@ -130,32 +134,33 @@ def encode(value: Any) -> list[memoryview]:
 
 
 def decode(data: memoryview) -> Any:
-    """What ``encode`` was given; arrays lie in ``data``."""
+    """Decode the result of ``encode``. Arrays are views of ``data``."""
     size = int.from_bytes(data[:8], "little")
     at = 8 + size
 
-    def whole(part: Any) -> Any:
+    def restore(part: Any) -> Any:
         nonlocal at
         if isinstance(part, list):
-            return {key: whole(one) for key, one in part}
+            return {key: restore(one) for key, one in part}
         if not isinstance(part, dict):
             return part
         if _ARRAY not in part:
-            return [whole(one) for one in part["list"]]
+            return [restore(one) for one in part["list"]]
         dtype = np.dtype(part[_ARRAY][0])
         count = int(part[_ARRAY][1])
         array = np.frombuffer(data, dtype, count, at) if count else np.array([], dtype)
         at += array.nbytes + -array.nbytes % 8
         return array
 
-    return whole(json.loads(bytes(data[8 : 8 + size])))
+    return restore(json.loads(bytes(data[8 : 8 + size])))
 
 
 class LooksAtSeek:
-    """Looks whether the files of a feed are still what they were when it is sought, but the first time.
+    """Checks at each seek of a feed, except the first, that its files have not changed since they were
+    listed.
 
-    They were just listed then. Of ranks that opened them together one looks: the others find a file changed when they
-    open it, or by their ``FilesWatch``.
+    Only one of the ranks that opened the files together checks them. The other ranks notice a changed file
+    when they open it, or by their ``FilesWatch``.
     """
 
     def __init__(self, check: Callable[[], None], place: str) -> None:
@@ -164,7 +169,7 @@ class LooksAtSeek:
         self._is_ours = is_watched_here(place)
 
     def __call__(self) -> None:
-        """Raise ConfigError where a file was changed or removed."""
+        """Raise ConfigError if a file was changed or removed."""
         if self._is_ours and not self._is_first:
             self._check()
         self._is_first = False

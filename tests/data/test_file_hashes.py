@@ -53,10 +53,10 @@ def config_of(folder: Path, data: str, steps: int, **checkpoint: Any) -> Config:
 
 
 def run(
-    rank: int, config: Config, at_once_bytes: int = file_hashes.AT_ONCE_BYTES, waits_after: int = 1
+    rank: int, config: Config, at_once_bytes: int = file_hashes.SMALL_BYTES, waits_after: int = 1
 ) -> tuple[str, int]:
     """What ended a run, and its steps; hashing begins after so many of them, and they wait for it."""
-    file_hashes.AT_ONCE_BYTES, file_hashes._SETTLED_SECONDS = at_once_bytes, 0.0  # this process is a rank of its own
+    file_hashes.SMALL_BYTES, file_hashes._SETTLED_SECONDS = at_once_bytes, 0.0  # this process is a rank of its own
     step, threads, may_hash = trainer.step, [], threading.Event()
     hash_all = Contents._hash_all
 
@@ -80,7 +80,7 @@ def run(
 
 
 @pytest.mark.parametrize("ranks", cases([1], nightly=[2]))
-@pytest.mark.parametrize("at_once_bytes", [file_hashes.AT_ONCE_BYTES, 0], ids=["small", "large"])
+@pytest.mark.parametrize("at_once_bytes", [file_hashes.SMALL_BYTES, 0], ids=["small", "large"])
 def test_other_rows_at_equal_size_do_not_pass_as_the_same(ranks: int, at_once_bytes: int, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     write_rows(file)
@@ -93,7 +93,7 @@ def test_other_rows_at_equal_size_do_not_pass_as_the_same(ranks: int, at_once_by
     # a small dataset is hashed before the first step; of a large one the thread tells, here after one step at most
     assert steps <= (0 if at_once_bytes else 1)
     if not at_once_bytes:
-        assert "steps after 4 of this start were trained on it" in message
+        assert "this start trained on it after step 4" in message
         [again, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), at_once_bytes)[0]
         assert steps == 0 and "rows.jsonl differ at equal size" in again  # the run's folder remembers
     write_rows(file)
@@ -145,7 +145,7 @@ def test_prepared_shards_that_are_not_what_their_index_says_stop_the_run(tmp_pat
         there.seek(tokens.stat().st_size // 2)
         there.write(b"\x07")
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "shards", 4))[0]
-    assert "tokens-00000.bin" in message and "does not hold what index.json says of it" in message and steps == 0
+    assert "tokens-00000.bin" in message and "does not match its SHA-256 in index.json" in message and steps == 0
 
 
 def test_a_file_is_hashed_once_and_again_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_the_thread_ends_with_the_run_and_says_what_is_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(file_hashes, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(file_hashes, "SMALL_BYTES", 0)
     monkeypatch.setattr(file_hashes, "SHARE", 1e-9)  # a pause without end after the first piece
     path = tmp_path / "large"
     path.write_bytes(bytes(10_000_000))
@@ -193,10 +193,10 @@ def test_the_thread_ends_with_the_run_and_says_what_is_not_known(
     assert contents.record() == {}
     contents.start(0)
     thread = contents._thread
-    assert thread is not None and "are known by size and samples until they are hashed whole" in caplog.text
+    assert thread is not None and "are identified by size and samples until their hashes are computed" in caplog.text
     contents.close()
     patience.wait_for(lambda: not thread.is_alive(), 10)
-    assert "1 of 1 data files were not hashed whole when the run ended" in caplog.text and contents.record() == {}
-    broken = Contents([WholeFile("large", str(path), "training.dataset_path", said="0" * 64)])
+    assert "1 of 1 data files were not hashed when the run ended" in caplog.text and contents.record() == {}
+    broken = Contents([WholeFile("large", str(path), "training.dataset_path", indexed="0" * 64)])
     broken._hash(broken._files["large"], 1.0)
     assert isinstance(broken.problem, ConfigError)
