@@ -1,4 +1,5 @@
-"""Chat templates: Jinja in a sandbox, with what Hugging Face's templates expect and nothing that changes by the day."""
+"""Chat templates: Jinja in a sandbox, with the functions that Hugging Face's templates expect, and a fixed
+date."""
 
 from __future__ import annotations
 
@@ -19,32 +20,38 @@ from shardtrain.utils.log import logger
 Span = tuple[int, int]
 
 FIXED_DATE = datetime(2024, 7, 26)
-"""What ``strftime_now`` tells. The clock would give other tokens every day; this is the date that Llama 3's own
-template falls back to."""
+"""Date that ``strftime_now`` returns.
 
-# Noncharacters of Unicode, which no text has: they mark the {% generation %} blocks and are taken out again.
+The real date would change the tokens every day. This is the default of Llama 3's template.
+"""
+
+# noncharacters of Unicode, which no text contains: they mark {% generation %} blocks and are removed again
 _OPEN = "\ufdd0"
 _CLOSE = "\ufdd1"
-_SAFE_JINJA = (3, 1, 6)  # older ones have known ways out of the sandbox
-_LONGEST_REASON = 200
+# older versions have known ways out of the sandbox
+_SAFE_JINJA = (3, 1, 6)
+_MAX_REASON_LENGTH = 200
 
 
 class ChatTemplate:
-    """A compiled template. What it writes depends on its arguments alone.
+    """A compiled template. Its output depends only on its arguments.
 
-    Rendering is bounded: see ``jinja_sandbox.py``.
+    The work of rendering is limited: see ``jinja_sandbox.py``.
     """
 
     def __init__(self, text: str, special_tokens: Mapping[str, str], file: str | None = None) -> None:
         """``file`` is the value of data.chat_template; None for a tokenizer's own template."""
         self.marks = False
-        """Whether the template marks what the assistant says with {% generation %}."""
+        """True if the template marks what the assistant says with {% generation %}."""
         self.reads_parts = False
         """True if the template reads a content that is a list of parts. Set by ``chat.find_content_form``."""
         self.content_as_parts = False
         """True to pass each content as ``[{"type": "text", "text": ...}]``, for templates that read only this form."""
         self.dropped: dict[tuple[Any, ...], str] = {}
-        """By shape of conversation: what the template drops of it, or "". See ``chat.check_nothing_is_dropped``."""
+        """Maps shapes of conversations to the part that the template drops, or "".
+
+        See ``chat.check_nothing_is_dropped``.
+        """
         self._special_tokens = dict(special_tokens)
         self._marking = False
         self._work = Work()
@@ -54,12 +61,12 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES, prompt: bool = False
     ) -> str:
-        """Render a conversation. ``prompt`` adds what the assistant's answer follows.
+        """Render a conversation. ``prompt`` appends the generation prompt.
 
-        ``variables`` are the tools and further variables of the row, see ``messages.template_variables``.
+        ``variables`` are the tools and other variables of the row, see ``messages.template_variables``.
 
         Raises:
-            Unusable: when the template refuses the conversation or fails on it.
+            Unusable: the template rejects the conversation or fails.
         """
         return self._write(messages, variables, prompt)
 
@@ -75,47 +82,50 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES
     ) -> tuple[str, list[Span]]:
-        """Text of a conversation, and the characters of its {% generation %} blocks.
+        """Render a conversation. Return its text, and the character ranges of its {% generation %} blocks.
 
         Raises:
-            Unusable: as ``render``, and when the template works on what it has marked, so that the place is unsure.
+            Unusable: as in ``render``; or the template changes the text that it has marked, so the range is
+                not known.
         """
-        # Rendered twice, without marks and with them: they are taken out again, and must have changed nothing else.
+        # Render without marks and with them. Removing the marks must give the same text.
         plain = self._write(messages, variables, prompt=False)
         if _OPEN in plain or _CLOSE in plain:
-            raise Unusable("has the noncharacter U+FDD0 or U+FDD1, by which the assistant's turns are marked")
+            raise Unusable(
+                "the conversation contains the noncharacter U+FDD0 or U+FDD1, which marks the assistant's turns"
+            )
         self._marking = True
         try:
             marked = self._write(messages, variables, prompt=False)
         finally:
             self._marking = False
-        unmarked, spans = _take_out(marked)
+        unmarked, spans = _remove_marks(marked)
         if unmarked != plain:
             raise Unusable(
-                "the chat template changes what its {% generation %} marks enclose, so their place is unsure"
+                "the chat template changes the text within its {% generation %} marks, so its position is not known"
             )
         return plain, spans
 
     def _write(self, messages: Sequence[Message], variables: Mapping[str, Any], prompt: bool) -> str:
-        # Written piece by piece, so that one that would fill the memory is stopped on the way.
+        # generate in pieces, to stop a template before it fills the memory
         self._work.begin()
         pieces: list[str] = []
         size = 0
         chat = [_with_parts(message) for message in messages] if self.content_as_parts else list(messages)
         defaults = {**self._special_tokens, "tools": None, "documents": None}
+        context = {**defaults, **variables, "messages": chat, "add_generation_prompt": prompt}
         try:
-            for piece in self._template.generate(
-                {**defaults, **variables, "messages": chat, "add_generation_prompt": prompt}
-            ):
+            for piece in self._template.generate(context):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MAX_CHARACTERS:
                     raise Unusable(f"the chat template writes more than {MAX_CHARACTERS} characters")
         except (Unusable, MemoryError):
             raise
-        except Exception as error:  # a template can fail in any way that Python code can
+        # a template can raise any Python exception
+        except Exception as error:
             lines = str(error).strip().splitlines()
-            reason = lines[0][:_LONGEST_REASON] if lines else type(error).__name__
+            reason = lines[0][:_MAX_REASON_LENGTH] if lines else type(error).__name__
             raise Unusable(f"the chat template refuses the conversation: {reason}") from error
         return "".join(pieces)
 
@@ -123,13 +133,13 @@ class ChatTemplate:
         option = "data.chat_template"
         jinja2 = libraries.load("jinja2", option)
         loopcontrols = libraries.load("jinja2.ext", option).loopcontrols
-        # The sandbox is only as good as Jinja's own.
+        # a template cannot break out of this sandbox only if it cannot break out of Jinja's
         version = importlib.metadata.version("jinja2")
         if tuple(int(part) for part in version.split(".")[:3] if part.isdecimal()) < _SAFE_JINJA:
-            rule = f"needs jinja2 3.1.6, whose sandbox holds; here is {version}"
+            rule = f"requires jinja2 3.1.6 or newer, which closes holes of the sandbox; version {version} is installed"
             raise ConfigError(Problem(option, None, rule, "pip install -U jinja2"))
 
-        # What templates of Hugging Face's expect beside Jinja's own words, each with its work counted.
+        # the functions that Hugging Face's templates expect in addition to Jinja's, with their work counted
         environment = sandbox(self._work, _generation_tag(self), loopcontrols)
         environment.filters["tojson"] = bounded(_tojson, self._work, 4)
         environment.globals |= {
@@ -143,11 +153,12 @@ class ChatTemplate:
             where = "it nests too deeply"
             if isinstance(error, jinja2.TemplateSyntaxError):
                 where = f"line {error.lineno}: {error.message}"
-            elif isinstance(error, SyntaxError):  # Python's own, of the code that Jinja makes of a template
+            # Python's own error, in the code that Jinja generates from a template
+            elif isinstance(error, SyntaxError):
                 where = str(error.msg)
             rule = f"is not a Jinja template ({where})"
             if file is None:
-                rule = f"is not set, and the tokenizer's own is not a Jinja template ({where})"
+                rule = f"is not set, and the tokenizer's own template is not valid Jinja ({where})"
             raise ConfigError(Problem(option, file, rule, "correct the template")) from error
 
     def _range(self, *bounds: int) -> range:
@@ -159,17 +170,23 @@ class ChatTemplate:
         if not self._logged_date:
             self._logged_date = True
             day = FIXED_DATE.date().isoformat()
-            logger.warning(f"the chat template asks for the date; it gets {day}, so that tokens stay the same")
+            logger.warning(f"the chat template uses the current date; it gets {day}, to keep tokens reproducible")
         return FIXED_DATE.strftime(form)
 
 
 def _with_parts(message: Message) -> Message:
+    """Return the message with a text content as a list of one part."""
     content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _generation_tag(template: ChatTemplate) -> Any:
-    """The extension of Jinja that reads ``{% generation %}`` ... ``{% endgeneration %}``: what the assistant says."""
+    """Return the Jinja extension that reads ``{% generation %}`` ...
+
+    ``{% endgeneration %}`` around the assistant's text.
+    """
     import jinja2
     from jinja2.ext import Extension
 
@@ -189,11 +206,14 @@ def _generation_tag(template: ChatTemplate) -> Any:
     return Generation
 
 
-def _take_out(marked: str) -> tuple[str, list[Span]]:
-    """Text without the marks, and the characters between them; a mark within a mark counts as its outer one."""
+def _remove_marks(marked: str) -> tuple[str, list[Span]]:
+    """Remove the marks.
+
+    Return the text, and the character ranges between them. Nested marks count as the outermost.
+    """
     spans: list[Span] = []
     pieces: list[str] = []
-    # ``place`` is where the text without marks has come to, ``start`` where the outermost mark began.
+    # ``place`` is the length of the text without marks, ``start`` the position of the outermost open mark
     place = depth = start = 0
     for part in re.split(f"([{_OPEN}{_CLOSE}])", marked):
         if part == _OPEN:
@@ -217,10 +237,11 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as templates expect it: characters as they are, and nothing escaped for HTML."""
+    """Convert to JSON as templates expect it: without escapes for non-ASCII characters or HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:
-    deep_size(message)  # the exception is written as text, and bounds nothing
+    # the message becomes text outside of the sandbox's counters
+    deep_size(message)
     raise ValueError(message)

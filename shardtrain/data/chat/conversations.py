@@ -1,8 +1,8 @@
-"""Conversations to tokens: a chat template writes the text, and what the assistant says in it is learned.
+"""Convert conversations to tokens: a chat template renders the text, and the assistant's turns are learned.
 
-Nothing is added to what the template writes: no bos and no eos, as where the model is served. What the assistant says
-is found by the template's own ``{% generation %}`` marks where it has them, and else by comparing what the template
-writes for parts of the conversation (``turns.py``). A turn that cannot be found exactly is an error.
+No BOS or EOS is added to the text of the template, like in inference servers. The assistant's turns are
+found by the template's own ``{% generation %}`` marks, or by comparing renderings of parts of the
+conversation (``turns.py``). A turn that cannot be found exactly is an error.
 """
 
 from __future__ import annotations
@@ -33,22 +33,25 @@ from shardtrain.utils.log import logger
 
 _STAND_IN = "shardtrain-stands-in-for-a-turn"
 _MARKUP = re.compile(r"[<\[◁][^<>\[\]◁▷]*[>\]▷]|(?:^|\s)/\w+")
-"""Tags such as </think>, and commands such as /no_think. A template may write them in another form."""
+"""Tags such as </think>, and commands such as /no_think. A template may change their form."""
 _UNSURE = (
-    "the assistant's turn {} cannot be told apart in what the chat template writes; set data.chat_template to a "
-    "version that marks what the assistant says with {{% generation %}} and {{% endgeneration %}}: TRL has one of most "
-    "published templates in its folder chat_templates"
+    "the assistant's turn {} cannot be located in the output of the chat template; set data.chat_template to a version "
+    "that marks the assistant's text with {{% generation %}} and {{% endgeneration %}} (TRL has versions of most "
+    "published templates in its folder chat_templates)"
 )
 
 
 @dataclass(frozen=True)
 class Written:
-    """A conversation as text, and the characters of it that are learned."""
+    """A rendered conversation, and the character ranges that are learned."""
 
     text: str
     spans: list[Span]
     exact: bool
-    """Whether the template itself marked the spans; others may end in spaces that nobody says."""
+    """True if the template itself marked the ranges.
+
+    Others may end with whitespace that the assistant does not say.
+    """
 
 
 def write(
@@ -57,48 +60,51 @@ def write(
     variables: Variables = NO_VARIABLES,
     first_learned: int = 0,
 ) -> Written:
-    """Text of a conversation, with the assistant's turns from message ``first_learned`` on.
+    """Render a conversation, and find the assistant's turns from message ``first_learned`` on.
 
     Raises:
-        Unusable: when the template fails or drops a text, nothing is learned, or a turn cannot be found.
+        Unusable: the template fails or drops a text, nothing is learned, or a turn cannot be found.
     """
     if not any(message["role"] == "assistant" for message in messages[first_learned:]):
         raise Unusable("the conversation has no turn of the assistant")
     chat, text = _render(template, messages, variables, prompt=False)
     check_nothing_is_dropped(template, chat, variables, text)
-    # A template that marks what the assistant says is believed; in all others its turns are searched for.
+    # use the template's own marks if it has them, else search for the turns
     if template.marks:
         return _marked(template, chat, variables, first_learned)
     turns = Turns(template, chat, variables, text)
     spans: list[Span] = []
     for i in range(first_learned, len(chat)):
-        if chat[i]["role"] == "assistant":
-            found = turns.spans(i)
-            if not found:
-                raise Unusable(_UNSURE.format(i + 1))
-            spans += found
+        if chat[i]["role"] != "assistant":
+            continue
+        turn_spans = turns.spans(i)
+        if not turn_spans:
+            raise Unusable(_UNSURE.format(i + 1))
+        spans += turn_spans
     return Written(text, spans, exact=False)
 
 
 def _render(
     template: ChatTemplate, messages: Sequence[Message], variables: Variables, prompt: bool
 ) -> tuple[list[Message], str]:
-    """Text of a conversation, and the messages as the template wants them."""
+    """Return the messages in the form that the template reads, and the rendered text."""
     chat = list(messages) if template.reads_parts else [joined(message) for message in messages]
     text = template.render(chat, variables, prompt)
     arguments = [function.get("arguments") for function in called_functions(chat)]
     if any(isinstance(one, str) and json.dumps(one, ensure_ascii=False) in text for one in arguments):
-        # the template writes arguments as JSON itself, and would write a text in quotes
+        # the template converts arguments to JSON itself, and would put JSON text in quotes
         chat = with_object_arguments(chat)
         text = template.render(chat, variables, prompt)
     return chat, text
 
 
 def find_content_form(template: ChatTemplate) -> None:
-    """Find out whether a template reads contents as texts, as lists of parts, or both.
+    """Find out if a template reads contents as text, as lists of parts, or both. Sets ``reads_parts`` and
+    ``content_as_parts``.
 
-    Templates of vision-language models (SmolVLM, Idefics3) loop over the parts of a content. Over a str they loop as
-    well, letter by letter, and write nothing. Other templates write a list as Python does, in quotes.
+    Templates of vision-language models (SmolVLM, Idefics3) loop over the parts of a content. Given a str,
+    they loop over its characters and write nothing. Other templates write a list in Python's notation, with
+    quotes.
     """
     texts = [f"{_STAND_IN}-{number}-" for number in range(4)]
     parts = [{"type": "text", "text": text} for text in texts]
@@ -111,8 +117,8 @@ def find_content_form(template: ChatTemplate) -> None:
     for question, answer in forms:
         chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         written = template.try_render(chat)
-        is_whole = all(text in written for text in texts if text in str(chat))
-        is_read.append(is_whole and not re.search(f"""['"]{_STAND_IN}""", written))
+        is_complete = all(text in written for text in texts if text in str(chat))
+        is_read.append(is_complete and not re.search(f"""['"]{_STAND_IN}""", written))
     reads_text, reads_one_part, template.reads_parts = is_read
     template.content_as_parts = reads_one_part and not reads_text
 
@@ -162,9 +168,10 @@ def _find_dropped(
 
 
 def _is_written(value: str, squeezed: str, only_end: bool) -> bool:
-    """True if a squeezed text contains a value, markup and spaces aside. ``only_end``: what follows its last markup.
+    """True if a squeezed text contains a value, ignoring markup and whitespace.
 
-    A template may drop the beginning of an earlier answer, where the reasoning is.
+    With ``only_end``, only the part after the last markup must occur, because a template may drop the
+    beginning of an earlier answer, which is reasoning.
     """
     for form in (value, json.dumps(value, ensure_ascii=False)):  # templates write some results of tools as JSON
         place = 0
@@ -183,15 +190,16 @@ def _squeeze(text: str) -> str:
 
 
 def _marked(template: ChatTemplate, chat: list[Message], variables: Variables, first_learned: int) -> Written:
+    """Return the ranges that the template marks, without those in the prompt."""
     text, spans = template.render_marked(chat, variables)
-    # Of a prompt and its completion the marks within the prompt do not count. The prompt is what the template writes of
-    # it alone, with the words that an answer follows or, where the completion begins with another turn, without.
+    # Ignore marks within the prompt. The end of the prompt is the end of its own rendering, with the
+    # generation prompt or, if the completion begins with another role, without it.
     if first_learned:
         given = chat[:first_learned]
         starts = (template.render(given, variables, prompt=prompt) for prompt in (True, False))
         before = next((len(start) for start in starts if text.startswith(start)), None)
         if before is None:
-            raise Unusable("the chat template writes the prompt in another way once its completion is there")
+            raise Unusable("the chat template renders the prompt differently when the completion follows")
         spans = [span for span in spans if span[0] >= before]
     if not any(stop > start for start, stop in spans):
         raise Unusable("the chat template's {% generation %} marks enclose nothing in this conversation")
@@ -199,9 +207,10 @@ def _marked(template: ChatTemplate, chat: list[Message], variables: Variables, f
 
 
 def with_turn_end(written: Written, end: str) -> Written:
-    """Let the assistant learn ``end`` after each turn: it is appended to the last turn, and must follow other turns.
+    """Learn ``end`` after each turn: append it to the last turn, and extend earlier turns that it already
+    follows.
 
-    Text is not inserted after earlier turns, because the prompts of generation have none there.
+    It is not inserted after earlier turns, because prompts at generation do not have it there.
     """
     text = written.text
     spans = []
@@ -213,7 +222,7 @@ def with_turn_end(written: Written, end: str) -> Written:
 
 
 class Conversations:
-    """Conversations to documents, by one tokenizer and its templates."""
+    """Converts conversations to documents, with one tokenizer and its templates."""
 
     def __init__(
         self,
@@ -242,13 +251,13 @@ class Conversations:
         return with_turn_end(written, self._turn_end) if self._turn_end else written
 
     def prompt(self, messages: Sequence[Message], variables: Variables = NO_VARIABLES) -> Ids:
-        """Tokens of a conversation up to the words that an answer of the assistant follows.
+        """Return the tokens of a conversation with the generation prompt.
 
         Raises:
-            Unusable: when the template fails, or nothing is left to answer.
+            Unusable: the template fails, or the conversation ends with the assistant's turn.
         """
         if messages[-1]["role"] == "assistant":
-            raise Unusable("the conversation ends with the assistant's turn, which leaves nothing to answer")
+            raise Unusable("the conversation ends with the assistant's turn, so there is nothing to generate")
         template = self._template_of(variables)
         chat, text = _render(template, messages, variables, prompt=True)
         check_nothing_is_dropped(template, chat, variables, text)
@@ -263,25 +272,32 @@ class Conversations:
         return next((token for token in tokens if token in self._tokenizer.special_ids), None)
 
     def _template_of(self, variables: Variables) -> ChatTemplate:
-        return self._tool_template if variables.get("tools") and self._tool_template is not None else self._template
+        if variables.get("tools") and self._tool_template is not None:
+            return self._tool_template
+        return self._template
 
     def documents(self, written: Sequence[Written]) -> list[Document]:
-        """Tokens of conversations, and which are learned; one without a learned token has a mask of nothing."""
+        """Tokenize conversations.
+
+        Return documents with a mask of the learned tokens, which may be all False.
+        """
         if not self._logged_ending and self.turn_end() is None:
             self._logged_ending = True
             example = self._tokenizer.special_tokens.get("eos_token", "</s>")
             logger.warning(
-                "the chat template ends a turn of the assistant with no special token, so the model does not learn "
+                "the chat template ends the assistant's turn without a special token, so the model does not learn "
                 f"where to stop; add one with data.turn_end, such as {example!r}"
             )
-        encoded = self._tokenizer.encode_spans([one.text for one in written]) if written else []
-        return [
-            Document(tokens, self._learned(one, tokens, spans))
-            for one, (tokens, spans) in zip(written, encoded, strict=True)
-        ]
+        if not written:
+            return []
+        encoded = self._tokenizer.encode_spans([conversation.text for conversation in written])
+        documents = []
+        for conversation, (tokens, spans) in zip(written, encoded, strict=True):
+            documents.append(Document(tokens, self._learned(conversation, tokens, spans)))
+        return documents
 
     def _learned(self, written: Written, tokens: npt.NDArray[np.int32], spans: Spans) -> npt.NDArray[np.bool_]:
-        """Tokens that have a character within a learned span."""
+        """Return a mask of the tokens with a character in a learned range."""
         learned = np.zeros(len(tokens), dtype=np.bool_)
         starts = spans[:, 0]
         stops = spans[:, 1]
@@ -292,19 +308,19 @@ class Conversations:
             inside = (starts < stop) & ((stops > start) | ((stops == start) & (starts == start)))
             special_inside = np.flatnonzero(inside & special)
             if not written.exact:
-                # A template may write a line end after the token that ends a turn. Generation stops before it.
+                # a template may write a newline after the end token, which generation does not reach
                 ends = len(special_inside) and not self._learn_separator
                 if ends and not text[stops[special_inside[-1]] : stop].strip():
                     inside[special_inside[-1] + 1 :] = False
             elif not len(special_inside) and not self._logged_ending:
-                # The template's own marks are kept to; a warning says where they leave out the token that ends a turn.
+                # respect the template's own marks, but warn if they exclude the end token of a turn
                 special_behind = np.flatnonzero(special & (starts >= stop))
                 end = special_behind[0] if len(special_behind) else None
                 if end is not None and not text[stop : starts[end]].strip():
                     self._logged_ending = True
                     logger.warning(
-                        f"the chat template's {{% generation %}} marks leave out the {text[starts[end] : stops[end]]} "
-                        "that ends a turn, so that the model does not learn to end one; put it within the marks"
+                        f"the chat template's {{% generation %}} marks exclude the end token "
+                        f"{text[starts[end] : stops[end]]}, so the model does not learn to end a turn; include it"
                     )
             learned |= inside
         return learned

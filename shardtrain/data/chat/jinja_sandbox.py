@@ -1,8 +1,9 @@
-"""The sandbox that chat templates run in: Jinja's own, and bounds on the work and the memory that a template may use.
+"""Sandbox for chat templates: Jinja's num_context_args sandbox, with limits on the work and the memory of a template.
 
-Jinja's sandbox keeps a template from reaching Python: no attribute that begins with an underscore, no change of what it
-was given. It does not keep it from running for hours or filling the memory. Here every round of a loop and every call
-of a macro is counted, and so is every text that operators, methods and filters make.
+Jinja's sandbox keeps a template from reaching Python: it forbids attributes that begin with an underscore
+and changes of the arguments. It does not keep a template from running for hours or filling the memory. This
+sandbox counts every loop iteration, every macro call, and the characters of every text that operators,
+methods and filters create.
 """
 
 from __future__ import annotations
@@ -13,54 +14,54 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MAX_CHARACTERS = 2**26
-"""Characters of one text, and of what a conversation is written as."""
+"""Maximum characters of one text, and of a rendered conversation."""
 MAX_WORK = 2**28
-"""Characters of all texts that one rendering makes on the way: loops that grow a text make many."""
+"""Maximum characters of all intermediate texts of one rendering. A loop that extends a text creates many."""
 MAX_ROUNDS = 300_000
-"""Rounds of loops and calls of macros in one rendering."""
+"""Maximum number of loop iterations and macro calls in one rendering."""
 MAX_SECONDS = 30
-"""Time of one rendering; a template of a model takes a millisecond."""
+"""Maximum time of one rendering. The template of a real model takes a millisecond."""
 _SLOW_FILTER = 32
-"""What a character counts as where a filter may look at it many times, or write it as several."""
+"""Weight of a character if a filter may process it many times, or write it as several characters."""
 _MAX_DEPTH = 50
 _ITEM_CHARACTERS = 64
-"""What an entry of a list counts as: the bytes of a small object and the place that holds it."""
+"""Weight of a list entry: the bytes of a small object and of the reference to it."""
 _MAX_INTEGER_BITS = 256
 _MAX_WIDTH = 10_000
 
-# filters and methods whose result has the length that an argument says
+# filters and methods with a result whose length depends on an argument
 _WIDE_FILTERS = ("center", "indent", "batch", "slice", "truncate", "wordwrap")
 _WIDE_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"})
-_AT_ONCE_FILTERS = frozenset(
+_CONSTANT_FILTERS = frozenset(
     ("abs", "attr", "count", "d", "default", "first", "float", "int", "last", "length", "random", "round", "safe")
 )
-"""Filters whose work does not grow with what they are given."""
+"""Filters whose work does not depend on the size of their input."""
 _ITEM_FILTERS = frozenset(
     ["batch", "items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"]
 )
-"""Filters that give the items of what they are given, or some of them, as they are."""
+"""Filters that return items of their input unchanged."""
 _LINEAR_FILTERS = frozenset(
     ("capitalize", "center", "e", "escape", "forceescape", "format", "join", "lower", "string", "trim", "upper")
 )
-"""Filters that go once through a text."""
-_QUADRATIC = ("sync_do_sum", "do_sum")
-"""Filters that make a new whole of each item and all before it, where items are not numbers."""
+"""Filters that process a text in one pass."""
+_ADDING_FILTERS = ("sync_do_sum", "do_sum")
+"""Filters that add items one after the other, and copy the sum each time unless the items are numbers."""
 _LONG_NUMBER = re.compile(r"\d{5}")
 
 
 class Work:
-    """What one rendering has done so far; ``begin`` starts from scratch."""
+    """Counters of one rendering. ``begin`` resets them."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the last rendering."""
+        """Reset the counters for a new rendering."""
         self.rounds = self.characters = 0
         self._end = time.monotonic() + MAX_SECONDS
 
     def count(self, rounds: int = 1) -> str:
-        """Count rounds of loops or calls of macros; raises OverflowError when they are too many."""
+        """Count loop iterations or macro calls. Raises OverflowError above the limit."""
         self.rounds += rounds
         if self.rounds > MAX_ROUNDS:
             raise OverflowError(f"it makes more than {MAX_ROUNDS} rounds")
@@ -72,7 +73,7 @@ class Work:
             raise OverflowError(f"it takes more than {MAX_SECONDS} s")
 
     def plan(self, characters: int) -> None:
-        """Count characters that are about to be made; raises OverflowError before they are."""
+        """Count characters before they are created. Raises OverflowError above a limit."""
         if characters > MAX_CHARACTERS:
             raise OverflowError(f"it makes a text of more than {MAX_CHARACTERS} characters")
         self.characters += characters
@@ -82,12 +83,12 @@ class Work:
 
 
 def sandbox(work: Work, *extensions: Any) -> Any:
-    """An environment with Hugging Face's settings, in which a template's work is counted."""
+    """Return a Jinja environment with Hugging Face's settings that counts a template's work in ``work``."""
     from jinja2 import nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        """Counts rounds, and the size of what operators and calls make, before they make it."""
+        """Counts iterations, and the size of the results of operators and calls before they are created."""
 
         intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -95,13 +96,14 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return work.count()
 
         def shardtrain_join(self, *parts: Any) -> str:
-            """What ``~`` does."""
+            """Implement the operator ``~``."""
             work.plan(sum(deep_size(part) for part in parts))
             texts = [str(part) for part in parts]
             return "".join(texts)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            # "%" formats a text, "+" and "*" make longer texts and lists; large integers take time and memory too.
+            # "%" formats a text; "+" and "*" create longer texts and lists; large integers also take time
+            # and memory
             numbers = isinstance(left, int | float) and isinstance(right, int | float)
             if operator == "%" and not numbers:
                 _check_form(str(left), star=True)
@@ -118,23 +120,23 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return super().call_binop(context, operator, left, right)
 
         def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            # Not counted itself: it is put into each loop and macro, see ``_parse``.
+            # do not count the counter itself, which ``_parse`` inserts into each loop and macro
             if function == self.shardtrain_count:
                 return work.count()
-            # What is joined is made a list first: an iterator could give one text any number of times.
+            # make a list first, because an iterator could yield the same text any number of times
             if isinstance(getattr(function, "__self__", None), str) and function.__name__ == "join" and args:
                 args = (list(args[0]), *args[1:])
             _plan_call(work, function, args, kwargs)
             return super().call(context, function, *args, **kwargs)
 
         def getitem(self, obj: Any, argument: Any) -> Any:
-            # The message about an item that is missing would hold the key, whatever its size.
+            # limit the size of the key, which the error message of a missing item would contain
             if not isinstance(argument, str | int):
                 deep_size(argument)
             return super().getitem(obj, argument)
 
         def wrap_str_format(self, value: Any) -> Any:
-            """The sandbox's own ``format``, which looks at what attributes a form asks for, after a look at widths."""
+            """Wrap the sandbox's num_context_args ``format``, which checks attributes, with a check of widths."""
             wrapped = super().wrap_str_format(value)
             if wrapped is None:
                 return None
@@ -146,7 +148,8 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return checked
 
         def _parse(self, source: str, name: Any, filename: Any) -> Any:
-            # A call that counts begins the body of each loop, macro and call block: Jinja offers no hook for these.
+            # insert a counting call at the start of each loop, macro and call block, because Jinja has no
+            # hook for them
             template = super()._parse(source, name, filename)
             counters: tuple[Any, ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
             for kind in counters:
@@ -156,7 +159,7 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             _replace_joins(template, nodes)
             return template.set_environment(self)
 
-    # The settings of Hugging Face's apply_chat_template. lipsum makes texts of any length, at random.
+    # the settings of Hugging Face's apply_chat_template; lipsum would create random texts of any length
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=list(extensions))
     del environment.globals["lipsum"]
     for name, function in environment.filters.items():
@@ -169,7 +172,7 @@ def sandbox(work: Work, *extensions: Any) -> Any:
 
 
 def _replace_joins(node: Any, nodes: Any) -> None:
-    """Turn every ``~`` into a call that counts; Jinja offers no hook for it."""
+    """Replace every ``~`` with a call that counts, because Jinja has no hook for it."""
     for name in node.fields:
         value = getattr(node, name)
         items = value if isinstance(value, list) else [value]
@@ -187,26 +190,27 @@ def _replace_joins(node: Any, nodes: Any) -> None:
 
 
 def _size(value: Any) -> int:
-    """Characters that a value counts as."""
+    """Return the number of characters that a value counts as."""
     if isinstance(value, str | bytes):
         return len(value)
     return _ITEM_CHARACTERS * len(value) if isinstance(value, Sequence) else 0
 
 
 def _weight(name: str) -> int:
-    """What each character counts as that a filter is given; 0 where it does not look at them."""
+    """Return the weight of each input character of a filter; 0 if the filter does not process them."""
     if name in _ITEM_FILTERS:
         return _ITEM_CHARACTERS
-    if name in _AT_ONCE_FILTERS:
+    if name in _CONSTANT_FILTERS:
         return 0
     return 1 if name in _LINEAR_FILTERS else _SLOW_FILTER
 
 
 def deep_size(value: Any, depth: int = 0) -> int:
-    """Characters that a value is written as, or fewer where they are too many: what it holds twice counts twice.
+    """Return an upper bound of the characters that a value is written as. A part that occurs twice counts
+    twice.
 
     Raises:
-        OverflowError: it holds more than a text may have characters, or itself.
+        OverflowError: the size exceeds the limit of a text, or the value contains itself.
     """
     if isinstance(value, str | bytes):
         return len(value)
@@ -226,19 +230,20 @@ def deep_size(value: Any, depth: int = 0) -> int:
 
 
 def _written(work: Work, value: Any) -> Any:
-    """What is written of a value: it is counted before Jinja makes a text of it."""
+    """Count a value before Jinja converts it to text."""
     work.plan(deep_size(value))
     return value
 
 
 def _text(work: Work, value: Any) -> str:
-    """A value as text, which is counted before it is made."""
+    """Convert a value to text, counted first."""
     if not isinstance(value, str):
         work.plan(deep_size(value))
     return str(value)
 
 
 def _plan_call(work: Work, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count the result of a method of a text or number before it is called."""
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
     if not isinstance(owner, str | bytes | int):
@@ -262,12 +267,14 @@ def _check_widths(values: Sequence[Any]) -> None:
 
 
 def _check_form(form: str, star: bool) -> None:
-    """Refuse widths that a form takes from elsewhere or that are long: they make texts of any size."""
+    """Reject format strings with widths that are long or come from an argument: they create texts of any
+    size."""
     if _LONG_NUMBER.search(form) or (star and re.search(r"%[-#0 +]*(?:\*|\d*\.\*)", form)):
         raise OverflowError("it formats to a width that is too large")
 
 
 def _plan_format(work: Work, form: str, values: Sequence[Any]) -> None:
+    """Count the result of ``str.format`` before it is created."""
     if _LONG_NUMBER.search(form) or re.search(r"\{[^{}]*\{", form.replace("{{", "")):
         raise OverflowError("it formats to a width that is too large")
     fields = form.count("{")
@@ -293,32 +300,36 @@ def _formatted(work: Work, text: str, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def bounded(function: Callable[..., Any], work: Work, weight: int, checks_widths: bool = True) -> Callable[..., Any]:
-    """A filter whose work is counted before it is done; ``pass_environment`` and the like are kept.
+    """Wrap a filter so its work is counted first. Attributes such as ``pass_environment`` are kept.
 
-    What any filter does grows with all that its arguments hold, for each time that they hold it: it may write a list
-    as text, compare its items, or add them. With ``checks_widths`` its numbers are widths, which are bounded.
+    The work of a filter depends on the full contents of its arguments: it may convert a list to text,
+    compare its items, or add them. With ``checks_widths``, integer arguments are widths and are limited.
     """
-    own = 1 if getattr(function, "jinja_pass_arg", None) else 0
+    num_context_args = 1 if getattr(function, "jinja_pass_arg", None) else 0
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        given = (*args[own:], *kwargs.values())
+        arguments = (*args[num_context_args:], *kwargs.values())
         if checks_widths:
-            _check_widths(given)
-        # A filter that gives items as they are: its work is their number.
+            _check_widths(arguments)
+        # a filter that returns items unchanged: its work is their number
         if weight == _ITEM_CHARACTERS:
-            work.plan(weight * (len(given[0]) if given and isinstance(given[0], Sequence | Mapping) else 1))
+            work.plan(weight * (len(arguments[0]) if arguments and isinstance(arguments[0], Sequence | Mapping) else 1))
             return function(*args, **kwargs)
-        # All others are counted by what they are given, and where a width or an indent says how long lines become, by
-        # that for each line; those that add items to a whole, once for each item.
-        size = sum(map(deep_size, given)) if weight else 1
+        # All other filters count the size of their arguments. A width or an indent is_quadratic its length for each
+        # line. A filter that is_quadratic items counts the size once per item.
+        size = sum(map(deep_size, arguments)) if weight else 1
         if checks_widths:
-            widths = [abs(value) for value in given if isinstance(value, int)]
-            lines = max((value.count("\n") for value in given if isinstance(value, str)), default=0)
-            indents = [len(value) for value in given[1:] if isinstance(value, str)]
+            widths = [abs(value) for value in arguments if isinstance(value, int)]
+            lines = max((value.count("\n") for value in arguments if isinstance(value, str)), default=0)
+            indents = [len(value) for value in arguments[1:] if isinstance(value, str)]
             size += (1 + lines) * max([*widths, *indents], default=0)
-        items = len(given[0]) if given and isinstance(given[0], Sequence | Mapping) else 0
-        adds = function.__name__ in _QUADRATIC and items and not all(isinstance(item, int | float) for item in given[0])
-        work.plan((weight or 1) * size * (items if adds else 1))
+        items = len(arguments[0]) if arguments and isinstance(arguments[0], Sequence | Mapping) else 0
+        is_quadratic = (
+            function.__name__ in _ADDING_FILTERS
+            and items
+            and not all(isinstance(item, int | float) for item in arguments[0])
+        )
+        work.plan((weight or 1) * size * (items if is_quadratic else 1))
         return function(*args, **kwargs)
 
     checked.__dict__.update(getattr(function, "__dict__", {}))

@@ -1,4 +1,4 @@
-"""Conversations as rows have them, to messages as chat templates want them."""
+"""Convert the conversations of rows to messages for chat templates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Variables = Mapping[str, Any]
 """Variables of a chat template besides the messages: the tools, and those of the column chat_template_kwargs."""
 NO_VARIABLES: Variables = MappingProxyType({})
 
-# ShareGPT's names of who speaks
+# names of speakers in ShareGPT's format
 _SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -41,7 +41,7 @@ def conversation(row: Mapping[str, Any], messages_field: str, tools_field: str) 
     """Return the messages of a row, and the variables of the chat template.
 
     Raises:
-        Unusable: when it has no conversation, or one that makes no sense.
+        Unusable: the row has no conversation, or an invalid one.
     """
     messages_field = messages_column(row, messages_field)
     messages = messages_of(column(row, messages_field), messages_field)
@@ -55,17 +55,18 @@ def messages_column(row: Mapping[str, Any], messages_field: str) -> str:
 
 
 def template_variables(row: Mapping[str, Any], tools_field: str) -> dict[str, Any]:
-    """Return the tools of a row, and the variables in its column ``chat_template_kwargs``, as TRL reads it.
+    """Return the tools of a row, and the variables in its column ``chat_template_kwargs``, like TRL.
 
-    A variable that is null is as if it were absent: tables of Arrow have every key in every row.
+    Null variables count as absent, because Arrow tables have every key in every row.
 
     Raises:
-        Unusable: if a column holds something else, or a variable that the trainer sets itself.
+        Unusable: a column has another type, or sets a variable that is reserved for the trainer.
     """
-    given = _json(find(row, KWARGS), KWARGS, "object")
-    if given is not None and not isinstance(given, Mapping):
-        raise Unusable(f"column {KWARGS!r} holds {kind(given)}, not an object")
-    variables = {name: value for name, value in _plain(given or {}, f"column {KWARGS!r}").items() if value is not None}
+    kwargs = _json(find(row, KWARGS), KWARGS, "object")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise Unusable(f"column {KWARGS!r} holds {kind(kwargs)}, not an object")
+    plain = _plain(kwargs or {}, f"column {KWARGS!r}")
+    variables = {name: value for name, value in plain.items() if value is not None}
     reserved = sorted(_RESERVED & variables.keys())
     if reserved:
         raise Unusable(f"column {KWARGS!r} sets {reserved[0]!r}, an argument that the trainer sets itself; remove it")
@@ -74,13 +75,13 @@ def template_variables(row: Mapping[str, Any], tools_field: str) -> dict[str, An
 
 
 def messages_of(value: Any, name: str) -> list[Message]:
-    """Check a list of {role, content} or {from, value} objects, and return messages as chat templates want them.
+    """Check a list of {role, content} or {from, value} objects, and return messages for chat templates.
 
-    A content is a text, or a list of at least two parts ``{"type": "text", "text": ...}``. Keys that are null are
-    removed. A reasoning under one of its names is copied to the others, because templates read different ones.
+    A content is a text, or a list of at least two parts ``{"type": "text", "text": ...}``. Null keys are
+    removed. Reasoning is copied to all of its possible keys, because templates read different ones.
 
     Raises:
-        Unusable: naming the column and the message that is wrong.
+        Unusable: names the column and the message that is wrong.
     """
     if not isinstance(value, list | tuple):
         raise Unusable(f"column {name!r} holds {kind(value)}, not a list of messages")
@@ -90,10 +91,11 @@ def messages_of(value: Any, name: str) -> list[Message]:
 
 
 def tools_of(value: Any, name: str) -> list[Any] | None:
-    """Tools that a conversation may call: a list of objects, or JSON text of one; None where there are none.
+    """Return the tools that a conversation may call, given as a list of objects or as JSON text. None
+    without tools.
 
     Raises:
-        Unusable: when it is anything else.
+        Unusable: the value has another type.
     """
     value = _json(value, name, "list of tools")
     if value is None or (isinstance(value, list | tuple) and not value):
@@ -104,7 +106,7 @@ def tools_of(value: Any, name: str) -> list[Any] | None:
 
 
 def _json(value: Any, name: str, expected: str) -> Any:
-    """Read a value that may be JSON in a text."""
+    """Parse a value if it is a text, which must be JSON. Empty text is None."""
     if not isinstance(value, str):
         return value
     try:
@@ -131,11 +133,12 @@ def with_object_arguments(messages: list[Message]) -> list[Message]:
 
 
 def _message(value: Any, where: str) -> Message:
+    """Check one message, and return a plain copy. Raises Unusable, naming ``where``."""
     if not isinstance(value, Mapping):
         raise Unusable(f"{where} is {kind(value)}, not an object with role and content")
     if "role" not in value and "from" in value:
         return _from_sharegpt(value, where)
-    # Null is as if it were not there: tables of Arrow have every key in every message.
+    # null counts as absent, because Arrow tables have every key in every message
     message = {str(key): _plain(item, where) for key, item in value.items() if item is not None}
     role = message.get("role")
     if not isinstance(role, str) or not role:
@@ -154,22 +157,25 @@ def _message(value: Any, where: str) -> Message:
         message["content"] = _content(message["content"], where)
     elif "tool_calls" not in message:
         raise Unusable(f"{where} has neither content nor tool_calls")
-    given = [message[key] for key in REASONING if key in message]
-    for value in given:
+    reasonings = [message[key] for key in REASONING if key in message]
+    for value in reasonings:
         if not isinstance(value, str):
             raise Unusable(f"{where} has a reasoning that is {kind(value)}, not a text")
-    # An empty reasoning counts as absent: tables of Arrow have every key in every message.
-    reasoning = next(filter(None, given), None)
+    # so does an empty reasoning
+    reasoning = next(filter(None, reasonings), None)
     return message if reasoning is None else message | dict.fromkeys(REASONING, reasoning)
 
 
 def joined(message: Message) -> Message:
     """Return the message with the parts of its content concatenated to one text."""
     parts = message.get("content")
-    return message | {"content": "".join(part["text"] for part in parts)} if isinstance(parts, list) else message
+    if not isinstance(parts, list):
+        return message
+    return message | {"content": "".join(part["text"] for part in parts)}
 
 
 def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
+    """Check a content, and return it as text if it has at most one part."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -184,11 +190,12 @@ def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
+    """Convert a message in ShareGPT's format."""
     speaker = value["from"]
     text = value.get("value")
     if not isinstance(text, str):
         raise Unusable(f"{where} has no value" if text is None else f"{where} has a value that is {kind(text)}")
-    # A call of a tool is JSON in the text, and its result is a turn of the tool.
+    # a tool call is JSON in the text, and its result is a turn of the tool
     if speaker == "function_call":
         try:
             call = json.loads(text)
@@ -204,7 +211,8 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy of plain objects and lists; templates must not meet types with methods of their own."""
+    """Copy nested objects and lists as plain dicts and lists, because templates must not access types with
+    other methods."""
     if depth > 100:
         raise Unusable(f"{where} is nested more than 100 deep")
     if isinstance(value, Mapping):

@@ -43,7 +43,7 @@ class Leaf(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The position of a leaf in the rendered conversation, as characters ``[start, stop)``."""
+    """Character range ``[start, stop)`` of a leaf in the rendered conversation."""
 
     stand_in: str
     turn: int
@@ -124,7 +124,8 @@ class Turns:
         return [grown] if grown else self._by_stand_ins(turn)
 
     def _by_growth(self, turn: int) -> Span | None:
-        """The text that the template writes more with the turn, if the text before and after it stays the same."""
+        """Return the range by which the text grows with the turn, if the text before and after it stays the
+        same."""
         prompt = self._rendered(self._chat[:turn], prompt=True)
         grown = self._rendered(self._chat[: turn + 1])
         if not (self._text.startswith(grown) and grown.startswith(prompt) and len(grown) > len(prompt) > 0):
@@ -156,7 +157,7 @@ class Turns:
         return spans
 
     def _start(self, before: _Place | None, place: _Place, is_first: bool) -> int:
-        """The first character of a part of a turn, after the generation prompt; -1 if unknown."""
+        """Return the first character of a part of a turn, after the generation prompt; -1 if unknown."""
         begin = 0 if before is None else before.stop
         gap = self._text[begin : place.start]
         asked = self._tail(before, place.turn, prompt=True)
@@ -175,17 +176,18 @@ class Turns:
         return begin + len(header) if header and gap.startswith(header) else -1
 
     def _stop(self, place: _Place, after: _Place | None) -> int:
-        """The character after a part of a turn, with what ends the turn; -1 if unknown."""
+        """Return the end of a part of a turn, including the text that ends the turn; -1 if unknown."""
         if after is None:
             return len(self._text)
         gap = self._text[place.stop : after.start]
         ending = self._tail(place, place.turn + 1)
         shared = _common(gap, ending or "")
         if not shared and ending and gap:
-            # The last turn has an end of its own. Earlier ones may end as the messages of other roles before do.
-            earlier = [one for one in self._places or [] if one.turn < place.turn and one.kind == "content"]
-            others = {self._chat[one.turn]["role"]: one for one in earlier}.values()
-            ends = (_common(gap, self._tail(one, one.turn + 1) or "") for one in others)
+            # the last turn may end differently from earlier ones, which may end like messages of other
+            # roles
+            earlier = [place_ for place_ in self._places or [] if place_.turn < place.turn and place_.kind == "content"]
+            last_of_role = {self._chat[place_.turn]["role"]: place_ for place_ in earlier}.values()
+            ends = (_common(gap, self._tail(place_, place_.turn + 1) or "") for place_ in last_of_role)
             shared = next(filter(None, ends), 0)
         is_known = shared or ending == "" or gap in ("", self._header)
         return place.stop + shared if is_known else -1
@@ -193,9 +195,10 @@ class Turns:
     def _tail(
         self, place: _Place | None, num_turns: int, prompt: bool = False, more: Sequence[Message] = ()
     ) -> str | None:
-        """The text after a leaf up to the next, in a conversation of ``num_turns``; None if the leaf is not there.
+        """Return the text between a leaf and the next one, in a conversation of ``num_turns``. None if the
+        leaf does not occur.
 
-        Without a leaf it is the text up to the first.
+        Without a leaf, return the text before the first one.
         """
         text = self._rendered([*self._replaced[:num_turns], *more], prompt)
         _, found, rest = text.partition(place.stand_in) if place else ("", text, text)

@@ -217,7 +217,7 @@ def test_a_turn_that_cannot_be_found_is_refused(tmp_path):
     path = folder_of(tmp_path, UNSTABLE.replace("m.content +", "m.content | lower +"))
     result = encode(path, {"messages": TURNS})
     assert isinstance(result, BadRow) and not result.harmless
-    assert "turn 2 cannot be told apart" in result.reason
+    assert "turn 2 cannot be located" in result.reason
     assert "data.chat_template" in result.reason and "{% generation %}" in result.reason
 
 
@@ -253,7 +253,7 @@ def test_marks_that_leave_out_the_end_are_reported(tmp_path, caplog):
     path = folder_of(tmp_path, template)
     encoder = open_encoder(open_tokenizer(str(path)), Data(format="chat"))
     encoder.encode([{"messages": TURNS}, {"messages": TURNS}])
-    assert [record.getMessage() for record in caplog.records if "leave out the <|eot|>" in record.getMessage()] != []
+    assert [record.getMessage() for record in caplog.records if "exclude the end token <|eot|>" in record.getMessage()] != []
     assert len(caplog.records) == 1
 
 
