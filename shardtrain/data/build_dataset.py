@@ -1,4 +1,4 @@
-"""Builds the data pipeline from the options: which datasets, and how they are read, packed and mixed."""
+"""Build the data pipeline from the options: open, tokenize, pack and mix the datasets."""
 
 from __future__ import annotations
 
@@ -38,18 +38,19 @@ from shardtrain.utils.errors import ConfigError, Problem
 logger = logging.getLogger(__name__)
 
 _FIRST_ROWS = 8
-"""Rows that a template is tried on before all are read."""
+"""Number of rows on which a template is tested before all rows are read."""
 _LOG_SECONDS = 5.0
-"""Time between two lines of the log while a dataset is tokenized."""
+"""Interval of the progress lines while a dataset is tokenized."""
 MEMORY_BYTES = 64 * 2**20
-"""Bytes of input up to which data.mode="auto" reads the whole dataset at start."""
+"""Maximum size of a dataset that data.mode="auto" reads completely at start."""
 
 
 @dataclass(frozen=True)
 class DataPipeline:
-    """What the data loader reads from.
+    """The inputs of the data loader.
 
-    end: position at which the data end; None where they repeat, or where it is not known before reading.
+    ``end`` is the position at which the data end. None if they repeat, or if the end is not known before
+    reading.
     """
 
     feeds: list[Feed]
@@ -61,14 +62,14 @@ class DataPipeline:
 
 
 class Counted(Protocol):
-    """What mixture weights need of a feed: its targets of a row, on average."""
+    """The part of a feed that mixture weights need: the mean number of targets per row."""
 
     mean_targets: float
 
 
 @dataclass(frozen=True)
 class NamedDataset:
-    """A source with the options that errors about it name."""
+    """A data source, with the names of its options for error messages."""
 
     name: str
     source: DataSource
@@ -82,7 +83,7 @@ def _set_limits(config: Config) -> None:
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """The tokenizer that the config names."""
+    """Open the tokenizer of the config."""
     _set_limits(config)
     if config.model.tokenizer_path is not None:
         return open_tokenizer(config.model.tokenizer_path, option="model.tokenizer_path")
@@ -90,25 +91,28 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 
 def named_sources(config: Config, section: Training | Validation) -> list[NamedDataset]:
-    """The sources of training or validation: [data.sources], or the one that the section names."""
+    """Return the sources of a section: [data.sources] for training, if set, else the dataset of the
+    section."""
     if isinstance(section, Training) and config.data.sources:
-        return [
-            NamedDataset(name, source, f"data.sources.{name}.dataset", f"data.sources.{name}.dataset_path")
-            for name, source in config.data.sources.items()
-        ]
-    word = "validation" if isinstance(section, Validation) else "training"
+        named = []
+        for name, source in config.data.sources.items():
+            prefix = f"data.sources.{name}"
+            named.append(NamedDataset(name, source, f"{prefix}.dataset", f"{prefix}.dataset_path"))
+        return named
+    is_validation = isinstance(section, Validation)
+    prefix = "validation" if is_validation else "training"
     split = section.split if isinstance(section, Validation) else None
     source = DataSource(dataset=section.dataset, dataset_path=section.dataset_path, split=split)
-    return [NamedDataset(section.dataset, source, f"{word}.dataset", f"{word}.dataset_path")]
+    return [NamedDataset(section.dataset, source, f"{prefix}.dataset", f"{prefix}.dataset_path")]
 
 
 def is_local(path: str) -> bool:
-    """Whether a dataset's path is a local file or folder, rather than a name on the hub."""
+    """True if a dataset's path is a local file or folder, and not a name on the hub."""
     return Path(path).expanduser().exists()
 
 
 def request_for(config: Config, named: NamedDataset) -> Request:
-    """What the source's module is asked to open."""
+    """Return the request with which the module of a source opens it."""
     _set_limits(config)
     return Request(
         path=named.source.dataset_path,
@@ -130,31 +134,35 @@ def packing_of(
     named: NamedDataset,
     formats: Mapping[str, str] | None = None,
 ) -> Packing:
-    """How documents of a source are packed into rows; only the treatment of long documents may differ between sources.
+    """Return how documents of a source are packed into rows.
 
-    All sources have one kind of packing, and documents are masked in all or in none, since the rows of a batch share
-    one attention kernel. ``formats`` are those of all sources by name; pass them when calling for many sources.
+    Only the treatment of long documents may differ between sources. The kind of packing and the document
+    mask are equal for all sources, because the rows of a batch share one attention kernel. ``formats`` are
+    the formats of all sources by name; pass them when calling this for many sources.
     """
     options = config.data
     formats = formats or formats_of(config, section)
     all_formats = set(formats.values())
     kind = derived.packing_kind(options, all_formats)
-    masked = options.document_mask == "on"
+    masks_documents = options.document_mask == "on"
     if options.document_mask == "auto":
-        masked = kind != "concat" or all_formats != {"text"}
-    long = derived.long_documents(options, formats[named.name])
-    pad = next((token for token in (tokenizer.pad_id, tokenizer.eos_id) if token is not None), 0)
+        masks_documents = kind != "concat" or all_formats != {"text"}
     # "concat" ignores long_documents; a constant keeps the fingerprints of such data independent of it
-    return Packing(section.seq_len, kind, masked, long if kind != "concat" else "split", pad)  # type: ignore[arg-type]
+    long_documents = "split"
+    if kind != "concat":
+        long_documents = derived.long_documents(options, formats[named.name])
+    padding_ids = [token for token in (tokenizer.pad_id, tokenizer.eos_id) if token is not None]
+    padding_id = padding_ids[0] if padding_ids else 0
+    return Packing(section.seq_len, kind, masks_documents, long_documents, padding_id)  # type: ignore[arg-type]
 
 
 def formats_of(config: Config, section: Training | Validation) -> dict[str, str]:
-    """The format of each source's rows, such as text or chat, by the source's name."""
+    """Return the format of each source's rows, such as "text" or "chat", by the source's name."""
     return {named.name: _format(config, named) for named in named_sources(config, section)}
 
 
 def _format(config: Config, named: NamedDataset) -> str:
-    """The format of a source's rows; prepared shards have it in their index."""
+    """Return the format of a source's rows. Prepared shards have it in their index."""
     if named.source.dataset == "tokens" and named.source.dataset_path is not None:
         return read_index(Path(named.source.dataset_path), named.path_option, checks_files=False).format
     return named.source.format or config.data.format
@@ -179,18 +187,19 @@ def format_of_rows(config: Config, section: Training | Validation) -> str:
 
 
 def open_data(config: Config, section: Training | Validation, *, shuffle: bool, loop: bool | None) -> DataPipeline:
-    """Open all sources of a section; ``loop`` None does as training.epochs and training.on_data_end say.
+    """Open all sources of a section. ``loop`` None means to repeat as training.epochs and
+    training.on_data_end require.
 
     Raises:
-        ConfigError: when a dataset or the tokenizer is unknown or cannot be opened.
-        DataError: when rows are bad, or none is usable.
+        ConfigError: a dataset or the tokenizer is unknown or cannot be opened.
+        DataError: rows are bad, or no row is usable.
     """
     tokenizer = tokenizer_of(config)
     all_named = named_sources(config, section)
     formats = formats_of(config, section)
-    several = len(all_named) > 1
-    # BOS and EOS are added to texts and prompts alone: chats get theirs from the template, and prepared tokens have
-    # them already.
+    is_mixture = len(all_named) > 1
+    # BOS and EOS are only added to texts and prompts: chats get theirs from the template, and prepared
+    # tokens have them already
     if any(named.source.dataset != "tokens" and formats[named.name] != "chat" for named in all_named):
         logger.info(described(tokenizer, config.data))
 
@@ -199,38 +208,40 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
     feeds = []
     for named in all_named:
         packing = packing_of(config, section, tokenizer, named, formats)
-        passes = _passes(config, section, loop, named.source, several)
+        passes = _passes(config, section, loop, named.source, is_mixture)
         seed = config.debug.seed
-        if several:
-            # Each source's shuffle depends on the seed and its name alone: adding a source to a mixture does not
-            # change the order of the others.
+        if is_mixture:
+            # A source's shuffle depends only on the seed and its name, so adding a source to a mixture does
+            # not change the order of the others.
             seed = int.from_bytes(hashlib.sha256(f"{seed} {named.name}".encode()).digest()[:7], "little")
         feeds.append(_open_feed(config, section, named, tokenizer, packing, seed if shuffle else None, passes))
         packings.append(packing)
         all_passes.append(passes)
 
-    mixture = Mixture(stages_of(config, feeds) if several else [Stage((1.0,))])
+    mixture = Mixture(stages_of(config, feeds) if is_mixture else [Stage((1.0,))])
     for stage, index in mixture.unread:
-        text = "dataset %s is not read in stage %d: its weight is not 1 in 65,536 of all"
+        text = "dataset %s is not read in stage %d: its weight is less than 1 in 65,536"
         logger.warning(text, all_named[index].name, stage + 1)
 
-    # The data end when the first source has given all its passes.
-    ends = [
-        mixture.first_position_beyond(index, passes * feed.num_rows)
-        for index, (feed, passes) in enumerate(zip(feeds, all_passes, strict=True))
-        if passes is not None and feed.num_rows is not None
-    ]
+    # the data end when the first source has finished all its passes
+    ends = []
+    for index, (feed, passes) in enumerate(zip(feeds, all_passes, strict=True)):
+        if passes is not None and feed.num_rows is not None:
+            ends.append(mixture.first_position_beyond(index, passes * feed.num_rows))
     end = min((end for end in ends if end is not None), default=None)
     return DataPipeline(feeds, mixture, packings[0], tokenizer, end, [named.name for named in all_named])
 
 
 def _passes(
-    config: Config, section: Training | Validation, loop: bool | None, source: DataSource, several: bool
+    config: Config, section: Training | Validation, loop: bool | None, source: DataSource, is_mixture: bool
 ) -> int | None:
-    """Passes over a source after which the data end; None repeats. In a mixture the source alone decides."""
+    """Return the passes over a source after which the data end; None repeats.
+
+    In a mixture only the source decides.
+    """
     if loop is not None:
         return None if loop else 1
-    if source.epochs is not None or several:
+    if source.epochs is not None or is_mixture:
         return source.epochs
     if isinstance(section, Validation):
         return 1
@@ -248,22 +259,24 @@ def _open_feed(
     seed: int | None,
     passes: int | None,
 ) -> Feed:
+    """Open one source as a feed (a collective while ranks open data together)."""
     module = sources.find(named.source.dataset, option=named.dataset_option)
     request = request_for(config, named)
     started = time.perf_counter()
 
-    # Prepared shards are tokens already.
+    # prepared shards contain tokens
     if hasattr(module, "open_line"):
         shards: ShardTokenBuffer = module.open_line(request, tokenizer)
         return _indexed(config, shards, packing, seed, passes, named, shards.files, started)
 
-    # Collectives while ranks open data together (see ``shared_opening``): all ranks must open sources in one order.
+    # these are collectives while ranks open data together, so all ranks must open the sources in the same
+    # order
     source: Table | Shards = module.open_source(request)
     encoder = open_encoder(tokenizer, config.data, named.source)
     place = source.listed_at if isinstance(source, FileSource) else ""
     shared_opening.once(place, lambda: check_template(source, encoder, named))
 
-    # Too large to be read whole: documents are tokenized as training asks for them.
+    # a large dataset is tokenized during training
     if _streams(config, section, named, source, passes):
         feed = StreamFeed(
             source,
@@ -275,16 +288,18 @@ def _open_feed(
             vocab_size=tokenizer.vocab_size,
             name=named.name,
         )
-        logger.info("dataset %s is read while training runs, by %d virtual readers", named.name, feed.num_readers)
+        logger.info("dataset %s is tokenized during training, by %d virtual readers", named.name, feed.num_readers)
         return feed
 
-    # Read whole, once for all ranks, unless an earlier start has cached the tokens.
+    # other datasets are tokenized once for all ranks, unless the tokens are cached from an earlier start
     def tokens() -> dict[str, Any]:
         def read() -> dict[str, Any]:
             return _read(config, source, encoder, tokenizer, named)
 
-        # Only files can be recognized as unchanged, by size and time; the rows of a user's code may differ each time.
-        if not (config.data.cache_tokens and isinstance(source, FileSource)) or named.source.dataset.endswith(".py"):
+        # Only files can be recognized as unchanged, by size and times. A user's code may return other rows
+        # each time.
+        is_cacheable = config.data.cache_tokens and isinstance(source, FileSource)
+        if not is_cacheable or named.source.dataset.endswith(".py"):
             return read()
         facts = (config.data, named.source, request, encoder, tokenizer.vocab_size)
         return token_cache.kept_or_made(named.name, source.members, facts, read)
@@ -298,43 +313,47 @@ def _open_feed(
 def _read(
     config: Config, source: Table | Shards, encoder: Encoder, tokenizer: Tokenizer, named: NamedDataset
 ) -> dict[str, Any]:
-    """The tokens of all rows, and what was left out, as plain values that one rank can send to the others."""
+    """Tokenize all rows.
+
+    Return the tokens, and the reasons of skipped rows, as values that one rank can send to the others.
+    """
     policy = BadRows.of(config.data)
-    tally = RowStats()
+    stats = RowStats()
     rows: Iterable[tuple[Key, Row]] = every_row(source)
-    # Compressed files may grow far beyond their size. That is bounded unless the user has asked for all of it in
-    # memory, by data.mode="memory" or by a dataset that is the user's code.
+    # Compressed files may expand to a multiple of their size. Limit that unless the user has requested to
+    # read all of it into memory, with data.mode="memory" or with a dataset in Python code.
     growth = None
     if config.data.mode == "auto" and not named.source.dataset.endswith(".py"):
         growth = Growth(named.name, source.total_bytes, ', or set data.mode to "stream" or "memory"')
         rows = growth.rows(rows)
-    documents = read_documents(source, encoder, policy, tally, rows)
+    documents = read_documents(source, encoder, policy, stats, rows)
     logged = _logged(documents, named.name, getattr(source, "num_rows", None))
     line = MemoryTokenBuffer(logged, tokenizer.vocab_size, growth)
-    policy.judge(tally, f"dataset {named.name}")
-    return {"line": line.arrays(), "left_out": [*tally.reasons()], "num_bad": tally.num_bad}
+    policy.judge(stats, f"dataset {named.name}")
+    return {"line": line.arrays(), "left_out": [*stats.reasons()], "num_bad": stats.num_bad}
 
 
 def _logged(documents: Iterable[Document], name: str, num_rows: int | None) -> Iterator[Document]:
-    """Pass the documents through, and log the progress every few seconds."""
+    """Yield the documents unchanged, and log the progress every few seconds."""
     logged = time.monotonic()
     for count, document in enumerate(documents):
         yield document
         if time.monotonic() - logged >= _LOG_SECONDS:
             logged = time.monotonic()
-            of = f" of {num_rows:,} rows" if num_rows else " documents"
-            logger.info(f"dataset {name}: tokenized {count + 1:,}{of}")
+            unit = f" of {num_rows:,} rows" if num_rows else " documents"
+            logger.info(f"dataset {name}: tokenized {count + 1:,}{unit}")
 
 
 def check_template(source: Table | Shards, encoder: Encoder, named: NamedDataset) -> None:
-    """Try a template on the first rows; raises ConfigError where none of them gives a document."""
+    """Try a template on the first rows. Raises ConfigError if it returns no document for any of them."""
     if not isinstance(encoder, TemplatedEncoder):
         return
-    first = [row for _, row in itertools.islice(every_row(source), _FIRST_ROWS) if not isinstance(row, BadRow)]
-    results = encoder.encode(first)
-    bad = [result for result in results if isinstance(result, BadRow)]
-    if results and len(bad) == len(results):
-        rule = f"makes nothing of the first {len(results)} rows of {named.source.dataset_path or named.name}: {bad[0]}"
+    rows = itertools.islice(every_row(source), _FIRST_ROWS)
+    results = encoder.encode([row for _, row in rows if not isinstance(row, BadRow)])
+    bad_rows = [result for result in results if isinstance(result, BadRow)]
+    if results and len(bad_rows) == len(results):
+        path = named.source.dataset_path or named.name
+        rule = f"returns no document for the first {len(results)} rows of {path}: {bad_rows[0]}"
         raise ConfigError(Problem(encoder.option, None, rule, "correct the template"))
 
 
@@ -348,6 +367,7 @@ def _indexed(
     files: Mapping[str, str],
     started: float,
 ) -> IndexedFeed:
+    """Return a feed of tokens whose documents are all known, and log its size."""
     feed = IndexedFeed(line, packing, seed=seed, passes=passes, option=named.path_option, files=files)
     text = "dataset %s: %d documents, %d tokens, %d rows; opened in %.1f s"
     seconds = time.perf_counter() - started
@@ -362,41 +382,46 @@ def _indexed(
 def _streams(
     config: Config, section: Training | Validation, named: NamedDataset, source: Table | Shards, passes: int | None
 ) -> bool:
-    """Whether a source is read while training runs; refuses options that are then impossible."""
+    """True if a source is tokenized during training.
+
+    Raises ConfigError for options that are then not supported.
+    """
     mode = config.data.mode
-    small = source.total_bytes is not None and source.total_bytes <= MEMORY_BYTES
-    streams = mode == "stream" or (mode == "auto" and not small)
-    # Validation on the whole set must know its number of steps, so it is read whole whatever its size.
+    is_small = source.total_bytes is not None and source.total_bytes <= MEMORY_BYTES
+    streams = mode == "stream" or (mode == "auto" and not is_small)
+    # validation on the complete set needs the number of steps, so the set is read at start whatever its
+    # size
     if isinstance(section, Validation) and section.steps == -1 and streams:
         if source.total_bytes is None:
-            rule = "needs a set whose end is known"
+            rule = "requires a dataset of known size"
             fix = "set validation.steps, or name a local dataset"
             raise ConfigError(Problem("validation.steps", -1, rule, fix))
         return False
     if not streams:
         return False
 
-    # The number of rows of a stream is not known, so options that need it are refused.
+    # the number of rows of a stream is not known, so reject options that need it
     size = "of unknown size" if source.total_bytes is None else f"of {source.total_bytes / 2**20:.0f} MiB"
-    way_out = 'run "shardtrain data prepare" and use dataset "tokens", or set data.mode="memory"'
+    fix = 'run "shardtrain data prepare" and use dataset "tokens", or set data.mode="memory"'
     if config.data.bad_rows == "skip":
-        rule = f"cannot count the bad rows of a dataset {size} that is read while training runs"
-        raise ConfigError(Problem("data.bad_rows", "skip", rule, way_out))
+        rule = f"cannot count the bad rows of a dataset {size}, which is tokenized during training"
+        raise ConfigError(Problem("data.bad_rows", "skip", rule, fix))
     if isinstance(section, Training) and section.epochs is not None:
-        rule = f"needs to know how many rows the dataset {named.name} {size} has, which is read while training runs"
-        raise ConfigError(Problem("training.epochs", section.epochs, rule, way_out))
+        rule = f"requires the number of rows, and the dataset {named.name} {size} is tokenized during training"
+        raise ConfigError(Problem("training.epochs", section.epochs, rule, fix))
     if passes is not None and config.data.sources and len(config.data.sources) > 1:
-        rule = f"needs to know how many rows the dataset {size} has, which is read while training runs"
-        raise ConfigError(Problem(f"data.sources.{named.name}.epochs", passes, rule, way_out))
+        rule = f"requires the number of rows, and the dataset {size} is tokenized during training"
+        raise ConfigError(Problem(f"data.sources.{named.name}.epochs", passes, rule, fix))
     return True
 
 
 def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:
-    """The stages of [data], with weights per token converted to weights per row, and ends from tokens to rows."""
+    """Return the stages of [data], with weights per token converted to weights per row, and limits in
+    tokens to limits in rows."""
     names = list(config.data.sources)
     weights_of_sources = {name: source.weight for name, source in config.data.sources.items()}
     stages = [(stage.until_tokens, stage.weights) for stage in config.data.stages] or [(0, weights_of_sources)]
-    # A stage without a limit (0) is the last: where all have one, the last weights hold to the end.
+    # a stage without limit (0) is the last; if all have a limit, the last weights apply until the end
     if stages[-1][0]:
         stages.append((0, stages[-1][1]))
     result = []
@@ -408,7 +433,8 @@ def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:
         if not until_tokens:
             result.append(Stage(tuple(per_row)))
             break
-        # A row has sum(per_token) / sum(per_row) targets on average, so this many rows hold the tokens of the stage.
+        # a row has sum(per_token) / sum(per_row) targets on average, which converts tokens of the stage to
+        # rows
         rows += (until_tokens - tokens) * sum(per_row) / sum(per_token)
         tokens = until_tokens
         result.append(Stage(tuple(per_row), stop=round(rows)))

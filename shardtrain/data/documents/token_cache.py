@@ -1,10 +1,10 @@
-"""Tokens of datasets that are read whole at start, kept for the next start.
+"""Cache of tokenized datasets, in the user's cache folder.
 
-Tokenizing 60 MiB of text takes 22 CPU seconds, at each start of a run that is tried, swept or continued. What it
-gave is kept in the user's cache folder and taken again only where everything that decides it is the same: every file
-by size, inode and both times, of which nobody can set the second; the tokenizer, the options and the code that read
-them. What is kept ends in nobody else's hands (mode 0600) and is checked by its SHA-256, so a damaged file costs time
-and changes no token. The oldest are removed beyond ``MAX_BYTES``.
+Tokenizing 60 MiB of text takes 22 CPU seconds at each start of a run. The cache key contains everything
+that determines the tokens: every file by size, inode and both times (users cannot set the time of change),
+the tokenizer, the options, and the code that reads them. Cache files are readable only by the user (mode
+0600) and have a SHA-256, so a damaged file costs time but cannot change a token. The oldest files are
+removed beyond ``MAX_BYTES``.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from shardtrain.utils import atomic_io, user_cache
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2 * 2**30
-"""Of all that is kept; a dataset that alone takes a quarter of it is not kept."""
-_WORTH_SECONDS = 0.5
-"""What is tokenized faster than this is not kept."""
+"""Maximum size of the cache. A dataset that takes more than a quarter of it is not cached."""
+_MIN_SECONDS = 0.5
+"""A dataset that is tokenized faster is not cached."""
 _SETTLED_SECONDS = 2.0
-"""Age from which the times of a file tell of the next change, whatever the grain of its filesystem's clock."""
-_MOST_FILES = 100_000
-"""Of a dataset; what each of more is would take more memory to compare than it saves time."""
+"""A file changed more recently may change again without a new timestamp, because of coarse filesystem
+clocks."""
+_MAX_FILES = 100_000
+"""Maximum number of files of a dataset. Comparing more would take more memory than the cache saves time."""
 _AFTER_TOKENS = (
     "cache_tokens", "document_mask", "long_documents", "packing", "readers", "sources", "stages", "streaming",
 )  # fmt: skip
-"""Options of [data] that decide what becomes of tokens; what ``sources`` says of a dataset is compared by itself."""
+"""Options of [data] that do not change the tokens. The options of a source are compared separately."""
 _LIBRARIES = ("numpy", "pyarrow", "sentencepiece", "tiktoken", "tokenizers", "transformers", "zstandard")
-"""Those that decide what the tokens of a row are."""
+"""Libraries that determine the tokens of a row."""
 
 
 def kept_or_made(
@@ -55,34 +56,40 @@ def kept_or_made(
     facts: tuple[Data, DataSource, Request, Encoder, int],
     make: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
-    """What ``make`` gives: the arrays of a token buffer, and what was left out; that of an earlier start if it is kept.
+    """Return the result of ``make``: the arrays of a token buffer, and the reasons of skipped rows. Uses
+    the cache if possible.
 
-    ``facts`` are all that decides it beside the content of ``files``; the last is the size of the vocabulary.
+    ``facts`` determine the result together with the contents of ``files``. The last one is the vocabulary
+    size.
     """
     identities = _identities(files)
     if identities is None:
         return make()
     path = user_cache.folder() / "tokens" / _key(identities, facts)
-    kept = _read(path, vocab_size=facts[-1])
-    if kept is not None:
-        logger.info("dataset %s: tokens of an earlier start, kept in %s", dataset, path.parent)
-        return kept
+    cached = _read(path, vocab_size=facts[-1])
+    if cached is not None:
+        logger.info("dataset %s: tokens from the cache in %s", dataset, path.parent)
+        return cached
     start = time.perf_counter()
-    made = make()
-    if time.perf_counter() - start < _WORTH_SECONDS or not _are_settled(identities):
-        return made
-    # files that were replaced while they were read would be taken for what stands there now
+    result = make()
+    if time.perf_counter() - start < _MIN_SECONDS or not _are_settled(identities):
+        return result
+    # do not cache if a file was replaced while it was read
     if _identities(files) == identities:
-        with contextlib.suppress(OSError):  # a home that is full or read-only costs each start the work
-            _write(path, made)
-    return made
+        # a full or read-only home only costs the time of tokenizing again
+        with contextlib.suppress(OSError):
+            _write(path, result)
+    return result
 
 
 def _identities(files: Sequence[File]) -> list[list[int]] | None:
-    """Size, times, inode and device of each file; None where one is not what was listed, which reading it will tell."""
-    if len(files) > _MOST_FILES:
+    """Return size, times, inode and device of each file.
+
+    None if a file differs from its listing, which reading it reports.
+    """
+    if len(files) > _MAX_FILES:
         return None
-    found = []
+    identities = []
     for file in files:
         try:
             now = os.stat(file.path)
@@ -90,36 +97,38 @@ def _identities(files: Sequence[File]) -> list[list[int]] | None:
             return None
         if (now.st_size, now.st_mtime_ns, now.st_ino) != (file.size, file.mtime_ns, file.inode):
             return None
-        found.append([now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino, now.st_dev])
-    return found
+        identities.append([now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino, now.st_dev])
+    return identities
 
 
 def _are_settled(identities: list[list[int]]) -> bool:
+    """True if no file was changed so recently that its next change could go unnoticed."""
     newest = max((max(mtime, ctime) for _, mtime, ctime, _, _ in identities), default=0)
     return time.time() - newest / 1e9 > _SETTLED_SECONDS
 
 
 def _key(identities: list[list[int]], facts: tuple[Data, DataSource, Request, Encoder, int]) -> str:
+    """Return the cache key of a dataset, a SHA-256."""
     data, source, request, encoder, vocab_size = facts
     versions = {"python": platform.python_version()}
     for library in _LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[library] = metadata.version(library)
-    # the code of this package that reads and tokenizes: whoever works on it must see what it does now
+    # the code of this package that reads and tokenizes, so developers see the effect of their changes
     code = []
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         status = path.stat()
         code.append([path.name, status.st_size, status.st_mtime_ns])
-    of_data = {name: value for name, value in asdict(data).items() if name not in _AFTER_TOKENS}
-    of_source = {name: value for name, value in asdict(source).items() if name not in ("weight", "epochs")}
-    # what errors call the dataset, which is not kept where there was one
-    of_request = {name: value for name, value in asdict(request).items() if name != "option"}
-    decides = [versions, code, of_data, of_source, of_request, encoder.fingerprint, vocab_size]
-    return hashlib.sha256(json.dumps([decides, identities]).encode()).hexdigest()
+    data_options = {name: value for name, value in asdict(data).items() if name not in _AFTER_TOKENS}
+    source_options = {name: value for name, value in asdict(source).items() if name not in ("weight", "epochs")}
+    # the option's name appears only in errors, which are not cached
+    request_options = {name: value for name, value in asdict(request).items() if name != "option"}
+    key_parts = [versions, code, data_options, source_options, request_options, encoder.fingerprint, vocab_size]
+    return hashlib.sha256(json.dumps([key_parts, identities]).encode()).hexdigest()
 
 
 def _read(path: Path, vocab_size: int) -> dict[str, Any] | None:
-    """What ``_write`` has written; None where there is nothing, or something else."""
+    """Read a cache file. None if it does not exist or is not valid."""
     try:
         with open(path, "rb", opener=atomic_io.without_waiting) as file:
             status = os.fstat(file.fileno())
@@ -129,9 +138,9 @@ def _read(path: Path, vocab_size: int) -> dict[str, Any] | None:
             content = file.read()
         if mark != _mark(content):
             return None
-        found = decode(memoryview(content))
-        tokens, starts, mask = (found["line"][name] for name in ("tokens", "starts", "mask"))
-        is_whole = (
+        result = decode(memoryview(content))
+        tokens, starts, mask = (result["line"][name] for name in ("tokens", "starts", "mask"))
+        is_valid = (
             tokens.dtype.kind in "iu"
             and starts.dtype == np.int64
             and int(tokens.max()) < vocab_size
@@ -140,28 +149,30 @@ def _read(path: Path, vocab_size: int) -> dict[str, Any] | None:
             and int(starts[-1]) < len(tokens)
             and (mask is None or (mask.dtype == np.bool_ and len(mask) == len(tokens)))
         )
-        if not is_whole:
+        if not is_valid:
             return None
+        # mark it as used, because the least recently used files are removed first
         with contextlib.suppress(OSError):
-            os.utime(path)  # the oldest that nobody uses are removed first
-        return dict(found)
+            os.utime(path)
+        return dict(result)
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return None
 
 
-def _write(path: Path, made: dict[str, Any]) -> None:
-    content = b"".join(encode(made))
+def _write(path: Path, result: dict[str, Any]) -> None:
+    """Write a cache file, and remove the oldest files to stay below ``MAX_BYTES``."""
+    content = b"".join(encode(result))
     if len(content) > MAX_BYTES // 4:
         return
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     atomic_io.sweep(path.parent)
-    kept = sorted(path.parent.glob("[0-9a-f]" * 64), key=lambda one: one.stat().st_mtime)
-    room = MAX_BYTES - len(content) - sum(one.stat().st_size for one in kept)
-    for one in kept:
-        if room >= 0:
+    cache_files = sorted(path.parent.glob("[0-9a-f]" * 64), key=lambda file: file.stat().st_mtime)
+    free_bytes = MAX_BYTES - len(content) - sum(file.stat().st_size for file in cache_files)
+    for file in cache_files:
+        if free_bytes >= 0:
             break
-        room += one.stat().st_size
-        one.unlink(missing_ok=True)
+        free_bytes += file.stat().st_size
+        file.unlink(missing_ok=True)
     atomic_io.write(path, _mark(content) + content, mode=0o600)
 
 

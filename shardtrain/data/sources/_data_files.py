@@ -1,4 +1,4 @@
-"""The files of a dataset: which they are, what they were when the run began, and whether they still are that."""
+"""The files of a dataset: list them, identify them, and detect changes during a run."""
 
 from __future__ import annotations
 
@@ -31,11 +31,16 @@ COMPRESSIONS: Mapping[str, tuple[bytes, ...]] = {
     ".xz": (b"\xfd7zXZ\x00",),
     ".zst": (b"\x28\xb5\x2f\xfd", *(bytes((low, 0x2A, 0x4D, 0x18)) for low in range(0x50, 0x60))),
 }
-"""Ending of a compressed file -> its possible first bytes; the later ones of zstandard are skippable frames."""
+"""Suffix of a compressed file -> its possible first bytes.
+
+The later ones of zstandard are skippable frames.
+"""
 
 MANY_FILES = 10_000
-"""From so many files on none is opened before a row of it is read, and each is read in sequence: opening, scanning and
-hashing a million files at each start of each rank would take an hour, and gigabytes."""
+"""Datasets with this number of files open each file only when a row of it is read, and read it sequentially.
+
+Opening, scanning and hashing a million files on each rank at each start would take an hour, and gigabytes.
+"""
 MAX_FILES = 2_000_000
 _FILES_SAMPLED = 1000
 _SAMPLES = 16
@@ -45,10 +50,11 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A regular file as it was when the dataset was opened.
+    """A regular file, with its state when the dataset was opened.
 
-    name:   its path within the dataset, which stays when the dataset moves to another folder.
-    option: the option that led to it, for errors.
+    Attributes:
+        name: path within the dataset, which is the same after the dataset is moved to another folder.
+        option: the option that led to the file, for errors.
     """
 
     name: str
@@ -60,13 +66,14 @@ class File:
 
     @property
     def compression(self) -> str | None:
-        """``".gz"``, ``".bz2"``, ``".xz"``, ``".zst"`` or None, by the file's name."""
+        """``".gz"``, ``".bz2"``, ``".xz"``, ``".zst"`` or None, from the file's name."""
         ending = os.path.splitext(self.path)[1].lower()
         return ending if ending in COMPRESSIONS else None
 
     @property
     def kind(self) -> str:
-        """Ending of the name in lower case, without that of the compression: ``".jsonl"`` of ``A.JSONL.gz``."""
+        """Suffix of the name in lower case, without the suffix of a compression: ``".jsonl"`` for
+        ``A.JSONL.gz``."""
         path = self.path[: -len(self.compression)] if self.compression else self.path
         return os.path.splitext(path)[1].lower()
 
@@ -74,8 +81,8 @@ class File:
         """Return a file descriptor for reading.
 
         Raises:
-            ConfigError: when the file is no longer the one that was listed.
-            DataError: when it cannot be opened.
+            ConfigError: the file has changed since it was listed.
+            DataError: the file cannot be opened.
         """
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -94,7 +101,7 @@ class File:
         return descriptor
 
     def check_unchanged(self) -> None:
-        """Raise ConfigError when the file was changed, replaced or removed since it was listed."""
+        """Raise ConfigError if the file was changed, replaced or removed since it was listed."""
         try:
             now = os.stat(self.path)
         except OSError as error:
@@ -103,7 +110,10 @@ class File:
             raise self._changed()
 
     def fingerprint(self) -> str:
-        """Size and SHA-256 of 16 blocks of 64 KiB, evenly spread with the first and the last: a MiB read at most."""
+        """Return size and SHA-256 of 16 blocks of 64 KiB, evenly spread with the first and the last.
+
+        Reads at most 1 MiB.
+        """
         digest = hashlib.sha256()
         descriptor = self.open()
         try:
@@ -120,11 +130,12 @@ class File:
         return f"{self.size}:{digest.hexdigest()}"
 
     def unreadable(self, error: OSError, fix: str = "check the disk") -> ShardtrainError:
-        """Make the error of a file that cannot be read: of storage where a later try may find it as it was."""
+        """Return the error of a file that cannot be read: StorageError if a later attempt may succeed, else
+        DataError."""
         return bounded_reads.unreadable(self.option, self.path, error, fix, DataError)
 
     def unusable(self, rule: str, fix: str) -> DataError:
-        """Make the error of a file that cannot serve as data."""
+        """Return the error of a file that cannot be used as data."""
         return DataError(str(Problem(self.option, self.path, rule, fix)))
 
     def _is(self, now: os.stat_result) -> bool:
@@ -132,21 +143,21 @@ class File:
 
     def _changed(self) -> ConfigError:
         rule = "was changed since the run opened it"
-        return ConfigError(Problem(self.option, self.path, rule, "put the file back, or begin a new run"))
+        return ConfigError(Problem(self.option, self.path, rule, "restore the file, or start a new run"))
 
     def _gone(self) -> ConfigError:
         rule = "was removed or renamed since the run opened it"
-        return ConfigError(Problem(self.option, self.path, rule, "put the file back, or begin a new run"))
+        return ConfigError(Problem(self.option, self.path, rule, "restore the file, or start a new run"))
 
 
 class FileList(Sequence[File]):
-    """Files of a dataset, sorted by name: some 50 bytes each, where an object of each would be 500.
+    """Files of a dataset, sorted by name, in arrays: 50 bytes per file instead of 500 for an object.
 
-    place: the folder, file or pattern that led to them.
+    ``place`` is the folder, file or pattern that led to the files.
     """
 
     def __init__(self, place: str, option: str, arrays: Mapping[str, Any]) -> None:
-        """``arrays`` is what ``arrays_of`` gave, on this rank or another one."""
+        """Open the result of ``arrays_of``, from this rank or another one."""
         self.place = place
         self.option = option
         self._root = arrays["root"]
@@ -167,7 +178,7 @@ class FileList(Sequence[File]):
     def __getitem__(self, number: slice) -> list[File]: ...
     def __getitem__(self, number: int | slice) -> File | list[File]:
         if isinstance(number, slice):
-            return [self[one] for one in range(*number.indices(len(self)))]
+            return [self[index] for index in range(*number.indices(len(self)))]
         number = range(len(self))[number]
         name = self.name(number)
         identity = (self._sizes[number], self._mtimes[number], self._inodes[number])
@@ -179,19 +190,19 @@ class FileList(Sequence[File]):
             yield File(name, self._before + name, self.option, *identity)
 
     def name(self, number: int) -> str:
-        """Name of a file."""
+        """Return the name of a file."""
         start = int(self._stops[number - 1]) + 1 if number else 0
         return _text(self._names[start : int(self._stops[number])])
 
     def names(self) -> Iterator[str]:
-        """Names of all, sorted."""
+        """Yield all names, sorted."""
         for first in range(0, len(self), _NAMES_AT_ONCE):
             last = min(first + _NAMES_AT_ONCE, len(self)) - 1
             start = int(self._stops[first - 1]) + 1 if first else 0
             yield from _text(self._names[start : int(self._stops[last])]).split("\0")
 
     def number_of(self, name: str) -> int:
-        """Number of the file of a name; raises KeyError where there is none."""
+        """Return the number of the file with a name. Raises KeyError if it does not exist."""
         number = bisect_left(range(len(self)), name, key=self.name)
         if number == len(self) or self.name(number) != name:
             raise KeyError(name)
@@ -199,34 +210,38 @@ class FileList(Sequence[File]):
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        """Bytes of each."""
+        """Size of each file in bytes."""
         return self._sizes
 
     def chosen(self, numbers: Sequence[int]) -> FileList:
-        """Some of the files, in their order."""
+        """Return a list of some of the files, in the given order."""
         picked = np.array(numbers, np.int64)
         identity = (self._sizes[picked], self._mtimes[picked], self._inodes[picked])
         arrays = arrays_of(self._root, [self.name(number) for number in numbers], *identity)
         return FileList(self.place, self.option, arrays)
 
     def witnesses(self) -> list[Witness]:
-        """Some files, evenly spread, for a node that compares them with its own."""
+        """Return some files, evenly spread, that a node compares with its own storage."""
         files = (self[number] for number in shared_opening.spread(len(self)))
         return [Witness(self.option, file.path, file.size, file.mtime_ns, file.inode) for file in files]
 
     def difference(self, other: FileList) -> str:
-        """What another list of the same place lacks, or has more: a part of a sentence; empty where they are alike."""
+        """Describe what another list of the same place lacks or has in addition, as the end of a sentence.
+
+        Empty if they are equal.
+        """
         if np.array_equal(self._names, other._names) and np.array_equal(self._sizes, other._sizes):
             return ""
-        own = dict(zip(self.names(), self._sizes.tolist(), strict=True))
-        others = set(other.names())
-        for name in own:
-            if name not in others:
+        sizes = dict(zip(self.names(), self._sizes.tolist(), strict=True))
+        other_names = set(other.names())
+        for name in sizes:
+            if name not in other_names:
                 return f"lacks {name}, and rank 0 lists it"
         for name, size in zip(other.names(), other._sizes.tolist(), strict=True):
-            if own.get(name) != size:
-                was = f"of {own[name]} bytes" if name in own else "not there"
-                return f"has {name} of {size} bytes, which is {was} for rank 0"
+            if name not in sizes:
+                return f"has {name} of {size} bytes, which does not exist on rank 0"
+            if sizes[name] != size:
+                return f"has {name} of {size} bytes, which has {sizes[name]} bytes on rank 0"
         return ""
 
 
@@ -235,11 +250,11 @@ _Numbers = Sequence[int] | npt.NDArray[Any]
 
 
 def arrays_of(root: str, names: Sequence[str], sizes: _Numbers, mtimes: _Numbers, inodes: _Numbers) -> dict[str, Any]:
-    """Files below a root as arrays, which ranks can tell each other; ``names`` are sorted.
+    """Return files below a root as arrays, which ranks can send to each other. ``names`` are sorted.
 
-    ``has_twins``: whether a pattern (``**/**``) led to a file twice.
+    ``has_twins`` is True if a pattern (``**/**``) matched a file twice.
     """
-    # surrogateescape, as Python itself has file names that are not UTF-8.
+    # surrogateescape is Python's encoding of file names that are not UTF-8
     encoded = "".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape")
     return {
         "root": root, "names": np.frombuffer(encoded, np.uint8),
@@ -254,7 +269,7 @@ def _text(names: npt.NDArray[np.uint8]) -> str:
 
 
 class Marks(Mapping[str, str]):
-    """Fingerprints of many files by name: the sizes of all, and more of those that were sampled."""
+    """Fingerprints of many files by name: the size of each file, and block hashes of some."""
 
     def __init__(self, files: FileList, sampled: Mapping[int, str]) -> None:
         self._files = files
@@ -270,14 +285,14 @@ class Marks(Mapping[str, str]):
         return self._mark(self._files.number_of(name))
 
     def every(self, step: int) -> dict[str, str]:
-        """The first, and each that comes so many after the one before."""
+        """Return every ``step``-th fingerprint, starting with the first."""
         return {self._files.name(number): self._mark(number) for number in range(0, len(self), step)}
 
     def items(self) -> ItemsView[str, str]:
         return _Items(self)
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """All in the order of their names, without a search for each."""
+        """Yield all fingerprints in the order of names, without a search for each."""
         for number, (name, size) in enumerate(zip(self._files.names(), self._files.sizes.tolist(), strict=True)):
             yield name, self._sampled.get(number) or f"{size}"
 
@@ -294,7 +309,7 @@ class _Items(ItemsView[str, str]):
 
 @dataclass
 class FileSource:
-    """What all sources of local files share: see Source."""
+    """Base of all sources of local files: see Source."""
 
     members: Sequence[File]
     _fingerprints: Mapping[str, str] = field(default_factory=dict, init=False, repr=False)
@@ -306,18 +321,22 @@ class FileSource:
 
     @cached_property
     def total_bytes(self) -> int:
-        """Bytes of the files as they are on disk."""
+        """Total size of the files on disk."""
         if isinstance(self.members, FileList):
             return int(self.members.sizes.sum())
         return sum(file.size for file in self.members)
 
     def files(self) -> Mapping[str, str]:
-        """Of many files a thousand are sampled, evenly spread, and of the others the sizes are known."""
+        """Return the fingerprints of the files.
+
+        With many files, only a thousand, evenly spread, have block hashes.
+        """
         if not self._fingerprints:
-            every = max(1, -(-len(self.members) // _FILES_SAMPLED)) if is_many(self.members) else 1
-            numbers = range(0, len(self.members), every)
+            many = is_many(self.members)
+            step = max(1, -(-len(self.members) // _FILES_SAMPLED)) if many else 1
+            numbers = range(0, len(self.members), step)
             sampled = dict(zip(numbers, self._sample(numbers), strict=True))
-            if isinstance(self.members, FileList) and is_many(self.members) and not self.members.has_twins:
+            if isinstance(self.members, FileList) and many and not self.members.has_twins:
                 self._fingerprints = Marks(self.members, sampled)
             else:
                 self._fingerprints = {
@@ -333,7 +352,7 @@ class FileSource:
         return fingerprints
 
     def whole_files(self) -> list[WholeFile]:
-        """The files, to be hashed."""
+        """Return the files to hash completely."""
         return [WholeFile(file.name, file.path, file.option) for file in self.members]
 
     def check_unchanged(self) -> None:
@@ -342,46 +361,47 @@ class FileSource:
 
 
 def is_many(files: Sequence[File]) -> bool:
-    """Whether there are so many files that none is opened before it is read."""
+    """True if there are so many files that each is opened only when it is read."""
     return len(files) >= MANY_FILES
 
 
 def place_listed(files: Sequence[File]) -> str:
-    """The folder, file or pattern that led to files."""
+    """Return the folder, file or pattern that led to the files."""
     return files.place if isinstance(files, FileList) else ""
 
 
 def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty: bool = False) -> FileList:
-    """Files that ``request.path`` names, sorted by their POSIX paths.
+    """List the files that ``request.path`` names, sorted by their POSIX paths.
 
-    A file or a pattern (``data/*.jsonl``, ``data/**/*.gz``) names files of any ending. A folder stands for all files
-    below it with one of ``endings``, also compressed; what begins with a dot is left out, links are followed.
+    A file or a pattern (``data/*.jsonl``, ``data/**/*.gz``) names files with any suffix. A folder means all
+    files below it with one of ``endings``, also compressed. Names that begin with a dot are skipped, and
+    links are followed.
 
     Raises:
-        ConfigError: when the option is not set, or leads to no file.
-        DataError: when a file is not a regular file, cannot be read, or is empty and ``empty`` does not allow that.
+        ConfigError: the option is not set, or matches no file.
+        DataError: a file is not a regular file, cannot be read, or is empty and ``empty`` is False.
     """
     wanted = ", ".join(f"*{ending}" for ending in endings)
     option = request.option
     path = request.path
     if not path:
-        rule = f'is not set, and the dataset "{dataset}" needs it'
+        rule = f'is not set, and the dataset "{dataset}" requires it'
         raise ConfigError(Problem(option, None, rule, f"name a file, a folder of {wanted}, or a pattern"))
     place = os.path.expanduser(path)
 
-    def opened(arrays: Any) -> FileList:
+    def file_list(arrays: Any) -> FileList:
         return FileList(place, option, arrays)
 
     listing = Listing(
-        witnesses=lambda arrays: opened(arrays).witnesses(),
-        difference=lambda arrays, own: opened(arrays).difference(opened(own)),
+        witnesses=lambda arrays: file_list(arrays).witnesses(),
+        difference=lambda arrays, local_arrays: file_list(arrays).difference(file_list(local_arrays)),
     )
-    return opened(shared_opening.once(place, lambda: _list(place, request, wanted, endings, empty), listing))
+    return file_list(shared_opening.once(place, lambda: _list(place, request, wanted, endings, empty), listing))
 
 
 def _list(place: str, request: Request, wanted: str, endings: Sequence[str], empty: bool) -> dict[str, Any]:
-    """The root of the files that a path names, and ``arrays_of`` them."""
-    # A folder, a pattern, or one file. What exists is taken as it is called, even if it has a "*" in its name.
+    """Return the ``arrays_of`` the files that a path names."""
+    # A folder, a pattern, or one file. An existing path is used as it is, even if it contains a "*".
     names: Sequence[str]
     option = request.option
     path = request.path
@@ -401,10 +421,10 @@ def _list(place: str, request: Request, wanted: str, endings: Sequence[str], emp
     else:
         raise ConfigError(Problem(option, path, "does not exist", f"name a file, a folder of {wanted}, or a pattern"))
     if len(names) > MAX_FILES:
-        rule = f"is {len(names):,} files, and a run looks at each of them when it starts: at most {MAX_FILES:,}"
-        raise ConfigError(Problem(option, path, rule, "put many documents into one file"))
+        rule = f"names {len(names):,} files, and at most {MAX_FILES:,} are supported, because each start checks all"
+        raise ConfigError(Problem(option, path, rule, "put more documents into each file"))
 
-    # What each of them is, in columns: an object for each of a million files would be half a gigabyte.
+    # columns, because an object for each of a million files would take half a gigabyte
     before = os.path.join(root, "")
     names = sorted(names)
     sizes = array("q")
@@ -419,15 +439,15 @@ def _list(place: str, request: Request, wanted: str, endings: Sequence[str], emp
 
 
 def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
-    """Relative POSIX paths of the files below a folder that have one of these endings."""
+    """Return relative POSIX paths of the files below a folder that have one of these suffixes."""
 
     def stop(error: OSError) -> None:
-        # Not left out: a folder that one host cannot list would give its ranks another dataset.
+        # Not skipped: ranks on a host that cannot list the folder would read another dataset.
         rule = f"cannot be listed ({error.strerror})"
         unreadable = DataError(str(Problem(option, error.filename, rule, "make the folder readable")))
         raise bounded_reads.trouble(error.filename, error) or unreadable
 
-    allowed = tuple(ending + more for ending in endings for more in ("", *COMPRESSIONS))
+    suffixes = tuple(ending + compression for ending in endings for compression in ("", *COMPRESSIONS))
     names: list[str] = []
     seen: set[tuple[int, int]] = set()
     for folder, subfolders, files in os.walk(root, onerror=stop, followlinks=True):
@@ -436,7 +456,7 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
         except OSError as error:
             stop(error)
             raise
-        # Links are followed, so one may lead back up: the walk would have no end, or rows would be read twice.
+        # A link may lead to a parent folder, which would make the walk endless or read rows twice.
         if (status.st_dev, status.st_ino) in seen:
             rule = "is reached twice, by a link"
             raise DataError(str(Problem(option, folder, rule, "remove the link, or name the files by a pattern")))
@@ -444,13 +464,13 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         relative = Path(folder).relative_to(root).as_posix()
         before = "" if relative == "." else f"{relative}/"
-        chosen = [name for name in files if name.lower().endswith(allowed) and not name.startswith(".")]
-        names += [f"{before}{name}" for name in chosen]
+        matching = [name for name in files if name.lower().endswith(suffixes) and not name.startswith(".")]
+        names += [f"{before}{name}" for name in matching]
     return names
 
 
 def _match(pattern: str) -> tuple[str, list[str]]:
-    """The folder before the first wildcard, and the files that match, relative to it."""
+    """Return the folder before the first wildcard, and the matching files relative to it."""
     parts = Path(pattern).parts
     fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
     root = os.path.join(*parts[:fixed]) if fixed else ""
@@ -459,15 +479,15 @@ def _match(pattern: str) -> tuple[str, list[str]]:
 
 
 def _status(path: str, option: str, empty: bool) -> os.stat_result:
-    """What a file is; raises DataError where it cannot serve as data."""
+    """Return the status of a file. Raises DataError if it cannot be used as data."""
     try:
         status = os.stat(path)
     except OSError as error:
         raise bounded_reads.unreadable(option, path, error, "fix or remove the file or link", DataError) from error
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
-        rule = f"is {kind}, no file"
-        fix = "name regular files, which can be read at any place"
+        rule = f"is {kind}, not a regular file"
+        fix = "name regular files, which support random access"
         raise DataError(str(Problem(option, path, rule, fix)))
     if not status.st_size and not empty:
         raise DataError(str(Problem(option, path, "is empty", "remove the file, or name another")))
@@ -475,10 +495,10 @@ def _status(path: str, option: str, empty: bool) -> os.stat_result:
 
 
 def check_text(file: File) -> None:
-    """Look at the head of a text file for what would make each of its rows bad.
+    """Check the first bytes of a text file for problems that would make each of its rows bad.
 
     Raises:
-        DataError: when the file is UTF-16, or is compressed in another way than its name says.
+        DataError: the file is UTF-16, or its compression does not match its name.
     """
     descriptor = file.open()
     try:
@@ -489,23 +509,24 @@ def check_text(file: File) -> None:
         os.close(descriptor)
     if file.compression:
         if head and not head.startswith(COMPRESSIONS[file.compression]):
-            rule = f"is named {file.compression} and does not begin as such a file does"
-            raise file.unusable(rule, "give it the name of what it is")
+            rule = f"is named {file.compression} but does not begin like such a file"
+            raise file.unusable(rule, "rename it to match its format")
         return
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise file.unusable("is UTF-16", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8")
     for ending, beginnings in COMPRESSIONS.items():
-        plain_bz2 = ending == ".bz2" and head[4:] != b"1AY&SY"  # "BZh" may also begin a text
-        if head.startswith(beginnings) and not plain_bz2:
-            raise file.unusable(f"is compressed and not named {ending}", f"add {ending} to its name")
+        # "BZh" may also begin a text
+        is_text = ending == ".bz2" and head[4:] != b"1AY&SY"
+        if head.startswith(beginnings) and not is_text:
+            raise file.unusable(f"is compressed but not named {ending}", f"add {ending} to its name")
 
 
-_MOST_FILES_NAMED = 4096
+_MAX_FILES_NAMED = 4096
 
 
 def sampled(files: Mapping[str, str]) -> dict[str, str]:
-    """At most 4,096 files, evenly spread."""
-    every = max(1, -(-len(files) // _MOST_FILES_NAMED))
+    """Return at most 4,096 fingerprints, evenly spread."""
+    step = max(1, -(-len(files) // _MAX_FILES_NAMED))
     if isinstance(files, Marks):
-        return files.every(every)
-    return {name: mark for number, (name, mark) in enumerate(files.items()) if not number % every}
+        return files.every(step)
+    return {name: mark for number, (name, mark) in enumerate(files.items()) if not number % step}

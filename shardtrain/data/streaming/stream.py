@@ -1,11 +1,13 @@
-"""Rows tokenized while training runs, by a fixed number of virtual readers among which the documents are dealt.
+"""Tokenize rows during training, by a fixed number V of virtual readers that divide the documents.
 
-Row k of a stream belongs to reader k % V, whatever the number of ranks or workers; whoever needs a row runs its reader.
-Over a table, reader v owns the slots v, v + V, v + 2V, ... of the epoch's permutation of all rows; over shards, it owns
-every V-th shard, and takes them in an order of its own each epoch. So each document is read once per epoch.
+Row k of a stream belongs to reader k % V, whatever the number of ranks or workers. The rank or worker that
+needs a row runs its reader. Over a table, reader v reads the slots v, v + V, v + 2V, ... of the epoch's
+permutation of all rows. Over shards, it reads every V-th shard, in another order each epoch. So each
+document is read once per epoch.
 
-A reader's cursor is (part, number, offset): the epoch (or epoch and shard), the number of the document within it, and
-what was already given of what begins there, tokens ("concat") or rows ("first_fit", "padded").
+A reader's cursor is (part, number, offset). ``part`` is the epoch, or epoch and shard. ``number`` is the
+index of a document within it. ``offset`` counts what has already been returned from that document on:
+tokens for "concat", rows for "first_fit" and "padded".
 """
 
 from __future__ import annotations
@@ -37,11 +39,14 @@ from shardtrain.utils.errors import DataError
 logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 4
-_LOOK_EVERY = 1024
+_CHECK_INTERVAL = 1024
 
 
 class StreamFeed:
-    """A feed of streams; ``num_readers`` is V, ``passes`` None repeats."""
+    """Feed of a dataset that is tokenized during training.
+
+    ``num_readers`` is V. ``passes`` None repeats the data.
+    """
 
     num_rows = num_documents = None
     ends_without_notice = True
@@ -66,20 +71,21 @@ class StreamFeed:
         self.vocab_size = vocab_size
         self.lost = LostDocuments(name)
 
-        # At most as many readers as there are documents or shards, and 16 rows' worth of bytes for each. It depends on
-        # data and options alone, never on ranks or workers: which reader gives row k is part of the order.
+        # At most one reader per document or shard, and per 16 rows' worth of bytes. The number depends only
+        # on data and options, never on ranks or workers, because it determines the order of rows.
         available = source.num_rows if isinstance(source, Table) else source.num_shards
         if available < 1:
             raise DataError("the dataset has no rows")
         if source.total_bytes is not None:
             available = min(available, source.total_bytes // (16 * packing.seq_len))
         self.num_readers = max(1, min(readers, available))
-        self.mean_targets = float(packing.seq_len)  # of full rows; reading alone would tell
+        # of full rows; the true mean is known only after reading
+        self.mean_targets = float(packing.seq_len)
         self.files: Mapping[str, str] = source.files()
         facts = (encoder.fingerprint, asdict(packing), seed, self.num_readers)
         self.fingerprint = digest_of_files(self.files, *facts)
 
-        # Where the last ``seek`` went, and the readers that have been asked for a row since.
+        # the target of the last ``seek``, and the readers that were needed since
         self._readers: dict[int, _Reader] = {}
         self._epoch = 0
         self._rows = 0
@@ -89,11 +95,12 @@ class StreamFeed:
         self._looks = shared_opening.LooksAtSeek(source.check_unchanged, place)
 
     def write(self, k: int, out: PackedSequences, slot: int) -> tuple[int, CursorUpdate | None]:
-        """Write the next row of reader k mod V into a slot.
+        """Write the next row of reader k mod V into a slot. Return the row's number (-1 at the end of the
+        data) and the new cursor.
 
         Raises:
-            DataError: at a row that cannot be read.
-            ConfigError: when a file was changed under the run.
+            DataError: a row cannot be read.
+            ConfigError: a file was changed during the run.
         """
         self._watch()
         index = k % self.num_readers
@@ -103,14 +110,17 @@ class StreamFeed:
             taken = rows_of_reader(self._rows, index, self.num_readers)
             part, number, offset = self._cursors[index].tolist()
             reader = self._readers[index] = _Reader(self, index, taken, (part, number, offset))
-        # Rows of this reader that other ranks or workers take: reading them is the only way past them.
+        # other ranks or workers use the rows in between, but reading is the only way to skip them
         while reader.rows < rows_before:
             reader.skip()
-        given = reader.write(out, slot)
-        return k if given else -1, CursorUpdate(index, reader.rows, reader.cursor, reader.epoch)
+        has_row = reader.write(out, slot)
+        return k if has_row else -1, CursorUpdate(index, reader.rows, reader.cursor, reader.epoch)
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
-        """Without cursors each reader begins at its start and reads up to its place."""
+        """Move all readers to their cursors.
+
+        Without cursors, each reader starts at its beginning and reads up to its row.
+        """
         self._looks()
         self._readers.clear()
         self._rows = rows
@@ -126,21 +136,24 @@ class StreamFeed:
         return self.source.whole_files() if isinstance(self.source, FileSource) else []
 
     def epoch_after(self, rows: int) -> int:
-        """That of the foremost reader at the last ``seek``; what they give later tells the rest."""
+        """Return the epoch of the most advanced reader at the last ``seek``.
+
+        Later epochs come with the cursors of ``write``.
+        """
         return self._epoch
 
     def walk(self, reader: int) -> _Walk:
-        """The rows of a reader."""
+        """Return the rows of a reader."""
         return _TableWalk(self, reader) if isinstance(self.source, Table) else _ShardWalk(self, reader)
 
 
 def rows_of_reader(rows: int, reader: int, num_readers: int) -> int:
-    """How many of the first ``rows`` rows of a stream are a reader's."""
+    """Return the number of rows of a reader among the first ``rows`` rows of a stream."""
     return max(0, (rows - reader + num_readers - 1) // num_readers)
 
 
 class _Reader:
-    """One virtual reader: its documents in their order, cut into rows."""
+    """One virtual reader: packs its documents, in their order, into rows."""
 
     def __init__(self, feed: StreamFeed, index: int, rows: int, cursor: Cursor) -> None:
         self._feed = feed
@@ -155,57 +168,58 @@ class _Reader:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the row that was given last."""
+        """Epoch of the last row."""
         return self._packer.part // self._walk.parts_per_epoch
 
     def write(self, out: PackedSequences, slot: int) -> bool:
-        """Fill a row; False, and nothing is written, at the end of the data."""
-        given = self._packer.write(out, slot)
+        """Fill a row. Returns False, without writing, at the end of the data."""
+        has_row = self._packer.write(out, slot)
         self.rows += 1
-        if given:
+        if has_row:
             self.cursor = self._packer.cursor
-        return given
+        return has_row
 
     def skip(self) -> None:
-        """Pass over a row that another rank or worker takes."""
+        """Skip a row that another rank or worker uses."""
         if self._scratch is None:
             self._scratch = PackedSequences(1, self._feed.packing)
         self.write(self._scratch, 0)
 
     def _documents(self, start: Place) -> Iterator[tuple[Place, Document]]:
-        """The reader's documents from a place on, each with the place after it."""
+        """Yield the reader's documents from a place on, each with the place after it."""
         policy = BadRows(fix='correct or remove the row, or run "shardtrain data prepare" with data.bad_rows="skip"')
-        last_found = start[0]
+        last_part_with_document = start[0]
         rows = self._walk.rows(start)
-        # CPU time of this thread since the last document: waiting for storage does not count.
+        # CPU time of this thread since the last document, which does not include waiting for storage
         limit = sandbox.limits().seconds
         since = time.thread_time()
-        fruitless = 0
+        rows_without_document = 0
         while chunk := list(islice(rows, _ROWS_AT_ONCE)):
             results = around_bad_rows([row for _, row in chunk], self._feed.encoder.encode)
             for (place, _), result in zip(chunk, results, strict=True):
                 if isinstance(result, Document):
-                    last_found = place[0]
+                    last_part_with_document = place[0]
                     yield (place[0], place[1] + 1), result
                     since = time.thread_time()
-                    fruitless = 0
+                    rows_without_document = 0
                     continue
 
-                # No document. Data of which nothing can be used would be read for ever, so there is an end to it: an
-                # error after too much work, and the end of the reader after too many passes.
-                fruitless += 1
-                if fruitless % _LOOK_EVERY == 0 and time.thread_time() - since > limit:
-                    rule = f"found no document in {fruitless} rows and data.artefact_seconds={limit} of CPU time"
-                    raise DataError(
-                        f"{self._walk.where(place)}: {rule} ({result.reason}); remove such rows, or raise it"
+                # No document. To end on data without usable rows, raise an error after too much work, and
+                # end the reader after too many passes.
+                rows_without_document += 1
+                if rows_without_document % _CHECK_INTERVAL == 0 and time.thread_time() - since > limit:
+                    rule = (
+                        f"found no document in {rows_without_document} rows and data.artefact_seconds={limit} of CPU "
+                        f"time ({result.reason})"
                     )
+                    raise DataError(f"{self._walk.where(place)}: {rule}; remove such rows, or raise it")
                 if not result.harmless:
-                    # Where a file was changed, that is what is wrong, and not its row.
+                    # if the file was changed, report that instead of the row
                     self._feed.source.check_unchanged()
                 policy.meet(result, self._walk.where(place))
-                self._feed.lost.add({f"are left out: {result.reason}": 1}, logging.INFO)
-                if place[0] > last_found + FRUITLESS_PASSES * self._walk.parts_per_epoch:
-                    text = "reader %d of %d found no document in %d passes, and gives none any more: %s"
+                self._feed.lost.add({f"are skipped: {result.reason}": 1}, logging.INFO)
+                if place[0] > last_part_with_document + FRUITLESS_PASSES * self._walk.parts_per_epoch:
+                    text = "reader %d of %d found no document in %d passes and ends: %s"
                     logger.warning(text, self._index, self._feed.num_readers, FRUITLESS_PASSES, result.reason)
                     return
 
@@ -216,15 +230,17 @@ class _Walk(Protocol):
     parts_per_epoch: int
 
     def rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
-        """Rows from a place on, each with its place."""
+        """Yield rows from a place on, each with its place."""
         ...
 
     def where(self, place: Place) -> str:
-        """Where a person finds the row at a place."""
+        """Return the file and line of a place, for messages."""
         ...
 
 
 class _TableWalk:
+    """Rows of a reader over a table."""
+
     parts_per_epoch = 1
 
     def __init__(self, feed: StreamFeed, reader: int) -> None:
@@ -257,6 +273,8 @@ class _TableWalk:
 
 
 class _ShardWalk:
+    """Rows of a reader over shards."""
+
     def __init__(self, feed: StreamFeed, reader: int) -> None:
         assert not isinstance(feed.source, Table)
         self._source = feed.source
@@ -273,9 +291,9 @@ class _ShardWalk:
                 yield (part, number), row
                 number += 1
                 last_filled = part
-            # All shards of the reader are empty: without an end to it, it would walk over them for ever.
+            # end the reader if all its shards are empty
             if part > last_filled + self.parts_per_epoch:
-                text = "reader %d of %d found no row in a pass over its shards, and gives none any more"
+                text = "reader %d of %d found no row in a pass over its shards and ends"
                 logger.warning(text, self._reader, self._feed.num_readers)
                 return
             part += 1
@@ -285,7 +303,7 @@ class _ShardWalk:
         return self._source.shard_place(self._shard(place[0]), place[1])
 
     def _shard(self, part: int) -> int:
-        """The shard of a part: each epoch goes through all of the reader's shards, in an order of its own."""
+        """Return the shard of a part. Each epoch reads all of the reader's shards, in another order."""
         if self._feed.seed is None:
             return self._own[part % len(self._own)]
         return self._own[int(sample_at(part, len(self._own), self._feed.seed))]

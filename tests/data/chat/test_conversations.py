@@ -253,7 +253,9 @@ def test_marks_that_leave_out_the_end_are_reported(tmp_path, caplog):
     path = folder_of(tmp_path, template)
     encoder = open_encoder(open_tokenizer(str(path)), Data(format="chat"))
     encoder.encode([{"messages": TURNS}, {"messages": TURNS}])
-    assert [record.getMessage() for record in caplog.records if "exclude the end token <|eot|>" in record.getMessage()] != []
+    assert [
+        record.getMessage() for record in caplog.records if "exclude the end token <|eot|>" in record.getMessage()
+    ] != []
     assert len(caplog.records) == 1
 
 

@@ -105,7 +105,9 @@ def test_a_template_is_tried_on_the_first_rows(tmp_path: Path) -> None:
     text = '[data]\nbad_rows = "skip"\nbad_rows_max_fraction = 1.0\n[data.template]\ntext = "{{ quest }}"\n'
     loaded = config_of(tmp_path, [QUESTION] * 20, text)
     assert list(check(loaded)) == []
-    with pytest.raises(ConfigError, match="data.template: .*makes nothing of the first 8 rows .*'quest' is undefined"):
+    with pytest.raises(
+        ConfigError, match="data.template: .*returns no document for the first 8 rows .*'quest' is undefined"
+    ):
         data.open_dataloader(loaded.config, batch_rank=0, num_batch_ranks=1, accumulation=1)
 
 

@@ -23,7 +23,7 @@ HOUR_NS = 3600 * 10**9
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own, in which anything is worth keeping."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(token_cache, "_WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(token_cache, "_MIN_SECONDS", 0.0)
     monkeypatch.setattr(token_cache, "_SETTLED_SECONDS", -1.0)  # a test does not wait until a file is two seconds old
     return tmp_path / "cache/shardtrain/tokens"
 
@@ -70,7 +70,7 @@ def test_kept_tokens_are_those_that_were_tokenized(
     first = opened(file)
     assert (tokenized.times, len(list(own_cache.iterdir()))) == (1, 1)
     second = opened(file)
-    assert tokenized.times == 1 and f"dataset jsonl: tokens of an earlier start, kept in {own_cache}" in caplog.text
+    assert tokenized.times == 1 and f"dataset jsonl: tokens from the cache in {own_cache}" in caplog.text
     assert first.fingerprint == second.fingerprint
     assert np.array_equal(first.tokens(0, first.num_tokens), second.tokens(0, second.num_tokens))
     assert np.array_equal(first.document_starts(), second.document_starts())
@@ -168,7 +168,7 @@ def test_options_that_come_after_the_tokens_are_not_part_of_the_key(file: Path, 
 def test_a_dataset_of_very_many_files_is_not_kept(
     file: Path, tokenized: Count, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_cache, "_MOST_FILES", 0)
+    monkeypatch.setattr(token_cache, "_MAX_FILES", 0)
     opened(file)
     assert tokenized.times == 1 and not own_cache.exists()
 

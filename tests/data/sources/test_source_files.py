@@ -65,7 +65,7 @@ def test_links_to_files_and_folders_are_followed_and_a_loop_is_an_error(tmp_path
 
 
 def test_a_path_that_is_missing_or_leads_nowhere_names_the_option(tmp_path):
-    with pytest.raises(ConfigError, match=r'validation.dataset_path is not set, and the dataset "jsonl" needs it'):
+    with pytest.raises(ConfigError, match=r'validation.dataset_path is not set, and the dataset "jsonl" requires it'):
         names("", option="validation.dataset_path")
     with pytest.raises(ConfigError, match=r'training.dataset_path=".*/no" does not exist; name a file'):
         names(tmp_path / "no")
@@ -81,7 +81,7 @@ def test_what_is_not_a_regular_file_is_refused_and_never_opened(tmp_path):
         names("/dev/null")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
-        with pytest.raises(DataError, match=r"is a socket, no file"):
+        with pytest.raises(DataError, match=r"is a socket, not a regular file"):
             names(tmp_path / "s")
 
 
@@ -124,11 +124,11 @@ def test_an_unreadable_folder_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("ending", "content", "rule"),
     [
-        ("jsonl.gz", b"{}\n", "is named .gz and does not begin as such a file does"),
-        ("jsonl", gzip.compress(b"{}", mtime=0), "is compressed and not named .gz"),
-        ("jsonl", bz2.compress(b"{}"), "is compressed and not named .bz2"),
-        ("jsonl", lzma.compress(b"{}"), "is compressed and not named .xz"),
-        ("jsonl", zstandard.compress(b"{}"), "is compressed and not named .zst"),
+        ("jsonl.gz", b"{}\n", "is named .gz but does not begin like such a file"),
+        ("jsonl", gzip.compress(b"{}", mtime=0), "is compressed but not named .gz"),
+        ("jsonl", bz2.compress(b"{}"), "is compressed but not named .bz2"),
+        ("jsonl", lzma.compress(b"{}"), "is compressed but not named .xz"),
+        ("jsonl", zstandard.compress(b"{}"), "is compressed but not named .zst"),
         ("jsonl", '{"text": "a"}'.encode("utf-16"), "is UTF-16; convert it to UTF-8"),
     ],
 )

@@ -104,5 +104,5 @@ def test_more_files_than_each_rank_could_look_at_are_refused_with_the_limit(tmp_
     monkeypatch.setattr(_data_files, "MAX_FILES", 2)
     for number in range(3):
         _text(tmp_path / str(number), number)
-    with pytest.raises(ConfigError, match="is 3 files, .* at most 2; put many documents into one file"):
+    with pytest.raises(ConfigError, match="names 3 files, and at most 2 .*; put more documents into each file"):
         text.open_source(Request(str(tmp_path)))

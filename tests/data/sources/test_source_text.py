@@ -46,7 +46,7 @@ def test_a_wrong_byte_is_named_by_its_place_in_the_file(tmp_path, mark):
 def test_an_empty_text_is_a_row_and_a_missing_path_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("")
     assert rows(tmp_path) == [{"text": ""}]
-    with pytest.raises(ConfigError, match=r'training.dataset_path is not set, and the dataset "text" needs it'):
+    with pytest.raises(ConfigError, match=r'training.dataset_path is not set, and the dataset "text" requires it'):
         text.open_source(Request(None))
     with pytest.raises(ConfigError, match=r"validation.dataset_path=.* does not exist"):
         opened(tmp_path / "no", option="validation.dataset_path")

@@ -116,7 +116,7 @@ def test_documents_that_are_cut_or_left_out_are_counted(packing, lost, caplog):
     take(feed, 0, len(lengths))
     told = [record.getMessage() for record in caplog.records]
     # All documents are one block, so its counts are added at once; rows without a document come one by one
-    expected = [f"dataset rows: {count} documents so far are left out: empty" for count in (1, 2, 4)]
+    expected = [f"dataset rows: {count} documents so far are skipped: empty" for count in (1, 2, 4)]
     if packing.kind != "concat":
         lost = [f"3 documents so far {fate}" for fate in lost]
         lost.append("5 documents so far have a single token, and so no target")
