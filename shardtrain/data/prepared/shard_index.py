@@ -1,12 +1,14 @@
-"""The index of prepared shards: what a folder of tokens holds, read and checked without reading the tokens.
+"""The index of prepared shards. It is read and checked without reading the tokens.
 
 A prepared folder has four kinds of files, all little-endian:
 
-- ``tokens-00000.bin`` ...: ids of all documents end to end, uint16 where the vocabulary allows it, else int32.
-- ``learned-00000.bin``: one byte per token of that shard, 1 where it counts in the loss; only where some do not.
-- ``starts.bin``: int64, the token number at which each document begins, counted over the whole folder.
-- ``index.json``: sizes, hashes, vocabulary, tokenizer and sources; it is written last, so that a folder with one is
-  whole.
+- ``tokens-00000.bin`` ...: ids of all documents, concatenated; uint16 if the vocabulary permits, else
+  int32.
+- ``learned-00000.bin``: one byte per token of that shard, 1 if it counts in the loss. Only exists if some
+  do not.
+- ``starts.bin``: int64, the index of the first token of each document, counted over the entire folder.
+- ``index.json``: sizes, hashes, vocabulary, tokenizer and sources. It is written last, so a folder with an
+  index is complete.
 """
 
 from __future__ import annotations
@@ -30,19 +32,23 @@ VERSION = 1
 INDEX = "index.json"
 STARTS = "starts.bin"
 UNFINISHED = "unfinished"
-"""Folder inside, of what ``shardtrain data prepare`` needs to continue."""
+"""Subfolder with the state that ``shardtrain data prepare`` needs to continue."""
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
 MAX_INDEX_BYTES = 2**28
-"""A larger index is refused unread: one of 100,000 shards has 64 MiB."""
-MOST_CHECKED = 1000
-"""Of more files than these each is checked when it is first read: all ranks opening all files would stop a storage."""
+"""A larger index is rejected unread. The index of 100,000 shards has 64 MiB."""
+MAX_CHECKED = 1000
+"""With more files, each is checked when it is first read: opening all files on all ranks would overload the
+storage."""
 _ENDS_BYTES = 4096
 _START_BYTES = 8
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file of the folder; ``ends_sha256`` is of its first and last 4 KiB, which cost nothing to read at opening."""
+    """One file of the folder.
+
+    ``ends_sha256`` hashes its first and last 4 KiB, which are checked when the folder is opened.
+    """
 
     name: str
     bytes: int
@@ -52,7 +58,10 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """One shard: its tokens, and their mask where some are not learned. Documents are those that begin in it."""
+    """One shard: its tokens, and their mask if some are not learned.
+
+    ``num_documents`` counts documents that begin in it.
+    """
 
     num_tokens: int
     num_documents: int
@@ -62,14 +71,17 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What ``index.json`` says.
+    """Contents of ``index.json``.
 
-    vocab_size, max_id:   ids are in 0..vocab_size-1; the largest that occurs (-1 without tokens).
-    tokenizer:            its fingerprint, SHA-256 in hex; ``tokenizer_name`` is the option's value at the time.
-    encoder:              fingerprint of all that decides the documents of a row.
-    format:               data.format, what a row was.
-    sources:              name of each input file -> its fingerprint.
-    tally:                rows, documents, tokens, learned tokens, and bad and harmless rows by reason.
+    Attributes:
+        vocab_size: ids are in 0..vocab_size-1.
+        max_id: the largest id that occurs, -1 without tokens.
+        tokenizer: fingerprint of the tokenizer, SHA-256 in hex. ``tokenizer_name`` is the value of the
+            option.
+        encoder: fingerprint of everything that determines the documents of a row.
+        format: data.format of the rows.
+        sources: maps each input file to its fingerprint.
+        tally: numbers of rows, documents, tokens, learned tokens, and bad and harmless rows by reason.
     """
 
     dtype: str
@@ -90,16 +102,16 @@ class ShardIndex:
     created_by: str = ""
 
     def files(self) -> list[ShardFile]:
-        """All files but the index."""
+        """Return all files except the index."""
         return [self.starts, *(f for shard in self.shards for f in (shard.tokens, shard.learned) if f is not None)]
 
     def to_json(self) -> str:
-        """The text of ``index.json``."""
+        """Return the text of ``index.json``."""
         return json.dumps({"format_version": VERSION, **asdict(self)}, indent=1) + "\n"
 
 
 def tokens_name(number: int) -> str:
-    """File of the tokens of a shard.
+    """Return the name of a shard's token file.
 
     >>> tokens_name(7), learned_name(7)
     ('tokens-00007.bin', 'learned-00007.bin')
@@ -108,12 +120,12 @@ def tokens_name(number: int) -> str:
 
 
 def learned_name(number: int) -> str:
-    """File of the mask of a shard."""
+    """Return the name of a shard's mask file."""
     return f"learned-{number:05d}.bin"
 
 
 def dtype_for(vocab_size: int) -> str:
-    """Name of the smallest type that holds all ids of a vocabulary.
+    """Return the name of the smallest dtype that can represent all ids of a vocabulary.
 
     >>> dtype_for(65536), dtype_for(65537)
     ('uint16', 'int32')
@@ -122,7 +134,7 @@ def dtype_for(vocab_size: int) -> str:
 
 
 def ends_sha256(path: Path) -> str:
-    """SHA-256 in hex of the first and last 4 KiB of a file."""
+    """Return the SHA-256, in hex, of the first and last 4 KiB of a file."""
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         digest = hashlib.sha256(file.read(_ENDS_BYTES))
         file.seek(max(0, os.fstat(file.fileno()).st_size - _ENDS_BYTES))
@@ -131,17 +143,19 @@ def ends_sha256(path: Path) -> str:
 
 
 def read_index(folder: Path, option: str = "training.dataset_path", checks_files: bool = True) -> ShardIndex:
-    """Read ``index.json`` of a folder and check it against itself and against the sizes and ends of the files.
+    """Read ``index.json`` of a folder, and check it for consistency and against sizes and ends of the
+    files.
 
-    Of more than MOST_CHECKED files, or without ``checks_files``, only that of the starts is looked at; who reads one
-    of the others calls ``check_file``.
+    With more than MAX_CHECKED files, or without ``checks_files``, only the file of document starts is
+    checked. The caller then calls ``check_file`` for each file before it reads it.
 
     Raises:
-        ConfigError: naming the file that is missing, torn, swapped, of another version, or of another size.
+        ConfigError: names the file that is missing, truncated, swapped, of another version, or of another
+            size.
     """
     path = folder / INDEX
 
-    # The bytes, of all ranks by one; a node that has a folder of its own there compares its index with them.
+    # one rank reads the bytes for all; a node with its own copy of the folder compares its index with them
     def look() -> dict[str, Any]:
         content, status = _read(folder, path, option)
         return {"content": np.frombuffer(content, np.uint8), "identity": list(status)}
@@ -149,12 +163,14 @@ def read_index(folder: Path, option: str = "training.dataset_path", checks_files
     def witnesses(raw: dict[str, Any]) -> list[Witness]:
         return [Witness(option, str(path), *raw["identity"])]
 
-    def difference(raw: dict[str, Any], own: dict[str, Any]) -> str:
-        return "" if np.array_equal(raw["content"], own["content"]) else f"has another {INDEX} than that of rank 0"
+    def difference(raw: dict[str, Any], local_raw: dict[str, Any]) -> str:
+        if np.array_equal(raw["content"], local_raw["content"]):
+            return ""
+        return f"has another {INDEX} than that of rank 0"
 
     raw = shared_opening.once(str(folder), look, Listing(witnesses, difference))
 
-    # What they say: of this version, complete, and in agreement with itself.
+    # check the index itself: version, completeness, consistency
     table = _load(bytes(raw["content"].data), path, option)
     version = table.get("format_version")
     if version != VERSION:
@@ -167,12 +183,12 @@ def read_index(folder: Path, option: str = "training.dataset_path", checks_files
         raise _broken(path, option, f"is damaged ({str(error) or type(error).__name__})") from error
     _check_sums(index, path, option)
 
-    # And what is there.
+    # check the files
     files = index.files()
-    looked_at = files if checks_files and len(files) <= MOST_CHECKED else [index.starts]
+    checked_files = files if checks_files and len(files) <= MAX_CHECKED else [index.starts]
 
     def check() -> None:
-        for stored in looked_at:
+        for stored in checked_files:
             check_file(folder, stored, option)
 
     shared_opening.once(str(folder), check)
@@ -180,14 +196,17 @@ def read_index(folder: Path, option: str = "training.dataset_path", checks_files
 
 
 def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int, int]]:
-    """The bytes of an index with its size, time and inode, or an error that says what was found in its place."""
+    """Return the bytes of an index with its size, time and inode.
+
+    Raises ConfigError that describes what is there instead.
+    """
     if not folder.is_dir():
-        rule = "is a file, and not a folder of prepared tokens" if folder.exists() else "does not exist"
+        rule = "is a file, not a folder of prepared tokens" if folder.exists() else "does not exist"
         raise ConfigError(Problem(option, str(folder), rule, 'name a folder made by "shardtrain data prepare"'))
     if not path.is_file():
         if (folder / UNFINISHED).is_dir():
             fix = 'start the same "shardtrain data prepare" again: it continues where it stopped'
-            raise ConfigError(Problem(option, str(folder), "is not prepared to its end", fix))
+            raise ConfigError(Problem(option, str(folder), "is not completely prepared", fix))
         inner = sorted(f.parent.name for f in folder.glob(f"*/{INDEX}"))
         rule = f"has no {INDEX}"
         fix = f"name one of its folders: {', '.join(inner)}" if inner else 'run "shardtrain data prepare" first'
@@ -202,7 +221,7 @@ def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int,
 
 
 def _load(content: bytes, path: Path, option: str) -> dict[str, Any]:
-    """The JSON object of an index."""
+    """Parse the JSON object of an index."""
     try:
         table = checked_json.parse(content)
     except (ValueError, RecursionError) as error:
@@ -213,7 +232,10 @@ def _load(content: bytes, path: Path, option: str) -> dict[str, Any]:
 
 
 def _parse(table: Mapping[str, Any]) -> ShardIndex:
-    """Build the index; a missing key, a wrong type or a value out of range raises."""
+    """Build the index.
+
+    Raises KeyError, TypeError or ValueError for a missing key, a wrong type or a value out of range.
+    """
     shards = tuple(
         StoredShard(
             _count(shard["num_tokens"], "num_tokens"),
@@ -247,7 +269,7 @@ def _parse(table: Mapping[str, Any]) -> ShardIndex:
 
 
 def _check_sums(index: ShardIndex, path: Path, option: str) -> None:
-    """Sizes must follow from counts, and the parts must add up to the whole."""
+    """Raise ConfigError unless file sizes match the counts, and the counts of shards match the totals."""
     size = DTYPES[index.dtype].itemsize
     wrong = [s.tokens.name for s in index.shards if s.tokens.bytes != s.num_tokens * size]
     wrong += [s.learned.name for s in index.shards if s.learned and s.learned.bytes != s.num_tokens]
@@ -264,7 +286,7 @@ def _check_sums(index: ShardIndex, path: Path, option: str) -> None:
 
 
 def check_file(folder: Path, stored: ShardFile, option: str) -> None:
-    """Compare a file's size and ends with the index; raises ConfigError."""
+    """Raise ConfigError unless a file's size and ends match the index."""
     path = folder / stored.name
     try:
         size = path.stat().st_size
@@ -276,7 +298,7 @@ def check_file(folder: Path, stored: ShardFile, option: str) -> None:
     if size != stored.bytes:
         raise _broken(path, option, f"has {size} bytes, and {INDEX} says {stored.bytes}")
     if ends != stored.ends_sha256:
-        raise _broken(path, option, f"is not the file that {INDEX} describes: other bytes at its ends")
+        raise _broken(path, option, f"is not the file that {INDEX} describes: its first or last bytes differ")
 
 
 def _broken(path: Path, option: str, rule: str) -> ConfigError:
@@ -284,7 +306,7 @@ def _broken(path: Path, option: str, rule: str) -> ConfigError:
 
 
 def _stored(table: Mapping[str, Any], name: str) -> ShardFile:
-    # A name inside an artefact is not a path to follow: it must be the one that this format gives.
+    # a name inside an artefact is not a path to follow: it must be the name that this format defines
     if table["name"] != name:
         raise ValueError(f"file name {table['name']!r} should be {name}")
     return ShardFile(name, _count(table["bytes"], "bytes"), str(table["sha256"]), str(table["ends_sha256"]))

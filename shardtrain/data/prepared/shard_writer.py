@@ -1,8 +1,8 @@
-"""Write prepared shards: files grow to a fixed number of tokens each, and the index comes last.
+"""Write prepared shards: files with a fixed number of tokens each, and the index last.
 
-Until ``index.json`` is there (written beside, synced, renamed) the folder is not a dataset, so a write that is cut
-short is never read. ``position`` says what is safe on the disk; a writer that starts from one continues with the same
-bytes.
+A folder is not a dataset until ``index.json`` exists, which is written atomically, so an interrupted write
+is never read. ``position`` makes everything durable and returns it as a state. A writer that starts from
+that state continues with the same bytes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, DataError
 
 SHARD_BYTES = 512 * 10**6
-"""Most bytes of a shard's tokens unless another number of tokens is asked for."""
+"""Maximum size of a shard's token file, unless a number of tokens is given."""
 _BLOCK_BYTES = 4 * 2**20
 
 
 def default_shard_tokens(vocab_size: int) -> int:
-    """Tokens per shard that make files of 512 MB.
+    """Return the number of tokens per shard for files of 512 MB.
 
     >>> default_shard_tokens(50_000), default_shard_tokens(128_000)
     (256000000, 128000000)
@@ -50,14 +50,14 @@ def default_shard_tokens(vocab_size: int) -> int:
 
 
 class ShardWriter:
-    """Writes documents end to end into a folder.
+    """Appends documents to the files of a folder.
 
-    First ``add_documents`` with lengths, then ``add_tokens`` for as many tokens, in parts of any size. ``position`` is
-    for continuing after a crash, ``finish`` for the end.
+    Call ``add_documents`` with lengths, and then ``add_tokens`` for these tokens, in parts of any size.
+    ``position`` makes a state to continue from after a crash. ``finish`` writes the index.
 
     Raises:
-        StorageError: when a file cannot be written.
-        DataError: when the files of a position are gone.
+        StorageError: a file cannot be written.
+        DataError: files of a position do not exist any more.
     """
 
     def __init__(
@@ -72,14 +72,15 @@ class ShardWriter:
         self.num_documents: int = position["documents"]
         self.max_id: int = position["max_id"]
         self._shards = [_shard(table) for table in position["shards"]]
-        self._due = self.num_tokens  # where the next document begins
+        # where the next document begins
+        self._due = self.num_tokens
         self._before = sum(shard.num_tokens for shard in self._shards)
         self._documents_before = sum(shard.num_documents for shard in self._shards)
         self._learned: _GrowingFile | None = None
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
-            # Remove files of shards that a killed writer began after its last position.
+            # remove files of shards that a killed writer began after its last position
             known = {tokens_name(len(self._shards))}
             if position["learned"]:
                 known.add(learned_name(len(self._shards)))
@@ -89,7 +90,7 @@ class ShardWriter:
                 if path.name not in known:
                     path.unlink()
 
-            # What lies behind the position in the files that it was in is cut off when they are opened.
+            # opening truncates the files at the position
             self._starts = _GrowingFile(folder / STARTS, 8 * self.num_documents)
             self._tokens = self._open(tokens_name, self._in_shard * self.dtype.itemsize)
             if position["learned"]:
@@ -100,7 +101,7 @@ class ShardWriter:
         return self.num_tokens - self._before
 
     def add_documents(self, lengths: npt.NDArray[np.integer]) -> None:
-        """Say how long the next documents are, in tokens."""
+        """Add the lengths of the next documents, in tokens."""
         ends = np.cumsum(lengths, dtype=np.int64) + self._due
         with storing(self.folder):
             self._starts.write((ends - lengths).astype("<i8"))
@@ -108,7 +109,7 @@ class ShardWriter:
         self._due = int(ends[-1]) if len(ends) else self._due
 
     def add_tokens(self, tokens: npt.NDArray[np.integer], learned: Mask | None = None) -> None:
-        """Write tokens, and which of them are learned (None is all)."""
+        """Write tokens, and a mask of those that are learned (None for all)."""
         if not len(tokens):
             return
         low, high = int(tokens.min()), int(tokens.max())
@@ -119,8 +120,8 @@ class ShardWriter:
         with storing(self.folder):
             while at < len(tokens):
                 if self._in_shard == self.shard_tokens:
-                    # Lengths come before their tokens: documents that begin behind this shard's end are of later ones,
-                    # so how many begin in it is looked up in what was written of all.
+                    # Lengths are written before tokens, so ``starts`` also has documents of later shards.
+                    # Count those before the end of this shard.
                     self._starts.flush()
                     starts = np.memmap(self._starts.path, dtype="<i8", mode="r")
                     self._close_shard(int(np.searchsorted(np.asarray(starts), self.num_tokens)))
@@ -133,7 +134,7 @@ class ShardWriter:
                 at += count
 
     def position(self) -> dict[str, Any]:
-        """Put everything safely on the disk, and return where that is, as JSON; only between documents."""
+        """Make everything durable, and return the state as JSON. Only between documents."""
         if self._due != self.num_tokens:
             raise ValueError(f"documents end at token {self._due}, and {self.num_tokens} were written")
         with storing(self.folder):
@@ -149,7 +150,7 @@ class ShardWriter:
         }
 
     def finish(self, **facts: Any) -> ShardIndex:
-        """Close the files and write the index with further ``facts`` (fields of ``ShardIndex``)."""
+        """Close the files, and write the index with additional ``facts`` (fields of ``ShardIndex``)."""
         self.position()
         with storing(self.folder):
             self._close_shard(self.num_documents)
@@ -168,7 +169,7 @@ class ShardWriter:
         return index
 
     def close(self) -> None:
-        """Close the files as they are, to be continued later."""
+        """Close the files without an index, to continue later."""
         for file in (self._starts, self._tokens, self._learned):
             if file is not None:
                 file.abandon()
@@ -177,7 +178,10 @@ class ShardWriter:
         return _GrowingFile(self.folder / name(len(self._shards)), keep_bytes)
 
     def _write_mask(self, learned: Mask | None, count: int) -> None:
-        """A shard has a mask from its first token on once one of its tokens is not learned."""
+        """Write the mask of some tokens.
+
+        A shard gets a mask, from its first token on, once a token is not learned.
+        """
         if self._learned is None:
             if learned is None or learned.all():
                 return
@@ -187,7 +191,10 @@ class ShardWriter:
         self._learned.write(np.ones(count, np.uint8) if learned is None else learned.astype(np.uint8))
 
     def _close_shard(self, documents_begun: int) -> None:
-        """Close the current shard and note it; ``documents_begun`` counts those before its end."""
+        """Close and record the current shard.
+
+        ``documents_begun`` counts all documents that begin before its end.
+        """
         learned = None if self._learned is None else self._learned.close()
         num_documents = documents_begun - self._documents_before
         self._shards.append(StoredShard(self._in_shard, num_documents, self._tokens.close(), learned))
@@ -197,25 +204,25 @@ class ShardWriter:
 
 
 class _GrowingFile:
-    """A file that is appended to, with the SHA-256 of all of it."""
+    """A file for appending, with the SHA-256 of its complete content."""
 
     def __init__(self, path: Path, keep_bytes: int = 0) -> None:
         self.path = path
         self.bytes = keep_bytes
-        # A hash cannot be saved and continued, so what is kept is read once more.
+        # a hash state cannot be saved, so the kept part is read again
         self._digest = hashlib.sha256()
         if keep_bytes:
-            left = keep_bytes
+            remaining = keep_bytes
             try:
                 with self.path.open("rb") as file:
-                    while left and (content := file.read(min(left, _BLOCK_BYTES))):
+                    while remaining and (content := file.read(min(remaining, _BLOCK_BYTES))):
                         self._digest.update(content)
-                        left -= len(content)
+                        remaining -= len(content)
             except FileNotFoundError:
                 pass
-            if left:
+            if remaining:
                 raise DataError(
-                    f"{self.path} lost its end, and cannot be continued; remove the folder and prepare again"
+                    f"{self.path} was truncated and cannot be continued; remove the folder and prepare again"
                 )
         mode = "r+b" if keep_bytes else "wb"
         self._file = open(path, mode, buffering=2**20, opener=atomic_io.open_file)  # noqa: SIM115
@@ -243,21 +250,22 @@ class _GrowingFile:
     def abandon(self) -> None:
         try:
             self._file.close()
-        except OSError:  # a full disk was said already, where the write failed; the second call has nothing to write
+        # a full disk was already reported by the write that failed; the second call has nothing to write
+        except OSError:
             self._file.close()
 
 
 @contextmanager
 def storing(folder: Path) -> Iterator[None]:
-    """Raise an OSError of the block as StorageError; the command continues where it stopped."""
+    """Raise an OSError of the block as StorageError."""
     with storage_errors.writing(folder, "name another --output; the same command continues where it stopped"):
         yield
 
 
 def beyond_vocabulary(token: int, vocab_size: int) -> ConfigError:
-    """The error of a tokenizer that gives ids which it does not have."""
+    """Return the error of a tokenizer that returns ids outside its vocabulary."""
     return ConfigError(
-        f"the tokenizer gives the id {token}, outside its vocabulary of {vocab_size}; correct its added tokens"
+        f"the tokenizer returns the id {token}, outside its vocabulary of {vocab_size}; correct its added tokens"
     )
 
 

@@ -1,8 +1,8 @@
-"""Prepared shards as a line of tokens: any part of it at once from files, whatever their size.
+"""Prepared shards as a token buffer: read any range of tokens from files of any size.
 
-Opening reads the index and 8 KiB of each file (of more than 1,000 files: when it is first read), so 10^9 tokens open in
-milliseconds. Tokens are read by position and not mapped: a mapped file that shrinks kills the process without a word,
-and counts as its memory.
+Opening reads the index and 8 KiB of each file (with more than 1,000 files: when it is first read), so 10^9
+tokens open in milliseconds. Tokens are read by position and not memory-mapped: a mapped file that shrinks
+kills the process without a message, and counts as its memory.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _BLOCK_BYTES = 16 * 2**20
 
 
 class ShardTokenBuffer:
-    """A folder made by ``shardtrain data prepare``, as a ``TokenBuffer``. Forked processes may share one.
+    """A ``TokenBuffer`` over a folder made by ``shardtrain data prepare``. Forked processes may share one.
 
     Raises:
-        ConfigError: at opening or reading, naming the file that is missing, damaged, swapped or changed.
+        ConfigError: when opening or reading; names the file that is missing, damaged, swapped or changed.
     """
 
     def __init__(self, folder: str | Path, option: str = "training.dataset_path") -> None:
@@ -50,36 +50,35 @@ class ShardTokenBuffer:
         self._dtype = DTYPES[self.index.dtype]
         self._ends = np.cumsum([shard.num_tokens for shard in self.index.shards], dtype=np.int64).tolist()
 
-        # Size, time and inode of each file as it was opened. Of very many files each is looked at when it is first
-        # read: see ``MOST_CHECKED``.
+        # size, time and inode of each file when it was opened; with very many files, when it is first read:
+        # see ``MAX_CHECKED``
         files = self.index.files()
-        checks_late = len(files) > shard_index.MOST_CHECKED
+        checks_late = len(files) > shard_index.MAX_CHECKED
         names = [] if checks_late else [file.name for file in files]
         self._stamps = dict(zip(names, self._look_at(names), strict=True))
         self._open = _OpenFiles(self.folder, option, self._first_look if checks_late else None)
         self._mapped: npt.NDArray[np.int64] | None = None
 
-        # What the index says of the files' content; whether they hold it is found while training runs (file_hashes.py).
+        # the fingerprint trusts the hashes in the index; file_hashes.py checks them during training
         facts = [self.index.dtype, *(f"{file.name} {file.sha256}" for file in files)]
         self.fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Name of each file -> SHA-256 of its content, from the index."""
+        """Maps each file to the SHA-256 of its content, from the index."""
         return {file.name: file.sha256 for file in self.index.files()}
 
     def whole_files(self) -> list[WholeFile]:
-        """The files, to be hashed and compared with the index."""
+        """Return the files to hash completely and compare with the index."""
         files = self.index.files()
         return [WholeFile(file.name, str(self.folder / file.name), self.option, file.sha256) for file in files]
 
     def tokens(self, start: int, stop: int) -> Tokens:
         self._check_range(start, stop)
         out = np.empty(stop - start, dtype=np.int64)
+        itemsize = self._dtype.itemsize
         for number, first, last, at in self._parts(start, stop):
-            content = self._open.read(
-                self.index.shards[number].tokens, first * self._dtype.itemsize, last * self._dtype.itemsize
-            )
+            content = self._open.read(self.index.shards[number].tokens, first * itemsize, last * itemsize)
             out[at : at + last - first] = np.frombuffer(content, dtype=self._dtype)
         return out
 
@@ -99,8 +98,9 @@ class ShardTokenBuffer:
         return np.array(starts[first:last], dtype=np.int64)
 
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """A mapped file."""
-        # Reading behind the end of a mapped file that shrank would kill the process (SIGBUS).
+        """Return the starts of all documents, as a memory-mapped file."""
+        # check its size, because reading beyond the end of a mapped file that shrank would kill the process
+        # (SIGBUS)
         stamp = _stamp(self.folder / STARTS)
         if stamp is None or stamp[0] < self.index.starts.bytes:
             raise _changed(self.folder / STARTS, self.option)
@@ -114,7 +114,10 @@ class ShardTokenBuffer:
                 raise _changed(self.folder / name, self.option)
 
     def _look_at(self, names: list[str]) -> list[Stamp | None]:
-        """Size, time and inode of files, of all ranks by one; None where a file is gone."""
+        """Return size, time and inode of files, read by one rank for all.
+
+        None for a file that does not exist.
+        """
 
         def look() -> list[Stamp | None]:
             self._map_starts()
@@ -124,22 +127,23 @@ class ShardTokenBuffer:
             chosen = [(names[number], stamps[number]) for number in shared_opening.spread(len(names))]
             return [Witness(self.option, str(self.folder / name), *stamp) for name, stamp in chosen if stamp]
 
-        # Another node's own copy of the folder is told apart by its index, which was compared before (read_index).
+        # a node's own copy of the folder was already compared by its index (read_index)
         stamps = shared_opening.once(str(self.folder), look, Listing(witnesses, difference=lambda stamps, own: ""))
         return [None if stamp is None else (stamp[0], stamp[1], stamp[2]) for stamp in stamps]
 
     def _map_starts(self) -> npt.NDArray[np.int64]:
+        """Map the file of document starts, and check its first and last entry."""
         if not self.num_documents:
             return np.array([], dtype=np.int64)
         mapped = np.memmap(self.folder / STARTS, dtype="<i8", mode="r")
         if mapped[0] != 0 or mapped[-1] > self.num_tokens:
-            rule = f"holds starts of documents outside the {self.num_tokens} tokens"
+            rule = f"contains starts of documents outside the {self.num_tokens} tokens"
             fix = 'run "shardtrain data prepare" again'
             raise ConfigError(Problem(self.option, str(self.folder / STARTS), rule, fix))
         return np.asarray(mapped)
 
     def _first_look(self, stored: ShardFile) -> None:
-        """Compare with the index a file that is about to be read for the first time."""
+        """Check a file against the index before it is read for the first time."""
         if stored.name not in self._stamps:
             check_file(self.folder, stored, self.option)
             self._stamps[stored.name] = _stamp(self.folder / stored.name)
@@ -149,10 +153,12 @@ class ShardTokenBuffer:
             raise ValueError(f"tokens {start}..{stop} of {self.num_tokens}")
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Shard, first and last+1 token in it, and place in the result, of each shard that a range touches."""
+        """Yield for each shard in a range: its number, the first and last+1 token in it, and the position
+        in the result."""
         at = start
         while at < stop:
-            number = bisect_right(self._ends, at)  # to the right, past shards without tokens
+            # the rightmost shard, which skips shards without tokens
+            number = bisect_right(self._ends, at)
             base = self._ends[number] - self.index.shards[number].num_tokens
             last = min(stop, self._ends[number])
             yield number, at - base, last - base, at - start
@@ -160,17 +166,20 @@ class ShardTokenBuffer:
 
 
 class _OpenFiles:
-    """File descriptors of the files read last; reading by position leaves them in one state for all processes."""
+    """File descriptors of the most recently used files.
+
+    Reading by position works in several processes that share them.
+    """
 
     def __init__(self, folder: Path, option: str, look: Callable[[ShardFile], None] | None = None) -> None:
-        """``look`` is called with a file before it is opened."""
+        """Prepare without opening a file. ``look`` is called with each file before it is opened."""
         self._folder = folder
         self._option = option
         self._look = look
         self._descriptors: OrderedDict[str, int] = OrderedDict()
 
     def read(self, stored: ShardFile, start: int, stop: int) -> bytearray:
-        """Bytes start..stop-1 of a file."""
+        """Return the bytes start..stop-1 of a file."""
         buffer = bytearray(stop - start)
         view = memoryview(buffer)
         at = 0
@@ -178,7 +187,8 @@ class _OpenFiles:
             descriptor = self._descriptor(stored)
             while at < len(buffer):
                 count = os.preadv(descriptor, [view[at:]], start + at)
-                if count == 0:  # the end of a file that has become shorter
+                # the file has become shorter
+                if count == 0:
                     raise _changed(self._folder / stored.name, self._option)
                 at += count
         except OSError as error:
@@ -204,83 +214,80 @@ class _OpenFiles:
             os.close(self._descriptors.popitem()[1])
 
 
-def check_tokenizer(line: ShardTokenBuffer, tokenizer: Tokenizer, option: str = "model.hf_assets_path") -> None:
-    """Stop unless the tokens were made by this tokenizer.
+def check_tokenizer(buffer: ShardTokenBuffer, tokenizer: Tokenizer, option: str = "model.hf_assets_path") -> None:
+    """Raise ConfigError unless the tokens were made with this tokenizer.
 
-    Raises:
-        ConfigError: with both vocabularies and fingerprints.
+    The message has both vocabularies and fingerprints.
     """
-    index = line.index
+    index = buffer.index
     if index.tokenizer != tokenizer.fingerprint:
         rule = (
-            f"is not the tokenizer of {line.folder}: that has {index.vocab_size} ids, fingerprint "
-            f'{index.tokenizer[:12]}, and was "{index.tokenizer_name}"; this has {tokenizer.vocab_size} ids, '
-            f"fingerprint {tokenizer.fingerprint[:12]}"
+            f'differs from the tokenizer of {buffer.folder}, "{index.tokenizer_name}": that has {index.vocab_size} ids '
+            f"and fingerprint {index.tokenizer[:12]}; this has {tokenizer.vocab_size} ids and fingerprint "
+            f"{tokenizer.fingerprint[:12]}"
         )
-        raise ConfigError(Problem(option, None, rule, "name that tokenizer, or prepare the data with this one"))
-    check_vocabulary(line, tokenizer.vocab_size, option)
+        raise ConfigError(Problem(option, None, rule, "use that tokenizer, or prepare the data with this one"))
+    check_vocabulary(buffer, tokenizer.vocab_size, option)
 
 
-def check_vocabulary(line: ShardTokenBuffer, vocab_size: int, option: str = "model.flavor") -> None:
-    """Stop where tokens have ids that a vocabulary (a model's embedding, a tokenizer) lacks.
-
-    Raises:
-        ConfigError: with the largest id and both sizes.
-    """
-    if line.index.max_id >= vocab_size:
+def check_vocabulary(buffer: ShardTokenBuffer, vocab_size: int, option: str = "model.flavor") -> None:
+    """Raise ConfigError if tokens have ids that are not in the vocabulary of a model or tokenizer."""
+    if buffer.index.max_id >= vocab_size:
         rule = (
-            f"has a vocabulary of {vocab_size}, and {line.folder} holds ids up to {line.index.max_id} of a vocabulary "
-            f"of {line.index.vocab_size}"
+            f"has a vocabulary of {vocab_size}, and {buffer.folder} contains ids up to {buffer.index.max_id} of a "
+            f"vocabulary of {buffer.index.vocab_size}"
         )
-        fix = f"use a vocabulary of {line.index.max_id + 1} or more, or prepare the data with the right tokenizer"
+        fix = f"use a vocabulary of {buffer.index.max_id + 1} or more, or prepare the data with the right tokenizer"
         raise ConfigError(Problem(option, None, rule, fix))
 
 
-def verify(line: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
-    """Read every byte of every file: yields each file's name with what is wrong with it, one after the other.
+def verify(buffer: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
+    """Read every byte of every file. Yield each file's name with a list of its problems.
 
-    Hashes are compared with the index; ids must be in the vocabulary and at most the largest that the index names,
-    document starts must ascend and masks be 0 or 1.
+    Hashes must match the index. Ids must be in the vocabulary and at most the maximum in the index.
+    Document starts must ascend, and masks must be 0 or 1.
     """
-    index = line.index
+    index = buffer.index
     tokens = {shard.tokens.name for shard in index.shards}
     for stored in index.files():
-        path = line.folder / stored.name
+        path = buffer.folder / stored.name
         dtype = DTYPES[index.dtype] if stored.name in tokens else np.dtype("<i8" if stored.name == STARTS else "u1")
         digest = hashlib.sha256()
         previous = -1
-        wrong = set[str]()
+        problems = set[str]()
         try:
             with open(path, "rb", opener=atomic_io.without_waiting) as file:
                 while content := file.read(_BLOCK_BYTES):
                     digest.update(content)
-                    # Whole numbers alone: a file that was cut may end within one.
+                    # a truncated file may end within a number, so use only complete numbers
                     values = np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype=dtype)
-                    wrong |= _wrong_values(stored.name, values, index, previous)
+                    problems |= _wrong_values(stored.name, values, index, previous)
                     previous = int(values[-1]) if len(values) else previous
         except OSError as error:
-            wrong.add(f"cannot be read ({error.strerror})")
-        if digest.hexdigest() != stored.sha256 and not any("read" in w for w in wrong):
-            wrong.add(
-                f"has other bytes than {INDEX} says (SHA-256 {digest.hexdigest()[:12]}, not {stored.sha256[:12]})"
-            )
-        yield stored.name, [f"{path} {rule}" for rule in sorted(wrong)]
+            problems.add(f"cannot be read ({error.strerror})")
+        if digest.hexdigest() != stored.sha256 and not any("read" in w for w in problems):
+            problems.add(f"differs from its SHA-256 in {INDEX} ({digest.hexdigest()[:12]}, not {stored.sha256[:12]})")
+        yield stored.name, [f"{path} {rule}" for rule in sorted(problems)]
 
 
 def _wrong_values(name: str, values: npt.NDArray[Any], index: ShardIndex, previous: int) -> set[str]:
-    """What a block of a file holds that it may not."""
+    """Return the problems of a block of values."""
     if not len(values):
         return set()
     low, high = int(values.min()), int(values.max())
     if name == STARTS:
-        rising = bool((np.diff(values) >= 0).all()) and low >= max(previous, 0)
-        return set() if rising and high <= index.num_tokens else {"has starts of documents that do not ascend"}
+        is_ascending = bool((np.diff(values) >= 0).all()) and low >= max(previous, 0)
+        if is_ascending and high <= index.num_tokens:
+            return set()
+        return {"has starts of documents that do not ascend"}
     if name.startswith("learned"):
         return set() if high <= 1 else {f"has a mask of {high}, not 0 or 1"}
     if low < 0 or high >= index.vocab_size:
         outside = high if high >= index.vocab_size else low
         return {f"has the id {outside}, outside the vocabulary of {index.vocab_size}"}
-    return set() if high <= index.max_id else {f"has the id {high}, above the largest of the index, {index.max_id}"}
+    if high > index.max_id:
+        return {f"has the id {high}, above the largest of the index, {index.max_id}"}
+    return set()
 
 
 def _stamp(path: Path) -> Stamp | None:

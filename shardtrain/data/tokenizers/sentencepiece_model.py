@@ -1,4 +1,4 @@
-"""A sentencepiece ``.model``, run by the ``sentencepiece`` library."""
+"""Tokenizer in a sentencepiece ``.model`` file, executed by the ``sentencepiece`` library."""
 
 from __future__ import annotations
 
@@ -17,127 +17,135 @@ from shardtrain.data.tokenizers.tokenizer_config import TokenizerConfig, ends_fa
 from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 
-# ModelProto.normalizer_spec (field 3) { add_dummy_prefix (field 3): false }. A message that occurs twice in a protobuf
-# is merged and the later value counts, so that these bytes at the end of a model change this one setting.
+# ModelProto.normalizer_spec (field 3) { add_dummy_prefix (field 3): false }. Repeated messages in a
+# protobuf are merged and the later value wins, so these bytes at the end of a model change this one
+# setting.
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model, with the added tokens of a ``tokenizer_config.json`` beside it.
+    """A sentencepiece model, with the added tokens of a ``tokenizer_config.json`` next to it.
 
-    As in the library, a text that spells out ``<s>`` is ordinary text, except in conversations (``encode_spans``). The
-    space that many models put before a text is not put after a special token within one.
+    As in the library, ``<s>`` in a text is ordinary text, except in conversations (``encode_spans``). Many
+    models add a space before a text; it is not added after a special token within the text.
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
         self.spec = spec
         self.option = option
-        # The model as it is, and one that puts no space before a text, for what follows a special token.
-        self._whole = _load(file, content, option)
-        self._inner = _load(file, content + _NO_PREFIX, option)
+        # the model, and a copy that adds no space before a text, for text after a special token
+        self._model = _load(file, content, option)
+        self._model_without_prefix = _load(file, content + _NO_PREFIX, option)
 
-        # Tokens that the model lacks are added behind it. Those that are not special are found in every text, special
-        # ones in conversations alone.
-        beside = read_beside(file.parent, option)
-        pieces: int = self._whole.get_piece_size()
-        self._added = self._added_tokens(beside, pieces, file)
+        # Tokens that the model lacks have ids after its own. Those that are not special are found in every
+        # text, special ones only in conversations.
+        config = read_beside(file.parent, option)
+        pieces: int = self._model.get_piece_size()
+        self._added = self._added_tokens(config, pieces, file)
         self.vocab_size = max(pieces, *(i + 1 for i in self._added), 1) if self._added else pieces
-        control = {self._whole.id_to_piece(i): i for i in range(pieces) if self._whole.is_control(i)}
-        special = control | {text.content: i for i, text in beside.added.items() if text.special}
-        self._always = Splitter({text.content: i for i, text in beside.added.items() if not text.special})
-        self._all = Splitter({**{text.content: i for i, text in beside.added.items()}, **special})
+        control = {self._model.id_to_piece(i): i for i in range(pieces) if self._model.is_control(i)}
+        special = control | {text.content: i for i, text in config.added.items() if text.special}
+        self._always = Splitter({text.content: i for i, text in config.added.items() if not text.special})
+        self._all = Splitter({**{text.content: i for i, text in config.added.items()}, **special})
         self._texts = {i: text for text, i in special.items()} | self._added
 
-        # Which tokens begin and end a document, by the files beside it or else by the model.
-        self.bos_id, self.eos_id, self.pad_id = (self._end(beside, name, special) for name in ("bos", "eos", "pad"))
-        self.prefix_ids, self.suffix_ids = beside.ends(self.bos_id, self.eos_id)
+        # tokens that begin and end a document, from the files next to it or else from the model
+        self.bos_id, self.eos_id, self.pad_id = (self._end(config, name, special) for name in ("bos", "eos", "pad"))
+        self.prefix_ids, self.suffix_ids = config.ends(self.bos_id, self.eos_id)
         ends = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         ids = {name: i for name, i in ends.items() if i is not None}
         self.special_ids = frozenset(special.values()).union(ids.values())
-        texts = {name: self._texts.get(i) or str(self._whole.id_to_piece(i)) for name, i in ids.items()}
-        self.special_tokens: Mapping[str, str] = {**texts, **beside.named()}
-        self.chat_template = beside.chat_template
-        self.tool_template = beside.tool_template
-        facts = f"sentencepiece {self.bos_id} {self.eos_id} {sorted(beside.added.items())}".encode()
+        texts = {name: self._texts.get(i) or str(self._model.id_to_piece(i)) for name, i in ids.items()}
+        self.special_tokens: Mapping[str, str] = {**texts, **config.named()}
+        self.chat_template = config.chat_template
+        self.tool_template = config.tool_template
+        facts = f"sentencepiece {self.bos_id} {self.eos_id} {sorted(config.added.items())}".encode()
         facts += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
         self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + facts).hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """Ids of a text, without bos and eos."""
+        """Return the ids of a text, without BOS and EOS."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """Ids of each text."""
+        """Return the ids of each text."""
         if self._always:
-            return [ids for ids, _ in (self._with_spans(text, self._always) for text in texts)]
-        batch = self._whole.encode(list(texts), num_threads=threads()) if texts else []
+            return [self._with_spans(text, self._always)[0] for text in texts]
+        batch = self._model.encode(list(texts), num_threads=threads()) if texts else []
         return [np.array(ids, dtype=np.int32) for ids in batch]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """Ids of each text, special tokens that it spells out among them, and the characters that they stand for."""
+        """Return the ids of each text, including special tokens that occur in it as strings, and their
+        character ranges."""
         return [self._with_spans(text, self._all) for text in texts]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
-        """Text of ids; special tokens are left out unless they are to be kept.
+        """Return the text of ids, with special tokens only if ``keep_special``.
 
         Raises:
-            ValueError: when an id is not in 0..vocab_size-1.
+            ValueError: an id is not in 0..vocab_size-1.
         """
         parts: list[str] = []
-        run: list[int] = []
-        # The model decodes runs of its own pieces, between tokens that have a text of their own. The None at the end
-        # closes the last run.
+        pieces_to_decode: list[int] = []
+        # The model decodes sequences of its own pieces between tokens with another text. None ends the last
+        # sequence.
         for i in [*(int(i) for i in ids), None]:
             if i is not None and not 0 <= i < self.vocab_size:
                 raise ValueError(f"token id outside 0..{self.vocab_size - 1}")
             if i is not None and i not in self._texts:
-                run.append(i)
+                pieces_to_decode.append(i)
                 continue
-            if run:
-                model = self._inner if parts else self._whole
-                parts.append(model.decode(run))
-                run = []
+            if pieces_to_decode:
+                model = self._model_without_prefix if parts else self._model
+                parts.append(model.decode(pieces_to_decode))
+                pieces_to_decode = []
             if i is not None:
                 parts.append(self._texts[i] if keep_special or i not in self.special_ids else "")
         return "".join(parts)
 
-    def _added_tokens(self, beside: TokenizerConfig, pieces: int, file: Path) -> dict[int, str]:
-        """Added tokens beyond the model; those within it must be the model's own."""
-        for i, token in beside.added.items():
-            if i < pieces and self._whole.id_to_piece(i) != token.content:
+    def _added_tokens(self, config: TokenizerConfig, pieces: int, file: Path) -> dict[int, str]:
+        """Return the added tokens beyond the model's vocabulary.
+
+        Raises ConfigError if one contradicts the model.
+        """
+        for i, token in config.added.items():
+            if i < pieces and self._model.id_to_piece(i) != token.content:
                 rule = (
-                    f"has the piece {self._whole.id_to_piece(i)!r} at id {i}, tokenizer_config.json {token.content!r}"
+                    f"has the piece {self._model.id_to_piece(i)!r} at id {i}, tokenizer_config.json {token.content!r}"
                 )
                 raise ConfigError(Problem(self.option, str(file), rule, "use files that belong together"))
             if i >= pieces + 2**20:
                 rule = f"has {pieces} pieces, and tokenizer_config.json adds a token with id {i}"
                 raise ConfigError(Problem(self.option, str(file), rule, "use files that belong together"))
-        return {i: token.content for i, token in beside.added.items() if i >= pieces}
+        return {i: token.content for i, token in config.added.items() if i >= pieces}
 
-    def _end(self, beside: TokenizerConfig, name: str, special: dict[str, int]) -> int | None:
+    def _end(self, config: TokenizerConfig, name: str, special: dict[str, int]) -> int | None:
+        """Return the id of "bos", "eos" or "pad", from the files next to the model or else from the model."""
         key = f"{name}_token"
-        own = int(getattr(self._whole, f"{name}_id")())
-        if key in beside.tokens or f"{key}_id" in beside.token_ids:
-            return beside.special_id(key, lambda text: self._find(text, special), special, self.vocab_size, self.option)
-        return own if own >= 0 else None
+        if key in config.tokens or f"{key}_id" in config.token_ids:
+            return config.special_id(key, lambda text: self._find(text, special), special, self.vocab_size, self.option)
+        model_id = int(getattr(self._model, f"{name}_id")())
+        return model_id if model_id >= 0 else None
 
     def _find(self, text: str, special: dict[str, int]) -> int | None:
+        """Return the id of a token, or None."""
         if text in special:
             return special[text]
         added = next((i for i, content in self._added.items() if content == text), None)
         if added is not None:
             return added
-        # The library gives the unknown id for a text that is not a piece.
-        i = int(self._whole.piece_to_id(text))
-        return i if self._whole.id_to_piece(i) == text else None
+        # the library returns the unknown id for a text that is not a piece
+        i = int(self._model.piece_to_id(text))
+        return i if self._model.id_to_piece(i) == text else None
 
     def _with_spans(self, text: str, splitter: Splitter) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Return the ids of a text and their character ranges; ``splitter`` finds the special tokens."""
         ids: list[int] = []
         spans = [np.zeros((0, 2), dtype=np.int64)]
         start = 0
         for piece, special in splitter.pieces(text):
             if special is None:
-                model = self._inner if start else self._whole
+                model = self._model_without_prefix if start else self._model
                 message = model.encode(piece, out_type="serialized_proto")
                 piece_ids, where = _read_pieces(message)
                 ids += piece_ids
@@ -156,30 +164,31 @@ def _load(file: Path, content: bytes, option: str) -> Any:
         processor.LoadFromSerializedProto(content)
         if processor.get_piece_size() > 0:
             return processor
-    except Exception as error:  # the library raises several kinds for a file that is none of its own
+    # the library raises several exception classes for a file in another format
+    except Exception as error:
         rule = "is not a tokenizer: neither JSON nor ranks of tiktoken nor a sentencepiece model"
         raise ConfigError(Problem(option, str(file), rule, "copy or download it again")) from error
     raise ConfigError(Problem(option, str(file), "has an empty vocabulary", "use a trained tokenizer"))
 
 
 def _read_pieces(message: bytes) -> tuple[list[int], npt.NDArray[np.int64]]:
-    """Ids and spans in bytes of a SentencePieceText.
+    """Return ids and byte ranges of a SentencePieceText.
 
-    Read by hand, for what the library gives in its place changed from version to version: pieces are field 2, and in
-    a piece the id is field 2, begin 4 and end 5; zeros may be left out.
+    Parsed here, because the library's own classes change between versions. Pieces are field 2. In a piece
+    the id is field 2, begin 4 and end 5; zeros may be omitted.
     """
     ids: list[int] = []
     spans: list[tuple[int, int]] = []
     for number, value in _fields(message):
         if number == 2 and isinstance(value, bytes):
-            piece = {key: found for key, found in _fields(value) if isinstance(found, int)}
+            piece = {key: number for key, number in _fields(value) if isinstance(number, int)}
             ids.append(piece.get(2, 0))
             spans.append((piece.get(4, 0), piece.get(5, 0)))
     return ids, np.array(spans, dtype=np.int64).reshape(-1, 2)
 
 
 def _fields(message: bytes) -> list[tuple[int, int | bytes]]:
-    """Field numbers and values of a protobuf of numbers, texts and messages."""
+    """Return field numbers and values of a protobuf message with numbers, texts and messages."""
     fields: list[tuple[int, int | bytes]] = []
     at = 0
     while at < len(message):
@@ -191,11 +200,12 @@ def _fields(message: bytes) -> list[tuple[int, int | bytes]]:
         elif key & 7 == 0:
             fields.append((key >> 3, value))
         else:
-            raise ValueError("the sentencepiece library gave a message of an unknown form")
+            raise ValueError("the sentencepiece library returned a message in an unknown format")
     return fields
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """Return the variable-length integer at a position, and the position after it."""
     value = shift = 0
     while True:
         byte = message[at]

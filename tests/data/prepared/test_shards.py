@@ -157,7 +157,7 @@ def test_another_tokenizer_is_refused_with_both_sizes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_tokenizer(line, other, "model.tokenizer_path")
     text = str(caught.value)
-    assert text.startswith("model.tokenizer_path: name that tokenizer, or prepare") and "\n" not in text
+    assert text.startswith("model.tokenizer_path: use that tokenizer, or prepare") and "\n" not in text
     assert all(word in text for word in ("258", "50257", "ffffffffffff", ByteTokenizer.fingerprint[:12], '"bytes"'))
 
 
@@ -175,7 +175,7 @@ def test_the_dataset_tokens_opens_a_prepared_folder(tmp_path: Path) -> None:
         tokens.open_line(Request(path=None), ByteTokenizer())
     other = ByteTokenizer()
     other.fingerprint = "0" * 64
-    with pytest.raises(ConfigError, match="is not the tokenizer of"):
+    with pytest.raises(ConfigError, match="differs from the tokenizer of"):
         tokens.open_line(Request(path=str(folder)), other)
 
 
@@ -208,7 +208,7 @@ def test_of_many_files_each_is_checked_when_it_is_first_read(tmp_path: Path, mon
     tokens_of = [Document(np.arange(50, dtype=np.int32) + 7 * number) for number in range(4)]
     write(tmp_path / "shards", tokens_of)
     whole = ShardTokenBuffer(tmp_path / "shards")
-    monkeypatch.setattr(shard_index, "MOST_CHECKED", 3)
+    monkeypatch.setattr(shard_index, "MAX_CHECKED", 3)
     looked: list[str] = []
     check = shard_index.check_file
     for module in (shard_index, shards):

@@ -105,10 +105,10 @@ def test_an_index_that_contradicts_itself_is_refused(folder: Path, name: str) ->
 
 def test_a_path_that_is_not_a_prepared_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     assert_refused(tmp_path / "none", "does not exist")
-    assert_refused(folder / INDEX, "is a file, and not a folder of prepared tokens")
+    assert_refused(folder / INDEX, "is a file, not a folder of prepared tokens")
     assert_refused(tmp_path, "has no index.json; name one of its folders: x")
     (tmp_path / "y" / UNFINISHED).mkdir(parents=True)
-    assert_refused(tmp_path / "y", "is not prepared to its end; start the same")
+    assert_refused(tmp_path / "y", "is not completely prepared; start the same")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -125,13 +125,13 @@ def test_starts_outside_the_tokens_are_refused(folder: Path) -> None:
 
     ends = hashlib.sha256(starts.tobytes() * 2).hexdigest()
     edit(folder, lambda t: t["starts"].update(ends_sha256=ends))
-    assert_refused(folder, "holds starts of documents outside the 30000 tokens")
+    assert_refused(folder, "contains starts of documents outside the 30000 tokens")
 
 
 @pytest.mark.parametrize(
     ("name", "offset", "value", "match"),
     [
-        ("tokens-00001.bin", 10_000, b"\x01\x00", "has other bytes than index.json says"),
+        ("tokens-00001.bin", 10_000, b"\x01\x00", "differs from its SHA-256 in index.json"),
         ("tokens-00001.bin", 10_000, b"\xff\xff", "has the id 65535, outside the vocabulary of 300"),
         ("learned-00000.bin", 5_000, b"\x07", "has a mask of 7, not 0 or 1"),
         ("starts.bin", 8, b"\xff" * 7 + b"\x00", "has starts of documents that do not ascend"),

@@ -75,9 +75,9 @@ def test_a_path_that_is_missing_or_leads_nowhere_names_the_option(tmp_path):
 
 def test_what_is_not_a_regular_file_is_refused_and_never_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(DataError, match=r'pipe.jsonl" is a pipe, no file'):
+    with pytest.raises(DataError, match=r'pipe.jsonl" is a pipe, not a regular file'):
         names(tmp_path)
-    with pytest.raises(DataError, match=r'/dev/null" is a device, no file'):
+    with pytest.raises(DataError, match=r'/dev/null" is a device, not a regular file'):
         names("/dev/null")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))

@@ -48,7 +48,7 @@ def test_a_file_whose_switch_is_not_heeded_is_reported(tmp_path: Path, caplog: p
     assert not caplog.records
     path = folder(tmp_path / "differ", "gpt2", add_bos_token=True)
     open_tokenizer(str(path))
-    assert "the post-processor decides, as in transformers, unless you set data.add_bos = true" in caplog.text
+    assert "the post-processor takes precedence, as in transformers, unless you set data.add_bos = true" in caplog.text
 
 
 def test_documents_begin_as_the_tokenizer_says_and_end_where_it_names_an_end(tmp_path: Path) -> None:

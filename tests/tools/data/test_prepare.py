@@ -256,7 +256,7 @@ def test_the_first_bad_row_of_the_source_stops_it(tmp_path: Path, processes: str
     with pytest.raises(DataError, match=r"a\.jsonl:58: .*data\.bad_rows=.skip.") as caught:
         prepare.main(words)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="is not prepared to its end"):
+    with pytest.raises(ConfigError, match="is not completely prepared"):
         ShardTokenBuffer(tmp_path / "o")
 
 
