@@ -185,7 +185,7 @@ def test_the_thread_ends_with_the_run_and_says_what_is_not_known(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(file_hashes, "SMALL_BYTES", 0)
-    monkeypatch.setattr(file_hashes, "SHARE", 1e-9)  # a pause without end after the first piece
+    monkeypatch.setattr(file_hashes, "MAX_CORE_SHARE", 1e-9)  # a pause without end after the first piece
     path = tmp_path / "large"
     path.write_bytes(bytes(10_000_000))
     contents = Contents([WholeFile("large", str(path), "training.dataset_path")])

@@ -244,7 +244,7 @@ def test_marks_whose_text_is_changed_are_refused():
         "{{ x | trim }}",
         {},
     )
-    with pytest.raises(Unusable, match="changes what its"):
+    with pytest.raises(Unusable, match="changes the text within its"):
         write(template, TURNS[:2])
 
 
