@@ -68,11 +68,11 @@ class Bucket:
         if self._mesh is not None:
             self._coordinate = [self._mesh.get_local_rank(i) for i in range(self._mesh.ndim)]
             self._sizes = tuple(self._mesh.size(axis) for axis in self._axes)
-        self._here = tuple(self._coordinate[axis] for axis in self._axes)
+        self._position = tuple(self._coordinate[axis] for axis in self._axes)
         # the plan is the same in every step
         self._matrices = self._assign(load)
         self._hops = [self._plan_hop(k) for k in range(len(self._axes))]
-        keys = {(m, self._here) for m in range(len(self._matrices))}
+        keys = {(m, self._position) for m in range(len(self._matrices))}
         for hop in self._hops:
             for keys_of_rank in (*hop.sent, *hop.received):
                 keys.update(keys_of_rank)
@@ -86,20 +86,20 @@ class Bucket:
         for stacks,
         3. The function maps a matrix (rows, columns) to one of the same shape and dtype.
         """
-        shards = {(m, self._here): _matrix_of(parts, matrix) for m, matrix in enumerate(self._matrices)}
+        shards = {(m, self._position): _matrix_of(parts, matrix) for m, matrix in enumerate(self._matrices)}
         for hop in self._hops:
             shards = self._exchange(hop.axis, shards, hop.sent, hop.received, parts[0])
         # Now each owner has all shards of its matrices. Ranks that own none wait in the next all-to-all.
         results_of_owner: dict[Key, Tensor] = {}
         for m, matrix in enumerate(self._matrices):
-            if matrix.owner == self._here:
+            if matrix.owner == self._position:
                 results_of_owner |= self._apply(m, shards, function)
         shards = results_of_owner
         for hop in reversed(self._hops):
             shards = self._exchange(hop.axis, shards, hop.received, hop.sent, parts[0])
         results = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
         for m, matrix in enumerate(self._matrices):
-            _matrix_of(results, matrix).copy_(shards[m, self._here])
+            _matrix_of(results, matrix).copy_(shards[m, self._position])
         return results
 
     def _apply(self, m: int, shards: dict[Key, Tensor], function: Callable[[Tensor], Tensor]) -> dict[Key, Tensor]:
@@ -162,20 +162,20 @@ class Bucket:
         Before it, this rank has the shards of the matrices whose owners have its coordinate on the axes
         before k. These shards come from all ranks along those axes.
         """
-        here = self._here
+        coordinate = self._position
         size = self._sizes[k]
         origins_so_far = list(product(*(range(n) for n in self._sizes[:k])))
         sent: list[list[Key]] = [[] for _ in range(size)]
         received: list[list[Key]] = [[] for _ in range(size)]
         for m, matrix in enumerate(self._matrices):
-            if matrix.owner[:k] != here[:k]:
+            if matrix.owner[:k] != coordinate[:k]:
                 continue
             owner = matrix.owner[k]
             for origin in origins_so_far:
-                sent[owner].append((m, (*origin, *here[k:])))
-                if owner == here[k]:
+                sent[owner].append((m, (*origin, *coordinate[k:])))
+                if owner == coordinate[k]:
                     for sender in range(size):
-                        received[sender].append((m, (*origin, sender, *here[k + 1 :])))
+                        received[sender].append((m, (*origin, sender, *coordinate[k + 1 :])))
         return _Hop(self._axes[k], sent, received)
 
     def _slices_of(self, key: Key) -> tuple[slice, slice]:

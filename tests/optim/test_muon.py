@@ -178,7 +178,7 @@ def test_a_parameter_without_gradient_is_left_alone():
     optimizer.step()
     changed = {name for name, value in values(0).items() if not torch.equal(params[name], value)}
     assert changed == {"layers.0.wq.weight"}
-    with pytest.raises(ValueError, match="no closure"):
+    with pytest.raises(ValueError, match="closures"):
         optimizer.step(lambda: 0.0)
 
 
