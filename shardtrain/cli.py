@@ -1,4 +1,4 @@
-"""The ``shardtrain`` command: a table of verbs, each one small function that imports what it needs when it runs.
+"""The ``shardtrain`` command: a table of verbs. Each verb imports what it needs when it runs.
 
 ``--help``, ``config`` and a wrong configuration answer at once: torch is imported by ``train``, ``verify`` and those
 verbs of ``data`` that need it, after the configuration has been found to work.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
-import importlib
 import importlib.util
 import io
 import os
@@ -19,63 +17,24 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from shardtrain import BEYOND_THE_CORE, __version__
-from shardtrain.config import help_pages
+from shardtrain import __version__
+from shardtrain.config import config_command, help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
 from shardtrain.utils import garbage_collection, limits, process, python_child, storage_errors
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem, ShardtrainError
 from shardtrain.utils.heartbeat import heartbeat
+from shardtrain.utils.verbs import Command, CommandVerb, import_part
 
 if TYPE_CHECKING:
     from shardtrain.config import Config, Loaded
     from shardtrain.launch.child_watch import ChildWatch
     from shardtrain.launch.failure import Failure
     from shardtrain.train.preflight.machine import Machine
-
-USAGE = """\
-usage: shardtrain VERB ...
-
-  train [CONFIG.toml] [--nproc N] [--max_restarts N] [--section.key VALUE ...]
-                                                              train on the devices of this machine, or as one of several
-                                                              nodes [--nnodes N --node_rank K --rdzv_endpoint HOST:PORT]
-  plan [CONFIG.toml] [--gpus N] [--device h100] [--search]    memory and time on devices that need not be here
-  verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...]    prove that meshes change no number (--help: all options)
-  init NEW.toml [PRESET] [--section.key VALUE ...]            write a configuration to begin with, with comments
-  config show  [CONFIG.toml] [--section.key VALUE ...]        print every option with its origin
-  config check [CONFIG.toml] [--for-machine none|here|NAME]   list what train would refuse; start nothing
-  config help  [SECTION[.KEY]]                                explain the options
-  config schema                                               a JSON Schema of all options, for editors of TOML
-  config migrate FILE... -o NEW.toml                          write a configuration of another system as TOML
-  data VERB ...                                               prepare, check, show and probe data (data --help: all)
-  checkpoint VERB ...                                         list, verify and compare checkpoints
-  generate --from RUN_FOLDER --prompt TEXT ...                write text with a trained model (--help: all options)
-  evaluate --from RUN_FOLDER --data NAME=FILE ...             measure its loss, or tasks of lm-eval (--help: all)
-  import HF_DIR --to CHECKPOINT; export CHECKPOINT --to HF_DIR
-                                                              weights in and out of the Hugging Face format
-  merge ADAPTERS --to CHECKPOINT                              add trained adapters to the weights beside them
-  test CONFIG.toml [--step latest|best|N]                     metrics and predictions of the held-out sets, in files
-  goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
-  report RUN_FOLDER ... [-o report.html]                      curves, validation, time and options of runs, as one page
-  profile RUN_FOLDER                                          costliest operations, exposed communication and memory
-                                                              of its profiler traces
-  watch [RUN_FOLDER ...]                                      a live view of runs in the terminal, from their files
-  runs [FOLDER]                                               list the runs below a folder: state, step, loss, age
-  doctor [CONFIG.toml] [--nproc N] ...                        find what would end or slow a run on this machine or job
-  launch PLATFORM [CONFIG.toml] [--dry-run] ...               the same run on hosts or a cluster (--help: all options)
-  replay STEP [RUN_FOLDER | CONFIG.toml] ...                  make a step again and compare it with the record
-  completion bash|zsh|fish                                    a script with which a shell completes all of this
-  help [VERB], --help                                         this text, or that of a verb
-  --version                                                   print the version
-
-CONFIG.toml may be the name of a preset: debug, llama3_8b, ... Without it, train, test and config take the file
-of CONFIG_FILE, or debug: a small Llama on the Python standard library's own source text.
-NGPU, LOG_RANK: number of ranks, and the ranks that write to the terminal ("0" unless set).
-With --comm.mode fake_backend nothing is trained: one process builds rank RANK (0) of any number of ranks.
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,25 +112,13 @@ def _discard_output() -> None:
 
 
 def _dispatch(words: list[str]) -> int:
-    names = [name for name in VERBS if not name.startswith("-")]
-    if not words:
-        fix = f"use one of {', '.join(names)}, as in shardtrain train debug; shardtrain --help says what each does"
-        raise ConfigError(Problem("shardtrain", None, "needs a verb", fix, "command line"))
-    verb = words[0]
-    rest = words[1:]
     # `shardtrain help train` is `shardtrain train --help`
-    if verb == "help" and rest:
-        verb = rest[0]
-        rest = [*rest[1:], "--help"]
-    if verb not in VERBS:
-        near = [_OTHER_NAMES[verb]] if verb in _OTHER_NAMES else difflib.get_close_matches(verb, names, 1)
-        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
-        if verb.startswith("-") and not near:
-            fix = "the verb comes first, as in shardtrain train debug --nproc 2"
-        raise ConfigError(Problem("shardtrain", verb, "is not a verb", fix, "command line"))
-    if sys.stdout.isatty() and (verb in ("help", "--help", "-h") or rest[:1] in (["--help"], ["-h"])):
-        return _help_that_fits(lambda: VERBS[verb](rest))
-    return VERBS[verb](rest)
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [words[1], *words[2:], "--help"]
+    asks_help = words[:1] in (["help"], ["--help"], ["-h"]) or words[1:2] in (["--help"], ["-h"])
+    if sys.stdout.isatty() and asks_help:
+        return _help_that_fits(lambda: COMMAND.run(words))
+    return COMMAND.run(words)
 
 
 def _help_that_fits(print_help: Callable[[], int]) -> int:
@@ -213,7 +160,7 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
         return loaded, arguments
     from shardtrain.launch import environment
 
-    migrate = _import("shardtrain.compat.migrate")
+    migrate = import_part("shardtrain.compat.migrate")
     # a file of another system: it is migrated in memory, and may also say how many nodes and processes
     path = Path(arguments.path)
     overrides = arguments.overrides
@@ -240,7 +187,7 @@ def _load_flags(arguments: CommandLine) -> Loaded:
     """The configuration that FMEngine's flags ask for; what it is depends on the number of ranks."""
     from shardtrain.launch import environment
 
-    migrate = _import("shardtrain.compat.migrate")
+    migrate = import_part("shardtrain.compat.migrate")
     world = os.environ.get("WORLD_SIZE", "")
     if world.isdecimal():
         return migrate.load_flags(arguments.overrides, int(world))
@@ -251,16 +198,16 @@ def _load_flags(arguments: CommandLine) -> Loaded:
 
 def _config(words: list[str]) -> int:
     """Show, check or explain a configuration; migrate one of another system."""
-    asks_help = any(word in ("--help", "-h") for word in words[:2])
-    if asks_help and words[0] in ("--help", "-h", "show", "help", "schema"):
-        print(help_pages.CONFIG, end="")
-        return 0
-    if words[:1] == ["migrate"]:
-        return _module("shardtrain.compat.migrate.migrate_command")(words[1:])
-    if words[:1] == ["check"]:
-        opener = lambda arguments: _open(arguments, "config", keep_problems=True)  # noqa: E731
-        return _module("shardtrain.train.preflight.preflight_command")(words[1:], opener)
-    return _module("shardtrain.config.config_command")(words, lambda arguments: _open(arguments, "config"))
+    return Command("shardtrain config", CONFIG_VERBS, column=54, notes=help_pages.CONFIG).run(words)
+
+
+def _config_show(words: list[str]) -> int:
+    return config_command.print_options(_open(split(words), "config")[0])
+
+
+def _config_check(words: list[str]) -> int:
+    opener = partial(_open, verb="config", keep_problems=True)
+    return int(import_part("shardtrain.train.preflight.preflight_command").main(words, opener))
 
 
 def _train(words: list[str]) -> int:
@@ -276,7 +223,7 @@ def _train(words: list[str]) -> int:
     stop_status = failure.stop_status(loaded.config)
     if loaded.config.comm.mode == "fake_backend":
         signals.handle_requests(signal.SIG_DFL)  # there is no run to stop
-        return _module("shardtrain.train.simulated", "run")(loaded, arguments.nproc)
+        return int(import_part("shardtrain.train.simulated").run(loaded, arguments.nproc))
     local.end_at_request(loaded)
     if environment.is_rank(os.environ) and not arguments.nnodes:
         # a rank of several: of torchrun, srun, or of this command with fresh processes
@@ -477,9 +424,8 @@ def _trainer() -> Callable[[Loaded], object]:
 
 def _test(words: list[str]) -> int:
     """Evaluate a checkpoint on the held-out sets of its task."""
-    return _module("shardtrain.tools.held_out_eval.held_out_eval_command")(
-        words, lambda arguments: _open(arguments, "test")
-    )
+    held_out = import_part("shardtrain.tools.held_out_eval.held_out_eval_command")
+    return int(held_out.main(words, partial(_open, verb="test")))
 
 
 def _has_tools() -> bool:
@@ -487,51 +433,19 @@ def _has_tools() -> bool:
     return importlib.util.find_spec("shardtrain.tools") is not None
 
 
-def _import(name: str) -> Any:
-    """Import a module by name.
-
-    Raises:
-        ConfigError: it belongs to a part of the package that is not installed.
-    """
-    try:
-        with garbage_collection.importing(name):
-            return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name not in BEYOND_THE_CORE:
-            raise
-        fix = "install the complete package: pip install shardtrain"
-        raise ConfigError(f"this command needs {error.name}, which is not installed; {fix}") from error
+def _checkpoint(words: list[str]) -> int:
+    """List, verify, compare and convert checkpoints."""
+    return int(import_part("shardtrain.tools.checkpoint_command").main(words, FMENGINE_VERBS))
 
 
-def _module(name: str, function: str = "main") -> Callable[..., int]:
-    """Return a verb that a module implements. The module is imported when the verb is called."""
-
-    def run(*words: Any) -> int:
-        return int(getattr(_import(name), function)(*words))
-
-    return run
-
-
-def _long(verb: str, function: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """The same verb with a progress line every few seconds, for verbs that read and write whole models."""
-
-    def run(words: list[str]) -> int:
-        with heartbeat(f"shardtrain {verb}"):
-            return function(words)
-
-    return run
-
-
-def _checkpoint_of_others(words: list[str]) -> int:
-    """The verbs of ``checkpoint`` for folders that other systems write and read."""
-    if words[0].endswith("-fmengine"):
-        return _module("shardtrain.compat.fmengine.fmengine_command")(words)
-    return _module("shardtrain.tools.dcp.dcp_command")(words)
+def _launch(words: list[str]) -> int:
+    """Start a run on hosts or a cluster."""
+    return int(import_part("shardtrain.launch.launch_command").main(words, _refuse_unfit))
 
 
 def _refuse_unfit(loaded: Loaded, world_size: int) -> None:
     """Refuse to submit what cannot fit; torch is imported here alone, and where ``launch.device`` is set."""
-    _import("shardtrain.tools.plan.planning").refuse_unfit(loaded, world_size)
+    import_part("shardtrain.tools.plan.planning").refuse_unfit(loaded, world_size)
 
 
 def _completion(words: list[str]) -> int:
@@ -543,12 +457,12 @@ def _completion(words: list[str]) -> int:
         rule = "is not a shell that is known" if len(words) == 1 else "takes the name of one shell"
         fix = 'write eval "$(shardtrain completion bash)" into ~/.bashrc; zsh alike; for fish pipe it to source'
         raise ConfigError(Problem("shardtrain completion", " ".join(words) or None, rule, fix, "command line"))
-    print(completion.script(words[0], [name for name in VERBS if not name.startswith("-")]))
+    print(completion.script(words[0], COMMAND.names))
     return 0
 
 
 def _help(_words: list[str]) -> int:
-    print(USAGE, end="")
+    print(COMMAND.usage(), end="")
     return 0
 
 
@@ -570,33 +484,179 @@ _OTHER_NAMES = {
     "check": "config check", "new": "init", "estimate": "plan", "tail": "watch", "trace": "profile",
 }  # fmt: skip
 """What other programs call the verbs."""
-VERBS: dict[str, Callable[[list[str]], int]] = {
-    "train": _train,
-    "plan": _long("plan", _module("shardtrain.tools.plan.plan_command")),
-    "verify": _module("shardtrain.tools.verify"),
-    "init": _module("shardtrain.config.init_file"),
-    "config": _config,
-    "data": _module("shardtrain.tools.data.data_command"),
-    "checkpoint": _long(
-        "checkpoint", lambda words: _module("shardtrain.checkpoint.checkpoint_command")(words, _checkpoint_of_others)
+VERBS = {
+    "train": CommandVerb(
+        _train,
+        (("train [CONFIG.toml] [--nproc N] [--max_restarts N] [--section.key VALUE ...]",
+          "train on the devices of this machine, or as one of several\n"
+          "nodes [--nnodes N --node_rank K --rdzv_endpoint HOST:PORT]"),),
+        needs_torch=True,
     ),
-    "test": _test,
-    "generate": _module("shardtrain.tools.generate.generate_command"),
-    "evaluate": _module("shardtrain.tools.evaluate.evaluate_command"),
-    "import": _long("import", _module("shardtrain.tools.convert.convert_command", "import_main")),
-    "export": _long("export", _module("shardtrain.tools.convert.convert_command", "export_main")),
-    "merge": _long("merge", _module("shardtrain.tools.convert.adapters")),
-    "goodput": _module("shardtrain.tools.runs.goodput"),
-    "report": _long("report", _module("shardtrain.tools.runs.report.report_command")),
-    "runs": _module("shardtrain.tools.runs.list_runs"),
-    "watch": _module("shardtrain.tools.runs.watch.watch_command"),
-    "profile": _long("profile", _module("shardtrain.tools.runs.profile.profile_command")),
-    "doctor": _module("shardtrain.tools.doctor"),
-    "launch": lambda words: _module("shardtrain.launch.launch_command")(words, _refuse_unfit),
-    "replay": _module("shardtrain.tools.runs.replay"),
-    "completion": _completion,
-    "help": _help,
-    "--help": _help,
-    "-h": _help,
-    "--version": _version,
-}
+    "plan": CommandVerb(
+        "tools.plan.plan_command",
+        (("plan [CONFIG.toml] [--gpus N] [--device h100] [--search]",
+          "memory and time on devices that need not be here"),),
+        is_long=True,
+    ),
+    "verify": CommandVerb(
+        "tools.verify",
+        (('verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...]',
+          "prove that meshes change no number (--help: all options)"),),
+        needs_torch=True,
+    ),
+    "init": CommandVerb(
+        "config.init_file",
+        (("init NEW.toml [PRESET] [--section.key VALUE ...]",
+          "write a configuration to begin with, with comments"),),
+    ),
+    "config": CommandVerb(
+        _config,
+        (("config show  [CONFIG.toml] [--section.key VALUE ...]", "print every option with its origin"),
+         ("config check [CONFIG.toml] [--for-machine none|here|NAME]",
+          "list what train would refuse; start nothing"),
+         ("config help  [SECTION[.KEY]]", "explain the options"),
+         ("config schema", "a JSON Schema of all options, for editors of TOML"),
+         ("config migrate FILE... -o NEW.toml", "write a configuration of another system as TOML")),
+    ),
+    "data": CommandVerb(
+        "tools.data.data_command",
+        (("data VERB ...", "prepare, check, show and probe data (data --help: all)"),),
+        needs_torch=True,
+    ),
+    "checkpoint": CommandVerb(
+        _checkpoint,
+        (("checkpoint VERB ...", "list, verify and compare checkpoints"),),
+        is_long=True,
+    ),
+    "generate": CommandVerb(
+        "tools.generate.generate_command",
+        (("generate --from RUN_FOLDER --prompt TEXT ...",
+          "write text with a trained model (--help: all options)"),),
+        needs_torch=True,
+    ),
+    "evaluate": CommandVerb(
+        "tools.evaluate.evaluate_command",
+        (("evaluate --from RUN_FOLDER --data NAME=FILE ...",
+          "measure its loss, or tasks of lm-eval (--help: all)"),),
+        needs_torch=True,
+    ),
+    "import": CommandVerb(
+        "tools.convert.convert_command:import_main",
+        (("import HF_DIR --to CHECKPOINT; export CHECKPOINT --to HF_DIR",
+          "weights in and out of the Hugging Face format"),),
+        needs_torch=True,
+        is_long=True,
+    ),
+    "export": CommandVerb("tools.convert.convert_command:export_main", needs_torch=True, is_long=True),
+    "merge": CommandVerb(
+        "tools.convert.adapters",
+        (("merge ADAPTERS --to CHECKPOINT", "add trained adapters to the weights beside them"),),
+        needs_torch=True,
+        is_long=True,
+    ),
+    "test": CommandVerb(
+        _test,
+        (("test CONFIG.toml [--step latest|best|N]", "metrics and predictions of the held-out sets, in files"),),
+        needs_torch=True,
+    ),
+    "goodput": CommandVerb(
+        "tools.runs.goodput",
+        (("goodput RUN_FOLDER", "where the wall time of a run went, over all its restarts"),),
+    ),
+    "report": CommandVerb(
+        "tools.runs.report.report_command",
+        (("report RUN_FOLDER ... [-o report.html]", "curves, validation, time and options of runs, as one page"),),
+        is_long=True,
+    ),
+    "profile": CommandVerb(
+        "tools.runs.profile.profile_command",
+        (("profile RUN_FOLDER",
+          "costliest operations, exposed communication and memory\nof its profiler traces"),),
+        is_long=True,
+    ),
+    "watch": CommandVerb(
+        "tools.runs.watch.watch_command",
+        (("watch [RUN_FOLDER ...]", "a live view of runs in the terminal, from their files"),),
+    ),
+    "runs": CommandVerb(
+        "tools.runs.list_runs",
+        (("runs [FOLDER]", "list the runs below a folder: state, step, loss, age"),),
+    ),
+    "doctor": CommandVerb(
+        "tools.doctor",
+        (("doctor [CONFIG.toml] [--nproc N] ...",
+          "find what would end or slow a run on this machine or job"),),
+        needs_torch=True,
+    ),
+    "launch": CommandVerb(
+        _launch,
+        (("launch PLATFORM [CONFIG.toml] [--dry-run] ...",
+          "the same run on hosts or a cluster (--help: all options)"),),
+    ),
+    "replay": CommandVerb(
+        "tools.runs.replay",
+        (("replay STEP [RUN_FOLDER | CONFIG.toml] ...", "make a step again and compare it with the record"),),
+        needs_torch=True,
+    ),
+    "completion": CommandVerb(
+        _completion,
+        (("completion bash|zsh|fish", "a script with which a shell completes all of this"),),
+    ),
+    "help": CommandVerb(_help, (("help [VERB], --help", "this text, or that of a verb"),)),
+    "--version": CommandVerb(_version, (("--version", "print the version"),)),
+}  # fmt: skip
+CONFIG_VERBS = {
+    "show": CommandVerb(
+        _config_show,
+        (("show    [CONFIG.toml] [--section.key VALUE ...]", "print every option with its origin"),),
+        has_help=False,
+    ),
+    "check": CommandVerb(
+        _config_check,
+        (("check   [CONFIG.toml] [--for-machine none|here|NAME] [--nproc N] [--section.key VALUE ...]",
+          "tell what train would refuse, and start nothing"),),
+    ),
+    "help": CommandVerb(
+        config_command.print_help,
+        (("help    [SECTION[.KEY]]", "explain the options"),),
+        has_help=False,
+    ),
+    "schema": CommandVerb(
+        config_command.print_schema,
+        (("schema", "a JSON Schema of all options, for editors of TOML"),),
+        has_help=False,
+    ),
+    "migrate": CommandVerb(
+        "compat.migrate.migrate_command",
+        (("migrate FILE... -o NEW.toml", "write a configuration of another system as TOML"),),
+    ),
+}  # fmt: skip
+FMENGINE_VERBS = {
+    "from-fmengine": CommandVerb(
+        "compat.fmengine.fmengine_command:from_fmengine",
+        (("from-fmengine FMENGINE DIR [--base-model HF_DIR] [--step global_stepN]",
+          "a folder with a file per layer, as FMEngine's, as a checkpoint; --adapter writes adapters"),),
+        needs_torch=True,
+    ),
+    "to-fmengine": CommandVerb(
+        "compat.fmengine.fmengine_command:to_fmengine",
+        (("to-fmengine FROM FMENGINE [--mp_world_size N]",
+          "the other way; FROM is a DIR or a Hugging Face folder"),),
+        needs_torch=True,
+    ),
+}  # fmt: skip
+"""Verbs of ``checkpoint`` for folders of FMEngine."""
+_NOTES = """\
+CONFIG.toml may be the name of a preset: debug, llama3_8b, ... Without it, train, test and config take the file
+of CONFIG_FILE, or debug: a small Llama on the Python standard library's own source text.
+NGPU, LOG_RANK: number of ranks, and the ranks that write to the terminal ("0" unless set).
+With --comm.mode fake_backend nothing is trained: one process builds rank RANK (0) of any number of ranks.
+"""
+COMMAND = Command(
+    "shardtrain",
+    VERBS,
+    column=62,
+    notes=_NOTES,
+    other_names=_OTHER_NAMES,
+    example="shardtrain train debug --nproc 2",
+)

@@ -15,7 +15,7 @@ import patience
 import pytest
 from tiers import cases
 
-from shardtrain.cli import USAGE
+from shardtrain.cli import COMMAND
 from shardtrain.config.options import options
 
 ROOT = Path(__file__).parents[1]
@@ -276,7 +276,9 @@ def test_pages_for_other_systems_users_name_options_and_verbs_that_exist(page):
             if name.split(".")[0] in sections and not name.endswith(files):
                 assert name in known or name.startswith(("model.overrides.", "data.sources.")), f"{page.name}: {name}"
         for verb in re.findall(r"`shardtrain ([a-z]+)", cell):
-            assert f"\n  {verb} " in USAGE.replace("; export ", "\n  export "), f"{page.name}: shardtrain {verb}"
+            assert f"\n  {verb} " in COMMAND.usage().replace("; export ", "\n  export "), (
+                f"{page.name}: shardtrain {verb}"
+            )
 
 
 def anchors(page):

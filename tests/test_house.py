@@ -182,16 +182,11 @@ def rooms_that_import_each_other(graph: dict[str, set[str]]) -> list[tuple[str, 
     return sorted((one, other) for one, other in pairs if one < other and (other, one) in pairs)
 
 
-# the verb reads a folder of Hugging Face; it moves out of the room with the other verbs
-EXCEPTIONS = [("checkpoint", "hf")]
-
-
 def test_no_two_rooms_import_each_other() -> None:
     """Imports in functions and under TYPE_CHECKING count too."""
     graph = imports(with_types=True)
     assert len({room_of(module) for module in graph}) > 20, "the rooms were not found"
-    found = rooms_that_import_each_other(graph)
-    assert [pair for pair in found if pair not in EXCEPTIONS] == []
+    assert rooms_that_import_each_other(graph) == []
 
 
 def test_no_modules_of_a_room_import_each_other_in_a_circle() -> None:

@@ -1,39 +1,20 @@
-"""``shardtrain config``: show, check or explain the configuration."""
+"""``shardtrain config show``, ``help`` and ``schema``: verbs that need the configuration only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from shardtrain import config
-from shardtrain.config import presets
-from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.load import Loaded
 from shardtrain.utils.errors import ConfigError, Problem
 
-Opener = Callable[[CommandLine], tuple[Loaded, CommandLine]]
 
-
-def main(words: list[str], open_config: Opener | None = None) -> int:
-    """Run one action; gives the exit status. ``open_config`` reads files of other systems too, as ``train`` does."""
-    action, rest = (words[0], words[1:]) if words else ("", [])
-    if action not in ACTIONS:
-        names = [*ACTIONS, *_ELSEWHERE]
-        near = config.nearest(action, names) if action else None
-        fix = (f"did you mean {near}? " if near else "") + f"use one of {', '.join(names)}"
-        raise ConfigError(Problem("shardtrain config", action or None, "needs an action", fix, "command line"))
-
-    def open_toml(found: CommandLine) -> tuple[Loaded, CommandLine]:
-        return config.load(found.path, found.overrides, preset=presets.FIRST), found
-
-    return ACTIONS[action](rest, open_config or open_toml)
-
-
-def _show(words: list[str], open_config: Opener) -> int:
-    print(config.show(open_config(split(words))[0]))
+def print_options(loaded: Loaded) -> int:
+    """Print every option with its origin; return the exit status."""
+    print(config.show(loaded))
     return 0
 
 
-def _help(words: list[str], _open: Opener) -> int:
+def print_help(words: list[str]) -> int:
+    """Print the help of a section or an option; return the exit status."""
     name = words[0].lstrip("-") if words else ""
     try:
         print(config.help_text(name))
@@ -42,7 +23,8 @@ def _help(words: list[str], _open: Opener) -> int:
     return 0
 
 
-def _schema(words: list[str], _open: Opener) -> int:
+def print_schema(words: list[str]) -> int:
+    """Print the JSON schema of all options; return the exit status."""
     from shardtrain.config.json_schema import json_schema_text
 
     if words:
@@ -51,8 +33,3 @@ def _schema(words: list[str], _open: Opener) -> int:
         raise ConfigError(Problem("shardtrain config schema", words[0], rule, fix, "command line"))
     print(json_schema_text(), end="")
     return 0
-
-
-ACTIONS: dict[str, Callable[[list[str], Opener], int]] = {"show": _show, "help": _help, "schema": _schema}
-_ELSEWHERE = ("check", "migrate")
-"""Actions that need more than the configuration, and have homes of their own."""

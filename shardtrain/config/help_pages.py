@@ -1,4 +1,4 @@
-"""What ``shardtrain train --help``, ``config --help`` and ``completion --help`` print."""
+"""Texts of ``shardtrain train --help``, ``config --help`` and ``completion --help``."""
 
 from __future__ import annotations
 
@@ -38,21 +38,12 @@ Options of the command:
 
 
 def train() -> str:
-    """What ``train --help`` prints, the presets by their names at its end."""
+    """Return the text of ``train --help``, which ends with the names of the presets."""
     names = textwrap.wrap(", ".join(presets.names()), 116, initial_indent="  ", subsequent_indent="  ")
     return "\n".join([f"{_TRAIN}\nPresets:", *names]) + "\n"
 
 
 CONFIG = """\
-usage: shardtrain config VERB ...
-
-  show    [CONFIG.toml] [--section.key VALUE ...]     print every option with its origin
-  check   [CONFIG.toml] [--for-machine none|here|NAME] [--nproc N] [--section.key VALUE ...]
-                                                      tell what train would refuse, and start nothing
-  help    [SECTION[.KEY]]                             explain the options
-  schema                                              a JSON Schema of all options, for editors of TOML
-  migrate FILE... -o NEW.toml                         write a configuration of another system as TOML
-
   shardtrain config check llama3_70b --for-machine h100 --nproc 64
   shardtrain config help training.global_batch_size
   shardtrain config schema > shardtrain.schema.json   beside a TOML that begins with "#:schema ./shardtrain.schema.json"

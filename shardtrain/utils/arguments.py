@@ -14,27 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem
+from shardtrain.utils.errors import ConfigError, HelpPrinted
 from shardtrain.utils.redact import shown
 
 HELP_WORDS = ("help", "--help", "-h")
-
-
-def take_verb(program: str, words: Sequence[str], verbs: Sequence[str]) -> tuple[str, list[str]]:
-    """Split the verb (or a help word) from the arguments after it.
-
-    Raises:
-        ConfigError: the verb is missing or unknown. The message suggests a similar one.
-    """
-    if not words:
-        fix = f"use one of {', '.join(verbs)}; {program} --help says what each does"
-        raise ConfigError(Problem(program, None, "needs a verb", fix, "command line"))
-    verb, *rest = words
-    if verb not in (*verbs, *HELP_WORDS):
-        near = difflib.get_close_matches(verb, verbs, 1)
-        fix = (f"did you mean {near[0]}? " if near else "") + f"verbs are {', '.join(verbs)}"
-        raise ConfigError(Problem(program, verb, "is not a verb", fix, "command line"))
-    return verb, rest
 
 
 def help_if_asked(words: Sequence[str], text: str) -> None:

@@ -15,10 +15,11 @@ from ranks import run_ranks
 from small_checkpoint import facts, rest, weights, world_of_one
 from tiny import Ended, assert_bitwise, shallow_config, text_file, train_whole
 
-from shardtrain.checkpoint import checkpoint_command, files, manifest
+from shardtrain.checkpoint import files, manifest
 from shardtrain.checkpoint.best import Best, read_pointer
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Checkpoint, Config, Job, Validation
+from shardtrain.tools import checkpoint_command
 from shardtrain.train.validation import Evaluation, Validator
 from shardtrain.utils.errors import ConfigError
 

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardtrain.checkpoint import checkpoint_command, files, manifest, retention, weights_file
+from shardtrain.checkpoint import files, manifest, retention, weights_file
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import place
 from shardtrain.config.schema import Checkpoint, Config, Job
+from shardtrain.tools import checkpoint_command
 from shardtrain.utils.errors import CheckpointError, StorageError
 
 FACTS: dict[str, Any] = {"state": {"step": 3}, "data_fingerprint": "ab"}

@@ -15,8 +15,9 @@ import pytest
 import torch
 from small_checkpoint import checkpoints, world_of_one
 
-from shardtrain.checkpoint import checkpoint_command, manifest
+from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.train_state import TrainState
+from shardtrain.tools import checkpoint_command
 from shardtrain.utils.errors import CheckpointError
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"

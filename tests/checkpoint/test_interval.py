@@ -11,7 +11,7 @@ import pytest
 from ranks import run_ranks
 from tiny import shallow_config, train_whole
 
-from shardtrain.checkpoint import checkpoint_command, retention, save
+from shardtrain.checkpoint import retention, save
 from shardtrain.checkpoint.interval import (
     LONGEST_SECONDS,
     SHORTEST_SECONDS,
@@ -20,6 +20,7 @@ from shardtrain.checkpoint.interval import (
     useful_share,
 )
 from shardtrain.config.schema import Checkpoint
+from shardtrain.tools import checkpoint_command
 from shardtrain.utils.errors import ConfigError
 
 

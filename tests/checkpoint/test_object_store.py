@@ -19,7 +19,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from small_checkpoint import checkpoints, facts, rest, save, weights, world_of_one
 
-from shardtrain.checkpoint import checkpoint_command, lease, objects
+from shardtrain.checkpoint import lease, objects
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.checkpoint.storage import place
@@ -27,6 +27,7 @@ from shardtrain.config import Loaded
 from shardtrain.config.rules import check
 from shardtrain.config.schema import Checkpoint, Config
 from shardtrain.launch import signals
+from shardtrain.tools import checkpoint_command
 from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
 
 FOLDER = "memory://bucket/run"

@@ -14,11 +14,6 @@ from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the verb that comes first; gives the exit status."""
-    return {"from-fmengine": from_fmengine, "to-fmengine": to_fmengine}[words[0]](words[1:])
-
-
 def from_fmengine(words: Sequence[str]) -> int:
     """Run ``from-fmengine``; gives the exit status."""
     parser = StrictArgumentParser(

@@ -49,11 +49,6 @@ set too, since the order of data is another program's:
 """
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the verb that comes first; gives the exit status."""
-    return {"from-dcp": from_dcp, "to-dcp": to_dcp}[words[0]](words[1:])
-
-
 def from_dcp(words: Sequence[str]) -> int:
     """Run ``from-dcp``; gives the exit status."""
     help_if_asked(words, _FROM_USAGE)

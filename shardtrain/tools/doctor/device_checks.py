@@ -13,7 +13,7 @@ from shardtrain.facts.devices import peak_flops
 from shardtrain.tools.doctor import health
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.outliers import equal, fastest_first, slow
-from shardtrain.tools.doctor.result import Facts, Finding, Reports, Verdict
+from shardtrain.tools.doctor.result import Facts, Finding, Reports, Verdict, kernel_text
 
 if TYPE_CHECKING:
     import torch
@@ -56,12 +56,11 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 
 def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
-    """What the processor calls itself."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return os.uname().machine
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), os.uname().machine)
+    """Return the model name of the processor, or its architecture if the kernel does not name the model."""
+    for line in kernel_text(path).splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return os.uname().machine
 
 
 def _dtype(device: torch.device, name: str) -> torch.dtype:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, warn_if
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, kernel_text, warn_if
 from shardtrain.utils.limits import cgroup_memory, host_memory
 from shardtrain.utils.units import GIB, MIB, format_bytes
 
@@ -39,13 +39,12 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 
 def _oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Processes of this container that the kernel has killed for memory."""
-    for name in ("memory.events", "memory/memory.oom_control"):
-        try:
-            lines = (root / name).read_text(encoding="ascii").splitlines()
-        except OSError:
-            continue
-        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    """Return the number of processes of this container that the kernel has killed for memory."""
+    # cgroup version 2, then 1
+    text = kernel_text(root / "memory.events") or kernel_text(root / "memory/memory.oom_control")
+    for line in text.splitlines():
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
     return 0
 
 

@@ -20,7 +20,7 @@ from shardtrain.config.assets import is_built_in
 from shardtrain.config.rules.data_rules import datasets
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.outliers import equal, odd, slow
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, kernel_text
 from shardtrain.utils.errors import PeerError, ShardtrainError
 from shardtrain.utils.units import GIB, MIB, format_bytes, format_seconds
 
@@ -202,11 +202,8 @@ def _sweep(folder: Path) -> None:
 
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the filesystem that holds a path, empty where the system does not say."""
-    try:
-        lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return ""
+    """Return the type of the filesystem that holds a path, or an empty text if the system does not list it."""
+    lines = [line.split() for line in kernel_text(mounts).splitlines()]
     # The longest mount point holds the path; of two on one folder, the later covers the earlier.
     resolved = str(path.resolve())
     holding = [(len(words[1]), number, words[2]) for number, words in enumerate(lines) if _below(resolved, words[1])]

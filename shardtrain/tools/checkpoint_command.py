@@ -1,40 +1,21 @@
-"""``shardtrain checkpoint``: list, verify, compare and export checkpoints, in one process; torch for ``diff`` alone."""
+"""``shardtrain checkpoint``: list, verify, compare and export checkpoints in one process. Only ``diff`` needs torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardtrain.checkpoint import best, choice, files, interval, manifest, retention, weights_file
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.storage import Place, place
+from shardtrain.hf import listing
 from shardtrain.utils import storage_errors
-from shardtrain.utils.arguments import HELP_WORDS, take_verb
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds, parse_seconds
+from shardtrain.utils.verbs import Command, CommandVerb
 
-USAGE = """\
-usage: shardtrain checkpoint VERB ...
-
-  ls      FOLDER            list the checkpoints of a run: step, size, ranks, tensors, files missing or cut; of a
-                            Hugging Face folder architecture, size, tensors and their types
-  verify  DIR               read every byte of step-N, or of all steps of a folder; exit 5 names each bad file
-  diff    A B [--step latest|best|N]
-                            compare two checkpoints tensor by tensor; exit 1 where they differ
-  weights DIR FILE [--step latest|best|N]
-                            write the weights as one safetensors file
-  from-dcp DCP DIR [OPTIONS]
-                            a folder of torch.distributed.checkpoint, such as torchtitan's step-N, as a checkpoint;
-                            OPTIONS name its model: CONFIG.toml, --model.name ..., --model.flavor ...
-  to-dcp  DIR DCP [OPTIONS] the other way, as torchtitan, dcp_to_torch and DCP's own load read it; see --help
-  from-fmengine FMENGINE DIR [--base-model HF_DIR] [--step global_stepN]
-                            a folder with a file per layer, as FMEngine's, as a checkpoint; --adapter writes adapters
-  to-fmengine FROM FMENGINE [--mp_world_size N]
-                            the other way; FROM is a DIR or a Hugging Face folder
-  interval --stall TIME --mttf TIME [--restart TIME]
-                            how often to save: a save keeps training waiting for stall, a job fails every mttf
-
+_NOTES = """\
 TIME is 90, "90s", "2min" or "7.9h".
 FOLDER is a run's folder, its checkpoint folder, one step, or a Hugging Face folder. DIR, A and B are step-N folders.
 diff and weights also take a run's folder; --step names its checkpoint (the best if checkpoint.keep_best keeps one, else
@@ -46,29 +27,20 @@ the latest). All may be addresses of an object store, such as s3://bucket/run/st
 """
 
 
-def main(words: Sequence[str], dcp: Callable[..., int] | None = None) -> int:
-    """Run one verb; gives the exit status. ``dcp`` runs those of ``shardtrain.tools.dcp``, which knows models."""
-    verb, rest = take_verb("shardtrain checkpoint", words, [*VERBS, *_ELSEWHERE])
-    if verb in HELP_WORDS or (verb not in _ELSEWHERE and {"--help", "-h"} & {*rest}):
-        print(USAGE, end="")
-        return 0
-    if verb in _ELSEWHERE:
-        assert dcp is not None, "the command line gives it"
-        return dcp([verb, *rest])
-    function, number = VERBS[verb]
-    if verb == "interval":
-        return _interval(rest)
-    options: list[str | None] = []
-    if function in (_diff, _weights):
-        rest, step = _take_step(rest)
-        options = [step]
-    if len(rest) != number or any(word.startswith("-") for word in rest):
+def main(words: Sequence[str], others: Mapping[str, CommandVerb] | None = None) -> int:
+    """Run one verb and return its exit status. ``others`` are verbs of parts that this one does not know."""
+    return Command("shardtrain checkpoint", {**VERBS, **(others or {})}, column=28, notes=_NOTES).run(words)
+
+
+def _paths(verb: str, number: int, words: Sequence[str]) -> list[Place]:
+    """Return the ``number`` paths that a verb requires; raises ConfigError."""
+    if len(words) != number or any(word.startswith("-") for word in words):
         rule = f"needs {number} path{'s' if number > 1 else ''} and no more"
         example = "outputs" if verb in ("ls", "verify") else "outputs/checkpoint/step-100"
         fix = f"write it like: shardtrain checkpoint {verb} {example}"
         fix += {"diff": " outputs/checkpoint/step-200", "weights": " weights.safetensors"}.get(verb, "")
-        raise ConfigError(Problem(f"shardtrain checkpoint {verb}", " ".join(rest) or None, rule, fix, "command line"))
-    return function(*map(place, rest), *options)
+        raise ConfigError(Problem(f"shardtrain checkpoint {verb}", " ".join(words) or None, rule, fix, "command line"))
+    return [place(word) for word in words]
 
 
 def _take_step(words: Sequence[str]) -> tuple[list[str], str | None]:
@@ -85,13 +57,12 @@ def _take_step(words: Sequence[str]) -> tuple[list[str], str | None]:
     return rest, step
 
 
-def _list(folder: Place) -> int:
+def _list(words: Sequence[str]) -> int:
+    (folder,) = _paths("ls", 1, words)
     if (folder / MANIFEST).exists():
         print(_line(folder, manifest.read(folder)))
         return 0
     if isinstance(folder, Path) and (folder / "config.json").is_file():
-        from shardtrain.hf import listing
-
         print(listing.line(folder))
         return 0
 
@@ -152,7 +123,8 @@ def _size(path: Place) -> int:
         return -1
 
 
-def _verify(path: Place) -> int:
+def _verify(words: Sequence[str]) -> int:
+    (path,) = _paths("verify", 1, words)
     paths: list[Place] = [path]
     if not (path / MANIFEST).exists():
         folder = _checkpoints_of(path)
@@ -202,9 +174,9 @@ def _one_checkpoint(path: Place, step: str | None) -> Place:
     return chosen.path
 
 
-def _diff(one: Place, other: Place, step: str | None) -> int:
-    one = _one_checkpoint(one, step)
-    other = _one_checkpoint(other, step)
+def _diff(words: Sequence[str]) -> int:
+    rest, step = _take_step(words)
+    one, other = (_one_checkpoint(path, step) for path in _paths("diff", 2, rest))
     print(f"comparing {one} and {other}")
     # Verify both before comparing, because differences of a damaged checkpoint mean nothing
     stored = []
@@ -235,7 +207,7 @@ def _diff(one: Place, other: Place, step: str | None) -> int:
 
 
 def _difference(name: str, a: Manifest, one: Place, b: Manifest, other: Place) -> str:
-    # Compared as bytes, so that torch is imported for tensors that differ alone.
+    # Compared as bytes first, so that torch is only imported for tensors that differ
     mine = weights_file.whole_bytes(a, one, a.tensors[name])
     theirs = weights_file.whole_bytes(b, other, b.tensors[name])
     if mine == theirs:
@@ -251,7 +223,9 @@ def _difference(name: str, a: Manifest, one: Place, b: Manifest, other: Place) -
     return f"{count} of {gaps.numel()} elements differ, by at most {gaps.max().item():.3g}"
 
 
-def _weights(path: Place, output: Place, step: str | None) -> int:
+def _weights(words: Sequence[str]) -> int:
+    rest, step = _take_step(words)
+    path, output = _paths("weights", 2, rest)
     path = _one_checkpoint(path, step)
     if not isinstance(output, Path):
         raise ConfigError(
@@ -267,11 +241,47 @@ def _weights(path: Place, output: Place, step: str | None) -> int:
     return 0
 
 
-VERBS: dict[str, tuple[Callable[..., int], int]] = {
-    "ls": (_list, 1),
-    "verify": (_verify, 1),
-    "diff": (_diff, 2),
-    "weights": (_weights, 2),
-    "interval": (_interval, 0),
-}
-_ELSEWHERE = ("from-dcp", "to-dcp", "from-fmengine", "to-fmengine")
+VERBS = {
+    "ls": CommandVerb(
+        _list,
+        (("ls      FOLDER",
+          "list the checkpoints of a run: step, size, ranks, tensors, files missing or cut; of a\n"
+          "Hugging Face folder architecture, size, tensors and their types"),),
+        has_help=False,
+    ),
+    "verify": CommandVerb(
+        _verify,
+        (("verify  DIR", "read every byte of step-N, or of all steps of a folder; exit 5 names each bad file"),),
+        has_help=False,
+    ),
+    "diff": CommandVerb(
+        _diff,
+        (("diff    A B [--step latest|best|N]", "compare two checkpoints tensor by tensor; exit 1 where they differ"),),
+        needs_torch=True,
+        has_help=False,
+    ),
+    "weights": CommandVerb(
+        _weights,
+        (("weights DIR FILE [--step latest|best|N]", "write the weights as one safetensors file"),),
+        has_help=False,
+    ),
+    "from-dcp": CommandVerb(
+        "tools.dcp.dcp_command:from_dcp",
+        (("from-dcp DCP DIR [OPTIONS]",
+          "a folder of torch.distributed.checkpoint, such as torchtitan's step-N, as a checkpoint;\n"
+          "OPTIONS name its model: CONFIG.toml, --model.name ..., --model.flavor ..."),),
+        needs_torch=True,
+    ),
+    "to-dcp": CommandVerb(
+        "tools.dcp.dcp_command:to_dcp",
+        (("to-dcp  DIR DCP [OPTIONS]",
+          "the other way, as torchtitan, dcp_to_torch and DCP's own load read it; see --help"),),
+        needs_torch=True,
+    ),
+    "interval": CommandVerb(
+        _interval,
+        (("interval --stall TIME --mttf TIME [--restart TIME]",
+          "how often to save: a save keeps training waiting for stall, a job fails every mttf"),),
+        has_help=False,
+    ),
+}  # fmt: skip
