@@ -601,7 +601,7 @@ def commit(count: int) -> dict[str, Any]:
         files = tuple(TensorFile(name, 8, digest) for name in names)
         whole = Manifest(1, count, "0", "benchmark", files, {"model.a": tensor}, {"state": {"step": 1}})
         seconds, final = timed(lambda: storage.publish(draft, whole, lambda: None))
-        look_seconds, _ = timed(lambda: retention.is_whole(final))
+        look_seconds, _ = timed(lambda: retention.is_complete(final))
         markers = Path(folder)
         for rank in range(count):
             async_save.write_marker(markers, rank, "t", files[rank])

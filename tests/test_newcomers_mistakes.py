@@ -154,7 +154,7 @@ MISTAKES = {
     "train debug --validation.interval 5": "did you mean validation.freq?",
     "train debug --num_layers 2": "did you mean model.overrides.num_layers?",
     "train debug --master_addr node1": "--rdzv_endpoint HOST:PORT",
-    "train debug --checkpoint.load_step 100": "leave the option out to begin at step 0",
+    "train debug --checkpoint.load_step 100": "remove the option to start from step 0",
     "train debug --checkpoint.keep_latest_k 1": "keep 2 or more, or 0 for all",
     "train debug --training.dataset csv --training.dataset_path text.txt": "did you mean tsv?",
     "train debug --training.dataset tokens --training.dataset_path text.txt": 'made by "shardtrain data prepare"',

@@ -89,7 +89,7 @@ class Best:
         self.value = math.nan if self.step < 0 else float(state["value"])
         # The checkpoint of the best step, or the best one before it if that is incomplete.
         candidates = (self.step, state["kept"])
-        complete = [step for step in candidates if retention.is_whole(folder / f"step-{step}")]
+        complete = [step for step in candidates if retention.is_complete(folder / f"step-{step}")]
         self.kept = complete[0] if complete else -1
 
     def point(self, folder: Place, saved: Mapping[str, Any] | None) -> None:
@@ -98,11 +98,11 @@ class Best:
         if not saved or not self._keeps or step < 0:
             return
         is_written = step == self.kept and read_pointer(folder).get("step") == step
-        if is_written or not retention.is_whole(folder / f"step-{step}"):
+        if is_written or not retention.is_complete(folder / f"step-{step}"):
             return
         fields = {"step": step, "metric": saved["metric"], "mode": saved["mode"], "value": saved["value"]}
         try:
-            files.replace_whole(folder / POINTER, (json.dumps(fields) + "\n").encode())
+            files.replace_durable(folder / POINTER, (json.dumps(fields) + "\n").encode())
         except OSError as error:
             # The checkpoint is complete, and its state says that it is the best. The next save tries again.
             logger.warning(str(storage_errors.cannot("write", folder / POINTER, error)))

@@ -1,7 +1,7 @@
-"""Bytes that are on disk when a function returns: hashed while written, flushed, and renamed as one.
+"""Durable file operations of checkpoints: when a function returns, its result is on disk.
 
-All bytes of a checkpoint in a folder go through ``atomic_io``, ``os.write``, ``os.fsync`` and ``os.rename`` here; an
-OSError of any of them is raised as it is, with the path in it. Those of an object store go through ``objects.py``.
+All bytes of a checkpoint in a folder are written by ``atomic_io``, ``os.write``, ``os.fsync`` and ``os.rename`` here.
+Their OSErrors are raised unchanged, with the path. ``objects.py`` writes to object stores.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from shardtrain.utils import activity, atomic_io, storage_errors
 from shardtrain.utils.errors import StorageError
 
 PIECE_BYTES = 2**23
-"""Written and hashed at a time: while one thread writes pieces of a block another hashes them."""
+"""Bytes that are written and hashed at a time. One thread writes a piece while another hashes it."""
 
 SEEN_SECONDS = 60.0
-"""How long a network filesystem may take until one node sees what another has made."""
+"""Longest time until a node of a network filesystem sees the files of another node."""
 LATE_SECONDS = 1.0
 """Longer waits for files of other nodes are reported."""
 REMOUNT = "mount the folder with a shorter attribute cache (NFS: actimeo=1)"
@@ -37,7 +37,7 @@ NOT_SEEN_YET = (errno.ENOENT, errno.ESTALE)
 _FEW = 32
 _AT_A_TIME = 16
 MOST_VIEWS = 512
-"""Linux fills no more than 1,024 at once."""
+"""Largest number of buffers of a read. Linux allows 1,024."""
 
 
 def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
@@ -87,14 +87,15 @@ def wait_for_sizes(folder: Path | ObjectPath, sizes: Mapping[str, int]) -> tuple
 
 
 def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_seconds: float = 0.0) -> TensorFile:
-    """Write a new file from blocks of bytes; when this returns it is on disk. Gives its name, size and SHA-256.
+    """Write a new file from blocks of bytes, durably. Return its name, size and SHA-256.
 
-    ``wait_seconds`` is how long its folder, which another node may have made, may take to be seen from here.
+    Args:
+        wait_seconds: Time to wait for its folder, which another node may have created.
     """
     if isinstance(path, ObjectPath):
         return TensorFile(path.name, *path.write_hashed(blocks))
-    # SHA-256 and write each let go of the GIL, so a thread hashes a piece while this one writes the next. One thread
-    # alone: a hash is of the pieces in their order.
+    # SHA-256 and write release the GIL, so another thread hashes a piece while this one writes the next. Only one
+    # thread can hash, because the order of the pieces matters.
     digest = hashlib.sha256()
     size = 0
     with storage_errors.naming(path), ThreadPoolExecutor(1, "checkpoint-hash") as pool:
@@ -109,7 +110,7 @@ def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_sec
                         _write_all(descriptor, piece)
                         activity.tick()
                 finally:
-                    # Whoever gives the blocks may use their memory again after this.
+                    # The caller may reuse the memory of the block after this.
                     for future in hashing:
                         future.result()
                 size += len(block)
@@ -120,7 +121,7 @@ def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_sec
 
 
 def write_unhashed(path: Path, blocks: Iterable[memoryview]) -> None:
-    """Write a new file that is read back and compared afterwards; it is on disk after ``sync``. Raises OSError."""
+    """Write a new file that the caller reads back and compares. It is durable after ``sync``. Raises OSError."""
     with storage_errors.naming(path):
         descriptor = _create(path, 0.0)
         try:
@@ -132,7 +133,7 @@ def write_unhashed(path: Path, blocks: Iterable[memoryview]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Put the bytes of a file on disk. Raises OSError."""
+    """Make the content of a file durable. Raises OSError."""
     with storage_errors.naming(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -141,8 +142,8 @@ def sync(path: Path) -> None:
             os.close(descriptor)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a new small file; when this returns it is on disk."""
+def write_durable(path: Path, data: bytes) -> None:
+    """Write a new small file durably. Raises OSError."""
     with storage_errors.naming(path):
         descriptor = _create(path, 0.0)
         try:
@@ -153,7 +154,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def _create(path: Path, wait_seconds: float) -> int:
-    """Open a new file in a folder that another node may have made a moment ago."""
+    """Create a file in a folder that another node may have just created."""
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -171,7 +172,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[written:]
 
 
-def replace_whole(path: Path | ObjectPath, data: bytes) -> None:
+def replace_durable(path: Path | ObjectPath, data: bytes) -> None:
     """Replace a small file, atomically and durably. Raises OSError."""
     if isinstance(path, ObjectPath):
         path.put(data, new=False)
@@ -180,20 +181,20 @@ def replace_whole(path: Path | ObjectPath, data: bytes) -> None:
 
 
 def read_small(path: Path | ObjectPath, limit_bytes: int = 4096) -> bytes:
-    """The first bytes of a file. Raises OSError."""
+    """Return the first ``limit_bytes`` bytes of a file. Raises OSError."""
     data = memoryview(bytearray(limit_bytes))
     with contextlib.closing(open_stored(path)) as reader:
         return bytes(data[: reader.read_into(data, 0)])
 
 
 def sync_folder(path: Path) -> None:
-    """Put the names in a folder on disk: a file or rename is durable only after this."""
+    """Make the names in a folder durable. A new file or a rename is durable only after this. Raises OSError."""
     with storage_errors.naming(path), atomic_io.folder(path) as descriptor:
         os.fsync(descriptor)
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename durably within a folder: the change is on disk when this returns."""
+    """Rename within a folder, durably. Raises OSError."""
     with storage_errors.naming(old), atomic_io.folder(new.parent) as parent:
         os.rename(old.name, new.name, src_dir_fd=parent, dst_dir_fd=parent)
         os.fsync(parent)
@@ -230,28 +231,28 @@ def make_draft(path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user may still write below a folder."""
+    """Return the number of bytes that this user can still write below a folder."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
 
 
 class StoredFileReader(Protocol):
-    """A stored file that is read at any place."""
+    """Reader of a file in either storage, with random access. ``size`` is in bytes."""
 
     size: int
 
     def read_into(self, view: memoryview, position: int) -> int:
-        """Fill a view with the bytes from ``position`` on; gives how many there were. Raises OSError."""
+        """Fill a view with the bytes from ``position`` on. Return the number of bytes read. Raises OSError."""
 
     def read_into_all(self, views: Sequence[memoryview], position: int) -> int:
-        """The same with views that follow each other in the file, at most ``MOST_VIEWS``, as one question."""
+        """Fill up to ``MOST_VIEWS`` views with consecutive bytes of the file, in one request."""
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
 
 
 class FileReader:
-    """A regular file; a pipe or device raises OSError instead of waiting for ever."""
+    """Reader of a regular file. Raises OSError for a pipe or device instead of blocking."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = atomic_io.without_waiting(str(path), os.O_RDONLY)
@@ -267,7 +268,7 @@ class FileReader:
         return done
 
     def read_into_all(self, views: Sequence[memoryview], position: int) -> int:
-        # The system gives less than 2 GiB at once, or less than was asked for at the end of a file.
+        # The system returns less than 2 GiB at a time, and fewer bytes than requested at the end of a file.
         wanted = sum(map(len, views))
         if os.preadv(self._descriptor, views, position) == wanted:
             return wanted
@@ -278,7 +279,7 @@ class FileReader:
 
 
 class ObjectReader:
-    """An object of a store, read range by range, no more than a piece at once."""
+    """Reader of an object of a store. A request reads at most ``PIECE_BYTES``."""
 
     def __init__(self, path: ObjectPath) -> None:
         self._path = path
@@ -299,16 +300,16 @@ class ObjectReader:
         wanted = sum(map(len, views))
         if len(views) == 1 or wanted > PIECE_BYTES:
             return _one_by_one(self, views, position)
-        whole = memoryview(self._path.read_range(position, position + wanted))
+        data = memoryview(self._path.read_range(position, position + wanted))
         done = 0
         for view in views:
-            part = whole[done : done + len(view)]
+            part = data[done : done + len(view)]
             view[: len(part)] = part
             done += len(part)
         return done
 
     def close(self) -> None:
-        pass  # nothing is open between two reads
+        pass  # there is no connection between two reads
 
 
 def _one_by_one(reader: StoredFileReader, views: Sequence[memoryview], position: int) -> int:
@@ -327,7 +328,7 @@ def open_stored(path: Path | ObjectPath) -> StoredFileReader:
 
 
 def find_damage(folder: Path | ObjectPath, file: TensorFile) -> str:
-    """What is wrong with the bytes of a file, read whole; empty when they are those that were written."""
+    """Read a file completely and compare its hash. Return a description of the damage, or ""."""
     digest = hashlib.sha256()
     size = 0
     piece = memoryview(bytearray(min(PIECE_BYTES, max(1, file.bytes))))

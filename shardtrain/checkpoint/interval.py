@@ -1,4 +1,4 @@
-"""When to save: every so many steps, by the clock, or as often as costs least for a stated rate of failures."""
+"""Decide when to save: every N steps, by the clock, or at the interval that loses least time to failures."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from typing import TYPE_CHECKING
 from shardtrain.config.schema import Checkpoint
 from shardtrain.utils.log import logger
 
-if TYPE_CHECKING:  # importing these imports torch, and `shardtrain checkpoint` needs this file without it
+if TYPE_CHECKING:  # these modules import torch, and `shardtrain checkpoint` uses this file without it
     from shardtrain.checkpoint.async_save import Saving
     from shardtrain.checkpoint.best import Best
 
 SHORTEST_SECONDS = 10.0
 LONGEST_SECONDS = 4 * 3600.0
 LARGEST_SHARE = 0.1
-"""An automatic interval never spends more of the time than this on waiting for saves."""
+"""Largest fraction of the time that an automatic interval spends waiting for saves."""
 FIRST_SECONDS = 60.0
-"""Until the first automatic save, from which the others are planned."""
-SAID_CHANGE = 0.2
+"""Time until the first automatic save. The following ones are planned from its duration."""
+LOGGED_CHANGE = 0.2
+"""Relative change of an automatic interval from which it is logged again."""
 
 
 def best_seconds(stall_seconds: float, mttf_seconds: float) -> float:
-    """The time between saves that loses least: Young (1974), Daly (2006), ``sqrt(2 * stall * mean time to failure)``.
+    """Return the interval that loses the least time: ``sqrt(2 * stall * mean time to failure)``.
+
+    Source: Young (1974), Daly (2006).
 
     >>> round(best_seconds(1.0, 7.9 * 3600))
     238
@@ -35,7 +38,7 @@ def best_seconds(stall_seconds: float, mttf_seconds: float) -> float:
 
 
 def useful_share(interval_seconds: float, stall_seconds: float, mttf_seconds: float, restart_seconds: float) -> float:
-    """The expected share of the time that trains: a failure costs a restart and half an interval.
+    """Return the expected fraction of the time spent on training. A failure costs a restart and half an interval.
 
     >>> round(useful_share(238.5, 1.0, 7.9 * 3600, 240.0), 3)
     0.983
@@ -45,7 +48,7 @@ def useful_share(interval_seconds: float, stall_seconds: float, mttf_seconds: fl
 
 
 class IsDue:
-    """Whether to save after a step: by its number, by the first rank's clock, or as the best so far."""
+    """Decide if a save is due after a step: by its number, by rank 0's clock, or because it is the best so far."""
 
     def __init__(self, options: Checkpoint, saving: Saving, best: Best) -> None:
         self._options = options
@@ -53,7 +56,7 @@ class IsDue:
         self._best = best
 
     def __call__(self, step: int, total_steps: int) -> bool:
-        """Equal on all ranks: the clock is heard of in the sums that begin a step, and so is the best result."""
+        """True if a save is due. Equal on all ranks, because they exchange clock and best result in each step."""
         options = self._options
         if not options.enable or options.load_only:
             return False
@@ -66,7 +69,7 @@ class IsDue:
 
 
 class Interval:
-    """The clock of one rank; ranks follow the first one's."""
+    """Clock for saves. Only rank 0's is used."""
 
     def __init__(self, options: Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
         self._kind = options.interval_type
@@ -78,42 +81,43 @@ class Interval:
         self._writes: deque[float] = deque(maxlen=9)
         if self._kind == "automatic":
             self._seconds = FIRST_SECONDS
-        self._said = 0.0
+        self._logged_seconds = 0.0
 
     @property
     def seconds(self) -> float:
-        """From one save to the next; without meaning where steps are counted."""
+        """Time from one save to the next. Unused if the interval is in steps."""
         return self._seconds
 
     def is_time(self) -> bool:
-        """Whether a save is due by the clock."""
+        """True if a save is due by the clock."""
         return self._kind != "steps" and self._clock() - self._since >= self._seconds
 
     def restart(self) -> None:
-        """A save was made or skipped: count from now."""
+        """Count from now, after a save was made or skipped."""
         self._since = self._clock()
 
     def note(self, stall_seconds: float) -> None:
-        """A save kept the trainer waiting this long."""
+        """Record how long the trainer waited for a save."""
         self._stalls.append(stall_seconds)
         self._plan()
 
     def note_write(self, seconds: float) -> None:
-        """A save was on disk after this long."""
+        """Record how long a save took until it was on disk."""
         self._writes.append(seconds)
         self._plan()
 
     def _plan(self) -> None:
         if self._kind != "automatic" or not self._stalls:
             return
-        # A median, so that one slow save does not change the plan; and never so short that the next save finds the one
-        # before it still on its way.
+        # Use the median, so one slow save does not change the plan. The interval must be long enough for a save to be
+        # complete before the next one.
         stall = statistics.median(self._stalls)
         least = max(SHORTEST_SECONDS, stall / LARGEST_SHARE, 1.5 * max(self._writes, default=0.0))
         self._seconds = max(least, min(best_seconds(stall, self._mttf_seconds), LONGEST_SECONDS))
-        if not self._said or abs(self._seconds - self._said) > SAID_CHANGE * self._said:
-            self._said = self._seconds
+        change = abs(self._seconds - self._logged_seconds)
+        if not self._logged_seconds or change > LOGGED_CHANGE * self._logged_seconds:
+            self._logged_seconds = self._seconds
             logger.info(
-                f"saving every {self._seconds:.0f} s: a save keeps training waiting for {stall:.3g} s, and "
+                f"saving every {self._seconds:.0f} s: training waits {stall:.3g} s for a save, and "
                 f"checkpoint.mean_time_to_failure_hours={self._mttf_seconds / 3600:g}"
             )

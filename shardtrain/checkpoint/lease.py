@@ -63,7 +63,7 @@ class Lease:
         # Write the file beside the lease, then link it to the name. The lease is never seen half written, and if two
         # runs try at once, one link fails.
         own = self._path.with_name(f"{LEASE}.{self.nonce}")
-        files.write_whole(own, (json.dumps(own_fields(self.nonce)) + "\n").encode())
+        files.write_durable(own, (json.dumps(own_fields(self.nonce)) + "\n").encode())
         try:
             while not self._take(own):
                 self._free_or_refuse(own)
@@ -125,7 +125,7 @@ class Lease:
     def _put_back(self) -> None:
         """Write the lease again unless another run has taken it meanwhile. Does not create the folder."""
         own = self._path.with_name(f"{LEASE}.{self.nonce}")
-        files.write_whole(own, (json.dumps(own_fields(self.nonce)) + "\n").encode())
+        files.write_durable(own, (json.dumps(own_fields(self.nonce)) + "\n").encode())
         try:
             if self._take(own):
                 logger.warning(f"the lease {self._path} was gone and is written again: what removes files there?")

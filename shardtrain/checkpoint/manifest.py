@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: which bytes of which files are which tensor, as JSON that is checked before it is used.
+"""The manifest of a checkpoint: the location of each tensor's bytes, as JSON that is checked before it is used.
 
-``manifest.json`` is one JSON object. Its first line holds the SHA-256 of all bytes after that line; the body holds size
-and SHA-256 of every file and the place of every piece of every tensor. So any changed bit of a checkpoint is seen, the
-manifest's own included. Nothing in it is a path, and every number is checked against what it must fit into.
+``manifest.json`` is one JSON object. Its first line contains the SHA-256 of all bytes after that line. The body has the
+size and SHA-256 of every file, and the location of every piece of every tensor. Any changed bit of a checkpoint,
+including the manifest, is therefore detected. The manifest contains no paths, and all numbers are checked.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ MANIFEST = "manifest.json"
 FORMAT = "shardtrain checkpoint"
 VERSION = 2
 MAX_BYTES = 2**30
-"""A manifest above 1 GiB is refused unread: a run of 10,000 ranks writes less."""
+"""Largest manifest that is read. A run of 10,000 ranks writes a smaller one."""
 
 WEIGHTS_PREFIX = "model."
-"""Names of weights begin with it, and no others."""
+"""Prefix of the names of weights, and of no other tensors."""
 
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.bin")
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -48,7 +48,7 @@ _MAX_PLACES = 30_000_000
 
 @dataclass(frozen=True)
 class TensorFile:
-    """One file of tensor bytes."""
+    """A file with the bytes of tensors. ``bytes`` is its size."""
 
     name: str
     bytes: int
@@ -57,18 +57,18 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor: its type, its whole shape, and grids of boxes that cover it exactly once."""
+    """A stored tensor: dtype, unsharded shape, and grids of boxes that cover it exactly once."""
 
     dtype: str
     shape: tuple[int, ...]
     grids: tuple[Grid, ...]
 
     def chunks(self) -> Iterator[Chunk]:
-        """All its boxes one by one; there may be as many as ranks."""
+        """Yield all boxes. There may be one per rank."""
         return (chunk for grid in self.grids for chunk in grid.chunks())
 
     def overlapping(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
-        """Those of its boxes that share something with another, and what they share."""
+        """Yield each box that overlaps ``box``, with the overlap."""
         return (found for grid in self.grids for found in grid.overlapping(box))
 
 
@@ -94,14 +94,14 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files of tensors."""
+        """Total size of all tensor files."""
         return sum(file.bytes for file in self.files)
 
     def to_bytes(self) -> bytes:
-        """The bytes of ``manifest.json``; raises CheckpointError where no start would read them."""
+        """Return the content of ``manifest.json``. Raises CheckpointError if it is too large to be read again."""
         body = {
             "format": FORMAT,
-            # the least that can read it: what has no grids of several boxes is read by earlier programs too
+            # The oldest version that can read it: version 1 has no grids of several boxes.
             "version": 2 if any(grid.axes for t in self.tensors.values() for grid in t.grids) else 1,
             "created_by": self.created_by,
             "run": self.run,
@@ -126,26 +126,26 @@ class Manifest:
 
 
 def least_bytes(tensors: Mapping[str, StoredTensor]) -> int:
-    """Bytes that a manifest of these tensors has at least: brackets, commas and a digit for each number."""
+    """Return a lower bound of the manifest's size: brackets, commas and one digit per number."""
     return sum(len(name) + sum(10 + 6 * len(grid.sizes) for grid in t.grids) for name, t in tensors.items())
 
 
 def too_large(num_bytes: int) -> str:
-    """Why a checkpoint with a manifest of so many bytes is not written."""
+    """Return the message for a manifest of ``num_bytes``, which is too large."""
     return (
-        f"a checkpoint of this run would have a {MANIFEST} of {num_bytes / 2**30:.1f} GiB, and no start reads one of "
-        f"more than {MAX_BYTES / 2**30:g} GiB; cut the tensors into fewer pieces: a larger "
-        "parallelism.data_parallel_replicate_degree writes each piece once"
+        f"a checkpoint of this run would have a {MANIFEST} of {num_bytes / 2**30:.1f} GiB, but the limit is "
+        f"{MAX_BYTES / 2**30:g} GiB; split the tensors into fewer pieces, for example with a larger "
+        "parallelism.data_parallel_replicate_degree"
     )
 
 
 def read(path: Path | ObjectPath) -> Manifest:
-    """The manifest of the checkpoint in the folder ``path``; raises CheckpointError when it cannot be trusted."""
+    """Read and check the manifest of the checkpoint in the folder ``path``. Raises CheckpointError if it is invalid."""
     return parse(read_bytes(path), path)
 
 
 def read_bytes(path: Path | ObjectPath) -> bytes:
-    """The bytes of a manifest, no more than a manifest may have; raises CheckpointError."""
+    """Read the bytes of a manifest, up to ``MAX_BYTES``. Raises CheckpointError."""
     file = path / MANIFEST
     try:
         if file.stat().st_size > MAX_BYTES or not file.is_file():
@@ -156,14 +156,12 @@ def read_bytes(path: Path | ObjectPath) -> bytes:
         if way := way_from_dcp(path):
             raise CheckpointError(f"checkpoint {path}: {way}") from error
         if isinstance(path, Path) and (path / "config.json").is_file():
-            way = (
-                "it is a Hugging Face folder; a run begins with its weights where checkpoint.initial_load_in_hf = true"
-            )
+            way = "it is a Hugging Face folder; to start from its weights, set checkpoint.initial_load_in_hf = true"
             raise CheckpointError(f"checkpoint {path}: {way}") from error
         if isinstance(path, Path) and (path.is_symlink() or path.is_file()):
             raise CheckpointError(f"checkpoint {path} {why_not_one(path)}; use another one") from error
         if isinstance(path, Path) and not path.exists():
-            fix = "name one that does, such as outputs/checkpoint/step-100"
+            fix = "give an existing one, such as outputs/checkpoint/step-100"
             raise CheckpointError(f"checkpoint {path} does not exist; {fix}") from error
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} cannot be read: {reason}; use another one") from error
 
@@ -171,7 +169,7 @@ def read_bytes(path: Path | ObjectPath) -> bytes:
 def why_not_one(path: Path) -> str:
     """Return why an entry is not a checkpoint, as the predicate of a sentence (``is not a folder``)."""
     if path.is_symlink():
-        return f"is a link to {os.readlink(path)}, where no checkpoint is"
+        return f"is a link to {os.readlink(path)}, which is not a checkpoint"
     if not path.is_dir():
         return "is not a folder"
     way = way_from_dcp(path)
@@ -179,14 +177,16 @@ def why_not_one(path: Path) -> str:
 
 
 def way_from_dcp(path: Path | ObjectPath) -> str:
-    """How a folder that torch.distributed.checkpoint has written, as torchtitan does, comes in; empty for others."""
+    """Return how to convert a folder of torch.distributed.checkpoint, as torchtitan writes it. "" for other folders."""
     if not isinstance(path, Path) or not (path / ".metadata").is_file():
         return ""
-    return f"it is one of torch.distributed.checkpoint; convert it with `shardtrain checkpoint from-dcp {path} NEW`"
+    return (
+        f"it was written by torch.distributed.checkpoint; convert it with `shardtrain checkpoint from-dcp {path} NEW`"
+    )
 
 
 def parse(data: bytes, path: Path | ObjectPath) -> Manifest:
-    """Check and read the bytes of a manifest; raises CheckpointError, one line that names ``path``."""
+    """Parse and check the bytes of a manifest. Raises CheckpointError with one line that names ``path``."""
     try:
         with garbage_collection.paused():
             return _parse(data)
@@ -203,7 +203,7 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _parse(data: bytes) -> Manifest:
-    # The bytes are those that were written, and of a version that is known here.
+    # Check the hash and the version.
     first_line = _FIRST_LINE.match(data)
     if not first_line or hashlib.sha256(data[first_line.end() :]).hexdigest().encode() != first_line.group(1):
         _refuse("is damaged: its bytes are not those that were written")
@@ -212,13 +212,13 @@ def _parse(data: bytes) -> Manifest:
     except (ValueError, RecursionError) as error:
         _refuse(f"is not a manifest's JSON: {str(error)[:100]}")
     if body.get("format") != FORMAT:
-        _refuse("is of another program")
+        _refuse("was not written by shardtrain")
     version = _count(body.get("version"), "version")
     if not 1 <= version <= VERSION:
         writer = _text(body.get("created_by"), "created_by")
         _refuse(f"has format version {version}, written by {writer}; this program reads up to {VERSION}")
 
-    # A hash protects from damage and not from intent: everything that is read is checked.
+    # A hash protects against damage, not against intent, so check every value.
     files = tuple(_file(entry) for entry in _list(body.get("files"), "files"))
     if len({file.name for file in files}) != len(files):
         _refuse("names a file twice")
@@ -227,7 +227,7 @@ def _parse(data: bytes) -> Manifest:
     _check_places(files, tensors)
     facts = _dict(body.get("facts"), "facts")
     if not isinstance(facts.get("state"), dict):
-        _refuse("holds no counters of a run")
+        _refuse("has no counters of a run")
     return Manifest(
         step=_count(body.get("step"), "step"),
         world_size=_count(body.get("world_size"), "world_size"),
@@ -252,13 +252,13 @@ def _file(entry: Any) -> TensorFile:
 def _tensor(name: str, entry: Any, version: int, num_files: int) -> StoredTensor:
     dtype, shape, grids = _list(entry, "tensors", 3)
     if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
-        _refuse("has an invalid name of a tensor")
+        _refuse("has an invalid tensor name")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        _refuse(f"has a type of {name} that is not one of {', '.join(ITEM_BYTES)}")
-    # The size bounds what a load may allocate.
+        _refuse(f"has a dtype of {name} that is not one of {', '.join(ITEM_BYTES)}")
+    # A load allocates the tensor, so limit its size.
     whole = _counts(shape, name)
     if math.prod(whole) * ITEM_BYTES[dtype] > _MAX_SIZE:
-        _refuse(f"has a shape of {name} that is too large")
+        _refuse(f"has a too large shape of {name}")
     checked = tuple(_grid(name, entry, version, len(whole), num_files) for entry in _list(grids, name))
     problem = check_tiling(whole, [grid.box for grid in checked])
     if problem:
@@ -275,19 +275,19 @@ def _grid(name: str, entry: Any, version: int, dims: int, num_files: int) -> Gri
     for axis in _list(rest[0], name) if rest else []:
         repeats, dim, step = _list(axis, name, 3)
         if not isinstance(step, int) or isinstance(step, bool) or abs(step) > num_files or _count(dim, name) >= dims:
-            _refuse(f"has pieces of {name} that are repeated in no way that is known")
+            _refuse(f"has pieces of {name} with an invalid repetition")
         axes.append(Axis(_count(repeats, name), dim, step))
     grid = Grid(_counts(offsets, name), _counts(sizes, name), _count(file, name), _count(begin, name), tuple(axes))
     if len(grid.sizes) != dims or len(axes) > _MAX_DIMS or not 1 <= grid.count <= max(1, num_files):
-        _refuse(f"has pieces of {name} that have other dimensions than it has, or are more than there are files")
+        _refuse(f"has pieces of {name} with a wrong number of dimensions, or more pieces than files")
     return grid
 
 
 def _check_places(files: tuple[TensorFile, ...], tensors: Mapping[str, StoredTensor]) -> None:
-    """Every piece is inside its file, and no two share a byte.
+    """Check that every piece is inside its file, and that no two pieces share a byte.
 
-    Files in which the same grids have boxes are alike, and one of each kind is looked at: ranks that hold equally much
-    of everything are one kind. Of grids at the same places, many tensors, it is enough to know which kinds they reach.
+    Files that contain boxes of the same grids are of one kind, and only one file of each kind is checked. The files of
+    ranks with equal shards of all tensors are of one kind, so this is fast for many ranks.
     """
     spans: dict[tuple[int, tuple[Axis, ...]], list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
@@ -297,8 +297,8 @@ def _check_places(files: tuple[TensorFile, ...], tensors: Mapping[str, StoredTen
     if sum(math.prod(axis.repeats for axis in axes) for _, axes in spans) > _MAX_PLACES:
         _refuse("has pieces that are too many to check")
 
-    # The kind of a file says which grids reach it: the exclusive or of a random number for each of them, so that no
-    # manifest can be made in which two kinds look like one.
+    # The kind of a file identifies the grids that it contains boxes of. It is the exclusive or of a random number per
+    # grid, so an attacker cannot construct two kinds that look equal.
     reached: list[list[int]] = []
     kinds = [0] * len(files)
     for (file, axes), pieces in spans.items():
@@ -307,13 +307,13 @@ def _check_places(files: tuple[TensorFile, ...], tensors: Mapping[str, StoredTen
         furthest = max(end for _, end, _ in pieces)
         token = secrets.randbits(128)
         if min(numbers) < 0 or max(numbers) >= len(files) or any(furthest > files[one].bytes for one in numbers):
-            _refuse(f"has a piece of {pieces[0][2]} that lies outside its file")
+            _refuse(f"has a piece of {pieces[0][2]} outside its file")
         if len(set(numbers)) != len(numbers):
             _refuse(f"has pieces of {pieces[0][2]} that share bytes")
         for number in numbers:
             kinds[number] ^= token
 
-    # All pieces in a file of each kind, sorted by where they begin: none may begin before the last has ended.
+    # Sort the pieces in a file of each kind by their offset. None may begin before the previous one ends.
     places: dict[int, list[tuple[int, int, str]]] = {}
     left = _MAX_PLACES
     for pieces, numbers in zip(spans.values(), reached, strict=True):
@@ -342,7 +342,7 @@ def _list(value: Any, what: str, length: int | None = None) -> list[Any]:
 def _counts(value: Any, what: str) -> tuple[int, ...]:
     if len(_list(value, what)) > _MAX_DIMS:
         _refuse(f"has too many dimensions in {what}")
-    for number in value:  # as _count, without a call for each of 100,000 numbers
+    for number in value:  # like _count, without a call for each of 100,000 numbers
         if type(number) is not int or not 0 <= number <= _MAX_SIZE:
             _refuse(f"has a number in {what} that is not a count")
     return tuple(value)

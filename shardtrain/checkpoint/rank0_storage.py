@@ -41,7 +41,7 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
     if dist.get_world_size() == 1 or not isinstance(folder, Path):
         return  # an object store has one address for all
     sign = folder / f"probe-{broadcast_json(nonce)}"
-    first_rank(lambda: files.write_whole(sign, b""))
+    first_rank(lambda: files.write_durable(sign, b""))
     # The other ranks of a node would see the same.
     wrong, waited = files.wait_for_sizes(folder, {sign.name: 0}) if speaks_for_its_node() else ({}, 0.0)
     looked = all_gather_json([round(waited, 1), os.uname().nodename, bool(wrong)])

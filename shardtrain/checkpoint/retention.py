@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and how the others go: renamed to trash first, so that none is ever half there."""
+"""Retention: choose the checkpoints to keep, and delete the others. A rename first makes a deletion atomic."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from shardtrain.utils.log import logger
 
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
 HUB = "-hf"
-"""Ends the name of a folder that holds a checkpoint in Hugging Face format; it goes when the checkpoint does."""
+"""Suffix of the folder with the export of a checkpoint to the Hugging Face format. Both are deleted together."""
 _LEFT = re.compile(r"step-\d+(?:-hf)?\.tmp(?:-([0-9a-f]+))?")
 _SMALL = re.compile(r"(?:lease|best)\.json\.([0-9a-f]+)(?:\.old)?")
 _TRASH = re.compile(r"step-\d+(?:-hf)?\.trash-[0-9a-f]+")
 LEFTOVER_SECONDS = 3600.0
-"""A save cut short is swept away when nothing in it changed for an hour."""
+"""Age from which the leftovers of an interrupted save are removed."""
 _contents: dict[tuple[str, int, int], tuple[list[str], list[int], str]] = {}
 """Cache: (checkpoint, size and mtime of its manifest) -> (file names, file sizes in bytes, origin)."""
 _MOST_REMEMBERED = 64
 
 
 def step_of(path: Path | ObjectPath) -> int | None:
-    """The step of a folder of a checkpoint by its name, or None."""
+    """Return the step in the name of a checkpoint's folder, or None."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -45,7 +45,7 @@ def step_folders(folder: Path | ObjectPath) -> list[int]:
 
 
 def steps(folder: Path | ObjectPath) -> list[int]:
-    """Steps with a manifest, oldest first. A folder gets its name when all in it is on disk."""
+    """Return the steps with a manifest, in ascending order."""
     if isinstance(folder, ObjectPath):
         folders = {path: step for path in folder.glob("step-*") if (step := step_of(path)) is not None}
         return sorted(step for path, step in folders.items() if (path / MANIFEST).is_file())
@@ -53,23 +53,23 @@ def steps(folder: Path | ObjectPath) -> list[int]:
 
 
 def no_such_step(folder: Path | ObjectPath, wanted: int, found: Sequence[int]) -> CheckpointError:
-    """The error of a checkpoint.load_step that is not there; ``found`` are the steps that are."""
+    """Return the error for a checkpoint.load_step that does not exist. ``found`` are the existing steps."""
     rule = f"checkpoint.load_step={wanted}: {folder} has no such step"
     if not found:
-        return CheckpointError(f"{rule}, nor any other; leave the option out to begin at step 0, or correct the folder")
+        return CheckpointError(f"{rule}, nor any other; remove the option to start from step 0, or correct the folder")
     known = ", ".join(map(str, found))
     return CheckpointError(f"{rule}; use one of {known}, or -1 for the newest")
 
 
 def unusable(path: Path | ObjectPath, damage: str) -> CheckpointError:
-    """The error of a checkpoint that a run was to begin with."""
+    """Return the error for a damaged checkpoint that a run was to start from."""
     damage = damage.removeprefix(f"checkpoint {path}: ").removesuffix("; use another one")
-    fix = "" if "; " in damage else "; use another one"  # where something else can be done, that is said
+    fix = "" if "; " in damage else "; use another one"  # the damage may already come with a fix
     return CheckpointError(f"checkpoint {path} cannot be used: {damage}{fix}")
 
 
-def is_whole(path: Path | ObjectPath, origin: str | None = None) -> bool:
-    """True if a checkpoint has a valid manifest and its files have the recorded sizes. Contents are not read.
+def is_complete(path: Path | ObjectPath, origin: str | None = None) -> bool:
+    """True if a checkpoint has a valid manifest and files of the recorded sizes. Their contents are not read.
 
     With ``origin`` the manifest must name that run.
     """
@@ -101,61 +101,65 @@ def _content(path: Path | ObjectPath) -> tuple[list[str], list[int], str]:
 
 
 def forget(path: Path | ObjectPath) -> None:
-    """Drop what ``is_whole`` remembers of a checkpoint that was just written: a store of objects tells no time by which
-    a new manifest of the same size could be told from the old one.
+    """Remove a new checkpoint from the cache of ``is_complete``.
+
+    Object stores report no modification time, so a new manifest of equal size would be taken for the old one.
     """
     for key in [key for key in _contents if key[0] == str(path)]:
         del _contents[key]
 
 
-def to_delete(own: Sequence[int], keep: int, whole: Collection[int]) -> list[int]:
-    """Of a run's steps, oldest first, those to delete: all that are older than the ``keep`` newest whole ones.
+def to_delete(own: Sequence[int], keep: int, complete: Collection[int]) -> list[int]:
+    """Return the steps to delete: those older than the ``keep`` newest complete ones.
 
-    A damaged one does not count, and protects nothing, but is deleted only with age: it may be looked into.
+    ``own`` are the steps of the run, in ascending order. A damaged checkpoint does not count as one of the newest, but
+    is not deleted earlier than others, so a user can examine it.
 
-    >>> to_delete([1, 2, 3, 4], keep=2, whole={1, 2, 3})
+    >>> to_delete([1, 2, 3, 4], keep=2, complete={1, 2, 3})
     [1]
     """
-    good = [step for step in own if step in whole]
-    if not keep or len(good) < keep:
+    newest_complete = [step for step in own if step in complete]
+    if not keep or len(newest_complete) < keep:
         return []
-    oldest_kept = good[-keep]
+    oldest_kept = newest_complete[-keep]
     return [step for step in own if step < oldest_kept]
 
 
 def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, spare: int, origin: str) -> None:
-    """Delete what is not to be kept after the checkpoint of step ``saved``: see ``to_delete``.
+    """Delete old checkpoints after the checkpoint of step ``saved`` was written; see ``to_delete``.
 
-    Step ``spare`` and multiples of ``forever`` (unless it is 0) are kept. Checkpoints whose manifest does not
-    name the run ``origin`` are neither counted nor deleted.
+    Keep step ``spare`` and multiples of ``forever``, unless it is 0. Checkpoints of other runs than ``origin`` are
+    neither counted nor deleted.
     """
     if not keep:
         return
-    # Steps after this one are another history, which the user went back from, and are not counted here.
+    # Ignore later steps: the user has resumed from an older step, and they belong to the abandoned history.
     all_steps = (step_of(path) for path in folder.glob("step-*"))
     own = sorted(step for step in all_steps if step is not None and step <= saved)
-    # From the newest on until there are enough: of those that stay for ever only names are looked at, since there may
-    # be thousands, and a store is asked for each apart.
-    whole: list[int] = []
+    # Start with the newest and stop at ``keep`` complete ones. Checking one costs a request to an object store, and
+    # there may be thousands that are kept forever.
+    complete: list[int] = []
     for step in reversed(own):
-        if len(whole) < keep and is_whole(folder / f"step-{step}", origin):
-            whole.append(step)
-    for step in to_delete(own, keep, whole):
+        if len(complete) < keep and is_complete(folder / f"step-{step}", origin):
+            complete.append(step)
+    for step in to_delete(own, keep, complete):
         if step == spare or (forever and step % forever == 0) or not is_of(folder / f"step-{step}", origin):
             continue
         try:
             discard(folder / f"step-{step}")
         except OSError as error:
-            # The new one is safe, and the next save tries again.
+            # The new checkpoint is complete. The next save tries the deletion again.
             logger.warning(str(storage_errors.cannot("delete old checkpoint", folder / f"step-{step}", error)))
 
 
 def discard(path: Path | ObjectPath) -> None:
-    """Delete a checkpoint: from the rename on, or once its manifest is gone, it is none. Raises OSError before that."""
+    """Delete a checkpoint. The rename, or removing the manifest, invalidates it first. Raises OSError if that fails."""
     if isinstance(path, ObjectPath):
         (path / MANIFEST).unlink()
-        with contextlib.suppress(OSError):  # the rest is swept at the next start
-            unlink_all(path.list_below())  # ranks may wait, and there may be a file of each of thousands
+        # Delete the files with few requests, because ranks wait for it and each of thousands may have a file. The next
+        # start removes the rest.
+        with contextlib.suppress(OSError):
+            unlink_all(path.list_below())
         return
     discard_hub(path)
     _to_trash(path)
@@ -174,16 +178,16 @@ def make_room(path: Path, origin: str) -> None:
         return
     aside = path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")
     files.rename(path, aside)
-    logger.warning(f"{path} was in the place of a new checkpoint, but is not of this run: renamed to {aside.name}")
+    logger.warning(f"{path} had the name of a new checkpoint, but does not belong to this run: renamed to {aside.name}")
 
 
 def hub_folder(path: Path) -> Path:
-    """Where a checkpoint is in Hugging Face format, if it was written so."""
+    """Return the folder of a checkpoint's export to the Hugging Face format."""
     return path.with_name(f"{path.name}{HUB}")
 
 
 def discard_hub(path: Path) -> None:
-    """Delete what a checkpoint was written as in Hugging Face format, if it was. Raises OSError."""
+    """Delete a checkpoint's export to the Hugging Face format, if there is one. Raises OSError."""
     if hub_folder(path).is_dir():
         _to_trash(hub_folder(path))
 
@@ -195,7 +199,7 @@ def _to_trash(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder and what is in it, as far as possible; of a link the link alone, never what it leads to."""
+    """Delete a folder and its content as far as possible. If it is a link, delete only the link."""
     with contextlib.suppress(OSError):
         if path.is_symlink():
             path.unlink()
@@ -204,9 +208,9 @@ def remove(path: Path) -> None:
 
 
 def open_to_all(folder: Path) -> str:
-    """The folder or the manifest in it that every user may write or replace; empty where there is none.
+    """Return the folder, or its manifest, if every user can write it; otherwise "".
 
-    A sticky folder, as /tmp is, lets nobody replace what is another's, but does let everybody add.
+    A sticky folder, such as /tmp, counts too: users cannot replace files of others there, but can add files.
     """
     for path in (folder, folder / MANIFEST):
         with contextlib.suppress(OSError):
@@ -216,13 +220,17 @@ def open_to_all(folder: Path) -> str:
 
 
 def sweep(folder: Path, own_nonce: str, now: float, dead: Collection[str] = ()) -> list[Path]:
-    """Remove trash, and what saves cut short have left for an hour; ``now`` is the filesystem's time. Gives what went.
+    """Remove trash, and leftovers of interrupted saves that are at least an hour old. Return the removed paths.
 
-    What holders of the lease left that are known to be ``dead`` goes at once. Only the holder may call this.
+    Only the holder of the lease may call this.
+
+    Args:
+        now: The current time of the filesystem.
+        dead: Nonces of processes that have ended. Their leftovers are removed regardless of their age.
     """
     gone = []
     for path in sorted(folder.iterdir()):
-        # Small files that are written beside their place: leases and pointers of other holders.
+        # Temporary files of leases and of best.json, of other processes.
         small = _SMALL.fullmatch(path.name)
         if small and small[1] != own_nonce:
             with contextlib.suppress(OSError):
@@ -231,7 +239,7 @@ def sweep(folder: Path, own_nonce: str, now: float, dead: Collection[str] = ()) 
                     gone.append(path)
             continue
 
-        # Drafts: this holder's stay, and those of others who may still be writing.
+        # Keep the drafts of this process, and those of others who may still be writing.
         draft = _LEFT.fullmatch(path.name)
         if draft:
             holder = draft[1]
@@ -244,7 +252,7 @@ def sweep(folder: Path, own_nonce: str, now: float, dead: Collection[str] = ()) 
 
 
 def _touched(path: Path) -> float:
-    """When something in a folder last changed."""
+    """Return the time of the last change in a folder."""
     times = [0.0]
     with contextlib.suppress(OSError):
         times.append(path.stat().st_mtime)

@@ -43,19 +43,26 @@ from shardtrain.utils.errors import CheckpointError, NumericalError, StorageErro
 from shardtrain.utils.log import logger
 
 FAILURES_IN_A_ROW = 2
-"""Failed saves after which a run may continue."""
+"""Number of consecutive failed saves after which a run may still continue."""
 CRASH_SECONDS = 3.0
-"""How long a rank that ends with an error waits for the save in flight."""
+"""Time that a rank that ends with an error waits for the save in progress."""
 CANCEL_SECONDS = 1.0
-"""How long it then waits for the writing thread, which checks between blocks of a file whether it is cancelled."""
-
+"""Further time that it waits for the writing thread, which checks for a cancellation between blocks of a file."""
 
 COMPARED = "replicas_compared"
-"""Key among the facts of a checkpoint: how many replicated parts were compared between ranks before it was saved."""
+"""Key of the checkpoint's facts: number of replicated boxes that were compared between ranks before saving."""
 
 
 class Saver:
-    """Saves the checkpoints of a run; all methods but ``is_due`` and ``close`` are collectives."""
+    """Save the checkpoints of a run. All methods except ``is_due`` and ``close`` are collectives.
+
+    Attributes:
+        saved_step: The newest step on disk, or the step that the run resumed from. Equal on all ranks.
+        export_seconds: Time that the last ``save`` waited for an export, which is not part of the save.
+        exporter: Exports some of the checkpoints to another format.
+        on_saved: Called with the step of each checkpoint once it is complete.
+        on_written: Called with the duration of a background save once it is on disk.
+    """
 
     def __init__(self, config: Config) -> None:
         self._options: Checkpoint = config.checkpoint
@@ -63,37 +70,32 @@ class Saver:
         self._folder = self._storage.folder
         self._run_folder = Path(config.job.dump_folder)
         self._lease = self._storage.lease
+        # Lease of ``job.dump_folder``, for a run that saves no checkpoints below it.
         self._run_lease: Lease | None = None
-        """Held by a run that writes no checkpoint below ``job.dump_folder``."""
+        # ID of the run in its manifests. A resumed run keeps it. Only rank 0 uses it.
         self._origin = self._lease.nonce
-        """ID of the run in its manifests. A resumed run keeps it. Used by rank 0 only."""
         self._is_first = dist.get_rank() == 0
         self._relays = self._options.storage == "first_node" and dist.get_world_size() > 1
+        # Number of saves of this process, for unique names of drafts.
         self._number = 0
-        """Counts the saves of this process, so that each draft has a name of its own."""
+        # Plan of the last save. The next one reuses it if the tensors are the same.
         self._plan: save_plan.SavePlan | None = None
-        """The plan of the last save, reused by the next one if the tensors are the same."""
         self._staging = Staging(self._options.async_mode == "async_with_pinned_mem")
         self.best = Best(config)
         self.interval = Interval(self._options)
         self.saving = Saving()
-        # Only rank 0's clock decides: by their own clocks ranks would save at different steps.
+        # Only rank 0's clock decides. With their own clocks, ranks would save at different steps.
         self.saving.by_clock = self._saves and self._options.interval_type != "steps"
         if self._is_first and self.saving.by_clock:
             self.saving.is_time = self.interval.is_time
         self.is_due = IsDue(self._options, self.saving, self.best)
         self.saved_step = 0
-        """The newest step on disk, or the step that the run resumed from; equal on all ranks."""
         self.failures_in_a_row = self.skipped = 0
         self._export_is_due = self._export_must = False
         self.export_seconds = 0.0
-        """How long the newest save waited for an export, which is not part of the save."""
         self.exporter: Exporter | None = None
-        """Writes some of the checkpoints once more, in another format."""
         self.on_saved: Callable[[int], object] = lambda step: None
-        """Called with the step of each checkpoint once it is complete."""
         self.on_written: Callable[[float], object] = lambda seconds: None
-        """Called with the seconds that a save in the background took until it was on disk."""
 
     @property
     def _saves(self) -> bool:
@@ -108,37 +110,44 @@ class Saver:
         last: bool,
         wait: bool = False,
     ) -> None:
-        """Save weights, the rest of the tensors and the facts, and delete what retention does not keep.
+        """Save a checkpoint, and delete old ones that retention does not keep.
 
-        With ``checkpoint.async_mode`` it returns when the tensors are copied, unless it is the ``last`` or is to
-        ``wait``; ``poll`` completes it later. While an earlier save is in flight it waits for at most
-        ``checkpoint.max_stall_seconds`` and is then skipped; a new best checkpoint waits as long as it takes.
+        With ``checkpoint.async_mode`` it returns once the tensors are copied, and ``poll`` completes the save later. It
+        returns only after the save if it is the ``last`` one or ``wait`` is set. While an earlier save is in progress,
+        it waits for up to ``checkpoint.max_stall_seconds`` and then skips this save. A new best checkpoint is never
+        skipped.
+
+        Args:
+            weights: Parameters and buffers of the model, by name.
+            rest: The other tensors, such as the optimizer's state.
+            facts: Counters of the run, as JSON values.
 
         Raises:
-            StorageError: on all ranks, when one could not write; older checkpoints are as they were. Not raised where
-                ``checkpoint.on_save_error`` is "continue", unless it is the last, is to wait, or the third in a row.
-            ConfigError: when another run has taken over the folder.
-            NumericalError: on all ranks, before anything is written, when replicas of a tensor differ; names it, the
-                odd ranks, and the last checkpoint whose replicas were equal.
+            StorageError: on all ranks, if one could not write. Older checkpoints are unchanged. Not raised if
+                ``checkpoint.on_save_error`` is "continue", except for the last save, with ``wait``, or for the third
+                failure in a row.
+            ConfigError: another run has taken over the folder.
+            NumericalError: on all ranks, before anything is written, if replicas of a tensor differ. The message has
+                the tensor, the odd ranks, and the last checkpoint with equal replicas.
         """
         begun = time.monotonic()
         # The last save is neither skipped nor written in the background: the process ends after it.
         must_succeed = last or wait
 
-        # One save at a time: wait for the one in flight, or skip this one.
+        # Only one save at a time: wait for the one in progress, or skip this one.
         if not self.finish(None if must_succeed or self.best.is_new(step) else self._options.max_stall_seconds):
             self.skipped += 1
             self.saving.clear_flags()
             self.interval.restart()
             assert self.saving.writing is not None
             logger.warning(
-                f"the save of step {step} is skipped: that of step {self.saving.writing.step} is still being written "
-                f"after checkpoint.max_stall_seconds={self._options.max_stall_seconds} ({self.skipped} in all); save "
-                "less often, or to faster storage"
+                f"skipped the save of step {step}: the save of step {self.saving.writing.step} is still in progress "
+                f"after checkpoint.max_stall_seconds={self._options.max_stall_seconds} ({self.skipped} skipped in "
+                "total); save less often, or to faster storage"
             )
             return
 
-        # What is saved: the last checkpoint may be the weights alone, in the type of exports.
+        # The last checkpoint may contain only the weights, in the dtype of exports.
         if last and self._options.last_save_model_only:
             weights = tensor_files.cast(weights, self._options.export_dtype.replace("auto", "float32"))
             rest = {}
@@ -146,18 +155,18 @@ class Saver:
         tensors = {**weights, **rest}
         facts = {"weights_only": False, **facts}
 
-        # Who writes what (a collective). The last plan is reused as long as every rank has the same tensors.
+        # Assign pieces to ranks (a collective). The last plan is reused as long as no rank's tensors change.
         shares = self._plan = save_plan.plan(tensors, self._plan)
 
-        # Only one rank writes a replicated part, so a replica that differs would go unnoticed.
+        # Only one rank writes a replicated box, so a replica that differs would go unnoticed.
         if self._options.compare_replicas:
             odd = replica_comparison.find_odd(tensors, shares.held, facts.get("state") or {})
             if odd:
                 self.refuse(step, odd)
             facts[COMPARED] = holders.num_replicated(shares.held)
 
-        # Write it now, or copy it and write in the background. Errors are equal on all ranks, so all ranks tolerate one
-        # or none does.
+        # Write now, or copy the tensors and write in the background. Errors are equal on all ranks, so all ranks make
+        # the same decision to tolerate one.
         self._export_is_due = self.exporter is not None and self.exporter.is_due(step, last)
         self.export_seconds = 0.0
         self._number += 1
@@ -174,13 +183,13 @@ class Saver:
             if not in_background:
                 self._saved(step)
                 self._export_if_due(step, must_succeed or self._options.async_mode == "disabled", must_succeed)
-        # The flags that ranks have exchanged in this step are about the save before this one.
+        # The flags that ranks exchanged in this step belong to the previous save.
         self.saving.clear_flags()
         self.interval.note(time.monotonic() - begun - self.export_seconds)
         self.interval.restart()
 
     def poll(self) -> None:
-        """Finish the background save, once every rank knows that all have written (see ``Saving``).
+        """Complete the background save once all ranks have written their files (see ``Saving``).
 
         Raises:
             StorageError: as ``save`` does.
@@ -189,13 +198,13 @@ class Saver:
             self._finish_one()
 
     def finish(self, limit_seconds: float | None = None) -> bool:
-        """Wait for saves and exports in flight; False, on all ranks, if one has not ended within the limit.
+        """Wait for saves and exports in progress. Return False on all ranks if one does not end within the limit.
 
         Raises:
             StorageError: as ``save`` does.
         """
         begun = time.monotonic()
-        # A loop, since an export may begin when a save ends.
+        # Repeat, because an export may start when a save ends.
         while self.saving.writing is not None:
             left = None if limit_seconds is None else limit_seconds - (time.monotonic() - begun)
             if not self._finish_one(left):
@@ -203,7 +212,7 @@ class Saver:
         return True
 
     def _finish_one(self, limit_seconds: float | None = None) -> bool:
-        """Wait for the save or export in flight and handle its result (a collective); False past the limit."""
+        """Wait for the save or export in progress and handle its result (a collective). False if the limit passes."""
         writing = self.saving.writing
         assert writing is not None
         if not async_save.ended_everywhere(writing, limit_seconds):
@@ -222,22 +231,22 @@ class Saver:
                 self._export_if_due(writing.step, wait=False, must=False)
             elif any_rank(writing.cancelled):
                 self._abandon(writing.step)
-                logger.warning(f"{self._name(writing)} was cancelled: there was no time for it")
+                logger.warning(f"{self._name(writing)} was cancelled because the run has to stop")
             else:
                 logger.info(f"saved {self._name(writing)}")
         return True
 
     def export_last(self, step: int) -> None:
-        """Export the checkpoint of the last step, if that is wanted.
+        """Export the checkpoint of the last step, if an export is due.
 
         Raises:
-            StorageError: when it cannot be written.
+            StorageError: it cannot be written.
         """
         self._export_is_due = self.exporter is not None and self.exporter.is_due(step, True)
         self._export_if_due(step, wait=True, must=True)
 
     def cancel_export(self) -> None:
-        """Cancel an export in flight and begin no other: there is no time for one."""
+        """Cancel an export in progress and start no other, because the run has to stop soon."""
         self._export_is_due = False
         self.exporter = None
         writing = self.saving.writing
@@ -246,9 +255,9 @@ class Saver:
             self.finish()
 
     def close(self) -> None:
-        """Release the lease of the folder. A save in flight, when a run ends with an error, gets a few seconds."""
-        # Not a collective: other ranks may be gone. Rank 0's thread commits once all have written, so only rank 0 knows
-        # whether there is a checkpoint.
+        """Release the lease of the folder. If the run ends with an error, wait a few seconds for a save in progress."""
+        # Not a collective, because other ranks may have ended. Rank 0's thread commits once all have written, so only
+        # rank 0 knows if there is a checkpoint.
         writing = self.saving.writing
         if writing is not None:
             if not writing.wait(CRASH_SECONDS):
@@ -260,7 +269,7 @@ class Saver:
                 else:
                     self._abandon(writing.step)
             self.saving.writing = None
-        # The lease is released last: until then no other run may write the folder.
+        # Release the lease last. Until then no other run may write to the folder.
         if self._is_first:
             self._storage.abandon_all()
             self._lease.release()
@@ -281,7 +290,7 @@ class Saver:
         """Write the checkpoint while all ranks wait (a collective)."""
         nonce, _ = first_rank(lambda: self._prepare(step, sum(shares.bytes_of)))
         draft = self._draft(step, nonce)
-        # Every rank writes its file, or sends it to rank 0 where only that one has access to the folder.
+        # Every rank writes its file, or sends it to rank 0 if only rank 0 has access to the folder.
         if self._relays:
             written = all_ranks(lambda: [*map(_fields, rank0_storage.write(tensors, shares, draft))])
         else:
@@ -296,7 +305,7 @@ class Saver:
     def _begin(
         self, step: int, tensors: Mapping[str, Tensor], shares: save_plan.SavePlan, facts: Mapping[str, Any]
     ) -> None:
-        """Copy what this rank writes, and leave the rest to a thread (a collective)."""
+        """Copy this rank's data, and start a thread that writes it (a collective)."""
         rank = dist.get_rank()
         size = dist.get_world_size()
         staged: list[memoryview] = []
@@ -306,12 +315,13 @@ class Saver:
             staged.append(self._staging.copy(local_tensors, shares.bytes_of[rank]))
             return self._prepare(step, sum(shares.bytes_of)) if self._is_first else None
 
-        # After this every rank has its copy, so training may continue and change the tensors.
+        # From here on every rank has its copy, so training may change the tensors.
         nonce, token = all_ranks(copy_and_prepare)
         draft = self._draft(step, nonce)
         others = [r for r in range(1, size) if shares.bytes_of[r]]
 
-        # In a thread, without collectives: their order relative to the trainer's would differ between ranks.
+        # This runs in a thread. It must not use collectives: their order relative to the trainer's would differ between
+        # ranks.
         def write(check_cancelled: Callable[[], None]) -> None:
             stored_files = []
             if shares.bytes_of[rank]:
@@ -349,12 +359,16 @@ class Saver:
         )
 
     def _newest_compared(self) -> int | None:
-        """The newest step of this run on disk whose manifest says that replicas were compared."""
+        """Return the newest step of this run on disk whose replicas were compared before saving, or None."""
         with contextlib.suppress(OSError):
             for step in reversed(retention.steps(self._folder)):
                 with contextlib.suppress(CheckpointError):
                     path = self._folder / f"step-{step}"
-                    if step <= self.saved_step and COMPARED in manifest.read(path).facts and retention.is_whole(path):
+                    if (
+                        step <= self.saved_step
+                        and COMPARED in manifest.read(path).facts
+                        and retention.is_complete(path)
+                    ):
                         return step
         return None
 
@@ -373,7 +387,7 @@ class Saver:
         )
 
     def _export_if_due(self, step: int, wait: bool, must: bool) -> None:
-        """Export a checkpoint that is on disk: in the background, unless it is to ``wait``."""
+        """Export a checkpoint that is on disk, in the background unless ``wait`` is set."""
         if not self._export_is_due:
             return
         self._export_is_due = False
@@ -399,18 +413,18 @@ class Saver:
         logger.info(f"saved checkpoint {self._folder / f'step-{step}'}")
 
     def _tolerate(self, error: BaseException, must: bool) -> None:
-        """Raise the error of a save, unless the run is to continue without it; the same on all ranks."""
+        """Raise the error of a save, unless the run may continue without it. Equal on all ranks."""
         self.failures_in_a_row += 1
         tolerated = self._options.on_save_error == "continue" and self.failures_in_a_row <= FAILURES_IN_A_ROW
         if must or not tolerated or not isinstance(error, StorageError):
             raise error
         logger.warning(
-            f"{error}: training continues with the checkpoint of step {self.saved_step} as the newest "
+            f"{error}: training continues, and the newest checkpoint is that of step {self.saved_step} "
             f"(checkpoint.on_save_error; {self.failures_in_a_row} of {FAILURES_IN_A_ROW} in a row)"
         )
 
     def _prepare(self, step: int, planned: int) -> list[str]:
-        """Create the draft of a save; returns the nonce of the lease, which ends its name, and a token of the save."""
+        """Create the draft of a save. Return the nonce of the lease, which ends its name, and a token of the save."""
         self._lease.acquire()
         self._lease.check()
         self._storage.prepare(self._draft(step, self._lease.nonce), planned)
@@ -420,7 +434,7 @@ class Saver:
         self._storage.publish(draft, stored, self._lease.check)
 
     def _tidy(self, saved: int, facts: Mapping[str, Any]) -> None:
-        """After a commit: name the best one, and delete what retention does not keep."""
+        """Update ``best.json`` after a commit, and delete checkpoints that retention does not keep."""
         self.best.point(self._folder, facts.get("best"))
         options = self._options
         keep = options.keep_latest_k

@@ -74,4 +74,4 @@ def write(
         # Parse the manifest before it is published: one that cannot be read must not replace anything.
         text = whole.to_bytes()
         manifest.parse(text, temporary)
-        files.write_whole(temporary / MANIFEST, text)
+        files.write_durable(temporary / MANIFEST, text)

@@ -1,8 +1,8 @@
-"""Where checkpoints lie: a folder of a filesystem, or an object store.
+"""Storage of checkpoints: a folder of a filesystem, or an object store.
 
-The two commit in different ways. A folder is written under another name and renamed. An object store cannot rename, so
-objects are written under names of their own, and the manifest, put last and at once, is what makes them a checkpoint:
-without one there is none.
+They commit differently. A folder is written under a temporary name and renamed. An object store cannot rename. Its
+objects have unique names, and the manifest is written last, atomically. Objects without a manifest are not a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ from shardtrain.utils.errors import CheckpointError, StorageError, fix_first
 from shardtrain.utils.log import logger
 
 Place: TypeAlias = Path | ObjectPath
-"""A folder or file of checkpoints, wherever it is."""
+"""A folder or file in either storage."""
 
 SPARE = 1.2
-"""A save begins only where this many times its size is free."""
+"""A save starts only if the free space is at least this multiple of its size."""
 
 _OBJECT = re.compile(r"rank-\d{5}-[0-9a-f]+-\d+\.(bin|done)")
 
 
 class Storage(Protocol):
-    """What a save needs. All methods are the first rank's alone, but ``draft``."""
+    """Storage interface of a save. Only rank 0 calls it, except ``draft``."""
 
     folder: Place
     lease: Lease
 
     def draft(self, step: int, nonce: str, number: int) -> Place:
-        """Where all ranks write the files of a save: the ``number``-th of the holder of the lease ``nonce``."""
+        """Return the place to which all ranks write save ``number`` of the process with lease ``nonce``."""
 
     def prepare(self, draft: Place, planned_bytes: int) -> None:
-        """Make sure that there is room, and that the draft is empty. Raises StorageError, OSError."""
+        """Check the free space and create an empty draft. Raises StorageError or OSError."""
 
     def publish(self, draft: Place, stored: Manifest, check: Callable[[], None]) -> Place:
-        """Make a draft that every rank has written the checkpoint of its step, at once and durably.
+        """Turn a complete draft into the checkpoint of its step, atomically and durably.
 
-        ``check`` is called last before that, and raises when the lease was lost.
+        ``check`` is called immediately before, and raises if the lease was lost.
         """
 
     def abandon(self, draft: Place) -> None:
-        """Remove a draft that failed; raises nothing."""
+        """Remove a failed draft. Never raises."""
 
     def abandon_all(self) -> None:
-        """Remove the drafts of this holder of the lease, which is about to give it back; raises nothing."""
+        """Remove all drafts of this process, before it releases its lease. Never raises."""
 
     def sweep(self) -> None:
-        """Remove what saves cut short have left."""
+        """Remove the leftovers of interrupted saves."""
 
 
 def place(path: str | Path) -> Place:
-    """A path as the user writes it, or an address such as ``s3://bucket/run``; raises ConfigError."""
+    """Open a path or an address such as ``s3://bucket/run``. Raises ConfigError."""
     return open_address(path) if isinstance(path, str) and MARK in path else Path(path)
 
 
 def folder_of(dump_folder: str, folder: str) -> Place:
-    """The folder of a run's checkpoints: below job.dump_folder, unless it is an address."""
+    """Return the folder of a run's checkpoints: below job.dump_folder, or an address."""
     return place(folder) if MARK in folder else Path(dump_folder) / folder
 
 
 def storage_of(dump_folder: str, folder: str) -> Storage:
-    """The storage of a run's checkpoints; touches nothing yet."""
+    """Return the storage of a run's checkpoints, without accessing it."""
     place = folder_of(dump_folder, folder)
     return LocalStorage(place) if isinstance(place, Path) else ObjectStorage(place)
 
 
 class LocalStorage:
-    """A folder that all ranks see; durability is that of fsync and rename."""
+    """A folder that all ranks can access. It relies on fsync and rename for durability."""
 
     def __init__(self, folder: Path) -> None:
         self.folder: Place = folder
@@ -106,17 +106,17 @@ class LocalStorage:
     def publish(self, draft: Place, stored: Manifest, check: Callable[[], None]) -> Place:
         assert isinstance(draft, Path)
         final = draft.with_name(f"step-{stored.step}")
-        # Everything in the draft is on disk, its names too, before the rename makes it a checkpoint.
+        # Put all files of the draft and their names on disk before the rename makes it a checkpoint.
         _check_sizes(draft, stored)
-        files.write_whole(draft / MANIFEST, _readable(stored, draft))
+        files.write_durable(draft / MANIFEST, _readable(stored, draft))
         files.sync_folder(draft)
-        # The lease last: another run may have taken the folder over while this one wrote.
+        # Check the lease last: another run may have taken over the folder in the meantime.
         check()
         with storage_errors.naming(final):
-            # A run that went back to an older step writes its own history.
+            # A run that resumed from an older step replaces its later checkpoints.
             retention.make_room(final, stored.origin)
             files.rename(draft, final)
-        # The folder of checkpoints may be new itself.
+        # The folder of checkpoints may be new, too.
         with contextlib.suppress(OSError):
             files.sync_folder(final.parents[1])
         return final
@@ -138,7 +138,7 @@ class LocalStorage:
 
 
 class ObjectStorage:
-    """A bucket and a prefix. The store keeps what it has acknowledged; the lease is best effort, see ObjectLease."""
+    """A bucket and a prefix. An acknowledged write is durable. The lease is best effort, see ObjectLease."""
 
     def __init__(self, folder: ObjectPath) -> None:
         self.folder: Place = folder
@@ -150,7 +150,7 @@ class ObjectStorage:
         return ObjectPath(final.store, final.address, f"-{nonce}-{number}")
 
     def prepare(self, draft: Place, planned_bytes: int) -> None:
-        """A store has room, and a draft's names have never been used."""
+        """No-op: a store has no size limit, and the names of a draft are unique."""
 
     def publish(self, draft: Place, stored: Manifest, check: Callable[[], None]) -> Place:
         assert isinstance(draft, ObjectPath)
@@ -158,22 +158,24 @@ class ObjectStorage:
         _check_sizes(final, stored)
         text = _readable(stored, final)
         target = final / MANIFEST
-        # A run that went back to an older step writes its own history: the new manifest takes the old one's place.
+        # A run that resumed from an older step replaces its later checkpoints, and so their manifests.
         replaces = target.is_file()
         check()
         target.put(text, new=not replaces)
         retention.forget(final)
-        # Read back, since two runs that both believe to hold the lease may put theirs at one moment.
+        # Read the manifest back, because two runs that both believe to hold the lease may write it simultaneously.
         if target.read_bytes() != text:
-            raise StorageError(f"cannot write checkpoint {target}: what is there is not what was written; start again")
-        # Objects of the old one go now or, if the store does not answer, at the next start.
+            raise StorageError(
+                f"cannot write checkpoint {target}: its content is not what this run has written; start again"
+            )
+        # Remove the objects of the replaced checkpoint. If the store does not answer, the next start does it.
         if replaces:
             with contextlib.suppress(OSError):
                 self._remove_unnamed(final, {file.name for file in stored.files})
         return final
 
     def abandon(self, draft: Place) -> None:
-        """What a manifest names stays: its put may have arrived although the answer was an error."""
+        """Keep objects that a manifest names: it may have been written although the request failed."""
         assert isinstance(draft, ObjectPath)
         with contextlib.suppress(OSError, CheckpointError):
             final = ObjectPath(draft.store, draft.address)
@@ -182,13 +184,14 @@ class ObjectStorage:
             unlink_all([path for path in final.list_below() if path.name not in named and path.name.endswith(own)])
 
     def abandon_all(self) -> None:
-        """The next start sweeps what no manifest names."""
+        """No-op: the next start removes objects that no manifest names."""
 
     def sweep(self) -> None:
         for final in self.folder.glob("step-*"):
             if not isinstance(final, ObjectPath) or retention.step_of(final) is None:
                 continue
-            with contextlib.suppress(CheckpointError):  # a damaged manifest may be fixed: nothing of it is touched
+            # Keep the objects of a damaged manifest, because a user may be able to repair it.
+            with contextlib.suppress(CheckpointError):
                 named: set[str] = set()
                 if (final / MANIFEST).is_file():
                     named = {file.name for file in manifest.read(final).files}
@@ -198,7 +201,7 @@ class ObjectStorage:
         unnamed = [path for path in final.list_below() if path.name not in named and _OBJECT.fullmatch(path.name)]
         unlink_all(unnamed)
         for path in unnamed:
-            logger.info(f"removed {path}, which no checkpoint names")
+            logger.info(f"removed {path}, which belongs to no checkpoint")
 
 
 def _check_sizes(folder: Place, stored: Manifest) -> None:
@@ -217,12 +220,12 @@ def _check_sizes(folder: Place, stored: Manifest) -> None:
         )
     if waited > files.LATE_SECONDS:
         logger.warning(
-            f"{folder}: {host}, the node of rank 0, saw files of other nodes {waited:.1f} s late, and each save waits "
-            f"for them; {files.REMOUNT}"
+            f"{folder}: {host}, the node of rank 0, saw files of other nodes {waited:.1f} s late, which delays each "
+            f"save; {files.REMOUNT}"
         )
 
 
 def _readable(stored: Manifest, folder: Place) -> bytes:
     text = stored.to_bytes()
-    manifest.parse(text, folder)  # what could not be read is not called saved
+    manifest.parse(text, folder)  # raise now if a start could not read it
     return text

@@ -152,11 +152,11 @@ class Writer:
             sizes = (self._bytes(name) for names in self.files.values() for name in names)
             weight_map = {name: file for file, names in self.files.items() for name in names}
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-            files.write_whole(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
-        files.write_whole(folder / CONFIG, (json.dumps(self._described.config, indent=2) + "\n").encode())
+            files.write_durable(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        files.write_durable(folder / CONFIG, (json.dumps(self._described.config, indent=2) + "\n").encode())
         for name, place in self._files.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            files.write_whole(folder / name, place.read(name))
+            files.write_durable(folder / name, place.read(name))
 
     def read_part(self, name: str, box: Sequence[slice]) -> Tensor:
         """A box of one of our tensors, rounded to the exported type."""

@@ -46,8 +46,8 @@ def export(
 
     # Write, read back and compare; renamed into place when all of it is equal
     with files.new_folder(output) as temporary:
-        files.write_whole(temporary / peft.WEIGHTS, save(tensors, metadata={"format": "pt"}))
-        files.write_whole(temporary / peft.CONFIG, (json.dumps(fields, indent=2) + "\n").encode())
+        files.write_durable(temporary / peft.WEIGHTS, save(tensors, metadata={"format": "pt"}))
+        files.write_durable(temporary / peft.CONFIG, (json.dumps(fields, indent=2) + "\n").encode())
         found = peft.PeftFolder(temporary, module, shape, labels)
         again = {name: torch.zeros_like(tensor) for name, tensor in ours.items()}
         found.fill(again)

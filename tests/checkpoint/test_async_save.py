@@ -107,8 +107,8 @@ def test_there_are_never_two_and_what_is_skipped_is_counted(
         save(kept, 2)
         save(kept, 3)
         assert kept.skipped == 2
-        assert "the save of step 3 is skipped: that of step 1 is still being written" in caplog.text
-        assert "max_stall_seconds=0.0 (2 in all)" in caplog.text
+        assert "skipped the save of step 3: the save of step 1 is still in progress" in caplog.text
+        assert "max_stall_seconds=0.0 (2 skipped in total)" in caplog.text
         go.set()
         kept.finish()
     save(kept, 4)
@@ -180,7 +180,7 @@ def test_a_run_may_continue_after_two_failed_saves_in_a_row_and_no_more(
         attempt(step, fails)
     assert kept.steps() == [1, 4] and kept.saved_step == 4
     assert (
-        "training continues with the checkpoint of step 4 as the newest (checkpoint.on_save_error; 2 of" in caplog.text
+        "training continues, and the newest checkpoint is that of step 4 (checkpoint.on_save_error; 2 of" in caplog.text
     )
     with pytest.raises(StorageError, match=r"rank-00000\.bin.*No space left on device"):
         attempt(7, True)
@@ -357,7 +357,7 @@ def test_where_the_save_in_flight_takes_all_the_time_nothing_else_is_begun(
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_word_of_another_save_is_not_taken_and_a_broken_one_is_an_error(tmp_path: Path) -> None:
+def test_markers_of_other_saves_are_ignored_and_broken_ones_are_errors(tmp_path: Path) -> None:
     file = files.TensorFile("rank-00001.bin", 4, "ab")
     async_save.write_marker(tmp_path, 1, "old", file)
     async_save.write_marker(tmp_path, 2, "new", file)
@@ -375,5 +375,5 @@ def test_a_word_of_another_save_is_not_taken_and_a_broken_one_is_an_error(tmp_pa
     assert not (tmp_path / "rank-00002.done").exists(), "it is not part of the checkpoint"
     for text in ("", "[]", "{", "3", '["new"]', '["new", "a", "b", "c"]', "[" * 4000):
         (tmp_path / "rank-00003.done").write_text(text)
-        with pytest.raises(StorageError, match=r"rank-00003\.done: it holds no word"):
+        with pytest.raises(StorageError, match=r"rank-00003\.done: it is not a valid marker"):
             async_save.wait_for_marker(tmp_path, 3, "new", lambda: None)

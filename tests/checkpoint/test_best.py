@@ -111,7 +111,7 @@ def test_a_pointer_that_is_behind_or_broken_is_rewritten(
         def refuse(path: Path, data: bytes) -> None:
             raise OSError(28, "No space left on device", str(path))
 
-        patch.setattr(files, "replace_whole", refuse)
+        patch.setattr(files, "replace_durable", refuse)
         save(kept, 2, 2.0)
     assert read_pointer(folder)["step"] == 1 and kept.steps() == [1, 2] and "cannot write" in caplog.text
     save(kept, 3, 2.5)
@@ -135,12 +135,12 @@ def test_a_state_that_is_not_one_is_reported_and_skipped(state: Any, tmp_path: P
     assert best.step == -1 and "starting without one" in caplog.text
 
 
-def test_another_metric_starts_from_scratch_and_says_so(tmp_path: Path, caplog: Any) -> None:
+def test_another_metric_starts_without_a_best_one(tmp_path: Path, caplog: Any) -> None:
     best = Best(config(tmp_path))
     best.observe(4, {"loss": 1.0})
     other = Best(config(tmp_path, best_mode="max"))
     other.load(best.to_dict(), tmp_path)
-    assert other.step == -1 and "this run looks for validation.loss (max)" in caplog.text
+    assert other.step == -1 and "this run compares validation.loss (max)" in caplog.text
 
 
 def test_some_steps_are_kept_for_ever(tmp_path: Path, group: None) -> None:

@@ -238,19 +238,19 @@ def a_file(path: Path) -> str:
 
 def a_link_to_nothing(path: Path) -> str:
     path.symlink_to(path.with_name("gone"))
-    return f"is a link to {path.with_name('gone')}, where no checkpoint is"
+    return f"is a link to {path.with_name('gone')}, which is not a checkpoint"
 
 
 def a_link_to_a_file(path: Path) -> str:
     path.with_name("notes").write_text("no checkpoint")
     path.symlink_to(path.with_name("notes"))
-    return f"is a link to {path.with_name('notes')}, where no checkpoint is"
+    return f"is a link to {path.with_name('notes')}, which is not a checkpoint"
 
 
 def a_link_to_a_folder(path: Path) -> str:
     path.with_name("elsewhere").mkdir()
     path.symlink_to(path.with_name("elsewhere"))
-    return f"is a link to {path.with_name('elsewhere')}, where no checkpoint is"
+    return f"is a link to {path.with_name('elsewhere')}, which is not a checkpoint"
 
 
 def an_empty_folder(path: Path) -> str:
@@ -277,7 +277,7 @@ def test_a_stray_entry_is_named_at_the_start_and_moved_aside_by_its_save(
     kept.close()
     assert checkpoints(tmp_path).to_continue() == path and not path.is_symlink()
     assert [name for name in entries(tmp_path) if name.startswith("step-12")] == ["step-12", "step-12.aside"]
-    assert "is not of this run: renamed to step-12.aside-" in caplog.text
+    assert "does not belong to this run: renamed to step-12.aside-" in caplog.text
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -317,7 +317,7 @@ def test_a_save_that_fails_leaves_the_older_checkpoint(tmp_path: Path, monkeypat
     def full_disk(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "write_whole", full_disk)
+    monkeypatch.setattr(files, "write_durable", full_disk)
     with pytest.raises(
         StorageError, match=r"^cannot write checkpoint.* No space left on device .*; free space"
     ) as caught:
@@ -371,7 +371,7 @@ def test_weights_alone_cannot_be_continued(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    assert "does not exist; name one that does" in refusal(tmp_path)
+    assert "does not exist; give an existing one" in refusal(tmp_path)
 
 
 def test_a_missing_manifest_is_refused(tmp_path: Path) -> None:

@@ -243,7 +243,10 @@ def test_a_manifest_that_no_start_would_read_is_not_written(monkeypatch: pytest.
     found = manifest.parse(signed(json.dumps(BODY)), PATH)
     assert 0 < manifest.least_bytes(found.tensors) <= len(found.to_bytes())
     monkeypatch.setattr(manifest, "MAX_BYTES", len(found.to_bytes()) - 1)
-    with pytest.raises(CheckpointError, match="GiB; cut the tensors into fewer pieces: a larger parallelism.data_par"):
+    with pytest.raises(
+        CheckpointError,
+        match="GiB; split the tensors into fewer pieces, for example with a larger parallelism.data_par",
+    ):
         found.to_bytes()
 
 
@@ -298,13 +301,13 @@ A_AXES, B_GRID = ("tensors", "model.a", 2, 0, 4), ("tensors", "model.b", 2, 0)
         "over itself": (grid_with(*A_AXES, value=[[2, 1, 1], [3, 0, 1]]), "share bytes"),
         "in one file all": (grid_with(*A_AXES, 0, 2, value=0), "share bytes"),
         "too few": (grid_with(*A_AXES, 1, 0, value=2), "do not cover it"),
-        "none": (grid_with(*A_AXES, 0, 0, value=0), "more than there are files"),
-        "more than files": (grid_with(*A_AXES, 1, 0, value=2**40), "more than there are files"),
-        "along no dimension": (grid_with(*A_AXES, 0, 1, value=2), "in no way that is known"),
-        "a step beyond all files": (grid_with(*A_AXES, 0, 2, value=7), "in no way that is known"),
-        "a step that is no number": (grid_with(*A_AXES, 0, 2, value=True), "in no way that is known"),
+        "none": (grid_with(*A_AXES, 0, 0, value=0), "more pieces than files"),
+        "more than files": (grid_with(*A_AXES, 1, 0, value=2**40), "more pieces than files"),
+        "along no dimension": (grid_with(*A_AXES, 0, 1, value=2), "an invalid repetition"),
+        "a step beyond all files": (grid_with(*A_AXES, 0, 2, value=7), "an invalid repetition"),
+        "a step that is no number": (grid_with(*A_AXES, 0, 2, value=True), "an invalid repetition"),
         "in the first format": (grid_with("version", value=1), "right length"),
-        "other dimensions": (grid_with(*B_GRID, 1, value=[1, 1]), "other dimensions"),
+        "wrong number of dimensions": (grid_with(*B_GRID, 1, value=[1, 1]), "wrong number of dimensions"),
     }.values(),
 )  # fmt: skip
 def test_a_hostile_grid_is_refused(body: str, why: str) -> None:

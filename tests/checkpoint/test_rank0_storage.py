@@ -57,13 +57,13 @@ def runs(rank: int, root: Path) -> dict[str, Ended]:
         path.write_bytes(path.read_bytes()[:-1])
     dist.barrier()
     found["damaged"] = train_whole(rank, config(own / "run", **first, load_step=4))
-    write_whole = files.write_hashed
+    write_durable = files.write_hashed
 
     def full_disk(path: Path, *arguments: Any) -> Any:
         if path.name == "rank-00001.bin":
             next(iter(arguments[0]))
             raise OSError(28, "No space left on device", str(path))
-        return write_whole(path, *arguments)
+        return write_durable(path, *arguments)
 
     rank0_storage.files.write_hashed = full_disk  # type: ignore[assignment]
     found["full"] = train_whole(rank, config(own / "full", **first))

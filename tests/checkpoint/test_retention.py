@@ -22,7 +22,7 @@ from shardtrain.checkpoint import files, manifest, retention
 from shardtrain.checkpoint import save as saves
 from shardtrain.checkpoint.best import read_pointer
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.checkpoint.retention import is_whole, to_delete
+from shardtrain.checkpoint.retention import is_complete, to_delete
 from shardtrain.utils.errors import StorageError
 
 RUNS = int(os.environ.get("SHARDTRAIN_RETENTION_RUNS", "20"))
@@ -161,7 +161,7 @@ class Folder(RuleBasedStateMachine):
         """The process dies there: nothing after it is done, and no clean-up."""
         self.land()
         before = self.good()
-        names = {"write": "write_hashed", "manifest": "write_whole", "rename": "rename"}
+        names = {"write": "write_hashed", "manifest": "write_durable", "rename": "rename"}
         rmtree, patched = shutil.rmtree, pytest.MonkeyPatch()
 
         def only_left(path: Path, **options: Any) -> None:
@@ -231,8 +231,8 @@ class Folder(RuleBasedStateMachine):
     def one_good_one_is_there_once_there_was_one(self) -> None:
         good = self.good()
         assert good or not self.step or self.flying
-        assert all(is_whole(self.folder / f"step-{s}") for s in good)
-        assert not any(is_whole(self.folder / f"step-{s}") for s in self.damaged if s in self.kept.steps())
+        assert all(is_complete(self.folder / f"step-{s}") for s in good)
+        assert not any(is_complete(self.folder / f"step-{s}") for s in self.damaged if s in self.kept.steps())
 
     @invariant()
     def what_is_to_stay_is_there(self) -> None:
@@ -299,7 +299,7 @@ def test_a_manifest_is_read_once_however_many_saves_come_after_it(
     assert kept.steps() == [6, 7, 8]
     assert len(parsed) == len(set(parsed)) <= 8
     (tmp_path / "checkpoint/step-8/rank-00000.bin").write_bytes(b"")
-    assert not is_whole(tmp_path / "checkpoint/step-8"), (
+    assert not is_complete(tmp_path / "checkpoint/step-8"), (
         "what is remembered are sizes, and files are looked at each time"
     )
 
@@ -308,7 +308,7 @@ def test_a_save_looks_at_as_many_checkpoints_as_it_keeps_whatever_stays_for_ever
     for step in range(10, 3010, 10):
         (tmp_path / f"step-{step}").mkdir()
     looked: list[str] = []
-    monkeypatch.setattr(retention, "is_whole", lambda path, origin: (looked.append(path.name), True)[1])
+    monkeypatch.setattr(retention, "is_complete", lambda path, origin: (looked.append(path.name), True)[1])
     monkeypatch.setattr(retention, "is_of", lambda path, origin: True)
     retention.delete_old(tmp_path, saved=3000, keep=2, forever=10, spare=0, origin="")
     assert looked == ["step-3000", "step-2990"]

@@ -48,7 +48,7 @@ def write_atomically(path: Path) -> None:
 
 
 def write_checkpoint_file(path: Path) -> None:
-    files.write_whole(path, b"data")
+    files.write_durable(path, b"data")
 
 
 @pytest.mark.parametrize("write", [write_atomically, write_checkpoint_file])

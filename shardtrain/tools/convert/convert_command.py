@@ -174,7 +174,7 @@ def _write_card(found: Any, checkpoint: Path, source: Any) -> None:
         return
     name = found.push.rpartition("/")[2] or os.path.basename(os.path.realpath(found.to))
     made = card.of_checkpoint(checkpoint, name, source, found.base_model, found.adapter)
-    files.write_whole(found.to / card.CARD, made.text(_identity(found, checkpoint)).encode())
+    files.write_durable(found.to / card.CARD, made.text(_identity(found, checkpoint)).encode())
     print(f"{found.to / card.CARD}: a model card of what is known; add what it is for")
 
 

@@ -83,4 +83,4 @@ def _tell(found: dict[str, Any], asked: EvaluateOptions) -> None:
     print(text)
     if asked.output is not None:
         with storage_errors.writing(asked.output, "name another file"):
-            files.write_whole(asked.output, (text + "\n").encode())
+            files.write_durable(asked.output, (text + "\n").encode())

@@ -117,8 +117,10 @@ class Engine(TemplateLM):
             return (inputs[0][:, first:].clone(memory_format=torch.contiguous_format), *inputs[1:])
 
         model = self._opened.model
-        is_whole = width == 1 and first > 0
-        hooks = [model.get_submodule(self._opened.layout.last[-1]).register_forward_pre_hook(cut)] if is_whole else []
+        is_complete = width == 1 and first > 0
+        hooks = (
+            [model.get_submodule(self._opened.layout.last[-1]).register_forward_pre_hook(cut)] if is_complete else []
+        )
         try:
             logits_BTV: Tensor = model(tokens_BT, positions_BT)
         finally:

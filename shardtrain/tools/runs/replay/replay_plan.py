@@ -46,7 +46,7 @@ def plan(config: Config, first: int, last: int) -> ReplayPlan:
 
     # The newest whole checkpoint before the steps; a save of weights alone has no state to continue with.
     usable = [step for step, stored in known.items() if step < first and not stored.facts.get("weights_only")]
-    usable = [step for step in usable if retention.is_whole(folder / f"step-{step}")]
+    usable = [step for step in usable if retention.is_complete(folder / f"step-{step}")]
     base = max(usable, default=0)
 
     # The newest checkpoint of all knows every rollback of the run, and with them the rows that it left out.
