@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
@@ -27,6 +28,7 @@ QUIET_SECONDS = 5.0
 """A wait that takes longer is reported with its cause."""
 CONNECT_SECONDS = 5.0
 _NAME_AN_ADDRESS = "name an address of this node that every node reaches"
+_IS_IT_UP = "is the first node up, and its port open?"
 # The first messages of every TCPStore client: VALIDATE with a magic number, and PING with a number that the store
 # sends back. The number is also an empty line, because servers of text protocols such as HTTP reply to one.
 _ECHO = b"\r\n\r\n"
@@ -60,10 +62,8 @@ def claim(endpoint: str, seconds: float) -> socket.socket:
         ConfigError: another program has the port, or ``SHARDTRAIN_LISTEN_ADDR`` is not an address of this machine.
         PeerError: no connection arrived within ``seconds``.
     """
-    fix = _NAME_AN_ADDRESS
-    if address := listen_address():
-        fix += f", and check {LISTEN_ADDRESS}={address}"
-    return _await(endpoint, seconds, _serve, "the nodes cannot meet at", fix)
+    fix = _NAME_AN_ADDRESS + _check_listen_address()
+    return _await(endpoint, seconds, partial(_serve, endpoint), "the nodes cannot meet at", fix)
 
 
 def check_own(address: str, seconds: float) -> None:
@@ -74,10 +74,10 @@ def check_own(address: str, seconds: float) -> None:
     """
     problem = "this node cannot be reached at its own address (SHARDTRAIN_LOCAL_ADDR)"
 
-    def look(endpoint: str) -> None:
-        _reach_self(endpoint, open_listener).close()
+    def look() -> None:
+        _reach_self(f"{address}:0", open_listener).close()  # any free port
 
-    _await(f"{address}:0", seconds, look, problem, _NAME_AN_ADDRESS)
+    _await(address, seconds, look, problem, _NAME_AN_ADDRESS)
 
 
 def await_store(endpoint: str, seconds: float) -> None:
@@ -87,7 +87,7 @@ def await_store(endpoint: str, seconds: float) -> None:
         ConfigError: another program answers there.
         PeerError: no store answered within ``seconds``; the message names the last cause.
     """
-    _await(endpoint, seconds, _greet, "the nodes cannot meet at", "is the first node up, and its port open?")
+    _await(endpoint, seconds, partial(_greet, endpoint), "the nodes cannot meet at", _IS_IT_UP)
 
 
 def find_place(endpoint: str, seconds: float) -> socket.socket | None:
@@ -97,32 +97,43 @@ def find_place(endpoint: str, seconds: float) -> socket.socket | None:
         ConfigError: another program answers there, or ``SHARDTRAIN_LISTEN_ADDR`` is not an IP address.
         PeerError: as ``await_store``.
     """
-    listen_address()  # below, a ConfigError means that another node may serve the rendezvous
+    # checks the variable: below, a ConfigError means that another node may serve the rendezvous
+    fix = _IS_IT_UP + _check_listen_address()
 
-    def look(endpoint: str) -> socket.socket | None:
+    def look() -> socket.socket | None:
         with contextlib.suppress(ConfigError, OSError, UnicodeError):
             return _serve(endpoint)
         _greet(endpoint)
         return None
 
-    return _await(endpoint, seconds, look, "the nodes cannot meet at", "is the first node up, and its port open?")
+    return _await(endpoint, seconds, look, "the nodes cannot meet at", fix)
 
 
-def _await(endpoint: str, seconds: float, look: Callable[[str], Result], problem: str, fix: str) -> Result:
-    """Call ``look`` until it raises no OSError; return its result."""
+def _check_listen_address() -> str:
+    """Return the end of a fix that names the variable if it is set. Raises the errors of ``listen_address``."""
+    address = listen_address()
+    return f"; check {LISTEN_ADDRESS}={address}, too" if address else ""
+
+
+def _await(place: str, seconds: float, look: Callable[[], Result], problem: str, fix: str) -> Result:
+    """Call ``look`` until it raises no OSError; return its result. ``place`` is the address for messages.
+
+    Raises:
+        PeerError: ``look`` still fails after ``seconds``. The message names its last error.
+    """
     end = time.monotonic() + seconds
     cause = "no reply"
     is_reported = False
     while (remaining := end - time.monotonic()) > 0:
         try:
-            return within(remaining, lambda: look(endpoint))
+            return within(remaining, look)
         except (OSError, UnicodeError) as error:
             cause = getattr(error, "strerror", None) or str(error) or cause
         if remaining < seconds - QUIET_SECONDS and not is_reported:
-            print(f"waiting for {endpoint}: {cause}", file=sys.stderr, flush=True)
+            print(f"waiting for {place}: {cause}", file=sys.stderr, flush=True)
             is_reported = True
         time.sleep(LOOK_SECONDS)
-    raise PeerError(f"{problem} {endpoint}: {cause}, after {seconds:g} s; {fix}")
+    raise PeerError(f"{problem} {place}: {cause}, after {seconds:g} s; {fix}")
 
 
 def _serve(endpoint: str) -> socket.socket:

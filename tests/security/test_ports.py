@@ -29,6 +29,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SHARDTRAIN = [sys.executable, "-m", "shardtrain"]
 RENDEZVOUS = "127.0.0.9"
 """Not the first address of the loopback interface, which gloo uses."""
+OF_THE_NODE = "127.0.0.10"
+"""``SHARDTRAIN_LOCAL_ADDR`` in the mode that sets it."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,9 @@ MODES = {
     "`metrics.prometheus_port`": Mode(prometheus, "launcher", ONE_MACHINE, port="that of the option"),
     "`--nnodes`": Mode(nodes("2"), "agent", OF_NODE),
     "`--nnodes`, elastic": Mode(nodes("1:2"), "agent", OF_NODE),
+    "`--nnodes`, with an address of the node": Mode(
+        nodes("2"), "agent", OF_NODE, lambda number, port: {"SHARDTRAIN_LOCAL_ADDR": OF_THE_NODE}
+    ),
     "`srun` on several nodes": Mode(lambda _: [train(), train()], "rank", OF_NODE, task_of_srun),
     "`torchrun`": Mode(torchrun, "torchrun", ONE_MACHINE),
 }
@@ -140,7 +145,11 @@ def seen(mode: Mode, folder: Path) -> set[tuple[str, str, str]]:
                 for process, pids in ((mode.root, {run.pid}), ("rank", children)):
                     for digits, listens_on in listeners(pids) - inherited:
                         where = address_of(digits)
-                        words = {RENDEZVOUS: "that of the rendezvous", "127.0.0.1": mode.gloo_address}
+                        words = {
+                            RENDEZVOUS: "that of the rendezvous",
+                            OF_THE_NODE: "that of the node",
+                            "127.0.0.1": mode.gloo_address,
+                        }
                         address = words.get(where, "all" if where in ("0.0.0.0", "::") else where)
                         result.add((process, address, mode.port if listens_on == port else "random"))
             time.sleep(0.02)
