@@ -1,4 +1,4 @@
-"""The end of a rank of a run that hangs: who tells of it, and how this process leaves."""
+"""How a failure is reported, by the rank itself or by the process that watches it, and how a process exits at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def is_left_to_parent() -> bool:
 
 
 def record(report: Failure, log_path: Path, run_folder: Path, world_size: int, is_first: bool) -> None:
-    """Hand the failure to a launcher that reads records; without our own, the first of the ranks tells of it."""
+    """Write the failure to ``TORCHELASTIC_ERROR_FILE``, if a launcher set it.
+
+    If no shardtrain process watches this rank and ``is_first`` is true, also report it with ``tell``.
+    """
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
     if is_first and not is_left_to_parent():
@@ -37,6 +40,6 @@ def tell(report: Failure, log_path: Path, run_folder: Path, world_size: int, ste
 
 
 def end(code: int) -> NoReturn:
-    """Leave at once, from any thread: the main thread waits for what will not come."""
+    """Exit this process from any thread, without waiting for the main thread, which may hang in a collective."""
     signals.end_children()
     os._exit(code)

@@ -436,10 +436,10 @@ def leave_refused(error: ShardtrainError) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this rank at once, after flushing and what was registered for the end, as multiprocessing ends a child.
+    """Exit this rank with ``os._exit`` after flushing output and running exit handlers, as multiprocessing does.
 
-    The interpreter's own end would join or destroy threads of a process group whose peers have gone, and abort; in a
-    fork, PyTorch's wrapper would wait for the parent to collect a return value.
+    A normal exit of the interpreter would join threads of a process group whose peers are gone, and abort. In a fork,
+    PyTorch's wrapper would wait until the parent collects a return value.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a model's own prints to a full disk

@@ -1,9 +1,9 @@
-"""The rendezvous of several nodes, in which a node reads nothing that another has not signed.
+"""Signatures for the rendezvous of several nodes, so that a node reads only values that another node wrote.
 
-PyTorch's rendezvous keeps its state as a pickle under one key of a store that knows no password: who reaches its port
-sets the key, and every node runs what is in it. Nodes that share a secret (the environment's ``SHARDTRAIN_SECRET``)
-sign the state with it, HMAC of RFC 2104 over SHA-256, and refuse any other before it is unpickled. Without a secret the
-rendezvous is PyTorch's, as it is.
+PyTorch's rendezvous keeps its state as a pickle under one key of a store without a password. Whoever reaches the port
+can set this key, and every node then runs the code in the pickle. Nodes with the same ``SHARDTRAIN_SECRET`` in their
+environment sign the state (HMAC, RFC 2104, with SHA-256). They reject a state without a valid signature before they
+unpickle it. Without a secret, PyTorch's rendezvous is unchanged.
 """
 
 from __future__ import annotations
@@ -52,15 +52,23 @@ class SignedBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """That of the backend."""
+        """The name of the wrapped backend."""
         return self._backend.name
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """As the backend; raises RendezvousStateError where a stranger has written it."""
+        """Return the verified state and its token, or None if there is no state.
+
+        Raises:
+            RendezvousStateError: the state is not signed with this node's secret.
+        """
         found = self._backend.get_state()
         return (self._seal.open(found[0]), found[1]) if found else None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """As the backend; raises RendezvousStateError where a stranger has written before."""
+        """Sign and write the state. Return the state that is stored afterwards, its token, and True if it was set.
+
+        Raises:
+            RendezvousStateError: another process wrote a state that is not signed with this node's secret.
+        """
         found: Any = self._backend.set_state(self._seal.close(state), token)
         return (self._seal.open(found[0]), *found[1:]) if found else None

@@ -1,7 +1,7 @@
-"""Secrets leave no trace: values that must not be written are known by the name of their variable, or by their look.
+"""Masking of secrets in text. A secret is recognized by the name of its environment variable or by its form.
 
-Every line of the log, every traceback, ``exit.json``, the resolved configuration and what is sent to W&B go through
-``redact``. The standard library alone is imported, so that anything may import this.
+``redact`` is applied to each log line, traceback, ``exit.json`` and resolved configuration, and to all data for W&B.
+This module imports only the standard library, so that every other module may import it.
 """
 
 from __future__ import annotations
@@ -60,9 +60,13 @@ _SAID = re.compile(
 def redact(text: str) -> str:
     """Replace secrets in ``text`` by ``***``.
 
-    Secret are values, from 8 characters on, of environment variables named like ``HF_TOKEN``, ``DB_PASSWORD``,
-    ``WANDB_API_KEY`` or ``MY_SECRET_THING``; values of 40 hexadecimal digits of any variable that does not call itself
-    a commit or a hash; and what has the form of a token of a known service.
+    These are secrets:
+
+    - values of at least 8 characters of environment variables with names like ``HF_TOKEN``, ``DB_PASSWORD``,
+      ``WANDB_API_KEY`` or ``MY_SECRET_THING``,
+    - values of 40 hexadecimal digits of other environment variables, unless the name says commit or hash,
+    - tokens of known services, recognized by their form,
+    - passwords and signatures in addresses.
 
     >>> redact("login with hf_0123456789abcdefghijk failed at https://me:word@host/x")
     'login with *** failed at https://***@host/x'
@@ -163,7 +167,7 @@ def _shown_argument(match: re.Match[str]) -> str:
 
 
 def redact_all(value: Any) -> Any:
-    """The same value with every text in it redacted; dicts, lists and tuples are gone through, keys included."""
+    """Apply ``redact`` to each text in a value: in nested dicts, lists and tuples, and to the keys of dicts."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):

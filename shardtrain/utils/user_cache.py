@@ -1,4 +1,4 @@
-"""Where this machine keeps what one start has worked out and the next may use: nothing depends on it but time."""
+"""The user's cache folder. It holds results that later starts reuse to save time; deleting it changes no result."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def folder() -> Path:
-    """``$XDG_CACHE_HOME/shardtrain``, or ``~/.cache/shardtrain``; it need not exist yet."""
+    """Return ``$XDG_CACHE_HOME/shardtrain`` or ``~/.cache/shardtrain``. The folder may not exist yet."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(root) / "shardtrain"

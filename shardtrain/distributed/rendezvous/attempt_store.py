@@ -1,12 +1,12 @@
-"""A store for this attempt alone, where the launcher's store is shared by all attempts (torchrun's).
+"""A separate store for each attempt of a run, for launchers such as torchrun whose store serves all attempts.
 
-Ranks find each other by keys in a store. torchrun keeps one store for all its restarts, so a rank that was started
-again reads where a dead one listened, dials it, and fails or waits (PyTorch issue 135712). The number of the restart
-does not tell attempts apart: agents count their own, and a node that joined later has another count. So rank 0 makes up
-a name, and hands it to every rank that asks with a word that nobody has used before.
+Ranks find each other by keys in a store. torchrun keeps one store for all restarts. A restarted rank may therefore read
+the address of a dead rank, connect to it, and fail or wait (PyTorch issue 135712). The restart count does not identify
+an attempt: each agent has its own count, and a node that joined later has a lower one. Instead, rank 0 draws a random
+name for the attempt. Every other rank asks for the name with a random word, and rank 0 replies under that word.
 
-The launcher's store knows no password either. Ranks that are all on this machine leave it alone, and meet in a folder;
-so do the tasks of a Slurm step of one node. Others sign what they tell each other, where they share a secret.
+The launcher's store has no password. If all ranks are on this machine, or are tasks of a Slurm step on one node, they
+meet in a private folder instead. Ranks on several nodes sign their values if they share a secret.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Process groups whose sockets no stranger reaches: made in a network of the run's own, or deaf once they are made.
+"""Protection of gloo's sockets from other processes.
 
-Gloo asks nobody who he is: it takes a socket from whoever connects, keeps it for as long as the group lives, and aborts
-the process when there are too many (``accept: Too many open files``). On one machine its sockets are in a network
-namespace of the run, where the system gives one. Elsewhere its listeners hear nobody once the group is made: all pairs
-are connected by then, so nothing that comes later is wanted. Closing a listener is gloo's to do; here the kernel is
-made to drop what is sent to it, by a socket filter, which needs no rights (Linux, Documentation/networking/filter.rst).
+Gloo does not authenticate peers. It accepts every connection, keeps it as long as the process group exists, and aborts
+the process when there are too many (``accept: Too many open files``).
+
+- On one machine, the sockets are in a network namespace of the run, if the system supports it.
+- Otherwise, gloo's listeners drop all packets once the group exists. By then all pairs of ranks are connected, so the
+  run needs no later connection. Only gloo can close its listeners. A socket filter makes the kernel drop the packets,
+  and any user may set one (Linux, Documentation/networking/filter.rst).
 """
 
 from __future__ import annotations

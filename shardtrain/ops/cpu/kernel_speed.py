@@ -27,25 +27,25 @@ from shardtrain.utils import atomic_io, user_cache
 from shardtrain.utils.log import logger
 
 _CLEAR = 1.25
-"""A kernel that is so many times as fast after two rounds, or as slow, is not measured any longer."""
+"""A kernel that is this many times faster or slower after two rounds is not measured further."""
 _ENOUGH_SECONDS = 0.06
-"""Others are measured so long: what a machine measures while others work on it is remembered, too."""
+"""Time for which other kernels are measured, so that the result is also useful if other processes are active."""
 _MOST_ROUNDS = 100
 _PRESSURE = "/proc/pressure/memory"
 _MOST_PERCENT = 1.0
-"""Of ten seconds, in which some process of the machine waited for memory."""
+"""Limit for the share of the last ten seconds in which some process of the machine waited for memory."""
 _SHORT_OF_MEMORY = "short_of_memory"
 _KERNELS_OF = "November 2026"
 """When a kernel last became faster or slower. Change it, so that machines measure again."""
 _KEPT_SECONDS = 3600
-"""How long that is kept which was measured on such a machine."""
+"""Lifetime of measurements that were taken under memory pressure."""
 
 
 def remembered_or_measured() -> Kernels:
-    """What this machine has measured before, by this version of PyTorch and with as many threads; else measure now.
+    """Return cached measurements of this machine, PyTorch version and number of threads. Measure if there are none.
 
-    What was measured is kept in a small file of the user's cache folder, where one can be written: for good, also what
-    a busy machine has measured, but for an hour where processes waited for memory, since then it may be anything.
+    The measurements are cached in a small file in the user's cache folder, if it can be written. They do not expire,
+    even if the machine was busy. Measurements taken under memory pressure are unreliable and expire after an hour.
     """
     threads = torch.get_num_threads()
     kernels = remembered(threads)
@@ -62,7 +62,7 @@ def remembered_or_measured() -> Kernels:
 
 
 def remembered(threads: int) -> Kernels | None:
-    """What this machine has measured with so many threads; None where it has not."""
+    """Return the cached measurements of this machine for a number of threads, or None."""
     # A file of another version, or one that was cut short, is not an error: the machine is measured again
     try:
         with _cache_file(threads).open("rb") as file:
