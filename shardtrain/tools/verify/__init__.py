@@ -1,11 +1,11 @@
 """``shardtrain verify``: check that training on a mesh gives the numbers of one process; if not, name the cause.
 
-- ``request`` reads the command line.
-- ``meshes`` and ``shrink`` choose the meshes and the small model.
-- ``promises`` probes a model file.
-- ``run`` is the steps of one rank.
-- ``compare`` and ``diagnose`` judge the results.
-- ``report`` prints them.
+- ``verify_request`` reads the command line.
+- ``meshes``, ``shrink`` and ``own_sizes`` choose the meshes and the small model.
+- ``probes`` and ``promises`` test the model without a mesh.
+- ``verify_rank`` runs the steps of one rank.
+- ``compare``, ``diagnose`` and ``judge`` evaluate the results.
+- ``verify_report`` prints them.
 
 Torch is imported only before ranks start.
 """
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
     """Run the verb and return its exit status, 0 or 4.
 
     Raises:
-        ConfigError: a word, the configuration, a mesh asked for, or a promise of the model file is wrong.
+        ConfigError: an argument, the configuration, a requested mesh, or a promise of the model file is wrong.
     """
     request = read(words)
     loaded = load(request)
@@ -57,8 +57,8 @@ def main(words: Sequence[str]) -> int:
         print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process", flush=True)
         for note in task.notes:
             print(f"  {note}", flush=True)
-    # Import PyTorch only now, so that a mistake on the command line is reported at once. Import it in this process,
-    # because the ranks are forked from it and then need no import of their own.
+    # Import PyTorch only now, so a wrong argument is reported immediately. Import it in this process, because ranks are
+    # forked from it and then need no imports of their own.
     with heartbeat("importing PyTorch"):
         from shardtrain.train import trainer
 
@@ -78,21 +78,25 @@ def main(words: Sequence[str]) -> int:
 
 
 def model_name(config: Config) -> str:
-    """Model and flavor as one word."""
+    """Return "MODEL/FLAVOR"."""
     return f"{config.model.name}/{config.model.flavor}"
 
 
 def load(request: VerifyOptions) -> Loaded:
-    """The configuration that is verified; a model file alone is its smallest flavor with the default options."""
+    """Load the configuration to verify. A model file is verified in its smallest flavor, with default options.
+
+    Raises:
+        ConfigError: the configuration is wrong, or its task has another kind of loss.
+    """
     path = request.path
     overrides = list(request.overrides)
     if path is not None and path.endswith(".py"):
         facts = configs.read_model_file(path)
-        if not any(word.partition("=")[0] == "--model.flavor" for word in overrides):
+        if not any(argument.partition("=")[0] == "--model.flavor" for argument in overrides):
             overrides = ["--model.flavor", smallest(facts), *overrides]
-        return _accepted(configs.load(None, ["--model.name", path, *overrides]))
+        return _require_valid(configs.load(None, ["--model.name", path, *overrides]))
 
-    loaded = _accepted(configs.load(path, overrides))
+    loaded = _require_valid(configs.load(path, overrides))
     config = loaded.config
     if config.task.name == "language_model":
         return loaded
@@ -101,8 +105,8 @@ def load(request: VerifyOptions) -> Loaded:
         fix = 'verify the model under task.name="language_model": the mesh is the same'
         raise ConfigError(Problem("task.name", config.task.name, rule, fix, loaded.where("task.name")))
 
-    # A masked language model is verified as one of next tokens. The loss of both is the cross-entropy of some of the
-    # tokens, and the synthetic batches have targets at some places only. How rows are masked is not compared.
+    # Both losses are the cross-entropy of some of the tokens, and only some synthetic tokens have targets. So a masked
+    # language model is verified with the task language_model. The masking of rows is not compared.
     default = Config()
     training = dataclasses.replace(
         config.training, dataset=default.training.dataset, dataset_path=default.training.dataset_path
@@ -111,24 +115,25 @@ def load(request: VerifyOptions) -> Loaded:
         config, task=default.task, data=default.data, validation=default.validation, training=training
     )
     note = "task: masked_language_model as language_model, whose loss is the same sum, on data-parallel meshes"
-    return _accepted(dataclasses.replace(loaded, config=config, notices=(*loaded.notices, note)))
+    return _require_valid(dataclasses.replace(loaded, config=config, notices=(*loaded.notices, note)))
 
 
 def smallest(facts: configs.ModelFacts) -> str:
-    """The flavor with the smallest product of its sizes."""
+    """Return the flavor with the smallest product of layers, width and vocabulary."""
 
     def size(flavor: str) -> float:
         values = configs.shape(facts, flavor, {})
         product = 1.0
         for name in ("num_layers", "dim", "vocab_size"):
             value = values.get(name)
-            product *= value if isinstance(value, int) and value > 0 else 1
+            if isinstance(value, int) and value > 0:
+                product *= value
         return product
 
     return min(facts.flavors, key=size)
 
 
-def _accepted(loaded: Loaded) -> Loaded:
+def _require_valid(loaded: Loaded) -> Loaded:
     problems = configs.check(loaded)
     if problems:
         raise ConfigError(problems)
@@ -136,7 +141,7 @@ def _accepted(loaded: Loaded) -> Loaded:
 
 
 def plan(loaded: Loaded, request: VerifyOptions) -> VerifyTask:
-    """Return the meshes to run and the model's sizes for them.
+    """Choose the meshes to run and the sizes of the model.
 
     Raises:
         ConfigError: a requested mesh is impossible and ``allow_impossible`` is off, or the machine lacks devices.
@@ -146,23 +151,24 @@ def plan(loaded: Loaded, request: VerifyOptions) -> VerifyTask:
     else:
         plans = meshes.default(loaded, request.schedules)
 
-    # The fields of a user's model file have names of their own, so that it takes building copies to find smaller sizes.
+    # The size fields of a user's model file have unknown names, so smaller sizes are found by building copies.
     small = None
     if loaded.config.model.name.endswith(".py") and not request.full:
         small = small_copy(plans, loaded)
     task = shrink.prepare(plans, loaded, request.steps, request.full, small)
     task = dataclasses.replace(task, notes=[*loaded.notices, *task.notes])
 
-    # Meshes of the default list may be impossible: their row of the table says why.
+    # Meshes of the default list may be impossible: their row in the table has the reason.
     problems: list[str] = []
     if request.meshes and not request.allow_impossible:
-        problems += [line for one in task.plans for line in one.problem.splitlines()]
+        for mesh_plan in task.plans:
+            problems += mesh_plan.problem.splitlines()
     device = loaded.config.training.device
     if device not in ("auto", "cpu"):
         from shardtrain.launch import environment
 
         available = environment.count_accelerators(device)
-        needed = max((one.num_ranks for one in task.plans if not one.problem), default=1)
+        needed = max((mesh_plan.num_ranks for mesh_plan in task.plans if not mesh_plan.problem), default=1)
         if available < needed:
             rule = f"needs {needed} devices, and this machine has {available}"
             problems.append(str(Problem("training.device", device, rule, 'use "cpu", or smaller meshes with --mesh')))
@@ -172,15 +178,17 @@ def plan(loaded: Loaded, request: VerifyOptions) -> VerifyTask:
 
 
 def small_copy(plans: Sequence[MeshPlan], loaded: Loaded) -> dict[str, Any] | None:
-    """Which sizes of a user's model file are made smaller, as ``own_sizes.smaller`` says; None where it is not built,
-    which the probes say better."""
+    """Run ``own_sizes.smaller`` in a separate process, for a user's model file.
+
+    Return None if the model cannot be built. The probes report that with a better message.
+    """
     from shardtrain.tools.verify import own_sizes
 
-    possible = [one for one in plans if not one.problem]
-    tp = math.lcm(1, *(one.degrees.get("tp", 1) for one in possible))
+    possible = [mesh_plan for mesh_plan in plans if not mesh_plan.problem]
+    tp = math.lcm(1, *(mesh_plan.degrees.get("tp", 1) for mesh_plan in possible))
+    arguments = (loaded.config, shrink.needed_layers(possible), tp)
     with temporary_folder("verify") as folder:
         try:
-            arguments = (loaded.config, shrink.needed_layers(possible), tp)
             (answer,) = forked_workers.run(1, own_sizes.smaller, *arguments, folder=Path(folder))
         except forked_workers.RankFailed:
             return None
@@ -188,11 +196,17 @@ def small_copy(plans: Sequence[MeshPlan], loaded: Loaded) -> dict[str, Any] | No
 
 
 def probe(task: VerifyTask, folder: Path, kinds: Collection[str] | None = None) -> tuple[VerifyTask, list[str]]:
-    """Ask the model alone for what every mesh needs: the task without plans that it rules out, and what was noticed.
+    """Test the model itself for the properties that every mesh needs, before any mesh runs.
 
-    ``kinds`` are the kinds of parallelism whose promises count, as for ``promises.probe``; all do unless given.
+    The probes run in separate processes, because this process must not compute before it forks the ranks.
 
-    In processes of their own: this one must not have computed anything when ranks are forked from it.
+    Args:
+        task: The planned task.
+        folder: Folder for temporary files.
+        kinds: Kinds of parallelism whose promises count, as for ``promises.probe``. None for all.
+
+    Returns:
+        The task, with a problem in each plan that the model does not support, and notes.
 
     Raises:
         ConfigError: with every broken promise, or because the model cannot be built.
@@ -203,13 +217,14 @@ def probe(task: VerifyTask, folder: Path, kinds: Collection[str] | None = None) 
     peers = folder / "peers"
     peers.mkdir()
     try:
-        # First as two ranks, each with a row of its own. What they leave is compared with the model alone below, which
-        # shows a model that asks for its rank. What cannot be built alone either is reported as that.
+        # First run the model as two ranks, and below compare that with one process. It shows a model that depends on
+        # its rank. A model that cannot be built at all fails again below, where the error is reported.
         if config.training.device in ("auto", "cpu"):
+            limit = forked_workers.PROBE_TIMEOUT_SECONDS
+            arguments = (config, str(peers))
             try:
-                limit = forked_workers.PROBE_TIMEOUT_SECONDS
                 forked_workers.run(
-                    2, probes.run_with_peers, config, str(peers), folder=peers, backend="gloo", limit_seconds=limit
+                    2, probes.run_with_peers, *arguments, folder=peers, backend="gloo", limit_seconds=limit
                 )
             except forked_workers.RankFailed as error:
                 (peers / "error").write_text(str(error), encoding="utf-8")
@@ -222,42 +237,42 @@ def probe(task: VerifyTask, folder: Path, kinds: Collection[str] | None = None) 
     if answer["broken"]:
         raise ConfigError(answer["broken"])
 
-    # A plan that splits an axis along which this model cannot be split keeps its row, with the reason as its problem.
+    # A plan with an axis that the model does not support keeps its row in the table.
     plans = []
-    for one in task.plans:
-        reasons = [reason for axis, reason in answer["impossible"].items() if one.degrees.get(axis, 1) > 1]
-        if reasons and not one.problem:
-            one = dataclasses.replace(one, problem="\n".join(reasons))
-        plans.append(one)
+    for mesh_plan in task.plans:
+        reasons = [reason for axis, reason in answer["impossible"].items() if mesh_plan.degrees.get(axis, 1) > 1]
+        if reasons and not mesh_plan.problem:
+            mesh_plan = dataclasses.replace(mesh_plan, problem="\n".join(reasons))
+        plans.append(mesh_plan)
     return dataclasses.replace(task, plans=plans), answer["notes"]
 
 
 def verify(task: VerifyTask, trainer: Trainer, folder: Path) -> list[MeshResult]:
-    """Run one process, then each plan; a row for each plan."""
-    if not all(one.problem for one in task.plans):
+    """Train on one process, then on each mesh. Return the result of each mesh."""
+    if not all(mesh_plan.problem for mesh_plan in task.plans):
         reference(task, trainer, folder)
-    return [compare_plan(task, one, trainer, folder) for one in task.plans]
+    return [compare_plan(task, mesh_plan, trainer, folder) for mesh_plan in task.plans]
 
 
 def reference(task: VerifyTask, trainer: Trainer, folder: Path) -> None:
-    """Run the steps on one process; its record is shared by all meshes."""
-    _run_alone(task, trainer, folder / "reference")
+    """Run the steps on one process. All meshes are compared with its record."""
+    _run_on_one_process(task, trainer, folder / "reference")
 
 
 def shaken(task: VerifyTask, trainer: Trainer, folder: Path) -> Path:
-    """The folder of the record of one process whose weights were moved by one unit in the last place; run once."""
-    alone = folder / "shaken"
-    if not alone.exists():
-        _run_alone(task, trainer, alone, shaken=True)
-    return alone
+    """Return the folder of the record of a shaken run of one process (see ``compare``). Run it on the first call."""
+    record_folder = folder / "shaken"
+    if not record_folder.exists():
+        _run_on_one_process(task, trainer, record_folder, shaken=True)
+    return record_folder
 
 
-def _run_alone(task: VerifyTask, trainer: Trainer, alone: Path, shaken: bool = False) -> None:
+def _run_on_one_process(task: VerifyTask, trainer: Trainer, record_folder: Path, shaken: bool = False) -> None:
     from shardtrain.tools.verify.verify_rank import run_steps
 
-    alone.mkdir(parents=True)
+    record_folder.mkdir(parents=True)
     try:
-        _run_ranks(1, partial(run_steps, shaken=shaken), trainer, task.reference, task, alone)
+        _run_ranks(1, partial(run_steps, shaken=shaken), trainer, task.reference, task, record_folder)
     except forked_workers.RankFailed as error:
         raise ConfigError(f"the model does not train on one process: {error}") from error
 
@@ -268,36 +283,35 @@ def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: V
     device = config.training.device
     backend = accelerator.collectives("cpu" if device == "auto" else device)
     limit = forked_workers.TIMEOUT_SECONDS if task.unit_gain else forked_workers.FULL_TIMEOUT_SECONDS
-    forked_workers.run(
-        count, steps, trainer, config, task, str(folder), folder=folder, backend=backend, limit_seconds=limit
-    )
+    arguments = (trainer, config, task, str(folder))
+    forked_workers.run(count, steps, *arguments, folder=folder, backend=backend, limit_seconds=limit)
 
 
 def compare_plan(task: VerifyTask, one: MeshPlan, trainer: Trainer, folder: Path) -> MeshResult:
-    """Run one mesh and judge it against the record of one process in ``folder``."""
+    """Train on one mesh and compare it with the record of one process in ``folder``."""
     from shardtrain.tools.verify.judge import judge
     from shardtrain.tools.verify.verify_rank import run_steps
 
+    result = MeshResult(one.name, one.schedule, "not possible", options=one.described_options)
     if one.problem:
-        return MeshResult(
-            one.name, one.schedule, "not possible", cause=one.problem.replace("\n", "; "), options=one.described_options
-        )
+        return dataclasses.replace(result, cause=one.problem.replace("\n", "; "))
     started = time.perf_counter()
     ranks = Path(tempfile.mkdtemp(dir=folder))
     try:
         _run_ranks(one.num_ranks, run_steps, trainer, one.loaded.config, task, ranks)
     except forked_workers.RankFailed as error:
-        verdict: Any = "not possible" if error.refused else "failed"
         seconds = time.perf_counter() - started
-        return MeshResult(one.name, one.schedule, verdict, seconds, cause=str(error), options=one.described_options)
+        verdict: Any = "not possible" if error.refused else "failed"
+        return dataclasses.replace(result, verdict=verdict, seconds=seconds, cause=str(error))
 
-    # The judge gives None where numbers differ and only a shaken run of one process can tell whether that is rounding.
-    # Most comparisons need none, so that run is made when the first one asks, and kept for the others.
-    arguments = (one.loaded.config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
+    # The judge returns None if only a shaken run of one process can show whether a difference is rounding. Most
+    # comparisons do not need that run, so it is made on first use and kept for other meshes.
+    config = one.loaded.config
+    arguments = (config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
     (fields,) = forked_workers.run(1, judge, *arguments, folder=ranks)
     if fields is None:
         (fields,) = forked_workers.run(1, judge, *arguments, str(shaken(task, trainer, folder)), folder=ranks)
     shutil.rmtree(ranks, ignore_errors=True)
     verdict = "differs" if fields["first"] else "same"
-    row = MeshResult(one.name, one.schedule, verdict, **fields, options=one.described_options)
-    return dataclasses.replace(row, seconds=time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return dataclasses.replace(result, verdict=verdict, seconds=seconds, **fields)

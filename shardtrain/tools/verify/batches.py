@@ -1,4 +1,4 @@
-"""Synthetic batches as a function of (seed, step), uneven on purpose: a wrong divisor or a dropped part must show."""
+"""Synthetic batches as a function of (seed, step). Targets are distributed unevenly, so a wrong divisor shows."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from shardtrain.ops.seeding import seed_of
 from shardtrain.ops.targets import IGNORE
 
 _KEPT = (0.95, 0.2, 0.6, 0.35, 0.8, 0.1, 0.5, 0.7)
-"""Share of the targets that carry loss, by row: documents whose prompts are masked differ as much."""
+"""Share of the tokens with a target, by row. Documents whose prompts are masked differ as much."""
 
 
 def whole_batch(seed: int, step: int, sequences: int, tokens: int, vocabulary: int) -> Batch:
-    """All rows of a step, (sequences, tokens); the later a token, the rarer its loss, and each row has some."""
+    """Return all rows of a step, (sequences, tokens). Later tokens have a target less often; each row has at least one.
+
+    Tokens without a target have the target ``IGNORE``.
+    """
     generator = torch.Generator().manual_seed(seed_of(seed, step))
     ids = torch.randint(0, vocabulary, (sequences, tokens + 1), generator=generator)
-    kept = torch.tensor([_KEPT[row % len(_KEPT)] for row in range(sequences)])[:, None]
-    fading = torch.linspace(1.0, 0.4, tokens)[None]
-    keep = torch.rand(sequences, tokens, generator=generator) < kept * fading
-    # one target at least in each row, so that every share of a step has a count to be divided by
-    keep[torch.arange(sequences), torch.arange(sequences) % tokens] = True
-    targets = torch.where(keep, ids[:, 1:], IGNORE)
+    kept_by_row = torch.tensor([_KEPT[row % len(_KEPT)] for row in range(sequences)])[:, None]
+    kept_by_position = torch.linspace(1.0, 0.4, tokens)[None]
+    has_target = torch.rand(sequences, tokens, generator=generator) < kept_by_row * kept_by_position
+    # Every share of a step is divided by its number of targets, so each row needs one.
+    rows = torch.arange(sequences)
+    has_target[rows, rows % tokens] = True
+    targets = torch.where(has_target, ids[:, 1:], IGNORE)
     positions = torch.arange(tokens).expand(sequences, tokens).contiguous()
-    return Batch(ids[:, :-1].contiguous(), targets, positions, torch.arange(sequences))
+    return Batch(ids[:, :-1].contiguous(), targets, positions, rows)
 
 
 class SyntheticStream:
-    """The micro-batches of one data rank, step after step, as ``data.DataLoader`` gives those of a dataset; endless."""
+    """Endless micro-batches of one data rank. Replaces ``data.DataLoader``."""
 
     ends_without_notice = False
     num_readers = 0
@@ -41,7 +45,7 @@ class SyntheticStream:
         self.global_batch = global_batch
         rows = global_batch // ranks
         self.accumulation = rows // local_batch
-        self._handed = 0
+        self._num_yielded = 0
         self._shape = (seed, tokens, vocabulary)
         self._local = local_batch
         self._first = rank * rows
@@ -50,12 +54,12 @@ class SyntheticStream:
 
     @property
     def samples_consumed(self) -> int:
-        """Rows of all steps that were handed out in full, over all ranks."""
-        return self._handed // self.accumulation * self.global_batch
+        """Rows of all completed steps, over all ranks."""
+        return self._num_yielded // self.accumulation * self.global_batch
 
     def __next__(self) -> Batch:
-        """The next micro-batch of this rank: ``local_batch`` rows."""
-        self._handed += 1
+        """Return the next micro-batch of this rank: ``local_batch`` rows."""
+        self._num_yielded += 1
         return next(self._batches)
 
     def _generate(self) -> Iterator[Batch]:

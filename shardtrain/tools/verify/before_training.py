@@ -1,7 +1,7 @@
-"""What ``train`` has compared before its first step, in a process of its own: a small copy of a user's model file.
+"""Verify a small copy of a user's model file before ``train`` starts. ``train`` runs this in a separate process.
 
 ``python -m shardtrain.tools.verify.before_training CONFIG.toml`` reads the model and the mesh of a run from the file
-and prints one JSON document of lists of sentences: refused, compared, noticed, left_out.
+and prints a JSON document with the fields of ``VerifyVerdict``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,19 @@ from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.temporary import temporary_folder
 
 STEPS = 1
-"""One update: what a second would show, a model that keeps state, is asked of the model alone."""
+"""One update. The probes already find models that keep state, which a second step would show."""
 
 
 @dataclasses.dataclass
 class VerifyVerdict:
-    """``refused`` stops the run; ``compared``, ``noticed`` and ``left_out`` are lines of its log."""
+    """Messages of a verification.
+
+    Attributes:
+        refused: Faults. Any of them stops the run.
+        compared: Meshes that agree with one process.
+        noticed: Notes about the model.
+        left_out: Meshes or sizes that could not be compared.
+    """
 
     refused: list[str] = dataclasses.field(default_factory=list)
     compared: list[str] = dataclasses.field(default_factory=list)
@@ -38,38 +45,21 @@ class VerifyVerdict:
 
 
 def judge(config: Config) -> VerifyVerdict:
-    """Compare a small copy of the configured model on the configured kinds of parallelism with one process."""
-    loaded = _of_model_and_mesh(config)
+    """Compare a small copy of the configured model, on the configured kinds of parallelism, with one process."""
+    loaded = _model_and_mesh_only(config)
     verdict = VerifyVerdict()
-
-    # Meshes of up to eight ranks with the run's kinds of parallelism, and a small copy of the model for them. What a
-    # small mesh or copy cannot do is left out: the run's own need not break that rule.
-    plans: list[MeshPlan] = []
-    for mesh in meshes.of_run(loaded):
-        try:
-            plans += meshes.requested(loaded, [mesh], ())
-        except ConfigError as error:
-            verdict.left_out.append(f"{mesh}: {error}")
-    if not plans:
-        return verdict
-    small = verify.small_copy(plans, loaded)
-    if small is not None and small["why"]:
-        verdict.left_out.append(small["why"])
-        return verdict
-    task = shrink.prepare(plans, loaded, STEPS, full=False, own=small)
-    verdict.left_out += [f"{one.name}: {one.problem}" for one in task.plans if one.problem]
-    task = dataclasses.replace(task, plans=[one for one in task.plans if not one.problem])
-    if not task.plans:
+    task = _plan(loaded, verdict)
+    if task is None:
         return verdict
 
-    # Probe the copy by itself, then compare each mesh with one process.
+    # Import PyTorch only when there is something to compare.
     from shardtrain.tools.verify import casts, probes
     from shardtrain.train import trainer
 
-    kinds = {axis for one in task.plans for axis, degree in one.degrees.items() if degree > 1}
+    kinds = {axis for plan in task.plans for axis, degree in plan.degrees.items() if degree > 1}
     if config.activation_checkpoint.mode != "none":
         kinds.add(probes.RECOMPUTE)
-    # switched off in this process, casts are off in all that are forked from it
+    # Casts are disabled in this process, and therefore in all of its forks.
     with casts.off(), temporary_folder("verify") as folder:
         try:
             task, notes = verify.probe(task, Path(folder), kinds)
@@ -77,77 +67,111 @@ def judge(config: Config) -> VerifyVerdict:
             verdict.refused += str(error).splitlines()
             return verdict
         verdict.noticed += [note for note in notes if not note.startswith("dropout: off")]
-        impossible = [one.problem for one in task.plans if one.problem]
+        impossible = [line for plan in task.plans for line in plan.problem.splitlines()]
         if impossible:
-            verdict.refused += dict.fromkeys(line for problem in impossible for line in problem.splitlines())
+            verdict.refused += dict.fromkeys(impossible)
             return verdict
-        sizes = ", ".join(f"{name} {value}" for name, value in _changed(config, task.reference).items())
+        sizes = ", ".join(f"{name} {value}" for name, value in _changed_sizes(config, task.reference).items())
         copy = f"a copy with {sizes}" if sizes else "the model"
         try:
             for row in verify.verify(task, trainer, Path(folder)):
-                _tell(row, copy, verdict)
-        except ConfigError as error:  # the reference of one process fails
+                _add_result(row, copy, verdict)
+        except ConfigError as error:  # training on one process fails
             verdict.refused += str(error).splitlines()
     return verdict
 
 
-def _tell(row: MeshResult, copy: str, verdict: VerifyVerdict) -> None:
+def _plan(loaded: Loaded, verdict: VerifyVerdict) -> shrink.VerifyTask | None:
+    """Choose meshes of up to eight ranks with the run's kinds of parallelism, and a small copy of the model.
+
+    A mesh or copy that is impossible at this size is added to ``verdict.left_out``, because the run's own mesh may
+    still be possible. Return None if nothing is left.
+    """
+    plans: list[MeshPlan] = []
+    for mesh in meshes.of_run(loaded):
+        try:
+            plans += meshes.requested(loaded, [mesh], ())
+        except ConfigError as error:
+            verdict.left_out.append(f"{mesh}: {error}")
+    if not plans:
+        return None
+    small = verify.small_copy(plans, loaded)
+    if small is not None and small["why"]:
+        verdict.left_out.append(small["why"])
+        return None
+    task = shrink.prepare(plans, loaded, STEPS, full=False, own=small)
+    verdict.left_out += [f"{plan.name}: {plan.problem}" for plan in task.plans if plan.problem]
+    task = dataclasses.replace(task, plans=[plan for plan in task.plans if not plan.problem])
+    return task if task.plans else None
+
+
+def _add_result(row: MeshResult, copy: str, verdict: VerifyVerdict) -> None:
+    """Add the message of one mesh to the verdict. ``copy`` describes the compared model."""
     if row.verdict == "same":
-        verdict.compared.append(
+        text = (
             f"{copy} on {row.mesh} agrees with one process: loss {row.loss:.1e}, gradients {row.gradient:.1e}, "
-            f"weights {row.weights:.1e} off" + (f"; {row.rounding}" if row.rounding else "")
+            f"weights {row.weights:.1e} off"
         )
+        verdict.compared.append(f"{text}; {row.rounding}" if row.rounding else text)
     elif row.cause.startswith(BLIND):
         verdict.left_out.append(f"{row.mesh}: {row.first}; {row.cause}")
     elif row.verdict == "differs":
         verdict.refused.append(f"on {row.mesh}, {row.first}; likely cause: {row.cause}; {_fix(row)}")
-    elif any(word in row.cause for word in forked_workers.NO_ANSWER):
+    elif any(phrase in row.cause for phrase in forked_workers.NO_ANSWER):
         verdict.left_out.append(f"{row.mesh}: {row.cause}")
     else:
         verdict.refused.append(f"on {row.mesh}: {row.cause}")
 
 
 def _fix(row: MeshResult) -> str:
-    """What to do about numbers that differ, as far as the module that is named tells."""
-    word = re.search(r'which LAYOUT\.tensor calls "(\w+)"', row.cause)
-    if word and word[1] in ("gather", "colwise"):
+    """Return the fix for numbers that differ, depending on the style of the module that the cause names."""
+    match = re.search(r'which LAYOUT\.tensor calls "(\w+)"', row.cause)
+    if match is None:
+        return "correct the forward, or the styles in LAYOUT, after docs/models.md"
+    style = match[1]
+    if style in ("gather", "colwise"):
         return (
             "a colwise matrix is cut into equal stretches of rows, so order queries, keys and values by head "
-            "(unflatten(-1, (-1, 3, head_dim))), or give each a linear of its own"
+            "(unflatten(-1, (-1, 3, head_dim))), or give each its own linear"
         )
-    if word:
-        return f'"{word[1]}" means {TENSOR_STYLES[word[1]]}: correct the word or the forward'
-    return "correct the forward, or the words of LAYOUT, after docs/models.md"
+    return f'"{style}" means {TENSOR_STYLES[style]}: correct the style or the forward'
 
 
-def _changed(config: Config, small: Config) -> dict[str, object]:
-    """Fields of the model that have another value in the small copy."""
-    own = config.model.overrides
-    return {name: value for name, value in small.model.overrides.items() if own.get(name) != value}
+def _changed_sizes(config: Config, small: Config) -> dict[str, object]:
+    """Return the model fields that have another value in the small copy."""
+    original = config.model.overrides
+    return {name: value for name, value in small.model.overrides.items() if original.get(name) != value}
 
 
-def _of_model_and_mesh(config: Config) -> Loaded:
-    """The run's model, mesh and recomputation, under the default task, data and optimizer: these are not part of it."""
-    plain = Config()
+def _model_and_mesh_only(config: Config) -> Loaded:
+    """Return a configuration with the run's model, mesh and recomputation, and default task, data and optimizer."""
+    default = Config()
     recompute = config.activation_checkpoint
-    if recompute.mode == "memory_budget":  # the compiler's
+    if recompute.mode == "memory_budget":  # needs torch.compile
         recompute = dataclasses.replace(recompute, mode="full", visualize_memory_budget_pareto=False)
-    training = dataclasses.replace(plain.training, seq_len=config.training.seq_len, device="cpu")
-    model = dataclasses.replace(config.model, hf_assets_path=plain.model.hf_assets_path, tokenizer_path=None)
+    training = dataclasses.replace(default.training, seq_len=config.training.seq_len, device="cpu")
+    model = dataclasses.replace(
+        config.model,
+        hf_assets_path=default.model.hf_assets_path,
+        tokenizer_path=None,
+        converters=[],
+        print_after_conversion=False,
+    )
     config = dataclasses.replace(
-        plain,
-        model=dataclasses.replace(model, converters=[], print_after_conversion=False),
+        default,
+        model=model,
         training=training,
         parallelism=dataclasses.replace(config.parallelism, enable_async_tensor_parallel=False),
         activation_checkpoint=recompute,
-        debug=dataclasses.replace(plain.debug, seed=config.debug.seed),
+        debug=dataclasses.replace(default.debug, seed=config.debug.seed),
     )
     return dataclasses.replace(configs.load(None, []), config=config)
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the verdict on the configuration file that is named."""
-    print(json.dumps(dataclasses.asdict(judge(configs.load(words[0], []).config))))
+    """Print the verdict for the configuration file ``words[0]``."""
+    verdict = judge(configs.load(words[0], []).config)
+    print(json.dumps(dataclasses.asdict(verdict)))
     return 0
 
 

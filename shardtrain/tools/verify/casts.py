@@ -1,7 +1,8 @@
-"""Casts to a type shorter than float32 that a model writes itself, switched off where its numbers are compared.
+"""Disable casts to float16 and bfloat16 in a model's own code while its numbers are compared.
 
-Such a cast rounds what meshes sum in another order, by 1e-7, to one or the other of two neighbours that lie 2^-8 apart:
-an attention core in bfloat16 is some 5e-5 off on every mesh, and nothing is wrong with it.
+Meshes sum in another order, which changes a number by about 1e-7. A cast to bfloat16 may then round to the next
+representable number, 2^-8 away. So an attention core in bfloat16 is off by about 5e-5 on every mesh, although it is
+correct.
 """
 
 from __future__ import annotations
@@ -17,70 +18,83 @@ from torch import Tensor
 SHORT = (torch.bfloat16, torch.float16)
 
 used: list[str] = []
-"""Types to which something would have been cast in this process since casts were switched off."""
+"""Names of the dtypes of all casts that this process has skipped since casts were disabled."""
 
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Within, float32 stays float32 in this process and those that are forked from it, under autocast too."""
-    used.clear()
-    plain_to = Tensor.to
-    plain_type = Tensor.type
-    plain_bfloat16 = Tensor.bfloat16
-    plain_half = Tensor.half
-    autocast = torch.autocast.__init__
+    """Within the block, keep float32 tensors in float32, in this process and its forks, also under autocast.
 
-    @functools.wraps(plain_to)
+    Tensors that are not floating-point are cast to float32 instead.
+    """
+    used.clear()
+    original_to = Tensor.to
+    original_type = Tensor.type
+    original_bfloat16 = Tensor.bfloat16
+    original_half = Tensor.half
+    original_autocast = torch.autocast.__init__
+
+    @functools.wraps(original_to)
     def to(self: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        def keep(value: Any) -> Any:
+        def replace_short(value: Any) -> Any:
             if isinstance(value, torch.dtype) and value in SHORT:
-                return _keep(self, value)
-            if isinstance(value, Tensor) and value.dtype in SHORT:  # another tensor's type and device
-                return torch.empty((), dtype=_keep(self, value.dtype), device=value.device)
+                return _note_cast(self, value)
+            # ``to(other)`` takes dtype and device from another tensor.
+            if isinstance(value, Tensor) and value.dtype in SHORT:
+                return torch.empty((), dtype=_note_cast(self, value.dtype), device=value.device)
             return value
 
-        return plain_to(self, *map(keep, arguments), **{name: keep(value) for name, value in named.items()})
+        arguments = tuple(replace_short(value) for value in arguments)
+        named = {name: replace_short(value) for name, value in named.items()}
+        return original_to(self, *arguments, **named)
 
-    @functools.wraps(plain_type)
-    def change(self: Tensor, dtype: Any = None, *arguments: Any, **named: Any) -> Any:
+    @functools.wraps(original_type)
+    def change_type(self: Tensor, dtype: Any = None, *arguments: Any, **named: Any) -> Any:
         if isinstance(dtype, torch.dtype):
             return self.to(dtype)
-        return plain_type(self, *([] if dtype is None else [dtype]), *arguments, **named)
+        if dtype is None:
+            return original_type(self, *arguments, **named)
+        return original_type(self, dtype, *arguments, **named)
 
-    def disabled(
+    def disabled_autocast(
         self: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, *_: Any, **__: Any
     ) -> None:
         if enabled:
-            _keep(torch.zeros(()), dtype or torch.bfloat16)
-        autocast(self, device_type, enabled=False)
+            _note_cast(torch.zeros(()), dtype or torch.bfloat16)
+        original_autocast(self, device_type, enabled=False)
 
-    # Each spelling is replaced by itself: PyTorch's own bfloat16() and type() do not come by Tensor.to.
+    def bfloat16(self: Tensor, **_: Any) -> Tensor:
+        return self.to(torch.bfloat16)
+
+    def half(self: Tensor, **_: Any) -> Tensor:
+        return self.to(torch.float16)
+
+    # Replace every spelling of a cast, because PyTorch's bfloat16() and type() do not call Tensor.to.
     Tensor.to = to  # type: ignore[method-assign, assignment]
-    Tensor.type = change  # type: ignore[method-assign, assignment]
-    torch.autocast.__init__ = disabled  # type: ignore[method-assign]
-    Tensor.bfloat16 = lambda self, **_: self.to(torch.bfloat16)  # type: ignore[method-assign]
-    Tensor.half = lambda self, **_: self.to(torch.float16)  # type: ignore[method-assign]
+    Tensor.type = change_type  # type: ignore[method-assign, assignment]
+    torch.autocast.__init__ = disabled_autocast  # type: ignore[method-assign]
+    Tensor.bfloat16 = bfloat16  # type: ignore[method-assign, assignment]
+    Tensor.half = half  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        Tensor.to = plain_to  # type: ignore[method-assign]
-        Tensor.type = plain_type  # type: ignore[method-assign]
-        Tensor.bfloat16 = plain_bfloat16  # type: ignore[method-assign]
-        Tensor.half = plain_half  # type: ignore[method-assign]
-        torch.autocast.__init__ = autocast  # type: ignore[method-assign]
+        Tensor.to = original_to  # type: ignore[method-assign]
+        Tensor.type = original_type  # type: ignore[method-assign]
+        Tensor.bfloat16 = original_bfloat16  # type: ignore[method-assign]
+        Tensor.half = original_half  # type: ignore[method-assign]
+        torch.autocast.__init__ = original_autocast  # type: ignore[method-assign]
 
 
-def _keep(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    if not tensor.is_floating_point():
-        return torch.float32
+def _note_cast(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Record the dtype of a skipped cast of a floating-point tensor. Return the dtype to use instead."""
     name = str(dtype).removeprefix("torch.")
-    if name not in used:
+    if tensor.is_floating_point() and name not in used:
         used.append(name)
     return torch.float32
 
 
 def notes() -> list[str]:
-    """A sentence for each type."""
+    """Return a message for each dtype with skipped casts."""
     return [
         f"casts to {name} are off in the comparison: with them numbers differ between meshes by the rounding of {name}"
         for name in used

@@ -1,4 +1,4 @@
-"""From the first difference of a mesh to one sentence: which tensor, by how much, and the likely cause."""
+"""Name the likely cause of the first difference between a mesh and one process, in one sentence."""
 
 from __future__ import annotations
 
@@ -29,39 +29,45 @@ HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
     causes.short_type,
     causes.replicas_differ,
 )
-"""In this order: the first that every rank's numbers fit is named."""
+"""Causes of a wrong gradient, in the order in which they are tested. The first that explains all ranks is named."""
 
 
 def diagnose(e: Evidence) -> str:
-    """The likely cause of the first difference."""
-    # What differs first has everything after it as its consequence, so only its own causes are looked for.
-    if e.first.kind in ("own", "initial"):
-        name = e.first.names[0]
-        key = f"{e.first.kind}/{name}"
-        whole = e.expected.whole(e.first.kind, name)
-        holders = [record for record in e.records if key in record.parts]
-        wrong = [record for record in holders if not same_bits(record.parts[key], whole[record.slices[key]])]
-        ranks = ", ".join(str(record.rank) for record in wrong)
-        if len(wrong) < len(holders):
-            return f"initial weights depend on the rank: those of rank {ranks} are of another seed or stream"
-        return "initial weights depend on the mesh: no rank has those of one process"
-    if e.first.kind == "norm":
-        return _norm(e)
-    if e.first.kind == "buffers":
-        return _buffers(e)
-    if e.first.kind == "weights":
-        return _weights(e)
-    if e.first.kind == "loss":
-        return _loss(e)
+    """Return the likely cause of the first difference.
 
-    # A gradient. Activations were kept in the first step alone, and tell where the forward pass leaves one process.
+    Later differences are consequences of the first, so only causes of the first are considered.
+    """
+    if e.first.kind in ("own", "initial"):
+        return _explain_initial_weights(e)
+    if e.first.kind == "norm":
+        return _explain_norm(e)
+    if e.first.kind == "buffers":
+        return _explain_buffers(e)
+    if e.first.kind == "weights":
+        return _explain_weights(e)
+    if e.first.kind == "loss":
+        return _explain_loss(e)
+    return _explain_gradient(e)
+
+
+def _explain_initial_weights(e: Evidence) -> str:
+    name = e.first.names[0]
+    key = f"{e.first.kind}/{name}"
+    full = e.expected.whole(e.first.kind, name)
+    holders = [record for record in e.records if key in record.parts]
+    wrong = [record for record in holders if not same_bits(record.parts[key], full[record.slices[key]])]
+    if len(wrong) < len(holders):
+        ranks = ", ".join(str(record.rank) for record in wrong)
+        return f"initial weights depend on the rank: those of rank {ranks} are of another seed or stream"
+    return "initial weights depend on the mesh: no rank has those of one process"
+
+
+def _explain_gradient(e: Evidence) -> str:
     absent = [name for name in e.first.names if not e.holders(name)]
     if absent:
         return f"no gradient: {absent[0]} takes no part in the loss on this mesh"
+    # Activations are only recorded in the first step. They show where the forward pass differs.
     place = first_divergence.first_difference(e) if e.first.loss_differs and e.first.step == 0 else ""
-
-    # Each hypothesis computes what its fault would give, from one process's numbers, and is named only where that fits
-    # all ranks.
     for hypothesis in HYPOTHESES:
         cause = hypothesis(e)
         if cause:
@@ -71,28 +77,28 @@ def diagnose(e: Evidence) -> str:
     if place:
         return place
 
-    # Nothing fits: what the numbers look like.
+    # No hypothesis fits, so only describe the numbers.
     mine = e.mine(e.suspect)
     theirs = e.theirs(e.suspect)
     if mine is None:
-        return "no simple cause fits; the ranks' parts do not make up the whole tensor"
+        return "no simple cause fits; the ranks' parts do not make up the full tensor"
     ratio = float(mine.norm() / theirs.norm().clamp_min(1e-30))
     cosine = float((mine * theirs).sum() / (mine.norm() * theirs.norm()).clamp_min(1e-30))
     where = "the forward pass differs" if e.first.loss_differs else "the loss agrees: look at the backward pass"
     return f"no simple cause fits: ratio of norms {ratio:.4g}, cosine {cosine:.4f}; {where}"
 
 
-def _loss(e: Evidence) -> str:
+def _explain_loss(e: Evidence) -> str:
     mine = e.records[0].losses[e.first.step]
     theirs = e.expected.record.losses[e.first.step]
     for axis in e.axes:
         for factor in (e.sizes[axis], 1 / e.sizes[axis]):
             if e.explains_loss(factor * theirs, 1e-5):
                 return f"the reported loss is scaled by {factor:g}, by the size of axis {axis}; the gradients agree"
-    return f"the reported loss alone differs: {mine:.7g} in place of {theirs:.7g}; the gradients agree"
+    return f"only the reported loss differs: {mine:.7g} instead of {theirs:.7g}; the gradients agree"
 
 
-def _weights(e: Evidence) -> str:
+def _explain_weights(e: Evidence) -> str:
     name = e.first.names[0]
     step = e.first.step
     after = f"weights/{step}/{name}"
@@ -101,67 +107,69 @@ def _weights(e: Evidence) -> str:
     if all(torch.equal(record.parts[after], record.parts[before]) for record in holders):
         return "not updated: the parameter is what it was before the step, though its gradient agrees"
     for one, other in itertools.combinations(holders, 2):
-        same_part = one.slices[after] == other.slices[after]
-        if same_part and not torch.equal(one.parts[after], other.parts[after]):
+        is_same_part = one.slices[after] == other.slices[after]
+        if is_same_part and not torch.equal(one.parts[after], other.parts[after]):
             axes = " and ".join(axes_that_differ(one, other))
             return f"unsynchronised parameter: its copies differ between ranks of axis {axes} after the update"
     return "the update differs, though the gradient agrees: look at the optimizer and its state"
 
 
-def _buffers(e: Evidence) -> str:
+def _explain_buffers(e: Evidence) -> str:
     key = f"buffers/{e.first.step}/{e.first.names[0]}"
     holders = [record for record in e.records if key in record.parts]
     for one, other in itertools.combinations(holders, 2):
         if not torch.equal(one.parts[key], other.parts[key]):
             axes = " and ".join(axes_that_differ(one, other))
             return f"unsynchronised buffer: its copies differ between ranks of axis {axes}"
-    return "all ranks have the same, and one process another: what it counts is not summed, or counted more than once"
+    return "all ranks agree, but not with one process: the buffer is not summed over ranks, or counts them repeatedly"
 
 
-def _norm(e: Evidence) -> str:
-    """Which reduction the norm lacks, or what it counts more than once."""
+def _explain_norm(e: Evidence) -> str:
+    """Name the reduction that the gradient norm lacks, or the tensors that it counts more than once."""
     step = e.first.step
     prefix = f"gradient/{step}/"
+    # Without the reduction over an axis, a rank has the norm of the ranks with the same place on that axis.
     for axis in e.axes:
-        lacking = [
-            _norm_of([other for other in e.records if other.place[axis] == record.place[axis]], prefix)
-            for record in e.records
-        ]
-        if _explains(e, lacking):
+        unreduced_norms = []
+        for record in e.records:
+            peers = [other for other in e.records if other.place[axis] == record.place[axis]]
+            unreduced_norms.append(_norm_of(peers, prefix))
+        if _explains_norms(e, unreduced_norms):
             return f"norm not reduced over {axis}: each rank counts only its own parts; the gradients agree"
+
+    # A superfluous all-reduce over an axis counts replicas repeatedly: those along the axis, or all tensors.
     for axis in e.axes:
-        # what an all-reduce gives that adds up tensors which are whole along the axis, or all tensors
-        by_place = [
-            _norm_of([record for record in e.records if record.place[axis] == place], prefix) ** 2
-            for place in range(e.sizes[axis])
-        ]
-        all_tensors = e.sizes[axis] * _norm_of(e.records, prefix) ** 2
-        for squares in (sum(by_place), all_tensors):
-            if _explains(e, [math.sqrt(squares)] * len(e.records)):
+        squares_of_places = 0.0
+        for place in range(e.sizes[axis]):
+            records = [record for record in e.records if record.place[axis] == place]
+            squares_of_places += _norm_of(records, prefix) ** 2
+        squares_of_all = e.sizes[axis] * _norm_of(e.records, prefix) ** 2
+        for squares in (squares_of_places, squares_of_all):
+            if _explains_norms(e, [math.sqrt(squares)] * len(e.records)):
                 return f"norm counts whole tensors once for each rank of axis {axis}; the gradients agree"
     mine = e.records[0].norms[step]
     theirs = e.expected.total(step)
-    return f"the gradient norm alone differs: {mine:.7g} in place of {theirs:.7g}; the gradients agree"
+    return f"only the gradient norm differs: {mine:.7g} instead of {theirs:.7g}; the gradients agree"
 
 
 def _norm_of(records: Sequence[RankRecord], prefix: str) -> float:
-    """Norm of the distinct parts that some ranks hold."""
-    squares = {
-        (key, tuple((s.start, s.stop) for s in record.slices[key])): float(part.double().square().sum())
-        for record in records
-        for key, part in record.parts.items()
-        if key.startswith(prefix)
-    }
+    """Return the norm of all distinct parts of some ranks whose key starts with ``prefix``."""
+    squares: dict[tuple[str, tuple[tuple[int, int], ...]], float] = {}
+    for record in records:
+        for key, part in record.parts.items():
+            if key.startswith(prefix):
+                place = tuple((s.start, s.stop) for s in record.slices[key])
+                squares[key, place] = float(part.double().square().sum())
     return math.sqrt(sum(squares.values()))
 
 
-def _explains(e: Evidence, norms: Sequence[float]) -> bool:
-    """Whether each rank has the norm that a hypothesis gives for it, and not one process's as well."""
+def _explains_norms(e: Evidence, norms: Sequence[float]) -> bool:
+    """True if each rank has the predicted norm, and not all predicted norms are that of one process."""
     step = e.first.step
-    theirs = e.expected.total(step)
-    fits = all(_close(norm, record.norms[step]) for norm, record in zip(norms, e.records, strict=True))
-    return fits and not all(_close(norm, theirs) for norm in norms)
+    if not all(_is_close(norm, record.norms[step]) for norm, record in zip(norms, e.records, strict=True)):
+        return False
+    return not all(_is_close(norm, e.expected.total(step)) for norm in norms)
 
 
-def _close(norm: float, other: float) -> bool:
+def _is_close(norm: float, other: float) -> bool:
     return abs(norm - other) < 1e-5 * max(norm, 1e-30)

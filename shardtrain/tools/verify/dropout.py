@@ -1,5 +1,6 @@
-"""Dropout is switched off where numbers are compared: which numbers are dropped is a function of the mesh, and meant to
-be. It is switched off where all spellings of it meet, in ``torch.nn.functional``: modules, functions and attention's p.
+"""Disable dropout while numbers are compared, because the dropped elements depend on the mesh by design.
+
+The functions of ``torch.nn.functional`` are replaced. Modules, direct calls and attention with dropout all use them.
 """
 
 from __future__ import annotations
@@ -20,20 +21,19 @@ FUNCTIONS = (
     "alpha_dropout",
     "feature_alpha_dropout",
 )
-"""What ``nn.Dropout`` and its siblings call, and what a model may call itself."""
+"""Functions of ``torch.nn.functional`` that ``nn.Dropout`` and similar modules call."""
 
 listeners: list[Callable[[str, Tensor], None]] = []
-"""Called with what would drop, "dropout with p=0.1", and the tensor of which it would."""
+"""Called for each disabled dropout with its description, such as "dropout with p=0.1", and its input."""
 
 used: list[str] = []
-"""What would have dropped in this process since ``switch_off``, each once: "dropout with p=0.1"."""
+"""Distinct descriptions of all dropouts that ran in this process since ``switch_off``: "dropout with p=0.1"."""
 
 
 def switch_off() -> None:
-    """From now on nothing in this process drops; batch statistics and all else that ``training`` means stay as is.
+    """Disable dropout in this process until it ends. Other effects of ``training``, such as batch statistics, remain.
 
-    For processes that end soon: those of ranks and of the judge. Call it before a model file is imported, which may
-    take a function by name.
+    Call it before a model file is imported, because the file may import a function by name.
     """
     used.clear()
     if hasattr(F.dropout, "drops_nothing"):
@@ -46,16 +46,20 @@ def switch_off() -> None:
 
 
 def _note(name: str, p: float, dropped: Tensor) -> None:
-    sentence = f"{name} with p={p:g}"
+    """Report a disabled dropout with probability ``p`` of the elements of ``dropped``."""
+    description = f"{name} with p={p:g}"
     for listener in listeners:
-        listener(sentence, dropped)
-    if sentence not in used:
-        used.append(sentence)
+        listener(description, dropped)
+    if description not in used:
+        used.append(description)
 
 
 def _identity(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function with the signature of a dropout that returns its input."""
+
     @functools.wraps(original)
     def keep(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **other: Any) -> Tensor:
+        # The functions of ``torch`` call the argument "train", those of ``torch.nn.functional`` "training".
         if training and other.get("train", True) and p:
             _note(name, p, input)
         return input
@@ -65,6 +69,8 @@ def _identity(name: str, original: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return scaled dot-product attention with a dropout probability of 0."""
+
     @functools.wraps(original)
     def attend(
         query: Tensor,

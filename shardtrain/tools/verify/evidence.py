@@ -1,4 +1,4 @@
-"""What a diagnosis looks at: the first difference, the ranks' numbers, and which rows and positions each rank had."""
+"""Everything a diagnosis needs: the first difference, the ranks' records, and the rows and positions of each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardtrain.tools.verify.shares import Shares
 from shardtrain.tools.verify.verify_rank import RankRecord, micro_batches, model_of, plain_model
 
 MATCH = 2e-4
-"""Relative error up to which a share explains a gradient: far above rounding, far below any two shares' difference."""
+"""Largest relative error of a hypothesis that explains a gradient: far above rounding, far below other shares."""
 
 
 class Evidence:
@@ -39,9 +39,10 @@ class Evidence:
         self.first = first
         self.allowed = allowed
         self._shaken = shaken
-        self.match = max(MATCH, 2 * allowed.gradient)  # the mesh rounds, and so does the share
+        # Both the mesh and the hypothesis have rounding errors, hence the factor 2.
+        self.match = max(MATCH, 2 * allowed.gradient)
 
-        # ep divides experts among ranks that the other axes have already
+        # ep divides experts among ranks of the other axes, so it adds no ranks.
         self.sizes = {axis: size for axis, size in sizes.items() if axis != "ep"}
         self.experts = sizes.get("ep", 1)
         self.tokens = config.training.seq_len
@@ -51,91 +52,117 @@ class Evidence:
         self.num_micro, self.micro_rows = micro_batches(config, len(records))
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis."""
+        """Number of ranks along an axis."""
         return self.sizes.get(axis, 1)
 
     @property
     def axes(self) -> list[str]:
-        """Axes of more than one rank."""
+        """Axes with more than one rank."""
         return [axis for axis, size in self.sizes.items() if size > 1]
 
     @cached_property
     def layout(self) -> Layout:
-        """The model's layout."""
+        """Layout of the model."""
         module, _, _ = model_of(self.config)
         return module.LAYOUT  # type: ignore[no-any-return]
 
     @cached_property
     def batch(self) -> Batch:
-        """All rows of the step of the first difference."""
+        """All rows of the step with the first difference."""
         _, shape, _ = model_of(self.config)
         return whole_batch(self.config.debug.seed, self.first.step, self.sequences, self.tokens, shape.vocab_size)
 
     @cached_property
     def shares(self) -> Shares:
-        """The step on one process, in plain PyTorch."""
-        factor = self.expected.clipping(self.first.step)
-        return Shares(plain_model(self.config, self.expected.weights(self.first.step)), self.batch, factor)
+        """The step with the first difference, on one process in plain PyTorch."""
+        return self.shares_with()
 
     def shares_with(self, step: int = -1, balance: float = 1.0, factor: float = 1.0) -> Shares:
-        """The same with weights of another step, another weight of the experts' balance losses, or a factor of all."""
+        """Run the step with the first difference on one process, with a modification.
+
+        Args:
+            step: Use the weights from before this step. Negative for the step itself.
+            balance: Weight of the experts' balance losses.
+            factor: Multiplies the loss, in addition to clipping.
+        """
         step = self.first.step if step < 0 else step
         factor *= self.expected.clipping(self.first.step)
-        return Shares(plain_model(self.config, self.expected.weights(step)), self.batch, factor, balance)
+        model = plain_model(self.config, self.expected.weights(step))
+        return Shares(model, self.batch, factor, balance)
 
     @cached_property
     def suspect(self) -> str:
-        """The first tensor whose gradient differs and is not nearly zero, which would say nothing about scales."""
+        """First tensor whose gradient differs. Gradients of almost zero are skipped: they determine no factor."""
         names = self.first.names
         total = self.expected.total(self.first.step)
-        least = 1e-4 * total * self.expected.clipping(self.first.step)
-        big = [name for name in names if float(self.theirs(name).norm()) > least]
-        return (big or list(names))[0]
+        smallest = 1e-4 * total * self.expected.clipping(self.first.step)
+        for name in names:
+            if float(self.theirs(name).norm()) > smallest:
+                return name
+        return names[0]
 
     def theirs(self, name: str) -> Tensor:
-        """A gradient of one process."""
+        """Return a gradient of one process."""
         return self.expected.whole(f"gradient/{self.first.step}", name)
 
     def mine(self, name: str) -> Tensor | None:
-        """The mesh's gradient, put together from its ranks; None where parts are missing."""
+        """Return a gradient of the mesh, assembled from its ranks. None if parts are missing."""
         return assemble(self.records, f"gradient/{self.first.step}/{name}", self.theirs(name).shape)
 
     def holders(self, name: str) -> list[tuple[RankRecord, Tensor, tuple[slice, ...]]]:
-        """The ranks that have a part of a gradient, their part, and where it lies."""
+        """Return each rank with a part of a gradient, the part, and its place in the full tensor."""
         key = f"gradient/{self.first.step}/{name}"
         return [(record, record.parts[key], record.slices[key]) for record in self.records if key in record.parts]
 
     def explains(self, name: str, candidate: Callable[[RankRecord], Tensor | None]) -> bool:
-        """Whether each rank's gradient is the one that a hypothesis gives for it, and not one process's as well."""
-        changes = False
-        for record, part, slices in self.holders(name):
-            whole = candidate(record)
-            if whole is None or whole[slices].shape != part.shape:
-                return False
-            close = self.match * max(float(whole.norm()), 1e-30)
-            if float((whole[slices] - part).norm()) > close:
-                return False
-            changes = changes or float((whole[slices] - self.theirs(name)[slices]).norm()) > close
-        return changes
+        """True if each rank's gradient is the one that a hypothesis predicts, and one process's is not.
 
-    def explains_loss(self, candidate: float, close: float) -> bool:
-        """Whether the mesh's loss is the one that a hypothesis gives, to ``close`` of it, and not one process's too."""
+        ``candidate`` returns the predicted full gradient of a rank, or None if it is unknown.
+        """
+        has_difference = False
+        for record, part, slices in self.holders(name):
+            predicted = candidate(record)
+            if predicted is None or predicted[slices].shape != part.shape:
+                return False
+            tolerance = self.match * max(float(predicted.norm()), 1e-30)
+            if float((predicted[slices] - part).norm()) > tolerance:
+                return False
+            if float((predicted[slices] - self.theirs(name)[slices]).norm()) > tolerance:
+                has_difference = True
+        return has_difference
+
+    def explains_on_all_ranks(self, name: str, candidate: Tensor) -> bool:
+        """Same as ``explains``, for a hypothesis that predicts the same full gradient on all ranks."""
+        return self.explains(name, lambda _: candidate)
+
+    def explains_loss(self, candidate: float, tolerance: float) -> bool:
+        """True if the mesh's loss is the one that a hypothesis predicts, and one process's is not.
+
+        ``tolerance`` is relative for losses above 1, else absolute.
+        """
         mine = self.records[0].losses[self.first.step]
         theirs = self.expected.record.losses[self.first.step]
-        close = max(close * max(1.0, abs(mine)), self.allowed.loss / 5)
+        close = max(tolerance * max(1.0, abs(mine)), self.allowed.loss / 5)
         return abs(candidate - mine) < close < abs(candidate - theirs)
 
     def close(self, key: str, least: float) -> float:
-        """Up to which relative error an activation agrees: ``least``, and more where the shaken run is off by more."""
-        mine = self._shaken.parts.get(key)
+        """Return the relative tolerance for an activation.
+
+        It is ``least``, or more if the shaken run of one process is off by more.
+        """
+        shaken = self._shaken.parts.get(key)
         theirs = self.expected.record.parts.get(key)
-        if mine is None or theirs is None or not theirs.numel():
+        if shaken is None or theirs is None or not theirs.numel():
             return least
-        moved = float((mine - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-30)
+        moved = float((shaken - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-30)
         return min(MOST * least, max(least, ROUNDING * moved))
 
+    def data_rank(self, record: RankRecord) -> int:
+        """Return the data-parallel rank of a rank."""
+        return record.place["dp_replicate"] * self.size("dp_shard") + record.place["dp_shard"]
+
     def rows(self, fixed: Mapping[str, int]) -> list[int]:
-        """Rows of the data ranks whose places on some axes are given."""
+        """Return the rows of the data ranks with the given places on some axes."""
         chosen = []
         for replica, shard in itertools.product(range(self.size("dp_replicate")), range(self.size("dp_shard"))):
             if fixed.get("dp_replicate", replica) == replica and fixed.get("dp_shard", shard) == shard:
@@ -143,29 +170,35 @@ class Evidence:
         return chosen
 
     def rows_of_rank(self, data_rank: int) -> list[int]:
-        """Rows of one data rank."""
+        """Return the rows of one data rank."""
         return list(range(data_rank * self.rows_per_rank, (data_rank + 1) * self.rows_per_rank))
 
     def micro_rows_of(self, index: int) -> list[int]:
-        """Rows of one micro-batch over all data ranks."""
+        """Return the rows of one micro-batch over all data ranks."""
         window = slice(index * self.micro_rows, (index + 1) * self.micro_rows)
-        return [row for rank in range(self.data_ranks) for row in self.rows_of_rank(rank)[window]]
+        rows = []
+        for rank in range(self.data_ranks):
+            rows += self.rows_of_rank(rank)[window]
+        return rows
 
     def positions(self, fixed: Mapping[str, int]) -> list[int]:
-        """Positions of the activations that ranks with given places on cp and tp hold between gathered modules."""
+        """Return the positions that ranks with given places on cp and tp hold outside of gathered modules."""
         chosen: list[int] = []
         for part in range(self.size("cp")):
-            if fixed.get("cp", part) == part:
-                local = self.context_part(part)
+            if fixed.get("cp", part) != part:
+                continue
+            local = self.context_part(part)
+            if "tp" in fixed:
                 length = len(local) // self.size("tp")
-                first = fixed.get("tp", 0) * length
-                chosen += local[first : first + length] if "tp" in fixed else local
+                first = fixed["tp"] * length
+                local = local[first : first + length]
+            chosen += local
         return chosen
 
     def context_part(self, part: int) -> list[int]:
-        """Positions of one part of the sequence."""
+        """Return the positions of one cp rank's part of the sequence."""
         size = self.size("cp")
-        # Balanced: a rank has one chunk from either end, since late tokens attend to more than early ones do.
+        # Balanced: a rank has one chunk from each end, because late tokens attend to more tokens than early ones.
         if size > 1 and self.records[0].facts["balanced"]:
             length = self.tokens // (2 * size)
             chunks = [part, 2 * size - 1 - part]
@@ -175,11 +208,11 @@ class Evidence:
         return [chunk * length + i for chunk in chunks for i in range(length)]
 
     def share(self, name: str, fixed: Mapping[str, int]) -> Tensor | None:
-        """The gradient from what the ranks at given places computed."""
+        """Return the part of a gradient that comes from the ranks at the given places."""
         positions = self.positions(fixed) if {"cp", "tp"} & fixed.keys() else None
         return self.shares.gradient(name, self.rows(fixed), positions)
 
 
 def axes_that_differ(one: RankRecord, other: RankRecord) -> list[str]:
-    """Axes on which two ranks have different places."""
+    """Return the axes on which two ranks have different places."""
     return [axis for axis in one.place if one.place[axis] != other.place[axis]]

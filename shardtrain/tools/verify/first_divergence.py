@@ -1,7 +1,8 @@
-"""Where a mesh leaves one process: the first module whose inputs agree and whose output does not, and so backward.
+"""Find the module where a mesh first differs from one process, in the forward pass and in the backward pass.
 
-Each rank kept what its modules were given and gave in its first micro-batch. What one process has of the same rows,
-positions and features is cut out of what it kept of the whole batch.
+In forward it is the first module whose inputs agree and whose output does not; in backward, the reverse. Each rank
+recorded the tensors of its modules in the first micro-batch. They are compared with the same rows, positions and
+features of one process's record of the full batch.
 """
 
 from __future__ import annotations
@@ -13,41 +14,42 @@ from torch import Tensor
 
 from shardtrain.layout import style_of
 from shardtrain.tools.verify.evidence import Evidence
-from shardtrain.tools.verify.traces import off
+from shardtrain.tools.verify.traces import differs
 from shardtrain.tools.verify.verify_rank import RankRecord
 
 CLOSE = 1e-4
-"""Relative error of float32 arithmetic in another order, with room."""
+"""Relative tolerance for float32 sums in another order, with a margin."""
 
 
 def first_difference(e: Evidence) -> str:
-    """The sentence that names the module in whose forward pass a mesh differs; empty where none can be named."""
+    """Describe where the forward pass of the mesh first differs. Empty if no module can be named."""
     calls = e.expected.record.facts["calls"]
-    blamed = _first(e, calls, ("trace", "in"), ("trace", "out"))
-    if blamed is not None:
-        module, rank = blamed
+    culprit = _first(e, calls, ("trace", "in"), ("trace", "out"))
+    if culprit is not None:
+        module, rank = culprit
         return f"the forward pass first differs on rank {rank} in {module}: its inputs agree, its output does not"
-    moved = _moved(e)
-    if moved is not None:
-        return moved
+    moved_layer = _moved_layer(e)
+    if moved_layer is not None:
+        return moved_layer
 
-    # The model itself is the module whose path is empty, and its output the logits. A rank that knows nothing of them,
-    # as the first stages of a pipeline, says None.
-    logits_agree = [
-        _agree(e, record, f"trace/{record.facts['calls'].index('')}/out", f"trace/{calls.index('')}/out")
-        for record in e.records
-    ]
+    # The path of the model itself is empty, and its output is the logits. None for a rank that has no logits, such as
+    # the first stages of a pipeline.
+    logits_agree = []
+    for record in e.records:
+        mine = f"trace/{record.facts['calls'].index('')}/out"
+        theirs = f"trace/{calls.index('')}/out"
+        logits_agree.append(_agree(e, record, mine, theirs))
     if e.first.loss_differs and True in logits_agree and False not in logits_agree:
         return "the logits agree: look at the targets, at which of them count, and at the loss"
     return ""
 
 
 def first_backward_difference(e: Evidence) -> str:
-    """The same for the backward pass, where gradients of activations say which module is to blame."""
-    blamed = _first(e, e.expected.record.facts["calls"][::-1], ("back", "out"), ("back", "in"))
-    if blamed is None:
+    """Describe where the backward pass of the mesh first differs, from gradients of activations. Empty if unknown."""
+    culprit = _first(e, e.expected.record.facts["calls"][::-1], ("back", "out"), ("back", "in"))
+    if culprit is None:
         return ""
-    module, rank = blamed
+    module, rank = culprit
     return (
         f"the backward pass first differs on rank {rank} in {module}: the gradient of its output agrees, that of "
         "its inputs does not"
@@ -57,86 +59,109 @@ def first_backward_difference(e: Evidence) -> str:
 def _first(
     e: Evidence, order: Sequence[str], cause: tuple[str, str], effect: tuple[str, str]
 ) -> tuple[str, int] | None:
-    """The first module, as a phrase, and the rank, whose ``cause`` agrees and whose ``effect`` does not."""
-    theirs = {path: number for number, path in enumerate(e.expected.record.facts["calls"])}
-    place = {path: number for number, path in enumerate(order)}
-    blamed: list[tuple[int, int, str]] = []  # place in the order, rank, path
+    """Find the first module in ``order`` whose ``cause`` agrees on some rank and whose ``effect`` differs there.
+
+    ``cause`` and ``effect`` are parts of keys of a record, such as ("trace", "in"). Return the module as a phrase, and
+    the rank, or None.
+    """
+    number_on_one = {path: number for number, path in enumerate(e.expected.record.facts["calls"])}
+    index = {path: number for number, path in enumerate(order)}
+    culprits: list[tuple[int, int, str]] = []  # index in the order, rank, path
     for record in e.records:
         for number, path in enumerate(record.facts["calls"]):
-            if path not in theirs:
+            if path not in number_on_one:
                 continue
-            kind, side = cause
-            if _agree(e, record, f"{kind}/{number}/{side}", f"{kind}/{theirs[path]}/{side}") is not True:
-                continue
-            kind, side = effect
-            if _agree(e, record, f"{kind}/{number}/{side}", f"{kind}/{theirs[path]}/{side}") is False:
-                blamed.append((place[path], record.rank, path))
-    if not blamed:
+            agreements = []
+            for kind, side in (cause, effect):
+                mine = f"{kind}/{number}/{side}"
+                theirs = f"{kind}/{number_on_one[path]}/{side}"
+                agreements.append(_agree(e, record, mine, theirs))
+            if agreements == [True, False]:
+                culprits.append((index[path], record.rank, path))
+    if not culprits:
         return None
 
-    # Of a module and one inside it, the inner one is to blame. Every path lies inside the model's own, which is "".
-    _, rank, path = min(blamed)
-    while inner := [one for one in blamed if one[2] != path and (one[2].startswith(f"{path}.") or not path)]:
+    # Of nested modules, the inner one is the culprit. All modules are inside of the model itself, whose path is "".
+    _, rank, path = min(culprits)
+    while inner := [other for other in culprits if _is_inside(other[2], path)]:
         _, rank, path = min(inner)
     where = f"module {path}" if path else "the model's own forward"
-    word = style_of(e.layout, path)
-    called = f', which LAYOUT.tensor calls "{word}"' if word and e.size("tp") > 1 else ""
-    return where + called, rank
+    style = style_of(e.layout, path)
+    if style and e.size("tp") > 1:
+        where += f', which LAYOUT.tensor calls "{style}"'
+    return where, rank
 
 
-def _moved(e: Evidence) -> str | None:
-    """A layer that is given what one process gives another layer."""
-    theirs = e.expected.record.facts["calls"]
-    layers = [path for path in theirs if path.startswith(f"{e.layout.layers}.") and path.count(".") == 1]
+def _is_inside(path: str, outer: str) -> bool:
+    """True if a module is inside of another one."""
+    if path == outer:
+        return False
+    return not outer or path.startswith(f"{outer}.")
+
+
+def _moved_layer(e: Evidence) -> str | None:
+    """Describe a layer whose input is that of another layer on one process. None if there is no such layer."""
+    expected_calls = e.expected.record.facts["calls"]
+    layers = [path for path in expected_calls if path.startswith(f"{e.layout.layers}.") and path.count(".") == 1]
     for record in e.records:
         for path in layers:
             if path not in record.facts["calls"]:
                 continue
             mine = f"trace/{record.facts['calls'].index(path)}/in"
-            if _agree(e, record, mine, f"trace/{theirs.index(path)}/in") is not False:
+            if _agree(e, record, mine, f"trace/{expected_calls.index(path)}/in") is not False:
                 continue
             for other in layers:
-                if other != path and _agree(e, record, mine, f"trace/{theirs.index(other)}/in") is True:
+                if other != path and _agree(e, record, mine, f"trace/{expected_calls.index(other)}/in") is True:
                     return f"layers in another order: {path} is given what one process gives {other}"
     return None
 
 
 def _agree(e: Evidence, record: RankRecord, mine: str, theirs: str) -> bool | None:
-    """Whether all tensors of a kind agree; None where there is none that can be compared."""
-    keys = [key for key in record.parts if key.startswith(f"{mine}/")]
-    seen: bool | None = None
-    for key in keys:
-        same = f"{theirs}/{key.rpartition('/')[2]}"
-        whole = e.expected.record.parts.get(same)
-        wanted = None if whole is None else _own_part(e, record, whole, record.parts[key].shape)
+    """True if all comparable tensors under the key ``mine`` agree with those under ``theirs`` of one process.
+
+    None if no tensor is comparable.
+    """
+    agree: bool | None = None
+    for key in record.parts:
+        if not key.startswith(f"{mine}/"):
+            continue
+        expected_key = f"{theirs}/{key.rpartition('/')[2]}"
+        full = e.expected.record.parts.get(expected_key)
+        wanted = None if full is None else _part_of_rank(e, record, full, record.parts[key].shape)
         if wanted is None:
             continue
-        if off(record.parts[key], wanted, e.close(same, CLOSE)):
+        if differs(record.parts[key], wanted, e.close(expected_key, CLOSE)):
             return False
-        seen = True
-    return seen
+        agree = True
+    return agree
 
 
-def _own_part(e: Evidence, record: RankRecord, whole: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """What a rank should have of a tensor of the whole batch, by the shape that it has; None if that says nothing."""
-    if whole.ndim != len(shape):
+def _part_of_rank(e: Evidence, record: RankRecord, full: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """Select the part of a full tensor that a rank should have, given the shape of the rank's tensor.
+
+    Return None if the shape is not that of a known split.
+    """
+    if full.ndim != len(shape):
         return None
-    data_rank = record.place["dp_replicate"] * e.size("dp_shard") + record.place["dp_shard"]
+    cp = e.size("cp")
     tp = e.size("tp")
-    place = record.place["tp"]
-    # By dimension: rows of the first micro-batch; the part of the sequence that cp gives this rank, of which sequence
-    # parallelism may leave it one tp-th; heads or features, dealt to the ranks of tp.
-    for dim, own in enumerate(shape):
-        size = whole.size(dim)
-        if dim == 0 and size == e.sequences and own == e.micro_rows:
-            whole = whole.index_select(0, torch.as_tensor(e.rows_of_rank(data_rank)[:own]))
-        elif dim < len(shape) - 1 and size == e.tokens and own in (size // e.size("cp"), size // e.size("cp") // tp):
+    tp_index = record.place["tp"]
+    for dim, part_size in enumerate(shape):
+        size = full.size(dim)
+        is_last = dim == len(shape) - 1
+        if dim == 0 and size == e.sequences and part_size == e.micro_rows:
+            # Rows of the first micro-batch.
+            rows = e.rows_of_rank(e.data_rank(record))[:part_size]
+            full = full.index_select(0, torch.as_tensor(rows))
+        elif not is_last and size == e.tokens and part_size in (size // cp, size // cp // tp):
+            # This cp rank's part of the sequence. Sequence parallelism splits it over the ranks of tp.
             chosen = torch.as_tensor(e.context_part(record.place["cp"]))
-            whole = whole.index_select(dim, chosen)
-            if own < len(chosen):
-                whole = whole.narrow(dim, place * own, own)
-        elif size == own * tp and size != own:
-            whole = whole.narrow(dim, place * own, own)
-        elif size != own:
+            full = full.index_select(dim, chosen)
+            if part_size < len(chosen):
+                full = full.narrow(dim, tp_index * part_size, part_size)
+        elif size == part_size * tp and size != part_size:
+            # Heads or features of this tp rank.
+            full = full.narrow(dim, tp_index * part_size, part_size)
+        elif size != part_size:
             return None
-    return whole
+    return full

@@ -1,4 +1,4 @@
-"""Run a function on n forked processes, with or without a process group: they share what the parent has imported."""
+"""Run a function on n forked processes, with or without a process group."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.heartbeat import WaitingHeartbeat
 
 TIMEOUT_SECONDS = 300
-"""How long ranks may take in all: a mesh that hangs is a finding too."""
+"""Time limit of one mesh. A mesh that hangs is a finding too."""
 FULL_TIMEOUT_SECONDS = 3600
-"""The same for a model of its full size."""
+"""Time limit of one mesh for a model of its full size."""
 PROBE_TIMEOUT_SECONDS = 120
-"""The same for one forward pass of a small model."""
+"""Time limit of one forward pass of a small model."""
 
 NO_ANSWER = ("did not answer in", ": died")
-"""How a sentence tells of a rank that said nothing: one that hung, or that the system ended."""
+"""Phrases in the messages about ranks that hung or were killed."""
 
 GRACE_SECONDS = 1.0
-"""How long others may take to answer once a rank has failed."""
+"""Time for other ranks to answer after one has failed."""
 
 
 class RankFailed(Exception):
-    """A rank ended with an error, died or hung; ``refused`` says that the configuration was found not to work."""
+    """A rank raised, died or hung. ``refused`` is True if it raised a ConfigError."""
 
     def __init__(self, sentence: str, refused: bool = False) -> None:
         super().__init__(sentence)
@@ -51,54 +51,57 @@ def run(
     backend: str = "",
     limit_seconds: float = TIMEOUT_SECONDS,
 ) -> list[Any]:
-    """The results (what JSON can hold) of ``function(rank, num_ranks, *arguments)`` of each process, in order of rank.
+    """Run ``function(rank, num_ranks, *arguments)`` in each process. Return the results in the order of ranks.
 
-    With ``backend`` the processes have a process group, which meets through a file in ``folder``: no port is opened.
+    Results must be JSON values. With ``backend``, the processes have a process group with a file store in ``folder``,
+    so no port is opened.
 
     Raises:
-        RankFailed: a process raised, died, or did not answer in time; the others are stopped.
+        RankFailed: a process raised, died, or did not answer in time. The others are stopped.
     """
-    # Forked: ranks share what this process has imported, and it has computed nothing yet, so that no thread of PyTorch
-    # holds a lock that a fork would copy.
+    # Forked ranks need no imports of their own. This process has computed nothing yet, so no thread of PyTorch holds a
+    # lock that the fork would copy.
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
-    sys.stdout.flush()  # a fork would print what is buffered again
+    # Otherwise the forks would print buffered output again.
+    sys.stdout.flush()
     sys.stderr.flush()
-    processes = [
-        context.Process(
-            target=_child,
-            args=(rank, num_ranks, (folder, backend, limit_seconds), pipes[rank][1], function, arguments),
-            daemon=True,
-        )
-        for rank in range(num_ranks)
-    ]
+    group = (folder, backend, limit_seconds)
+    processes = []
+    for rank, (_, sender) in enumerate(pipes):
+        child_arguments = (rank, num_ranks, group, sender, function, arguments)
+        processes.append(context.Process(target=_child, args=child_arguments, daemon=True))
     try:
         for process in processes:
             process.start()
+        # A pipe only reports its end when no process has its sending side open.
         for _, sender in pipes:
-            sender.close()  # else the end of a process would not be the end of its pipe
+            sender.close()
         return _collect([receiver for receiver, _ in pipes], processes, limit_seconds)
     finally:
         _end(processes)
 
 
 def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limit_seconds: float) -> list[Any]:
-    """The answers of all ranks; raises RankFailed for the first rank that has failed by itself."""
+    """Return the answers of all ranks.
+
+    Raises:
+        RankFailed: naming the first rank that did not fail because of another.
+    """
     answers: dict[int, Any] = {}
-    failures: list[tuple[bool, int, dict[str, Any]]] = []
+    failures: list[tuple[bool, int, dict[str, Any]]] = []  # is from gloo, rank, answer
     waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
     where = f"{len(receivers)} ranks" if len(receivers) > 1 else "one process"
     end = time.monotonic() + limit_seconds
     with WaitingHeartbeat(f"comparing on {where}") as heartbeat:
         while waiting:
-            # The end of a process is waited for as well as that of its pipe, which processes that were forked later
-            # hold open.
-            ended = {processes[rank].sentinel: receiver for receiver, rank in waiting.items()}
-            left = max(0.0, end - time.monotonic())
+            # Wait for the end of processes too: forks of other ranks may keep the pipe of a dead process open.
+            receiver_by_sentinel = {processes[rank].sentinel: receiver for receiver, rank in waiting.items()}
+            timeout = max(0.0, end - time.monotonic())
             if heartbeat.timeout is not None:
-                left = min(left, heartbeat.timeout)
-            ready: Any = wait([*waiting, *ended], timeout=left)
-            ready = {ended.get(one, one) for one in ready}
+                timeout = min(timeout, heartbeat.timeout)
+            events: Any = wait([*waiting, *receiver_by_sentinel], timeout=timeout)
+            ready = {receiver_by_sentinel.get(event, event) for event in events}
             if not ready and time.monotonic() < end:
                 heartbeat.tell()
                 continue
@@ -106,40 +109,48 @@ def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limi
                 break
             for receiver in ready:
                 rank = waiting.pop(receiver)
-                try:
-                    if not receiver.poll():  # it has ended and said nothing
-                        raise EOFError
-                    answer = json.loads(receiver.recv_bytes())
-                except EOFError:
-                    answer = {"sentence": _death(processes[rank]), "refused": False}
+                answer = _receive(receiver, processes[rank])
                 if not answer["sentence"]:
                     answers[rank] = answer["value"]
                     continue
-                # A rank that lost its peer tells of the connection. The peer itself knows why, and answers soon, so
-                # errors of gloo come last in the order of failures.
+                # A rank that lost its peer reports a gloo error. The peer knows the reason and answers soon, so gloo
+                # errors sort last.
                 failures.append(("gloo" in answer["sentence"], rank, answer))
                 end = min(end, time.monotonic() + GRACE_SECONDS)
     if failures:
         _, rank, answer = min(failures, key=lambda failure: failure[:2])
-        named = answer["sentence"] if answer["refused"] else f"rank {rank}: {answer['sentence']}"
-        raise RankFailed(named, answer["refused"])
+        sentence = answer["sentence"] if answer["refused"] else f"rank {rank}: {answer['sentence']}"
+        raise RankFailed(sentence, answer["refused"])
     if waiting:
         silent = ", ".join(map(str, sorted(waiting.values())))
         raise RankFailed(f"rank {silent} did not answer in {limit_seconds:.0f} s")
     return [answers[rank] for rank in range(len(receivers))]
 
 
+def _receive(receiver: Connection, process: BaseProcess) -> dict[str, Any]:
+    """Read the answer of a process that has answered or ended."""
+    try:
+        if receiver.poll():
+            answer: dict[str, Any] = json.loads(receiver.recv_bytes())
+            return answer
+    except EOFError:
+        pass
+    return {"sentence": _death(process), "refused": False}
+
+
 def _death(process: BaseProcess) -> str:
+    """Describe how a process without an answer ended."""
     process.join(GRACE_SECONDS)
     if process.exitcode == -signal.SIGKILL:
-        return "died: killed by SIGKILL, as a system does whose memory is used up"
+        return "died: killed by SIGKILL, as the system does when memory runs out"
     if process.exitcode is not None and process.exitcode < 0:
         return f"died: killed by {signal.Signals(-process.exitcode).name}"
     return f"died: exit status {process.exitcode}"
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    end = time.monotonic() + 1.0  # those that have answered are about to end; others wait for a peer that has ended
+    """Kill all processes that do not end within a second. They may wait for a rank that has ended."""
+    end = time.monotonic() + 1.0
     for process in processes:
         if process.pid is None:
             continue
@@ -157,11 +168,13 @@ def _child(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    """Run the function in a forked process, send its result or error, and exit."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # PyTorch's notes to developers, once for each rank of each mesh
+    # PyTorch's warnings are for developers, and would appear once for each rank of each mesh.
+    warnings.simplefilter("ignore")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     try:
@@ -182,4 +195,5 @@ def _child(
     with contextlib.suppress(BrokenPipeError):
         sender.send_bytes(json.dumps(answer).encode())
         sender.close()
-    os._exit(0)  # skip the parent's exit handlers, which are not this process's to run
+    # Skip exit handlers, which belong to the parent process.
+    os._exit(0)

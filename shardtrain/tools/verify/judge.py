@@ -1,4 +1,4 @@
-"""One mesh's records against one process's: largest errors, the first difference in words, and its likely cause."""
+"""Judge the records of one mesh: largest errors, the first difference as a sentence, and its likely cause."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shardtrain.config import Config
 from shardtrain.tools.verify import dropout
 from shardtrain.tools.verify.compare import NONE, ROUNDING, Expected, First, compare, moved_by, tolerances
 from shardtrain.tools.verify.diagnose import diagnose
-from shardtrain.tools.verify.evidence import Evidence
+from shardtrain.tools.verify.evidence import Evidence, axes_that_differ
 from shardtrain.tools.verify.first_divergence import CLOSE
-from shardtrain.tools.verify.traces import off
+from shardtrain.tools.verify.traces import differs
 from shardtrain.tools.verify.verify_rank import RankRecord, read_record
 from shardtrain.tools.verify.verify_report import BLIND
 
@@ -30,41 +30,49 @@ def judge(
     steps: int,
     moved: str = "",
 ) -> dict[str, Any] | None:
-    """The fields of a ``report.Row`` that come from comparing; runs in a process of its own, after the ranks.
+    """Compare the records of a mesh with one process. Runs in a separate process, after the ranks.
 
-    ``moved`` has the record of a shaken run of one process. None where there is a difference, and it takes that run to
-    tell what of it is rounding.
+    Args:
+        config: Configuration of the mesh.
+        sizes: Ranks along each mesh axis.
+        alone: Folder of the record of one process.
+        together: Folder of the records of the mesh's ranks.
+        num_ranks: Number of ranks of the mesh.
+        steps: Number of recorded steps.
+        moved: Folder of the record of a shaken run of one process, if it exists.
+
+    Returns:
+        Fields of ``verify_report.MeshResult``. None if there is a difference and ``moved`` is missing, because only the
+        shaken run shows whether the difference is rounding.
     """
     dropout.switch_off()
-
-    # The records of one process, of the mesh's ranks and, once it was asked for, of the shaken run.
     layout = models.find(config.model.name).LAYOUT
     expected = Expected(read_record(Path(alone), 0), layout)
     records = [read_record(Path(together), rank) for rank in range(num_ranks)]
     shaken = read_record(Path(moved), 0) if moved else None
     moved_at = moved_by(expected, shaken, steps) if shaken else [NONE] * steps
     allowed = tolerances(moved_at)
-    found = compare(expected, records, steps, allowed)
+    differences = compare(expected, records, steps, allowed)
 
     first = ""
     cause = ""
     rounding = ""
-    if found.first is not None:
+    if differences.first is not None:
         if shaken is None:
             return None
-        first = _say(found.first, expected, records[0].losses, layout.layers)
-        step = found.first.step
-        # A difference beyond MOST counts, and rounding may be all of it nevertheless. Initial weights and buffers have
-        # no measure of rounding: -1 is never met.
-        moved_by_unit = getattr(moved_at[step], found.first.kind, -1.0)
-        if found.first.error <= ROUNDING * moved_by_unit:
+        first = _describe(differences.first, expected, records[0].losses, layout.layers)
+        step = differences.first.step
+        # Even an error above the largest tolerance may be rounding, if shaken weights have an effect of that size.
+        # There is no such measure for initial weights and buffers, so they get a number that no error is below.
+        effect = getattr(moved_at[step], differences.first.kind, -1.0)
+        if differences.first.error <= ROUNDING * effect:
             cause = (
                 f"{BLIND}, and a fault of this size could not be told from it: on one process, moving weights by one "
-                f"unit in the last place changes as much ({moved_by_unit:.1e}); compare with fewer "
-                "steps, layers or tokens"
+                f"unit in the last place changes as much ({effect:.1e}); compare with fewer steps, layers or tokens"
             )
         else:
-            cause = diagnose(Evidence(config, sizes, expected, records, found.first, shaken, allowed[step]))
+            evidence = Evidence(config, sizes, expected, records, differences.first, shaken, allowed[step])
+            cause = diagnose(evidence)
     elif shaken is not None:
         most = allowed[-1]
         rounding = (
@@ -73,52 +81,69 @@ def judge(
             "gradient"
         )
 
-    # Dropout is off in the comparison, so that the numbers agree where it would make ranks differ in training.
-    alike = None if first else dropped_alike(records)
-    if alike is not None:
-        first, cause = alike
-    errors = {name: getattr(found, name) for name in ("initial", "loss", "gradient", "norm", "weights")}
+    # Dropout is off in the comparison, so equal numbers do not show a dropout that makes ranks diverge in training.
+    if not first:
+        first, cause = same_dropout_input(records) or ("", "")
+    errors = {name: getattr(differences, name) for name in ("initial", "loss", "gradient", "norm", "weights")}
     return {**errors, "first": first, "cause": cause, "rounding": rounding}
 
 
-def dropped_alike(records: Sequence[RankRecord]) -> tuple[str, str] | None:
-    """Dropout of what several tensor- or context-parallel ranks hold alike, and what to do about it.
+def same_dropout_input(records: Sequence[RankRecord]) -> tuple[str, str] | None:
+    """Find dropout of a tensor that several tensor- or context-parallel ranks have in full.
 
-    Each rank draws its own numbers, as ranks with different tokens, heads or features must. Of one tensor that several
-    hold, one process would drop once what they drop differently, and no exchange makes their results one again. Such
-    calls are seen by numbers: at unit gain no two parts of an activation are equal.
+    Each rank drops other elements, as ranks with different tokens, heads or features must. On replicas of one tensor,
+    their results then diverge. Replicas are recognized by equal numbers, because at unit gain no two parts of an
+    activation are equal.
+
+    Returns:
+        The first difference and its cause, as sentences, or None.
     """
-    axes = {"tp": "tensor", "cp": "context"}
+    names = {"tp": "tensor", "cp": "context"}
     for one, other in itertools.combinations(records, 2):
-        apart = [axis for axis in one.place if one.place[axis] != other.place[axis]]
-        if len(apart) != 1 or apart[0] not in axes:
+        axes = axes_that_differ(one, other)
+        if len(axes) != 1 or axes[0] not in names:
             continue
-        for number, ((path, name), theirs) in enumerate(zip(one.facts["drops"], other.facts["drops"], strict=False)):
-            mine, peer = (record.parts[f"dropped/{number}"] for record in (one, other))
-            if (path, name) == tuple(theirs) and not off(mine, peer, CLOSE):
-                where = f"module {path}" if path else "the model's own forward"
-                first = f"{name} in {where} is of activations that every {axes[apart[0]]}-parallel rank holds alike"
-                fix = "drop where ranks hold different tokens, heads or features, as behind the rowwise linear"
-                return first, f"each rank drops other numbers of the same tensor; {fix}, or set p to 0"
+        for number, (mine, theirs) in enumerate(zip(one.facts["drops"], other.facts["drops"], strict=False)):
+            if tuple(mine) != tuple(theirs):
+                continue
+            key = f"dropped/{number}"
+            if differs(one.parts[key], other.parts[key], CLOSE):
+                continue
+            path, name = mine
+            where = f"module {path}" if path else "the model's own forward"
+            first = f"{name} in {where} is of activations that every {names[axes[0]]}-parallel rank holds alike"
+            fix = "drop where ranks hold different tokens, heads or features, as after the rowwise linear"
+            return first, f"each rank drops other elements of the same tensor; {fix}, or set p to 0"
     return None
 
 
-def _say(first: First, expected: Expected, losses: list[float], layers: str) -> str:
-    """The first difference as a sentence: step, tensor with its layer, and by how much."""
-    start = first.kind in ("own", "initial")
-    when = "before step 1" if start else f"step {first.step + 1}"
+_KIND_NAMES = {
+    "own": "initial weight",
+    "initial": "initial weight (at unit gain)",
+    "gradient": "gradient",
+    "weights": "weight after the update",
+    "buffers": "buffer",
+    "loss": "the loss",
+    "norm": "the gradient norm",
+}
+
+
+def _describe(first: First, expected: Expected, losses: list[float], layers: str) -> str:
+    """Describe the first difference: step, tensor with its layer, and error."""
+    is_initial = first.kind in ("own", "initial")
+    when = "before step 1" if is_initial else f"step {first.step + 1}"
+    kind = _KIND_NAMES[first.kind]
     if first.names:
         name = first.names[0]
         top, _, rest = name.partition(".")
         where = f"layer {rest.partition('.')[0]}" if top == layers else f"module {top}"
-        others = f" (and {len(first.names) - 1} more tensors)" if len(first.names) > 1 else ""
-        size = "" if start or first.kind == "buffers" else f", error {first.error:.2g}"
-        kinds = {"own": "initial weight", "initial": "initial weight (at unit gain)"}
-        what = (kinds | {"gradient": "gradient", "weights": "weight after the update", "buffers": "buffer"})[first.kind]
-        sentence = f"{when}: the first {what} that differs is {name} in {where}{size}{others}"
+        sentence = f"{when}: the first {kind} that differs is {name} in {where}"
+        if not is_initial and first.kind != "buffers":
+            sentence += f", error {first.error:.2g}"
+        if len(first.names) > 1:
+            sentence += f" (and {len(first.names) - 1} more tensors)"
     else:
-        what = "the loss" if first.kind == "loss" else "the gradient norm"
-        sentence = f"{when}: {what} differs, error {first.error:.2g}"
-    if not start and first.loss_differs:
-        sentence += f"; loss {losses[first.step]:.6f} in place of {expected.record.losses[first.step]:.6f}"
+        sentence = f"{when}: {kind} differs, error {first.error:.2g}"
+    if not is_initial and first.loss_differs:
+        sentence += f"; loss {losses[first.step]:.6f} instead of {expected.record.losses[first.step]:.6f}"
     return sentence

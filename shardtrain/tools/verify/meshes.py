@@ -1,6 +1,6 @@
-"""Mesh words such as "tp=2,pp=2" become plans: configurations whose degrees they set, or the reason why they cannot be.
+"""Turn mesh arguments such as "tp=2,pp=2" into plans: one configuration per mesh, or the reason why it is impossible.
 
-A plan is checked by the rules of the configuration itself, in their words, before any process starts. No torch.
+Plans are checked by the rules of the configuration before any process starts. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPTIONS = {
     "cp": "context_parallel_degree",
     "ep": "expert_parallel_degree",
 }
-"""Mesh word -> option of [parallelism]."""
+"""Mesh axis -> option of [parallelism]."""
 MAX_DEFAULT_RANKS = 8
 
 DEFAULT_MESHES = (
@@ -51,14 +51,20 @@ DEFAULT_OPTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("dp_shard=2", {RESHARD: "never", RECOMPUTE: "none"}),
     ("tp=2", {RECOMPUTE: "selective", SELECTIVE: "op"}),
 )
-"""Meshes of the default list with options that split the backward pass, reshard and recompute otherwise."""
+"""More meshes of the default list, with options for other backward passes, resharding and recomputation."""
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """One mesh to compare with one process; ``problem`` is empty, or says why the mesh is not possible.
+    """One mesh to compare with one process.
 
-    ``options`` are those that are set besides the mesh, such as "activation_checkpoint.mode".
+    Attributes:
+        name: The mesh, such as "tp=2,pp=2".
+        schedule: Pipeline schedule, or "".
+        degrees: Number of ranks along each named axis.
+        loaded: The configuration.
+        problem: Why the mesh is impossible, or "".
+        options: Options set in addition to the mesh, by name ("activation_checkpoint.mode").
     """
 
     name: str
@@ -70,7 +76,7 @@ class MeshPlan:
 
     @property
     def described_options(self) -> str:
-        """The options in short, as the table has them: "reshard always, recompute full"."""
+        """Short form of the options for the table: "reshard always, recompute full"."""
         parts = []
         if RESHARD in self.options:
             parts.append(f"reshard {self.options[RESHARD]}")
@@ -80,14 +86,19 @@ class MeshPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the mesh; experts are divided over ranks of the other axes."""
-        return math.prod(degree for axis, degree in self.degrees.items() if axis != "ep")
+        """Number of processes of the mesh."""
+        return _num_ranks(self.degrees)
+
+
+def _num_ranks(degrees: Mapping[str, int]) -> int:
+    """Number of ranks of a mesh. ``ep`` adds none: experts are divided among ranks of the other axes."""
+    return math.prod(degree for axis, degree in degrees.items() if axis != "ep")
 
 
 def read(text: str) -> dict[str, int]:
-    """The degree of each axis that a mesh word names: "tp=2,pp=2" -> {"tp": 2, "pp": 2}.
+    """Parse a mesh argument: "tp=2,pp=2" -> {"tp": 2, "pp": 2}.
 
-    ``ep`` divides experts over ranks of dp_shard, cp and tp; where these are too few, dp_shard becomes ``ep``.
+    ``ep`` divides experts among ranks of dp_shard, cp and tp. If cp and tp have too few, dp_shard is set to ``ep``.
 
     Raises:
         ConfigError: an axis is unknown or given twice, or a degree is not a whole number above 0.
@@ -96,31 +107,39 @@ def read(text: str) -> dict[str, int]:
     ({'tp': 2, 'pp': 2}, {'ep': 2, 'dp_shard': 2})
     """
     degrees: dict[str, int] = {}
-    words = text.split()
-    if len(words) > 1 and "," not in text:
-        fix = f"write {','.join(words)}"
-        raise ConfigError(Problem("--mesh", text, "has no commas between its axes", fix, "command line"))
+    pieces = text.split()
+    if len(pieces) > 1 and "," not in text:
+        raise _mesh_error(text, "has no commas between its axes", f"write {','.join(pieces)}")
     for part in text.split(","):
         axis, _, degree = (piece.strip() for piece in part.partition("="))
-        where = "command line"
         if axis not in OPTIONS:
-            # "tp2" and "tp:2", or a configuration that was taken for the value of --mesh
-            close = re.fullmatch(rf"({'|'.join(OPTIONS)})[:_ ]?(\d+)", axis)
-            fix = f"write {close[1]}={close[2]}" if close else f"axes are {', '.join(OPTIONS)}"
-            if "=" not in part and (text.endswith((".toml", ".py")) or text in presets.names()):
-                fix = f"write {text} before all options"
-            raise ConfigError(Problem("--mesh", text, f'names the axis "{axis}"', fix, where))
+            raise _mesh_error(text, f'names the axis "{axis}"', _axis_fix(text, part, axis))
         if axis in degrees:
-            raise ConfigError(Problem("--mesh", text, f"names {axis} twice", "name it once", where))
+            raise _mesh_error(text, f"names {axis} twice", "name it once")
         if not degree.isdecimal() or int(degree) < 1:
-            rule = f'gives {axis} the degree "{degree}"'
-            raise ConfigError(Problem("--mesh", text, rule, f"write it like {axis}=2", where))
+            raise _mesh_error(text, f'gives {axis} the degree "{degree}"', f"write it like {axis}=2")
         degrees[axis] = int(degree)
-    # ep is dealt out over ranks of the other axes: with too few of them, ranks of dp_shard are added
+
     experts = degrees.get("ep", 1)
     if "dp_shard" not in degrees and degrees.get("cp", 1) * degrees.get("tp", 1) % experts:
         degrees["dp_shard"] = experts
     return degrees
+
+
+def _mesh_error(text: str, rule: str, fix: str) -> ConfigError:
+    return ConfigError(Problem("--mesh", text, rule, fix, "command line"))
+
+
+def _axis_fix(text: str, part: str, axis: str) -> str:
+    """Return the fix for an unknown axis."""
+    # A configuration after --mesh was taken for its value.
+    if "=" not in part and (text.endswith((".toml", ".py")) or text in presets.names()):
+        return f"write {text} before all options"
+    # "tp2" or "tp:2"
+    close = re.fullmatch(rf"({'|'.join(OPTIONS)})[:_ ]?(\d+)", axis)
+    if close:
+        return f"write {close[1]}={close[2]}"
+    return f"axes are {', '.join(OPTIONS)}"
 
 
 def requested(
@@ -129,22 +148,21 @@ def requested(
     """Return the plans of ``--mesh`` and ``--schedule``.
 
     Raises:
-        ConfigError: with every problem of every impossible plan, unless these are allowed.
+        ConfigError: with every problem of every impossible plan, unless ``allow_impossible``.
     """
     plans = [plan for mesh in meshes for plan in _plans(loaded, mesh, schedules)]
     if schedules and not any(plan.schedule for plan in plans):
+        rule = "has no effect without pipeline stages"
         fix = 'add a mesh with pp, like --mesh "pp=2"'
-        raise ConfigError(
-            Problem("--schedule", schedules[0], "has no effect without pipeline stages", fix, "command line")
-        )
-    problems = [plan.problem for plan in plans if plan.problem]
+        raise ConfigError(Problem("--schedule", schedules[0], rule, fix, "command line"))
+    problems = [line for plan in plans for line in plan.problem.splitlines()]
     if problems and not allow_impossible:
-        raise ConfigError(list(dict.fromkeys(line for problem in problems for line in problem.splitlines())))
+        raise ConfigError(list(dict.fromkeys(problems)))
     return plans
 
 
 def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[MeshPlan]:
-    """A list of small meshes for this model, its own axes first; those that are not possible say why."""
+    """Return plans of small meshes for this model, starting with its configured axes. Some may be impossible."""
     names = list(DEFAULT_MESHES)
     if "num_experts" not in (model_shape(loaded) or {}):
         names.remove("ep=2")
@@ -153,7 +171,7 @@ def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[MeshPlan]:
         names.insert(0, own)
     plans = [plan for name in names for plan in _plans(loaded, name, schedules)]
 
-    # Meshes with other options. Of pipelines, schedules that are asked for are all that are tried.
+    # Meshes with other options. If schedules are requested, no other pipelines run.
     for name, options in DEFAULT_OPTIONS:
         if schedules and "pp" in name:
             continue
@@ -165,43 +183,59 @@ def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[MeshPlan]:
 
 
 def own_axes(loaded: Loaded) -> str:
-    """The configuration's own axes, each at 2, as a mesh word; empty where it has none or they need over 8 ranks."""
-    p = loaded.config.parallelism
-    axes = [axis for axis, option in OPTIONS.items() if getattr(p, option) > 1]
-    ranks = 2 ** len([axis for axis in axes if axis != "ep"])
-    return ",".join(f"{axis}=2" for axis in axes) if axes and ranks <= MAX_DEFAULT_RANKS else ""
+    """Return the mesh with the configured axes, each of size 2. Empty without such axes or for more than 8 ranks."""
+    parallelism = loaded.config.parallelism
+    degrees = {axis: 2 for axis, option in OPTIONS.items() if getattr(parallelism, option) > 1}
+    if not degrees or _num_ranks(degrees) > MAX_DEFAULT_RANKS:
+        return ""
+    return _mesh_text(degrees)
+
+
+def _mesh_text(degrees: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={degree}" for axis, degree in degrees.items())
 
 
 def of_run(loaded: Loaded) -> list[str]:
-    """Mesh words, of up to 8 ranks each, in which every kind of parallelism of a run that cuts the model has a part.
+    """Return meshes of up to 8 ranks that cover each configured kind of parallelism that splits the model.
 
-    Together, at the run's own degrees or the smallest that divide these; apart, where together they need more ranks;
-    and heads and features dealt to as many ranks as in the run, which some models do not survive.
+    Preferred is one mesh with the configured degrees, then one with the smallest divisors of these. If that needs too
+    many ranks, each axis gets its own mesh. One more mesh has the configured tp degree, because some models do not
+    support that many tensor-parallel ranks.
     """
-    p = loaded.config.parallelism
-    own = {axis: getattr(p, OPTIONS[axis]) for axis in ("tp", "pp", "cp", "ep") if getattr(p, OPTIONS[axis]) > 1}
-    least = {axis: next(n for n in range(2, degree + 1) if degree % n == 0) for axis, degree in own.items()}
+    parallelism = loaded.config.parallelism
+    configured = {}
+    for axis in ("tp", "pp", "cp", "ep"):
+        degree = getattr(parallelism, OPTIONS[axis])
+        if degree > 1:
+            configured[axis] = degree
+    least = {axis: _smallest_divisor(degree) for axis, degree in configured.items()}
 
-    # All together, if that fits into eight ranks: first at the run's own degrees, then at the least.
-    for degrees in (own, least):
-        words = [",".join(f"{axis}={degree}" for axis, degree in degrees.items())]
-        if _ranks(words[0]) <= MAX_DEFAULT_RANKS:
-            break
+    tested_tp = least.get("tp", 1)
+    if _fits(_mesh_text(configured)):
+        meshes = [_mesh_text(configured)]
+        tested_tp = configured.get("tp", 1)
+    elif _fits(_mesh_text(least)):
+        meshes = [_mesh_text(least)]
     else:
-        words = [f"{axis}={degree}" for axis, degree in least.items()]
-
-    # Heads may not survive being dealt to as many ranks as in the run, whatever they do on fewer.
-    tp = own.get("tp", 1)
-    if degrees.get("tp", 1) < tp <= MAX_DEFAULT_RANKS:
-        words.append(f"tp={tp}")
-    return [word for word in words if _ranks(word) <= MAX_DEFAULT_RANKS]
+        meshes = [f"{axis}={degree}" for axis, degree in least.items()]
+    tp = configured.get("tp", 1)
+    if tested_tp < tp <= MAX_DEFAULT_RANKS:
+        meshes.append(f"tp={tp}")
+    return [mesh for mesh in meshes if _fits(mesh)]
 
 
-def _ranks(mesh: str) -> int:
-    return math.prod(degree for axis, degree in read(mesh).items() if axis != "ep")
+def _fits(mesh: str) -> bool:
+    """True if a mesh has at most ``MAX_DEFAULT_RANKS`` ranks."""
+    return _num_ranks(read(mesh)) <= MAX_DEFAULT_RANKS
+
+
+def _smallest_divisor(degree: int) -> int:
+    """Smallest divisor above 1."""
+    return next(number for number in range(2, degree + 1) if degree % number == 0)
 
 
 def _plans(loaded: Loaded, mesh: str, schedules: tuple[str, ...]) -> list[MeshPlan]:
+    """Return the plan of a mesh, or with pipeline stages one plan for each schedule."""
     degrees = read(mesh)
     if degrees.get("pp", 1) == 1:
         return [_plan(loaded, mesh, "", degrees)]
@@ -212,7 +246,7 @@ def _plans(loaded: Loaded, mesh: str, schedules: tuple[str, ...]) -> list[MeshPl
 def _plan(
     loaded: Loaded, mesh: str, schedule: str, degrees: Mapping[str, int], options: Mapping[str, Any] | None = None
 ) -> MeshPlan:
-    """A mesh as a configuration, checked by the rules of the configuration itself."""
+    """Build the configuration of a mesh and check it."""
     parallelism: dict[str, Any] = {option: degrees.get(axis, 1) for axis, option in OPTIONS.items()}
     parallelism |= {
         "pipeline_parallel_microbatch_size": 1,
@@ -222,36 +256,41 @@ def _plan(
     if schedule:
         parallelism["pipeline_parallel_schedule"] = schedule
     if degrees.get("dp_replicate", 1) == 1:
-        parallelism["shard_optimizer_states"] = False  # without replicas there is nothing to split it over
+        # Optimizer states are sharded over replicas, so the option is an error without replicas.
+        parallelism["shard_optimizer_states"] = False
     rows = rows_per_data_rank(degrees)
     data_ranks = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
     batch = {"local_batch_size": rows, "global_batch_size": rows * data_ranks}
 
-    # Options that count as set by --mesh: a rule that one of them breaks is an error of the mesh.
-    of_mesh = {f"parallelism.{OPTIONS[axis]}" for axis in degrees}
+    # Report problems with these options as problems of --mesh.
+    options_of_mesh = {f"parallelism.{OPTIONS[axis]}" for axis in degrees}
     if schedule:
-        of_mesh.add("parallelism.pipeline_parallel_schedule")
+        options_of_mesh.add("parallelism.pipeline_parallel_schedule")
     sections: dict[str, dict[str, Any]] = {"parallelism": parallelism, "training": batch}
     for option, value in (options or {}).items():
         section, _, name = option.partition(".")
         sections.setdefault(section, {})[name] = value
-        of_mesh.add(option)
-    loaded = changed(loaded, sections, of_mesh, f"--mesh {mesh}")
+        options_of_mesh.add(option)
+    loaded = changed(loaded, sections, options_of_mesh, f"--mesh {mesh}")
     problems = [*configs.check(loaded), *configs.unavailable(loaded)]
     return MeshPlan(mesh, schedule, degrees, loaded, "\n".join(map(str, problems)), options or {})
 
 
 def rows_per_data_rank(degrees: Mapping[str, int]) -> int:
-    """Sequences of a step on each data-parallel rank: two micro-batches for each pipeline rank, which suits all
-    schedules, and two in any case, so that a dropped micro-batch shows."""
+    """Return the sequences per step on each data-parallel rank.
+
+    Two micro-batches per pipeline rank suit all schedules. Without a pipeline there are also two, so that a dropped
+    micro-batch shows.
+    """
     return 2 * degrees.get("pp", 1)
 
 
 def changed(loaded: Loaded, sections: Mapping[str, Mapping[str, Any]], given: set[str], where: str) -> Loaded:
-    """A copy with options replaced; those in ``given`` are said to come from ``where``."""
+    """Return a copy with other values of options. Those in ``given`` have the origin ``where`` in messages."""
     config = loaded.config
     for name, values in sections.items():
-        config = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **values)})
+        section = dataclasses.replace(getattr(config, name), **values)
+        config = dataclasses.replace(config, **{name: section})
     origins = dict(loaded.origins)
     origins.update(dict.fromkeys(given, where))
     return dataclasses.replace(loaded, config=config, origins=origins)

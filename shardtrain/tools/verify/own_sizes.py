@@ -1,7 +1,7 @@
-"""A small copy of a model file whose author's names of sizes nobody knows: which fields are smaller, and does it run.
+"""Shrink a user's model file, whose size fields have unknown names: choose smaller values and check that it runs.
 
-Widths are divided by one power of two, so that what they promise each other holds (heads times the width of a head are
-the model's width). Each candidate is built and run; the smallest that runs is taken.
+Widths are divided by one power of two, which preserves relations between them (the model's width is the number of heads
+times the head width). Candidates are built and run from small to large, and the first that runs is taken.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import nn
 from shardtrain import models
 from shardtrain.config import Config
 from shardtrain.tools.verify import dropout
-from shardtrain.tools.verify.probes import fill
+from shardtrain.tools.verify.probe_inputs import fill
 
 SMALL = 2_000_000
-"""Parameters of a model that is tried as it is."""
+"""Number of parameters up to which a model keeps its widths."""
 LARGEST = 50_000_000
-"""Parameters of a copy that is still tried: some seconds and 200 MB on each rank."""
+"""Largest number of parameters of a copy. It takes some seconds and 200 MB on each rank."""
 MOST_LAYERS = 8
 TOKENS = 32
 
@@ -36,9 +36,16 @@ _EXPERTS = 16
 
 
 def smaller(_rank: int, _num: int, config: Config, layers: int, tp: int) -> dict[str, Any]:
-    """Fields to override, what they were, and the flavor to take them from; ``why`` says why there is no copy.
+    """Find a small copy of a user's model file.
 
-    ``layers`` is the least number of layers that the meshes need; ``tp`` divides the widths that it divides now.
+    Args:
+        config: Configuration of the model.
+        layers: Smallest number of layers that the meshes need.
+        tp: Widths that it divides now are still divisible by it in the copy.
+
+    Returns:
+        ``given``, the new values by field; ``sizes``, the old ones; ``notes``, messages; and ``why``, the reason why
+        there is no copy, or "".
 
     Raises:
         ConfigError: the model cannot be built, or its layout does not cover it.
@@ -47,7 +54,7 @@ def smaller(_rank: int, _num: int, config: Config, layers: int, tp: int) -> dict
     module = models.find(config.model.name)
     overrides = dict(config.model.overrides)
     shape = _shape(module, config, overrides)
-    whole = models.build(module, shape)
+    full = models.build(module, shape)
     sizes = {name: value for name, value in vars(shape).items() if type(value) is int and value > 0}
     notes: list[str] = []
 
@@ -57,28 +64,29 @@ def smaller(_rank: int, _num: int, config: Config, layers: int, tp: int) -> dict
     def failure(model: nn.Module, given: Mapping[str, int]) -> str:
         return _failure(model, _shape(module, config, {**overrides, **given}))
 
-    # First fewer layers. That is all there is to do for a model that is small then.
-    depth, missing = _depth(module, config, overrides, whole, sizes, layers)
+    # First try fewer layers. A model that is then small keeps its widths.
+    depth, missing = _depth(module, config, overrides, full, sizes, layers)
     if missing:
         notes.append(f"layers of the kinds {', '.join(missing)} are not in the small copy")
-    cut = _build(module, config, overrides | depth)
-    if cut is None:
+    shallow = _build(module, config, overrides | depth)
+    if shallow is None:
         depth = {}
-        cut = whole
-    if _count(cut) <= SMALL:
-        error = failure(cut, depth)
+        shallow = full
+    if _count(shallow) <= SMALL:
+        error = failure(shallow, depth)
         return answer(depth, f"it does not run on {TOKENS} tokens on one process: {error}" if error else "")
 
-    # Then smaller widths, the smallest first, until a copy is built and runs; else the model as wide as it is.
-    for change in _candidates({name: value for name, value in sizes.items() if name not in depth}, tp):
+    # Then try smaller widths, from the smallest. If none can be built and run, keep the widths.
+    other_sizes = {name: value for name, value in sizes.items() if name not in depth}
+    for change in _candidates(other_sizes, tp):
         given = depth | change
-        small = _build(module, config, overrides | given)
-        if small is not None and _count(small) <= LARGEST and not failure(small, given):
+        candidate = _build(module, config, overrides | given)
+        if candidate is not None and _count(candidate) <= LARGEST and not failure(candidate, given):
             return answer(given)
-    if _count(cut) <= LARGEST and not failure(cut, depth):
+    if _count(shallow) <= LARGEST and not failure(shallow, depth):
         return answer(depth)
-    num_layers = len(_layers(module, cut))
-    return answer(depth, f"its sizes cannot be made smaller: {_count(cut):,} parameters in {num_layers} layers")
+    num_layers = len(_layers(module, shallow))
+    return answer(depth, f"its sizes cannot be made smaller: {_count(shallow):,} parameters in {num_layers} layers")
 
 
 def _shape(module: Any, config: Config, overrides: Mapping[str, Any]) -> Any:
@@ -86,10 +94,10 @@ def _shape(module: Any, config: Config, overrides: Mapping[str, Any]) -> Any:
 
 
 def _build(module: Any, config: Config, overrides: Mapping[str, Any]) -> nn.Module | None:
-    """The model with other sizes, on the meta device; None where its author's own checks refuse them."""
+    """Build the model with other sizes, on the meta device. Return None if the model file raises."""
     try:
         return models.build(module, _shape(module, config, overrides))
-    except Exception:  # whatever it is: other sizes are tried
+    except Exception:  # a user's file may raise anything
         return None
 
 
@@ -102,8 +110,8 @@ def _layers(module: Any, model: nn.Module) -> list[nn.Module]:
 
 
 def _kinds(module: Any, model: nn.Module) -> set[str]:
-    """What distinguishes layers beside numbers: their modules, and what is on or off in them."""
-    found = set()
+    """Return the distinct kinds of layers. A kind is the classes of a layer's modules, with options on or off."""
+    kinds = set()
     for layer in _layers(module, model):
         parts = []
         for path, part in layer.named_modules():
@@ -113,100 +121,114 @@ def _kinds(module: Any, model: nn.Module) -> set[str]:
                 if type(value) in (bool, int, float, type(None)) and name != "training"
             ]
             parts.append(f"{path}:{type(part).__name__}({','.join(flags)})")
-        found.add(";".join(parts))
-    return found
+        kinds.add(";".join(parts))
+    return kinds
 
 
 def _depth(
-    module: Any, config: Config, overrides: Mapping[str, Any], whole: nn.Module, sizes: Mapping[str, int], least: int
+    module: Any, config: Config, overrides: Mapping[str, Any], full: nn.Module, sizes: Mapping[str, int], least: int
 ) -> tuple[dict[str, int], list[str]]:
-    """The field that counts layers with a smaller number, in which each kind of layer occurs, and kinds that do not."""
-    depth = len(_layers(module, whole))
-    kinds = _kinds(module, whole)
-    # Any field with this value may count the layers; those called a layer are tried first.
+    """Find the field with the number of layers, and its smallest value of at least ``least`` with every kind of layer.
+
+    Return the field with its value, and the number of missing kinds as text ("1 of 3") if some are missing.
+    """
+    depth = len(_layers(module, full))
+    kinds = _kinds(module, full)
+    # Any field with this value may be the number of layers. Fields with "layer" in their name are tried first.
     fields = [name for name, value in sizes.items() if value == depth]
     for name in sorted(fields, key=lambda name: "layer" not in name):
-        fewest: dict[str, int] = {}
-        left = len(kinds)
+        best: dict[str, int] = {}
+        num_missing = len(kinds)
         for number in range(max(1, least), min(depth, max(least, MOST_LAYERS) + 1)):
-            cut = _build(module, config, {**overrides, name: number})
-            if cut is None:
+            shallow = _build(module, config, {**overrides, name: number})
+            if shallow is None:
                 continue
-            if len(_layers(module, cut)) != number:
-                break  # this field counts something else
-            missing = len(kinds - _kinds(module, cut))
-            if not fewest or missing < left:
-                fewest = {name: number}
-                left = missing
-            if not left:
-                return fewest, []
-        if fewest:
-            return fewest, [f"{left} of {len(kinds)}"]
+            if len(_layers(module, shallow)) != number:
+                break  # this field has another meaning
+            missing = len(kinds - _kinds(module, shallow))
+            if not best or missing < num_missing:
+                best = {name: number}
+                num_missing = missing
+            if not num_missing:
+                return best, []
+        if best:
+            return best, [f"{num_missing} of {len(kinds)}"]
     return {}, []
 
 
 def _candidates(sizes: Mapping[str, int], tp: int) -> Iterator[dict[str, int]]:
-    """Smaller sizes, the smallest first: widths divided by one number, which heads and their width share."""
-    # Heads are dealt to the ranks of tp: a divisor must leave a number of them that tp divides.
+    """Yield smaller sizes, starting with the smallest. All widths are divided by one number."""
+    heads = {}
+    for name, value in sizes.items():
+        if _COUNT.search(name) and "head" in name and "dim" not in name and value > 1:
+            heads[name] = value
+    # Heads are divided among the ranks of tp, so tp must divide their number.
+    divisors = []
+    for number in (1, 2, 4, 8, 16):
+        if all(value % number == 0 and value // number % min(tp, value) == 0 for value in heads.values()):
+            divisors.append(number)
+
     seen: list[dict[str, int]] = []
-    heads = {
-        name: value
-        for name, value in sizes.items()
-        if _COUNT.search(name) and "head" in name and "dim" not in name and value > 1
-    }
-    divisors = [
-        number
-        for number in (1, 2, 4, 8, 16)
-        if all(value % number == 0 and value // number % min(tp, value) == 0 for value in heads.values())
-    ]
-    for clamp, factor, fewer in itertools.product((True, False), (64, 32, 16, 8, 4, 2), divisors):
-        if fewer > factor:
+    for clamp, factor, head_divisor in itertools.product((True, False), (64, 32, 16, 8, 4, 2), divisors):
+        if head_divisor > factor:
             continue
-        change = {name: value // fewer for name, value in heads.items() if fewer > 1}
+        change = {}
+        if head_divisor > 1:
+            change = {name: value // head_divisor for name, value in heads.items()}
         for name, value in sizes.items():
             if name not in heads:
-                change |= _smaller_size(name, value, factor, fewer, tp, heads, clamp)
-        narrow = any("head" in name and name not in heads and width < 4 for name, width in change.items())
-        if change and change not in seen and not narrow:
+                change |= _smaller_size(name, value, factor, head_divisor, tp, heads, clamp)
+        has_narrow_heads = any("head" in name and name not in heads and width < 4 for name, width in change.items())
+        if change and change not in seen and not has_narrow_heads:
             seen.append(change)
             yield change
 
 
 def _smaller_size(
-    name: str, value: int, factor: int, fewer: int, tp: int, heads: Mapping[str, int], clamp: bool
+    name: str, value: int, factor: int, head_divisor: int, tp: int, heads: Mapping[str, int], clamp: bool
 ) -> dict[str, int]:
-    """One field with its smaller value; nothing where it stays."""
-    # Names that say what is not to be divided come first: a base of rotary angles, a length, a vocabulary, a count.
+    """Return the smaller value of a field that is not a number of heads, or {} if the field does not change.
+
+    The meaning of a field is guessed from its name. ``clamp`` also reduces lengths and numbers of experts.
+    """
+    # Fields that must not be divided come first: a base of rotary angles, a length, a vocabulary, a count.
     if _NOT_A_SIZE.search(name) or value < 16:
         return {}
     if _LENGTH.search(name):
         return {name: _MOST_POSITIONS} if clamp and value > _MOST_POSITIONS else {}
     if "vocab" in name:
-        return {name: min(value, 64 * tp)}  # rows of a table, of which nothing else is a multiple
+        return {name: min(value, 64 * tp)}  # no other size is a multiple of the vocabulary
     if "expert" in name and _COUNT.search(name) and "dim" not in name:
         return {name: _EXPERTS} if clamp and value > _EXPERTS and value % _EXPERTS == 0 else {}
     if _COUNT.search(name) and not name.endswith(("dim", "size", "embd", "inner")):
         return {}
 
-    # A width. With fewer heads each keeps more of it; what heads divide, and what tp divides, they still divide.
+    # A head width. With fewer heads, each is wider.
     if "head" in name:
-        return {name: value * fewer // factor}
-    dealt = [4 * count // fewer for count in heads.values() if value % count == 0]  # a head keeps 4 features or more
-    step = math.lcm(8, *dealt, *([tp] if value % tp == 0 else []))
+        return {name: value * head_divisor // factor}
+    # Any other width stays divisible by the number of heads and by tp. A head keeps at least 4 features.
+    multiples = [8]
+    for count in heads.values():
+        if value % count == 0:
+            multiples.append(4 * count // head_divisor)
+    if value % tp == 0:
+        multiples.append(tp)
+    step = math.lcm(*multiples)
     return {name: -(-value // (factor * step)) * step}
 
 
 def _failure(model: nn.Module, shape: Any) -> str:
-    """Why a copy does not compute logits; empty where it does."""
+    """Run a copy. Return why it does not compute logits, or "" if it does."""
     vocabulary = shape.vocab_size
     fill(model)
     tokens_BT = torch.randint(0, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
     positions_BT = torch.arange(TOKENS).expand(2, TOKENS).contiguous()
     if len(inspect.signature(model.forward).parameters) < 2:
-        return ""  # said as a broken promise
+        return ""  # promises.py reports this
     try:
         with torch.no_grad():
             out = model(tokens_BT, positions_BT)
-    except Exception as error:  # whatever it is: other sizes are tried
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    except Exception as error:  # a user's file may raise anything
+        lines = str(error).splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0]}"
     return "" if isinstance(out, torch.Tensor) else f"it gives {type(out).__name__}"

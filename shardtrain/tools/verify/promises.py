@@ -1,5 +1,8 @@
-"""What a model must promise so that it can be cut, tried on a small copy of it: each broken promise is named with its
-place. ``models.build`` proves the layout; here the forward pass is run in the pieces that parallelism makes of it."""
+"""Test a small copy of the model for the promises that a model file makes, by running it in the pieces of a mesh.
+
+``models.build`` proves the layout itself. Here the forward pass runs on parts of a batch, as a chain of pipeline stages
+and with half of the weights of tensor parallelism. Each message names the promise and the module that breaks it.
+"""
 
 from __future__ import annotations
 
@@ -19,47 +22,56 @@ from shardtrain.layout import Layout, matches, style_of
 from shardtrain.ops.user_state import trial
 from shardtrain.tools.verify import casts, dropout, probes
 from shardtrain.tools.verify.batches import whole_batch
+from shardtrain.tools.verify.probe_inputs import fill
 from shardtrain.tools.verify.verify_rank import model_of
 from shardtrain.utils.errors import Problem
 
 CLOSE = 1e-4
-"""Relative error of float32 arithmetic in another order, with room; a broken promise is off by far more."""
+"""Relative tolerance for float32 sums in another order, with a margin. A broken promise is off by far more."""
 
 
 def probe(
     _rank: int, _num: int, config: Config, folder: str = "", kinds: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Broken promises and what probes found as one sentence each, and why an axis is not for this model.
+    """Run the probes and check the promises of the configured model, in this process.
 
-    ``folder`` has what ``probes.run_with_peers`` left there, if it was run. ``kinds`` are those of parallelism that
-    count, and RECOMPUTE; what is broken for others alone is among the notes. All count where none are given.
+    Args:
+        config: Configuration of a small model.
+        folder: Files of ``probes.run_with_peers``. Empty to skip the comparison with them.
+        kinds: Mesh axes and ``probes.RECOMPUTE`` that count. Promises that only matter to others become notes or are
+            not checked. None for all.
+
+    Returns:
+        ``broken`` and ``notes``, lists of messages, and ``impossible``, a message for each unsupported mesh axis.
 
     Raises:
         ConfigError: the model cannot be built, or its layout does not cover it.
     """
     dropout.switch_off()
     module, shape, model = model_of(config)
-    probes.fill(model)
+    fill(model)
     batch = whole_batch(config.debug.seed, 0, 2, config.training.seq_len, shape.vocab_size)
-    prober = _Prober(kinds, config.model.name, model, module.LAYOUT, batch.tokens_BT, batch.positions_BT)
+    checker = _PromiseChecker(kinds, config.model.name, model, module.LAYOUT, batch.tokens_BT, batch.positions_BT)
     with torch.no_grad():
-        if broken := prober.runs():
+        if broken := checker.check_runs():
             return {"broken": broken, "notes": [], "impossible": {}}
-        # The probes come first: a model that lacks one of these properties would be accused of other things here.
-        found = probes.ask(config, module, shape, model, Path(folder) if folder else None, kinds)
-        broken = found.broken or prober.all()
-        impossible = found.impossible
+        # The probes come first: a model that fails one of them also fails checks below, for a misleading reason.
+        result = probes.run_probes(config, module, shape, model, Path(folder) if folder else None, kinds)
+        broken = result.broken or checker.check_all()
+        impossible = result.impossible
         if not broken and (kinds is None or "pp" in kinds):
-            no_chain = prober.no_chain()
-            if no_chain:
-                impossible["pp"] = no_chain
+            broken_chain = checker.check_chain()
+            if broken_chain:
+                impossible["pp"] = broken_chain
     if not module.LAYOUT.context:
         problem = Problem("LAYOUT.context", None, "names no attention core, which cp replaces", "name the module")
         impossible["cp"] = str(problem)
-    return {"broken": broken, "notes": found.notes + casts.notes(), "impossible": impossible}
+    return {"broken": broken, "notes": result.notes + casts.notes(), "impossible": impossible}
 
 
-class _Prober:
+class _PromiseChecker:
+    """The checks of one model. Each returns the messages of broken promises."""
+
     def __init__(
         self,
         kinds: Collection[str] | None,
@@ -76,44 +88,59 @@ class _Prober:
         self._tokens_BT = tokens_BT
         self._positions_BT = positions_BT
 
-    def runs(self) -> list[str]:
-        """What keeps the model from running at all, or on a part of a batch: nothing else can be asked then."""
+    def check_runs(self) -> list[str]:
+        """Require that the model runs on the batch and on a part of it. All other checks depend on this."""
         if len(inspect.signature(self._model.forward).parameters) < 2:
             return [self._problem("takes no positions", "write forward(self, tokens_BT, positions_BT)")]
         try:
             _, error, place = self._run(self._model, self._tokens_BT, self._positions_BT)
             if error:
                 return [self._problem(f"fails in {place}: {error}", "correct its forward")]
-            return self._shapes()
+            return self._check_shapes()
         except _NoTensor as wrong:
             return [self._problem(str(wrong), "return logits of shape (B, T, V)")]
 
-    def all(self) -> list[str]:
-        """Every broken promise of a model that runs."""
-        if hasattr(self._model, "tensor_plan"):  # a network of transformers, which promises no chain
-            return []
-        checks = ((self._weightless, "cp"), (self._documents, ""), (self._words, "tp"), (self._halves, "tp"))
-        asked = [check for check, kind in checks if not kind or self._kinds is None or kind in self._kinds]
-        return [sentence for check in asked for sentence in check()]
+    def check_all(self) -> list[str]:
+        """Check all promises that matter to the kinds of parallelism that count."""
+        if hasattr(self._model, "tensor_plan"):
+            return []  # a network of the transformers library, which makes no promises
+        checks = (
+            (self._check_weightless_core, "cp"),
+            (self._check_documents, ""),
+            (self._check_styles, "tp"),
+            (self._check_halved_weights, "tp"),
+        )
+        problems = []
+        for check, kind in checks:
+            if not kind or self._kinds is None or kind in self._kinds:
+                problems += check()
+        return problems
 
     def _problem(self, rule: str, fix: str) -> str:
         return str(Problem("model.name", self._name, rule, fix))
 
     def _run(self, model: nn.Module, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, str, str]:
-        """Output, or the error and the innermost module that raised it."""
-        # Modules that were entered and not left. A forward hook is not called where the forward raises, so that the
-        # last one is the innermost that did. What a hook returns but None would replace the module's output.
+        """Run a model and return (output, "", ""), or (x, error, path of the innermost module that raised it).
+
+        Raises:
+            _NoTensor: the output is not a tensor.
+        """
+        # A module whose forward raises calls no forward hook and stays on the stack. The last one is the innermost.
         stack: list[str] = []
         handles = []
+
+        def leave(*_: Any) -> None:
+            stack.pop()
+
         for path, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(lambda *_, path=path: stack.append(path or "the model")))
-            handles.append(module.register_forward_hook(lambda *_: stack.pop() and None))
+            handles.append(module.register_forward_hook(leave))
         try:
             with trial(model):
                 out = model(x, positions_BT)
         except Exception as error:
-            text = str(error).splitlines() or [""]
-            return x, f"{type(error).__name__}: {text[0]}", stack[-1] if stack else "the model"
+            lines = str(error).splitlines() or [""]
+            return x, f"{type(error).__name__}: {lines[0]}", stack[-1] if stack else "the model"
         finally:
             for handle in handles:
                 handle.remove()
@@ -121,57 +148,61 @@ class _Prober:
             raise _NoTensor(f"returns {type(out).__name__}, not a tensor")
         return out, "", ""
 
-    def _weightless(self) -> list[str]:
-        """An attention core has no parameters: cp replaces it with a core of its own."""
+    def _check_weightless_core(self) -> list[str]:
+        """Require that an attention core has no parameters: cp replaces it with its own core."""
         if not self._layout.context:
             return []
-        sentences = []
+        problems = []
         for path, module in self._model.named_modules():
-            if matches(path, self._layout.context):
-                for name, _ in module.named_parameters():
-                    rule = f"breaks the promise of a weightless attention core: {path} holds the parameter {name}"
-                    fix = "move it out: the core is softmax(q k) v and nothing else"
-                    sentences.append(self._problem(rule, fix))
-        return sentences
+            if not matches(path, self._layout.context):
+                continue
+            for name, _ in module.named_parameters():
+                rule = f"breaks the promise of a weightless attention core: {path} holds the parameter {name}"
+                fix = "move it out: the core is softmax(q k) v and nothing else"
+                problems.append(self._problem(rule, fix))
+        return problems
 
-    def _shapes(self) -> list[str]:
-        """A part of the batch and of the sequence goes through."""
+    def _check_shapes(self) -> list[str]:
+        """Require that the model runs on one row with half of a sequence."""
         half = self._tokens_BT.size(1) // 2
         out, error, place = self._run(self._model, self._tokens_BT[:1, :half], self._positions_BT[:1, :half])
         if not error and out.shape[:2] != (1, half):
             error = f"it gives {tuple(out.shape)} for tokens (1, {half})"
             place = "the model"
-        rule = f"runs on two rows of a whole sequence, and one row with half of a sequence fails in {place}: {error}"
-        return [self._problem(rule, "take batch and sequence from x.shape")] if error else []
+        if not error:
+            return []
+        rule = f"runs on two rows of a full sequence, but one row with half of a sequence fails in {place}: {error}"
+        return [self._problem(rule, "take batch and sequence from x.shape")]
 
-    def no_chain(self) -> str:
-        """Why first modules, each layer and last modules, one model each, one after the other are not the whole.
+    def check_chain(self) -> str:
+        """Require that the model is a chain of first modules, layers and last modules, as pipeline stages are.
 
-        Stages of a pipeline need it, and no other kind of parallelism does.
+        Return the message of the broken promise, or "".
         """
         if hasattr(self._model, "tensor_plan"):
-            return ""
-        whole, _, _ = self._run(self._model, self._tokens_BT, self._positions_BT)
-        layers = list(getattr(self._model, self._layout.layers))
+            return ""  # a network of the transformers library
+        expected, _, _ = self._run(self._model, self._tokens_BT, self._positions_BT)
         promise = "breaks the promise that forward is a chain of first modules, layers and last modules"
-        fix = "pass x alone from one to the next, with no other path around them, or leave pp at 1"
-        # A stage each, as a pipeline of as many ranks would make them.
-        stages = [[*self._layout.first], *([f"{self._layout.layers}.{name}"] for name in layers), [*self._layout.last]]
+        fix = "pass only x from one to the next, with no other path around them, or leave pp at 1"
+        # One stage for each link of the chain, built as the pipeline builds its stages.
+        stages = [[*self._layout.first]]
+        stages += [[f"{self._layout.layers}.{name}"] for name in getattr(self._model, self._layout.layers)]
+        stages.append([*self._layout.last])
         x = self._tokens_BT
         for keep in stages:
-            piece = pipeline_parallel.stage(copy.deepcopy(self._model), self._layout, set(keep))
-            x, error, place = self._run(piece, x, self._positions_BT)
+            stage = pipeline_parallel.stage(copy.deepcopy(self._model), self._layout, set(keep))
+            x, error, place = self._run(stage, x, self._positions_BT)
             if error:
-                return self._problem(f"{promise}: with {', '.join(keep)} alone, {place} fails: {error}", fix)
-        if x.shape != whole.shape or _error(x, whole) > CLOSE:
-            return self._problem(f"{promise}: one after the other they give other numbers than the whole", fix)
+                return self._problem(f"{promise}: a stage with only {', '.join(keep)} fails in {place}: {error}", fix)
+        if x.shape != expected.shape or _error(x, expected) > CLOSE:
+            return self._problem(f"{promise}: one after the other, they give other outputs than the model", fix)
         return ""
 
-    def _documents(self) -> list[str]:
-        """Other tokens in one document change no logit of the next, where the model receives documents at all."""
+    def _check_documents(self) -> list[str]:
+        """Require that tokens of one document change no logit of the next, in a model that takes ``documents_BT``."""
         if "documents_BT" not in inspect.signature(self._model.forward).parameters:
             return []
-        # two documents in each row: every token of the first is changed, and the logits of the second are compared
+        # Two documents in each row. Change every token of the first and compare the logits of the second.
         half = self._tokens_BT.size(1) // 2
         documents_BT = (torch.arange(self._tokens_BT.size(1)) >= half).long().expand_as(self._tokens_BT)
         with trial(self._model):
@@ -185,153 +216,185 @@ class _Prober:
         return []
 
     def _core_heads(self, model: nn.Module) -> tuple[int, ...]:
-        """Heads of queries, keys and values of the first attention core; nothing where there is none."""
-        seen: list[int] = []
+        """Return the numbers of heads of q, k and v of the first attention core. Empty without a core."""
+        heads: list[int] = []
 
         def note(core: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if not seen:
-                dim = 1 if getattr(core, "heads_first", False) else 2
-                seen.extend(value.size(dim) for value in inputs[:3] if isinstance(value, Tensor) and value.ndim == 4)
+            if heads:
+                return
+            dim = 1 if getattr(core, "heads_first", False) else 2
+            heads.extend(value.size(dim) for value in inputs[:3] if isinstance(value, Tensor) and value.ndim == 4)
 
-        handles = [
-            module.register_forward_pre_hook(note)
-            for path, module in model.named_modules()
-            if self._layout.context and matches(path, self._layout.context)
-        ]
+        handles = []
+        for path, module in model.named_modules():
+            if self._layout.context and matches(path, self._layout.context):
+                handles.append(module.register_forward_pre_hook(note))
         self._run(model, self._tokens_BT, self._positions_BT)
         for handle in handles:
             handle.remove()
-        return tuple(seen)
+        return tuple(heads)
 
-    def _words(self) -> list[str]:
-        """Words for linears name linears."""
+    def _check_styles(self) -> list[str]:
+        """Require that styles for linears in LAYOUT.tensor name linears."""
         return [str(problem) for problem in tensor_parallel.misnamed(self._model, self._layout)[:1]]
 
-    def _halves(self) -> list[str]:
-        """Layers run with half of their columns and rows, as two tensor-parallel ranks have them."""
-        whole = self._core_heads(self._model)
-        if any(heads % 2 for heads in whole):
-            return []  # such heads cannot be dealt to two ranks, and the configuration check says so
+    def _check_halved_weights(self) -> list[str]:
+        """Require that layers run with half of their columns and rows, as on one of two tensor-parallel ranks."""
+        heads = self._core_heads(self._model)
+        if any(count % 2 for count in heads):
+            return []  # not divisible between two ranks; the configuration check reports this
+        halved = self._halved_copy()
+        if halved is None:
+            return []
+        error, place = self._run_halved(halved)
+        if error:
+            return [self._explain_failure(halved, error, place)]
 
-        # A copy with what the first of two ranks has of every layer. Where something cannot be halved nothing is
-        # asked: the configuration check refuses that degree.
+        halved_heads = self._core_heads(halved)
+        if tuple(2 * count for count in halved_heads) != heads:
+            rule = (
+                "breaks the promise to take heads and sizes from weight shapes: with half of its columns, as under "
+                f"tp=2, {self._layout.context} is given {halved_heads} heads and not half of {heads}"
+            )
+            return [self._problem(rule, _SHAPE_FIX)]
+        return []
+
+    def _halved_copy(self) -> nn.Module | None:
+        """Copy the model with the weights that the first of two tensor-parallel ranks has in its layers.
+
+        Return None if nothing is halved or something cannot be. The configuration check rejects such a degree.
+        """
         halved = copy.deepcopy(self._model)
-        changed = []
+        has_halved = False
         for path, module in list(halved.named_modules()):
             if self._layout.context and matches(path, self._layout.context):
                 slopes_N = getattr(module, "alibi_slopes", None)
-                if slopes_N:  # a rank's core is given those of its heads
+                if slopes_N:  # the attention core of a rank has the slopes of its heads
                     module.alibi_slopes = tuple(slopes_N[: len(slopes_N) // 2])  # type: ignore[assignment]
-            word = style_of(self._layout, path)
-            if word == "features":  # they are gathered for it, whatever their number
+            style = style_of(self._layout, path)
+            is_embedding = isinstance(module, nn.Embedding)
+            if style == "features":  # gathers all features, whose number it does not depend on
                 halved.set_submodule(path, nn.Identity())
-            if word == "rowwise" and isinstance(module, nn.Embedding):
-                return []  # rows of a table are those of some tokens, and the others' are summed
-            if path.startswith(f"{self._layout.layers}.") and word in ("colwise", "rowwise", "per_head"):
-                features = 1 if isinstance(module, nn.Embedding) else 0
-                if not _halve(module, {"colwise": features, "per_head": 0}.get(word, 1)):
-                    return []
-                changed.append(path)
-        if not changed:
-            return []
+            if style == "rowwise" and is_embedding:
+                return None  # a rank has the rows of some tokens, and outputs are summed
+            if path.startswith(f"{self._layout.layers}.") and style in ("colwise", "rowwise", "per_head"):
+                dim = {"colwise": 1 if is_embedding else 0, "per_head": 0, "rowwise": 1}[style]
+                if not _halve(module, dim):
+                    return None
+                has_halved = True
+        return halved if has_halved else None
 
-        # Run it. A rank deals the whole features that a rowwise linear is given, so where one fails for this it takes
-        # its half, and the model is run again.
+    def _run_halved(self, halved: nn.Module) -> tuple[str, str]:
+        """Run the halved model. Return the error and the module that raised it, or ("", "").
+
+        On a mesh, a rowwise linear with a full input takes its half of the features. If one fails here, it gets a hook
+        that does so, and the model runs again.
+        """
         while True:
             _, error, place = self._run(halved, self._tokens_BT, self._positions_BT)
             failing = dict(halved.named_modules()).get(place)
-            word = style_of(self._layout, place)
-            if not error or not isinstance(failing, nn.Linear) or word != "rowwise":
-                break
+            is_rowwise_linear = isinstance(failing, nn.Linear) and style_of(self._layout, place) == "rowwise"
+            if not error or not is_rowwise_linear:
+                return error, place
+            assert failing is not None
             if failing._forward_pre_hooks or self._runs_if_halved(halved, place, 0):
-                break
+                return error, place
             failing.register_forward_pre_hook(_take_half)
 
-        # A linear that fails reads no head count: it has the wrong word.
-        if error and isinstance(failing, nn.Linear) and word == "rowwise":
-            rule = f'declares {place} "rowwise" in LAYOUT.tensor, but its input is not sharded'
-            fix = 'declare it "colwise"'
-            if not self._runs_if_halved(halved, place, 0):
-                fix = 'compute its input with a linear that is "colwise", which shards it'
-            return [self._problem(f"{rule}: under tp=2 {error}", fix)]
-        if error and isinstance(failing, nn.Linear) and (word == "colwise" or self._runs_if_halved(halved, place, 1)):
-            rule = f'declares {place} "{word}" in LAYOUT.tensor, but its input is sharded along the feature dimension'
-            return [self._problem(f"{rule}: under tp=2 {error}", 'declare it "rowwise"')]
-        if error:
-            replicated = self._whole_beside_halves(halved)
-            if replicated:
+    def _explain_failure(self, halved: nn.Module, error: str, place: str) -> str:
+        """Name the wrong style in LAYOUT.tensor that makes the halved model fail in the module ``place``."""
+        style = style_of(self._layout, place)
+        # A linear does not depend on the number of heads. If a linear fails, its own style is wrong.
+        if isinstance(dict(halved.named_modules()).get(place), nn.Linear):
+            if style == "rowwise":
+                rule = f'declares {place} "rowwise" in LAYOUT.tensor, but its input is not sharded'
+                fix = 'declare it "colwise"'
+                if not self._runs_if_halved(halved, place, 0):
+                    fix = 'compute its input with a linear that is "colwise", which shards it'
+                return self._problem(f"{rule}: under tp=2 {error}", fix)
+            if style == "colwise" or self._runs_if_halved(halved, place, 1):
                 rule = (
-                    f'declares {replicated} "replicate" in LAYOUT.tensor, but its output is combined with a tensor '
-                    "that is sharded along the feature dimension"
+                    f'declares {place} "{style}" in LAYOUT.tensor, but its input is sharded along the feature dimension'
                 )
-                return [self._problem(f"{rule}: under tp=2 {error}", 'declare it "colwise"')]
-
-        fix = "write unflatten(-1, (-1, head_dim)) and flatten(2), with no head count of the config"
-        if error:
-            rule = f"fails with half of the columns of its linears, as under tp=2, in {place}: {error}"
-            return [self._problem(rule, f"correct the words of LAYOUT.tensor; if they are right, {fix}")]
-        heads = self._core_heads(halved)
-        if tuple(2 * count for count in heads) != whole:
+                return self._problem(f"{rule}: under tp=2 {error}", 'declare it "rowwise"')
+        replicated = self._replicated_next_to_sharded(halved)
+        if replicated:
             rule = (
-                "breaks the promise to take heads and sizes from weight shapes: with half of its columns, as under "
-                f"tp=2, {self._layout.context} is given {heads} heads and not half of {whole}"
+                f'declares {replicated} "replicate" in LAYOUT.tensor, but its output is combined with a tensor '
+                "that is sharded along the feature dimension"
             )
-            return [self._problem(rule, fix)]
-        return []
+            return self._problem(f"{rule}: under tp=2 {error}", 'declare it "colwise"')
+        rule = f"fails with half of the columns of its linears, as under tp=2, in {place}: {error}"
+        return self._problem(rule, f"correct the styles in LAYOUT.tensor; if they are right, {_SHAPE_FIX}")
 
     def _runs_if_halved(self, halved: nn.Module, path: str, dim: int) -> bool:
-        """True if layers run where the linear of this name has half of its outputs (dim 0) or inputs (dim 1)."""
-        # in every layer the linear of this name is taken from the whole model again, and halved the other way
-        before = f"{self._layout.layers}."
-        name = path.removeprefix(before).partition(".")[2]
+        """True if layers run with half of the outputs (dim 0) or inputs (dim 1) of the linear at ``path``.
+
+        The same linear is halved in every layer. ``halved`` is not changed.
+        """
+        prefix = f"{self._layout.layers}."
+        name_in_layer = path.removeprefix(prefix).partition(".")[2]
+        full_modules = dict(self._model.named_modules())
         tried = copy.deepcopy(halved)
         for layer in getattr(self._model, self._layout.layers):
-            whole = dict(self._model.named_modules()).get(f"{before}{layer}.{name}")
-            if whole is not None:
-                tried.set_submodule(f"{before}{layer}.{name}", copy.deepcopy(whole))
-                _halve(tried.get_submodule(f"{before}{layer}.{name}"), dim)
+            path_in_layer = f"{prefix}{layer}.{name_in_layer}"
+            full = full_modules.get(path_in_layer)
+            if full is not None:
+                tried.set_submodule(path_in_layer, copy.deepcopy(full))
+                _halve(tried.get_submodule(path_in_layer), dim)
         _, error, _ = self._run(tried, self._tokens_BT, self._positions_BT)
         return not error
 
-    def _whole_beside_halves(self, halved: nn.Module) -> str:
-        """The linear that every layer has whole, where layers run once half of its outputs are left; "" for none."""
-        # linears called "replicate", by their name within a layer: each kind is halved alone, in all layers
-        before = f"{self._layout.layers}."
-        whole: dict[str, list[str]] = {}
+    def _replicated_next_to_sharded(self, halved: nn.Module) -> str:
+        """Return a linear with the style "replicate" that must be sharded: layers run with half of its outputs.
+
+        Return "" if there is no such linear. ``halved`` is not changed.
+        """
+        # Replicated linears by their name within a layer. One name is tried at a time, in all layers.
+        prefix = f"{self._layout.layers}."
+        replicated: dict[str, list[str]] = {}
         for path, module in halved.named_modules():
-            if (
-                path.startswith(before)
-                and isinstance(module, nn.Linear)
-                and style_of(self._layout, path) == "replicate"
-            ):
-                whole.setdefault(path.removeprefix(before).partition(".")[2], []).append(path)
-        for paths in whole.values():
+            is_linear_of_layer = path.startswith(prefix) and isinstance(module, nn.Linear)
+            if is_linear_of_layer and style_of(self._layout, path) == "replicate":
+                name_in_layer = path.removeprefix(prefix).partition(".")[2]
+                replicated.setdefault(name_in_layer, []).append(path)
+        for paths in replicated.values():
             tried = copy.deepcopy(halved)
-            if all(_halve(tried.get_submodule(path), 0) for path in paths):
-                _, error, _ = self._run(tried, self._tokens_BT, self._positions_BT)
-                if not error:
-                    return paths[0]
+            if not all(_halve(tried.get_submodule(path), 0) for path in paths):
+                continue
+            _, error, _ = self._run(tried, self._tokens_BT, self._positions_BT)
+            if not error:
+                return paths[0]
         return ""
 
 
+_SHAPE_FIX = "write unflatten(-1, (-1, head_dim)) and flatten(2), with no head count of the config"
+
+
 class _NoTensor(Exception):
-    """A forward pass gave something else than logits."""
+    """The output of a forward pass is not a tensor."""
 
 
 def _take_half(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of twice the features that a linear has weights for, the first half; what is of another width stays."""
+    """Keep the first half of the features if the input has twice as many as the linear has weights for."""
     half = linear.get_parameter("weight").size(-1)
-    return (inputs[0][..., :half], *inputs[1:]) if inputs[0].size(-1) == 2 * half else inputs
+    if inputs[0].size(-1) != 2 * half:
+        return inputs
+    return (inputs[0][..., :half], *inputs[1:])
 
 
 def _halve(module: nn.Module, dim: int) -> bool:
-    """Keep the first half of a linear module's outputs (dim 0) or inputs (dim 1); False where it is not even."""
+    """Keep the first half of a linear module's outputs (dim 0) or inputs (dim 1), in place.
+
+    Return False if the number is odd.
+    """
     for name, parameter in list(module.named_parameters(recurse=False)):
         if dim == 1 and parameter.ndim == 1:
-            continue  # a bias of the outputs stays whole
+            continue  # a bias has no inputs
         if parameter.ndim <= dim or parameter.size(dim) % 2:
             return False
-        setattr(module, name, nn.Parameter(parameter.narrow(dim, 0, parameter.size(dim) // 2).clone()))
+        half = parameter.narrow(dim, 0, parameter.size(dim) // 2).clone()
+        setattr(module, name, nn.Parameter(half))
     return True
 
 

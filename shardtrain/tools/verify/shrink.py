@@ -1,5 +1,7 @@
-"""What verify trains: a small version of the model, batches that all meshes can share, and options that keep rounding
-small. Every change from the user's configuration is a sentence in the output. No torch."""
+"""Change the user's configuration for verify: a small model, one batch for all meshes, and options for small rounding.
+
+Each change is noted in the output. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,21 @@ CAPS = {
     "attention_chunk_size": 11,
     "floor_scale": 5,
 }
-"""Largest size of a small model, by the name of the field."""
+"""Largest value of each size field in a small model."""
 MIN_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class VerifyTask:
-    """What is run: the plans on the model that is verified, the same on one process, and what was changed for it.
+    """A planned verification.
 
-    ``unit_gain`` draws each matrix with a standard deviation of one over the root of its columns, and nothing as zero,
-    so that each part of a small model matters to its loss.
+    Attributes:
+        plans: The meshes.
+        reference: Configuration of one process, with the same model and batch.
+        notes: Changes from the user's configuration.
+        steps: Number of optimizer steps.
+        unit_gain: Draw each matrix with a standard deviation of 1/sqrt(columns), and no parameter as zero, so every
+            part of a small model affects its loss.
     """
 
     plans: Sequence[MeshPlan]
@@ -60,31 +67,40 @@ class VerifyTask:
 def prepare(
     plans: Sequence[MeshPlan], loaded: Loaded, steps: int, full: bool, own: Mapping[str, Any] | None = None
 ) -> VerifyTask:
-    """Fit model, batch and precision to the plans that are possible; a plan that is not any more says why.
+    """Choose sizes, batch and precision for all possible plans. A plan that becomes impossible gets a problem.
 
-    ``own`` is what ``own_sizes.smaller`` found for a model file of a user's.
+    Args:
+        plans: The meshes.
+        loaded: The user's configuration.
+        steps: Number of optimizer steps.
+        full: Keep the size of the model and its sequences.
+        own: Result of ``own_sizes.smaller`` for a user's model file.
     """
     possible = [plan for plan in plans if not plan.problem]
     notes: list[str] = []
     sections: dict[str, dict[str, Any]] = {"parallelism": {}, "training": {}}
     if not full:
         sections = _small(possible, loaded, notes, own)
-    _steady(sections, loaded.config, notes, steps)
+    _reduce_rounding(sections, loaded.config, notes, steps)
 
-    # One global batch that every mesh can deal out: all compare with the same record of one process.
+    # All meshes divide the same global batch, so all are compared with the same record of one process.
     sequences = math.lcm(2, *(rows_per_data_rank(plan.degrees) * _data_ranks(plan.degrees) for plan in possible))
     seq_len = sections["training"].get("seq_len", loaded.config.training.seq_len)
     notes.append(f"batch: {sequences} sequences of {seq_len} synthetic tokens, some without loss")
-    tried = [_fitted(plan, sections, sequences) if not plan.problem else plan for plan in plans]
+    fitted_plans = [plan if plan.problem else _fitted(plan, sections, sequences) for plan in plans]
 
-    # One process takes the whole batch at once, with no mesh, no offload and no recomputation.
-    one: dict[str, Any] = dict.fromkeys(OPTIONS.values(), 1)
-    one |= {"shard_optimizer_states": False, "module_fqns_per_model_part": None}
-    alone = {**sections, "parallelism": {**sections["parallelism"], **one}}
-    alone["training"] = {**sections["training"], "local_batch_size": sequences, "global_batch_size": sequences}
-    alone["training"]["enable_cpu_offload"] = False
-    alone["activation_checkpoint"] = {"mode": "none", "cpu_offload": False}
-    return VerifyTask(tried, changed(loaded, alone, set(), "").config, notes, steps, unit_gain=not full)
+    # One process trains on the full batch, with no mesh, no offload and no recomputation.
+    no_mesh: dict[str, Any] = dict.fromkeys(OPTIONS.values(), 1)
+    no_mesh |= {"shard_optimizer_states": False, "module_fqns_per_model_part": None}
+    batch = {"local_batch_size": sequences, "global_batch_size": sequences, "enable_cpu_offload": False}
+    one_process = {
+        **sections,
+        "parallelism": {**sections["parallelism"], **no_mesh},
+        "training": {**sections["training"], **batch},
+        "activation_checkpoint": {"mode": "none", "cpu_offload": False},
+    }
+    reference = changed(loaded, one_process, set(), "").config
+    return VerifyTask(fitted_plans, reference, notes, steps, unit_gain=not full)
 
 
 def _data_ranks(degrees: Mapping[str, int]) -> int:
@@ -92,59 +108,65 @@ def _data_ranks(degrees: Mapping[str, int]) -> int:
 
 
 def _fitted(plan: MeshPlan, sections: Mapping[str, dict[str, Any]], sequences: int) -> MeshPlan:
-    """The plan on the small model, checked again: a size that verify chose may still not fit."""
+    """Apply the sections to a plan and check it again, because the chosen sizes may not fit its mesh."""
     rows = sequences // _data_ranks(plan.degrees)
-    # one pass of a pipeline holds all micro-batches; elsewhere up to four passes accumulate
+    # A pipeline takes all micro-batches in one pass. Other meshes accumulate gradients over up to four passes.
     local = rows if plan.schedule else max(1, rows // 4)
     training = {**sections["training"], "local_batch_size": local, "global_batch_size": sequences}
     fitted = {**sections, "training": training}
-    for option, value in plan.options.items():  # what the plan is about stays
+    # The plan's own options take precedence.
+    for option, value in plan.options.items():
         section, _, name = option.partition(".")
         fitted[section] = {**fitted.get(section, {}), name: value}
     loaded = changed(plan.loaded, fitted, set(), "")
-    # The rules refuse an option that is set and has no effect. Options that verify has turned off itself must not be
-    # refused, so only the mesh's own options count as set.
+    # The rules reject an option that is set without effect. Options that verify has turned off must not be rejected, so
+    # only the options of the mesh count as set.
     origins = {option: where for option, where in loaded.origins.items() if option.startswith("parallelism.")}
     loaded = dataclasses.replace(loaded, origins=origins)
-    found = configs.check(loaded)
-    return dataclasses.replace(plan, loaded=loaded, problem="\n".join(str(problem) for problem in found))
+    problems = configs.check(loaded)
+    return dataclasses.replace(plan, loaded=loaded, problem="\n".join(str(problem) for problem in problems))
 
 
 def needed_layers(plans: Sequence[MeshPlan]) -> int:
-    """Layers that each plan's stages need, and two in any case."""
-    return max([2, *(stages.num_stages(plan.loaded.config.parallelism, 0) for plan in plans if plan.schedule)])
+    """Return the number of layers that the pipeline stages of all plans need, and at least 2."""
+    numbers = [2]
+    for plan in plans:
+        if plan.schedule:
+            numbers.append(stages.num_stages(plan.loaded.config.parallelism, 0))
+    return max(numbers)
 
 
 def _small(
     plans: Sequence[MeshPlan], loaded: Loaded, notes: list[str], own: Mapping[str, Any] | None
 ) -> dict[str, dict[str, Any]]:
-    """The sections that make model and sequences small; what is changed is added to ``notes``."""
+    """Return configuration sections for a small model with short sequences. Add the changes to ``notes``."""
     sizes = model_shape(loaded) or {}
     layers = needed_layers(plans)
     model = loaded.config.model
-    given: dict[str, Any] = dict(model.overrides)
-    # Sizes that own_sizes found for a user's file, or those of our own models, whose names are known.
+    is_file = model.name.endswith(".py")
+    overrides: dict[str, Any] = dict(model.overrides)
     if own is not None:
         sizes = {**sizes, **own["sizes"]}
-        given = given | own["given"]
+        overrides = overrides | own["given"]
         notes += own["notes"]
-    elif not model.name.endswith(".py"):
-        given |= _small_sizes(sizes, plans, loaded.config)
-    is_deep = sizes.get("num_layers", 0) > layers or not model.name.endswith(".py")
-    if own is None and "num_layers" in sizes and is_deep:  # the file's own sizes have as many as are needed
-        given["num_layers"] = max(layers, given.get("num_dense_layers", 0) + 1)
-    changes = {name: value for name, value in given.items() if sizes.get(name) != value}
+    elif not is_file:
+        overrides |= _small_sizes(sizes, plans, loaded.config)
+    # A model file that is not deeper than needed keeps its number of layers.
+    is_deep = sizes.get("num_layers", 0) > layers or not is_file
+    if own is None and "num_layers" in sizes and is_deep:
+        overrides["num_layers"] = max(layers, overrides.get("num_dense_layers", 0) + 1)
+    changes = [f"{name} {sizes.get(name)} -> {value}" for name, value in overrides.items() if sizes.get(name) != value]
     if changes:
-        notes.append("model: " + ", ".join(f"{name} {sizes.get(name)} -> {value}" for name, value in changes.items()))
+        notes.append("model: " + ", ".join(changes))
 
-    # The shortest sequence of at least MIN_TOKENS that tp and cp can cut.
-    cuts = math.lcm(1, *(_cuts(plan.degrees) for plan in plans))
-    seq_len = -(-MIN_TOKENS // cuts) * cuts
+    # The shortest sequence of at least MIN_TOKENS that tp and cp can split.
+    parts = math.lcm(1, *(_sequence_parts(plan.degrees) for plan in plans))
+    seq_len = -(-MIN_TOKENS // parts) * parts
     notes.append(
         "weights: compared as training would draw them; then drawn at unit gain, and none zero, to compare steps"
     )
     return {
-        "model": {"overrides": given},
+        "model": {"overrides": overrides},
         "training": {"seq_len": min(seq_len, loaded.config.training.seq_len)},
         "parallelism": {
             "pipeline_parallel_first_stage_less_layers": 0,
@@ -154,7 +176,7 @@ def _small(
 
 
 def _small_sizes(sizes: Mapping[str, Any], plans: Sequence[MeshPlan], config: Config) -> dict[str, int]:
-    """Sizes up to CAPS that the degrees of all plans divide."""
+    """Return sizes of at most ``CAPS``, rounded up to multiples of the degrees of all plans."""
     tensor = math.lcm(1, *(plan.degrees.get("tp", 1) for plan in plans))
     experts = math.lcm(1, *(plan.degrees.get("ep", 1) for plan in plans))
     small = {name: min(sizes[name], cap) for name, cap in CAPS.items() if isinstance(sizes.get(name), int)}
@@ -164,10 +186,14 @@ def _small_sizes(sizes: Mapping[str, Any], plans: Sequence[MeshPlan], config: Co
     if "num_experts" in small:
         small["num_experts"] = min(sizes["num_experts"], -(-small["num_experts"] // experts) * experts)
     if "num_heads" in sizes:
-        # Ulysses deals heads to the ranks of cp as well. Grouped attention keeps groups of up to two queries a key.
-        ulysses = config.parallelism.context_parallel_method == "ulysses"
-        parts = [plan.degrees.get("tp", 1) * (plan.degrees.get("cp", 1) if ulysses else 1) for plan in plans]
-        heads = math.lcm(2, *parts)
+        # Ulysses divides heads among the ranks of cp, too.
+        is_ulysses = config.parallelism.context_parallel_method == "ulysses"
+        head_parts = []
+        for plan in plans:
+            cp = plan.degrees.get("cp", 1) if is_ulysses else 1
+            head_parts.append(plan.degrees.get("tp", 1) * cp)
+        heads = math.lcm(2, *head_parts)
+        # Grouped-query attention keeps up to two query heads per key head.
         if "num_kv_heads" in sizes:
             small["num_kv_heads"] = heads
             heads *= min(2, max(1, sizes["num_heads"] // sizes["num_kv_heads"]))
@@ -175,14 +201,16 @@ def _small_sizes(sizes: Mapping[str, Any], plans: Sequence[MeshPlan], config: Co
     return small
 
 
-def _cuts(degrees: Mapping[str, int]) -> int:
-    # ranks of cp hold two pieces each, one from either end of the sequence
+def _sequence_parts(degrees: Mapping[str, int]) -> int:
+    """Return the number of parts into which a mesh splits a sequence."""
+    # Each rank of cp has two parts, one from each end of the sequence.
     cp = degrees.get("cp", 1)
-    return degrees.get("tp", 1) * (2 * cp if cp > 1 else 1)
+    cp_parts = 2 * cp if cp > 1 else 1
+    return degrees.get("tp", 1) * cp_parts
 
 
-def _steady(sections: dict[str, dict[str, Any]], config: Config, notes: list[str], steps: int) -> None:
-    """Options that would hide a difference, or make one out of rounding, are off; each is said."""
+def _reduce_rounding(sections: dict[str, dict[str, Any]], config: Config, notes: list[str], steps: int) -> None:
+    """Disable options that hide differences or amplify rounding, in ``sections``. Add the changes to ``notes``."""
     sections["training"] |= {
         "dtype": "float32",
         "mixed_precision_param": "float32",
@@ -192,7 +220,7 @@ def _steady(sections: dict[str, dict[str, Any]], config: Config, notes: list[str
         "epochs": None,
         "nonfinite_policy": "stop",
     }
-    # with the usual eps the first updates are the signs of gradients: rounding would decide them
+    # With the usual eps, the first updates are the signs of the gradients, which rounding may flip.
     sections["optimizer"] = {
         "name": "AdamW",
         "lr": 1e-2,
@@ -203,7 +231,7 @@ def _steady(sections: dict[str, dict[str, Any]], config: Config, notes: list[str
     sections["lr_scheduler"] = {"name": "warmup_stable_decay", "warmup_steps": 0, "total_steps": None}
     sections["compile"] = {"enable": False}
     sections["model"] = {**sections.get("model", {}), "converters": []}
-    clipped = "gradients clipped in the last step alone" if steps > 1 else "no clipping"
+    clipped = "gradients clipped only in the last step" if steps > 1 else "no clipping"
     notes.append(f"float32; {clipped}; AdamW with eps 0.01, whose update does not amplify rounding")
     if compute_dtype(config) != "float32":
         notes.append(f"precision: {compute_dtype(config)} -> float32")
@@ -216,9 +244,9 @@ def _steady(sections: dict[str, dict[str, Any]], config: Config, notes: list[str
         notes.append(f"lora: rank {config.lora.rank} -> {sections['lora']['rank']}, no dropout, frozen float32")
     if config.activation_checkpoint.mode == "memory_budget":
         sections["activation_checkpoint"] = {"mode": "full", "visualize_memory_budget_pareto": False}
-        notes.append("recompute: memory_budget, which is the compiler's -> full")
+        notes.append("recompute: memory_budget, which needs compile -> full")
     if config.parallelism.enable_async_tensor_parallel:
         sections["parallelism"] |= {"enable_async_tensor_parallel": False}
-        notes.append("async tensor parallelism, which is the compiler's: off")
+        notes.append("async tensor parallelism, which needs compile: off")
     if config.model.converters:
         notes.append(f"converters: {', '.join(config.model.converters)} off")

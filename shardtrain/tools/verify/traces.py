@@ -1,8 +1,8 @@
-"""What every module of a model was given and gave in one forward pass, and which module it is that first differs.
+"""Record the inputs and outputs of every module in a forward pass, and find the first module that differs in another.
 
-A module is to blame whose inputs agree with those of another pass, and whose output does not. Modules are asked in the
-order in which they end, children before parents, so the innermost is found; what a parent computes itself between its
-children is then the parent's.
+The culprit is the module whose inputs agree with the other pass and whose output does not. Calls are compared in the
+order in which they end, children before parents, so the innermost module is found. If a parent computes something
+itself between its children and that differs, the parent is found.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 Pick = Callable[[Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
-"""What of one pass's tensor and of the other's is to be equal; None where nobody can say."""
+"""Select the parts of two passes' tensors that must be equal. Return None if the tensors cannot be compared."""
 
 
 @dataclass
 class Call:
-    """One call of a module: its path, tensors in and out; ``changed`` where it wrote into what it was given."""
+    """One call of a module: its path, and copies of its input and output tensors.
+
+    ``changed`` is True if the module modified an input in place.
+    """
 
     path: str
     inputs: list[Tensor]
@@ -32,14 +35,14 @@ class Call:
 
 @dataclass
 class Trace:
-    """One forward pass: the calls in the order in which they ended, and what the model gave."""
+    """One forward pass: the calls in the order in which they ended, and the model's output."""
 
     calls: list[Call] = field(default_factory=list)
     out: Any = None
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Copies of the tensors among arguments or results, however they are nested."""
+    """Copy all tensors of a nested structure of arguments or results."""
     return [leaf.detach().clone() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -47,101 +50,117 @@ def tensors_of(value: Any) -> list[Tensor]:
 def trace(
     model: nn.Module, *arguments: Any, replay: Mapping[str, Sequence[Any]] | None = None, fit: Any = None
 ) -> Trace:
-    """Run a model and note every call. What the modules of ``replay`` give is replaced, call by call, by what is there;
-    ``fit(replacement, own output)`` cuts the replacement to size."""
-    found = Trace()
-    open_calls: list[tuple[str, list[Tensor], list[Tensor]]] = []  # path, tensors given, copies of them
-    counts = Counter[str]()
+    """Run the model and record every call of a module.
+
+    Args:
+        model: The model to run with ``arguments``.
+        replay: Recorded outputs by module path, one entry per call (see ``outputs_of``). They replace the outputs of
+            these modules.
+        fit: ``fit(recorded, output)`` returns the replacement, with the structure and shapes of ``output``.
+    """
+    recording = Trace()
+    open_calls: list[tuple[str, list[Tensor], list[Tensor]]] = []  # path, input tensors, copies of them
+    num_replayed = Counter[str]()
     handles = []
 
     def before(path: str) -> Callable[..., None]:
-        def note(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            kept = [leaf for leaf in tree_leaves((given, named)) if isinstance(leaf, Tensor)]
-            open_calls.append((path, kept, tensors_of(kept)))
+        def open_call(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+            inputs = [leaf for leaf in tree_leaves((positional, named)) if isinstance(leaf, Tensor)]
+            open_calls.append((path, inputs, tensors_of(inputs)))
 
-        return note
+        return open_call
 
     def after(path: str) -> Callable[..., Any]:
-        def note(_: nn.Module, _given: Any, _named: Any, output: Any) -> Any:
-            own, kept, inputs = open_calls.pop()
-            assert own == path
+        def close_call(_: nn.Module, _positional: Any, _named: Any, output: Any) -> Any:
+            opened_path, inputs, copies = open_calls.pop()
+            assert opened_path == path
             if replay is not None and path in replay:
-                output = fit(replay[path][counts[path]], output)
-                counts[path] += 1
-            # a tensor with NaN is never equal to its own copy, and says nothing
-            changed = any(not torch.equal(a, b) for a, b in zip(kept, inputs, strict=True) if not a.isnan().any())
-            found.calls.append(Call(path, inputs, tensors_of(output), changed))
+                output = fit(replay[path][num_replayed[path]], output)
+                num_replayed[path] += 1
+            # A tensor with NaN is never equal to its own copy, so it cannot show a change.
+            comparable = [pair for pair in zip(inputs, copies, strict=True) if not pair[0].isnan().any()]
+            changed = any(not torch.equal(tensor, copied) for tensor, copied in comparable)
+            recording.calls.append(Call(path, copies, tensors_of(output), changed))
             return output
 
-        return note
+        return close_call
 
     for path, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
         handles.append(module.register_forward_hook(after(path), with_kwargs=True))
     try:
-        found.out = model(*arguments)
+        recording.out = model(*arguments)
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return recording
 
 
-def outputs_of(found: Trace, paths: Sequence[str]) -> dict[str, list[list[Tensor]]]:
-    """What the modules at ``paths`` gave, call by call: what ``replay`` takes."""
-    kept: dict[str, list[list[Tensor]]] = {path: [] for path in paths}
-    for call in found.calls:
-        if call.path in kept:
-            kept[call.path].append(call.outputs)
-    return kept
+def outputs_of(recording: Trace, paths: Sequence[str]) -> dict[str, list[list[Tensor]]]:
+    """Return the outputs of the modules at ``paths``, one list per call, in the form that ``trace(replay=)`` takes."""
+    outputs: dict[str, list[list[Tensor]]] = {path: [] for path in paths}
+    for call in recording.calls:
+        if call.path in outputs:
+            outputs[call.path].append(call.outputs)
+    return outputs
 
 
-def off(mine: Tensor, theirs: Tensor, close: float) -> bool:
-    """Whether some number is further away than ``close`` times the largest."""
+def differs(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    """True if any element is off by more than ``tolerance`` times the largest finite element of ``theirs``.
+
+    Tensors without floating-point numbers must be equal. Infinities and NaN at the same place are equal.
+    """
     if mine.shape != theirs.shape:
         return True
     if not mine.is_floating_point():
         return not torch.equal(mine, theirs)
     mine = mine.double()
     theirs = theirs.double()
-    far = (mine - theirs).abs()
-    far[(mine == theirs) | (mine.isnan() & theirs.isnan())] = 0.0  # an infinity that both have is not a difference
-    if not far.numel():
+    distance = (mine - theirs).abs()
+    # The difference of two equal infinities is NaN.
+    distance[(mine == theirs) | (mine.isnan() & theirs.isnan())] = 0.0
+    if not distance.numel():
         return False
     finite = theirs[theirs.isfinite()]
-    size = float(finite.abs().max()) if finite.numel() else 0.0
-    # written so that a distance that is not a number counts as off
-    return not bool(far.max() <= close * max(size, 1e-30))
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    # The comparison is negated because a distance of NaN must count as a difference.
+    return not bool(distance.max() <= tolerance * max(largest, 1e-30))
 
 
 def blame(
-    one: Trace, other: Trace, pick: Pick, close: float, skip: Callable[[str], bool] = lambda _: False
+    one: Trace, other: Trace, pick: Pick, tolerance: float, skip: Callable[[str], bool] = lambda _: False
 ) -> str | None:
-    """The path of the first module whose inputs agree and whose output does not; None where there is none."""
-    counts: Counter[str] = Counter()
-    theirs: dict[tuple[str, int], Call] = {}
+    """Return the path of the first module whose inputs agree in both passes and whose outputs differ.
+
+    Return None if there is no such module. Modules for which ``skip(path)`` is True are ignored.
+    """
+    num_calls: Counter[str] = Counter()
+    calls_of_one: dict[tuple[str, int], Call] = {}
     for call in one.calls:
-        theirs[call.path, counts[call.path]] = call
-        counts[call.path] += 1
-    counts.clear()
+        calls_of_one[call.path, num_calls[call.path]] = call
+        num_calls[call.path] += 1
+    num_calls.clear()
     for call in other.calls:
-        same = theirs.get((call.path, counts[call.path]))
-        counts[call.path] += 1
-        if same is None or skip(call.path):
+        counterpart = calls_of_one.get((call.path, num_calls[call.path]))
+        num_calls[call.path] += 1
+        if counterpart is None or skip(call.path):
             continue
-        if _agree(same.inputs, call.inputs, pick, close) and _agree(same.outputs, call.outputs, pick, close) is False:
+        if not _agree(counterpart.inputs, call.inputs, pick, tolerance):
+            continue
+        if _agree(counterpart.outputs, call.outputs, pick, tolerance) is False:
             return call.path
     return None
 
 
-def _agree(ones: Sequence[Tensor], others: Sequence[Tensor], pick: Pick, close: float) -> bool | None:
-    """Whether all tensors agree; None where some cannot be compared and the others agree."""
+def _agree(ones: Sequence[Tensor], others: Sequence[Tensor], pick: Pick, tolerance: float) -> bool | None:
+    """True if all tensors agree. None if all comparable tensors agree and at least one cannot be compared."""
     if len(ones) != len(others):
         return False
-    known = True
+    are_all_comparable = True
     for one, other in zip(ones, others, strict=True):
         pair = pick(one, other)
         if pair is None:
-            known = False
-        elif off(pair[1], pair[0], close):
+            are_all_comparable = False
+        elif differs(pair[1], pair[0], tolerance):
             return False
-    return True if known else None
+    return True if are_all_comparable else None

@@ -1,8 +1,9 @@
-"""The table, the sentences and the JSON document of a verification."""
+"""Output of a verification: table, sentences and JSON document."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -12,10 +13,10 @@ from shardtrain.tools.verify.verify_request import VerifyOptions
 
 @dataclass(frozen=True)
 class MeshResult:
-    """The result of one mesh. Errors are the largest over ranks, steps and tensors; None where nothing ran.
+    """Result of one mesh. Errors are the largest over ranks, steps and tensors, or None if nothing ran.
 
-    ``initial`` counts tensors that do not start bitwise equal; ``loss`` and ``weights`` are absolute, ``gradient`` and
-    ``norm`` relative. ``rounding`` is said of a model whose tolerance is its own.
+    ``initial`` counts the tensors that do not start bitwise equal. ``loss`` and ``weights`` are absolute errors,
+    ``gradient`` and ``norm`` relative ones. ``rounding`` is a note about a model that has larger tolerances.
     """
 
     mesh: str
@@ -34,40 +35,44 @@ class MeshResult:
 
 
 BLIND = "rounding may be all of it"
-"""How the cause begins where a model amplifies rounding so much that nothing can be told from its numbers."""
+"""Start of the cause if a model amplifies rounding so much that its numbers prove nothing."""
 HEADER = ("mesh", "schedule and options", "initial", "loss", "gradient", "norm", "weights", "verdict", "seconds")
 
 
 def exit_code(rows: Sequence[MeshResult], request: VerifyOptions) -> int:
     """Return 0 if all meshes give the same numbers, else 4.
 
-    A mesh of the default list may be impossible, and with ``--allow-impossible`` any. Without that flag, one mesh at
-    least must have been compared.
+    Meshes of the default list may be impossible, and with ``--allow-impossible`` any mesh. Without that flag, at least
+    one mesh must have been compared.
     """
     verdicts = {row.verdict for row in rows}
     accepted = {"same"} if request.meshes and not request.allow_impossible else {"same", "not possible"}
-    compared = "same" in verdicts or request.allow_impossible
-    return 0 if compared and verdicts <= accepted else 4
+    is_compared = "same" in verdicts or request.allow_impossible
+    return 0 if is_compared and verdicts <= accepted else 4
 
 
 def table(rows: Sequence[MeshResult]) -> str:
-    """Rows in columns, then one line for each mesh that is not the same."""
+    """Format the rows as a table, then add the reason for each mesh that is not the same."""
     cells = [HEADER, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    lines = []
+    for line in cells:
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        lines.append("  ".join(padded).rstrip())
     for row in rows:
-        name = " ".join(word for word in (row.mesh, _with(row)) if word)
+        name = f"{row.mesh} {_schedule_and_options(row)}".strip()
         if row.verdict == "differs":
             lines += ["", f"{name}: {row.first}", f"  likely cause: {row.cause}"]
         elif row.verdict in ("failed", "not possible"):
             lines += ["", f"{name}: {row.verdict}: {row.cause}"]
-    for rounding in dict.fromkeys(row.rounding for row in rows if row.rounding):  # the same of all meshes
+    # Meshes usually have the same note, which is printed once.
+    for rounding in dict.fromkeys(row.rounding for row in rows if row.rounding):
         lines += ["", rounding]
     return "\n".join(lines)
 
 
-def _with(row: MeshResult) -> str:
-    return ", ".join(word for word in (row.schedule, row.options) if word)
+def _schedule_and_options(row: MeshResult) -> str:
+    return ", ".join(text for text in (row.schedule, row.options) if text)
 
 
 def _cells(row: MeshResult) -> tuple[str, ...]:
@@ -76,20 +81,20 @@ def _cells(row: MeshResult) -> tuple[str, ...]:
         initial = "bitwise" if row.initial == 0 else f"{row.initial} differ"
     errors = ("-" if value is None else f"{value:.1e}" for value in (row.loss, row.gradient, row.norm, row.weights))
     seconds = f"{row.seconds:.1f}" if row.verdict != "not possible" else "-"
-    return (row.mesh, _with(row) or "-", initial, *errors, row.verdict, seconds)
+    return (row.mesh, _schedule_and_options(row) or "-", initial, *errors, row.verdict, seconds)
 
 
 def document(model: str, notes: Sequence[str], rows: Sequence[MeshResult], status: int) -> str:
-    """Return one JSON document: model, changes made for the comparison, rows and exit status.
+    """Return the JSON document: model, changes made for the comparison, rows and exit status.
 
-    JSON has no infinity, so an infinite error is null.
+    Infinite errors are null, because JSON has no infinity.
     """
-    finite = []
+    json_rows = []
     for row in rows:
         fields = asdict(row)
         for name, value in fields.items():
-            if isinstance(value, float) and value in (float("inf"), float("-inf")):
+            if isinstance(value, float) and math.isinf(value):
                 fields[name] = None
-        finite.append(fields)
-    document = {"model": model, "notes": list(notes), "rows": finite, "exit_code": status}
+        json_rows.append(fields)
+    document = {"model": model, "notes": list(notes), "rows": json_rows, "exit_code": status}
     return json.dumps(document, indent=2, allow_nan=False)

@@ -1,4 +1,4 @@
-"""What ``shardtrain verify`` is asked to do, read from its words. No torch: a wrong word is answered at once."""
+"""Parse the arguments of ``shardtrain verify``. This module does not import torch, so errors appear immediately."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ and is not possible; the reason is printed.
   --json      one JSON document
   --allow-impossible
               status 0 also if a mesh of --mesh is not possible for this model
-  --real      the sizes that a small model hides, beside float64: norm and loss sums on 1, 2 and 4 ranks, tensors of
+  --real      compare sizes that a small model hides with float64: norm and loss sums on 1, 2 and 4 ranks, tensors of
               more than 2^31 numbers, one layer and the vocabulary of the configured model at their real width
-  --memory    GiB that --real may take; three quarters of what is free unless given. What does not fit is left out,
-              and its row says so
+  --memory    GiB of memory for --real; the default is three quarters of the free memory. A check that does not fit
+              is left out, and its row says so
 
   shardtrain verify
   shardtrain verify my_model.py --mesh tp=2 --mesh "pp=2,dp_shard=2"
@@ -37,7 +37,7 @@ and is not possible; the reason is printed.
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """The words of ``shardtrain verify``; ``path`` is a TOML file, a model file ending in .py, or None."""
+    """Arguments of ``shardtrain verify``. ``path`` is a TOML file, a model file ending in .py, or None."""
 
     path: str | None = None
     meshes: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class VerifyOptions:
 
 
 def read(words: Sequence[str]) -> VerifyOptions:
-    """Take verify's own options out of the words; all others are overrides of the configuration.
+    """Parse command-line arguments. Options that verify does not know are overrides of the configuration.
 
     Raises:
         ConfigError: an option lacks its value or has no effect, or ``--steps`` is not a whole number above 0.

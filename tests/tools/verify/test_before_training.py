@@ -87,7 +87,7 @@ WRONG: dict[str, tuple[str, Changes, list[str]]] = {
     "dropout of what was gathered": (
         "tp=2",
         [(IN_FFN, "x = F.dropout(x, 0.1, self.training)\n        " + IN_FFN)],
-        ["dropout with p=0.1 in module blocks.0.ffn", "holds alike", "behind the rowwise linear"],
+        ["dropout with p=0.1 in module blocks.0.ffn", "holds alike", "as after the rowwise linear"],
     ),
     "a path that is dropped by rows": (
         "tp=2",

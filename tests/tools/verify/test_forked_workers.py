@@ -49,9 +49,9 @@ def refuse(rank, num_ranks):
 @pytest.mark.parametrize(
     ("function", "sentence", "refused"),
     [
-        (fail, r"^rank 1: ValueError: of its own \(test_workers.py:\d+\)$", False),
+        (fail, r"^rank 1: ValueError: of its own \(test_forked_workers.py:\d+\)$", False),
         (die, "^rank 1: died: exit status 3$", False),
-        (killed, "^rank 0: died: killed by SIGKILL, as a system does whose memory is used up$", False),
+        (killed, "^rank 0: died: killed by SIGKILL, as the system does when memory runs out$", False),
         (refuse, "^this cannot be$", True),
     ],
 )

@@ -21,7 +21,7 @@ from tiers import cases, chosen
 from shardtrain.tools import verify
 from shardtrain.utils.errors import ConfigError
 
-DROPPED = "dropout: off (dropout with p=0.1): which numbers drop is the mesh's"
+DROPPED = "dropout: off (dropout with p=0.1): each mesh drops other elements"
 BY_DEFAULT = ("a call counter", "norm of the sequence as one that is replicated", "a core with a bias by distance")
 """What the command itself is asked by default; the rest of the table is asked without it, in one launch."""
 SOUND = (Path(__file__).parent / "sound_model.py").read_text()
@@ -67,7 +67,7 @@ FAULTS: dict[str, Fault] = {
     # what a model starts from
     "initial weights by rank": Fault(
         [(DRAW, DRAW.replace("0.02", "0.02 * (1 + int(os.environ.get('RANK', 0)))"))],
-        "dp_shard=2", "refused", ["starts from other weights on rank 1 of 2", "initial() gives *.weight"],
+        "dp_shard=2", "refused", ["starts from other weights on rank 1 of 2", "initial() returns *.weight"],
     ),
     "initial weights by number of ranks": Fault(
         [(DRAW, DRAW.replace("0.02", "0.02 / int(os.environ.get('WORLD_SIZE', 1))"))],
@@ -119,7 +119,7 @@ FAULTS: dict[str, Fault] = {
     "numbers of a clock": Fault(
         [("import os\n", "import os\nimport time\n"), *before_ffn("x = x * (1 + time.perf_counter() % 1)")],
         "dp_shard=2", "refused",
-        ["when called twice with the same tokens, first in module blocks.0.ffn (FeedForward); compute from"],
+        ["when called twice with the same tokens, first in module blocks.0.ffn (FeedForward); compute only from"],
     ),
     "a random number of Python": Fault(
         [("import os\n", "import os\nimport random\n"), *before_ffn("x = x * (1 + random.random())")],
@@ -235,7 +235,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "a mean over ranks of its own": Fault(
         before_ffn("y = x.detach().clone()", "if dist.is_initialized():", "    dist.all_reduce(y)", "x = x + y"),
-        "dp_shard=2", "refused", ["of 2 than alone", "first in module blocks.0.ffn (FeedForward)"],
+        "dp_shard=2", "refused", ["of 2 than on one process", "first in module blocks.0.ffn (FeedForward)"],
     ),
     "more layers on more ranks": Fault(
         [("range(c.num_layers)", "range(c.num_layers + int(os.environ.get('RANK', 0)))")],
@@ -304,17 +304,17 @@ FAULTS: dict[str, Fault] = {
     ),
     "positions moved in place": Fault(
         [(EMBEDDED, "positions += 2\n        " + EMBEDDED)],
-        "pp=2", "refused", ["writes into the tokens or positions", "positions = positions + 2"],
+        "pp=2", "refused", ["modifies the tokens or positions in place", "positions = positions + 2"],
     ),
     "a temperature by the length of a row": Fault(
         [(IN_ATTN, "        x = x * x.size(1) ** 0.5\n" + IN_ATTN)],
         "cp=2", "refused",
-        ["half of a sequence, given its positions, differently", "blocks.0.attn.core is given other"],
+        ["for half of a sequence, with its positions, than in the full sequence", "blocks.0.attn.core is given other"],
     ),
     "angles by the largest position": Fault(
         [("angles = positions[..., None, None] *", "angles = positions[..., None, None] / (8 + positions.max()) *")],
         "cp=2", "refused",
-        ["half of a sequence, given its positions, differently", "blocks.0.attn.core is given other"],
+        ["for half of a sequence, with its positions, than in the full sequence", "blocks.0.attn.core is given other"],
     ),
     # the layout
     "a convolution as a linear": Fault(
@@ -334,7 +334,7 @@ FAULTS: dict[str, Fault] = {
     "zeros made of what was gathered": Fault(
         [("turn(k, positions), v)", "turn(k, positions), v + x.new_zeros(v.shape))"),
          ("dropout: float = 0.1", "dropout: float = 0.0")],
-        "tp=2", "failed", ["in module blocks.0.attn: what was gathered is a DTensor", "q.new_zeros"], True,
+        "tp=2", "failed", ["in module blocks.0.attn: a gathered tensor is a DTensor", "q.new_zeros"], True,
     ),
     "colwise where rowwise": Fault(
         [('"blocks.*.ffn.down": "rowwise"', '"blocks.*.ffn.down": "colwise"')],

@@ -174,7 +174,7 @@ BROKEN = {
     ),
     "shapes of tokens": (
         [("x = self.embed(tokens)\n", "B, T = tokens.shape\n        x = self.embed(tokens)\n")],
-        ["forward is a chain", "it fails with only blocks.0", "too many values to unpack"],
+        ["forward is a chain", "with only blocks.0", "too many values to unpack"],
     ),
     "sequence length of its own": (
         [("x = self.embed(tokens)\n", "x = self.embed(tokens) + torch.zeros(32, 1)\n")],

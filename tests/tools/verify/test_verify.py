@@ -85,7 +85,7 @@ def test_experts_borrow_ranks_from_shards_where_no_other_axis_has_them():
     ],
 )
 def test_what_cannot_be_is_refused_before_a_process_starts(words, parts, capsys, monkeypatch):
-    monkeypatch.setattr(verify.workers, "run", None)
+    monkeypatch.setattr(verify.forked_workers, "run", None)
     monkeypatch.setattr("shardtrain.launch.environment.count_accelerators", lambda _: 0)
     assert cli.main(["verify", *words]) == 2
     error = capsys.readouterr().err

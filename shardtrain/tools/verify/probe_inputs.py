@@ -1,0 +1,51 @@
+"""Weights and tokens with which probes run a small model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardtrain.ops.tied import to_empty
+
+ROWS = 3
+"""Rows of a batch of the probes."""
+
+
+def fill(model: nn.Module) -> None:
+    """Allocate the model on the CPU and draw random weights at unit gain, so every module affects the output.
+
+    Buffers are zero, as at the start of training.
+    """
+    to_empty(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.zero_()
+        for parameter in model.parameters():
+            std = parameter.size(-1) ** -0.5 if parameter.ndim > 1 else 0.1
+            parameter.normal_(0.0, std, generator=generator)
+            if parameter.ndim == 1:
+                parameter.add_(1.0)
+
+
+def num_tokens(model: nn.Module, most: int) -> int:
+    """Choose a sequence length of at most ``most`` that is not a dimension of any weight.
+
+    The token dimension of an activation can then be recognized by its size. The same holds for half of the length.
+    """
+    taken = {size for parameter in model.parameters() for size in parameter.shape} | {ROWS}
+    for length in range(most - most % 4, 7, -4):
+        if length not in taken and length // 2 not in taken:
+            return length
+    return most
+
+
+def tokens_of(count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and positions, each (ROWS, count).
+
+    Row 0 repeats one token, which overflows an expert's capacity.
+    """
+    generator = torch.Generator().manual_seed(1)
+    tokens_BT = torch.randint(0, vocabulary, (ROWS, count), generator=generator)
+    tokens_BT[0] = tokens_BT[0, 0]
+    return tokens_BT, torch.arange(count).expand(ROWS, count).contiguous()

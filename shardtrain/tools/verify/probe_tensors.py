@@ -1,0 +1,120 @@
+"""Match the tensors of two forward passes that have different rows or tokens.
+
+Functions that return a ``Pick`` select comparable parts. ``replay_unchanged`` and ``replay_half`` are ``fit`` functions
+of ``traces.trace``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardtrain.tools.verify.probe_inputs import ROWS
+from shardtrain.tools.verify.traces import Pick, Trace, differs
+
+
+def entire(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Pick that compares the tensors in full."""
+    return one, other
+
+
+def row_of_batch(row: int) -> Pick:
+    """Pick that compares one row of a batch of ROWS with a pass over that row only.
+
+    Rows and tokens may be flattened into one dimension, with the rows outermost.
+    """
+
+    def pick(batch: Tensor, single: Tensor) -> tuple[Tensor, Tensor] | None:
+        if batch.shape == single.shape:
+            return batch, single
+        if batch.ndim != single.ndim or batch.ndim == 0 or batch.size(0) != ROWS * single.size(0):
+            return None
+        if batch.shape[1:] != single.shape[1:]:
+            return None
+        size = single.size(0)
+        return batch[row * size : (row + 1) * size], single
+
+    return pick
+
+
+def unchanged_tokens(count: int, tokens: slice) -> Pick:
+    """Pick that compares only ``tokens`` of tensors that have ``count`` tokens along some dimension."""
+
+    def pick(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
+        if one.shape != other.shape:
+            return None
+        token_dims = [dim for dim, size in enumerate(one.shape) if size == count]
+        # Rows and tokens flattened into one dimension cannot be told apart.
+        if not token_dims and one.numel() > 1 and ROWS * count in one.shape:
+            return None
+        for token_dim in token_dims:
+            index = [slice(None)] * one.ndim
+            index[token_dim] = tokens
+            one = one[tuple(index)]
+            other = other[tuple(index)]
+        return one, other
+
+    return pick
+
+
+def half_of_tokens(count: int, start: int) -> Pick:
+    """Pick that compares ``count // 2`` tokens from ``start`` with a pass over only these tokens."""
+
+    def pick(full: Tensor, half: Tensor) -> tuple[Tensor, Tensor] | None:
+        if full.ndim != half.ndim:
+            return None
+        for dim, (full_size, half_size) in enumerate(zip(full.shape, half.shape, strict=True)):
+            if full_size == half_size:
+                continue
+            if full_size != count or half_size != count // 2:
+                return None
+            full = full.narrow(dim, start, half_size)
+        return full, half
+
+    return pick
+
+
+def first_with_other_inputs(one: Trace, other: Trace, paths: Sequence[str], pick: Pick, tolerance: float) -> str | None:
+    """Return the first module of ``paths`` whose inputs differ between two passes with the same calls."""
+    ones = [call for call in one.calls if call.path in paths]
+    others = [call for call in other.calls if call.path in paths]
+    for one_call, other_call in zip(ones, others, strict=True):
+        for one_input, other_input in zip(one_call.inputs, other_call.inputs, strict=True):
+            pair = pick(one_input, other_input)
+            if pair is not None and differs(pair[1], pair[0], tolerance):
+                return one_call.path
+    return None
+
+
+def replay_unchanged(recorded: list[Tensor], output: Any) -> Any:
+    """Return the recorded tensors in the structure of ``output``."""
+    remaining = iter(recorded)
+    if isinstance(output, Tensor):
+        return next(remaining).clone()
+    if isinstance(output, tuple | list):
+        return type(output)(next(remaining).clone() if isinstance(x, Tensor) else x for x in output)
+    return output
+
+
+def replay_half(start: int, recorded: list[Tensor], output: Any) -> Any:
+    """Return half of the recorded tokens, in the structure of ``output``.
+
+    ``start`` is 0 for the first half. Any other value selects the second half.
+    """
+    remaining = iter(recorded)
+
+    def cut(current: Any) -> Any:
+        if not isinstance(current, Tensor):
+            return current
+        full = next(remaining)
+        for dim, (full_size, half_size) in enumerate(zip(full.shape, current.shape, strict=True)):
+            if full_size != half_size:
+                first = full_size - half_size if start else 0
+                full = full.narrow(dim, first, half_size)
+        return full.clone()
+
+    if isinstance(output, tuple | list):
+        return type(output)(cut(x) for x in output)
+    return cut(output)
