@@ -1,9 +1,8 @@
 """Find the checkpoints of a run on the disks of its nodes.
 
 With ``checkpoint.storage = "first_node"`` only the node of rank 0 writes checkpoints. At the next start rank 0 may be
-on another node, so every node reports its
-checkpoints. Each other node also keeps a note of the newest step and of the
-host that saved it. The note distinguishes a run that has lost its checkpoints from a run that is new.
+on another node, so every node reports its checkpoints. Each other node also keeps a note with the newest step and the
+host that saved it. The note distinguishes a run that has lost its checkpoints from a new run.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ def refuse_lost(newest: int, notes: Sequence[Any], run_folder: Path) -> None:
     if step > newest:
         goes_back = "start from scratch" if newest < 0 else f"continue from step {newest}"
         raise CheckpointError(
-            f'checkpoint.storage="first_node": step-{step} was saved on {host}, and no node of this run holds it; '
-            f"start with the node that does, or delete {run_folder / NOTE} on all nodes to {goes_back}"
+            f'checkpoint.storage="first_node": step-{step} was saved on {host}, and no node of this run has it; '
+            f"start on a node that has it, or delete {run_folder / NOTE} on all nodes to {goes_back}"
         )
 
 

@@ -1,8 +1,8 @@
-"""The lease of a folder in an object store, best effort: an object that its holder rewrites every few seconds.
+"""Best-effort lease of a folder in an object store: an object that its holder rewrites every few seconds.
 
-Stores have no link that fails where a name exists. One that writes conditionally gives the lease to one run; in others
-two runs that start within a second of each other may both believe to hold it. Each finds out at its next save, before
-its manifest is put, so a checkpoint is of one run or of the other and never of both.
+A store with conditional writes gives the lease to only one run. In other stores, two runs that start within a second of
+each other may both believe to hold it. Each checks the lease before it writes a manifest, so a checkpoint never mixes
+files of two runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardtrain.utils.log import logger
 
 
 class ObjectLease(Lease):
-    """The right to write below an address."""
+    """The right to write below an address of an object store."""
 
     def __init__(self, folder: ObjectPath) -> None:
         super().__init__(folder)
@@ -41,12 +41,12 @@ class ObjectLease(Lease):
         holder = self._found()
         if holder:
             self._wait_until_free(holder)
-        # Where another run was faster, or the store cannot refuse a second writer, reading it back says whose it is.
+        # Read the lease back: another run may have been faster, or the store may not reject a second writer.
         with contextlib.suppress(FileExistsError):
             if not self._object.put(self._text(), new=not holder):
                 logger.info(
-                    f"{self._object.parent}: this store cannot refuse a second writer; of two runs that start within a "
-                    "second of each other one will stop at its next save"
+                    f"{self._object.parent}: this store cannot reject a second writer; if two runs start within a "
+                    "second, one of them will stop at its next save"
                 )
         holder_now = self._found()
         if holder_now.get("nonce") != self.nonce:
@@ -54,7 +54,7 @@ class ObjectLease(Lease):
         self._hold()
 
     def check(self) -> None:
-        """Raise OSError where the store does not answer."""
+        """Check the lease before a write. Raises ConfigError if it is lost, OSError if the store does not answer."""
         holder = self._find_own()
         if not self._held or holder.get("nonce") != self.nonce:
             raise ConfigError(
@@ -79,7 +79,7 @@ class ObjectLease(Lease):
             return {}
 
     def _wait_until_free(self, holder: dict[str, Any]) -> None:
-        """A dead process of this host left it; any other holder is watched for a beat. Raises ConfigError."""
+        """Return if the lease is free. Watch it for a beat if its process cannot be seen. Raises FolderTaken."""
         reason = why_free(holder)
         if not reason and is_seen_from_here(holder):
             self._refuse(holder)
@@ -87,13 +87,13 @@ class ObjectLease(Lease):
             logger.info(
                 f"{self._object} belongs to another host: waiting {lease.STALE_SECONDS:.0f} s for a sign of life"
             )
-            # By this host's own clock: a holder that lives rewrites the object, with another count of beats.
+            # Use this host's clock. A live holder rewrites the object with a new count of beats.
             deadline = time.monotonic() + lease.STALE_SECONDS
             while time.monotonic() < deadline:
                 time.sleep(min(1.0, lease.BEAT_SECONDS))
                 current = self._found()
                 if not current:
-                    return  # it was given back
+                    return  # it was released
                 if current != holder:
                     self._refuse(current)
             reason = f"no sign of life for {lease.STALE_SECONDS:.0f} s"
@@ -110,8 +110,8 @@ class ObjectLease(Lease):
 
     def _beat(self) -> None:
         while not self._ended.wait(lease.BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # the next save says what is wrong with the store
+            with contextlib.suppress(OSError):  # the next save reports the error of the store
                 if self._find_own().get("nonce") != self.nonce or self._ended.is_set():
-                    return  # lost: the next save says so
+                    return  # lost: the next save reports it
                 self._beats += 1
                 self._object.put(self._text(), new=False)

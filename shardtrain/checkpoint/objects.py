@@ -1,7 +1,7 @@
-"""Object stores through fsspec, as the few things that a checkpoint asks of a path: list, sizes, read, write, delete.
+"""Paths in object stores, through fsspec, with the operations that checkpoints need.
 
-No store renames at once, so nothing here does: an object appears whole or not at all when its writing ends. Whatever
-a store's library raises becomes an OSError that names the address.
+Object stores have no atomic rename, so there is none here. An object appears completely or not at all when its write
+ends. Every exception of a store's library becomes an OSError with the address.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PIECE_BYTES = 2**23
 
 
 @contextlib.contextmanager
-def _asking(address: str) -> Iterator[None]:
-    """Every failure of a store as an OSError with a number, a reason and the address."""
+def _store_errors(address: str) -> Iterator[None]:
+    """Convert every exception of the block to an OSError with a number, a reason and the address."""
     try:
         yield
     except Exception as error:
@@ -47,10 +47,10 @@ _NUMBERS: dict[type, int] = {
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """An address in an object store, as far as it is used like a path.
+    """An address in an object store, with a part of the interface of ``pathlib.Path``.
 
-    ``suffix`` goes between the stem and the ending of files written below it: the files of a save that is not
-    published yet must not take the place of those of an earlier one with the same step.
+    ``suffix`` is inserted before the extension of files below this path. The files of an unpublished save therefore
+    never replace those of an earlier save of the same step.
     """
 
     store: Any = field(repr=False, compare=False)
@@ -66,32 +66,32 @@ class ObjectPath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component."""
         return self.address.rstrip("/").rpartition("/")[2]
 
     @property
     def parent(self) -> ObjectPath:
-        """What is above."""
+        """The path without its last component."""
         return ObjectPath(self.store, self.address.rstrip("/").rpartition("/")[0])
 
     def list_below(self) -> list[ObjectPath]:
-        """Objects and folders directly below, none where there is nothing. Raises OSError."""
+        """Return the objects and folders directly below this path. Raises OSError."""
         try:
-            with _asking(self.address):
+            with _store_errors(self.address):
                 self.store.invalidate_cache()
                 keys = self.store.ls(self._key, detail=False)
         except FileNotFoundError:
             return []
         names = {str(key).rstrip("/").rpartition("/")[2] for key in keys} - {self.name, ""}
-        whole = ObjectPath(self.store, self.address)
-        return [whole / name for name in sorted(names)]
+        without_suffix = ObjectPath(self.store, self.address)
+        return [without_suffix / name for name in sorted(names)]
 
     iterdir = list_below
 
     def sizes_below(self) -> dict[str, int]:
-        """Bytes of each object directly below, by name. Raises OSError."""
+        """Return the size of each object directly below, by name. Raises OSError."""
         try:
-            with _asking(self.address):
+            with _store_errors(self.address):
                 self.store.invalidate_cache()
                 entries = self.store.ls(self._key, detail=True)
         except FileNotFoundError:
@@ -99,19 +99,19 @@ class ObjectPath:
         return {str(one["name"]).rpartition("/")[2]: int(one["size"] or 0) for one in entries if one["type"] == "file"}
 
     def glob(self, pattern: str) -> list[ObjectPath]:
-        """Those directly below whose names match."""
+        """Return the objects and folders directly below whose names match."""
         return [path for path in self.list_below() if fnmatch.fnmatchcase(path.name, pattern)]
 
     def stat(self) -> SimpleNamespace:
-        """``st_size`` in bytes. Raises OSError, also for a folder."""
-        with _asking(self.address):
+        """Return ``st_size`` in bytes. Raises OSError, also for a folder."""
+        with _store_errors(self.address):
             info = self.store.info(self._key)
             if info.get("type") == "directory":
                 raise IsADirectoryError
             return SimpleNamespace(st_size=int(info["size"]))
 
     def is_file(self) -> bool:
-        """Whether an object has this address. Raises OSError where the store does not answer."""
+        """True if an object has this address. Raises OSError if the store does not answer."""
         try:
             self.stat()
         except (FileNotFoundError, IsADirectoryError):
@@ -121,26 +121,25 @@ class ObjectPath:
     exists = is_file
 
     def read_bytes(self) -> bytes:
-        """All bytes of a small object."""
-        with _asking(self.address):
+        """Return all bytes of a small object."""
+        with _store_errors(self.address):
             return bytes(self.store.cat_file(self._key))
 
     def open(self, mode: str) -> io.BytesIO:
-        """Its bytes as a file that is read."""
+        """Return a file object with the bytes of a small object."""
         return io.BytesIO(self.read_bytes())
 
     def read_range(self, begin: int, end: int) -> bytes:
-        """Bytes from ``begin`` to before ``end``."""
-        with _asking(self.address):
+        """Return the bytes from ``begin`` up to ``end``, exclusive."""
+        with _store_errors(self.address):
             return bytes(self.store.cat_file(self._key, start=begin, end=end))
 
     def write_hashed(self, blocks: Iterable[memoryview]) -> tuple[int, str]:
         """Stream a new object. Return its size and SHA-256. A failed write leaves nothing that a reader opens."""
         digest = hashlib.sha256()
         size = 0
-        with _asking(self.address):
-            # Closed by hand, at the end alone: a context would close it after an error too, and closing is what makes
-            # an object of what was written.
+        with _store_errors(self.address):
+            # Close the file only after success, without a context manager: closing it creates the object.
             file = self.store.open(self._key, "wb")
             for block in blocks:
                 for start in range(0, len(block), PIECE_BYTES):
@@ -152,9 +151,12 @@ class ObjectPath:
         return size, digest.hexdigest()
 
     def put(self, data: bytes, new: bool) -> bool:
-        """Write a small object at once. ``new`` fails where there is one; gives False for a store that cannot tell."""
-        with _asking(self.address):
-            # A store without conditional writes refuses the word, each in its way; the object is then put as any other.
+        """Write a small object atomically.
+
+        With ``new``, fail if it exists. Return False if the store cannot check that.
+        """
+        with _store_errors(self.address):
+            # A store without conditional writes rejects ``mode``, with various errors. Write unconditionally then.
             if new:
                 try:
                     self.store.pipe_file(self._key, data, mode="create")
@@ -167,7 +169,7 @@ class ObjectPath:
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the object."""
         try:
-            with _asking(self.address):
+            with _store_errors(self.address):
                 self.store.rm_file(self._key)
         except FileNotFoundError:
             if not missing_ok:
@@ -179,25 +181,29 @@ class ObjectPath:
 
 
 def unlink_all(paths: Sequence[ObjectPath]) -> None:
-    """Delete objects of one store, many by one request where it takes that. Raises OSError; some may be left then."""
+    """Delete objects of one store, with one request for many if it supports that.
+
+    Raises:
+        OSError: some objects may not be deleted.
+    """
     if not paths:
         return
     keys = [path._key for path in paths]
-    # fsspec takes a name with these characters for a pattern, and would delete everything that it matches
+    # fsspec treats a name with these characters as a pattern, and would delete all matching objects.
     if not any(character in key for key in keys for character in "*?["):
-        with contextlib.suppress(OSError), _asking(paths[0].address):
+        with contextlib.suppress(OSError), _store_errors(paths[0].address):
             paths[0].store.rm(keys)
             return
-    # nor does every store that speaks S3 take more than one
+    # Some S3-compatible stores do not support bulk deletion.
     for path in paths:
         path.unlink(missing_ok=True)
 
 
 def open_address(address: str) -> ObjectPath:
-    """An address such as ``s3://bucket/run``. Credentials come from the environment, as each store's library reads it.
+    """Open an address such as ``s3://bucket/run``. The store's library reads credentials from the environment.
 
     Raises:
-        ConfigError: fsspec or the library of this store is not installed, or fsspec knows no such store.
+        ConfigError: fsspec or the library of this store is not installed, or the store is unknown.
     """
     with _naming_option(address):
         import fsspec

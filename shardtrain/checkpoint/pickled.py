@@ -1,9 +1,9 @@
-"""Pickles as data: what the bytes describe is built from plain values, and no object is ever made of a name in them.
+"""Read pickles as data, without importing, calling or looking up anything that they name.
 
-A pickle is a program for a small stack machine, whose steps Python's ``pickletools`` lists without taking them. Those
-that build numbers, texts, tuples, lists and dicts are followed here. A class or function is kept as its ``Name``, and
-must be one of those that the caller expects; what the pickle would do with it is kept as a ``Made``: the name, the
-arguments, and the state that would be set on it. So nothing that the bytes name is imported, called or looked up.
+A pickle is a program for a stack machine. ``pickletools`` lists its opcodes without executing them. This module
+interprets the opcodes that build numbers, strings, tuples, lists and dicts. A class or function becomes a ``Name``,
+which must be in the caller's list. A call becomes a ``Made``, with the name, the arguments and the state
+that unpickling would set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class Made:
-    """What a pickle would make: ``name(*arguments)``, and ``state`` set on it; ``items`` is what it would put in."""
+    """An object that unpickling would create: ``name(*arguments)`` with ``state`` set on it and ``items`` added."""
 
     name: Name
     arguments: tuple[Any, ...]
@@ -79,7 +79,7 @@ def parse(
             if opcode.name == "STOP":
                 return machine.pop()
             if count >= max_steps:
-                raise _Refused(f"has more than {max_steps} steps, and needs fewer to describe what is there")
+                raise _Refused(f"has more than {max_steps} opcodes, which is too many for its content")
             machine.step(opcode.name, argument)
         raise ValueError("it has no end")
     except _Refused as error:
@@ -132,7 +132,7 @@ class _Machine:
             self._container(list).extend(values)
         elif name in ("SETITEM", "SETITEMS"):
             values = [*reversed([self.pop(), self.pop()])] if name == "SETITEM" else self._since_mark()
-            # An OrderedDict is made before it is filled.
+            # An OrderedDict is created before its items are added.
             into = self._stack[-1]
             if isinstance(into, Made):
                 into.items.extend(values)
@@ -148,7 +148,7 @@ class _Machine:
             arguments = self.pop()
             made = self.pop()
             if not isinstance(made, Name) or not isinstance(arguments, tuple):
-                raise _Refused("calls what is not a name")
+                raise _Refused("calls something that is not a name")
             push(Made(made, arguments))
         elif name == "BUILD":
             state = self.pop()
@@ -161,7 +161,7 @@ class _Machine:
         elif name == "POP":
             self._stack.pop()
         elif name not in ("PROTO", "FRAME"):
-            raise _Refused(f"takes the step {name}, which data do not need")
+            raise _Refused(f"has the opcode {name}, which plain data does not need")
 
     def _push_name(self, kind: str, argument: Any) -> None:
         if kind == "STACK_GLOBAL":
@@ -184,14 +184,14 @@ class _Machine:
     def _container(self, kind: type) -> Any:
         value = self._stack[-1]
         if type(value) is not kind:
-            raise _Refused(f"fills a {type(value).__name__} as if it were a {kind.__name__}")
+            raise _Refused(f"adds items to a {type(value).__name__} instead of a {kind.__name__}")
         return value
 
 
 def _table(values: list[Any]) -> dict[Any, Any]:
     if len(values) % 2:
         raise ValueError("a table has a key without a value")
-    # A Made is told apart by what it is, not by what it says. To hash a tuple may take for ever, as parts are shared.
+    # A Made is hashed by identity. Tuples are not allowed, because hashing nested shared ones may take forever.
     if not all(isinstance(key, str | int | Made) for key in values[::2]):
         raise _Refused("has a table whose keys are not names")
     return dict(zip(values[::2], values[1::2], strict=True))

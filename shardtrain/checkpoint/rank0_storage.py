@@ -1,7 +1,7 @@
-"""Checkpoints where only the first rank's node sees the folder: bytes travel over the process group, piece by piece.
+"""Checkpoints in a folder that only rank 0's node can access. The process group transfers the bytes in pieces.
 
-No rank ever holds more than a piece of what is not its own. The first rank writes and reads all of it, so this costs
-the time of one node's disk and one network link; a folder that all nodes see has no such limit.
+No rank stores more than one piece of another rank's data. Rank 0 writes and reads everything, so one disk and one
+network link limit the speed. A folder that all nodes can access has no such limit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
         StorageError: on all ranks; names the hosts that do not see it.
     """
     if dist.get_world_size() == 1 or not isinstance(folder, Path):
-        return  # an object store has one address for all
+        return  # an object store is the same for all nodes
     sign = folder / f"probe-{broadcast_json(nonce)}"
     first_rank(lambda: files.write_durable(sign, b""))
     # The other ranks of a node would see the same.
@@ -51,13 +51,13 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
     if blind:
         named = ", ".join(blind[:5]) + (f" and {len(blind) - 5} more" if len(blind) > 5 else "")
         raise StorageError(
-            f"checkpoint.folder: {named} {'do' if len(blind) > 1 else 'does'} not see what rank 0 wrote into {folder} "
-            f"within {files.SEEN_SECONDS:g} s; put job.dump_folder into a folder that all nodes see, use an object "
-            'store, or send all through the first node with checkpoint.storage = "first_node"'
+            f"checkpoint.folder: {named} {'do' if len(blind) > 1 else 'does'} not see a file that rank 0 wrote into "
+            f"{folder} within {files.SEEN_SECONDS:g} s; set job.dump_folder to a folder that all nodes see, use an "
+            'object store, or set checkpoint.storage = "first_node"'
         )
     slowest, host, _ = max(looked)
     if slowest > files.LATE_SECONDS:
-        logger.warning(f"checkpoint.folder: {host} saw what rank 0 wrote {slowest} s late; {files.REMOUNT}")
+        logger.warning(f"checkpoint.folder: {host} saw a file of rank 0 {slowest} s late; {files.REMOUNT}")
 
 
 def write(tensors: Mapping[str, Tensor], shares: SavePlan, draft: Place) -> list[TensorFile]:
@@ -78,7 +78,7 @@ def write(tensors: Mapping[str, Tensor], shares: SavePlan, draft: Place) -> list
             blocks = (tensor_files.bytes_of(tensors[name]) for name in names) if own else _received(shares, rank)
             written += _write(draft / f"rank-{rank:05d}.bin", blocks, failures)
         elif own:
-            # In the pieces that ``_received`` takes.
+            # Send the pieces that ``_received`` expects.
             for name in names:
                 block = tensor_files.bytes_of(tensors[name])
                 for start in range(0, len(block), files.PIECE_BYTES):
@@ -140,7 +140,7 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place, holde
 
 
 def _rows(chunk: Chunk, item_bytes: int) -> Iterator[Box]:
-    """Boxes of whole rows of a piece of a tensor, each of about PIECE_BYTES or one row."""
+    """Divide a chunk into boxes of complete rows, each of about PIECE_BYTES, or of one row if it is larger."""
     if not chunk.sizes:
         yield chunk.offsets, chunk.sizes
         return
@@ -152,7 +152,7 @@ def _rows(chunk: Chunk, item_bytes: int) -> Iterator[Box]:
 
 
 def _take(tensor: Tensor | None, piece: Tensor, box: Box) -> None:
-    """Copy what this rank holds of a box."""
+    """Copy the overlap of a box with this rank's shard into the shard."""
     if tensor is None:
         return
     own = box_of(tensor)

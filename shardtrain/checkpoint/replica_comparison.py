@@ -1,7 +1,7 @@
-"""What several ranks hold alike, compared before it is saved: a bit that differs is found, and its rank is named.
+"""Compare replicas before a save: find any bit that differs, and name its rank.
 
-A checkpoint holds each part once, whoever writes it, so a rank that holds other bits than its replicas would be saved,
-or forgotten, in silence. What is held once, as under FSDP, has nothing to be compared with.
+A checkpoint contains each box once. If a rank's replica differs, the save would silently store or drop it. Boxes with
+one holder, as with FSDP, have no replicas to compare.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from shardtrain.checkpoint.resharding import Ints
 from shardtrain.ops.dtensor import local_tensor
 
 COUNTERS = ("step", "samples_consumed", "order_hash")
-"""Counters that all ranks must share, whatever they hold."""
+"""Counters that must be equal on all ranks."""
 
 _WIDTH = 1024
 _MASK = 2**64 - 1
 
 
 def find_odd(tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: Mapping[str, int]) -> str:
-    """Name the first tensors or counters that are not alike, and the odd ranks; empty where all is (a collective).
+    """Return the first tensors or counters that differ, and the odd ranks, or "" (a collective).
 
-    ``held``: which ranks hold which part of which tensor; equal on all ranks, as is the answer. Ranks exchange two
-    numbers per tensor, whatever their number: the holders of a part add what they hold, and one of them takes that away
-    as often as there are others, so that the sum is 0, modulo 2^64, where all hold the same. The last does so in the
-    one number and the first in the other, so every single rank that differs is seen in one of them; checksums are mixed
-    before, so that differences of two parts do not cancel.
+    The result is equal on all ranks. Ranks exchange two numbers per tensor, for any number of ranks. All holders of a
+    box add its checksum to a sum, and one of them subtracts its own checksum once per other holder. The sum modulo 2^64
+    is 0 if all checksums are equal. The last holder subtracts in one number and the first in the other, so a single
+    rank that differs always changes one of them. Checksums are mixed first, so differences of two boxes do not cancel.
+
+    Args:
+        held: The holders of each tensor, equal on all ranks.
     """
     size = dist.get_world_size()
     rank = dist.get_rank()
     if size == 1:
         return ""
-    # What this rank holds of that: the step's counters, and the checksum of each part that has other holders.
+    # This rank's values: the step's counters, and the checksum of each box that has other holders.
     everybody = np.arange(size)
     own: dict[str, tuple[Ints, int]] = {f"counter {name}": (everybody, counters.get(name, 0)) for name in COUNTERS}
     names = [*own, *(name for name, one in held.items() if any(part.holders > 1 for part in one.parts))]
@@ -53,7 +55,7 @@ def find_odd(tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: 
     sums = torch.stack([checksum(tensors[name]) for name, _ in checked]).tolist() if checked else []
     own |= {name: (ranks, value) for (name, ranks), value in zip(checked, sums, strict=True)}
 
-    # Two numbers of each name, in one all-reduce; int64 wraps around, which is the sum modulo 2^64.
+    # Two numbers for each name, in one all-reduce. int64 wraps around, so the sums are modulo 2^64.
     numbers = []
     for name in names:
         if name not in own:

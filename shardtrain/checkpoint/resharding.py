@@ -1,4 +1,4 @@
-"""Boxes that cover a tensor exactly once: how the pieces of a checkpoint are checked, and how two meshes meet."""
+"""Operations on boxes of a tensor: their overlap, and the check that boxes cover a tensor exactly once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, one number per dimension each."""
 
 _MAX_COMPARISONS = 5_000_000
-"""About two seconds; a tensor of 10,000 pieces on a grid needs far fewer."""
+"""Takes about two seconds. A tensor of 10,000 pieces on a grid needs far fewer."""
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes share, or None.
+    """Return the intersection of two boxes, or None.
 
     >>> overlap(((0, 0), (4, 4)), ((2, 1), (4, 2)))
     ((2, 1), (2, 2))
@@ -37,7 +37,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
-    """What is wrong with boxes that should cover a tensor of this shape exactly once; empty when nothing is.
+    """Return the reason why boxes do not cover a tensor of this shape exactly once, or "".
 
     >>> check_tiling((4,), [((0,), (2,)), ((2,), (2,))])
     ''
@@ -46,9 +46,9 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
     """
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            return "have other dimensions than it has"
+            return "have a wrong number of dimensions"
         if any(o + n > whole or n == 0 for o, n, whole in zip(offsets, sizes, shape, strict=True)):
-            return "lie outside of it or are empty"
+            return "are outside of it or empty"
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
         return "do not cover it exactly"
     if len(boxes) < 2:
@@ -56,8 +56,8 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
     if not shape:
         return "overlap"
 
-    # With as many elements as the whole, boxes that do not overlap cover it. They are swept along the dimension with
-    # most cuts, where few are side by side, and each is compared with those that have not ended where it begins.
+    # The boxes have as many elements as the tensor, so they cover it if they do not overlap. Sweep along the dimension
+    # with most cuts, and compare each box only with those that reach beyond its start.
     along = max(range(len(shape)), key=lambda dim: len({box[0][dim] for box in boxes}))
     open_boxes: list[Box] = []
     comparisons = 0

@@ -1,4 +1,4 @@
-"""The beginning of a safetensors file: written by itself, so that the tensors can follow one by one. No torch."""
+"""Create the header of a safetensors file, so a caller can stream the tensors after it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardtrain.facts.dtypes import ITEM_BYTES, SAFETENSORS_NAMES
 
 
 def header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> memoryview:
-    """The bytes before those of the tensors, which are (type, shape) by name and follow in the same order."""
+    """Return the bytes of the header. ``tensors`` maps names to (dtype, shape), in the order of their bytes."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, (dtype, shape) in tensors.items():

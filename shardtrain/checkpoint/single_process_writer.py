@@ -62,7 +62,7 @@ def write(
     with files.new_folder(folder) as temporary:
         stored = files.write_hashed(temporary / "rank-00000.bin", blocks())
         more = [files.write_hashed(temporary / name, [memoryview(data)]) for name, data in (beside or {}).items()]
-        whole = Manifest(
+        new_manifest = Manifest(
             step=step,
             world_size=1,
             run=secrets.token_hex(6),
@@ -72,6 +72,6 @@ def write(
             facts={**facts, "weights_only": not with_optimizer},
         )
         # Parse the manifest before it is published: one that cannot be read must not replace anything.
-        text = whole.to_bytes()
+        text = new_manifest.to_bytes()
         manifest.parse(text, temporary)
         files.write_durable(temporary / MANIFEST, text)

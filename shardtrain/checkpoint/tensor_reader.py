@@ -1,8 +1,8 @@
-"""A rank's part of the tensors, read of the files of a checkpoint that any mesh has saved.
+"""Read a rank's shards from a checkpoint that was saved on any mesh.
 
-On another mesh a rank may need small pieces of many tensors from thousands of files. Where they lie is computed for all
-pieces of a grid at once, and once for all tensors that are cut alike. They are read file by file, those that follow
-each other at once, and ``MOST_PIECES`` of all are known at a time.
+On another mesh a rank may need small pieces of many tensors from thousands of files. Their locations are computed for
+all pieces of a grid together, and once for all tensors with equal sharding. Pieces are read file by file, and
+consecutive ones with one request. At most about ``MOST_PIECES`` locations are in memory at a time.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from shardtrain.utils import activity, garbage_collection
 from shardtrain.utils.errors import CheckpointError
 
 MOST_PIECES = 2**17
-"""Of which the places are known at a time, some 100 bytes of each."""
+"""Number of pieces whose locations are in memory at a time. Each takes about 100 bytes."""
 _MOST_PLACES = 2**13
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Types that NumPy knows too, by their bytes: to copy numbers it does not matter what they mean."""
+"""Integer dtypes by item size. They can copy values of any dtype, also of those that NumPy lacks."""
 
 _Place = tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]
 
 
 @garbage_collection.paused()
 def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> None:
-    """Fill this rank's part of the tensors in place, converting floating-point types. Raises OSError."""
+    """Fill this rank's shards of the tensors in place, and convert floating-point dtypes. Raises OSError."""
     cuts = _find(tensors, manifest)
     copied = _Copied()
     while pieces := _next_pieces(cuts):
         copied.forget()
-        # File by file, each opened once for all pieces that are known of it.
+        # Read file by file. Open each file once for all of its known pieces.
         changes = np.flatnonzero(pieces.files[1:] != pieces.files[:-1]) + 1
         for first, last in itertools.pairwise([0, *changes.tolist(), len(pieces.files)]):
             with contextlib.closing(files.open_stored(folder / manifest.files[pieces.files[first]].name)) as reader:
@@ -53,12 +53,18 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
 
 
 def shorter() -> CheckpointError:
-    """What is said of a file that ends before it should."""
+    """Return the error for a file that ends too early."""
     return CheckpointError("a file of the checkpoint became shorter while it was read; start again")
 
 
 class _Target:
-    """What this rank holds of a tensor, and how bytes of a file get there."""
+    """This rank's shard of a tensor, as the destination of stored bytes.
+
+    Attributes:
+        item: Bytes per element in the file.
+        is_as_stored: The shard has the stored dtype and is in host memory, so bytes can be copied unchanged.
+        is_direct: The shard is also contiguous, so bytes can be read directly into it.
+    """
 
     def __init__(self, tensor: Tensor, dtype: str) -> None:
         self.local = local_tensor(tensor).detach()
@@ -69,32 +75,32 @@ class _Target:
 
     @cached_property
     def bytes(self) -> memoryview:
-        """Its memory, where that is read into."""
+        """The memory of the shard, as bytes."""
         return memoryview(self.local.reshape(-1).view(torch.uint8).numpy().data)
 
     @cached_property
     def integers(self) -> np.ndarray:
-        """Its memory, where bytes are copied as they are."""
+        """The shard as integers of equal size."""
         array: np.ndarray = self.local.view(_INTEGERS[self.item]).numpy()
         return array
 
 
 class _Copied:
-    """Memory for what is read and then copied, of one run at a time."""
+    """Buffer for pieces that are read and then copied, of one run of consecutive pieces at a time."""
 
     def __init__(self) -> None:
-        # each piece begins at a multiple of 8; the system gives memory when it is written to
+        # Each piece begins at a multiple of 8. The system allocates memory only when it is written to.
         self._bytes = np.empty(files.PIECE_BYTES + 8 * files.MOST_VIEWS, np.uint8)
         self._view = memoryview(self._bytes.data)
         self._tensor = torch.from_numpy(self._bytes)
-        self._places: dict[tuple[int, int], _Place] = {}  # the same of alike layers
+        self._places: dict[tuple[int, int], _Place] = {}  # layers with equal sharding share them
 
     def view(self, begin: int, num_bytes: int) -> memoryview:
-        """Where a piece is read into."""
+        """Return the part of the buffer for a piece."""
         return self._view[begin : begin + num_bytes]
 
     def put(self, begin: int, num_bytes: int, target: _Target, cut: _Cut, row: int) -> None:
-        """Copy what is needed of a piece to its place, converted where types differ."""
+        """Copy the needed part of a piece into the shard, and convert the dtype if it differs."""
         place = self._places.get((id(cut), row))
         if place is None:
             if len(self._places) > _MOST_PLACES:
@@ -109,25 +115,31 @@ class _Copied:
             target.local[to].copy_(rows[needed])
 
     def forget(self) -> None:
-        """The places of cuts that may be gone."""
+        """Drop the locations of cuts that may have been freed."""
         self._places.clear()
 
 
 class _Cut(NamedTuple):
-    """The pieces of a grid that a rank needs, counted from the grid's first file and byte: alike in all layers."""
+    """The pieces of a grid that a rank needs. It is equal for layers with equal sharding.
+
+    Attributes:
+        files, begins: File and offset of each piece, relative to the grid's first file and offset.
+        num_bytes: Size of each piece.
+        to: Byte offset in the rank's shard into which each piece is read directly. None if pieces are copied.
+        tail: Sizes of the dimensions after the one along which a copied piece consists of rows.
+        copies: (n, 3, dims), for copied pieces: offsets of the needed part in the piece, and in the shard, and its
+            sizes.
+    """
 
     files: Ints
     begins: Ints
     num_bytes: Ints
     to: Ints | None
-    """The byte of the rank's memory where a piece is read into; None where they are copied"""
     tail: tuple[int, ...]
-    """What a copied piece is made of: the sizes behind the dimension in which its rows follow each other"""
     copies: Ints
-    """(n, 3, dims): where what is needed begins in what is read of a copied piece, and in the rank's; its sizes"""
 
     def place(self, row: int) -> _Place:
-        """The shape of what is read of a copied piece, what of it is needed, and where that goes."""
+        """Return the shape of a copied piece, the slices of its needed part, and the slices of the shard for it."""
         of_rows, of_local, sizes = self.copies[row].tolist()
         needed, to = (
             tuple(slice(at, at + size) for at, size in zip(begin, sizes, strict=True)) for begin in (of_rows, of_local)
@@ -136,15 +148,18 @@ class _Cut(NamedTuple):
 
 
 class _Pieces(NamedTuple):
-    """Pieces by files and places, one row each."""
+    """Pieces ordered by file and offset, one row each.
+
+    Attributes:
+        cut: The index of the piece's cut in ``cuts``.
+        row: The row of the piece in its cut.
+    """
 
     files: Ints
     begins: Ints
     num_bytes: Ints
     cut: Ints
-    """Which of ``cuts`` it is of"""
     row: Ints
-    """Which row of that"""
     cuts: list[tuple[_Target, _Cut]]
 
 
@@ -158,7 +173,7 @@ def _find(tensors: Mapping[str, Tensor], manifest: Manifest) -> Iterator[tuple[_
         for grid in stored.grids:
             key = (grid.offsets, grid.sizes, grid.axes, own, target.item, target.is_direct)
             if key not in known:
-                if rows_known > MOST_PIECES:  # of tensors that are all cut in other ways
+                if rows_known > MOST_PIECES:  # many tensors with different sharding
                     known = {}
                     rows_known = 0
                 cut = known[key] = _cut(grid, own, target.item, target.is_direct)
@@ -178,8 +193,8 @@ def _cut(grid: Grid, own: Box, item: int, is_direct: bool) -> _Cut | None:
     dims = len(own[0])
     row_bytes = [item * math.prod(grid.sizes[dim + 1 :]) for dim in range(dims)]
 
-    # Rows that follow each other are read as one, but not too many bytes; where a row is too large, those of a later
-    # dimension. So what is needed of a box is cut into pieces of at most PIECE_BYTES, all boxes at once.
+    # Divide the needed part of all boxes into pieces of at most PIECE_BYTES. A piece consists of consecutive rows along
+    # the first dimension whose rows are small enough.
     along = next((dim for dim in range(dims) if row_bytes[dim] <= files.PIECE_BYTES), 0)
     for dim in range(min(along + 1, dims)):
         most = files.PIECE_BYTES // row_bytes[dim] if dim == along else 1
@@ -192,19 +207,19 @@ def _cut(grid: Grid, own: Box, item: int, is_direct: bool) -> _Cut | None:
         of_local[:, dim] += number * most
         sizes[:, dim] = np.minimum(sizes[:, dim] - number * most, most)
 
-    # Where the pieces lie in their files. Whole rows go where they belong in this rank's memory as they are read; of
-    # others more is read than is needed, and the needed part is copied.
+    # Compute the locations of the pieces in their files. Complete rows are read directly into the shard. For incomplete
+    # rows, the complete row is read, and the needed part is copied.
     bytes_along = np.array(row_bytes[: along + 1], np.int64)
     begins = of_box[:, : along + 1] @ bytes_along
     num_bytes = sizes[:, along] * row_bytes[along] if dims else np.full(1, item)
     if is_direct and grid.sizes[1:] == own[1][1:] and (overlaps.shared_sizes[:, 1:] == own[1][1:]).all():
         return _Cut(file, begins, num_bytes, of_local[:, : along + 1] @ bytes_along, (), sizes[:0, None])
-    of_box[:, : along + 1] = 0  # what lies before in a stored piece is not read
+    of_box[:, : along + 1] = 0  # the bytes before a piece are not read
     return _Cut(file, begins, num_bytes, None, grid.sizes[along + 1 :], np.stack([of_box, of_local, sizes], 1))
 
 
 def _next_pieces(found: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None:
-    """The next ``MOST_PIECES``, and those of the grid with the last of them."""
+    """Return the next ``MOST_PIECES`` pieces, or a few more to complete the last grid. None at the end."""
     cuts = []
     columns = []
     count = 0
@@ -216,7 +231,7 @@ def _next_pieces(found: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None:
             break
     if not cuts:
         return None
-    # One row for each piece of any cut, sorted by files and places in them.
+    # Create one row per piece, ordered by file and offset.
     in_files, begins, num_bytes, numbers = zip(*columns, strict=True)
     row, which = ranges(np.zeros(len(cuts), np.int64), np.array(numbers))
     file, begin, size = (np.concatenate(column) for column in (in_files, begins, num_bytes))
@@ -228,7 +243,7 @@ def _read_of_file(reader: files.StoredFileReader, pieces: _Pieces, own: slice, c
     which = pieces.cut[own].tolist()
     rows = pieces.row[own].tolist()
     sizes = pieces.num_bytes[own].tolist()
-    # Pieces that follow each other are one call of preadv, each into its own memory.
+    # Read consecutive pieces with one call of preadv, each into its own memory.
     for start, stop, position in _runs(pieces.begins[own], pieces.num_bytes[own]):
         views = []
         copies = []
@@ -250,7 +265,7 @@ def _read_of_file(reader: files.StoredFileReader, pieces: _Pieces, own: slice, c
 
 
 def _runs(begins: Ints, num_bytes: Ints) -> Iterator[tuple[int, int, int]]:
-    """First and last, and the place, of pieces that follow each other; not too many of them, nor too many bytes."""
+    """Yield (start, stop, offset) of runs of consecutive pieces, with limited number and size."""
     ends = begins + num_bytes
     firsts = np.concatenate([[0], 1 + np.flatnonzero(begins[1:] != ends[:-1]), [len(ends)]])
     positions = begins[firsts[:-1]]

@@ -226,7 +226,7 @@ def test_a_seed_checkpoint_is_the_state_before_the_first_step(tmp_path: Path) ->
     assert {path.name for path in (tmp_path / "seed/checkpoint").glob("step-*")} == {"step-0", "step-2"}
     assert answer["from seed"].losses == answer["plain"].losses
     assert_bitwise(answer["from seed"].weights, answer["plain"].weights)
-    assert isinstance(answer["too late"].error, ConfigError) and "this one is at 2 steps" in str(
+    assert isinstance(answer["too late"].error, ConfigError) and "this one is at step 2" in str(
         answer["too late"].error
     )
     assert not list((tmp_path / "seed").rglob("*.tmp-*"))

@@ -53,7 +53,7 @@ def test_saves_wait_for_files_that_are_seen_late(tmp_path: Path, mode: str, kind
     log = (tmp_path / "logs/rank-0.log").read_text()
     assert f"{os.uname().nodename}, the node of rank 0, saw files of other nodes" in log
     if kind == "absent":  # the sign that the start looks for is an empty file
-        assert f"checkpoint.folder: {os.uname().nodename} saw what rank 0 wrote" in log
+        assert f"checkpoint.folder: {os.uname().nodename} saw a file of rank 0" in log
 
 
 def start_blind(rank: int, folder: Path) -> Ended:

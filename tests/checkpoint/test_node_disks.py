@@ -87,7 +87,7 @@ def unreadable_notes(disks: Path) -> None:
         note.write_text("[1e999, {}")
 
 
-LOST = "step-4 was saved on node-a, and no node of this run holds it.*first_node.json on all nodes to"
+LOST = "step-4 was saved on node-a, and no node of this run has it.*first_node.json on all nodes to"
 
 STARTS: dict[str, tuple[str, Any, dict[str, Any], int | str]] = {
     # name: (nodes in the order of ranks, what happened to the disks, options, the step to continue from or the error)

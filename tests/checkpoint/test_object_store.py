@@ -202,7 +202,7 @@ def test_a_store_that_cannot_refuse_a_second_writer_is_reported(caplog: pytest.L
         assert "cannot refuse" not in caplog.text
         whole.rm(f"{FOLDER}/{lease.LEASE}")
         on(Plain()).to_continue()
-    assert caplog.text.count("this store cannot refuse a second writer") == 1
+    assert caplog.text.count("this store cannot reject a second writer") == 1
 
 
 def test_a_lease_of_another_host_is_taken_when_it_shows_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
