@@ -41,7 +41,7 @@ MISTAKES = {
     "train debug --nproc 0": "write it like --nproc 2",
     "train debug --model.flavor 8b": "did you mean 8B?",
     "train debug --model.hf_assets_path ./tokenizer": 'shardtrain data download"), or use "bytes"',
-    "train debug --training.dataset text": "reads a file or folder of yours; set it",
+    "train debug --training.dataset text": "requires a file or folder; set it",
     "train debug --training.dataset text --training.dataset_path nowhere.txt": "does not exist; correct the path",
     "train debug --training.dataset text --training.dataset_path empty": "name one that has some",
     "train debug --training.dataset jsonl --training.dataset_path text.txt": 'or set data.bad_rows="skip"',

@@ -427,10 +427,10 @@ def test_what_is_missing_for_a_store_is_named(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("folder", "rule"),
     [
-        ("file:///data/run", "write the path alone"),
+        ("file:///data/run", "write the path without the scheme"),
         ("s3://", "is not an address of a store"),
         ("simplecache::s3://bucket/run", "is not an address of a store"),
-        ("s3://key:secret@bucket/run", "holds a credential"),
+        ("s3://key:secret@bucket/run", "contains a credential"),
         ("s3://bucket/run", ""),
         ("checkpoint", ""),
     ],

@@ -383,12 +383,12 @@ def angles(loaded: Loaded) -> str:
     [
         (LLAMA.format("debugmodel") + OLD, "torchtitan v0.2 scales those of every Llama 3"),
         (LLAMA.format("debugmodel") + C4, "torchtitan v0.2 scales those of every Llama 3"),
-        (LLAMA.format("8B") + OLD, "which torchtitan does from v0.2 on"),
+        (LLAMA.format("8B") + OLD, "as in torchtitan since v0.2"),
         (LLAMA.format("8B") + C4, ""),
         (LLAMA.format("debugmodel"), ""),  # a file of ours
         (OLD, ""),  # names no model
         (LLAMA.format("8B") + '[model.overrides]\nrope_scaling = "none"\n' + OLD, ""),
-        (DEEPSEEK.format(4096) + 'dataset = "c4"\n', "only where training.seq_len is above 4096"),
+        (DEEPSEEK.format(4096) + 'dataset = "c4"\n', "only does so if training.seq_len exceeds 4096"),
         (DEEPSEEK.format(4097) + 'dataset = "c4"\n', ""),
         (DEEPSEEK.format(2048) + 'dataset = "c4"\n[model.overrides]\nrope_factor = 1.0\n', ""),
     ],

@@ -190,7 +190,7 @@ TWO = f"{WEB}[data.sources.code]\ndataset = 'python_stdlib'\n"
     [
         ("[training]\ndataset = 'jsonll'", ["run.toml:2: training.dataset", "is not a dataset", "did you mean jsonl?"]),
         ("[training]\ndataset = 'my_data.py'", ["training.dataset", "does not exist"]),
-        ("[training]\ndataset = 'jsonl'", ["training.dataset_path is not set", '"jsonl" reads a file or folder']),
+        ("[training]\ndataset = 'jsonl'", ["training.dataset_path is not set", '"jsonl" requires a file or folder']),
         ("[data.sources.web]\ndataset = 'pyhton_stdlib'", ["run.toml:2: data.sources.web.dataset", "python_stdlib?"]),
         ("[data.sources.web]\nweight = 1", ["run.toml:1: data.sources.web.dataset_path is not set", '"jsonl"']),
         (f"{WEB}weight = -1\n{TWO[len(WEB) :]}", ["run.toml:3: data.sources.web.weight=-1.0", "not negative"]),
@@ -199,15 +199,21 @@ TWO = f"{WEB}[data.sources.code]\ndataset = 'python_stdlib'\n"
         (f"{WEB}epochs = 0\n", ["data.sources.web.epochs=0", "at least 1"]),
         (f"{WEB}text_field = ''\n", ["data.sources.web.text_field", "must not be empty"]),
         ("[data.sources.'a b']\ndataset = 'python_stdlib'", ["run.toml:1: data.sources.a b", "letters, digits"]),
-        (f"[training]\nepochs = 2\n{WEB}", ["training.epochs=2", "does not go with [data.sources]"]),
-        (f"[training]\ndataset_path = 'x'\n{WEB}", ["training.dataset_path", "does not go with [data.sources]"]),
-        (f"[training]\ndataset = 'text'\n{WEB}", ["training.dataset=", "does not go with [data.sources]"]),
+        (f"[training]\nepochs = 2\n{WEB}", ["training.epochs=2", "is not supported with [data.sources]"]),
+        (f"[training]\ndataset_path = 'x'\n{WEB}", ["training.dataset_path", "is not supported with [data.sources]"]),
+        (f"[training]\ndataset = 'text'\n{WEB}", ["training.dataset=", "is not supported with [data.sources]"]),
         (
             f"[training]\non_data_end = 'repeat'\n{WEB}epochs = 2",
             ["on_data_end", "end with the epochs of data.sources.web"],
         ),
-        (f"{WEB}[[data.stages]]\nweights.web = 1", ["run.toml:3: data.stages needs several sources, and there is 1"]),
-        ("[[data.stages]]\nweights.web = 1", ["run.toml:1: data.stages needs several sources, and there are none"]),
+        (
+            f"{WEB}[[data.stages]]\nweights.web = 1",
+            ["run.toml:3: data.stages requires at least two sources, and there is one"],
+        ),
+        (
+            "[[data.stages]]\nweights.web = 1",
+            ["run.toml:1: data.stages requires at least two sources, and there is no source"],
+        ),
         (f"{TWO}[[data.stages]]\nweights.wbe = 1", ["run.toml:6: data.stages.0.weights.wbe", "did you mean web?"]),
         (f"{TWO}[[data.stages]]\nweights.web = 0", ["run.toml:6: data.stages.0.weights has no weight above 0"]),
         (f"{TWO}[[data.stages]]\nuntil_tokens = 5", ["run.toml:5: data.stages.0.weights has no weight above 0"]),
@@ -222,7 +228,7 @@ TWO = f"{WEB}[data.sources.code]\ndataset = 'python_stdlib'\n"
         (
             f"{TWO}[[data.stages]]\nuntil_tokens = 9\nweights.web = 1\n"
             "[[data.stages]]\nuntil_tokens = 9\nweights.web = 1",
-            ["run.toml:9: data.stages.1.until_tokens=9", "beyond the stage before it, which ends at 9"],
+            ["run.toml:9: data.stages.1.until_tokens=9", "exceed the end of the previous stage, 9"],
         ),
         (f"{TWO}[[data.stages]]\nuntil_tokens = -5\nweights.web = 1", ["until_tokens=-5 must be above 0"]),
         ("[data]\nreaders = 0", ["data.readers=0", "between 1 and 65536"]),
@@ -240,8 +246,8 @@ TWO = f"{WEB}[data.sources.code]\ndataset = 'python_stdlib'\n"
         ("[data]\nmode = 'memory'\nreaders = 8", ["data.readers=8 has no effect on data in memory"]),
         ("[data]\nmode = 'stream'\n[training]\nepochs = 2", ["training.epochs=2", "shardtrain data prepare", '"stop"']),
         ("[data]\nmode = 'stream'\nbad_rows = 'skip'", ['bad_rows="skip"', "shardtrain data prepare"]),
-        (f"{TWO}epochs = 1\n[data]\nmode = 'stream'", ["data.sources.code.epochs=1", "needs the number of rows"]),
-        ("[training]\nepochs = 1\non_data_end = 'stop'", ["on_data_end", "has no effect beside training.epochs"]),
+        (f"{TWO}epochs = 1\n[data]\nmode = 'stream'", ["data.sources.code.epochs=1", "requires the number of rows"]),
+        ("[training]\nepochs = 1\non_data_end = 'stop'", ["on_data_end", "has no effect with training.epochs"]),
         ("[validation]\nenable = true", ["validation.dataset", "is not set", "name a dataset"]),
         ("[validation]\nenable = true\ndataset = 'jsonl'", ["validation.dataset_path is not set"]),
         (
@@ -252,13 +258,13 @@ TWO = f"{WEB}[data.sources.code]\ndataset = 'python_stdlib'\n"
         (
             "[validation]\nenable = true\ndataset = 'python_stdlib'\nseq_len = 64\n[parallelism]\n"
             "pipeline_parallel_degree = 2",
-            ["validation.seq_len=64 is not training.seq_len 2048", "use 2048"],
+            ["validation.seq_len=64 must be training.seq_len 2048", "use 2048"],
         ),
         ("[validation]\nenable = true\ndataset = 'python_stdlib'\nfreq = 0", ["validation.freq=0", "at least 1"]),
         ("[validation]\nenable = true\ndataset = 'python_stdlib'\nsteps = 0", ["validation.steps=0", "or -1"]),
         (
             "[validation]\nenable = true\ndataset = 'python_stdlib'\n[validation.dataloader]\nprefetch_factor = 2",
-            ["validation.dataloader.prefetch_factor=2", "needs workers"],
+            ["validation.dataloader.prefetch_factor=2", "requires workers"],
         ),
     ],
 )
@@ -274,7 +280,7 @@ def test_a_weight_beside_stages_is_said_to_have_no_effect(tmp_path: Path) -> Non
     loaded = read(tmp_path, f"{TWO}weight = 0.2\n[[data.stages]]\nweights.code = 1")
     assert check(loaded) == []
     assert notes(loaded) == [
-        "data.sources.code.weight: without effect beside [[data.stages]], which have weights of their own"
+        "data.sources.code.weight: without effect with [[data.stages]], which have their own weights"
     ]
 
 
@@ -320,7 +326,7 @@ def test_what_can_work_is_not_a_problem_and_needs_no_note(tmp_path: Path, text: 
         ),
         ("[data]\nsplit = 'test'\nstreaming = true", "data.split, data.streaming: without effect on python_stdlib"),
         (f"{WEB}subset = 'en'", "data.sources.web.subset: without effect on python_stdlib"),
-        ("[validation]\nenable = true\ndataset = 'python_stdlib'", "the data of training too"),
+        ("[validation]\nenable = true\ndataset = 'python_stdlib'", "also the data of training"),
         (
             "[validation]\nenable = true\ndataset = 'text'\ndataset_path = 'x'\nlocal_batch_size = 2\n[parallelism]\n"
             "pipeline_parallel_degree = 2",

@@ -79,7 +79,7 @@ def fixed(problem: Problem, given: Given) -> Iterator[Given]:
             yield {**given, problem.option: value.strip('"')}
     if problem.fix == "use a positive number":
         yield {**given, problem.option: "1"}
-    if problem.fix == "write a share: 50 % is 0.5":
+    if problem.fix == "write a fraction: 10 % is 0.1":
         yield {**given, problem.option: "0.5"}
     if REMOVE.search(problem.fix) and problem.option in given:
         yield {option: value for option, value in given.items() if option != problem.option}

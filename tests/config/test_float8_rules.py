@@ -27,15 +27,15 @@ def problems(*words: str) -> str:
     ("words", "said"),
     [
         (["--model.converters=quantize.linear.float9"], "did you mean quantize.linear.float8?"),
-        (["--model.converters=quantize.linear.float8,quantize.linear.mx"], "two types of the same products (linear)"),
-        (["--model.print_after_conversion"], "prints what model.converters has changed, which is empty"),
-        ([*EMULATED, "--lora.enable", "--lora.random_base"], "leaves frozen weights and adapters in high precision"),
+        (["--model.converters=quantize.linear.float8,quantize.linear.mx"], "two dtypes for the same products (linear)"),
+        (["--model.print_after_conversion"], "prints the changes of model.converters, which is empty"),
+        ([*EMULATED, "--lora.enable", "--lora.random_base"], "is not supported with adapters"),
         ([*EMULATED, "--training.mixed_precision_param=float16"], "is float16"),
         ([*MX, "--training.mixed_precision_param=float16"], "is float16"),
-        ([*MX, "--lora.enable", "--lora.random_base"], "leaves frozen weights and adapters in high precision"),
+        ([*MX, "--lora.enable", "--lora.random_base"], "is not supported with adapters"),
         (
             [*EMULATED, "--quantize.linear.float8.recipe_name=rowwise",
-             "--quantize.linear.float8.enable_fsdp_float8_all_gather"], "needs one scale for a weight",
+             "--quantize.linear.float8.enable_fsdp_float8_all_gather"], "requires one scale per weight",
         ),
         (
             [*EMULATED, "--quantize.linear.float8.enable_fsdp_float8_all_gather", "--training.enable_cpu_offload"],
@@ -51,11 +51,14 @@ def problems(*words: str) -> str:
         (["--optimizer.early_step_in_backward"], "before all gradients are known, which training.max_norm"),
         (
             ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--training.nonfinite_policy=skip"],
-            "nonfinite_policy looks at first",
+            'nonfinite_policy = "skip" requires',
         ),
-        (["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--optimizer.name=Muon"], "need together"),
-        (["--optimizer.name=AdamW8bit", "--optimizer.state_dtype=bfloat16"], "is for Adam and AdamW"),
-        (["--optimizer.bf16_stochastic_round"], "rounds what is stored in bfloat16, and nothing is"),
+        (
+            ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--optimizer.name=Muon"],
+            "this optimizer may require",
+        ),
+        (["--optimizer.name=AdamW8bit", "--optimizer.state_dtype=bfloat16"], "is only supported by Adam and AdamW"),
+        (["--optimizer.bf16_stochastic_round"], "requires parameters or optimizer states in bfloat16"),
     ],
     ids=str,
 )  # fmt: skip
@@ -114,7 +117,7 @@ def test_experts_in_mx_are_not_available():
     [
         ([], ""),
         (["--quantize.linear.mx.mxfp8_dim1_cast_kernel_choice=triton"], "casts are PyTorch's operations here"),
-        (["--training.seq_len=72"], "seq_len=72: a row is 72 tokens, not whole blocks of 32"),
+        (["--training.seq_len=72"], "seq_len=72: a row is 72 tokens, which does not fill blocks of 32"),
         (["--training.seq_len=96", "--parallelism.context_parallel_degree=2"], "a row is 96 tokens in 4 pieces"),
     ],
     ids=str,

@@ -56,7 +56,7 @@ def test_a_folder_whose_sizes_are_taken_has_an_effect_beside_another_tokenizer(f
     assert not [problem for problem in check(at(folder, *words)) if "model.hf_assets_path" in str(problem)]
     (tmp_path / "empty").mkdir()
     told = [str(problem) for problem in check(at(tmp_path / "empty", *words))]
-    assert any("has no effect beside model.tokenizer_path" in line for line in told)
+    assert any("has no effect with model.tokenizer_path" in line for line in told)
 
 
 def test_what_the_user_says_goes_first(folder: Path) -> None:

@@ -33,25 +33,31 @@ def problems(tmp_path: Path, text: str) -> list[str]:
         (CLASSIFICATION + "num_labels = 1", "task.num_labels=1 must be at least 2"),
         (CLASSIFICATION + 'labels = ["a", "a"]', "name each label once"),
         (CLASSIFICATION + 'labels = ["a", "b"]\nnum_labels = 3', "is not the number of task.labels, 2"),
-        (CLASSIFICATION + 'label_field = "1"', "are a number and a name"),
+        (CLASSIFICATION + 'label_field = "1"', "must both be numbers or both be names"),
         (CLASSIFICATION + "[task.options]\nx = 1", "task.options"),
         (CLASSIFICATION + '[data]\npacking = "padded"', "data.packing"),
         (CLASSIFICATION + "[data.sources.a]\ndataset = 'tsv'\ndataset_path = 'x'", "reads one dataset"),
-        (CLASSIFICATION + "[parallelism]\npipeline_parallel_degree = 2", "parallelism.pipeline_parallel_degree=2 cuts"),
-        (CLASSIFICATION + "[parallelism]\ncontext_parallel_degree = 2", "parallelism.context_parallel_degree=2 cuts"),
+        (
+            CLASSIFICATION + "[parallelism]\npipeline_parallel_degree = 2",
+            "parallelism.pipeline_parallel_degree=2 splits",
+        ),
+        (CLASSIFICATION + "[parallelism]\ncontext_parallel_degree = 2", "parallelism.context_parallel_degree=2 splits"),
         (CLASSIFICATION + "[parallelism]\ntensor_parallel_degree = 2", "parallelism.disable_loss_parallel=false"),
         (
             CLASSIFICATION + "num_labels = 2\n[parallelism]\ntensor_parallel_degree = 2\ndisable_loss_parallel = true\n"
             "[compile]\nenable = true",
-            "compile.enable=true cannot compile split layers for rows of every length",
+            "compile.enable=true cannot compile tensor-parallel layers for rows of different lengths",
         ),
         (
             CLASSIFICATION + HELD_OUT + '[checkpoint]\nenable = true\nkeep_best = "validation.acuracy"',
             'did you mean "validation.accuracy"?',
         ),
         (HELD_OUT + '[checkpoint]\nenable = true\nkeep_best = "validation.accuracy"', "must be validation.loss or"),
-        (HELD_OUT + "freq = 5\nper_epoch = 1", "validation.freq=5 has no effect beside validation.per_epoch"),
-        (HELD_OUT + 'per_epoch = 1\n[data]\nmode = "stream"', "per_epoch=1 needs the number of rows, which a stream"),
+        (HELD_OUT + "freq = 5\nper_epoch = 1", "validation.freq=5 has no effect with validation.per_epoch"),
+        (
+            HELD_OUT + 'per_epoch = 1\n[data]\nmode = "stream"',
+            "per_epoch=1 requires the number of rows, which is unknown",
+        ),
     ],
 )
 def test_a_wrong_option_is_one_line(tmp_path: Path, text: str, said: str) -> None:

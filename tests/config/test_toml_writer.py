@@ -129,7 +129,7 @@ def test_show_names_the_origin_of_every_value_and_is_valid_toml(tmp_path: Path) 
     [
         ("[training]\nsteps = 5\n[lr_scheduler]\nwarmup_steps = 9", "ends before the peak rate"),
         ("[training]\nsteps = 10\n[lr_scheduler]\nwarmup_steps = 9\ndecay_ratio = 0.5", "right after the warmup"),
-        ("[training]\nsteps = 400\n[lr_scheduler]\ntotal_steps = 300", "the rest keeps the last rate"),
+        ("[training]\nsteps = 400\n[lr_scheduler]\ntotal_steps = 300", "the remaining steps use the last rate"),
         ("[checkpoint]\nenable_ft_dataloader_checkpoints = true", "no replica groups"),
         ("[quantize.linear.float8]\nemulate = true", '"quantize.linear.float8" in model.converters'),
     ],

@@ -85,7 +85,7 @@ def test_a_folder_that_is_none_is_named(text: str | None, said: str, tmp_path: P
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--task.options.mask_fraction=2.0"], "must lie between 0 and 1"),
+        (["--task.options.mask_fraction=2.0"], "must be between 0 and 1"),
         (["--task.options.mask_token_id=-1"], "must be the id of a token"),
         (["--task.options.masks=3"], "is not an option of masked_language_model"),
         (["--task.labels", "a", "b"], "task.labels"),

@@ -34,11 +34,11 @@ ON = {"enable": True, "random_base": True}
         ),
         (
             {"lora": {**ON, "target_modules": ["wq", "head"]}, "task": {"name": "reward_model"}},
-            ["lora.target_modules", "names head, which task.name=reward_model trains whole"],
+            ["lora.target_modules", "names head, whose full weight task.name=reward_model trains"],
         ),
         (
             {"lora": {**ON, "target_modules": ["head"], "modules_to_save": ["lm_head"]}},
-            ["lora.target_modules", "names head, which lora.modules_to_save trains whole"],
+            ["lora.target_modules", "names head, whose full weight lora.modules_to_save trains"],
         ),
         ({"lora": {**ON, "dropout": 1.0}}, ["lora.dropout=1", "below 1"]),
         ({"lora": {**ON, "dropout": -0.1}}, ["lora.dropout=-0.1", "at least 0"]),

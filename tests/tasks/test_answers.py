@@ -175,7 +175,7 @@ def test_both_sides_are_shown_with_what_is_learned(tmp_path: Path, capsys: pytes
     [
         ({"name": "kto", "group_size": 1}, "task.group_size=1 must be at least 2"),
         ({"name": "kto", "desirable_weight": 0.0}, "task.desirable_weight=0.0 must be above 0"),
-        ({"name": "kto", "gamma": 1.0}, 'task.gamma=1.0 is read by task.name = "simpo" alone'),
+        ({"name": "kto", "gamma": 1.0}, 'task.gamma=1.0 is only read by task.name = "simpo"'),
         ({"name": "simpo", "gamma": -1.0}, "task.gamma=-1.0 must be 0 or above"),
         ({"name": "orpo", "rejected_field": "chosen"}, "name three columns"),
         (

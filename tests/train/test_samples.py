@@ -100,7 +100,7 @@ def is_idle(rank: int, one: Config) -> bool:
 def test_a_frequency_without_a_prompt_is_refused() -> None:
     one = tiny_config(metrics={"sample_freq": 5})
     (found,) = configs.check(Loaded(one, origins={"metrics.sample_freq": "run.toml:3"}))
-    assert "metrics.sample_freq=5 has no text to continue" in str(found)
+    assert "metrics.sample_freq=5 requires metrics.sample_prompt" in str(found)
 
 
 def test_evaluation_mode_is_left_as_it_was() -> None:

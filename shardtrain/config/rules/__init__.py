@@ -1,4 +1,7 @@
-"""All rules that need neither torch nor this machine; every problem is found, not the first alone."""
+"""The rules that a configuration must satisfy, and the notes about legal but doubtful configurations.
+
+They require neither torch nor the machine of the run. ``check`` reports every problem, not only the first.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ from shardtrain.config.rules.pipeline_rules import check_context, check_pipeline
 from shardtrain.config.rules.safety_rules import check_paths, check_secrets
 from shardtrain.config.rules.task_rules import OF_TEXT, check_task, check_text_tasks
 from shardtrain.config.rules.transformers_rules import check_transformers
-from shardtrain.config.rules.values import check_forms, check_ranges, check_steps, check_words
+from shardtrain.config.rules.values import check_choices, check_forms, check_ranges, check_steps
 from shardtrain.config.schema import Config
 from shardtrain.config.teacher import check_distillation
 from shardtrain.facts.quantization import CONVERTERS
@@ -54,7 +57,7 @@ from shardtrain.utils.errors import Problem
 CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_steps,
     check_ranges,
-    check_words,
+    check_choices,
     check_accepted,
     check_storage,
     check_forms,
@@ -93,119 +96,160 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
 
 
 def check(loaded: Loaded) -> list[Problem]:
-    """Return every problem, up to a hundred, that can be known without torch and without the machine of the run."""
+    """Return every problem, up to MAX_PROBLEMS, that can be known without torch and without this machine."""
     return list(islice(_problems(loaded), MAX_PROBLEMS))
 
 
 def _problems(loaded: Loaded) -> Iterator[Problem]:
     for rule in CHECKS:
         for problem in rule(loaded):
-            if rule not in _OF_IDLE_OPTIONS or not loaded.is_from_preset(problem.option):
+            if rule not in _NO_EFFECT_CHECKS or not loaded.is_from_preset(problem.option):
                 yield problem
 
 
-_OF_IDLE_OPTIONS = (check_without_effect, check_schedule)
-"""Rules about options without effect. An option of a preset that an override makes idle is a note instead: the user
-did not write it and cannot remove it."""
-
-
-# A feature that is off, and the options that wait for it: (when it is off, the options' start, what would turn it on).
-_SWITCHES: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
-    (lambda c: not c.checkpoint.enable, "checkpoint.", "checkpoint.enable"),
-    (lambda c: not c.validation.enable, "validation.", "validation.enable"),
-    (lambda c: not c.lora.enable, "lora.", "lora.enable"),
-    (lambda c: not c.fault_tolerance.enable, "fault_tolerance.", "fault_tolerance.enable"),
-    (lambda c: not c.memory_estimation.enable, "memory_estimation.", "memory_estimation.enable"),
-    (lambda c: not c.compile.enable, "compile.", "compile.enable"),
-    (lambda c: not c.profiling.enable_profiling, "profiling.profile", "profiling.enable_profiling"),
-    (lambda c: not c.profiling.enable_profiling, "profiling.save_traces", "profiling.enable_profiling"),
-    (lambda c: not c.profiling.enable_memory_snapshot, "profiling.save_memory", "profiling.enable_memory_snapshot"),
-    (lambda c: not c.metrics.enable_tensorboard, "metrics.save_tb_folder", "metrics.enable_tensorboard"),
-    *(
-        (lambda c, name=name: name not in c.model.converters, f"{name}.", f'"{name}" in model.converters')  # type: ignore[misc]
-        for name in CONVERTERS
-    ),
-    (lambda c: c.parallelism.pipeline_parallel_degree == 1, "parallelism.pipeline_", "pipeline_parallel_degree > 1"),
-    (lambda c: c.parallelism.pipeline_parallel_degree == 1, "parallelism.module_fqns", "pipeline_parallel_degree > 1"),
-    (lambda c: c.parallelism.context_parallel_degree == 1, "parallelism.context_", "context_parallel_degree > 1"),
-    (lambda c: c.parallelism.tensor_parallel_degree == 1, "parallelism.enable_async", "tensor_parallel_degree > 1"),
-    (
-        lambda c: not c.checkpoint.enable and not c.metrics.sample_freq,
-        "metrics.sample_prompt",
-        "checkpoint.enable or metrics.sample_freq",
-    ),
-    (
-        lambda c: c.parallelism.pipeline_parallel_degree > 1 or c.parallelism.context_parallel_degree > 1,
-        "metrics.sample_freq",
-        "neither pipeline nor context parallelism; the sample at the end is drawn all the same",
-    ),
-    (lambda c: c.task.name not in OF_TEXT, "metrics.sample_", "a task whose model continues a text"),
-    (
-        lambda c: c.parallelism.context_parallel_method == "ulysses",
-        "parallelism.context_parallel_rotate",
-        'context_parallel_method = "ring"',
-    ),
-    (
-        lambda c: c.parallelism.context_parallel_method == "ulysses",
-        "parallelism.context_parallel_load",
-        'context_parallel_method = "ring"',
-    ),
-)
+_NO_EFFECT_CHECKS = (check_without_effect, check_schedule)
+"""Rules about options without effect. If an override disables an option of a preset, the user gets
+a note instead of an error, because the user did not write the option and cannot remove it.
+"""
 
 
 def notes(loaded: Loaded) -> list[str]:
-    """What is not an error and still worth a line: options of features that are off, and lengths that get cut."""
-    found = []
-    for is_off, start, switch in _SWITCHES:
-        if not is_off(loaded.config):
-            continue
-        waiting = [
-            name
-            for name, option in options().items()
-            if name.startswith(start)
-            and name != switch
-            and loaded.is_set(name)
-            and loaded.value(name) != option.default
-        ]
+    """Return lines about legal configurations that probably do not do what the user expects."""
+    return [
+        *_disabled_options(loaded),
+        *_preset_options_without_effect(loaded),
+        *_schedule_lengths(loaded),
+        *_compiled_loss(loaded),
+        *_repeated_recomputation(loaded),
+        *_unsupported_options(loaded),
+        *pipeline_notes(loaded),
+        *experts_notes(loaded),
+        *rotary_notes(loaded),
+        *float8_notes(loaded),
+        *checkpoint_notes(loaded),
+        *spike_notes(loaded),
+        *data_notes(loaded),
+    ]
+
+
+def _disabled_options(loaded: Loaded) -> Iterator[str]:
+    """Options that a user set, of features that are off."""
+    for prefix, switch in _disabled_features(loaded.config):
+        waiting = []
+        for name, option in options().items():
+            is_affected = name.startswith(prefix) and name != switch
+            if is_affected and loaded.is_set(name) and loaded.value(name) != option.default:
+                waiting.append(name)
         if waiting:
-            found.append(f"{', '.join(waiting)}: without effect unless {switch}")
-    for rule in _OF_IDLE_OPTIONS:
+            yield f"{', '.join(waiting)}: without effect unless {switch}"
+
+
+def _disabled_features(c: Config) -> Iterator[tuple[str, str]]:
+    """Yield, for each feature that is off, the prefix of its options and the setting that turns it on."""
+    if not c.checkpoint.enable:
+        yield "checkpoint.", "checkpoint.enable"
+    if not c.validation.enable:
+        yield "validation.", "validation.enable"
+    if not c.lora.enable:
+        yield "lora.", "lora.enable"
+    if not c.fault_tolerance.enable:
+        yield "fault_tolerance.", "fault_tolerance.enable"
+    if not c.memory_estimation.enable:
+        yield "memory_estimation.", "memory_estimation.enable"
+    if not c.compile.enable:
+        yield "compile.", "compile.enable"
+    if not c.profiling.enable_profiling:
+        yield "profiling.profile", "profiling.enable_profiling"
+        yield "profiling.save_traces", "profiling.enable_profiling"
+    if not c.profiling.enable_memory_snapshot:
+        yield "profiling.save_memory", "profiling.enable_memory_snapshot"
+    if not c.metrics.enable_tensorboard:
+        yield "metrics.save_tb_folder", "metrics.enable_tensorboard"
+    for converter in CONVERTERS:
+        if converter not in c.model.converters:
+            yield f"{converter}.", f'"{converter}" in model.converters'
+
+    # Parallelism
+    p = c.parallelism
+    if p.pipeline_parallel_degree == 1:
+        yield "parallelism.pipeline_", "pipeline_parallel_degree > 1"
+        yield "parallelism.module_fqns", "pipeline_parallel_degree > 1"
+    if p.context_parallel_degree == 1:
+        yield "parallelism.context_", "context_parallel_degree > 1"
+    if p.tensor_parallel_degree == 1:
+        yield "parallelism.enable_async", "tensor_parallel_degree > 1"
+
+    # Samples
+    if not c.checkpoint.enable and not c.metrics.sample_freq:
+        yield "metrics.sample_prompt", "checkpoint.enable or metrics.sample_freq"
+    if p.pipeline_parallel_degree > 1 or p.context_parallel_degree > 1:
+        condition = "neither pipeline nor context parallelism; the sample at the end is generated in any case"
+        yield "metrics.sample_freq", condition
+    if c.task.name not in OF_TEXT:
+        yield "metrics.sample_", "a task whose model continues a text"
+
+    if p.context_parallel_method == "ulysses":
+        yield "parallelism.context_parallel_rotate", 'context_parallel_method = "ring"'
+        yield "parallelism.context_parallel_load", 'context_parallel_method = "ring"'
+
+
+def _preset_options_without_effect(loaded: Loaded) -> Iterator[str]:
+    for rule in _NO_EFFECT_CHECKS:
         for problem in rule(loaded):
             if loaded.is_from_preset(problem.option):
-                found.append(f"{problem.option}={problem.value} of the preset {problem.rule}")
+                yield f"{problem.option}={problem.value} of the preset {problem.rule}"
+
+
+def _schedule_lengths(loaded: Loaded) -> Iterator[str]:
+    """Learning-rate schedules that do not fit into the number of steps."""
     schedule = loaded.config.lr_scheduler
     steps = loaded.config.training.steps
-    if loaded.config.training.epochs is None and "warmup_steps" in (schedule_options(schedule.name) or ()):
-        if schedule.warmup_steps > steps >= 1:
-            found.append(
-                f"lr_scheduler.warmup_steps={schedule.warmup_steps} is more than the {steps} steps: "
+    if loaded.config.training.epochs is not None:
+        return
+    if steps >= 1 and "warmup_steps" in (schedule_options(schedule.name) or ()):
+        decay_steps = (schedule.decay_ratio or 0) * steps
+        if schedule.warmup_steps > steps:
+            yield (
+                f"lr_scheduler.warmup_steps={schedule.warmup_steps} exceeds the {steps} steps: "
                 "the run ends before the peak rate"
             )
-        elif schedule.decay_ratio is not None and schedule.warmup_steps + schedule.decay_ratio * steps > steps >= 1:
-            found.append(
-                "lr_scheduler.warmup_steps and decay_ratio together take more than all steps: "
+        elif schedule.decay_ratio is not None and schedule.warmup_steps + decay_steps > steps:
+            yield (
+                "lr_scheduler.warmup_steps and decay_ratio together exceed the number of steps: "
                 "the decay begins right after the warmup"
             )
-    if schedule.total_steps is not None and loaded.config.training.epochs is None and schedule.total_steps < steps:
-        found.append(
-            f"lr_scheduler.total_steps={schedule.total_steps} is below {steps} steps: the rest keeps the last rate"
+    if schedule.total_steps is not None and schedule.total_steps < steps:
+        yield (
+            f"lr_scheduler.total_steps={schedule.total_steps} is below {steps} steps: "
+            "the remaining steps use the last rate"
         )
+
+
+def _compiled_loss(loaded: Loaded) -> Iterator[str]:
     compiled = loaded.config.compile
     p = loaded.config.parallelism
-    split_logits = p.tensor_parallel_degree > 1 and not p.disable_loss_parallel
-    if compiled.enable and "loss" in compiled.components and split_logits:
-        found.append("compile.components: the loss on logits split by tensor parallelism is not compiled")
-    schedule_name = stages.schedule_name(p.pipeline_parallel_schedule)
-    recompute = loaded.config.activation_checkpoint.mode
-    if p.pipeline_parallel_degree > 1 and schedule_name in stages.SPLIT_BACKWARD and recompute in ("full", "selective"):
-        found.append(
-            f"activation_checkpoint.mode={recompute}: {schedule_name} recomputes a layer for the gradient of its input "
-            "and again for each group of its weights, some ten times where 1F1B does so once"
+    has_split_logits = p.tensor_parallel_degree > 1 and not p.disable_loss_parallel
+    if compiled.enable and "loss" in compiled.components and has_split_logits:
+        yield "compile.components: the loss on logits split by tensor parallelism is not compiled"
+
+
+def _repeated_recomputation(loaded: Loaded) -> Iterator[str]:
+    p = loaded.config.parallelism
+    schedule = stages.schedule_name(p.pipeline_parallel_schedule)
+    mode = loaded.config.activation_checkpoint.mode
+    is_recomputed = mode in ("full", "selective")
+    if p.pipeline_parallel_degree > 1 and schedule in stages.SPLIT_BACKWARD and is_recomputed:
+        yield (
+            f"activation_checkpoint.mode={mode}: {schedule} recomputes a layer for the gradient of its input "
+            "and again for each group of its weights, about ten times as often as 1F1B"
         )
+
+
+def _unsupported_options(loaded: Loaded) -> Iterator[str]:
+    """Options that exist so configurations of torchtitan can be read, and that have no effect here."""
     overlap = "parallelism.pipeline_parallel_expert_parallel_overlap"
     if loaded.is_set(overlap):
-        found.append(f"{overlap}: without effect, experts' exchanges are not overlapped with compute")
-    if loaded.is_set("checkpoint.enable_ft_dataloader_checkpoints"):
-        found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")
-    found += pipeline_notes(loaded) + experts_notes(loaded) + rotary_notes(loaded) + float8_notes(loaded)
-    return found + checkpoint_notes(loaded) + spike_notes(loaded) + data_notes(loaded)
+        yield f"{overlap}: without effect, the exchanges of experts are not overlapped with compute"
+    dataloader = "checkpoint.enable_ft_dataloader_checkpoints"
+    if loaded.is_set(dataloader):
+        yield f"{dataloader}: without effect, there are no replica groups"

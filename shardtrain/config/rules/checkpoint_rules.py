@@ -1,4 +1,4 @@
-"""Rules about checkpoints: which are kept, when and where they are saved, and what can be pinned."""
+"""Rules about checkpoints: which are kept, when and where they are saved, and Hugging Face weights."""
 
 from __future__ import annotations
 
@@ -13,74 +13,94 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 def _metrics(loaded: Loaded) -> list[str]:
-    """What a validation measures, as ``checkpoint.keep_best`` names it; the task itself may be wrong, and says so."""
+    """Return the names of the validation's metrics that ``checkpoint.keep_best`` accepts."""
     try:
         names = read_task_file(loaded.config.task.name).metrics
     except ConfigError:
+        # check_task reports the wrong task. Accept any name here
         return [loaded.config.checkpoint.keep_best]
     return [f"validation.{name}" for name in names]
 
 
 def check_checkpoint(loaded: Loaded) -> Iterator[Problem]:
-    """Options of checkpoints that contradict others, or that would have no effect."""
+    """Yield options of checkpoints that contradict others or have no effect."""
     options = loaded.config.checkpoint
-    validation = loaded.config.validation
-    metrics = _metrics(loaded) if options.keep_best else []
-    if options.keep_best and options.keep_best not in metrics:
-        near = nearest(options.keep_best, metrics)
-        fix = f'did you mean "{near}"?' if near else f'use "{metrics[0]}"'
-        yield problem(loaded, "checkpoint.keep_best", f"must be {any_of(metrics)}, or empty", fix)
-    elif options.keep_best and options.enable and not validation.enable:
-        rule = "needs a validation, and there is none"
-        yield problem(loaded, "checkpoint.keep_best", rule, "set validation.enable = true, or remove it")
+    yield from best_metric(loaded)
     if options.create_seed_checkpoint and options.load_only:
         rule = "saves, and checkpoint.load_only forbids it"
         yield problem(loaded, "checkpoint.create_seed_checkpoint", rule, "remove one of them")
     if options.enable:
-        yield from _check_hub(loaded)
+        yield from initial_hub_weights(loaded)
+        yield from hub_exports(loaded)
     elif options.initial_load_path and not loaded.is_set("checkpoint.enable"):
-        # Whoever wrote down that checkpoints are off, as torchtitan's files do, gets a note and no error
+        # Files that set checkpoint.enable = false, as torchtitan's do, get a note instead of an error
         rule = "loads nothing while checkpoints are off"
         yield problem(loaded, "checkpoint.initial_load_path", rule, "set checkpoint.enable = true, or remove it")
 
 
-def _check_hub(loaded: Loaded) -> Iterator[Problem]:
-    """Hugging Face weights: in at the start, out beside the checkpoints."""
+def best_metric(loaded: Loaded) -> Iterator[Problem]:
+    """``keep_best`` names a metric of the validation."""
+    options = loaded.config.checkpoint
+    if not options.keep_best:
+        return
+    metrics = _metrics(loaded)
+    if options.keep_best not in metrics:
+        near = nearest(options.keep_best, metrics)
+        fix = f'did you mean "{near}"?' if near else f'use "{metrics[0]}"'
+        yield problem(loaded, "checkpoint.keep_best", f"must be {any_of(metrics)}, or empty", fix)
+    elif options.enable and not loaded.config.validation.enable:
+        rule = "requires validation.enable = true"
+        yield problem(loaded, "checkpoint.keep_best", rule, "set validation.enable = true, or remove it")
+
+
+def initial_hub_weights(loaded: Loaded) -> Iterator[Problem]:
+    """Initial weights from a Hugging Face folder, and the options that only apply to them."""
     options = loaded.config.checkpoint
     model = loaded.config.model
-    begins = "checkpoint.initial_load_in_hf"
+    switch = "checkpoint.initial_load_in_hf"
     if options.initial_load_in_hf and not options.initial_load_model_only:
-        rule = "starts from weights, and checkpoint.initial_load_model_only=false asks for more than a folder has"
-        yield problem(loaded, begins, rule, "set checkpoint.initial_load_model_only = true")
+        rule = "loads only weights, and checkpoint.initial_load_model_only=false requires more"
+        yield problem(loaded, switch, rule, "set checkpoint.initial_load_model_only = true")
     if options.initial_load_in_hf and options.initial_load_path is None and is_built_in(model.hf_assets_path):
         rule = "needs a folder, and neither checkpoint.initial_load_path nor model.hf_assets_path names one"
-        yield problem(loaded, begins, rule, "set checkpoint.initial_load_path")
+        yield problem(loaded, switch, rule, "set checkpoint.initial_load_path")
     if options.initial_load_resize_embeddings:
-        yield from _check_resized(loaded)
+        yield from resized_embeddings(loaded)
+
+    # Formats of the weights
     if options.initial_load_legacy_bin and not options.initial_load_in_hf:
         rule = "has no effect without checkpoint.initial_load_in_hf"
-        yield problem(loaded, "checkpoint.initial_load_legacy_bin", rule, f"set {begins} = true, or remove it")
+        yield problem(loaded, "checkpoint.initial_load_legacy_bin", rule, f"set {switch} = true, or remove it")
     if options.initial_load_legacy_bin and options.initial_load_in_hf_quantized:
-        rule = "is for weights that are not quantised"
+        rule = "is not supported for quantised weights"
         yield problem(loaded, "checkpoint.initial_load_legacy_bin", rule, "remove one of them")
     if options.initial_load_in_hf_quantized and not options.initial_load_in_hf:
         rule = "has no effect without checkpoint.initial_load_in_hf"
-        yield problem(loaded, "checkpoint.initial_load_in_hf_quantized", rule, f"set {begins} = true, or remove it")
-    for option, is_set in (("last_save_in_hf", options.last_save_in_hf), ("hf_interval", options.hf_interval > 0)):
-        if is_set and options.load_only:
-            rule = "saves, and checkpoint.load_only forbids it"
-            yield problem(loaded, f"checkpoint.{option}", rule, "remove one of them")
-        if is_set and loaded.config.lora.enable:
-            rule = "writes whole weights, and a run of adapters (lora.enable) saves those alone"
-            fix = "remove it; shardtrain export --adapter and shardtrain merge make folders afterwards"
-            yield problem(loaded, f"checkpoint.{option}", rule, fix)
-        if is_set and "://" in options.folder:
-            rule = "writes a folder that is renamed into place, and checkpoint.folder is a store, which cannot rename"
-            yield problem(loaded, f"checkpoint.{option}", rule, "remove it, and export afterwards")
+        yield problem(loaded, "checkpoint.initial_load_in_hf_quantized", rule, f"set {switch} = true, or remove it")
+
+
+def hub_exports(loaded: Loaded) -> Iterator[Problem]:
+    """Exports to Hugging Face folders during the run, next to its checkpoints."""
+    options = loaded.config.checkpoint
+    exports = []
+    if options.last_save_in_hf:
+        exports.append("checkpoint.last_save_in_hf")
+    if options.hf_interval > 0:
+        exports.append("checkpoint.hf_interval")
+    for option in exports:
+        if options.load_only:
+            yield problem(loaded, option, "saves, and checkpoint.load_only forbids it", "remove one of them")
+        if loaded.config.lora.enable:
+            rule = "writes the weights of the full model, and a run with lora.enable only saves adapters"
+            fix = "remove it; shardtrain export --adapter and shardtrain merge create folders afterwards"
+            yield problem(loaded, option, rule, fix)
+        if "://" in options.folder:
+            rule = "renames a folder when it is complete, and checkpoint.folder is an object store, which cannot rename"
+            yield problem(loaded, option, rule, "remove it, and export afterwards")
 
 
 def check_pinned(loaded: Loaded, device: str | None) -> Iterator[Problem]:
-    """Pinned memory is for copies from an accelerator."""
+    """Yield a problem if pinned memory, which is for copies from an accelerator, is requested on a CPU."""
     options = loaded.config.checkpoint
     if options.enable and options.async_mode == "async_with_pinned_mem" and device == "cpu":
         rule = "pins memory for copies from an accelerator, and training runs on the CPU"
@@ -88,67 +108,74 @@ def check_pinned(loaded: Loaded, device: str | None) -> Iterator[Problem]:
 
 
 def checkpoint_notes(loaded: Loaded) -> list[str]:
-    """Options of checkpoints that wait for others; no errors, since files for other trainers set them."""
+    """Return notes about options that require another one. No errors, because files for other
+    trainers set them.
+    """
     options = loaded.config.checkpoint
-    waits = {
-        "checkpoint.max_stall_seconds": (options.async_mode == "disabled", "an async_mode"),
-        "checkpoint.mean_time_to_failure_hours": (options.interval_type != "automatic", 'interval_type = "automatic"'),
-        "checkpoint.best_mode": (
-            not options.keep_best and not loaded.config.validation.patience,
-            "keep_best or validation.patience",
-        ),
-    }
-    return [
-        f"{name}: without effect, which needs {switch}"
-        for name, (is_off, switch) in waits.items()
-        if options.enable and is_off and loaded.is_set(name)
-    ]
+    if not options.enable:
+        return []
+    required = {}
+    if options.async_mode == "disabled":
+        required["checkpoint.max_stall_seconds"] = "an async_mode"
+    if options.interval_type != "automatic":
+        required["checkpoint.mean_time_to_failure_hours"] = 'interval_type = "automatic"'
+    if not options.keep_best and not loaded.config.validation.patience:
+        required["checkpoint.best_mode"] = "keep_best or validation.patience"
+    return [f"{name}: without effect unless {switch}" for name, switch in required.items() if loaded.is_set(name)]
 
 
 _EMBEDDINGS = {
     "embed", "embed_tokens", "embed_in", "word_embeddings", "token_embedding", "tok_embeddings", "wte", "shared",
     "head", "lm_head", "embed_out", "output",
 }  # fmt: skip
-"""What models call the modules that hold a row for each token."""
+"""Names of modules with a row per token: embeddings and output layers."""
 
 
-def _check_resized(loaded: Loaded) -> Iterator[Problem]:
-    """New rows are said to be wanted, can be read, and are trained."""
+def resized_embeddings(loaded: Loaded) -> Iterator[Problem]:
+    """Additional embedding rows require a Hugging Face folder and a vocabulary size, and must be trained."""
     c = loaded.config
     option = "checkpoint.initial_load_resize_embeddings"
     if not c.checkpoint.initial_load_in_hf:
-        rule = "is for the weights of a Hugging Face folder"
+        rule = "requires the weights of a Hugging Face folder"
         yield problem(loaded, option, rule, "set checkpoint.initial_load_in_hf = true, or remove it")
     if "vocab_size" not in c.model.overrides:
-        rule = "needs the number of rows that the model is to have"
+        rule = "requires the number of rows of the embedding"
         yield problem(loaded, option, rule, "set model.overrides.vocab_size to the tokenizer's number of ids")
-    saved = {name.rpartition(".")[2] for name in c.lora.modules_to_save}
-    if c.lora.enable and not saved & _EMBEDDINGS:
-        rule = "adds rows that nothing would train: adapters leave the embedding as it is"
-        fix = 'set lora.modules_to_save = ["embed_tokens", "lm_head"], as PEFT asks for them'
+    trained_modules = {name.rpartition(".")[2] for name in c.lora.modules_to_save}
+    if c.lora.enable and not trained_modules & _EMBEDDINGS:
+        rule = "adds rows that nothing trains: adapters do not change the embedding"
+        fix = 'set lora.modules_to_save = ["embed_tokens", "lm_head"], the names that PEFT uses'
         yield problem(loaded, option, rule, fix)
 
 
 def check_storage(loaded: Loaded) -> Iterator[Problem]:
-    """Addresses that would weaken what is promised of a checkpoint, or show a secret."""
-    for place in ("checkpoint.folder", "checkpoint.initial_load_path"):
-        address = str(loaded.value(place) or "")
-        scheme, mark, rest = address.partition("://")
-        if not mark:
-            continue
-        if "@" in rest.partition("/")[0]:
-            rule = "holds a credential, which logs and files would show"
-            fix = "take it out, and give it as the store's own environment variables"
-            yield Problem(place, None, rule, fix, loaded.where(place))
-        elif scheme in ("file", "local"):
-            rule = "names a local folder as if it were an object store, which has weaker promises"
-            yield problem(loaded, place, rule, "write the path alone")
-        elif "::" in address or not rest.strip("/"):
-            yield problem(loaded, place, "is not an address of a store", "use for example s3://bucket/run")
+    """Yield wrong addresses of object stores, addresses with credentials, and conflicts of
+    ``checkpoint.storage``.
+    """
+    for option in ("checkpoint.folder", "checkpoint.initial_load_path"):
+        address = str(loaded.value(option) or "")
+        if "://" in address:
+            yield from store_address(loaded, option, address)
     checkpoint = loaded.config.checkpoint
     option = "checkpoint.storage"
     if checkpoint.storage == "first_node" and "://" in checkpoint.folder:
-        yield problem(loaded, option, "is for a folder of one node, and checkpoint.folder is a store", "remove it")
+        rule = "is for a folder of one node, and checkpoint.folder is an object store"
+        yield problem(loaded, option, rule, "remove it")
     if checkpoint.storage == "first_node" and checkpoint.async_mode != "disabled":
-        rule = "sends bytes over the process group, which training needs while checkpoint.async_mode saves"
+        rule = "sends bytes over the process group, which training uses while checkpoint.async_mode saves"
         yield problem(loaded, option, rule, 'set checkpoint.async_mode = "disabled", or use a shared folder')
+
+
+def store_address(loaded: Loaded, option: str, address: str) -> Iterator[Problem]:
+    """An address names a bucket or folder of an object store, and contains no credentials."""
+    scheme, _, rest = address.partition("://")
+    if "@" in rest.partition("/")[0]:
+        rule = "contains a credential, which logs and files would show"
+        fix = "remove the credential, and set the store's own environment variables"
+        # The value is not part of the message
+        yield Problem(option, None, rule, fix, loaded.where(option))
+    elif scheme in ("file", "local"):
+        rule = "addresses a local folder as an object store, which has weaker guarantees"
+        yield problem(loaded, option, rule, "write the path without the scheme")
+    elif "::" in address or not rest.strip("/"):
+        yield problem(loaded, option, "is not an address of a store", "use for example s3://bucket/run")

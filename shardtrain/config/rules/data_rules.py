@@ -1,4 +1,6 @@
-"""Rules of data: names of datasets, mixtures and their stages, and options that go with some kinds of data alone."""
+"""Rules about data: names of datasets, mixtures and their stages, and options that only some kinds
+of data use.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from shardtrain.utils.errors import Problem
 
 SOURCES_FOLDER = Path(__file__).parents[2] / "data" / "sources"
 FILE_DATASETS = ("jsonl", "text", "tsv", "parquet", "tokens")
-"""Datasets that read files of the user's alone: they have a path, and neither splits nor configurations."""
+"""Datasets that read the user's files: they have a path, and neither splits nor configurations."""
 NEED_A_PATH = (*FILE_DATASETS, "huggingface")
 _WITHOUT_SPLITS = (*FILE_DATASETS, "python_stdlib", "c4_test")
 _MAX_READERS = 65536
@@ -38,75 +40,85 @@ _FIELDS_OF_TASKS = {
     "kto": ("prompt_field", "completion_field", *_OF_TEMPLATES),
     "sequence_to_sequence": ("prompt_field", "completion_field"),
 }
-"""Columns and templates that each task of rows reads, whatever data.format is."""
+"""Columns and templates that each task of rows reads, regardless of data.format."""
 _ALL_FIELDS = tuple(dict.fromkeys(field for fields in _FIELDS.values() for field in fields))
 _ENDS = ("add_bos", "add_eos", "separator")
 
 
 def source_names() -> list[str]:
-    """Return the datasets of this package: the files of data/sources, which are not imported."""
+    """Return the names of the datasets of this package, from the files in data/sources without
+    importing them.
+    """
     return sorted(file.stem for file in SOURCES_FOLDER.glob("*.py") if not file.stem.startswith("_"))
 
 
 def datasets(loaded: Loaded) -> dict[str, DataSource]:
-    """Return what the config reads, by the start of its options' names: training, data.sources.web, validation."""
+    """Return the datasets that are read, by the prefix of their options: training,
+    data.sources.web, validation.
+    """
     c = loaded.config
-    found = {f"data.sources.{name}": source for name, source in c.data.sources.items()}
-    if not found:
-        found["training"] = DataSource(c.training.dataset, c.training.dataset_path)
+    sources = {f"data.sources.{name}": source for name, source in c.data.sources.items()}
+    if not sources:
+        sources["training"] = DataSource(c.training.dataset, c.training.dataset_path)
     if c.validation.enable:
         v = c.validation
-        found["validation"] = DataSource(v.dataset, v.dataset_path, split=v.split)
-    return found
+        sources["validation"] = DataSource(v.dataset, v.dataset_path, split=v.split)
+    return sources
 
 
 def formats(loaded: Loaded) -> set[str]:
-    """Return what the rows of the datasets are: text, prompt_completion, chat."""
+    """Return the formats of the datasets' rows: text, prompt_completion, chat."""
     return {source.format or loaded.config.data.format for source in datasets(loaded).values()}
 
 
 def is_changed(loaded: Loaded, option: str) -> bool:
-    """Whether somebody wrote an option down with another value than its default."""
+    """True if a user set an option to a value other than its default."""
     return loaded.is_set(option) and loaded.value(option) != options()[option].default
 
 
 def check_dataset(loaded: Loaded) -> Iterator[Problem]:
-    """Names of datasets, and the path that some of them need."""
+    """Yield unknown datasets, and datasets without a path that they require."""
     names = source_names()
     for option, source in datasets(loaded).items():
         name = source.dataset
         if not name and loaded.config.task.name.endswith(".py"):
-            continue  # the task file reads what it likes
+            # A user's task file may read its own data
+            continue
         if not name:
-            rule = "is not set, and no data are held out by themselves"
+            rule = "is not set, and no data are held out automatically"
             yield problem(loaded, f"{option}.dataset", rule, "name a dataset, or set validation.enable = false")
         elif name.endswith(".py"):
             if not Path(name).is_file():
                 fix = "name a file with a function open_source, or a dataset of this package"
                 yield problem(loaded, f"{option}.dataset", "does not exist", fix)
         elif name not in names:
-            near = nearest(name, names)
-            # What was meant: a path of files, a repository of the hub, or a name that is misspelt
-            if Path(name).exists():
-                fix = f"set {option}.dataset_path to it, and {option}.dataset to what reads it, "
-                fix += 'such as "text" or "jsonl"'
-            elif re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-                fix = f'one of the hub is {option}.dataset="huggingface" with {option}.dataset_path="{name}"'
-            else:
-                fix = (f"did you mean {near}? " if near else "") + f"datasets are {', '.join(names)}"
+            fix = _dataset_fix(option, name, names)
             yield Problem(f"{option}.dataset", name, "is not a dataset", fix, loaded.where(f"{option}.dataset"))
         elif name in NEED_A_PATH and not source.dataset_path:
-            what = "a file or folder" if name != "huggingface" else "a name on the hub, or a folder"
+            needed = "a name on the hub, or a folder" if name == "huggingface" else "a file or folder"
             where = loaded.where(f"{option}.dataset") or loaded.where(option)
-            rule = f'is not set, and the dataset "{name}" reads {what} of yours'
+            rule = f'is not set, and the dataset "{name}" requires {needed}'
             yield Problem(f"{option}.dataset_path", None, rule, "set it", where)
 
 
+def _dataset_fix(option: str, name: str, names: list[str]) -> str:
+    """Return a fix for an unknown dataset, which may be a path, a repository of the hub, or a
+    misspelt name.
+    """
+    if Path(name).exists():
+        return f'set {option}.dataset_path to it, and {option}.dataset to its reader, such as "text" or "jsonl"'
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        return f'for the hub, use {option}.dataset="huggingface" with {option}.dataset_path="{name}"'
+    near = nearest(name, names)
+    suggestion = f"did you mean {near}? " if near else ""
+    return f"{suggestion}datasets are {', '.join(names)}"
+
+
 def check_data_ranges(loaded: Loaded) -> Iterator[Problem]:
-    """Numbers of [data] that lie outside their range, and columns without a name."""
+    """Yield numbers of [data] outside their range, and empty names of columns."""
     data = loaded.config.data
     if not 1 <= data.readers <= _MAX_READERS:
-        yield problem(loaded, "data.readers", f"must lie between 1 and {_MAX_READERS}", "use 256")
+        yield problem(loaded, "data.readers", f"must be between 1 and {_MAX_READERS}", "use 256")
     if data.max_row_bytes < _MIN_ROW_BYTES:
         yield problem(loaded, "data.max_row_bytes", f"must be at least {_MIN_ROW_BYTES}", "use for example 16777216")
     if data.artefact_memory_bytes < _MIN_ARTEFACT_BYTES:
@@ -122,73 +134,78 @@ def check_data_ranges(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_sources(loaded: Loaded) -> Iterator[Problem]:
-    """Each source of a mixture, and what may not be set beside them."""
+    """Yield problems of each source of a mixture, and options that cannot be combined with a mixture."""
     data = loaded.config.data
     training = loaded.config.training
     if not data.sources:
         return
     for name, source in data.sources.items():
-        option = f"data.sources.{name}"
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            rule = "is a name of other characters than letters, digits, _ and -"
-            fix = "use another name"
-            yield Problem(option, None, rule, fix, loaded.where(option))
-        yield from _check_weight(loaded, f"{option}.weight", source.weight)
-        if source.epochs is not None and source.epochs < 1:
-            yield problem(loaded, f"{option}.epochs", "must be at least 1", "use 1 or more, or remove it")
-        if source.epochs is not None and training.on_data_end == "repeat":
-            rule = f"repeats the data, which end with the epochs of {option}"
-            yield problem(loaded, "training.on_data_end", rule, f'use "stop" or "error", or remove {option}.epochs')
-        form = source.format or data.format
-        if source.text_field and form != "text":
-            yield problem(loaded, f"{option}.text_field", f"has no effect on the format {form}", "remove it")
-        if source.text_field == "":
-            yield problem(loaded, f"{option}.text_field", "must not be empty", "name a column, or remove it")
+        yield from _check_source(loaded, name, source)
     if not data.stages and not any(source.weight > 0 for source in data.sources.values()):
         where = loaded.where("data.sources")
-        yield Problem("data.sources", None, "has no weight above 0", "give a source a positive weight", where)
+        yield Problem("data.sources", None, "has no weight above 0", "set a positive weight for a source", where)
     for option in ("training.dataset", "training.dataset_path"):
         if is_changed(loaded, option):
-            yield problem(loaded, option, "does not go with [data.sources]", "remove it, or make it one of the sources")
+            rule = "is not supported with [data.sources]"
+            yield problem(loaded, option, rule, "remove it, or make it one of the sources")
     if training.epochs is not None:
-        rule = "does not go with [data.sources], which have passes of their own"
+        rule = "is not supported with [data.sources], which have their own epochs"
         yield problem(loaded, "training.epochs", rule, "set training.steps, and data.sources.NAME.epochs")
 
 
+def _check_source(loaded: Loaded, name: str, source: DataSource) -> Iterator[Problem]:
+    option = f"data.sources.{name}"
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        rule = "must consist of letters, digits, _ and -"
+        yield Problem(option, None, rule, "use another name", loaded.where(option))
+    yield from _check_weight(loaded, f"{option}.weight", source.weight)
+    if source.epochs is not None and source.epochs < 1:
+        yield problem(loaded, f"{option}.epochs", "must be at least 1", "use 1 or more, or remove it")
+    if source.epochs is not None and loaded.config.training.on_data_end == "repeat":
+        rule = f"repeats the data, which end with the epochs of {option}"
+        yield problem(loaded, "training.on_data_end", rule, f'use "stop" or "error", or remove {option}.epochs')
+    source_format = source.format or loaded.config.data.format
+    if source.text_field and source_format != "text":
+        rule = f"has no effect on the format {source_format}"
+        yield problem(loaded, f"{option}.text_field", rule, "remove it")
+    if source.text_field == "":
+        yield problem(loaded, f"{option}.text_field", "must not be empty", "name a column, or remove it")
+
+
 def check_stages(loaded: Loaded) -> Iterator[Problem]:
-    """Stages name sources, rise in tokens, and only the last may be open."""
+    """Yield stages with unknown sources, or with wrong ends: ends must rise, and only the last may
+    be open.
+    """
     stages = loaded.config.data.stages
     names = list(loaded.config.data.sources)
     if stages and len(names) < 2:
         where = loaded.where("data.stages")
-        rule = f"needs several sources, and there {'is 1' if names else 'are none'}"
+        rule = f"requires at least two sources, and there {'is one' if names else 'is no source'}"
         yield Problem("data.stages", None, rule, "write [data.sources.NAME] for each, or remove it", where)
         return
-    before = 0
+    previous_end = 0
     for number, stage in enumerate(stages):
         option = f"data.stages.{number}"
-        last = number == len(stages) - 1
-        if stage.until_tokens < 0 or (stage.until_tokens == 0 and not last):
+        is_last = number == len(stages) - 1
+        if stage.until_tokens < 0 or (stage.until_tokens == 0 and not is_last):
             where = loaded.where(f"{option}.until_tokens") or loaded.where(option)
-            rule = "must be above 0, for only the last stage is open"
+            rule = "must be above 0 because only the last stage may be open"
             fix = "write the tokens of the run at which the stage ends"
             yield Problem(f"{option}.until_tokens", stage.until_tokens, rule, fix, where)
-        elif 0 < stage.until_tokens <= before:
-            rule = f"does not lie beyond the stage before it, which ends at {before} tokens"
+        elif 0 < stage.until_tokens <= previous_end:
+            rule = f"must exceed the end of the previous stage, {previous_end} tokens"
             yield problem(loaded, f"{option}.until_tokens", rule, "count from the start of the run, in rising order")
-        before = max(before, stage.until_tokens)
+        previous_end = max(previous_end, stage.until_tokens)
         for name, weight in stage.weights.items():
             if name not in names:
                 near = nearest(name, names)
                 fix = f"did you mean {near}?" if near else f"sources are {', '.join(names)}"
-                yield problem(loaded, f"{option}.weights.{name}", "is the weight of no source", fix)
+                yield problem(loaded, f"{option}.weights.{name}", "does not name a source", fix)
             yield from _check_weight(loaded, f"{option}.weights.{name}", weight)
         if not any(weight > 0 for weight in stage.weights.values()):
-            rule = "has no weight above 0"
-            fix = "give a source a positive weight"
-            yield Problem(
-                f"{option}.weights", None, rule, fix, loaded.where(f"{option}.weights") or loaded.where(option)
-            )
+            where = loaded.where(f"{option}.weights") or loaded.where(option)
+            fix = "set a positive weight for a source"
+            yield Problem(f"{option}.weights", None, "has no weight above 0", fix, where)
 
 
 def _check_weight(loaded: Loaded, option: str, weight: float) -> Iterator[Problem]:
@@ -197,26 +214,35 @@ def _check_weight(loaded: Loaded, option: str, weight: float) -> Iterator[Proble
 
 
 def check_kinds(loaded: Loaded) -> Iterator[Problem]:
-    """Options of [data] that the rest of it leaves without effect, or that need what a stream has not."""
-    data = loaded.config.data
-    training = loaded.config.training
-
-    # A task file of the user's may read any column
-    used = formats(loaded)
+    """Yield options of [data] that other options leave without effect, or that a stream does not support."""
+    # A user's task file may read any column
+    used_formats = formats(loaded)
     task = loaded.config.task.name
     if task in OF_NEXT_TOKENS or task in _FIELDS_OF_TASKS:
-        yield from _check_fields(loaded, used)
-    if used == {"chat"}:
-        for field in _ENDS:
-            is_read = field == "add_bos" and loaded.config.metrics.sample_prompt  # begins the sample's prompt
-            if is_changed(loaded, f"data.{field}") and not is_read:
-                rule = "has no effect on data.format chat: a conversation is what the chat template writes"
-                yield problem(loaded, f"data.{field}", rule, "change the template (data.chat_template), or remove it")
+        yield from unread_fields(loaded, used_formats)
+    if used_formats == {"chat"}:
+        yield from chat_ends(loaded)
+    yield from unused_data_options(loaded, used_formats)
+    yield from stream_options(loaded)
 
-    # What packing, bad rows and the mode leave without effect
-    packing = packing_kind(data, used)
-    prepared = any(source.dataset == "tokens" for source in datasets(loaded).values())
-    if packing == "concat" and not (prepared and data.packing == "auto") and is_changed(loaded, "data.long_documents"):
+
+def chat_ends(loaded: Loaded) -> Iterator[Problem]:
+    """The chat template, not these options, determines the tokens around a conversation."""
+    for field in _ENDS:
+        # add_bos also applies to the prompt of samples
+        is_read = field == "add_bos" and loaded.config.metrics.sample_prompt
+        if is_changed(loaded, f"data.{field}") and not is_read:
+            rule = "has no effect on data.format chat, which uses the chat template"
+            yield problem(loaded, f"data.{field}", rule, "change the template (data.chat_template), or remove it")
+
+
+def unused_data_options(loaded: Loaded, used_formats: set[str]) -> Iterator[Problem]:
+    """Options that the packing, ``bad_rows`` or ``mode`` ignores."""
+    data = loaded.config.data
+    has_shards = any(source.dataset == "tokens" for source in datasets(loaded).values())
+    is_packing_known = not (has_shards and data.packing == "auto")
+    is_concat = is_packing_known and packing_kind(data, used_formats) == "concat"
+    if is_concat and is_changed(loaded, "data.long_documents"):
         fix = 'set data.packing = "first_fit" or "padded", or remove it'
         yield problem(loaded, "data.long_documents", "has no effect on packing = concat, which cuts documents", fix)
     if data.bad_rows != "skip" and is_changed(loaded, "data.bad_rows_max_fraction"):
@@ -227,72 +253,85 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
         rule = "has no effect on data in memory, which have an index"
         yield problem(loaded, "data.readers", rule, "remove it, or set another data.mode")
 
-    # A stream has no number of rows before it is read; prepared shards have one whatever the mode is
-    reads = any(source.dataset != "tokens" for name, source in datasets(loaded).items() if name != "validation")
-    if data.mode != "stream" or not reads:
+
+def stream_options(loaded: Loaded) -> Iterator[Problem]:
+    """The number of rows of a stream is unknown. Prepared shards store it, so they are not affected."""
+    data = loaded.config.data
+    training = loaded.config.training
+    trained = [source for name, source in datasets(loaded).items() if name != "validation"]
+    if data.mode != "stream" or all(source.dataset == "tokens" for source in trained):
         return
-    way_out = 'prepare the data first ("shardtrain data prepare"), or set data.mode = "memory"'
+    fix = 'prepare the data first ("shardtrain data prepare"), or set data.mode = "memory"'
+    rule = "requires the number of rows, which is unknown for a stream"
     if training.epochs is not None:
-        rule = "needs the number of rows, which a stream has not"
-        yield problem(loaded, "training.epochs", rule, f'{way_out}; or training.on_data_end = "stop"')
+        yield problem(loaded, "training.epochs", rule, f'{fix}; or training.on_data_end = "stop"')
     if data.bad_rows == "skip":
-        yield problem(loaded, "data.bad_rows", "cannot count the bad rows of a stream beforehand", way_out)
+        yield problem(loaded, "data.bad_rows", "cannot count the bad rows of a stream in advance", fix)
     for name, source in data.sources.items():
         if source.epochs is not None and len(data.sources) > 1 and source.dataset != "tokens":
-            rule = "needs the number of rows, which a stream has not"
-            yield problem(loaded, f"data.sources.{name}.epochs", rule, way_out)
+            yield problem(loaded, f"data.sources.{name}.epochs", rule, fix)
 
 
-def _check_fields(loaded: Loaded, used: set[str]) -> Iterator[Problem]:
-    """Columns and templates that are set, and that neither the formats ``used`` nor the task of rows reads."""
+def unread_fields(loaded: Loaded, used_formats: set[str]) -> Iterator[Problem]:
+    """Columns and templates that neither the formats of the rows nor the task reads."""
     task = loaded.config.task.name
-    reader = f"data.format {' or '.join(sorted(used))}"
-    read = {field for form in used for field in _FIELDS[form]}
-    if task not in OF_NEXT_TOKENS:
-        reader, read = f"task.name = {task}", set(_FIELDS_OF_TASKS[task])
+    if task in OF_NEXT_TOKENS:
+        reader = f"data.format {' or '.join(sorted(used_formats))}"
+        fields_read = {field for name in used_formats for field in _FIELDS[name]}
+    else:
+        reader = f"task.name = {task}"
+        fields_read = set(_FIELDS_OF_TASKS[task])
     for field in _ALL_FIELDS:
-        if field in read or not is_changed(loaded, f"data.{field}"):
+        if field in fields_read or not is_changed(loaded, f"data.{field}"):
             continue
         fix = "remove it"
         if task in OF_NEXT_TOKENS:
-            forms = " or ".join(f'"{form}"' for form, fields in _FIELDS.items() if field in fields)
-            fix = f"set data.format = {forms}, or remove it"
+            readers = [f'"{name}"' for name, fields in _FIELDS.items() if field in fields]
+            fix = f"set data.format = {' or '.join(readers)}, or remove it"
         yield problem(loaded, f"data.{field}", f"has no effect on {reader}", fix)
 
 
 def check_templates(loaded: Loaded) -> Iterator[Problem]:
-    """Entries of a template make columns that are read, and turns of a conversation that it can have."""
+    """Yield templates with syntax errors, and templates whose entries the format does not read."""
     data = loaded.config.data
-    task = loaded.config.task
-    found = {"data": (data.template, data.format, data.text_field)}
+    yield from _check_template(loaded, "data.template", data.template, data.format, data.text_field)
     for name, source in data.sources.items():
-        form = source.format or data.format
-        field = source.text_field or data.text_field
-        found[f"data.sources.{name}"] = (source.template, form, field)
-    for option, (entries, form, text_field) in found.items():
-        if not entries:
-            continue
-        where = loaded.where(f"{option}.template")
-        yield from _check_jinja(f"{option}.template", entries, where)
-        if task.name in OF_NEXT_TOKENS and form == "chat":
-            known = ("system", "user", "assistant")
-            unknown = [name for name in entries if name not in known]
-            if unknown:
-                rule = f"has the entry {unknown[0]!r}, which is not a turn of a conversation"
-                yield Problem(f"{option}.template", None, rule, f"use {', '.join(known)}", where)
-            elif "user" not in entries or "assistant" not in entries:
-                rule = "has no user or no assistant, of which one is answered and one is learned"
-                yield Problem(f"{option}.template", None, rule, "give both", where)
-            continue
-        read = {"text": (text_field,), "prompt_completion": (data.prompt_field, data.completion_field)}.get(form, ())
-        if task.name in OF_NEXT_TOKENS and not set(read) & set(entries):
-            rule = f"makes {', '.join(entries)}, and data.format {form} reads {' and '.join(read)}"
-            yield Problem(f"{option}.template", None, rule, "name its entries as the columns that are read", where)
+        source_format = source.format or data.format
+        text_field = source.text_field or data.text_field
+        option = f"data.sources.{name}.template"
+        yield from _check_template(loaded, option, source.template, source_format, text_field)
+
+
+def _check_template(
+    loaded: Loaded, option: str, entries: dict[str, str], row_format: str, text_field: str
+) -> Iterator[Problem]:
+    """Yield problems of one template, whose rows have ``row_format`` and whose text is in ``text_field``."""
+    if not entries:
+        return
+    data = loaded.config.data
+    where = loaded.where(option)
+    yield from _check_jinja(option, entries, where)
+    # Other tasks choose the columns themselves
+    if loaded.config.task.name not in OF_NEXT_TOKENS:
+        return
+    if row_format == "chat":
+        roles = ("system", "user", "assistant")
+        unknown = [name for name in entries if name not in roles]
+        if unknown:
+            rule = f"has the entry {unknown[0]!r}, which is not a role of a conversation"
+            yield Problem(option, None, rule, f"use {', '.join(roles)}", where)
+        elif "user" not in entries or "assistant" not in entries:
+            yield Problem(option, None, "must have both user and assistant", "add the missing one", where)
+        return
+    columns = {"text": (text_field,), "prompt_completion": (data.prompt_field, data.completion_field)}[row_format]
+    if not set(columns) & set(entries):
+        rule = f"creates {', '.join(entries)}, and data.format {row_format} reads {' and '.join(columns)}"
+        yield Problem(option, None, rule, "name its entries like the columns that are read", where)
 
 
 def _check_jinja(option: str, entries: dict[str, str], where: str) -> Iterator[Problem]:
     if importlib.util.find_spec("jinja2") is None:
-        yield Problem(option, None, "needs the jinja2 library", 'pip install "shardtrain[hf]"', where)
+        yield Problem(option, None, "requires the jinja2 library", 'pip install "shardtrain[hf]"', where)
         return
     import jinja2
 
@@ -307,71 +346,97 @@ def _check_jinja(option: str, entries: dict[str, str], where: str) -> Iterator[P
 
 
 def check_validation(loaded: Loaded) -> Iterator[Problem]:
-    """What a pipeline fixes for training it fixes for validation too."""
+    """Yield options of the validation that conflict with a pipeline, a mixture or a stream."""
     c = loaded.config
-    piped = c.parallelism.pipeline_parallel_degree > 1
-    if c.validation.enable and piped and c.validation.seq_len != c.training.seq_len:
-        rule = f"is not training.seq_len {c.training.seq_len}, for which the pipeline is built"
+    if not c.validation.enable:
+        return
+    is_pipeline = c.parallelism.pipeline_parallel_degree > 1
+    if is_pipeline and c.validation.seq_len != c.training.seq_len:
+        rule = f"must be training.seq_len {c.training.seq_len}, for which the pipeline is built"
         yield problem(loaded, "validation.seq_len", rule, f"use {c.training.seq_len}")
-    if c.validation.enable and c.validation.per_epoch and is_changed(loaded, "validation.freq"):
-        rule = "has no effect beside validation.per_epoch"
+    if not c.validation.per_epoch:
+        return
+
+    # Validations per epoch
+    if is_changed(loaded, "validation.freq"):
+        rule = "has no effect with validation.per_epoch"
         yield problem(loaded, "validation.freq", rule, "remove one of the two")
-    reads = c.training.dataset != "tokens"
-    if c.validation.enable and c.validation.per_epoch and not c.data.sources and c.data.mode == "stream" and reads:
-        rule = "needs the number of rows, which a stream has not"
-        yield problem(loaded, "validation.per_epoch", rule, "use validation.freq, or prepare the data first")
-    if c.validation.enable and c.validation.per_epoch and c.data.sources:
-        rule = "needs the rows of one dataset, and [data.sources] has passes of its own for each"
+    if c.data.sources:
+        rule = "requires a single dataset, and each of [data.sources] has its own epochs"
         yield problem(loaded, "validation.per_epoch", rule, "use validation.freq")
+    elif c.data.mode == "stream" and c.training.dataset != "tokens":
+        rule = "requires the number of rows, which is unknown for a stream"
+        yield problem(loaded, "validation.per_epoch", rule, "use validation.freq, or prepare the data first")
 
 
 def data_notes(loaded: Loaded) -> list[str]:
-    """Return what about data is not an error and still worth a line."""
+    """Return notes about options of data that have no effect or probably an unwanted one."""
     c = loaded.config
-    found = datasets(loaded)
+    sources = datasets(loaded)
     notes = []
     if c.data.packing == "concat" and formats(loaded) != {"text"}:
         notes.append(
-            'data.packing="concat": an answer can end in another sequence than that of its question; "first_fit" keeps '
-            "them together"
+            'data.packing="concat": a question and its answer may be in different sequences; "first_fit" keeps them '
+            "together"
         )
     if c.data.document_mask == "off" and formats(loaded) != {"text"} and c.data.packing != "padded":
         notes.append(
             'data.document_mask="off": examples that share a sequence attend to each other; "auto" keeps them apart'
         )
-    if all(source.dataset == "tokens" for source in found.values()):
-        fields = [*_ENDS, "template", *_ALL_FIELDS]
-        idle = [f"data.{key}" for key in (*_TO_READ_ROWS, *fields) if is_changed(loaded, f"data.{key}")]
-        if idle:
-            notes.append(f"{', '.join(idle)}: without effect on prepared shards, whose rows are read and tokenized")
-    if all(source.dataset in _WITHOUT_SPLITS for source in found.values()):
-        idle = [f"data.{key}" for key in ("split", "subset", "streaming") if is_changed(loaded, f"data.{key}")]
-        idle += ["validation.split"] * (c.validation.enable and is_changed(loaded, "validation.split"))
-        if idle:
-            names = ", ".join(sorted({source.dataset for source in found.values()}))
-            notes.append(f"{', '.join(idle)}: without effect on {names}, which has neither splits nor subsets")
-    for name, source in c.data.sources.items():
-        idle = [f"data.sources.{name}.{key}" for key in ("split", "subset") if getattr(source, key) is not None]
-        if idle and source.dataset in _WITHOUT_SPLITS:
-            notes.append(f"{', '.join(idle)}: without effect on {source.dataset}, which has neither splits nor subsets")
-    idle = [f"data.sources.{name}.weight" for name, source in c.data.sources.items() if source.weight != 1.0]
-    if c.data.stages and idle:
-        notes.append(f"{', '.join(idle)}: without effect beside [[data.stages]], which have weights of their own")
-    return notes + _validation_notes(loaded, found)
+    notes += _shard_notes(loaded, sources)
+    notes += _split_notes(loaded, sources)
+    weights = [f"data.sources.{name}.weight" for name, source in c.data.sources.items() if source.weight != 1.0]
+    if c.data.stages and weights:
+        notes.append(f"{', '.join(weights)}: without effect with [[data.stages]], which have their own weights")
+    return notes + _validation_notes(loaded, sources)
 
 
-def _validation_notes(loaded: Loaded, found: dict[str, DataSource]) -> list[str]:
+def _shard_notes(loaded: Loaded, sources: dict[str, DataSource]) -> list[str]:
+    """Return a note about options of reading and tokenizing if all data are prepared shards."""
+    if any(source.dataset != "tokens" for source in sources.values()):
+        return []
+    keys = (*_TO_READ_ROWS, *_ENDS, "template", *_ALL_FIELDS)
+    unused = [f"data.{key}" for key in keys if is_changed(loaded, f"data.{key}")]
+    if not unused:
+        return []
+    return [f"{', '.join(unused)}: without effect on prepared shards, which are tokenized already"]
+
+
+def _split_notes(loaded: Loaded, sources: dict[str, DataSource]) -> list[str]:
+    """Return notes about splits and subsets of datasets that have neither."""
     c = loaded.config
-    held_out = found.get("validation")
-    if held_out is None:
+    notes = []
+    if all(source.dataset in _WITHOUT_SPLITS for source in sources.values()):
+        options_of_splits = ["data.split", "data.subset", "data.streaming"]
+        if c.validation.enable:
+            options_of_splits.append("validation.split")
+        unused = [option for option in options_of_splits if is_changed(loaded, option)]
+        if unused:
+            names = ", ".join(sorted({source.dataset for source in sources.values()}))
+            notes.append(f"{', '.join(unused)}: without effect on {names}, which has neither splits nor subsets")
+    for name, source in c.data.sources.items():
+        unused = [f"data.sources.{name}.{key}" for key in ("split", "subset") if getattr(source, key) is not None]
+        if unused and source.dataset in _WITHOUT_SPLITS:
+            dataset = source.dataset
+            notes.append(f"{', '.join(unused)}: without effect on {dataset}, which has neither splits nor subsets")
+    return notes
+
+
+def _validation_notes(loaded: Loaded, sources: dict[str, DataSource]) -> list[str]:
+    """Return notes about a validation on training data, and about its batch size in a pipeline."""
+    c = loaded.config
+    validation = sources.get("validation")
+    if validation is None:
         return []
     notes = []
-    has_one_split = held_out.dataset in (*_WITHOUT_SPLITS, "c4_mini", "c4_validation")
-    for option, source in found.items():
-        same = (held_out.dataset, held_out.dataset_path) == (source.dataset, source.dataset_path)
-        same = same and (has_one_split or held_out.split == (source.split or c.data.split))
-        if option != "validation" and same:
-            notes.append(f"validation.dataset: the data of {option} too, so the loss is not one on held-out data")
+    has_one_split = validation.dataset in (*_WITHOUT_SPLITS, "c4_mini", "c4_validation")
+    for option, source in sources.items():
+        if option == "validation":
+            continue
+        is_same_path = (validation.dataset, validation.dataset_path) == (source.dataset, source.dataset_path)
+        is_same_split = has_one_split or validation.split == (source.split or c.data.split)
+        if is_same_path and is_same_split:
+            notes.append(f"validation.dataset: also the data of {option}, so the loss is not on held-out data")
     if c.parallelism.pipeline_parallel_degree > 1 and is_changed(loaded, "validation.local_batch_size"):
-        notes.append("validation.local_batch_size: without effect, a pipeline takes the rows of a training step")
+        notes.append("validation.local_batch_size: without effect, a pipeline uses the batch size of training")
     return notes

@@ -1,4 +1,4 @@
-"""Rules of models with experts: how tokens choose, and over which ranks experts are divided."""
+"""Rules of models with experts: routing of tokens, and the division of experts over ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ _DEGREE = "parallelism.expert_parallel_degree"
 
 
 def check_experts(loaded: Loaded) -> Iterator[Problem]:
-    """Each token finds enough experts; the experts are dealt evenly over the expert-parallel ranks."""
+    """Yield problems of routing and of expert parallelism, which divides the experts equally over
+    its ranks.
+    """
     config = loaded.config
     sizes = model_shape(loaded)
     p = config.parallelism
     if p.expert_tensor_parallel_degree not in (1, p.tensor_parallel_degree):
-        rule = "would split each expert over other ranks than those of tensor parallelism, which torchtitan refuses too"
+        rule = "must be 1 or tensor_parallel_degree, as in torchtitan"
         fix = f"set it to 1, and spread the experts with {_DEGREE}"
         yield problem(loaded, "parallelism.expert_tensor_parallel_degree", rule, fix)
     if sizes is None:
@@ -30,6 +32,7 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
         yield from _check_without_experts(loaded)
         return
     yield from _check_choice(loaded, sizes, experts)
+    # Expert-parallel ranks have equal numbers of experts, and need layers with experts
     degree = p.expert_parallel_degree
     if degree > 1 and experts % degree:
         rule = f"does not divide the {experts} experts of model {config.model.name}/{config.model.flavor}"
@@ -38,25 +41,25 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
     layers = _count(sizes, "num_layers")
     if degree > 1 and 0 < layers <= dense_layers(sizes):
         name = "interleave_moe_layer_step" if "interleave_moe_layer_step" in sizes else "num_dense_layers"
-        rule = f"divides experts, and all {layers} layers are dense ({name} {sizes[name]})"
+        rule = f"requires layers with experts, and all {layers} layers are dense ({name} {sizes[name]})"
         yield problem(loaded, _DEGREE, rule, f"set it to 1, or lower model.overrides.{name}")
     if p.data_parallel_shard_degree != -1:
         yield from _check_ranks(loaded, p.data_parallel_shard_degree)
 
 
 def experts_notes(loaded: Loaded) -> list[str]:
-    """Return what becomes of torchtitan's choice to split each expert over the ranks of tensor parallelism."""
+    """Return a note that experts are not split, if a configuration of torchtitan requests it."""
     degree = loaded.config.parallelism.expert_tensor_parallel_degree
     if degree == 1:
         return []
     return [
-        f"parallelism.expert_tensor_parallel_degree={degree}: experts stay whole, as with 1, and the numbers are the "
-        f"same; {_DEGREE} divides experts over ranks"
+        f"parallelism.expert_tensor_parallel_degree={degree}: without effect, experts are not split and results are "
+        f"the same; {_DEGREE} divides experts over ranks"
     ]
 
 
 def check_experts_of_world(loaded: Loaded, world_size: int) -> Iterator[Problem]:
-    """The same rule about ranks where the shard degree follows from their number."""
+    """Check the number of ranks if ``data_parallel_shard_degree`` is -1 and follows from the world size."""
     others = derived.other_degrees(loaded.config)
     if loaded.config.parallelism.data_parallel_shard_degree == -1 and world_size % others == 0:
         yield from _check_ranks(loaded, world_size // others)
@@ -74,25 +77,29 @@ def _check_ranks(loaded: Loaded, shard_degree: int) -> Iterator[Problem]:
         legal = [n for n in range(1, ranks + 1) if ranks % n == 0]
         yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}")
         return
-    experts, *rows = (_count(sizes, name) for name in ("num_experts", "moe_ffn_dim", "dim"))
-    if "num_experts" not in sizes or ranks <= experts or _count(sizes, "num_layers") <= dense_layers(sizes):
+    experts = _count(sizes, "num_experts")
+    has_moe_layers = "num_experts" in sizes and _count(sizes, "num_layers") > dense_layers(sizes)
+    if not has_moe_layers or ranks <= experts or experts % degree:
         return
-    # With more ranks than experts, those that share one split its matrices by their rows
-    uneven = [size for size in rows if size % (ranks // degree)]
-    if uneven and experts % degree == 0:
-        legal = [
-            n
-            for n in range(1, experts + 1)
-            if experts % n == 0 and ranks % n == 0 and not any(size % (ranks // n) for size in rows)
-        ]
-        sizes_of_expert = any_of(sorted(set(uneven)))
-        rule = f"leaves {ranks // degree} ranks to share experts, which does not divide their sizes ({sizes_of_expert})"
-        yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}" if legal else f"use {experts} ranks or fewer")
+
+    # With more ranks than experts, the ranks of one expert split its matrices by rows
+    row_counts = (_count(sizes, "moe_ffn_dim"), _count(sizes, "dim"))
+    ranks_per_expert = ranks // degree
+    uneven = {rows for rows in row_counts if rows % ranks_per_expert}
+    if not uneven:
+        return
+    legal = []
+    for n in range(1, experts + 1):
+        if experts % n == 0 and ranks % n == 0 and all(rows % (ranks // n) == 0 for rows in row_counts):
+            legal.append(n)
+    rule = f"leaves {ranks_per_expert} ranks to share experts, which does not divide their sizes "
+    rule += f"({any_of(sorted(uneven))})"
+    yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}" if legal else f"use {experts} ranks or fewer")
 
 
 def _check_without_experts(loaded: Loaded) -> Iterator[Problem]:
     model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
-    rule = f"needs a model with experts, and {model} has none"
+    rule = f"requires a model with experts, and {model} has none"
     if loaded.config.parallelism.expert_parallel_degree > 1:
         yield problem(loaded, _DEGREE, rule, "set it to 1, or use a model such as qwen3_moe, mixtral or deepseek_v3")
     if loaded.config.debug.moe_force_load_balance:
@@ -116,19 +123,21 @@ def _check_choice(loaded: Loaded, sizes: dict[str, Any], experts: int) -> Iterat
         yield problem_of(loaded, "model.overrides.top_groups", top_groups, rule, f"use 1 to {groups}")
     elif top_k > top_groups * (experts // groups):
         available = top_groups * (experts // groups)
-        rule = f"is more than the {available} experts of {top_groups} groups"
+        rule = f"exceeds the {available} experts of {top_groups} groups"
         yield problem_of(loaded, option, top_k, rule, f"use at most {available}, or more groups")
     elif groups > 1 and not 1 <= group_top_k <= experts // groups:
         rule = f"is not between 1 and the {experts // groups} experts of a group"
         yield problem_of(loaded, "model.overrides.group_top_k", group_top_k, rule, f"use 1 to {experts // groups}")
     score = sizes.get("score_func", "softmax")
     if score not in ("softmax", "sigmoid"):
-        rule = "is not a way to score experts"
+        rule = "is not a score function"
         yield problem_of(loaded, "model.overrides.score_func", score, rule, 'use "softmax" or "sigmoid"')
 
 
 def problem_of(loaded: Loaded, option: str, value: Any, rule: str, fix: str) -> Problem:
-    """Return a problem of a size of the model, whether its flavor or an override says so."""
+    """Return a problem of a size of the model. The origin is empty if the flavor, not an override,
+    sets it.
+    """
     return Problem(option, value, rule, fix, loaded.origins.get(option, ""))
 
 

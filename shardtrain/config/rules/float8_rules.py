@@ -1,4 +1,4 @@
-"""Rules about computing in float8 and MX: what ``model.converters`` may name, and what does not go with it."""
+"""Rules about computing in float8 and MX: the names in ``model.converters``, and the options they exclude."""
 
 from __future__ import annotations
 
@@ -15,52 +15,62 @@ OPTION = "model.converters"
 
 
 def check_float8(loaded: Loaded) -> Iterator[Problem]:
-    """``model.converters`` and the sections of ``[quantize]`` that it switches on."""
+    """Yield the problems of ``model.converters`` and of the sections of ``[quantize]`` that it enables."""
     config = loaded.config
-    wanted = config.model.converters
-    for name in wanted:
+    converters = config.model.converters
+    for name in converters:
         if name not in CONVERTERS:
             near = nearest(name, CONVERTERS)
             fix = f"did you mean {near}?" if near else f"use {any_of(CONVERTERS)}"
             yield problem(loaded, OPTION, f"names {name}, which is not a converter", fix)
     for kind in ("linear", "grouped_mm"):
-        if {f"quantize.{kind}.float8", f"quantize.{kind}.mx"} <= set(wanted):
-            yield problem(loaded, OPTION, f"asks for two types of the same products ({kind})", "keep one of the two")
-    if config.model.print_after_conversion and not wanted:
-        rule = "prints what model.converters has changed, which is empty"
+        if {f"quantize.{kind}.float8", f"quantize.{kind}.mx"} <= set(converters):
+            rule = f"names two dtypes for the same products ({kind})"
+            yield problem(loaded, OPTION, rule, "keep one of the two")
+    if config.model.print_after_conversion and not converters:
+        rule = "prints the changes of model.converters, which is empty"
         yield problem(loaded, "model.print_after_conversion", rule, "remove it")
-    if not {LINEAR, MX, GROUPED} & set(wanted):
+    if not {LINEAR, MX, GROUPED} & set(converters):
         return
+
+    # 8 bits with adapters, and with float16
     if config.lora.enable:
-        rule = "leaves frozen weights and adapters in high precision, where 8 bits gain nothing"
+        rule = "is not supported with adapters, whose frozen weights stay in high precision"
         yield problem(loaded, OPTION, rule, "set model.converters = [], or lora.enable = false")
     if config.training.mixed_precision_param == "float16":
-        rule = "is float16, which does not hold what gradients in float8 stand for"
+        rule = "is float16, which cannot represent the range of float8 gradients"
         yield problem(loaded, "training.mixed_precision_param", rule, 'use "bfloat16"')
-    if LINEAR in wanted:
-        yield from _linear(loaded)
-    if GROUPED in wanted and not config.quantize.grouped_mm.float8.fqns:
-        fix = f'set it to ["experts"], or remove "{GROUPED}" from {OPTION}'
-        yield problem(loaded, f"{GROUPED}.fqns", "names no experts", fix)
-    elif GROUPED in wanted:
-        yield from _grouped(loaded)
+
+    if LINEAR in converters:
+        yield from float8_all_gather(loaded)
+    if GROUPED in converters:
+        yield from float8_experts(loaded)
 
 
-def _linear(loaded: Loaded) -> Iterator[Problem]:
+def float8_all_gather(loaded: Loaded) -> Iterator[Problem]:
+    """FSDP gathers weights in float8 only if they have one scale and are on the device."""
     options = loaded.config.quantize.linear.float8
-    gather = f"{LINEAR}.enable_fsdp_float8_all_gather"
-    if options.enable_fsdp_float8_all_gather and options.recipe_name not in (None, "tensorwise"):
-        rule = f"needs one scale for a weight, and recipe_name = {options.recipe_name} has one for each row and column"
-        yield problem(loaded, gather, rule, 'set it to false, or recipe_name = "tensorwise"')
-    if options.enable_fsdp_float8_all_gather and loaded.config.training.enable_cpu_offload:
+    option = f"{LINEAR}.enable_fsdp_float8_all_gather"
+    if not options.enable_fsdp_float8_all_gather:
+        return
+    if options.recipe_name not in (None, "tensorwise"):
+        rule = f"requires one scale per weight, and recipe_name = {options.recipe_name} has one per row and column"
+        yield problem(loaded, option, rule, 'set it to false, or recipe_name = "tensorwise"')
+    if loaded.config.training.enable_cpu_offload:
         rule = "rounds weights on the device, and training.enable_cpu_offload keeps them in host memory"
-        yield problem(loaded, gather, rule, "set one of the two to false")
+        yield problem(loaded, option, rule, "set one of the two to false")
 
 
-def _grouped(loaded: Loaded) -> Iterator[Problem]:
-    """Experts are there, of sizes that devices take; a model file of the user's own says so when it is built."""
-    sizes = model_shape(loaded)
+def float8_experts(loaded: Loaded) -> Iterator[Problem]:
+    """The model has experts of sizes that devices support. For a user's model file this is checked
+    when it is built.
+    """
     option = f"{GROUPED}.fqns"
+    if not loaded.config.quantize.grouped_mm.float8.fqns:
+        fix = f'set it to ["experts"], or remove "{GROUPED}" from {OPTION}'
+        yield problem(loaded, option, "names no experts", fix)
+        return
+    sizes = model_shape(loaded)
     if sizes is None or loaded.config.model.name.endswith(".py"):
         return
     if "num_experts" not in sizes:
@@ -75,46 +85,48 @@ def _grouped(loaded: Loaded) -> Iterator[Problem]:
 
 
 def needs_products(loaded: Loaded) -> bool:
-    """Whether the device has to multiply in float8 itself."""
-    wanted = loaded.config.model.converters
+    """True if the device must support float8 matrix products."""
+    converters = loaded.config.model.converters
     quantize = loaded.config.quantize
-    return (LINEAR in wanted and not quantize.linear.float8.emulate) or (
-        GROUPED in wanted and not quantize.grouped_mm.float8.emulate
-    )
+    uses_linear = LINEAR in converters and not quantize.linear.float8.emulate
+    uses_grouped = GROUPED in converters and not quantize.grouped_mm.float8.emulate
+    return uses_linear or uses_grouped
 
 
 def needs_mx_products(loaded: Loaded) -> bool:
-    """Whether the device has to multiply in MX itself."""
+    """True if the device must support MX matrix products."""
     config = loaded.config
     return MX in config.model.converters and config.quantize.linear.mx.recipe_name != "mxfp8_emulated"
 
 
 def float8_notes(loaded: Loaded) -> list[str]:
-    """What is asked for and changes nothing here, or does so on other meshes."""
+    """Return notes about options without effect, and about results that depend on the mesh."""
     config = loaded.config
     if MX in config.model.converters:
         return _mx_notes(loaded)
     degrees = {config.parallelism.data_parallel_shard_degree, config.parallelism.context_parallel_degree}
-    gather = config.quantize.linear.float8.enable_fsdp_float8_all_gather
-    if LINEAR in config.model.converters and gather and degrees == {1}:
-        return [f"{LINEAR}.enable_fsdp_float8_all_gather: without effect, one rank holds whole weights"]
+    has_gather = config.quantize.linear.float8.enable_fsdp_float8_all_gather
+    if LINEAR in config.model.converters and has_gather and degrees == {1}:
+        return [f"{LINEAR}.enable_fsdp_float8_all_gather: without effect, one rank has unsharded weights"]
     return []
 
 
 def _mx_notes(loaded: Loaded) -> list[str]:
-    found = []
+    lines = []
     option = f"{MX}.mxfp8_dim1_cast_kernel_choice"
     if loaded.is_set(option):
-        found.append(f"{option}: without effect, casts are PyTorch's operations here")
-    # Gradients of weights sum over tokens, in blocks of 32. Context parallelism gives a rank two pieces of a row
+        lines.append(f"{option}: without effect, casts are PyTorch's operations here")
+
+    # Gradients of weights are sums over tokens, in blocks of 32. With context parallelism a rank
+    # has two pieces of a row, so blocks may differ from those of one rank
     config = loaded.config
     length = config.training.seq_len
     degree = config.parallelism.context_parallel_degree
     pieces = 2 * degree if degree > 1 else 1
     if length % (MX_BLOCK * pieces):
-        piece = f"{length} tokens" if pieces == 1 else f"{length} tokens in {pieces} pieces"
-        found.append(
-            f"training.seq_len={length}: a row is {piece}, not whole blocks of {MX_BLOCK}, "
-            f"so that gradients of weights in MX are rounded otherwise on another mesh"
+        row = f"{length} tokens" if pieces == 1 else f"{length} tokens in {pieces} pieces"
+        lines.append(
+            f"training.seq_len={length}: a row is {row}, which does not fill blocks of {MX_BLOCK}; "
+            "rounding of weight gradients in MX differs on another mesh"
         )
-    return found
+    return lines

@@ -1,4 +1,4 @@
-"""Rules about low-rank adapters: what they need, and what they do not go with."""
+"""Rules about low-rank adapters: their requirements, and the options they cannot be combined with."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from shardtrain.config.rules.values import problem
 from shardtrain.utils.errors import Problem
 
 _HEADS = ("head", "lm_head")
-"""What the last module is called here and by Hugging Face; other patterns are looked up when the model is built."""
+"""Names of the output layer here and in Hugging Face models. Other patterns are resolved when the
+model is built.
+"""
 
 
 def check_lora(loaded: Loaded) -> Iterator[Problem]:
-    """Options of ``[lora]``: each by itself always, and with those of other sections where it is on."""
+    """Yield the problems of ``[lora]``. Ranges are always checked, combinations only if adapters
+    are enabled.
+    """
     lora = loaded.config.lora
     if lora.rank < 1:
         yield problem(loaded, "lora.rank", "must be at least 1", "use 8 to 64")
@@ -27,85 +31,116 @@ def check_lora(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "lora.dropout", "must be at least 0 and below 1", "use 0 to 0.1")
     if not lora.enable:
         return
-    yield from _base(loaded)
-    yield from _task(loaded)
-    yield from _sizes(loaded)
-    if lora.dropout > 0 and loaded.config.parallelism.tensor_parallel_degree > 1:
-        rule = "would drop other numbers on each tensor-parallel rank of what they all hold whole"
-        yield problem(loaded, "lora.dropout", rule, "use 0, or set parallelism.tensor_parallel_degree = 1")
-
-    # What adapters beside a stack of experts cannot be, here as in PEFT
-    if lora.target_parameters and lora.dropout > 0:
-        rule = "drops inputs of a module, and a stack of experts (lora.target_parameters) is not one"
-        yield problem(loaded, "lora.dropout", rule, "use 0, or leave lora.target_parameters out")
-    if lora.target_parameters and lora.use_dora:
-        rule = "is for linear modules, and lora.target_parameters names stacks of experts' weights"
-        yield problem(loaded, "lora.use_dora", rule, "use one of them")
-    yield from _low_bits(loaded)
+    yield from frozen_weights(loaded)
+    yield from frozen_reference(loaded)
+    yield from adapted_modules(loaded)
+    yield from dropout(loaded)
+    yield from expert_stacks(loaded)
+    yield from quantized_weights(loaded)
 
 
-def _base(loaded: Loaded) -> Iterator[Problem]:
+def frozen_weights(loaded: Loaded) -> Iterator[Problem]:
+    """Adapters are trained next to frozen initial weights, whose optimizer state is not loaded."""
     lora = loaded.config.lora
     checkpoint = loaded.config.checkpoint
     initial = derived.initial_weights(loaded.config)
     if initial is None and not lora.random_base:
-        rule = "trains adapters beside given weights, and none are given"
+        rule = "requires initial weights to freeze, and no option names them"
         fix = "set checkpoint.initial_load_path and checkpoint.enable = true, or lora.random_base = true to try it"
         yield problem(loaded, "lora.enable", rule, fix)
     if initial is not None and lora.random_base:
-        rule = f"freezes initial weights, and the checkpoint options name others: {initial}"
+        rule = f"freezes random weights, and the checkpoint options name others: {initial}"
         yield problem(loaded, "lora.random_base", rule, "remove one of them")
     if lora.initial_load_path is not None and not checkpoint.enable:
         rule = "loads nothing while checkpoints are off"
         yield problem(loaded, "lora.initial_load_path", rule, "set checkpoint.enable = true, or remove it")
     if not checkpoint.initial_load_model_only and lora.initial_load_path is None:
-        rule = "would take an optimizer's state for weights that are frozen"
+        rule = "would load the optimizer state of weights that are frozen"
         yield problem(loaded, "checkpoint.initial_load_model_only", rule, "remove it")
 
 
-def _task(loaded: Loaded) -> Iterator[Problem]:
+def frozen_reference(loaded: Loaded) -> Iterator[Problem]:
+    """Tasks with a reference model use the frozen weights, without adapters and quantization, as
+    reference.
+    """
     lora = loaded.config.lora
     task = loaded.config.task
-    if task.name in WITH_REFERENCE and lora.initial_load_path is not None:
-        rule = f'begins with adapters, which the frozen reference of task.name="{task.name}" would not have'
+    if task.name not in WITH_REFERENCE:
+        return
+    if lora.initial_load_path is not None:
+        rule = f'loads adapters, which the frozen reference of task.name="{task.name}" would not have'
         yield problem(loaded, "lora.initial_load_path", rule, "merge them first (shardtrain merge)")
-    if task.name in WITH_REFERENCE and lora.base_dtype != "training":
+    if lora.base_dtype != "training":
         rule = f'rounds the weights, and the frozen reference of task.name="{task.name}" is not rounded'
         yield problem(loaded, "lora.base_dtype", rule, 'use "training"')
 
 
-def _sizes(loaded: Loaded) -> Iterator[Problem]:
+def adapted_modules(loaded: Loaded) -> Iterator[Problem]:
+    """The rank is at most the model's width, and the output layer is not trained in two ways."""
+    c = loaded.config
     shape = model_shape(loaded) or {}
     width = shape.get("dim")
-    if isinstance(width, int) and loaded.config.lora.rank > width > 0:
+    if isinstance(width, int) and c.lora.rank > width > 0:
         rule = f"is above the model's width of {width}: no weight of it has a higher rank"
         yield problem(loaded, "lora.rank", rule, f"use at most {width}")
-    head = next((name for name in loaded.config.lora.target_modules if name in _HEADS), None)
-    if head is not None and shape.get("tied_embeddings"):
+
+    head = next((name for name in c.lora.target_modules if name in _HEADS), None)
+    if head is None:
+        return
+    if shape.get("tied_embeddings"):
         rule = f"names {head}, whose weight is the embedding's: merging would change both"
         yield problem(loaded, "lora.target_modules", rule, "leave it out")
-    c = loaded.config
-    whole = ""
+    trained_by = ""
     if c.task.name in NEW_HEAD:
-        whole = f"task.name={c.task.name}"
+        trained_by = f"task.name={c.task.name}"
     elif {*_HEADS} & {*c.lora.modules_to_save}:
-        whole = "lora.modules_to_save"
-    if head is not None and whole:
-        yield problem(loaded, "lora.target_modules", f"names {head}, which {whole} trains whole", "leave it out")
+        trained_by = "lora.modules_to_save"
+    if trained_by:
+        rule = f"names {head}, whose full weight {trained_by} trains"
+        yield problem(loaded, "lora.target_modules", rule, "leave it out")
 
 
-def _low_bits(loaded: Loaded) -> Iterator[Problem]:
+def dropout(loaded: Loaded) -> Iterator[Problem]:
+    """With tensor parallelism every rank has the full input of an adapter, and would drop different
+    elements.
+    """
+    if loaded.config.lora.dropout > 0 and loaded.config.parallelism.tensor_parallel_degree > 1:
+        rule = "would drop different elements of the same input on each tensor-parallel rank"
+        yield problem(loaded, "lora.dropout", rule, "use 0, or set parallelism.tensor_parallel_degree = 1")
+
+
+def expert_stacks(loaded: Loaded) -> Iterator[Problem]:
+    """Adapters of stacks of expert weights support neither dropout nor DoRA, here and in PEFT."""
+    lora = loaded.config.lora
+    if not lora.target_parameters:
+        return
+    if lora.dropout > 0:
+        rule = "is not supported for stacks of expert weights (lora.target_parameters)"
+        yield problem(loaded, "lora.dropout", rule, "use 0, or leave lora.target_parameters out")
+    if lora.use_dora:
+        rule = "is only supported for linear modules, and lora.target_parameters names stacks of expert weights"
+        yield problem(loaded, "lora.use_dora", rule, "use one of them")
+
+
+def quantized_weights(loaded: Loaded) -> Iterator[Problem]:
+    """Frozen weights in 8 or 4 bits exclude everything that splits, compiles, simulates or moves them."""
     c = loaded.config
+    option = "lora.base_dtype"
     if c.lora.base_dtype == "training":
         return
-    where = c.checkpoint.initial_load_path or ""
-    for wrong, rule, fix in (
-        (c.parallelism.tensor_parallel_degree > 1, "does not go with tensor parallelism: blocks are not split", ""),
-        (c.compile.enable and "model" in c.compile.components, "does not go with compile.enable", "compile nothing"),
-        (c.comm.mode == "local_tensor", "is not simulated", 'set comm.mode = "default"'),
-        (c.training.enable_cpu_offload, "does not go with training.enable_cpu_offload", "set that to false"),
-        (c.checkpoint.storage == "first_node", 'does not go with checkpoint.storage = "first_node"', "share a folder"),
-        ("://" in where, "needs weights in a folder, and checkpoint.initial_load_path is a store", "fetch them first"),
-    ):
-        if wrong:
-            yield problem(loaded, "lora.base_dtype", rule, fix or 'set tensor_parallel_degree = 1, or use "training"')
+    if c.parallelism.tensor_parallel_degree > 1:
+        rule = "is not supported with tensor parallelism: blocks are not split"
+        yield problem(loaded, option, rule, 'set tensor_parallel_degree = 1, or use "training"')
+    if c.compile.enable and "model" in c.compile.components:
+        yield problem(loaded, option, "is not supported with compile.enable", "set compile.enable = false")
+    if c.comm.mode == "local_tensor":
+        yield problem(loaded, option, "is not simulated", 'set comm.mode = "default"')
+    if c.training.enable_cpu_offload:
+        rule = "is not supported with training.enable_cpu_offload"
+        yield problem(loaded, option, rule, "set training.enable_cpu_offload = false")
+    if c.checkpoint.storage == "first_node":
+        rule = 'is not supported with checkpoint.storage = "first_node"'
+        yield problem(loaded, option, rule, "use a shared folder")
+    if "://" in (c.checkpoint.initial_load_path or ""):
+        rule = "requires weights in a folder, and checkpoint.initial_load_path is an object store"
+        yield problem(loaded, option, rule, "download them first")

@@ -1,4 +1,10 @@
-"""Rules that join options: those that exclude each other, and those that need another to take effect."""
+"""Rules about combinations of options: options that exclude each other, and options that require
+another option.
+
+Each rule is a function that yields a ``Problem`` with the option to change. ``PAIR_RULES`` apply to
+every configuration. ``NO_EFFECT_RULES`` apply only to options that a user wrote with a value other
+than the default.
+"""
 
 from __future__ import annotations
 
@@ -17,339 +23,402 @@ from shardtrain.facts.lr_schedules import SCHEDULES
 from shardtrain.facts.optimizers import OPTIMIZERS, PYTORCH_ADAMS
 from shardtrain.utils.errors import Problem
 
-Rule = tuple[str, Callable[[Config], bool], str, str]
+Rule = Callable[[Loaded], Iterator[Problem]]
 
-
-def _compiles_model(c: Config) -> bool:
-    return bool(c.compile.enable) and "model" in c.compile.components
-
-
-def _keeps_operations(c: Config) -> bool:
-    return c.activation_checkpoint.mode == "selective" and c.activation_checkpoint.selective_ac_option == "op"
-
-
-# What cannot be asked of gradients that are gone: (whether a config asks for it, what it is, the fix).
-_EARLY: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
-    (lambda c: not math.isinf(c.training.max_norm), "training.max_norm scales", "set training.max_norm = inf"),
-    (
-        lambda c: c.training.nonfinite_policy == "skip",
-        "training.nonfinite_policy looks at first",
-        'set training.nonfinite_policy = "stop"',
-    ),
-    (
-        lambda c: c.training.spike_policy == "skip",
-        "training.spike_policy looks at first",
-        'set training.spike_policy = "log"',
-    ),
-    (
-        lambda c: c.training.mixed_precision_param == "float16",
-        "loss scaling looks at first",
-        'set training.mixed_precision_param = "bfloat16"',
-    ),
-    (
-        lambda c: c.parallelism.pipeline_parallel_degree > 1,
-        "a pipeline adds up over micro-batches",
-        "set pipeline_parallel_degree = 1",
-    ),
-    (
-        lambda c: c.parallelism.shard_optimizer_states,
-        "shard_optimizer_states deals to other ranks",
-        "set shard_optimizer_states = false",
-    ),
-    (
-        lambda c: c.optimizer.name not in OPTIMIZERS or not OPTIMIZERS[c.optimizer.name].updates_separately,
-        "this optimizer may need together",
-        'set optimizer.name = "AdamW"',
-    ),
-)
-
-# (option to name, when it is wrong, the rule it breaks, the fix)
-PAIRS: tuple[Rule, ...] = (
-    *(
-        (
-            "optimizer.early_step_in_backward",
-            lambda c, wrong=wrong: c.optimizer.early_step_in_backward and wrong(c),  # type: ignore[misc]
-            f"updates before all gradients are known, which {what}",
-            f"{fix}, or remove it",
-        )
-        for wrong, what, fix in _EARLY
-    ),
-    *(
-        (
-            f"optimizer.{name}",
-            lambda c, off=off, name=name: getattr(c.optimizer, name) != off and c.optimizer.name not in PYTORCH_ADAMS,  # type: ignore[misc]
-            "is for Adam and AdamW",
-            'set optimizer.name = "AdamW", or remove it',
-        )
-        for name, off in (("state_dtype", "default"), ("bf16_stochastic_round", False))
-    ),
-    (
-        "optimizer.bf16_stochastic_round",
-        lambda c: (
-            c.optimizer.bf16_stochastic_round
-            and c.training.dtype != "bfloat16"
-            and c.optimizer.state_dtype != "bfloat16"
-        ),
-        "rounds what is stored in bfloat16, and nothing is",
-        'set optimizer.state_dtype = "bfloat16" or training.dtype = "bfloat16", or remove it',
-    ),
-    (
-        "training.mixed_precision_param",
-        lambda c: c.training.mixed_precision_param == "float16" and c.training.dtype == "bfloat16",
-        "cannot compute in float16 what training.dtype stores in bfloat16",
-        'set training.dtype = "float32", or mixed_precision_param = "bfloat16"',
-    ),
-    (
-        "parallelism.shard_optimizer_states",
-        lambda c: c.parallelism.shard_optimizer_states and c.parallelism.data_parallel_replicate_degree == 1,
-        "needs copies of the model to share the state between",
-        "set data_parallel_replicate_degree above 1, or remove it: FSDP shards the state anyway",
-    ),
-    (
-        "parallelism.shard_optimizer_states",
-        lambda c: c.parallelism.shard_optimizer_states and c.training.enable_cpu_offload,
-        "does not go with training.enable_cpu_offload",
-        "set one of the two to false",
-    ),
-    (
-        "activation_checkpoint.mode",
-        lambda c: c.activation_checkpoint.mode == "memory_budget" and not _compiles_model(c),
-        "is a decision of the compiler",
-        'set compile.enable = true with "model" in compile.components, or use another mode',
-    ),
-    (
-        "activation_checkpoint.visualize_memory_budget_pareto",
-        lambda c: (
-            c.activation_checkpoint.visualize_memory_budget_pareto and c.activation_checkpoint.mode != "memory_budget"
-        ),
-        "draws the trade-off of memory_budget alone",
-        'set activation_checkpoint.mode = "memory_budget", or remove it',
-    ),
-    (
-        "activation_checkpoint.debug",
-        lambda c: c.activation_checkpoint.debug and _keeps_operations(c),
-        "follows recomputations of whole layers alone",
-        'set selective_ac_option to a number of layers or mode = "full" while you debug, or remove it',
-    ),
-    (
-        "activation_checkpoint.debug",
-        lambda c: (
-            c.activation_checkpoint.debug
-            and c.activation_checkpoint.mode in ("full", "selective")
-            and stages.splits_backward(c.parallelism)
-        ),
-        "follows one recomputation of a layer, and this schedule, which splits the backward, makes several",
-        "use 1F1B, GPipe, Interleaved1F1B or LoopedBFS while you debug, or remove it",
-    ),
-    (
-        "activation_checkpoint.debug",
-        lambda c: (
-            c.activation_checkpoint.debug
-            and c.activation_checkpoint.mode in ("full", "selective")
-            and _compiles_model(c)
-        ),
-        "follows the operations of eager layers, and compiled layers have none",
-        "set compile.enable = false while you debug, or remove it",
-    ),
-    (
-        "activation_checkpoint.cpu_offload",
-        lambda c: c.activation_checkpoint.cpu_offload and c.activation_checkpoint.mode in ("none", "memory_budget"),
-        "moves the inputs of recomputed layers, and this mode keeps none",
-        'set activation_checkpoint.mode = "full" or "selective"',
-    ),
-    (
-        "parallelism.enable_async_tensor_parallel",
-        lambda c: (
-            c.parallelism.enable_async_tensor_parallel
-            and c.parallelism.tensor_parallel_degree > 1
-            and not _compiles_model(c)
-        ),
-        "is a pass of the compiler",
-        'set compile.enable = true with "model" in compile.components, or remove it',
-    ),
-    (
-        "parallelism.pipeline_parallel_microbatch_size",
-        lambda c: (
-            c.parallelism.pipeline_parallel_degree > 1
-            and c.parallelism.pipeline_parallel_microbatch_size > 0
-            and c.training.local_batch_size % c.parallelism.pipeline_parallel_microbatch_size != 0
-        ),
-        "does not divide training.local_batch_size",
-        "use a divisor of the local batch size",
-    ),
-    (
-        "debug.deterministic_warn_only",
-        lambda c: c.debug.deterministic_warn_only and not c.debug.deterministic,
-        "softens debug.deterministic, which is off",
-        "set debug.deterministic = true too, or remove it",
-    ),
-    (
-        "checkpoint.create_seed_checkpoint",
-        lambda c: c.checkpoint.create_seed_checkpoint and not c.checkpoint.enable,
-        "needs checkpoints",
-        "set checkpoint.enable = true, or remove it",
-    ),
-    (
-        "checkpoint.load_only",
-        lambda c: c.checkpoint.load_only and not c.checkpoint.enable,
-        "loads nothing while checkpoints are off",
-        "set checkpoint.enable = true, or remove it",
-    ),
-    (
-        "checkpoint.load_step",
-        lambda c: c.checkpoint.load_step >= 0 and not c.checkpoint.enable,
-        "loads nothing while checkpoints are off",
-        "set checkpoint.enable = true, or remove it",
-    ),
-    (
-        "compile.components",
-        lambda c: bool(c.compile.enable) and not c.compile.components,
-        "leaves nothing to compile",
-        'name "model", "loss" or both, or set compile.enable = false',
-    ),
-    (
-        "profiling.profile_freq",
-        lambda c: (
-            c.profiling.enable_profiling
-            and 0 < c.profiling.profile_freq < c.profiling.profiler_warmup + c.profiling.profiler_active
-        ),
-        "is less than profiler_warmup plus profiler_active",
-        "raise it, or lower those",
-    ),
-    (
-        "training.dataloader.persistent_workers",
-        lambda c: c.training.dataloader.persistent_workers and c.training.dataloader.num_workers == 0,
-        "needs workers",
-        "set training.dataloader.num_workers above 0, or remove it",
-    ),
-    (
-        "training.dataloader.prefetch_factor",
-        lambda c: c.training.dataloader.prefetch_factor is not None and c.training.dataloader.num_workers == 0,
-        "needs workers",
-        "set training.dataloader.num_workers above 0, or remove it",
-    ),
-    (
-        "validation.dataloader.persistent_workers",
-        lambda c: c.validation.dataloader.persistent_workers and c.validation.dataloader.num_workers == 0,
-        "needs workers",
-        "set validation.dataloader.num_workers above 0, or remove it",
-    ),
-    (
-        "validation.dataloader.prefetch_factor",
-        lambda c: c.validation.dataloader.prefetch_factor is not None and c.validation.dataloader.num_workers == 0,
-        "needs workers",
-        "set validation.dataloader.num_workers above 0, or remove it",
-    ),
-)
-
-# Options that were written down and cannot take effect: (option, when it has none, why, the fix).
-WITHOUT_EFFECT: tuple[Rule, ...] = (
-    (
-        "metrics.sample_freq",
-        lambda c: bool(c.metrics.sample_freq) and not c.metrics.sample_prompt,
-        "has no text to continue",
-        'set metrics.sample_prompt = "Once upon a time", or remove it',
-    ),
-    (
-        "checkpoint.interval",
-        lambda c: c.checkpoint.enable and c.checkpoint.interval_type == "automatic",
-        'is not used with checkpoint.interval_type = "automatic"',
-        "remove it",
-    ),
-    (
-        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
-        lambda c: (
-            "quantize.linear.float8" in c.model.converters
-            and not c.quantize.linear.float8.enable_fsdp_float8_all_gather
-        ),
-        "has no effect without enable_fsdp_float8_all_gather",
-        "set quantize.linear.float8.enable_fsdp_float8_all_gather = true, or remove it",
-    ),
-    (
-        "training.steps",
-        lambda c: c.training.epochs is not None,
-        "is set beside training.epochs, which decides the number of steps",
-        "keep one of the two",
-    ),
-    (
-        "training.on_data_end",
-        lambda c: c.training.epochs is not None,
-        "has no effect beside training.epochs, which ends the run with the data",
-        "keep one of the two",
-    ),
-    (
-        "training.mixed_precision_param",
-        lambda c: c.training.dtype == "bfloat16" and c.training.mixed_precision_param == "float32",
-        'has no effect with training.dtype = "bfloat16", which computes in bfloat16',
-        'set training.dtype = "float32", or remove it',
-    ),
-    (
-        "model.hf_assets_path",
-        lambda c: (
-            c.model.tokenizer_path not in (None, c.model.hf_assets_path)
-            and not (Path(c.model.hf_assets_path) / "config.json").is_file()  # else sizes, weights or exports are its
-        ),
-        "has no effect beside model.tokenizer_path",
-        "keep one of the two",
-    ),
-    *(
-        (
-            f"training.{name}",
-            lambda c: c.training.mixed_precision_param != "float16",
-            "has no effect without float16, which alone needs loss scaling",
-            'set training.mixed_precision_param = "float16", or remove it',
-        )
-        for name in ("initial_loss_scale", "loss_scale_growth_interval")
-    ),
-    *(
-        (
-            f"optimizer.muon_{name}",
-            lambda c: c.optimizer.name != "Muon" and not c.optimizer.name.endswith(".py"),
-            "has no effect on another optimizer",
-            'set optimizer.name = "Muon", or remove it',
-        )
-        for name in ("adamw_patterns", "momentum", "nesterov", "steps", "update_rms", "dtype")
-    ),
-    (
-        "training.nonfinite_max_skips",
-        lambda c: c.training.nonfinite_policy != "skip",
-        "has no effect while nonfinite_policy stops the run",
-        'set training.nonfinite_policy = "skip", or remove it',
-    ),
-    (
-        "activation_checkpoint.memory_budget",
-        lambda c: c.activation_checkpoint.mode != "memory_budget",
-        "has no effect in this mode",
-        'set activation_checkpoint.mode = "memory_budget", or remove it',
-    ),
-)
+ADAM_ONLY = {"state_dtype": "default", "bf16_stochastic_round": False}
+"""Options of ``[optimizer]`` that other optimizers ignore, with their defaults."""
+FLOAT16_ONLY = ("initial_loss_scale", "loss_scale_growth_interval")
+"""Options of ``[training]`` that only loss scaling reads."""
+MUON_ONLY = ("adamw_patterns", "momentum", "nesterov", "steps", "update_rms", "dtype")
+"""Options ``optimizer.muon_*`` that only Muon reads."""
+_REPLACED_BY = {"model.hf_assets_path": "model.tokenizer_path"}
+"""Options of a file that another option of the command line replaces, like a repetition of the
+option itself.
+"""
 
 
 def check_pairs(loaded: Loaded) -> Iterator[Problem]:
-    """Options that exclude each other or lack what they need."""
-    for option, wrong, rule, fix in PAIRS:
-        if wrong(loaded.config):
-            yield problem(loaded, option, rule, fix)
-
-
-_REPLACED_BY = {"model.hf_assets_path": "model.tokenizer_path"}
-"""Options of a file that another one of the command line takes the place of, as it does with the option itself."""
+    """Yield options that exclude each other, and options without an option that they require."""
+    for rule in PAIR_RULES:
+        yield from rule(loaded)
 
 
 def check_without_effect(loaded: Loaded) -> Iterator[Problem]:
-    """Options that somebody wrote down and that could not take effect; a value equal to the default does no harm."""
-    for option, wrong, rule, fix in WITHOUT_EFFECT:
-        if loaded.origins.get(_REPLACED_BY.get(option, "")) == COMMAND_LINE != loaded.origins.get(option):
+    """Yield options without effect that a user wrote. A value equal to the default is harmless and
+    not reported.
+    """
+    for rule in NO_EFFECT_RULES:
+        for found in rule(loaded):
+            option = found.option
+            is_written = loaded.is_set(option) and not _is_default(loaded, option)
+            # A file's option is not reported if the command line sets the option that replaces it
+            replacement = loaded.origins.get(_REPLACED_BY.get(option, ""))
+            is_replaced = replacement == COMMAND_LINE and loaded.origins.get(option) != COMMAND_LINE
+            if is_written and not is_replaced:
+                yield found
+
+
+# The optimizer
+
+
+def early_step(loaded: Loaded) -> Iterator[Problem]:
+    """``optimizer.early_step_in_backward`` updates before all gradients are known, and frees them."""
+    c = loaded.config
+    if not c.optimizer.early_step_in_backward:
+        return
+
+    def conflict(user_of_gradients: str, fix: str) -> Problem:
+        rule = f"updates before all gradients are known, which {user_of_gradients}"
+        return problem(loaded, "optimizer.early_step_in_backward", rule, f"{fix}, or remove it")
+
+    if not math.isinf(c.training.max_norm):
+        yield conflict("training.max_norm requires", "set training.max_norm = inf")
+    if c.training.nonfinite_policy == "skip":
+        yield conflict('training.nonfinite_policy = "skip" requires', 'set training.nonfinite_policy = "stop"')
+    if c.training.spike_policy == "skip":
+        yield conflict('training.spike_policy = "skip" requires', 'set training.spike_policy = "log"')
+    if c.training.mixed_precision_param == "float16":
+        yield conflict("loss scaling requires", 'set training.mixed_precision_param = "bfloat16"')
+    if c.parallelism.pipeline_parallel_degree > 1:
+        yield conflict("a pipeline sums over micro-batches", "set pipeline_parallel_degree = 1")
+    if c.parallelism.shard_optimizer_states:
+        yield conflict("shard_optimizer_states distributes to other ranks", "set shard_optimizer_states = false")
+    # A user's optimizer file is not in the table
+    facts = OPTIMIZERS.get(c.optimizer.name)
+    if facts is None or not facts.updates_separately:
+        yield conflict("this optimizer may require", 'set optimizer.name = "AdamW"')
+
+
+def adam_only_options(loaded: Loaded) -> Iterator[Problem]:
+    """Other optimizers ignore these options."""
+    optimizer = loaded.config.optimizer
+    if optimizer.name in PYTORCH_ADAMS:
+        return
+    for name, default in ADAM_ONLY.items():
+        if getattr(optimizer, name) != default:
+            rule = "is only supported by Adam and AdamW"
+            yield problem(loaded, f"optimizer.{name}", rule, 'set optimizer.name = "AdamW", or remove it')
+
+
+def stochastic_rounding(loaded: Loaded) -> Iterator[Problem]:
+    """Stochastic rounding applies to parameters and optimizer states that are stored in bfloat16."""
+    c = loaded.config
+    if not c.optimizer.bf16_stochastic_round:
+        return
+    if c.training.dtype != "bfloat16" and c.optimizer.state_dtype != "bfloat16":
+        rule = "requires parameters or optimizer states in bfloat16"
+        fix = 'set optimizer.state_dtype = "bfloat16" or training.dtype = "bfloat16", or remove it'
+        yield problem(loaded, "optimizer.bf16_stochastic_round", rule, fix)
+
+
+def shard_states_without_replicas(loaded: Loaded) -> Iterator[Problem]:
+    """``shard_optimizer_states`` divides the states between replicas."""
+    p = loaded.config.parallelism
+    if p.shard_optimizer_states and p.data_parallel_replicate_degree == 1:
+        rule = "requires replicas of the model to divide the state between"
+        fix = "set data_parallel_replicate_degree above 1, or remove it: FSDP shards the state anyway"
+        yield problem(loaded, "parallelism.shard_optimizer_states", rule, fix)
+
+
+def shard_states_with_offload(loaded: Loaded) -> Iterator[Problem]:
+    """``shard_optimizer_states`` is not implemented for parameters in host memory."""
+    c = loaded.config
+    if c.parallelism.shard_optimizer_states and c.training.enable_cpu_offload:
+        rule = "is not supported with training.enable_cpu_offload"
+        yield problem(loaded, "parallelism.shard_optimizer_states", rule, "set one of the two to false")
+
+
+def float16_from_bfloat16(loaded: Loaded) -> Iterator[Problem]:
+    """Parameters stored in bfloat16 have too few digits for computing in float16."""
+    t = loaded.config.training
+    if t.mixed_precision_param == "float16" and t.dtype == "bfloat16":
+        rule = 'cannot compute in float16 with parameters in training.dtype = "bfloat16"'
+        fix = 'set training.dtype = "float32", or mixed_precision_param = "bfloat16"'
+        yield problem(loaded, "training.mixed_precision_param", rule, fix)
+
+
+# Activation checkpointing and the compiler
+
+
+def memory_budget_without_compiler(loaded: Loaded) -> Iterator[Problem]:
+    """The compiler implements the mode ``memory_budget``."""
+    if loaded.config.activation_checkpoint.mode == "memory_budget" and not _compiles_model(loaded.config):
+        rule = "requires the compiler"
+        fix = 'set compile.enable = true with "model" in compile.components, or use another mode'
+        yield problem(loaded, "activation_checkpoint.mode", rule, fix)
+
+
+def pareto_without_memory_budget(loaded: Loaded) -> Iterator[Problem]:
+    """Only the mode ``memory_budget`` computes the trade-off that this option plots."""
+    activation = loaded.config.activation_checkpoint
+    if activation.visualize_memory_budget_pareto and activation.mode != "memory_budget":
+        rule = "plots the trade-off of memory_budget, which is not the mode"
+        fix = 'set activation_checkpoint.mode = "memory_budget", or remove it'
+        yield problem(loaded, "activation_checkpoint.visualize_memory_budget_pareto", rule, fix)
+
+
+def checkpoint_debug_per_operation(loaded: Loaded) -> Iterator[Problem]:
+    """PyTorch's debug mode does not support selective recomputation of operations."""
+    activation = loaded.config.activation_checkpoint
+    is_per_operation = activation.mode == "selective" and activation.selective_ac_option == "op"
+    if activation.debug and is_per_operation:
+        rule = "only supports recomputation of entire layers"
+        fix = 'set selective_ac_option to a number of layers or mode = "full" while you debug, or remove it'
+        yield problem(loaded, "activation_checkpoint.debug", rule, fix)
+
+
+def checkpoint_debug_with_split_backward(loaded: Loaded) -> Iterator[Problem]:
+    """PyTorch's debug mode expects one recomputation per layer. A split backward recomputes several times."""
+    c = loaded.config
+    if not c.activation_checkpoint.debug or c.activation_checkpoint.mode not in ("full", "selective"):
+        return
+    if stages.splits_backward(c.parallelism):
+        rule = "expects one recomputation per layer, and this schedule, which splits the backward, makes several"
+        fix = "use 1F1B, GPipe, Interleaved1F1B or LoopedBFS while you debug, or remove it"
+        yield problem(loaded, "activation_checkpoint.debug", rule, fix)
+
+
+def checkpoint_debug_with_compiler(loaded: Loaded) -> Iterator[Problem]:
+    """PyTorch's debug mode records eager operations, which a compiled layer does not run."""
+    c = loaded.config
+    if not c.activation_checkpoint.debug or c.activation_checkpoint.mode not in ("full", "selective"):
+        return
+    if _compiles_model(c):
+        rule = "records the operations of eager layers, and the layers are compiled"
+        fix = "set compile.enable = false while you debug, or remove it"
+        yield problem(loaded, "activation_checkpoint.debug", rule, fix)
+
+
+def offload_without_recomputation(loaded: Loaded) -> Iterator[Problem]:
+    """``cpu_offload`` moves the saved inputs of recomputed layers to host memory."""
+    activation = loaded.config.activation_checkpoint
+    if activation.cpu_offload and activation.mode in ("none", "memory_budget"):
+        rule = "moves the inputs of recomputed layers to host memory, and this mode saves none"
+        fix = 'set activation_checkpoint.mode = "full" or "selective"'
+        yield problem(loaded, "activation_checkpoint.cpu_offload", rule, fix)
+
+
+def async_tensor_parallel_without_compiler(loaded: Loaded) -> Iterator[Problem]:
+    """The compiler implements async tensor parallelism."""
+    p = loaded.config.parallelism
+    if p.enable_async_tensor_parallel and p.tensor_parallel_degree > 1 and not _compiles_model(loaded.config):
+        fix = 'set compile.enable = true with "model" in compile.components, or remove it'
+        yield problem(loaded, "parallelism.enable_async_tensor_parallel", "requires the compiler", fix)
+
+
+def compile_nothing(loaded: Loaded) -> Iterator[Problem]:
+    """``compile.enable`` requires at least one component."""
+    if loaded.config.compile.enable and not loaded.config.compile.components:
+        fix = 'name "model", "loss" or both, or set compile.enable = false'
+        yield problem(loaded, "compile.components", "must not be empty with compile.enable = true", fix)
+
+
+# Pipelines, checkpoints, diagnostics and workers
+
+
+def microbatch_size(loaded: Loaded) -> Iterator[Problem]:
+    """A pipeline splits the local batch into micro-batches of equal size."""
+    p = loaded.config.parallelism
+    if p.pipeline_parallel_degree <= 1 or p.pipeline_parallel_microbatch_size <= 0:
+        return
+    if loaded.config.training.local_batch_size % p.pipeline_parallel_microbatch_size:
+        rule = "does not divide training.local_batch_size"
+        fix = "use a divisor of the local batch size"
+        yield problem(loaded, "parallelism.pipeline_parallel_microbatch_size", rule, fix)
+
+
+def seed_checkpoint_without_checkpoints(loaded: Loaded) -> Iterator[Problem]:
+    """A seed checkpoint is a checkpoint."""
+    checkpoint = loaded.config.checkpoint
+    if checkpoint.create_seed_checkpoint and not checkpoint.enable:
+        fix = "set checkpoint.enable = true, or remove it"
+        yield problem(loaded, "checkpoint.create_seed_checkpoint", "requires checkpoint.enable = true", fix)
+
+
+def load_without_checkpoints(loaded: Loaded) -> Iterator[Problem]:
+    """Without ``checkpoint.enable`` nothing is loaded."""
+    checkpoint = loaded.config.checkpoint
+    if checkpoint.enable:
+        return
+    rule = "loads nothing while checkpoints are off"
+    fix = "set checkpoint.enable = true, or remove it"
+    if checkpoint.load_only:
+        yield problem(loaded, "checkpoint.load_only", rule, fix)
+    if checkpoint.load_step >= 0:
+        yield problem(loaded, "checkpoint.load_step", rule, fix)
+
+
+def warn_only_without_deterministic(loaded: Loaded) -> Iterator[Problem]:
+    """``deterministic_warn_only`` turns the errors of ``deterministic`` into warnings."""
+    debug = loaded.config.debug
+    if debug.deterministic_warn_only and not debug.deterministic:
+        fix = "set debug.deterministic = true, or remove it"
+        yield problem(loaded, "debug.deterministic_warn_only", "requires debug.deterministic = true", fix)
+
+
+def profile_interval(loaded: Loaded) -> Iterator[Problem]:
+    """The steps of warmup and recording must fit into the interval between two profiles."""
+    profiling = loaded.config.profiling
+    num_profiled_steps = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and 0 < profiling.profile_freq < num_profiled_steps:
+        rule = "is less than profiler_warmup plus profiler_active"
+        yield problem(loaded, "profiling.profile_freq", rule, "raise it, or lower those")
+
+
+def data_workers(loaded: Loaded) -> Iterator[Problem]:
+    """Options of data-loading workers require workers."""
+    sections = {
+        "training.dataloader": loaded.config.training.dataloader,
+        "validation.dataloader": loaded.config.validation.dataloader,
+    }
+    for section, options in sections.items():
+        if options.num_workers != 0:
             continue
-        if loaded.is_set(option) and not _is_default(loaded, option) and wrong(loaded.config):
-            yield problem(loaded, option, rule, fix)
+        fix = f"set {section}.num_workers above 0, or remove it"
+        if options.persistent_workers:
+            yield problem(loaded, f"{section}.persistent_workers", "requires workers", fix)
+        if options.prefetch_factor is not None:
+            yield problem(loaded, f"{section}.prefetch_factor", "requires workers", fix)
+
+
+PAIR_RULES: tuple[Rule, ...] = (
+    early_step,
+    adam_only_options,
+    stochastic_rounding,
+    float16_from_bfloat16,
+    shard_states_without_replicas,
+    shard_states_with_offload,
+    memory_budget_without_compiler,
+    pareto_without_memory_budget,
+    checkpoint_debug_per_operation,
+    checkpoint_debug_with_split_backward,
+    checkpoint_debug_with_compiler,
+    offload_without_recomputation,
+    async_tensor_parallel_without_compiler,
+    microbatch_size,
+    warn_only_without_deterministic,
+    seed_checkpoint_without_checkpoints,
+    load_without_checkpoints,
+    compile_nothing,
+    profile_interval,
+    data_workers,
+)
+
+
+# Options without effect. check_without_effect drops those that nobody wrote
+
+
+def sample_frequency(loaded: Loaded) -> Iterator[Problem]:
+    """Samples continue a prompt."""
+    metrics = loaded.config.metrics
+    if metrics.sample_freq and not metrics.sample_prompt:
+        fix = 'set metrics.sample_prompt = "Once upon a time", or remove it'
+        yield problem(loaded, "metrics.sample_freq", "requires metrics.sample_prompt", fix)
+
+
+def automatic_interval(loaded: Loaded) -> Iterator[Problem]:
+    """An automatic interval of checkpoints is computed during the run."""
+    checkpoint = loaded.config.checkpoint
+    if checkpoint.enable and checkpoint.interval_type == "automatic":
+        rule = 'has no effect with checkpoint.interval_type = "automatic"'
+        yield problem(loaded, "checkpoint.interval", rule, "remove it")
+
+
+def float8_scales(loaded: Loaded) -> Iterator[Problem]:
+    """Precomputed scales are for the float8 all-gather of FSDP."""
+    c = loaded.config
+    section = "quantize.linear.float8"
+    if section in c.model.converters and not c.quantize.linear.float8.enable_fsdp_float8_all_gather:
+        rule = "has no effect without enable_fsdp_float8_all_gather"
+        fix = f"set {section}.enable_fsdp_float8_all_gather = true, or remove it"
+        yield problem(loaded, f"{section}.precompute_float8_dynamic_scale_for_fsdp", rule, fix)
+
+
+def steps_and_epochs(loaded: Loaded) -> Iterator[Problem]:
+    """``training.epochs`` determines the number of steps and ends the run with the data."""
+    if loaded.config.training.epochs is None:
+        return
+    rule = "has no effect with training.epochs, which determines the number of steps"
+    yield problem(loaded, "training.steps", rule, "keep one of the two")
+    rule = "has no effect with training.epochs, which ends the run with the data"
+    yield problem(loaded, "training.on_data_end", rule, "keep one of the two")
+
+
+def float32_compute(loaded: Loaded) -> Iterator[Problem]:
+    """Parameters stored in bfloat16 are computed with in bfloat16."""
+    t = loaded.config.training
+    if t.dtype == "bfloat16" and t.mixed_precision_param == "float32":
+        rule = 'has no effect with training.dtype = "bfloat16", which computes in bfloat16'
+        yield problem(loaded, "training.mixed_precision_param", rule, 'set training.dtype = "float32", or remove it')
+
+
+def assets_and_tokenizer(loaded: Loaded) -> Iterator[Problem]:
+    """The folder of assets has no use if the tokenizer is elsewhere and the folder has no config.json.
+
+    With a config.json the folder may also be the source of sizes and weights, or the model for exports.
+    """
+    model = loaded.config.model
+    has_config = (Path(model.hf_assets_path) / "config.json").is_file()
+    if model.tokenizer_path not in (None, model.hf_assets_path) and not has_config:
+        rule = "has no effect with model.tokenizer_path"
+        yield problem(loaded, "model.hf_assets_path", rule, "keep one of the two")
+
+
+def float16_only_options(loaded: Loaded) -> Iterator[Problem]:
+    """Only float16 requires loss scaling."""
+    if loaded.config.training.mixed_precision_param == "float16":
+        return
+    rule = "has no effect without float16, the only dtype with loss scaling"
+    fix = 'set training.mixed_precision_param = "float16", or remove it'
+    for name in FLOAT16_ONLY:
+        yield problem(loaded, f"training.{name}", rule, fix)
+
+
+def muon_only_options(loaded: Loaded) -> Iterator[Problem]:
+    """Only Muon reads these options; an optimizer file of the user's may read them too."""
+    optimizer = loaded.config.optimizer
+    if optimizer.name == "Muon" or optimizer.name.endswith(".py"):
+        return
+    for name in MUON_ONLY:
+        fix = 'set optimizer.name = "Muon", or remove it'
+        yield problem(loaded, f"optimizer.muon_{name}", "is only supported by Muon", fix)
+
+
+def max_skips(loaded: Loaded) -> Iterator[Problem]:
+    """Only the policy "skip" counts skipped steps."""
+    if loaded.config.training.nonfinite_policy != "skip":
+        rule = "has no effect while nonfinite_policy stops the run"
+        fix = 'set training.nonfinite_policy = "skip", or remove it'
+        yield problem(loaded, "training.nonfinite_max_skips", rule, fix)
+
+
+def memory_budget(loaded: Loaded) -> Iterator[Problem]:
+    """Only the mode ``memory_budget`` reads the budget."""
+    if loaded.config.activation_checkpoint.mode != "memory_budget":
+        fix = 'set activation_checkpoint.mode = "memory_budget", or remove it'
+        yield problem(loaded, "activation_checkpoint.memory_budget", "has no effect in this mode", fix)
+
+
+NO_EFFECT_RULES: tuple[Rule, ...] = (
+    sample_frequency,
+    automatic_interval,
+    float8_scales,
+    steps_and_epochs,
+    float32_compute,
+    assets_and_tokenizer,
+    float16_only_options,
+    muon_only_options,
+    max_skips,
+    memory_budget,
+)
 
 
 def check_schedule(loaded: Loaded) -> Iterator[Problem]:
-    """Options that the learning-rate schedule does not read; a value equal to the default does no harm."""
+    """Yield options that the learning-rate schedule ignores. A value equal to the default is not reported."""
     name = loaded.config.lr_scheduler.name
     options_read = schedule_options(name)
-    if options_read is None:  # check_own_files reports an unknown name
+    # check_own_files reports an unknown name
+    if options_read is None:
         return
     for key in SCHEDULE_OPTIONS:
         option = f"lr_scheduler.{key}"
@@ -361,32 +430,45 @@ def check_schedule(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_spikes(loaded: Loaded) -> Iterator[Problem]:
-    """A detector needs values to compare with, and going back needs checkpoints that are old enough."""
+    """Yield options of the loss-spike detector that cannot work: too short a window, or checkpoints
+    that are too new.
+    """
     training = loaded.config.training
     checkpoint = loaded.config.checkpoint
     if training.spike_window < 2:
-        yield problem(loaded, "training.spike_window", "has no spread", "use 2 steps or more, such as 128")
+        rule = "must be at least 2 to have a standard deviation"
+        yield problem(loaded, "training.spike_window", rule, "use 2 steps or more, such as 128")
     if training.spike_policy != "rewind":
         return
-    policy = "training.spike_policy"
     if not checkpoint.enable or checkpoint.load_only:
-        yield problem(loaded, policy, "goes back to checkpoints that this run saves", "set checkpoint.enable=true")
-    kept = (checkpoint.keep_latest_k - 1) * checkpoint.interval
-    if checkpoint.interval_type == "steps" and checkpoint.keep_latest_k and kept < training.spike_rewind_steps:
-        rule = f"is more than the {kept} steps that checkpoint.keep_latest_k and checkpoint.interval keep"
-        yield problem(loaded, "training.spike_rewind_steps", rule, "keep more checkpoints, or go back less")
+        rule = "requires checkpoints that this run saves"
+        yield problem(loaded, "training.spike_policy", rule, "set checkpoint.enable=true")
+
+    # The oldest kept checkpoint must be old enough
+    kept_steps = (checkpoint.keep_latest_k - 1) * checkpoint.interval
+    is_bounded = checkpoint.interval_type == "steps" and checkpoint.keep_latest_k
+    if is_bounded and kept_steps < training.spike_rewind_steps:
+        rule = f"exceeds the {kept_steps} steps that checkpoint.keep_latest_k and checkpoint.interval keep"
+        fix = "keep more checkpoints, or rewind fewer steps"
+        yield problem(loaded, "training.spike_rewind_steps", rule, fix)
 
 
 def spike_notes(loaded: Loaded) -> list[str]:
-    """Options of spikes that another policy leaves without effect."""
+    """Return a note with the options of spikes that have no effect with the policy."""
     policy = loaded.config.training.spike_policy
-    idle: list[str] = []
+    unused: list[str] = []
     if policy != "rewind":
-        idle += ["training.spike_rewind_steps", "training.spike_skip_steps", "training.max_rewinds"]
+        unused += ["training.spike_rewind_steps", "training.spike_skip_steps", "training.max_rewinds"]
     if policy == "off":
-        idle += ["training.spike_window", "training.spike_sigmas"]
-    waiting = [name for name in idle if loaded.is_set(name)]
-    return [f"{', '.join(waiting)}: without effect with training.spike_policy={policy}"] if waiting else []
+        unused += ["training.spike_window", "training.spike_sigmas"]
+    names = [name for name in unused if loaded.is_set(name)]
+    if not names:
+        return []
+    return [f"{', '.join(names)}: without effect with training.spike_policy={policy}"]
+
+
+def _compiles_model(c: Config) -> bool:
+    return bool(c.compile.enable) and "model" in c.compile.components
 
 
 def _is_default(loaded: Loaded, option: str) -> bool:

@@ -1,6 +1,6 @@
-"""Rules of a pipeline schedule that is written as CSV: a row per rank, a cell per action, such as 0F1 or 3B0.
+"""Rules about a pipeline schedule in a CSV file: a row per rank, a cell per action, such as 0F1 or 3B0.
 
-PyTorch checks the same when ranks have started, in words that name neither the option nor the file.
+PyTorch checks the same after ranks have started, with messages that name neither the option nor the file.
 """
 
 from __future__ import annotations
@@ -16,114 +16,164 @@ from shardtrain.config.rules.values import problem
 from shardtrain.utils.errors import Problem
 
 Action = tuple[int, str, int]
-"""Stage, what it does (F, B, or I and W), and micro-batch."""
+"""Stage, kind (F forward, B backward, or its halves: I for inputs and W for weights), and micro-batch."""
+Done = dict[tuple[int, str], set[int]]
+"""(Stage, kind) -> micro-batches with this action."""
 _OPTION = "parallelism.pipeline_parallel_schedule_csv"
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_DUPLICATES = {"F": "F", "B": "BIW", "I": "IB", "W": "WB"}
+"""Kind -> the kinds that may not exist for the same stage and micro-batch: B is I and W together."""
 
 
 def check_schedule_file(loaded: Loaded, num_stages: int, num_microbatches: int | None) -> Iterator[Problem]:
-    """Each stage is on its rank, and forward and backward of each micro-batch are there; unknown numbers are None."""
+    """Yield the first problem of the file: its actions, their completeness, or their order.
+
+    ``num_microbatches`` is None if unknown. A file that does not exist is reported by another rule.
+    """
     p = loaded.config.parallelism
-    c = loaded.config.compile
     path = Path(p.pipeline_parallel_schedule_csv).expanduser()
     try:
         with open(path, newline="", encoding="utf-8") as file:
             rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(file)]
     except (OSError, UnicodeDecodeError):
-        return  # that it is not there is reported by itself
-    degree = p.pipeline_parallel_degree
-    if len(rows) != degree:
-        rule = f"has {len(rows)} rows, and there are {degree} pipeline ranks"
+        return
+    if len(rows) != p.pipeline_parallel_degree:
+        rule = f"has {len(rows)} rows, and there are {p.pipeline_parallel_degree} pipeline ranks"
         yield problem(loaded, _OPTION, rule, "write a row for each rank")
         return
 
-    # Read each cell: an action of a stage of this rank, written once. Two actions in one cell overlap
-    done: dict[tuple[int, str], set[int]] = defaultdict(set)
     actions: list[list[Action]] = [[] for _ in rows]
+    done: Done = defaultdict(set)
     for rank, row in enumerate(rows):
-        for cell in row:
-            overlapped = _OVERLAP.fullmatch(cell)
-            for text in overlapped[1].split(";") if overlapped else [cell]:
-                action = _ACTION.fullmatch(text.strip())
-                if action is None:
-                    fix = "write stage, F, B, I or W, and micro-batch: 0F1"
-                    yield problem(loaded, _OPTION, f"holds {cell!r}, which is not an action", fix)
-                    return
-                stage = int(action[1])
-                kind = action[2]
-                microbatch = int(action[3])
-                if stage >= num_stages or stage % degree != rank:
-                    own = ", ".join(str(n) for n in range(rank, num_stages, degree))
-                    rule = f"has {text.strip()} in the row of rank {rank}, which holds the stages {own}"
-                    yield problem(loaded, _OPTION, rule, "deal stages to ranks in turn: 0, 1, ..., 0, 1, ...")
-                    return
-                # B is all of backward, I and W its two halves: B beside a half would count that half twice
-                other = {"B": "IW", "I": "B", "W": "B"}.get(kind, "")
-                again = next((letter for letter in (kind, *other) if microbatch in done.get((stage, letter), ())), None)
-                if again is not None:
-                    rule = f"has {text.strip()} beside {stage}{again}{microbatch}, which would count it twice"
-                    yield problem(loaded, _OPTION, rule, "write each action once, and B or both I and W")
-                    return
-                done[stage, kind].add(microbatch)
-                actions[rank].append((stage, kind, microbatch))
-    if c.enable and "model" in c.components and any(kind in "IW" for _, kind in done):
-        rule = "computes gradients of inputs and weights apart (I, W), which torch.compile gets wrong without a word"
-        yield problem(loaded, _OPTION, rule, "set compile.enable = false, or write B in place of I and W")
+        for text in _action_texts(row):
+            action = _parse_action(loaded, text, rank, num_stages, done)
+            if isinstance(action, Problem):
+                yield action
+                return
+            stage, kind, microbatch = action
+            done[stage, kind].add(microbatch)
+            actions[rank].append(action)
 
-    # Each stage has forward and backward of each micro-batch. Where their number is unknown, that of stage 0 is it
-    wanted = set(range(num_microbatches)) if num_microbatches is not None else done[0, "F"]
+    c = loaded.config.compile
+    if c.enable and "model" in c.components and any(kind in "IW" for _, kind in done):
+        rule = (
+            "computes gradients of inputs and weights separately (I, W), "
+            "for which torch.compile returns wrong gradients"
+        )
+        yield problem(loaded, _OPTION, rule, "set compile.enable = false, or write B instead of I and W")
+
+    incomplete = _incomplete_stage(loaded, done, num_stages, num_microbatches)
+    if incomplete is not None:
+        yield incomplete
+        return
+    yield from _check_loss_order(loaded, actions, num_stages - 1)
+
+
+def _action_texts(row: list[str]) -> Iterator[str]:
+    """Yield the actions of a row. A cell may contain two actions that overlap."""
+    for cell in row:
+        overlapped = _OVERLAP.fullmatch(cell)
+        if overlapped:
+            yield from overlapped[1].split(";")
+        else:
+            yield cell
+
+
+def _parse_action(loaded: Loaded, text: str, rank: int, num_stages: int, done: Done) -> Action | Problem:
+    """Return an action, or a problem if it is malformed, of another rank's stage, or a duplicate."""
+    match = _ACTION.fullmatch(text.strip())
+    if match is None:
+        fix = "write stage, F, B, I or W, and micro-batch: 0F1"
+        return problem(loaded, _OPTION, f"contains {text!r}, which is not an action", fix)
+    stage = int(match[1])
+    kind = match[2]
+    microbatch = int(match[3])
+
+    # Stages are assigned to ranks round-robin
+    degree = loaded.config.parallelism.pipeline_parallel_degree
+    if stage >= num_stages or stage % degree != rank:
+        stages_of_rank = ", ".join(str(n) for n in range(rank, num_stages, degree))
+        rule = f"has {text.strip()} in the row of rank {rank}, which holds the stages {stages_of_rank}"
+        return problem(loaded, _OPTION, rule, "assign stages to ranks in turn: 0, 1, ..., 0, 1, ...")
+    for other in _DUPLICATES[kind]:
+        if microbatch in done.get((stage, other), ()):
+            rule = f"has {text.strip()} as well as {stage}{other}{microbatch}, which would count it twice"
+            return problem(loaded, _OPTION, rule, "write each action once, and B or both I and W")
+    return stage, kind, microbatch
+
+
+def _incomplete_stage(loaded: Loaded, done: Done, num_stages: int, num_microbatches: int | None) -> Problem | None:
+    """Return a problem if a stage lacks forward or backward of a micro-batch, or has too many."""
+    # If the number of micro-batches is unknown, stage 0 determines it
+    expected = done[0, "F"] if num_microbatches is None else set(range(num_microbatches))
     for stage in range(num_stages):
         backward = done[stage, "B"] | (done[stage, "I"] & done[stage, "W"])
-        for what, found in (("forward", done[stage, "F"]), ("backward", backward)):
-            if found != wanted:
-                number = min(found ^ wanted)
-                rule = f"leaves out {what} of micro-batch {number} of stage {stage}"
-                if number in found:
-                    rule = f"has {what} of micro-batch {number}, and a step has {len(wanted)}"
-                yield problem(loaded, _OPTION, rule, f"write the micro-batches 0 to {len(wanted) - 1} of each stage")
-                return
-    yield from _check_order(loaded, actions, num_stages)
+        for direction, microbatches in (("forward", done[stage, "F"]), ("backward", backward)):
+            if microbatches == expected:
+                continue
+            number = min(microbatches ^ expected)
+            rule = f"lacks {direction} of micro-batch {number} of stage {stage}"
+            if number in microbatches:
+                rule = f"has {direction} of micro-batch {number}, and a step has {len(expected)}"
+            fix = f"write the micro-batches 0 to {len(expected) - 1} of each stage"
+            return problem(loaded, _OPTION, rule, fix)
+    return None
 
 
-def _check_order(loaded: Loaded, actions: list[list[Action]], num_stages: int) -> Iterator[Problem]:
-    """No action waits for ever, and the last stage computes losses in the order of micro-batches.
+def _check_loss_order(loaded: Loaded, actions: list[list[Action]], last: int) -> Iterator[Problem]:
+    """The last stage computes losses in the order of micro-batches; then check for deadlocks.
 
-    PyTorch notes losses as they come, and takes that of micro-batch 2 for the third: in another order gradients would
-    be those of other losses, without a word.
+    PyTorch appends losses as they are computed, and takes the third for that of micro-batch 2. In
+    another order it would silently compute gradients of other losses.
     """
-    last = num_stages - 1
     row_of_last = actions[last % len(actions)]
     order = [microbatch for stage, kind, microbatch in row_of_last if (stage, kind) == (last, "F")]
     late = next((number for number, before in zip(order[1:], order, strict=False) if number < before), None)
     if late is not None:
         rule = f"has forward of micro-batch {late} of the last stage ({last}) after that of a later one"
-        yield problem(loaded, _OPTION, rule, f"write {last}F0, {last}F1, ... in this order: PyTorch counts losses so")
+        fix = f"write {last}F0, {last}F1, ... in this order: PyTorch requires it"
+        yield problem(loaded, _OPTION, rule, fix)
+        return
+    yield from _check_deadlock(loaded, actions, last)
+
+
+def _check_deadlock(loaded: Loaded, actions: list[list[Action]], last: int) -> Iterator[Problem]:
+    """Simulate the schedule: each rank runs actions in order until one requires an action that is
+    not done.
+    """
+    done: set[Action] = set()
+    position = [0] * len(actions)
+    has_progress = True
+    while has_progress:
+        has_progress = False
+        for rank, row in enumerate(actions):
+            while position[rank] < len(row) and _missing(row[position[rank]], last, done) is None:
+                done.add(row[position[rank]])
+                position[rank] += 1
+                has_progress = True
+
+    for rank, row in enumerate(actions):
+        if position[rank] == len(row):
+            continue
+        action = row[position[rank]]
+        missing = _missing(action, last, done) or set()
+        names = " or ".join(sorted(_name(other) for other in missing))
+        rule = f"has rank {rank} wait indefinitely: {_name(action)} requires {names}, which comes later or waits itself"
+        yield problem(loaded, _OPTION, rule, f"write {_name(action)} after the actions that it requires")
         return
 
-    # Run the schedule: each rank does what it can, until none can go further
-    done: set[Action] = set()
-    at = [0] * len(actions)
-    while True:
-        before = len(done)
-        for rank, row in enumerate(actions):
-            while at[rank] < len(row) and all(done & choices for choices in _needs(row[at[rank]], last)):
-                done.add(row[at[rank]])
-                at[rank] += 1
-        if len(done) == before:
-            break
-    for rank, row in enumerate(actions):
-        if at[rank] < len(row):
-            missing = next(choices for choices in _needs(row[at[rank]], last) if not done & choices)
-            names = " or ".join(sorted("".join(map(str, action)) for action in missing))
-            own = "".join(map(str, row[at[rank]]))
-            rule = f"has rank {rank} wait for ever: {own} needs {names}, which comes later or waits itself"
-            yield problem(loaded, _OPTION, rule, f"write {own} behind what it needs")
-            return
+
+def _missing(action: Action, last: int, done: set[Action]) -> set[Action] | None:
+    """Return the alternatives of the first unmet requirement of an action, or None if it can run."""
+    for alternatives in _requirements(action, last):
+        if not done & alternatives:
+            return alternatives
+    return None
 
 
-def _needs(action: Action, last: int) -> Iterator[set[Action]]:
-    """What an action needs: of each set, one that is done."""
+def _requirements(action: Action, last: int) -> Iterator[set[Action]]:
+    """Yield sets of actions. One of each set must be done before ``action``."""
     stage, kind, n = action
     if kind == "F" and stage > 0:
         yield {(stage - 1, "F", n)}
@@ -133,3 +183,7 @@ def _needs(action: Action, last: int) -> Iterator[set[Action]]:
             yield {(stage + 1, "B", n), (stage + 1, "I", n)}
     if kind == "W":
         yield {(stage, "I", n)}
+
+
+def _name(action: Action) -> str:
+    return "".join(map(str, action))

@@ -1,8 +1,11 @@
-"""Rules of [task]: a task that exists, labels, the mesh that it can run on, and options that only some tasks read."""
+"""Rules about [task]: the task's name, its labels, the meshes it supports, and options that only
+some tasks read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import options
@@ -24,14 +27,15 @@ MASKED = "masked_language_model"
 SEQUENCES = "sequence_to_sequence"
 WITH_REFERENCE = (PREFERENCE, KTO)
 NEW_HEAD = (CLASSIFICATION, REWARD_MODEL)
-"""Tasks whose head takes the place of that to the vocabulary."""
+"""Tasks with a new head instead of the output layer over the vocabulary."""
 OF_TEXT = (LANGUAGE_MODEL, DISTILLATION, PREFERENCE, KTO, ORPO, SIMPO)
-"""Tasks whose model gives the next token."""
+"""Tasks whose model predicts the next token."""
 _DEGREES = {
-    "pipeline_parallel_degree": "cuts the model, and the loss of this task is computed on a whole one",
-    "context_parallel_degree": "cuts each sequence, and this task reads whole ones",
-    "tensor_parallel_degree": "splits each layer, and this task does not say that it can do with parts",
+    "pipeline_parallel_degree": "splits the model, and the loss of this task requires the full model",
+    "context_parallel_degree": "splits each sequence, and this task requires full sequences",
+    "tensor_parallel_degree": "splits each layer, and this task does not declare support for that",
 }
+"""Degree -> the reason why a task that does not list it in its degrees cannot use it."""
 OF_DOCUMENTS = (
     "data.mode",
     "data.readers",
@@ -53,122 +57,143 @@ _OPTIONS = {
 
 
 def check_task(loaded: Loaded) -> Iterator[Problem]:
-    """The task exists, can run on this mesh, and reads the options that are set."""
+    """Yield problems of the task's file, of the mesh it must run on, and of options that it does not read."""
     c = loaded.config
     try:
         facts = read_task_file(c.task.name)
     except ConfigError as error:
-        (found,) = error.problems
-        assert isinstance(found, Problem)
-        yield problem(loaded, "task.name", found.rule, found.fix)
+        (reason,) = error.problems
+        assert isinstance(reason, Problem)
+        yield problem(loaded, "task.name", reason.rule, reason.fix)
         return
     if not has_task(c.task.name):
         fix = "define a class Task(RowTask), as shardtrain/tasks/classification.py does"
         yield problem(loaded, "task.name", "has no class Task", fix)
         return
     if c.training.last_batch != "rollover" and c.task.name in (LANGUAGE_MODEL, DISTILLATION, KTO):
-        rule = f"is for tasks of rows, and {c.task.name} " + (
-            "groups rows across epochs" if c.task.name == KTO else "packs documents across epochs"
-        )
+        reason = "groups rows across epochs" if c.task.name == KTO else "packs documents across epochs"
+        rule = f"is only supported for tasks of rows, and {c.task.name} {reason}"
         yield problem(loaded, "training.last_batch", rule, "remove it")
     if c.task.name == LANGUAGE_MODEL:
-        for option in options():
-            if option.startswith("task.") and is_changed(loaded, option):
-                rule = 'has no effect with task.name = "language_model"'
-                yield problem(loaded, option, rule, "name the task that reads it, or remove it")
+        yield from _check_language_model(loaded)
         return
-
-    # The mesh
-    for degree, rule in _DEGREES.items():
-        if degree not in facts.degrees and getattr(c.parallelism, degree) > 1:
-            fix = "set it to 1: data-parallel axes shard any model"
-            yield problem(loaded, f"parallelism.{degree}", f"{rule} ({c.task.name})", fix)
-    of_rows = c.task.name != DISTILLATION
-    split = c.parallelism.tensor_parallel_degree > 1 and not c.parallelism.disable_loss_parallel
-    if of_rows and split and "tensor_parallel_degree" in facts.degrees:
-        rule = "leaves each rank a part of the outputs, and a task of rows needs them whole"
-        yield problem(loaded, "parallelism.disable_loss_parallel", rule, "set it to true")
-    compiled = c.compile.enable and "model" in c.compile.components
-    if of_rows and compiled and c.parallelism.tensor_parallel_degree > 1 and "tensor_parallel_degree" in facts.degrees:
-        # DTensor under dynamic shapes: torch 2.13's compiler recurses until Python ends it, in backward
-        rule = "cannot compile split layers for rows of every length, as this task has them"
-        yield problem(loaded, "compile.enable", rule, "set it to false, or tensor_parallel_degree to 1")
-
-    # Options of other tasks; a task file of the user's may build on any of them and read what it likes
-    if of_rows and c.data.sources:
+    yield from _check_mesh(loaded, facts.degrees)
+    if c.task.name != DISTILLATION and c.data.sources:
         rule = "mixes documents, and a task of rows reads one dataset"
         yield Problem("data.sources", None, rule, "use training.dataset and dataset_path", loaded.where("data.sources"))
-    own = _OPTIONS.get(c.task.name)
-    if own is not None:
-        for option in sorted({option for names in _OPTIONS.values() for option in names} - set(own)):
-            if is_changed(loaded, f"task.{option}"):
-                readers = " or ".join(f'"{name}"' for name, names in _OPTIONS.items() if option in names)
-                yield problem(loaded, f"task.{option}", f"is read by task.name = {readers} alone", "remove it")
+    yield from _check_options_of_other_tasks(loaded)
     if c.task.name == CLASSIFICATION:
         yield from _check_classification(loaded)
     if c.task.name in OF_PAIRS or c.task.name == KTO:
         yield from _check_answers(loaded)
 
 
+def _check_language_model(loaded: Loaded) -> Iterator[Problem]:
+    """A language model reads no option of [task]."""
+    for option in options():
+        if option.startswith("task.") and is_changed(loaded, option):
+            rule = 'has no effect with task.name = "language_model"'
+            yield problem(loaded, option, rule, "name the task that reads it, or remove it")
+
+
+def _check_mesh(loaded: Loaded, supported_degrees: Collection[str]) -> Iterator[Problem]:
+    """The task supports the degrees of the mesh."""
+    c = loaded.config
+    for degree, rule in _DEGREES.items():
+        if degree not in supported_degrees and getattr(c.parallelism, degree) > 1:
+            fix = "set it to 1: data-parallel axes shard any model"
+            yield problem(loaded, f"parallelism.{degree}", f"{rule} ({c.task.name})", fix)
+
+    # Tasks of rows with tensor parallelism. Distillation is a task of documents
+    is_tensor_parallel = c.parallelism.tensor_parallel_degree > 1 and "tensor_parallel_degree" in supported_degrees
+    if c.task.name == DISTILLATION or not is_tensor_parallel:
+        return
+    if not c.parallelism.disable_loss_parallel:
+        rule = "leaves each rank a part of the outputs, and a task of rows requires full outputs"
+        yield problem(loaded, "parallelism.disable_loss_parallel", rule, "set it to true")
+    if c.compile.enable and "model" in c.compile.components:
+        # DTensor with dynamic shapes: the compiler of torch 2.13 recurses in backward until Python's limit
+        rule = "cannot compile tensor-parallel layers for rows of different lengths, which this task has"
+        yield problem(loaded, "compile.enable", rule, "set it to false, or tensor_parallel_degree to 1")
+
+
+def _check_options_of_other_tasks(loaded: Loaded) -> Iterator[Problem]:
+    """Options that this task does not read. A user's task file may build on any task, and read all
+    options.
+    """
+    task_options = _OPTIONS.get(loaded.config.task.name)
+    if task_options is None:
+        return
+    all_options: set[str] = set().union(*_OPTIONS.values())
+    for option in sorted(all_options - set(task_options)):
+        if is_changed(loaded, f"task.{option}"):
+            readers = " or ".join(f'"{name}"' for name, names in _OPTIONS.items() if option in names)
+            yield problem(loaded, f"task.{option}", f"is only read by task.name = {readers}", "remove it")
+
+
 def _check_rows(loaded: Loaded, *more: str) -> Iterator[Problem]:
+    """A task of rows reads no options of documents, and none of a user's task file."""
     for option in (*OF_DOCUMENTS, *more):
         if is_changed(loaded, option):
-            rule = "is about documents, which a task of rows has not"
+            rule = "is for documents, and this task reads rows"
             yield problem(loaded, option, rule, "remove it")
     if loaded.config.task.options:
         yield problem(loaded, "task.options", "is for a task file of yours", "remove it")
 
 
 def _check_answers(loaded: Loaded) -> Iterator[Problem]:
+    """Weights of tasks with answers are in range, and their three columns are different."""
     task = loaded.config.task
     data = loaded.config.data
     yield from _check_rows(loaded)
-    if not 0 < task.beta < float("inf"):
+    if not 0 < task.beta < math.inf:
         yield problem(loaded, "task.beta", "must be above 0", "use 0.1")
     fields = {"data.prompt_field": data.prompt_field}
     if task.name == KTO:
         fields |= {"data.completion_field": data.completion_field, "task.label_field": task.label_field}
-        for option, value in {
-            "task.desirable_weight": task.desirable_weight,
-            "task.undesirable_weight": task.undesirable_weight,
-        }.items():
-            if not 0 < value < float("inf"):
+        for option in ("task.desirable_weight", "task.undesirable_weight"):
+            if not 0 < loaded.value(option) < math.inf:
                 yield problem(loaded, option, "must be above 0", "use 1.0")
         if task.group_size < 2:
             rule = "must be at least 2: KL is estimated with the completions of other rows"
             yield problem(loaded, "task.group_size", rule, "use 8")
     else:
         fields |= {"task.chosen_field": task.chosen_field, "task.rejected_field": task.rejected_field}
-    if not 0 <= task.gamma < float("inf"):
+    if not 0 <= task.gamma < math.inf:
         yield problem(loaded, "task.gamma", "must be 0 or above", "use 0.5")
+
+    # Names of the three columns
     for option, column in fields.items():
         if not column:
             yield problem(loaded, option, "must not be empty", "name the column")
-    if len({*fields.values()}) < 3:
+    if len(set(fields.values())) < 3:
         *others, last = (option.rpartition(".")[2].removesuffix("_field") for option in fields)
         rule = f"names the column of another of {', '.join(others)} and {last}"
         yield problem(loaded, list(fields)[-1], rule, "name three columns")
 
 
 def _check_classification(loaded: Loaded) -> Iterator[Problem]:
+    """There are at least two labels with different names, and columns are all names or all numbers."""
     task = loaded.config.task
     yield from _check_rows(loaded, "data.separator")
     if not task.label_field:
         yield problem(loaded, "task.label_field", "must not be empty", "name the column of the label")
     if len(set(task.labels)) < len(task.labels) or len(task.labels) == 1:
-        yield problem(loaded, "task.labels", "must hold at least two different names", "name each label once")
+        yield problem(loaded, "task.labels", "must contain at least two different names", "name each label once")
     if task.labels and is_changed(loaded, "task.num_labels") and task.num_labels != len(task.labels):
         yield problem(loaded, "task.num_labels", f"is not the number of task.labels, {len(task.labels)}", "remove it")
     if (len(task.labels) or task.num_labels) < 2:
         yield problem(loaded, "task.num_labels", "must be at least 2", "use 2 or more")
     if loaded.config.data.text_field.isdecimal() != task.label_field.isdecimal() and task.label_field:
-        rule = f'and data.text_field="{loaded.config.data.text_field}" are a number and a name'
-        fix = "give both as numbers where files have no line of names, and else both as names"
+        rule = f'and data.text_field="{loaded.config.data.text_field}" must both be numbers or both be names'
+        fix = "use numbers for files without a header, and names otherwise"
         yield problem(loaded, "task.label_field", rule, fix)
 
 
 def check_text_tasks(loaded: Loaded) -> Iterator[Problem]:
-    """Tasks that hide tokens, or have a source and a target, read no labels and documents, and few ``task.options``."""
+    """Yield options that masked and sequence-to-sequence models ignore, and wrong values of
+    ``task.options``.
+    """
     task = loaded.config.task
     if task.name not in (MASKED, SEQUENCES):
         return
@@ -183,6 +208,6 @@ def check_text_tasks(loaded: Loaded) -> Iterator[Problem]:
             fix = f"use {' or '.join(known)}" if known else "remove it"
             yield Problem(f"task.options.{name}", value, f"is not an option of {task.name}", fix, where)
         elif name == "mask_fraction" and not (type(value) in (int, float) and 0 < float(value) < 1):
-            yield Problem(f"task.options.{name}", value, "must lie between 0 and 1", "use 0.15", where)
+            yield Problem(f"task.options.{name}", value, "must be between 0 and 1", "use 0.15", where)
         elif name == "mask_token_id" and not (type(value) is int and value >= 0):
             yield Problem(f"task.options.{name}", value, "must be the id of a token", "use 0 or more", where)

@@ -1,11 +1,10 @@
-"""Rules about one value: what is at least 1, what lies between 0 and 1, which words are known."""
+"""Rules about a single option: ranges of numbers, fixed choices, and formats."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest, options
@@ -16,7 +15,8 @@ from shardtrain.utils.errors import Problem
 def problem(loaded: Loaded, option: str, rule: str, fix: str) -> Problem:
     """Return a Problem with the current value of an option and the place that set it.
 
-    A user cannot remove an option that a preset sets. For these the fix "remove it" becomes "set it to" the default.
+    A user cannot remove an option that a preset sets. For these the fix "remove it" becomes "set it
+    to" the default.
     """
     if loaded.is_from_preset(option):
         fix = fix.replace("remove it", f"set it to {json.dumps(options()[option].default)}")
@@ -25,8 +25,10 @@ def problem(loaded: Loaded, option: str, rule: str, fix: str) -> Problem:
 
 def any_of(names: Value) -> str:
     """Join values as prose: ``1, 2 or 4``."""
-    words = [str(name) for name in names]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    texts = [str(name) for name in names]
+    if len(texts) < 2:
+        return "".join(texts)
+    return f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
 AT_LEAST_1 = (
@@ -117,7 +119,8 @@ ABOVE_0 = (
     "metrics.peak_flops",
     "checkpoint.mean_time_to_failure_hours",
 )
-MAY_BE_INFINITE = ("training.max_norm",)  # inf measures the norm and never scales
+# An infinite max_norm measures the norm of the gradients and never clips
+MAY_BE_INFINITE = ("training.max_norm",)
 FROM_0_BELOW_1 = ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum")
 FROM_0_TO_1 = (
     "training.nonfinite_max_skip_fraction",
@@ -129,43 +132,72 @@ FROM_0_TO_1 = (
     "data.bad_rows_max_fraction",
     "data.long_rows_max_fraction",
 )
-MOST = 10**12
-"""Of steps, rows, ranks and seconds: a run of a step in a millisecond gets there in 30 years."""
-WORDS = {
+MAX_NUMBER = 10**12
+"""Upper bound of steps, rows, ranks and seconds. A run with a step per millisecond reaches it after
+30 years.
+"""
+CHOICES = {
     "activation_checkpoint.determinism_check": ("default", "none"),
     "checkpoint.exclude_from_loading": ("optimizer", "lr_scheduler", "dataloader", "train_state"),
 }
+"""Options whose legal values the schema does not list."""
 
 
 def check_ranges(loaded: Loaded) -> Iterator[Problem]:
-    """Numbers that lie outside their range; an unset option has none."""
-    for names, fits, rule, fix in _RANGES:
-        for option in names:
-            value = loaded.value(option)
-            if option == "validation.seq_len" and not loaded.is_set(option):
-                continue  # it is training.seq_len, which is reported itself
-            if value is None or (fits(value) and (math.isfinite(value) or option in MAY_BE_INFINITE)):
-                continue
-            yield problem(loaded, option, rule if math.isfinite(value) else "must be a finite number", fix)
+    """Yield numbers outside their range. An unset option is not checked."""
+    for option in AT_LEAST_1:
+        # By default it is training.seq_len, which has its own entry
+        if option == "validation.seq_len" and not loaded.is_set(option):
+            continue
+        value = loaded.value(option)
+        if value is not None:
+            yield from _check_number(loaded, option, value >= 1, "must be at least 1", "use 1 or more")
+    for option in AT_LEAST_0:
+        value = loaded.value(option)
+        if value is not None:
+            yield from _check_number(loaded, option, value >= 0, "must not be negative", "use 0 or more")
+    for option in MINUS_1_OR_AT_LEAST_1:
+        value = loaded.value(option)
+        is_valid = value == -1 or value >= 1
+        yield from _check_number(loaded, option, is_valid, "must be at least 1, or -1", "use 1 or more, or -1")
+    for option in ABOVE_0:
+        value = loaded.value(option)
+        if value is not None:
+            yield from _check_number(loaded, option, value > 0, "must be above 0", "use a positive number")
+    for option in FROM_0_BELOW_1:
+        value = loaded.value(option)
+        yield from _check_number(
+            loaded, option, 0 <= value < 1, "must be at least 0 and below 1", "use for example 0.9"
+        )
+    for option in FROM_0_TO_1:
+        value = loaded.value(option)
+        if value is not None:
+            rule = "must be between 0 and 1"
+            yield from _check_number(loaded, option, 0 <= value <= 1, rule, "write a fraction: 10 % is 0.1")
+    exit_code = loaded.config.checkpoint.stop_exit_code
+    rule = "must be from 0 to 255"
+    yield from _check_number(loaded, "checkpoint.stop_exit_code", 0 <= exit_code <= 255, rule, "use for example 75")
+    yield from _check_large_numbers(loaded)
+
+
+def _check_number(loaded: Loaded, option: str, is_in_range: bool, rule: str, fix: str) -> Iterator[Problem]:
+    """Yield a problem if a number is outside its range, or not finite and not one of MAY_BE_INFINITE."""
+    is_finite = math.isfinite(loaded.value(option))
+    if is_in_range and (is_finite or option in MAY_BE_INFINITE):
+        return
+    yield problem(loaded, option, rule if is_finite else "must be a finite number", fix)
+
+
+def _check_large_numbers(loaded: Loaded) -> Iterator[Problem]:
     for option in (*AT_LEAST_1, *AT_LEAST_0, *MINUS_1_OR_AT_LEAST_1, "training.steps"):
         value = loaded.value(option)
-        if isinstance(value, int) and value > MOST and option != "debug.seed":
-            yield problem(loaded, option, f"must be at most {MOST}, beyond which no run gets", "use a smaller number")
-
-
-_RANGES: tuple[tuple[tuple[str, ...], Any, str, str], ...] = (
-    (AT_LEAST_1, lambda v: v >= 1, "must be at least 1", "use 1 or more"),
-    (AT_LEAST_0, lambda v: v >= 0, "must not be negative", "use 0 or more"),
-    (MINUS_1_OR_AT_LEAST_1, lambda v: v == -1 or v >= 1, "must be at least 1, or -1", "use 1 or more, or -1"),
-    (ABOVE_0, lambda v: v > 0, "must be above 0", "use a positive number"),
-    (("checkpoint.stop_exit_code",), lambda v: 0 <= v <= 255, "must be from 0 to 255", "use for example 75"),
-    (FROM_0_BELOW_1, lambda v: 0 <= v < 1, "must be at least 0 and below 1", "use for example 0.9"),
-    (FROM_0_TO_1, lambda v: 0 <= v <= 1, "must lie between 0 and 1", "write a share: 10 % is 0.1"),
-)
+        # A seed may be any number
+        if isinstance(value, int) and value > MAX_NUMBER and option != "debug.seed":
+            yield problem(loaded, option, f"must be at most {MAX_NUMBER}", "use a smaller number")
 
 
 def check_steps(loaded: Loaded) -> Iterator[Problem]:
-    """A number of steps; -1, which once meant a run without end, is explained."""
+    """Yield wrong numbers of steps, with an explanation for -1."""
     steps = loaded.config.training.steps
     if steps == -1:
         rule = "meant a run without end in torchtrain, which has no learning-rate schedule"
@@ -176,23 +208,26 @@ def check_steps(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "checkpoint.load_step", "must be a step, or -1 for the newest", "use -1 or a step")
 
 
-def check_words(loaded: Loaded) -> Iterator[Problem]:
-    """Words out of a fixed set, where the schema cannot say so."""
-    for option, known in WORDS.items():
+def check_choices(loaded: Loaded) -> Iterator[Problem]:
+    """Yield values that are not in CHOICES. For an option that is a list, check every item."""
+    for option, choices in CHOICES.items():
         value = loaded.value(option)
-        for word in value if isinstance(value, list) else [value]:
-            if word not in known:
-                near = nearest(word, known)
-                rule = "must be" if not isinstance(value, list) else f'holds "{word}", which is not'
-                fix = f'did you mean "{near}"?' if near else f'use "{known[0]}"'
-                yield problem(loaded, option, f"{rule} {any_of(known)}", fix)
+        is_list = isinstance(value, list)
+        for item in value if is_list else [value]:
+            if item in choices:
+                continue
+            near = nearest(item, choices)
+            rule = f'contains "{item}", which is not' if is_list else "must be"
+            fix = f'did you mean "{near}"?' if near else f'use "{choices[0]}"'
+            yield problem(loaded, option, f"{rule} {any_of(choices)}", fix)
 
 
 def check_forms(loaded: Loaded) -> Iterator[Problem]:
-    """Texts of a certain form."""
+    """Yield values with a wrong format, and a number of kept checkpoints that is unsafe."""
     option = "activation_checkpoint.selective_ac_option"
     value = loaded.value(option)
-    if value != "op" and not (value.isdecimal() and int(value) >= 1):
+    is_layer_count = value.isdecimal() and int(value) >= 1
+    if value != "op" and not is_layer_count:
         yield problem(loaded, option, 'must be a number of layers in quotes, or "op"', 'use "1", "2", … or "op"')
     if "{rank}" not in loaded.config.metrics.save_log_file:
         rule = "would be one file for all ranks"
@@ -200,5 +235,5 @@ def check_forms(loaded: Loaded) -> Iterator[Problem]:
     if not 0 <= loaded.config.metrics.prometheus_port < 65536:
         yield problem(loaded, "metrics.prometheus_port", "is not a port", "use 1024 to 65535, or 0 for none")
     if loaded.config.checkpoint.keep_latest_k == 1:
-        rule = "would delete the only good checkpoint before the next is known to be whole"
+        rule = "would delete the only valid checkpoint before the next one is known to be complete"
         yield problem(loaded, "checkpoint.keep_latest_k", rule, "keep 2 or more, or 0 for all")

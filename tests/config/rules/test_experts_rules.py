@@ -36,7 +36,7 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
         (
             f"{MIXTRAL}[parallelism]\nexpert_tensor_parallel_degree = 2\ntensor_parallel_degree = 4",
             "expert_tensor_parallel_degree=2",
-            "would split each expert",
+            "must be 1 or tensor_parallel_degree",
         ),
         (
             f"{MIXTRAL}[parallelism]\nexpert_parallel_degree = 2\ncontext_parallel_degree = 2\n"
@@ -47,8 +47,8 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
         (f"{MIXTRAL}[model.overrides]\ntop_k = 9", "top_k=9", "between 1 and the 8 experts"),
         (f"{DEEPSEEK}[model.overrides]\nnum_groups = 3", "num_groups=3", "does not divide the 8 experts"),
         (f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 5", "top_groups=5", "between 1 and the 4 groups"),
-        (f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 1", "top_k=3", "more than the 2 experts"),
-        (f'{MIXTRAL}[model.overrides]\nscore_func = "tanh"', "score_func", "not a way to score"),
+        (f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 1", "top_k=3", "exceeds the 2 experts"),
+        (f'{MIXTRAL}[model.overrides]\nscore_func = "tanh"', "score_func", "not a score function"),
         (
             f"{DEEPSEEK}[model.overrides]\nnum_layers = 2\nnum_dense_layers = 2\n[parallelism]\n"
             "expert_parallel_degree = 2",

@@ -21,14 +21,14 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("llama3", {"ffn_dim": 1e15}, "ffn_dim=1000000000000000.0", "is above 2147483647"),
     ("llama3", {"num_kv_heads": 3}, "num_kv_heads=3", "does not divide the 4 attention heads"),
     ("qwen3", {"num_heads": 4, "num_kv_heads": 8}, "num_kv_heads=8", "use 1, 2 or 4"),
-    ("llama3", {"head_dim": 15}, "head_dim=15", "turned in pairs"),
-    ("deepseek_v3", {**LATENT, "qk_rope_head_dim": 7}, "qk_rope_head_dim=7", "turned in pairs"),
-    ("deepseek_v3", {**LATENT, "v_head_dim": 32}, "v_head_dim=32", "more than the 24 features"),
+    ("llama3", {"head_dim": 15}, "head_dim=15", "must be even"),
+    ("deepseek_v3", {**LATENT, "qk_rope_head_dim": 7}, "qk_rope_head_dim=7", "must be even"),
+    ("deepseek_v3", {**LATENT, "v_head_dim": 32}, "v_head_dim=32", "exceeds the 24 features"),
     ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank=0", "leaves nothing to compute"),
     ("deepseek_v3", {"rope_theta": 1.0}, "rope_theta=1.0", "YaRN"),
     ("deepseek_v3", {"rope_factor": 0.0}, "rope_factor=0.0", "above 0"),
     ("llama3", {"rope_theta": 0.0}, "rope_theta=0.0", "above 0"),
-    ("llama3", {"rope_scaling": "dynamic"}, 'rope_scaling="dynamic"', "not a way to scale"),
+    ("llama3", {"rope_scaling": "dynamic"}, 'rope_scaling="dynamic"', "not a scaling of rotary angles"),
     ("llama3", {"rope_scaling": "llama3", "rope_low_freq_factor": 4.5}, "rope_low_freq_factor=4.5", "is above"),
 ]  # fmt: skip
 

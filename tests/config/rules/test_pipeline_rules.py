@@ -22,12 +22,12 @@ mixed_precision_param = "float32"
 
 # parallelism table, more arguments -> option and words of the one problem
 WRONG: list[tuple[str, list[str], list[str]]] = [
-    ("pipeline_parallel_degree = 16", [], ["pipeline_parallel_degree=16", "more than the 8 layers"]),
+    ("pipeline_parallel_degree = 16", [], ["pipeline_parallel_degree=16", "exceeds the 8 layers"]),
     (
         'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"\n'
         "pipeline_parallel_layers_per_stage = 5",
         [],
-        ["pipeline_parallel_layers_per_stage=5", "takes at least two per rank", "4 stages or more"],
+        ["pipeline_parallel_layers_per_stage=5", "requires at least two per rank", "4 stages or more"],
     ),
     (
         "pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 2",
@@ -37,13 +37,13 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     (
         "pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 3",
         [],
-        ["makes 4 stages, and 1F1B takes one per rank (2)", "Interleaved1F1B"],
+        ["makes 4 stages, and 1F1B requires one per rank (2)", "Interleaved1F1B"],
     ),
     (
         'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\n'
         "pipeline_parallel_layers_per_stage = 5",
         [],
-        ["makes 2 stages, and ZBVZeroBubble takes two per rank (4)"],
+        ["makes 2 stages, and ZBVZeroBubble requires two per rank (4)"],
     ),
     (
         "pipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 8",
@@ -58,12 +58,12 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     (
         'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "DualPipeV"',
         ["--compile.enable"],
-        ['pipeline_parallel_schedule="DualPipeV"', "torch.compile gets wrong", "1F1B"],
+        ['pipeline_parallel_schedule="DualPipeV"', "torch.compile returns wrong gradients", "1F1B"],
     ),
     (
         'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "PipelineScheduleMulti"',
         [],
-        ["means a schedule of your own, and there is none", "pipeline_parallel_schedule_csv"],
+        ["requires a CSV file with the schedule", "pipeline_parallel_schedule_csv"],
     ),
     (
         'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "2F2B"',
@@ -73,7 +73,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     (
         'pipeline_parallel_degree = 2\nmodule_fqns_per_model_part = [["embed"], ["layers.0"], ["norm", "head"]]',
         [],
-        ["makes 3 stages, which 2 pipeline ranks cannot share"],
+        ["makes 3 stages, which 2 pipeline ranks cannot divide"],
     ),
     (
         'context_parallel_degree = 2\ncontext_parallel_load_balancer = "ptrr"',
@@ -88,7 +88,7 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     (
         'context_parallel_degree = 2\ntensor_parallel_degree = 2\ncontext_parallel_method = "ulysses"',
         [],
-        ["the 2 KV heads, 2 ways split by tensor_parallel_degree,"],
+        ["the 2 KV heads, split 2 ways by tensor_parallel_degree,"],
     ),
     ("context_parallel_degree = 3", [], ["training.seq_len=64", "multiple of 6", "60 or 66"]),
 ]
@@ -123,7 +123,7 @@ def test_only_schedules_that_pytorch_cannot_run_reject_fewer_micro_batches_than_
     loaded = config.load(file, ["--training.local_batch_size", "1"])
     rejected = any("micro-batches" in problem.rule for problem in config.check(loaded))
     assert rejected == (schedule in (*stages.SINGLE, "DualPipeV"))
-    assert any("ranks wait for most of a step" in note for note in config.notes(loaded))
+    assert any("ranks are idle for most of a step" in note for note in config.notes(loaded))
 
 
 def test_too_few_micro_batches_are_found_once_the_ranks_are_known(tmp_path: Path) -> None:
@@ -173,16 +173,16 @@ def test_an_overlap_that_is_not_done_is_said_aloud(tmp_path: Path) -> None:
 
 FILES = {
     "0F0,0F1,0B0,0B1\n": "has 1 rows, and there are 2 pipeline ranks",
-    "0F0,0X0\n1F0,1B0\n": "holds '0X0', which is not an action",
+    "0F0,0X0\n1F0,1B0\n": "contains '0X0', which is not an action",
     "0F0,0F1,0B0,0B1\n0F0,0F1,0B0,0B1\n": "has 0F0 in the row of rank 1, which holds the stages 1",
-    "0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n": "leaves out backward of micro-batch 1 of stage 1",
-    "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1I1\n": "leaves out backward of micro-batch 1 of stage 1",
-    "0F0,0F1,0B0,0B0,0B1\n1F0,1B0,1F1,1B1\n": "has 0B0 beside 0B0, which would count it twice",
-    "0F0,0F1,0B0,0B1\n1F0,1I0,1W0,1B0,1F1,1B1\n": "has 1B0 beside 1I0, which would count it twice",
+    "0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n": "lacks backward of micro-batch 1 of stage 1",
+    "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1I1\n": "lacks backward of micro-batch 1 of stage 1",
+    "0F0,0F1,0B0,0B0,0B1\n1F0,1B0,1F1,1B1\n": "has 0B0 as well as 0B0, which would count it twice",
+    "0F0,0F1,0B0,0B1\n1F0,1I0,1W0,1B0,1F1,1B1\n": "has 1B0 as well as 1I0, which would count it twice",
     # PyTorch would take the loss of micro-batch 1 for that of 0: gradients of other losses, without a word
     "0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n": "has forward of micro-batch 0 of the last stage (1) after that of a later",
-    "0F0,0F1,0B0,0B1\n1F0,1F1,1W0,1I0,1B1\n": "has rank 0 wait for ever: 0B0 needs 1B0 or 1I0",
-    "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n": "has rank 0 wait for ever: 0B0 needs 1B0 or 1I0",
+    "0F0,0F1,0B0,0B1\n1F0,1F1,1W0,1I0,1B1\n": "has rank 0 wait indefinitely: 0B0 requires 1B0 or 1I0",
+    "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n": "has rank 0 wait indefinitely: 0B0 requires 1B0 or 1I0",
     "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n": "has forward of micro-batch 2, and a step has 2",
 }
 
@@ -196,7 +196,7 @@ def test_a_compiled_model_takes_a_file_without_split_backward_alone(tmp_path: Pa
     whole, apart = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", "0F0,0F1,0B0,0B1\n1F0,1I0,1F1,(1W0;1B1)OVERLAP_F_B\n"
     assert problem_of_file(whole, tmp_path, "--compile.enable") == ""
     assert problem_of_file(apart, tmp_path) == ""
-    assert "torch.compile gets wrong" in problem_of_file(apart, tmp_path, "--compile.enable")
+    assert "torch.compile returns wrong gradients" in problem_of_file(apart, tmp_path, "--compile.enable")
 
 
 def problem_of_file(text: str, folder: Path, *more: str) -> str:
@@ -219,7 +219,7 @@ def test_what_recomputation_costs_with_a_split_backward_is_reported() -> None:
     split = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "DualPipeV"]
     for mode, told in (("full", True), ("none", False)):
         notes = config.notes(config.load(None, [*split, "--activation_checkpoint.mode", mode]))
-        assert any("some ten times where 1F1B does so once" in note for note in notes) is told
+        assert any("about ten times as often as 1F1B" in note for note in notes) is told
     assert not config.notes(config.load(None, [*split[:2], "--activation_checkpoint.mode", "full"]))
 
 
@@ -227,5 +227,5 @@ def test_a_stage_that_is_named_needs_no_layer() -> None:
     parts = '[["embed"], ["layers.0", "norm", "head"]]'
     given = ["--parallelism.pipeline_parallel_degree", "2", "--model.overrides.num_layers", "1"]
     named = ["--parallelism.module_fqns_per_model_part", parts]
-    assert any("more than the 1 layers" in str(one) for one in config.check(config.load(None, given)))
+    assert any("exceeds the 1 layers" in str(one) for one in config.check(config.load(None, given)))
     assert not config.check(config.load(None, [*given, *named]))

@@ -114,9 +114,9 @@ def test_a_template_is_tried_on_the_first_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('[data.template]\nprompt = "{{ a }}"', "data.template makes prompt, and data.format text reads text"),
-        ('[data]\nformat = "chat"\n[data.template]\nhuman = "{{ a }}"', "has the entry 'human', which is not a turn"),
-        ('[data]\nformat = "chat"\n[data.template]\nuser = "{{ a }}"', "has no user or no assistant"),
+        ('[data.template]\nprompt = "{{ a }}"', "data.template creates prompt, and data.format text reads text"),
+        ('[data]\nformat = "chat"\n[data.template]\nhuman = "{{ a }}"', "has the entry 'human', which is not a role"),
+        ('[data]\nformat = "chat"\n[data.template]\nuser = "{{ a }}"', "must have both user and assistant"),
         ('[data.template]\ntext = "{% if %}"', 'data.template.text="{% if %}" is not a Jinja template'),
     ],
 )

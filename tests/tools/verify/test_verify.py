@@ -74,7 +74,7 @@ def test_experts_borrow_ranks_from_shards_where_no_other_axis_has_them():
             ["--mesh", "tp=3"],
             ["--mesh tp=3: parallelism.tensor_parallel_degree=3 does not divide the 16 attention heads"],
         ),
-        (["--mesh", "pp=16"], ["parallelism.pipeline_parallel_degree=16 is more than the 6 layers"]),
+        (["--mesh", "pp=16"], ["parallelism.pipeline_parallel_degree=16 exceeds the 6 layers"]),
         (["--mesh", "pp=2", "--schedule", "2F2B"], ['pipeline_parallel_schedule="2F2B" is not a schedule']),
         (["--mesh", "ep=2"], ["expert_parallel_degree=2"]),
         (["--mesh", "tp=2", "--schedule", "1F1B"], ["has no effect without pipeline stages"]),
