@@ -6,6 +6,7 @@ Importing this package imports no torch; the sinks import their libraries when t
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -19,12 +20,13 @@ from shardtrain.metrics import summary
 from shardtrain.metrics.meters import MeterWindow, WindowMeans
 from shardtrain.metrics.open_sinks import open_sinks
 from shardtrain.metrics.peak_memory import read_peak
-from shardtrain.metrics.progress import ProgressLine, progress_allowed
+from shardtrain.metrics.progress_line import ProgressLine
 from shardtrain.metrics.record import Record, Reduce, RunFacts
 from shardtrain.metrics.sinks import Sink
 from shardtrain.metrics.waiting import Waiting
 from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.heartbeat import asked_seconds, repeat
+from shardtrain.utils.log import redraw_allowed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +76,7 @@ class Metrics:
         self._line = BestEffort("the live line")
         self._own = BestEffort("what the log and metrics.jsonl say of a step")
         self._progress: ProgressLine | None = None
-        if facts.is_writer and progress_allowed():
+        if facts.is_writer and redraw_allowed(sys.stderr):
             self._progress = ProgressLine(
                 facts.total_steps, facts.start_step, color=not self._options.disable_color_printing
             )

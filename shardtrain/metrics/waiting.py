@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from shardtrain.metrics.progress import ProgressLine
+from shardtrain.metrics.progress_line import ProgressLine
 from shardtrain.utils import log
 from shardtrain.utils.heartbeat import asked_seconds
 from shardtrain.utils.units import format_seconds

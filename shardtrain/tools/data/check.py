@@ -28,7 +28,7 @@ from shardtrain.data.sources import BadRow, Table
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 from shardtrain.launch import environment
 from shardtrain.tools.data.survey import Survey, survey_line, survey_rows
-from shardtrain.tools.data.work_progress import Progress
+from shardtrain.tools.data.work_progress import WorkProgress
 from shardtrain.utils.errors import ConfigError, DataError
 
 USAGE = """usage: shardtrain data check [CONFIG.toml] [--world_size N] [--json] [--section.key VALUE ...]
@@ -153,7 +153,7 @@ def surveys(config: Config, section: Training | Validation, tokenizer: Tokenizer
         if hasattr(module, "open_line"):
             line: ShardTokenBuffer = module.open_line(request, tokenizer)
             size = sum(file.bytes for file in line.index.files())
-            with Progress(f"checking {named.name}", size) as progress:
+            with WorkProgress(f"checking {named.name}", size) as progress:
                 yield survey_line(named.name, line, _Ticker(progress, line.num_documents))
             continue
         source = module.open_source(request)
@@ -164,7 +164,7 @@ def surveys(config: Config, section: Training | Validation, tokenizer: Tokenizer
             encoder = _TaskEncoder(config, "train" if section is config.training else "validation", tokenizer)
         build_dataset.check_template(source, encoder, named)
         num_rows = source.num_rows if isinstance(source, Table) else None
-        with Progress(f"checking {named.name}", source.total_bytes) as progress:
+        with WorkProgress(f"checking {named.name}", source.total_bytes) as progress:
             yield survey_rows(named.name, source, encoder, _Ticker(progress, num_rows))
 
 
@@ -196,14 +196,14 @@ class _TaskEncoder:
 class _Ticker:
     """Adds up what was read and shows it."""
 
-    def __init__(self, progress: Progress, total: int | None) -> None:
+    def __init__(self, progress: WorkProgress, total: int | None) -> None:
         self._progress = progress
         self._total = total
         self._read = 0
 
     def __call__(self, count: int) -> None:
         self._read += count
-        self._progress.show(self._read / self._total if self._total else 0.0, 0)
+        self._progress.advance(self._read / self._total if self._total else 0.0, 0)
 
 
 def _facts(survey: Survey, packing: Packing | None) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from shardtrain.data.prepared.shard_writer import ShardWriter, default_shard_tok
 from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.data.sources import Shards, Table
 from shardtrain.tools.data import pool, work_units
-from shardtrain.tools.data.work_progress import Progress
+from shardtrain.tools.data.work_progress import WorkProgress
 from shardtrain.utils import atomic_io, checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds
@@ -202,14 +202,14 @@ def _fit(job: PrepareJob, processes: int) -> list[str]:
     with storing(job.folder):
         writer = FitTableWriter(job.folder, packing, line.fingerprint, fitted.BLOCK_DOCUMENTS, fitted.num_blocks(line))
         try:
-            with Progress(f"fitting {job.name}", None) as shown:
+            with WorkProgress(f"fitting {job.name}", None) as shown:
                 for number, news in pool.run(len(groups), set(), work, processes):
                     if number is not None:
                         waiting[number] = news["blocks"]
                     while (blocks := waiting.pop(merged, None)) is not None:
                         writer.add((block, base64.b64decode(block["order"])) for block in blocks)
                         merged += 1
-                    shown.show(merged / len(groups), round(merged / len(groups) * line.num_tokens))
+                    shown.advance(merged / len(groups), round(merged / len(groups) * line.num_tokens))
             rows = writer.finish()
         finally:
             writer.close()
@@ -237,7 +237,7 @@ class _Work:
         self._saved = time.monotonic()
         # a lone row more or less in the last unit does not matter to a bar
         self._share_done = (self.merged + len(self._waiting)) / max(1, len(self._units))
-        self.progress = Progress(f"preparing {job.name}", job.source.total_bytes, self._share_done)
+        self.progress = WorkProgress(f"preparing {job.name}", job.source.total_bytes, self._share_done)
 
     def run(self, processes: int) -> None:
         """Do all units, and lay them into the shards."""
@@ -268,7 +268,7 @@ class _Work:
             else:
                 rows += news.get("rows", 0)
                 self.tokens += news.get("tokens", 0)
-            self.progress.show(self._share(rows), self.tokens)
+            self.progress.advance(self._share(rows), self.tokens)
             if time.monotonic() - self._saved >= SAVE_SECONDS:
                 self.save()
         self.save()

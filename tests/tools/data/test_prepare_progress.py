@@ -6,21 +6,20 @@ import re
 
 import pytest
 
-from shardtrain.tools.data import work_progress
-from shardtrain.tools.data.work_progress import Progress
-from shardtrain.utils import heartbeat
+from shardtrain.tools.data.work_progress import WorkProgress
+from shardtrain.utils import heartbeat, progress
 
 
 def test_without_a_terminal_a_line_is_printed_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(work_progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(heartbeat, "_silence", heartbeat._Silence(100.0, 100.0))
-    with Progress("preparing web", 10**9, done=0.2) as bar:
+    with WorkProgress("preparing web", 10**9, done=0.2) as bar:
         for second in range(1, 13):
             now[0] = 100.0 + second
-            bar.show(0.2 + 0.02 * second, 1_000_000 * second)
+            bar.advance(0.2 + 0.02 * second, 1_000_000 * second)
     lines = capsys.readouterr().err.splitlines()
     # what an earlier run did counts in the share and not in the speed: 2 % of 1 GB a second, 72 % left after 4 of them
     assert lines == [
@@ -31,13 +30,13 @@ def test_without_a_terminal_a_line_is_printed_now_and_then(
 
 
 def test_an_input_of_unknown_size_has_no_megabytes() -> None:
-    with Progress("preparing hub", None) as bar:
-        assert "MB/s" not in bar.words(0.5, 10) and "tokens/s" in bar.words(0.5, 10)
-        assert "left" not in bar.words(0.0, 10) and "tokens/s" not in bar.words(0.5, 0)
+    with WorkProgress("preparing hub", None) as bar:
+        assert "MB/s" not in " ".join(bar.speeds(0.5, 10)) and "tokens/s" in " ".join(bar.speeds(0.5, 10))
+        assert "left" not in " ".join(bar.speeds(0.0, 10)) and "tokens/s" not in " ".join(bar.speeds(0.5, 0))
 
 
 def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_progress, "redraw_allowed", lambda _: True)
-    with Progress("preparing web", 1000) as bar:
-        bar.show(0.5, 100)
+    monkeypatch.setattr(progress, "redraw_allowed", lambda _: True)
+    with WorkProgress("preparing web", 1000) as bar:
+        bar.advance(0.5, 100)
     assert not re.search(r"preparing web: ", capsys.readouterr().err)

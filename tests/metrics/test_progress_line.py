@@ -7,7 +7,6 @@ import torch
 
 from shardtrain.metrics import Metrics
 from shardtrain.metrics.peak_memory import HostMemory
-from shardtrain.metrics.progress import progress_allowed
 from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks.console import StepTable
 from shardtrain.utils import log
@@ -100,7 +99,7 @@ def test_neither_a_row_nor_the_live_line_is_wider_than_the_terminal(tmp_path, te
 
 
 def test_a_pipe_has_no_live_line():
-    assert not progress_allowed(io.StringIO())
+    assert not log.redraw_allowed(io.StringIO())
 
 
 def test_a_rank_that_does_not_write_has_no_live_line(tmp_path, terminal, kit):

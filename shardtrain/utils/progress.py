@@ -1,0 +1,104 @@
+"""Progress of long work: a live line on a terminal that can redraw, and a printed line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from shardtrain.utils.heartbeat import last_said, not_silent, silent_since
+from shardtrain.utils.log import redraw_allowed
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LINE_SECONDS = 4.0
+"""Time between two printed lines. It is shorter than that of a heartbeat, which prints if this class does not."""
+REDRAW_SECONDS = 0.1
+"""Minimum time between two updates of the live line, so that fast work does not wait for the terminal."""
+_BAR_COLUMNS = 24
+
+
+class Progress:
+    """Progress of one task. Use it as a context manager, or call ``close``.
+
+    It has no thread, so a process that shows progress may fork. Log lines appear above the live line, because the log
+    writes through ``sys.stderr``.
+
+    Attributes:
+        is_live: True if a live line is drawn on a terminal.
+    """
+
+    def __init__(self, title: str, total: float = 1.0, completed: float = 0.0, color: bool = True) -> None:
+        self.is_live = redraw_allowed(sys.stderr)
+        self._title = title
+        self._total = total
+        self._completed = completed
+        self._words: list[str] = []
+        self._drawn = -float("inf")
+        self._said = silent_since()
+        if self.is_live:
+            from rich.console import Console
+            from rich.live import Live
+
+            # rich reads NO_COLOR itself
+            self._console = Console(stderr=True, no_color=None if color else True)
+            self._live = Live(
+                self._render(), console=self._console, auto_refresh=False, transient=True, redirect_stdout=True
+            )
+            self._live.start()
+
+    def show(self, completed: float, words: Sequence[str], at_once: bool = False) -> None:
+        """Show that ``completed`` of the total is done, and ``words``; the last words are dropped if space is short.
+
+        Draws or prints only if enough time has passed. ``at_once`` redraws a live line in any case.
+        """
+        self._completed = completed
+        self._words = list(words)
+        now = time.monotonic()
+        if self.is_live:
+            if at_once or now - self._drawn >= REDRAW_SECONDS:
+                self._drawn = now
+                self._live.update(self._render(), refresh=True)
+        elif now - max(self._said, last_said()) >= LINE_SECONDS:
+            self._said = now
+            not_silent()
+            print(f"{self._title}: {', '.join(words)}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Remove the live line."""
+        if self.is_live:
+            self._live.stop()
+
+    def __enter__(self) -> Progress:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the live line."""
+        self.close()
+
+    def _render(self) -> Table:
+        """Return the line for rich: title, bar and words."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        words = [word for word in (self._title, *self._words) if word]
+        # Drop columns, two cells apart, until the line fits: a wrapped line cannot be redrawn
+        room = self._console.width - 2 * len(words)
+        while len(words) > 1 and sum(map(len, words)) > room:
+            room += 2
+            words.pop()
+        table = Table.grid(padding=(0, 2))
+        columns = min(_BAR_COLUMNS, room - sum(map(len, words)))
+        bars = []
+        if columns >= 4:
+            bars = [ProgressBar(total=max(self._total, 1e-9), completed=self._completed, width=columns)]
+        for _ in (*bars, *words):
+            table.add_column(no_wrap=True)
+        table.add_row(*bars, *words)
+        return table
