@@ -1,4 +1,4 @@
-"""One dataset as an endless sequence of rows; row k is a function of k and the seed alone."""
+"""One dataset as an endless sequence of rows. Row k depends only on k and the seed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.utils.errors import DataError, Problem
 
 Cursor = tuple[int, int, int]
-"""The cursor of a reader of a stream; see ``stream``."""
+"""Cursor of a virtual reader; see ``stream``."""
 
 
 @dataclass(frozen=True)
 class CursorUpdate:
-    """A virtual reader is at ``cursor`` after ``rows`` rows, the last of which was of ``epoch`` (from 0)."""
+    """A virtual reader is at ``cursor`` after ``rows`` rows. Its last row belongs to ``epoch`` (from 0)."""
 
     reader: int
     rows: int
@@ -34,14 +34,15 @@ class CursorUpdate:
 
 
 class Feed(Protocol):
-    """Rows of one dataset in the order of training.
+    """Rows of one dataset in training order.
 
-    mean_targets: targets of a row on average, learned or not.
-    ends_without_notice: whether its end is not known before reading.
-    num_readers:  virtual readers, each with a cursor; 0 where k alone is the position.
-    fingerprint:  SHA-256 in hex of all that decides the rows and their order.
-    files:        name of each file -> fingerprint of its content, to name the one that differs.
-    passes:       passes after which the data end; None repeats them.
+    Attributes:
+        mean_targets: mean number of targets per row, learned or not.
+        ends_without_notice: True if its end is not known before reading.
+        num_readers: number of virtual readers, each with a cursor; 0 if k alone is the position.
+        fingerprint: SHA-256 in hex of everything that determines the rows and their order.
+        files: maps each file to a fingerprint of its content, to name the one that differs.
+        passes: number of passes after which the data end; None repeats them.
     """
 
     mean_targets: float
@@ -53,22 +54,24 @@ class Feed(Protocol):
 
     @property
     def num_documents(self) -> int | None:
-        """Documents with a target; None where it is not known before reading."""
+        """Number of documents with a target. None if not known before reading."""
         ...
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of one pass; None where it is not known before reading."""
+        """Number of rows in one pass. None if not known before reading."""
         ...
 
     def whole_files(self) -> list[WholeFile]:
-        """The files whose fingerprint does not cover all bytes, see ``file_hashes.py``."""
+        """Return the files that must be hashed because the fingerprint does not cover all bytes; see
+        ``file_hashes.py``."""
         ...
 
     def write(self, k: int, out: PackedSequences, slot: int) -> tuple[int, CursorUpdate | None]:
-        """Fill row ``slot`` of ``out`` with the k-th row of the order; gives its sample id, -1 where the data ended.
+        """Fill row ``slot`` of ``out`` with the k-th row of the order. Return its sample id, -1 at the end
+        of the data.
 
-        Calls to a feed with readers have ascending k.
+        Calls to a feed with readers must have ascending k.
         """
         ...
 

@@ -1,10 +1,12 @@
-"""The order of samples as a pure function of (position, number of samples, seed); no list is ever shuffled or stored.
+"""The order of samples as a pure function of position, number of samples and seed. No list is shuffled or
+stored.
 
-Position p lies in epoch p // n at slot p % n, and the sample is a keyed permutation of the slot. The permutation is a
-balanced Feistel network (Luby and Rackoff, 1988) over the smallest even number of bits that holds n, walked along its
-cycle until the value is below n (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
-Keys come from SHA-256 of seed and epoch, so the order depends on no library's random generator. It must never change:
-checkpoints hold a position alone.
+Position p is in epoch p // n at slot p % n, and its sample is a keyed permutation of the slot. The
+permutation is a balanced Feistel network (Luby and Rackoff, 1988) over the smallest even number of bits
+that can represent n. It is applied repeatedly until the value is below n (cycle walking: Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", 2002). Keys are SHA-256 hashes of seed and epoch, so the order does
+not depend on a library's random generator. The order must never change, because checkpoints contain only a
+position.
 """
 
 from __future__ import annotations
@@ -16,24 +18,26 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_SAMPLES = 2**62
-"""Most samples of an epoch, and the bound of positions: int64 with room for sums."""
+"""Maximum number of samples in an epoch, and maximum position: int64 with room for sums."""
 
-# 4 rounds suffice with ideal round functions; ours are short mixers, and twice as many cost microseconds a batch
+# 4 rounds suffice with ideal round functions; these are short mixers, and twice as many cost microseconds
+# per batch
 _ROUNDS = 8
-# below 64 values the network can form few of the permutations that exist; walking a longer cycle costs nothing there
+# with fewer than 64 values the network can form few of the possible permutations; walking a longer cycle is
+# cheap there
 _MIN_BITS = 6
 
 _UInts = npt.NDArray[np.uint64]
 
 
 def sample_at(position: npt.ArrayLike, num_samples: int, seed: int) -> npt.NDArray[np.int64]:
-    """Samples at the given positions of an endless, shuffled pass over ``num_samples`` samples.
+    """Return the samples at the given positions of an endless, shuffled pass over ``num_samples`` samples.
 
-    Every epoch visits each sample once, in an order of its own. ``position`` is an integer or an array of them, at
-    least 0; the result has its shape. Memory and time depend on the number of positions alone.
+    Every epoch visits each sample once, in another order. ``position`` is an integer or an array of
+    integers, at least 0; the result has its shape. Memory and time depend only on the number of positions.
 
     Raises:
-        ValueError: when ``num_samples`` is not in 1..2**62 or a position is not in 0..2**62.
+        ValueError: ``num_samples`` is not in 1..2**62 or a position is not in 0..2**62.
 
     >>> sorted(sample_at(range(5), 5, seed=0).tolist())
     [0, 1, 2, 3, 4]
@@ -46,13 +50,14 @@ def sample_at(position: npt.ArrayLike, num_samples: int, seed: int) -> npt.NDArr
     if num_samples == 1:
         return np.zeros_like(positions)
 
-    # Keys (rounds, positions): those of each position's epoch. A batch touches one or two epochs.
+    # keys (rounds, positions) of each position's epoch; a batch touches one or two epochs
     epochs, slots = np.divmod(positions.ravel(), num_samples)
     distinct, which = np.unique(epochs, return_inverse=True)
-    keys = np.array([_keys(seed, int(epoch)) for epoch in distinct], dtype=np.uint64).reshape(-1, _ROUNDS).T[:, which]
+    epoch_keys = np.array([_keys(seed, int(epoch)) for epoch in distinct], dtype=np.uint64).reshape(-1, _ROUNDS)
+    keys = epoch_keys.T[:, which]
 
-    # The network permutes 0..2^bits-1, so what falls outside of 0..n-1 is permuted again until it falls inside. The
-    # walk ends: a slot is itself below num_samples and lies on the cycle that is followed.
+    # The network permutes 0..2^bits-1, so permute values outside of 0..n-1 again until they are inside.
+    # This terminates, because the slot itself is below n and on the same cycle.
     half_bits = (max(_MIN_BITS, (num_samples - 1).bit_length()) + 1) // 2
     values = _feistel(slots.astype(np.uint64), half_bits, keys)
     outside = values >= np.uint64(num_samples)
@@ -64,19 +69,20 @@ def sample_at(position: npt.ArrayLike, num_samples: int, seed: int) -> npt.NDArr
 
 @lru_cache(maxsize=64)
 def _keys(seed: int, epoch: int) -> tuple[int, ...]:
+    """Return the round keys of an epoch."""
     digests = (hashlib.sha256(f"shardtrain order {seed} {epoch} {part}".encode()).digest() for part in range(2))
     pool = b"".join(digests)
     return tuple(int.from_bytes(pool[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS))
 
 
 def _feistel(values: _UInts, half_bits: int, keys: _UInts) -> _UInts:
-    """One pass of the network over values of 2 * half_bits bits; a bijection whatever the round function is."""
+    """Apply the network once to values of 2 * half_bits bits. A bijection for any round function."""
     shift = np.uint64(half_bits)
     mask = np.uint64((1 << half_bits) - 1)
     left = values >> shift
     right = values & mask
     for key in keys:
-        # splitmix64's finaliser (Steele, Lea and Flood, 2014); arithmetic is modulo 2**64, as arrays of uint64 do
+        # splitmix64's finalizer (Steele, Lea and Flood, 2014); uint64 arithmetic is modulo 2**64
         mixed = right ^ key
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

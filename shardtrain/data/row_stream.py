@@ -1,11 +1,11 @@
-"""Rows of a task, any of them at once, as batches that the task puts together: the same face as ``loader.DataLoader``.
+"""Data loader for the rows of a task, with random access. Same interface as ``loader.DataLoader``.
 
-Order, share of a rank and the place to continue from are those of ``loader.DataLoader``. A batch holds as many rows as
-there are: where the last one of the data has fewer, it is smaller, and a rank that has none gets a row that counts for
-nothing, so that it takes part in what all ranks do together.
+The order of rows, the division over ranks and the position to resume from are those of
+``loader.DataLoader``. The last batch of the data may have fewer rows. A rank without rows gets a row that
+does not count, because every rank must take part in the collectives of a step.
 
-Where epochs end at their borders (``last_batch`` "keep" or "discard"), an epoch of N rows takes E places of the stream:
-N rounded up, or down, to whole steps. A step lies within one epoch, and what is counted, saved and sought are places.
+With ``last_batch`` "keep" or "discard", an epoch of N rows takes E places of the stream: N rounded up or
+down to complete steps. Each step is then within one epoch, and positions are counted in places.
 """
 
 from __future__ import annotations
@@ -33,38 +33,43 @@ from shardtrain.ops import accelerator
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 Rows = Sequence[Any]
-"""Rows by number. Attributes ``fingerprint`` (of their content, hex) and ``files`` (name -> fingerprint) are used where
-they are there."""
+"""Rows by number.
+
+The optional attributes are ``fingerprint`` (of their content, hex) and ``files`` (name -> fingerprint).
+"""
 Collate = Callable[[list[Any]], dict[str, Tensor]]
-"""Puts rows, at least one, together to named tensors."""
+"""Converts rows, at least one, to named tensors."""
 
 
 @dataclass(frozen=True)
 class RowBatch:
-    """What a task's ``collate`` made of some rows: ``batch["tokens"]``. ``sample_ids_B`` are -1 for filler."""
+    """A batch from a task's ``collate``, with tensors as ``batch["tokens"]``.
+
+    ``sample_ids_B`` is -1 for a padding row.
+    """
 
     tensors: Mapping[str, Tensor]
     sample_ids_B: Tensor
     num_targets: int
-    """What the sum of the loss is divided by, over all batches of a step."""
+    """Divisor of the loss, when summed over all batches of a step."""
     num_tokens: int
-    """Tokens that the model computes with, without filler."""
+    """Number of tokens without padding."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor of a name."""
+        """Return the tensor with a name."""
         return self.tensors[name]
 
     @property
     def num_rows(self) -> int:
-        """Rows that are not filler."""
+        """Number of rows without padding rows."""
         return int((self.sample_ids_B >= 0).sum())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RowBatch:
-        """The same batch on a device; what says which rows they are stays where it is."""
+        """Return the batch on a device. The sample ids stay on the host."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> RowBatch:
-        """The same batch in page-locked host memory."""
+        """Return the batch in page-locked host memory."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> RowBatch:
@@ -73,7 +78,7 @@ class RowBatch:
 
 
 class RowFeed:
-    """A feed of rows in the order of training, or in their own where ``seed`` is None."""
+    """Feed of rows in training order, or in their own order if ``seed`` is None."""
 
     num_readers = 0
     ends_without_notice = False
@@ -88,7 +93,7 @@ class RowFeed:
         self.fingerprint = digest(getattr(rows, "fingerprint", None) or fingerprint_of(rows), seed)
 
     def rows_at(self, start: int, stop: int) -> list[int]:
-        """Numbers of the rows at positions start..stop-1 of the order."""
+        """Return the numbers of the rows at positions start..stop-1 of the order."""
         positions = np.arange(start, stop, dtype=np.int64)
         numbers = positions % self.num_rows
         if self._seed is not None and len(positions):
@@ -96,18 +101,18 @@ class RowFeed:
         return [int(number) for number in numbers]
 
     def read(self, k: int, number: int) -> Any:
-        """The row of a number, at position ``k`` of the order, as ``collate`` is given it."""
+        """Return the row with a number, at position ``k`` of the order, as an input of ``collate``."""
         return self.rows[number]
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
-        """Nothing to do."""
+        """No-op: the position is an argument of ``rows_at``."""
 
     def epoch_after(self, rows: int) -> int:
         return max(0, rows - 1) // self.num_rows
 
 
 class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
-    """A rank's batches by number, from a point of the order on."""
+    """A rank's batches by number, starting at a position of the order."""
 
     def __init__(self, stream: RowDataLoader, samples_consumed: int) -> None:
         self._feed = stream.feed
@@ -121,31 +126,38 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
         self._places_per_epoch = stream.places_per_epoch
 
     def __getitem__(self, number: int) -> BatchWithCursors | ShardtrainError:
-        """A batch; an error comes back as a value, so that it crosses from a worker in one line."""
+        """Return a batch.
+
+        Returns errors instead of raising them, so they pass from a worker to the rank in one line.
+        """
         place = self._share.first_position(self._start, number)
         positions = self._positions(place)
         numbers = self._feed.rows_at(positions.start, positions.stop)
         try:
-            # A rank that has no row left takes part with the first one, which counts for nothing.
-            rows = [self._feed.read(*at) for at in zip(positions, numbers, strict=False)] or [self._feed.read(0, 0)]
+            # a rank without rows takes part with the first row, which does not count
+            keys = list(zip(positions, numbers, strict=False)) or [(0, 0)]
+            rows = [self._feed.read(k, row_number) for k, row_number in keys]
             tensors = self._collate(rows)
-            targets = self._count(tensors) if numbers else 0
+            num_targets = self._count(tensors) if numbers else 0
         except ShardtrainError as error:
             return error
         ids = torch.tensor(numbers or [-1], dtype=torch.int64)
-        # A task that does not know the lengths of its rows has as many tokens as targets.
-        num_tokens = sum(sum(self._lengths(self._feed.rows[number])) for number in numbers) or targets
-        return RowBatch(tensors, ids, targets, num_tokens), []  # type: ignore[return-value]
+        # without lengths, count as many tokens as targets
+        num_tokens = sum(sum(self._lengths(self._feed.rows[row_number])) for row_number in numbers) or num_targets
+        return RowBatch(tensors, ids, num_targets, num_tokens), []  # type: ignore[return-value]
 
     def _positions(self, place: int) -> range:
-        """Positions, in the order of rows, of the batch at a place of the stream; none where the data have ended."""
+        """Return the positions, in the order of rows, of the batch at a place of the stream.
+
+        Empty at the end of the data.
+        """
         size = self._share.local_batch_size
         if self._end is not None:
             size = min(size, max(0, self._end - place))
         if self._places_per_epoch == self._num_rows:
             return range(place, place + size)
-        # The places of an epoch are whole steps: with "keep" the last of them have no row, with "discard" the last rows
-        # have no place. Either way the next epoch begins with its own first row.
+        # An epoch has a whole number of steps. With "keep" its last places have no row, with "discard" its
+        # last rows have no place. The next epoch starts with its own first row in either case.
         epoch, within = divmod(place, self._places_per_epoch)
         first = epoch * self._num_rows + within
         last = (epoch + 1) * self._num_rows
@@ -153,7 +165,7 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
 
 
 class RowDataLoader(DataLoader):
-    """A data loader of the rows of a task in place of documents."""
+    """Data loader of the rows of a task."""
 
     places_per_epoch: int
 
@@ -187,10 +199,10 @@ class RowDataLoader(DataLoader):
             if last_batch == "keep" and rest:
                 steps += 1
             self.places_per_epoch = steps * share.global_batch
-            # A place is another row where steps are of another size, so a run continues with the same size alone.
+            # places map to other rows if the step size changes, so a run resumes only with the same size
             self.fingerprint = digest(self.fingerprint, last_batch, share.global_batch)
         if not self.places_per_epoch:
-            rule = f"leaves out all {feed.num_rows} rows, fewer than a step of {share.global_batch}"
+            rule = f"discards all {feed.num_rows} rows, fewer than a step of {share.global_batch}"
             raise ConfigError(Problem("training.last_batch", last_batch, rule, 'use "keep" or a smaller batch'))
         self.end = None if feed.passes is None else feed.passes * self.places_per_epoch
         self.num_readers = 0
@@ -203,17 +215,21 @@ class RowDataLoader(DataLoader):
         self.seek(0)
 
     def hash_rows(self, batch: RowBatch, first_position: int) -> int:  # type: ignore[override]
-        """What the order hash takes of a batch: rows by number, as the fingerprint holds what they are."""
+        """Hash the numbers of a batch's rows. Their content is part of the fingerprint."""
         return checksum.hash_numbers(batch.sample_ids_B.tolist(), first_position)
 
     @cached_property
     def sequence_lengths(self) -> Counter[int]:
-        """Number of sequences of each length in an epoch; empty if the task does not know the lengths of its rows."""
+        """Number of sequences of each length in an epoch.
+
+        Empty if the task does not know the lengths of its rows.
+        """
         counts = Counter[int]()
         for row in self.feed.rows:
-            counts.update(lengths := self.lengths(row))
+            lengths = self.lengths(row)
             if not lengths:
                 break
+            counts.update(lengths)
         return counts
 
     def _epochs_after(self, rows: list[int]) -> list[int]:
@@ -226,7 +242,7 @@ class RowDataLoader(DataLoader):
 
 
 class _Opened:
-    """What ``DataLoader`` asks of a ``DataPipeline``: one feed, not mixed."""
+    """The attributes of ``DataPipeline`` that ``DataLoader`` uses, for a single feed."""
 
     def __init__(self, feed: RowFeed) -> None:
         self.feeds = [feed]
@@ -235,7 +251,7 @@ class _Opened:
 
 
 def fingerprint_of(value: Any) -> str:
-    """SHA-256 in hex of rows of plain values, arrays and tensors, in lists, tuples and dicts.
+    """Return the SHA-256, in hex, of rows of plain values, arrays and tensors, in lists, tuples and dicts.
 
     >>> fingerprint_of([(1, "a")]) == fingerprint_of([(1, "a")]) != fingerprint_of([(1, "b")])
     True

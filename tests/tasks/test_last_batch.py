@@ -89,7 +89,7 @@ def test_data_that_repeat_log_a_new_epoch(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_too_few_rows_to_discard_stop_the_run() -> None:
-    with pytest.raises(ConfigError, match="leaves out all 7 rows"):
+    with pytest.raises(ConfigError, match="discards all 7 rows"):
         stream(7, 8, 1, "discard")
 
 

@@ -62,7 +62,7 @@ def test_an_empty_answer_is_its_end_and_a_long_prompt_is_left_out(
         flat = [(answer,) for group in found for answer in group] if task == "kto" else list(found)
         ends = [ord(";")] if chat else [EOS]
         assert sorted(learned(task, row) for row in flat) == sorted([ends, [*b"yes", *ends]])
-        assert "left out 1 row: the prompt fills seq_len, so no token of the answer is left to learn" in caplog.text
+        assert "skipped 1 row: the prompt fills seq_len, so no token of the answer is left to learn" in caplog.text
         assert f"{tmp_path / 'rows.jsonl'}:2" in caplog.text
 
 

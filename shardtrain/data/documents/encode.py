@@ -1,4 +1,4 @@
-"""Rows to documents: a text, a prompt and its completion, or a conversation, tokenized many at once."""
+"""Convert rows to documents: tokenize texts, prompts with completions, or conversations, in batches."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def open_encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None = N
 
 
 class TextEncoder:
-    """A row is one text, between what begins and what ends a document (see ``ends``)."""
+    """A row is one text, between the tokens that begin and end a document (see ``ends``)."""
 
     def __init__(self, tokenizer: Tokenizer, text_field: str, data: Data) -> None:
         self.tokenizer = tokenizer
         self._field = text_field
         self._ends = _DocumentEnds(ends_of(tokenizer, data))
-        facts = [text_field, *_asked_ends(self._ends.ends, data), *self._ends.fingerprint_facts(tokenizer)]
+        facts = [text_field, *_option_facts(self._ends.ends, data), *self._ends.fingerprint_facts(tokenizer)]
         self.fingerprint = _fingerprint("text", tokenizer, *facts)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
@@ -76,10 +76,12 @@ class TextEncoder:
 
 
 class PromptEncoder:
-    """A row is a prompt and its completion, between the ends of a document; the completion and its end are learned.
+    """A row is a prompt and its completion, between the ends of a document. The completion and its end are
+    learned.
 
-    Of an empty completion the end is learned, as in TRL. No token contains characters of both (see ``continuation``).
-    If both are lists of messages, they are one conversation, and the assistant's turns in the completion are learned.
+    An empty completion still learns the end, as in TRL. No token contains characters of both (see
+    ``continuation``). If both are lists of messages, they form one conversation, and the assistant's turns
+    in the completion are learned.
     """
 
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
@@ -89,8 +91,8 @@ class PromptEncoder:
         self._ends = _DocumentEnds(ends_of(tokenizer, data))
         template = _template_facts(tokenizer, data) if data.chat_template or tokenizer.chat_template else ""
         fields = (data.prompt_field, data.completion_field, data.tools_field, template)
-        asked_ends = _asked_ends(self._ends.ends, data)
-        self.fingerprint = _fingerprint("prompt_completion", tokenizer, *fields, *asked_ends, "continued", "empty")
+        option_facts = _option_facts(self._ends.ends, data)
+        self.fingerprint = _fingerprint("prompt_completion", tokenizer, *fields, *option_facts, "continued", "empty")
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """Tokenize rows. Return one document per row, or the reason why it has none."""
@@ -188,16 +190,20 @@ class _DocumentEnds:
 
 
 def _with_targets(document: Document) -> Document | BadRow:
-    # The first token is never a target, whether it is learned or not.
+    # the first token is never a target
+    """Return the document, or a BadRow if none of its tokens is a learned target."""
     if document.learned is None or document.learned[1:].any():
         return document
     return BadRow("the conversation has no token that is learned")
 
 
-def _asked_ends(ends: Ends, data: Data) -> list[str]:
-    """What a fingerprint says of ends that an option asks for; the tokenizer's own are part of its fingerprint."""
-    asked = data.add_bos is not None or data.add_eos is not None or data.separator is not None
-    return [f"ends {ends.prefix} {ends.suffix} {ends.separator}"] if asked else []
+def _option_facts(ends: Ends, data: Data) -> list[str]:
+    """Return the fact of a fingerprint about ends that options set.
+
+    The tokenizer's own ends are part of its fingerprint.
+    """
+    is_set = data.add_bos is not None or data.add_eos is not None or data.separator is not None
+    return [f"ends {ends.prefix} {ends.suffix} {ends.separator}"] if is_set else []
 
 
 def end_tokens(tokenizer: Tokenizer, data: Data, has_conversations: bool) -> list[int]:
@@ -209,10 +215,10 @@ def end_tokens(tokenizer: Tokenizer, data: Data, has_conversations: bool) -> lis
 
 
 def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
-    """Conversations by the template of ``data.chat_template``, or the tokenizer's own.
+    """Open the template of ``data.chat_template``, or the tokenizer's own.
 
     Raises:
-        ConfigError: when there is no template, or it cannot be used.
+        ConfigError: there is no template, or it cannot be used.
     """
     template, tool_template = _templates(tokenizer, data)
     if template is None:
@@ -225,9 +231,8 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
     tools = None if tool_template is None else ChatTemplate(tool_template, special)
     if data.learn_turn_separator and (compiled.marks or (tools is not None and tools.marks)):
         rule = "has no effect: the chat template marks what is learned with {% generation %}"
-        raise ConfigError(
-            Problem("data.learn_turn_separator", True, rule, "move the line end into the marks, or remove the option")
-        )
+        fix = "move the line end into the marks, or remove the option"
+        raise ConfigError(Problem("data.learn_turn_separator", True, rule, fix))
     conversations = Conversations(tokenizer, compiled, tools, data.learn_turn_separator, data.turn_end or "")
     if data.turn_end is not None:
         ids = tokenizer.encode_spans([data.turn_end])[0][0].tolist()
@@ -242,7 +247,7 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
 
 
 def _templates(tokenizer: Tokenizer, data: Data) -> tuple[str | None, str | None]:
-    """The template of conversations, and that of those with tools where it is another one."""
+    """Return the template of conversations, and the template of conversations with tools if it differs."""
     if data.chat_template is None:
         return tokenizer.chat_template, tokenizer.tool_template
     file = Path(data.chat_template)
@@ -253,6 +258,7 @@ def _templates(tokenizer: Tokenizer, data: Data) -> tuple[str | None, str | None
 
 
 def _template_facts(tokenizer: Tokenizer, data: Data) -> str:
+    """Return the facts of a fingerprint about the chat template."""
     special = sorted(tokenizer.special_tokens.items())
     options = [*(["separator"] if data.learn_turn_separator else []), *([data.turn_end] if data.turn_end else [])]
     return json.dumps([*_templates(tokenizer, data), special, FIXED_DATE.isoformat(), *options])

@@ -1,4 +1,4 @@
-"""Turn rows into documents, apply the policy for rows that give none, and count."""
+"""Convert rows to documents, apply the policy for bad rows, and count rows."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ logger = logging.getLogger(__name__)
 
 ROWS_AT_ONCE = 256
 CHARACTERS_AT_ONCE = 4 * 2**20
-"""Rows tokenized together: a tokenizer that works on several cores needs some, and huge ones must not add up."""
+"""Maximum characters of rows that are tokenized together.
+
+Several rows use several cores, but huge rows must not accumulate.
+"""
 TOO_LONG = "the prompt fills seq_len, so no token of the answer is left to learn"
-"""Reason of a row that a task leaves out because it is too long."""
+"""Reason of a row that a task skips because it is too long."""
 _PLACES_KEPT = 3
 _REASONS_IN_A_LINE = 3
 
 
 @dataclass
 class RowStats:
-    """What reading found: rows, documents, tokens, and rows that gave no document, by reason."""
+    """Counts of rows, documents, tokens, and rows without a document by reason."""
 
     rows: int = 0
     documents: int = 0
@@ -36,13 +39,13 @@ class RowStats:
     bad: Counter[str] = field(default_factory=Counter)
     harmless: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
-    """Remarks about rows that have a document."""
+    """Remarks about rows with a document."""
     places: dict[str, list[str]] = field(default_factory=dict)
     """The first places of each reason."""
 
     @property
     def num_bad(self) -> int:
-        """Rows that could not be read."""
+        """Number of rows that could not be read."""
         return self.bad.total()
 
     def add_document(self, document: Document) -> None:
@@ -70,7 +73,7 @@ class RowStats:
             self.places[reason] = (self.places.get(reason, []) + places)[:_PLACES_KEPT]
 
     def reasons(self) -> list[str]:
-        """One line per reason, the most frequent first: ``3 rows: is not JSON (a.jsonl:7, a.jsonl:9)``."""
+        """Return one line per reason, most frequent first: ``3 rows: is not JSON (a.jsonl:7, a.jsonl:9)``."""
         lines = []
         for reason, count in (Counter(self.bad) + Counter(self.harmless)).most_common():
             places = ", ".join(self.places[reason])
@@ -80,7 +83,7 @@ class RowStats:
         return lines
 
     def main_reasons(self) -> str:
-        """The most frequent reasons, in one line that a terminal holds."""
+        """Return the most frequent reasons in one line."""
         reasons = self.reasons()
         more = f"; and {len(reasons) - _REASONS_IN_A_LINE} more reasons" if len(reasons) > _REASONS_IN_A_LINE else ""
         return "; ".join(reasons[:_REASONS_IN_A_LINE]) + more
@@ -88,11 +91,13 @@ class RowStats:
 
 @dataclass(frozen=True)
 class BadRows:
-    """Policy for rows that give no document.
+    """Policy for rows without a document.
 
-    skip: leave bad rows out, up to a share ``max_fraction`` (data.bad_rows_max_fraction).
-    max_long_fraction: largest share of rows that are too long to keep a target (data.long_rows_max_fraction).
-    fix: advice about a bad row that stops the run.
+    Attributes:
+        skip: True to skip bad rows, up to the share ``max_fraction`` (data.bad_rows_max_fraction).
+        max_long_fraction: maximum share of rows that are too long to keep a target
+            (data.long_rows_max_fraction).
+        fix: advice about a bad row that stops the run.
     """
 
     skip: bool = False
@@ -100,43 +105,43 @@ class BadRows:
     max_long_fraction: float = 1.0
     fix: str = (
         'correct or remove the row, name its columns in [data], or set data.bad_rows="skip" and '
-        'data.bad_rows_max_fraction to the share that may be left out ("shardtrain data check" counts it)'
+        'data.bad_rows_max_fraction to the share that may be skipped ("shardtrain data check" counts it)'
     )
 
     @classmethod
     def of(cls, options: Data) -> BadRows:
-        """The policy of a config."""
+        """Return the policy of a config."""
         return cls(options.bad_rows == "skip", options.bad_rows_max_fraction, options.long_rows_max_fraction)
 
     def meet(self, row: BadRow, place: str) -> None:
-        """Stop at a bad row unless rows may be skipped.
+        """Raise DataError for a bad row unless bad rows are skipped.
 
-        Raises:
-            DataError: naming the row's place and what is wrong with it.
+        The message has the row's place and the reason.
         """
         if not self.skip and not row.harmless:
             raise DataError(f"{place}: {row}; {self.fix}")
 
-    def judge(self, tally: RowStats, dataset: str) -> None:
-        """Check the counts of a whole dataset.
+    def judge(self, stats: RowStats, dataset: str) -> None:
+        """Check the counts of a complete dataset.
 
         Raises:
-            DataError: with counts, reasons and places, if no row is usable or too many are bad or too long.
+            DataError: no row is usable, or too many are bad or too long. The message has counts, reasons
+                and places.
         """
-        if tally.documents == 0:
-            why = tally.main_reasons() or "there are none"
-            fix = "raise seq_len" if tally.harmless[TOO_LONG] else "name data that have some"
-            raise DataError(f"{dataset} has 0 usable of {tally.rows} rows: {why}; {fix}")
-        if tally.num_bad > self.max_fraction * tally.rows:
+        if stats.documents == 0:
+            reasons = stats.main_reasons() or "there are none"
+            fix = "raise seq_len" if stats.harmless[TOO_LONG] else "name data that have some"
+            raise DataError(f"{dataset} has 0 usable of {stats.rows} rows: {reasons}; {fix}")
+        if stats.num_bad > self.max_fraction * stats.rows:
             raise DataError(
-                f"{dataset} has {tally.num_bad} bad of {tally.rows} rows, more than data.bad_rows_max_fraction="
-                f"{self.max_fraction:g} allows: {tally.main_reasons()}; correct them, or set "
-                f"data.bad_rows_max_fraction={as_limit(tally.num_bad, tally.rows)}"
+                f"{dataset} has {stats.num_bad} bad of {stats.rows} rows, more than data.bad_rows_max_fraction="
+                f"{self.max_fraction:g} allows: {stats.main_reasons()}; correct them, or set "
+                f"data.bad_rows_max_fraction={as_limit(stats.num_bad, stats.rows)}"
             )
-        self.judge_long(tally.harmless[TOO_LONG], tally.rows, dataset)
+        self.judge_long(stats.harmless[TOO_LONG], stats.rows, dataset)
 
     def judge_long(self, num_long: int, num_rows: int, dataset: str) -> None:
-        """Check how many rows were left out because no target is left within seq_len; raises DataError."""
+        """Raise DataError if too many rows were skipped because they have no target within seq_len."""
         if num_long > self.max_long_fraction * num_rows:
             raise DataError(
                 f"{dataset} has {num_long} of {num_rows} rows without a target within seq_len, more than "
@@ -145,47 +150,49 @@ class BadRows:
             )
 
 
-def as_limit(part: int, whole: int) -> str:
-    """Write a fraction with three digits, rounded up, as a limit that just allows ``part``.
+def as_limit(part: int, total: int) -> str:
+    """Format a fraction with three digits, rounded up, as a limit that just permits ``part``.
 
     >>> as_limit(1, 3), as_limit(1, 4)
     ('0.334', '0.25')
     """
-    return f"{math.ceil(1000 * part / whole) / 1000:g}"
+    return f"{math.ceil(1000 * part / total) / 1000:g}"
 
 
 def log_left_out(name: str, reasons: Iterable[str], warns: int) -> None:
-    """Log each reason for which rows of a dataset were left out. Not a warning if they are only empty texts."""
+    """Log each reason for which rows of a dataset were skipped; not as a warning if all were only empty
+    texts."""
     for reason in reasons:
-        logger.log(logging.WARNING if warns else logging.INFO, "%s: left out %s", name, reason)
+        logger.log(logging.WARNING if warns else logging.INFO, "%s: skipped %s", name, reason)
 
 
 def read_documents(
     source: Table | Shards,
     encoder: Encoder,
     policy: BadRows,
-    tally: RowStats,
+    stats: RowStats,
     keyed_rows: Iterable[tuple[Key, Row]] | None = None,
 ) -> Iterator[Document]:
-    """Documents of all rows of a source, or of ``keyed_rows`` of it, in their order; counted in ``tally``.
+    """Yield the documents of all rows of a source, or of ``keyed_rows`` of it, in order. Counts them in
+    ``stats``.
 
     Raises:
-        DataError: at a bad row, unless the policy skips them; judging the count is the caller's.
+        DataError: a row is bad and the policy does not skip bad rows. The caller judges the counts.
     """
     for chunk in chunks(every_row(source) if keyed_rows is None else keyed_rows):
         results = around_bad_rows([row for _, row in chunk], encoder.encode)
         for (key, _), result in zip(chunk, results, strict=True):
             if isinstance(result, BadRow):
                 place = place_of(source, key)
-                tally.add_bad(result, place)
+                stats.add_bad(result, place)
                 policy.meet(result, place)
             else:
-                tally.add_document(result)
+                stats.add_document(result)
                 yield result
 
 
 def chunks(rows: Iterable[tuple[Key, Row]]) -> Iterator[list[tuple[Key, Row]]]:
-    """Rows in lists of up to 256 rows or about 4 MiB of text, so that huge rows do not add up."""
+    """Yield rows in lists of up to 256 rows or about 4 MiB of text, so huge rows do not accumulate."""
     chunk: list[tuple[Key, Row]] = []
     size = 0
     for keyed in rows:
@@ -200,7 +207,7 @@ def chunks(rows: Iterable[tuple[Key, Row]]) -> Iterator[list[tuple[Key, Row]]]:
 
 
 def text_size(value: object) -> int:
-    """Characters in a row, about."""
+    """Return the approximate number of characters in a row."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

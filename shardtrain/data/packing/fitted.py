@@ -1,7 +1,8 @@
-"""Rows of whole documents: "first_fit" puts them where they fit, "padded" gives each a row.
+"""Rows of complete documents: "first_fit" puts several into a row, "padded" one.
 
-Documents are fitted in order of falling length (Johnson 1973), block by block, so that a row depends only on its block.
-The unused tail of a row has no target. A document that is cut before its first learned token is left out.
+Documents are fitted in order of decreasing length (Johnson 1973), block by block, so a row depends only on
+its block. The unused tail of a row has no target. A document that would be truncated before its first
+learned token is skipped.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.utils.errors import ConfigError, Problem
 
 BLOCK_DOCUMENTS = 8192
-"""Documents that are fitted together; rows of a prepared dataset depend on it, so it never changes."""
+"""Number of documents that are fitted together.
+
+Rows of a prepared dataset depend on it, so it must never change.
+"""
 MAX_DOCUMENTS = 100_000_000
-"""Of prepared shards without a table of fits: two minutes of each rank at each start, and 0.3 GB."""
+"""Maximum number of documents in prepared shards without a fit table: 2 minutes and 0.3 GB on each rank at
+each start."""
 
 
 def pack(line: TokenBuffer, packing: Packing, table: FitTable | None = None) -> Rows:
-    """The rows of a line of documents; ``table`` knows how those of prepared shards are fitted."""
+    """Return the rows of a token buffer. ``table`` has the fit of prepared shards."""
     if packing.kind != "concat":
         return FittedRows(line, packing, table)
     rows = ConcatRows(line, packing)
@@ -43,9 +48,11 @@ def _num_single(line: TokenBuffer, block: int) -> int:
 class Pieces:
     """Parts of documents that are never split over rows.
 
-    starts, stops: token numbers where each piece starts and stops, with its last target.
-    dropped: documents of the block that are too long and were left out, by their numbers in the block.
-    num_cut: documents that lost their end.
+    Attributes:
+        starts: token number at which each piece starts.
+        stops: token number after each piece, including its last target.
+        dropped: numbers, within the block, of documents that are skipped because they are too long.
+        num_cut: number of truncated documents.
     """
 
     starts: Tokens
@@ -55,10 +62,10 @@ class Pieces:
 
 
 def pieces_of(line: TokenBuffer, block: int, packing: Packing, dropped: Tokens | None = None) -> Pieces:
-    """Cut the documents of a block to at most ``seq_len`` targets each.
+    """Cut the documents of a block into pieces of at max_room ``seq_len`` targets.
 
-    A document of one token has no target and no piece. ``dropped`` are those of an earlier call for the same block,
-    which need not be found again.
+    A document of one token has no target and no piece. ``dropped`` is the result of an earlier call for the
+    same block, to avoid computing it again.
     """
     document_starts, document_stops = documents_of_block(line, block)
     T = packing.seq_len
@@ -70,8 +77,8 @@ def pieces_of(line: TokenBuffer, block: int, packing: Packing, dropped: Tokens |
     if dropped is None:
         dropped = _documents_to_drop(line, document_starts, long_documents, packing)
     counts[dropped] = 0
-    # The document of each piece, and the piece's number within it. The last token of a piece, which is a target alone,
-    # is the first input of the next: no target is lost between two pieces.
+    # The document of each piece, and the piece's number within it. The last token of a piece is only a
+    # target, and the first input of the next piece, so no target is lost between pieces.
     owners = np.repeat(np.arange(len(targets)), counts)
     numbers = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = document_starts[owners] + numbers * T
@@ -81,7 +88,7 @@ def pieces_of(line: TokenBuffer, block: int, packing: Packing, dropped: Tokens |
 
 
 def _documents_to_drop(line: TokenBuffer, starts: Tokens, long_documents: Tokens, packing: Packing) -> Tokens:
-    """Select the documents longer than a row that are left out: with "cut", those whose learned tokens would be cut."""
+    """Return the long documents to skip. With "cut", those that would lose all their learned tokens."""
     if packing.long_documents == "drop":
         return long_documents
     if packing.long_documents == "split" or not line.has_mask:
@@ -101,7 +108,7 @@ def fit_block(line: TokenBuffer, block: int, packing: Packing) -> BlockFit:
         return BlockFit(len(lengths), num_targets, pieces.num_cut, num_dropped, num_single, NO_ORDER, NO_ORDER)
     rows = first_fit(lengths, packing.seq_len)
     num_rows = int(rows.max()) + 1 if len(rows) else 0
-    # A block has 8,192 documents, of which a long one may be many pieces.
+    # a block has 8,192 documents, but a long document may have many pieces
     small = np.uint16 if len(rows) < 2**16 else np.uint32
     order: Order = np.argsort(rows, kind="stable").astype(small)
     ends: Order = np.cumsum(np.bincount(rows, minlength=num_rows)).astype(small)
@@ -109,44 +116,46 @@ def fit_block(line: TokenBuffer, block: int, packing: Packing) -> BlockFit:
 
 
 def first_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:
-    """Row of each piece, such that the lengths in a row add up to at most ``capacity``: first fit, longest first.
+    """Return the row of each piece, so that the lengths in a row sum to at max_room ``capacity``: first fit
+    decreasing.
 
-    Pieces are taken from long to short (equal ones in their order), and each goes into the first row with room. Rows
-    are numbered in the order of their earliest piece. A tree of the most room in each half finds the row in log time.
+    Pieces are placed from long to short (equal ones in their order), each into the first row with room.
+    Rows are numbered by their earliest piece. A tree with the maximum room of each subtree finds the row in
+    logarithmic time.
 
     Raises:
-        ValueError: when a length is above the capacity.
+        ValueError: a length exceeds the capacity.
     """
     count = len(lengths)
     if count == 0:
         return np.array([], dtype=np.int64)
     if int(lengths.max()) > capacity:
         raise ValueError(f"a piece of {int(lengths.max())} does not fit into a row of {capacity}")
-    # A tree in a list, of plain integers: room[1] is the root, the children of node n are 2n and 2n + 1, and row i is
-    # the leaf leaves + i. A node has the most room of any row below it.
+    # The tree is a list of plain integers. room[1] is the root, the children of node n are 2n and 2n + 1,
+    # and row i is the leaf leaves + i. A node has the maximum room of the rows below it.
     leaves = 1 << (count - 1).bit_length()
     room = [capacity] * (2 * leaves)
     rows = np.empty(count, dtype=np.int64)
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
-        # Down to the first row with room: to the left wherever there is enough.
+        # descend to the first row with room: left if there is enough
         node = 1
         while node < leaves:
             node *= 2
             if room[node] < length:
                 node += 1
         rows[piece] = node - leaves
-        # And up again, as far as the most room below a node has changed.
+        # update the maxima on the path to the root, until one does not change
         room[node] -= length
         while node > 1:
             node //= 2
             left = room[2 * node]
             right = room[2 * node + 1]
-            most = left if left > right else right
-            if room[node] == most:
+            max_room = left if left > right else right
+            if room[node] == max_room:
                 break
-            room[node] = most
-    # Rows are filled from the first on, so their numbers have no gap; renumbered by their earliest piece.
+            room[node] = max_room
+    # rows are filled from the first on, so their numbers have no gap; renumber them by their earliest piece
     _, first_piece, inverse = np.unique(rows, return_index=True, return_inverse=True)
     rank = np.empty(len(first_piece), dtype=np.int64)
     rank[np.argsort(first_piece)] = np.arange(len(first_piece))
@@ -154,24 +163,27 @@ def first_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.i
 
 
 def num_blocks(line: TokenBuffer) -> int:
-    """Blocks of documents that are fitted together."""
+    """Return the number of blocks of documents."""
     return -(-line.num_documents // BLOCK_DOCUMENTS)
 
 
 def documents_of_block(line: TokenBuffer, block: int) -> tuple[Tokens, Tokens]:
-    """Token numbers at which the documents of a block start and stop."""
-    begins = line.document_starts()
+    """Return the token numbers at which the documents of a block start and stop."""
+    document_starts = line.document_starts()
     first = block * BLOCK_DOCUMENTS
     last = min(first + BLOCK_DOCUMENTS, line.num_documents)
-    stops = np.append(begins[first + 1 : last], begins[last] if last < len(begins) else line.num_tokens)
-    return np.asarray(begins[first:last]), stops.astype(np.int64)
+    stops = np.append(
+        document_starts[first + 1 : last], document_starts[last] if last < len(document_starts) else line.num_tokens
+    )
+    return np.asarray(document_starts[first:last]), stops.astype(np.int64)
 
 
 def table_of(line: ShardTokenBuffer, packing: Packing, option: str, *, refuses_many: bool = True) -> FitTable | None:
-    """The table that was prepared for this packing, if there is one.
+    """Return the fit table that was prepared for this packing. None if it does not exist.
 
     Raises:
-        ConfigError: when it is damaged, or where there is none and fitting would take each rank minutes at each start.
+        ConfigError: the table is damaged; or it does not exist, and fitting would take minutes on each rank
+            at each start.
     """
     if packing.kind == "concat":
         return None
@@ -185,8 +197,8 @@ def table_of(line: ShardTokenBuffer, packing: Packing, option: str, *, refuses_m
     )
     if table is None and refuses_many and packing.kind == "first_fit" and line.num_documents > MAX_DOCUMENTS:
         rule = (
-            f'is "first_fit", and {line.folder} has {line.num_documents:,} documents that are not fitted into rows of '
-            f"{packing.seq_len}: beyond {MAX_DOCUMENTS:,} each rank would compute for minutes at each start"
+            f'is "first_fit", and {line.folder} has {line.num_documents:,} documents without a table for rows of '
+            f"{packing.seq_len}: fitting more than {MAX_DOCUMENTS:,} takes minutes on each rank at each start"
         )
         fix = 'run "shardtrain data prepare" with this configuration, which fits them once, or use "concat"'
         raise ConfigError(Problem("data.packing", None, rule, fix))
@@ -194,13 +206,15 @@ def table_of(line: ShardTokenBuffer, packing: Packing, option: str, *, refuses_m
 
 
 class FittedRows:
-    """Whole documents, several or one to a row; what they do not fill has no targets.
+    """Rows with one or more complete documents, padded without targets.
 
-    Held are two bytes per piece of a document, and nothing where each has a row, or where a ``FitTable`` of prepared
-    shards knows: where pieces begin and end is worked out again, block by block, from where documents begin.
+    Memory is two bytes per piece, or nothing with one document per row or with a ``FitTable``. The start
+    and end of pieces is computed again for each block from the starts of documents.
 
-    cut, dropped: documents that lost their end, or that were left out because they are too long. With "cut", a
-        document is left out if it would lose all its targets.
+    Attributes:
+        cut: number of truncated documents.
+        dropped: number of documents that are skipped because they are too long. With "cut", those that
+            would lose all their targets.
     """
 
     def __init__(self, line: TokenBuffer, packing: Packing, table: FitTable | None = None) -> None:
@@ -208,9 +222,11 @@ class FittedRows:
         self.packing = packing
         self._table = table
         self._fits: list[BlockFit] = []
-        # Of the block that was read last: without shuffling, or where blocks are few, the next row is of the same one.
+        # of the last block that was read: without shuffling, or with few blocks, the next row is often in
+        # the same block
         self._last: tuple[int, Pieces, Order, Order] | None = None
-        self._dropped: dict[int, Tokens] = {}  # of each block that was read: to find them, masks must be read
+        # of each block that was read, because computing it requires the masks
+        self._dropped: dict[int, Tokens] = {}
         if table is not None:
             self.num_rows = table.num_rows
             self.num_targets = table.num_targets
@@ -234,7 +250,7 @@ class FittedRows:
         self.num_rows = rows_up_to[-1]
 
     def write(self, row: int, out: PackedSequences, slot: int) -> None:
-        # The pieces of the row's block, worked out again unless it was the last one.
+        # the pieces of the row's block, computed again unless it is the last block that was read
         block = int(np.searchsorted(self._rows_up_to, row, side="right")) - 1
         if self._last is None or self._last[0] != block:
             pieces = pieces_of(self._line, block, self.packing, self._dropped.get(block))
@@ -242,7 +258,7 @@ class FittedRows:
             self._last = block, pieces, *self._order_of(block, len(pieces.starts))
         _, pieces, order, ends = self._last
 
-        # Those of the row, one behind the other; each begins another document.
+        # write the pieces of the row, each as another document
         row -= int(self._rows_up_to[block])
         indices = [row]
         if self.packing.kind == "first_fit":
@@ -258,7 +274,8 @@ class FittedRows:
         out.number_documents(slot, np.array(columns, dtype=np.int64))
 
     def _order_of(self, block: int, num_pieces: int) -> tuple[Order, Order]:
-        """Pieces of a block in the order of their rows, and how many there are up to the end of each row."""
+        """Return the pieces of a block in the order of rows, and the number of pieces up to the end of each
+        row."""
         if self.packing.kind != "first_fit":
             return NO_ORDER, NO_ORDER
         if self._table is not None:

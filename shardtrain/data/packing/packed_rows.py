@@ -1,8 +1,8 @@
-"""Documents to rows of ``seq_len`` inputs and as many targets: which tokens are in a row, and where.
+"""Pack documents into rows of ``seq_len`` inputs and as many targets.
 
-"concat" joins all documents end to end and cuts every ``seq_len`` targets, so that each token but the first is the
-target of one row. "first_fit" and "padded" keep documents whole: see ``fitted``. Where documents are masked, positions
-restart in each, and no token has a target in another document.
+"concat" concatenates all documents and cuts every ``seq_len`` targets, so each token except the first is
+the target of one row. "first_fit" and "padded" keep documents complete: see ``fitted``. If documents are
+masked, positions restart in each document, and no token has a target in another document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardtrain.ops.targets import IGNORE
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents become rows: the options of [data], and the length of a row."""
+    """How documents become rows: the options of [data], and the length of rows."""
 
     seq_len: int
     kind: Literal["concat", "first_fit", "padded"] = "concat"
@@ -29,12 +29,12 @@ class Packing:
 
     @property
     def needs_documents(self) -> bool:
-        """Whether attention needs the document of each token: in a row of one document it does not."""
+        """True if attention needs the document of each token. Not needed with one document per row."""
         return self.masked and self.kind != "padded"
 
 
 class PackedSequences:
-    """Output arrays: B rows of T tokens, all int64; rows that are not written have no targets."""
+    """Output arrays: B rows of T tokens, all int64. Rows that are not written have no targets."""
 
     def __init__(self, num_rows: int, packing: Packing) -> None:
         shape = (num_rows, packing.seq_len)
@@ -42,36 +42,41 @@ class PackedSequences:
         self.targets_BT = np.full(shape, IGNORE, dtype=np.int64)
         self.positions_BT = np.tile(np.arange(packing.seq_len, dtype=np.int64), (num_rows, 1))
         self.documents_BT = np.zeros(shape, dtype=np.int64) if packing.needs_documents else None
-        self.lengths_B = np.zeros(num_rows, dtype=np.int64)  # tokens of a row; filler follows them
+        # tokens of each row, before padding
+        self.lengths_B = np.zeros(num_rows, dtype=np.int64)
 
     def write(self, slot: int, column: int, tokens: Tokens, learned: Mask | None) -> None:
-        """Put inputs ``tokens[:-1]`` and targets ``tokens[1:]`` into row ``slot`` from ``column`` on."""
+        """Write inputs ``tokens[:-1]`` and targets ``tokens[1:]`` to row ``slot``, starting at ``column``."""
         stop = column + len(tokens) - 1
         self.lengths_B[slot] = max(self.lengths_B[slot], stop)
         self.tokens_BT[slot, column:stop] = tokens[:-1]
-        self.targets_BT[slot, column:stop] = (
-            tokens[1:] if learned is None else np.where(learned[1:], tokens[1:], IGNORE)
-        )
+        targets = tokens[1:]
+        if learned is not None:
+            targets = np.where(learned[1:], targets, IGNORE)
+        self.targets_BT[slot, column:stop] = targets
 
     def number_documents(self, slot: int, columns: Tokens) -> None:
-        """Number the documents of a row, which begin at 0 and at ``columns`` (ascending), and restart its positions."""
+        """Number the documents of a row, which start at 0 and at ``columns`` (ascending), and restart
+        positions in each."""
         if self.documents_BT is None:
             return
         T = self.tokens_BT.shape[1]
         begins = np.zeros(T, dtype=np.int64)
         begins[columns[(columns > 0) & (columns < T)]] = 1
         self.documents_BT[slot] = np.cumsum(begins)
-        # Positions restart with each document: the distance from the last beginning at or before a column.
+        # a position is the distance from the last document start
         places = np.arange(T, dtype=np.int64)
         self.positions_BT[slot] = places - np.maximum.accumulate(np.where(begins == 1, places, 0))
 
 
 class Rows(Protocol):
-    """Rows cut out of a dataset's tokens, by random access.
+    """Rows cut out of a dataset's tokens, with random access.
 
-    num_targets:  targets of all rows, learned or not.
-    cut, dropped: documents that were truncated or left out because they are longer than a row.
-    single:      documents of one token that have no target, because no other document follows in their row or is seen.
+    Attributes:
+        num_targets: number of targets of all rows, learned or not.
+        cut, dropped: number of documents that are truncated or skipped because they are longer than a row.
+        single: number of documents of one token without a target, because no other document follows in
+            their row or is visible.
     """
 
     num_rows: int
@@ -87,13 +92,13 @@ class Rows(Protocol):
 
 
 def fates(rows: Rows) -> dict[str, int]:
-    """Count the documents that lost tokens, by reason: cut, longer than a row, or without a target."""
+    """Count the documents that lost tokens, by reason: truncated, longer than a row, or without a target."""
     most = rows.packing.seq_len + 1
     is_cut = rows.packing.long_documents == "cut"
     reason = "have no target in their first" if is_cut else "are longer than"
     return {
         f"are cut to {most} tokens": rows.cut,
-        f"{reason} {most} tokens and are left out": rows.dropped,
+        f"{reason} {most} tokens and are skipped": rows.dropped,
         "have a single token, and so no target": rows.single,
     }
 
@@ -104,8 +109,10 @@ def lost_documents(rows: Rows, num_documents: int) -> list[str]:
 
 
 class ConcatRows:
-    """Row i holds the tokens ``i * seq_len`` to ``(i + 1) * seq_len`` inclusive: its last is the target of its last
-    input, and the first input of row i + 1. The last row is padded.
+    """Rows of concatenated documents.
+
+    Row i contains the tokens ``i * seq_len`` to ``(i + 1) * seq_len`` inclusive. Its last token is only a
+    target, and the first input of row i + 1. The last row is padded.
     """
 
     cut = dropped = single = 0
@@ -127,14 +134,15 @@ class ConcatRows:
 def write_window(out: PackedSequences, slot: int, tokens: Tokens, learned: Mask | None, begins: Tokens | None) -> None:
     """Fill a row with up to ``seq_len + 1`` consecutive tokens of a dataset.
 
-    ``begins`` are the places in ``tokens`` after the first at which a document begins, where documents are masked.
+    ``begins`` are the indices in ``tokens``, after the first, at which a document starts, if documents are
+    masked.
     """
     out.write(slot, 0, tokens, learned)
     if begins is None:
         return
-    # Else the last token of a document would have the first of the next as its target.
+    # otherwise the last token of a document would have the first token of the next document as its target
     out.targets_BT[slot, begins - 1] = IGNORE
-    # Padding after the last token counts as one more document, so that it does not attend to the text before it.
+    # padding counts as another document, so it does not attend to the text before it
     inputs = len(tokens) - 1
-    filler = [inputs] if inputs < out.tokens_BT.shape[1] else []
-    out.number_documents(slot, np.append(begins[begins < inputs], filler).astype(np.int64))
+    padding_start = [inputs] if inputs < out.tokens_BT.shape[1] else []
+    out.number_documents(slot, np.append(begins[begins < inputs], padding_start).astype(np.int64))

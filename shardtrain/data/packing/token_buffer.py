@@ -1,4 +1,4 @@
-"""All documents of a dataset end to end: a line of tokens with any part of it at hand, in memory or in mapped files."""
+"""All documents of a dataset, concatenated, with random access to tokens, in memory or in files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ Mask = npt.NDArray[np.bool_]
 
 
 class TokenBuffer(Protocol):
-    """Documents end to end. Token and document numbers count from 0 over the whole dataset.
+    """Concatenated documents. Token and document numbers count from 0 over the entire dataset.
 
-    num_tokens, num_documents: of the whole line.
-    has_mask: whether some token is not to be learned.
+    Attributes:
+        num_tokens, num_documents: totals of the dataset.
+        has_mask: True if some tokens are not learned.
     """
 
     num_tokens: int
@@ -31,40 +32,43 @@ class TokenBuffer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 in hex of tokens, masks and document boundaries."""
+        """SHA-256, in hex, of tokens, masks and document boundaries."""
         ...
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Tokens start..stop-1, int64."""
+        """Return the tokens start..stop-1, int64."""
         ...
 
     def learned(self, start: int, stop: int) -> Mask:
-        """Whether each of these tokens counts in the loss as a target."""
+        """Return a mask of the tokens start..stop-1 that count in the loss as targets."""
         ...
 
     def starts(self, start: int, stop: int) -> Tokens:
-        """Token numbers in start..stop-1 at which a document begins, ascending."""
+        """Return the token numbers in start..stop-1 at which a document starts, ascending."""
         ...
 
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """Token number at which each document begins, ascending; 8 bytes a document, may be a mapped file."""
+        """Return the token number at which each document starts, ascending; 8 bytes per document, possibly
+        a mapped file."""
         ...
 
     def check_unchanged(self) -> None:
-        """Raise ConfigError naming a file below the line that was changed, moved or removed since it was opened."""
+        """Raise ConfigError, with the file's name, if a file was changed, moved or removed since it was
+        opened."""
         ...
 
 
 class MemoryTokenBuffer:
-    """A line in memory; tokens in 2 bytes where the vocabulary allows it, else in 4."""
+    """A token buffer in memory, with 2 bytes per token if the vocabulary permits, else 4."""
 
     def __init__(self, documents: Iterable[Document], vocab_size: int, growth: Growth | None = None) -> None:
-        """``growth`` bounds what is kept."""
+        """Read all documents. ``growth`` limits the memory."""
         dtype = np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<i4")
         # Do not np.concatenate an array per document: this would need twice the memory. A bytearray grows in place.
         tokens = bytearray()
         lengths = array("q")
-        mask = bytearray()  # empty until a document has a mask: a dataset of texts needs none
+        # empty until a document has a mask, because most datasets have none
+        mask = bytearray()
         for document in documents:
             size = len(document.tokens)
             if document.learned is not None or mask:
@@ -76,25 +80,25 @@ class MemoryTokenBuffer:
                 growth.keep(size * dtype.itemsize + ROW_BYTES + (0 if document.learned is None else size))
 
         self._tokens = np.frombuffer(tokens, dtype)
-        # A document begins where the one before it ends.
+        # a document starts where the previous one ends
         sizes = np.array(lengths, np.int64)
         self._starts = np.cumsum(sizes) - sizes
         self._mask: Mask | None = np.frombuffer(mask, np.bool_) if mask else None
         self._count()
 
     def arrays(self) -> dict[str, npt.NDArray[Any] | None]:
-        """All that it holds, for ``from_arrays`` on another rank."""
+        """Return the contents, for ``from_arrays`` on another rank."""
         return {"tokens": self._tokens, "starts": self._starts, "mask": self._mask}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Any]) -> MemoryTokenBuffer:
-        """The buffer that gave these ``arrays``."""
-        made = cls.__new__(cls)
-        made._tokens = arrays["tokens"]
-        made._starts = arrays["starts"]
-        made._mask = arrays["mask"]
-        made._count()
-        return made
+        """Return a buffer with the contents that ``arrays`` returned."""
+        buffer = cls.__new__(cls)
+        buffer._tokens = arrays["tokens"]
+        buffer._starts = arrays["starts"]
+        buffer._mask = arrays["mask"]
+        buffer._count()
+        return buffer
 
     def _count(self) -> None:
         self.num_tokens = len(self._tokens)
@@ -123,4 +127,4 @@ class MemoryTokenBuffer:
         return self._starts
 
     def check_unchanged(self) -> None:
-        """What is in memory stays as it is."""
+        """No-op: data in memory do not change."""

@@ -1,4 +1,4 @@
-"""Documents that arrive one after the other to rows, with a cursor from which the next row can be made again."""
+"""Pack a stream of documents into rows, with a cursor from which the next row can be created again."""
 
 from __future__ import annotations
 
@@ -18,39 +18,43 @@ from shardtrain.data.packing.token_buffer import MemoryTokenBuffer
 logger = logging.getLogger(__name__)
 
 FRUITLESS_PASSES = 16
-"""Passes without a row after which a reader gives none any more."""
+"""Number of passes without a row after which a reader ends."""
 BLOCK_DOCUMENTS = 128
-"""Documents that a reader fits into rows together; part of the order of the data, so it never changes."""
+"""Number of documents that a reader fits into rows together.
+
+Part of the order of the data, so it must never change.
+"""
 
 Place = tuple[int, int]
-"""Which document a reader takes next: its epoch or shard, and its number there."""
+"""The next document of a reader: its epoch or shard, and its number there."""
 
 Documents = Iterator[tuple[Place, Document]]
 """Documents, each with the place after it."""
 
 
 class Packer(Protocol):
-    """Rows out of documents.
+    """Packs documents into rows.
 
-    part: the epoch, or the epoch and shard, of the last document in the row that was written last.
+    ``part`` is the epoch, or the epoch and shard, of the last document in the last row.
     """
 
     part: int
 
     @property
     def cursor(self) -> Cursor:
-        """The place of the document with which the next row begins, and what of it (or its block) is already given."""
+        """The place of the document with which the next row begins, and the part of it (or of its block)
+        that was already returned."""
         ...
 
     def write(self, out: PackedSequences, slot: int) -> bool:
-        """Fill a row; False, and nothing is written, when no documents are left."""
+        """Fill a row. Returns False, without writing, if no documents are left."""
         ...
 
 
 class LostDocuments:
-    """Counts of the documents that a stream has cut or skipped in this process so far, by what happened to them.
+    """Counts documents that a stream has truncated or skipped in this process, by reason.
 
-    A count is logged when it passes a power of two, because the final count is unknown until the stream ends.
+    Logs a count when it passes a power of two, because the final count is unknown until the stream ends.
     """
 
     def __init__(self, dataset: str) -> None:
@@ -80,39 +84,40 @@ def packer(
 
 
 class ConcatPacker:
-    """Windows of ``seq_len + 1`` tokens; the last token of one is the first of the next."""
+    """Windows of ``seq_len + 1`` tokens. The last token of a window is the first of the next."""
 
     def __init__(self, packing: Packing, documents: Documents, cursor: Cursor) -> None:
         self._packing = packing
         self._documents = documents
         self.part = cursor[0]
-        self._held: deque[tuple[Place, Document]] = deque()
-        self._begin: Place = (cursor[0], cursor[1])  # of the first document held
-        self._offset = cursor[2]  # tokens of it that are already given
+        self._documents_in_memory: deque[tuple[Place, Document]] = deque()
+        # place of the first document in memory, and the number of its tokens that were already returned
+        self._begin: Place = (cursor[0], cursor[1])
+        self._offset = cursor[2]
 
     @property
     def cursor(self) -> Cursor:
-        """The rest is in tokens."""
+        """Place of the first document, and an offset in tokens."""
         return (*self._begin, self._offset)
 
     def write(self, out: PackedSequences, slot: int) -> bool:
-        """The last row is filled up where tokens are missing."""
-        # Take documents until there are enough tokens. A target needs two of them.
+        """Fill a row. Pads the last row."""
+        # take documents until there are enough tokens; a target needs two tokens
         wanted = self._packing.seq_len + 1
-        length = sum(len(document.tokens) for _, document in self._held) - self._offset
-        while length < wanted and (following := next(self._documents, None)) is not None:
-            self._held.append(following)
-            length += len(following[1].tokens)
+        length = sum(len(document.tokens) for _, document in self._documents_in_memory) - self._offset
+        while length < wanted and (next_document := next(self._documents, None)) is not None:
+            self._documents_in_memory.append(next_document)
+            length += len(next_document[1].tokens)
         length = min(length, wanted)
         if length < 2:
             return False
 
-        # The window: what the first document has left, whole documents, and the beginning of the last.
+        # the window: the rest of the first document, complete documents, and the beginning of the last one
         parts = []
         masks = []
         begins = []
         column = 0
-        for index, (_, document) in enumerate(self._held):
+        for index, (_, document) in enumerate(self._documents_in_memory):
             start = self._offset if index == 0 else 0
             stop = min(len(document.tokens), start + length - column)
             if start == stop:
@@ -120,9 +125,10 @@ class ConcatPacker:
             if column and start == 0:
                 begins.append(column)
             parts.append(document.tokens[start:stop])
-            masks.append(np.ones(stop - start, np.bool_) if document.learned is None else document.learned[start:stop])
+            mask = np.ones(stop - start, np.bool_) if document.learned is None else document.learned[start:stop]
+            masks.append(mask)
             column += stop - start
-        masked_tokens = any(document.learned is not None for _, document in self._held)
+        masked_tokens = any(document.learned is not None for _, document in self._documents_in_memory)
         write_window(
             out,
             slot,
@@ -131,20 +137,21 @@ class ConcatPacker:
             np.array(begins, np.int64) if self._packing.masked else None,
         )
 
-        # The last token is the first one of the next row: no target is lost between two rows. So a document is let go
-        # only when the place to continue from lies behind it.
-        self.part = self._held[-1][0][0]
+        # The last token is also the first of the next row, so no target is lost between rows. A document is
+        # released only when the next row begins after it.
+        self.part = self._documents_in_memory[-1][0][0]
         self._offset += length - 1
-        while self._held and self._offset >= len(self._held[0][1].tokens):
-            self._begin, document = self._held.popleft()
+        while self._documents_in_memory and self._offset >= len(self._documents_in_memory[0][1].tokens):
+            self._begin, document = self._documents_in_memory.popleft()
             self._offset -= len(document.tokens)
         return True
 
 
 class FittedPacker:
-    """Rows of whole documents, a block of documents at a time.
+    """Rows of complete documents, packed in blocks.
 
-    A block never reaches into the next epoch: rows of an epoch are the same whether or not another follows it.
+    A block never extends into the next epoch, so the rows of an epoch are the same whether or not another
+    epoch follows.
     """
 
     def __init__(
@@ -162,23 +169,26 @@ class FittedPacker:
         self._parts_per_epoch = parts_per_epoch
         self._lost = lost
         self.part = cursor[0]
-        self._ahead: tuple[Place, Document] | None = None  # the first document of the next block
+        # the first document of the next block
+        self._ahead: tuple[Place, Document] | None = None
         self._block: Rows | None = None
-        self._begin: Place = (cursor[0], cursor[1])  # of the block
+        # the places of the first document of the block and after its last, and the number of its rows already returned
+        self._begin: Place = (cursor[0], cursor[1])
         self._after = self._begin
-        self._given = cursor[2]  # rows of the block
+        self._rows_returned = cursor[2]
 
     @property
     def cursor(self) -> Cursor:
-        """The rest is in rows of the block."""
-        return (*self._begin, self._given)
+        """Place of the block, and an offset in rows."""
+        return (*self._begin, self._rows_returned)
 
     def write(self, out: PackedSequences, slot: int) -> bool:
-        # A loop, since a block whose documents are all dropped as too long has no row.
-        while self._block is None or self._given == self._block.num_rows:
+        # a loop, because a block whose documents are all skipped as too long has no row
+        """Fill a row from the current or the next block."""
+        while self._block is None or self._rows_returned == self._block.num_rows:
             if self._block is not None:
                 self._begin = self._after
-                self._given = 0
+                self._rows_returned = 0
                 self._block = None
             block = self._next_block()
             if not block:
@@ -187,30 +197,31 @@ class FittedPacker:
             self._block = pack(MemoryTokenBuffer((document for _, document in block), self._vocab_size), self._packing)
             self._lost.add(fates(self._block))
             if not self._block.num_rows and self._after[0] > self.part + FRUITLESS_PASSES * self._parts_per_epoch:
-                text = "a reader has no document that fits, in %d passes, and gives none any more (data.long_documents)"
+                text = "a reader found no document that fits in %d passes and ends (data.long_documents)"
                 logger.warning(text, FRUITLESS_PASSES)
                 self._documents = iter(())
                 self._ahead = None
 
-        # On a resume the cursor may lie within the block: rows before it are fitted again, and not given again.
-        self._block.write(self._given, out, slot)
-        self._given += 1
+        # after a resume the cursor may be within the block; its earlier rows are fitted again but not
+        # returned
+        self._block.write(self._rows_returned, out, slot)
+        self._rows_returned += 1
         self.part = self._after[0]
         return True
 
     def _next_block(self) -> list[tuple[Place, Document]]:
-        """Up to 128 documents of one epoch; none at the end."""
+        """Return up to 128 documents of one epoch. Empty at the end of the data."""
         block: list[tuple[Place, Document]] = []
         while len(block) < BLOCK_DOCUMENTS:
-            following = self._ahead or next(self._documents, None)
+            next_document = self._ahead or next(self._documents, None)
             self._ahead = None
-            if following is None:
+            if next_document is None:
                 break
-            # The next epoch has begun: its first document is kept for the block after this one.
-            if block and self._epoch(following) > self._epoch(block[0]):
-                self._ahead = following
+            # keep the first document of the next epoch for the next block
+            if block and self._epoch(next_document) > self._epoch(block[0]):
+                self._ahead = next_document
                 break
-            block.append(following)
+            block.append(next_document)
         return block
 
     def _epoch(self, document: tuple[Place, Document]) -> int:

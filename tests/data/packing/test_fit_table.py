@@ -90,7 +90,7 @@ def test_more_documents_than_each_rank_could_fit_at_each_start_are_refused_with_
 ):
     monkeypatch.setattr(fitted, "MAX_DOCUMENTS", 39)
     with pytest.raises(
-        ConfigError, match=r'has 40 documents that are not fitted.*beyond 39 .*"shardtrain data prepare"'
+        ConfigError, match=r'has 40 documents without a table.*more than 39 .*"shardtrain data prepare"'
     ):
         table_of(line, PACKINGS[0], "o")
     written(line, PACKINGS[0])

@@ -155,9 +155,9 @@ def test_the_share_of_rows_left_out_has_a_limit_whose_advice_works(
     words.append("--data.long_rows_max_fraction=0.667")
     with caplog.at_level(logging.WARNING):
         assert targets_of(load(None, words).config, 1) == [4]
-    assert "dataset jsonl: 2 of 3 documents have no target in their first 17 tokens and are left out" in caplog.text
+    assert "dataset jsonl: 2 of 3 documents have no target in their first 17 tokens and are skipped" in caplog.text
     assert check.main(words) == 0
-    assert "2 of 3 documents have no target in their first 17 tokens and are left out" in capsys.readouterr().out
+    assert "2 of 3 documents have no target in their first 17 tokens and are skipped" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("prepared", [False, True])

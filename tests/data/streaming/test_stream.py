@@ -102,7 +102,7 @@ def take(feed, start, stop):
         (Packing(8), []),
         (
             Packing(8, kind="first_fit", masked=True, long_documents="drop"),
-            ["are longer than 9 tokens and are left out"],
+            ["are longer than 9 tokens and are skipped"],
         ),
         (Packing(8, kind="padded", long_documents="cut"), ["are cut to 9 tokens"]),
     ],
@@ -251,7 +251,7 @@ def test_a_reader_whose_documents_never_fit_ends_with_a_warning_and_stops_no_oth
     packing = Packing(8, kind="first_fit", masked=True, long_documents="drop")
     rows = take(feed_of(source, packing, readers=2, passes=None), 0, 6)
     assert [row[0] for row in rows] == [-1, 1, -1, 3, -1, 5]
-    assert caplog.text.count("has no document that fits") == 1
+    assert caplog.text.count("found no document that fits") == 1
 
 
 def test_a_row_that_is_bad_since_its_file_changed_names_the_file():

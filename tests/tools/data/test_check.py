@@ -254,7 +254,7 @@ def test_documents_that_are_all_left_out_are_a_problem(tmp_path: Path, capsys: p
     words = words_for(jsonl(tmp_path / "a.jsonl", [{"text": "x" * 100}] * 2 + [{"text": "y" * 70}]), *fitted)
     code, report = run(capsys, *words)
     assert code == 3 and "gives no sequence with packing first_fit" in report["problems"][0]
-    assert "3 of 3 documents are longer than 65 tokens and are left out" in " ".join(report["warnings"])
+    assert "3 of 3 documents are longer than 65 tokens and are skipped" in " ".join(report["warnings"])
 
 
 def test_where_no_row_can_be_read_skipping_is_not_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
