@@ -76,38 +76,41 @@ class Feed(Protocol):
         ...
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
-        """Seek to the position at which all ranks together have taken the first ``rows`` rows.
+        """Seek to the position at which all ranks together have consumed the first ``rows`` rows.
 
-        ``cursors`` (num_readers, 3) are the readers' cursors there, if they are known.
+        ``cursors`` (num_readers, 3) are the readers' cursors there, if known.
         """
         ...
 
     def epoch_after(self, rows: int) -> int:
-        """The epoch, from 0, of the last of the first ``rows`` rows."""
+        """Return the epoch, from 0, of the last of the first ``rows`` rows."""
         ...
 
 
 class FilesWatch:
-    """Looks now and then whether the files that a feed reads are still what they were.
+    """Checks from time to time that the files of a feed have not changed.
 
-    Every 16 rows for each file, up to every 256 rows; of very many files, 16 a row.
+    The interval is 16 rows per file, at most 256 rows; with very many files, one row per 16 files.
     """
 
     def __init__(self, check: Callable[[], None], num_files: int) -> None:
         self._check = check
-        self._every = max(min(256, 16 * num_files), num_files // 16, 1)
-        self._left = self._every
+        self._interval = max(min(256, 16 * num_files), num_files // 16, 1)
+        self._rows_left = self._interval
 
     def __call__(self) -> None:
-        """Count a row. Raises ConfigError where a file was changed or removed."""
-        self._left -= 1
-        if self._left <= 0:
+        """Count a row. Raises ConfigError if a file was changed or removed."""
+        self._rows_left -= 1
+        if self._rows_left <= 0:
             self._check()
-            self._left = self._every
+            self._rows_left = self._interval
 
 
 class IndexedFeed:
-    """Rows of tokens in memory or in prepared shards, by random access; each epoch is a permutation of the rows."""
+    """Rows of tokens in memory or in prepared shards, with random access.
+
+    Each epoch is a permutation of the rows.
+    """
 
     num_readers = 0
     ends_without_notice = False
@@ -122,7 +125,7 @@ class IndexedFeed:
         option: str,
         files: Mapping[str, str],
     ) -> None:
-        # Prepared shards may have a table of how documents are fitted into rows, and are files that may change.
+        # prepared shards may have a fit table, and are files that may change
         table = None
         folder = ""
         if isinstance(tokens, ShardTokenBuffer):
@@ -143,7 +146,8 @@ class IndexedFeed:
             raise DataError(str(Problem(option, None, rule, fix)))
         self.mean_targets = self.rows.num_targets / self.num_rows
         self.files = files
-        # Documents without a target used to have rows: the fingerprint of data that have some differs from then.
+        # documents without a target had rows in earlier versions, so only data with such documents get
+        # another fingerprint
         dropped = [self.rows.dropped] if packing.long_documents == "cut" and self.rows.dropped else []
         self.fingerprint = digest(tokens.fingerprint, asdict(packing), seed, *dropped)
 
@@ -154,10 +158,10 @@ class IndexedFeed:
         """Write sample k of the order into a slot.
 
         Raises:
-            ConfigError: when a file was changed under the run.
+            ConfigError: a file was changed during the run.
         """
         self._watch()
-        # Past the end of the data nothing is written, so the row stays filler.
+        # after the end of the data nothing is written, so the row stays padding
         if self.passes is not None and k >= self.passes * self.num_rows:
             return -1, None
         sample = k % self.num_rows if self._seed is None else int(sample_at(k, self.num_rows, self._seed))

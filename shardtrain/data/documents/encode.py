@@ -101,6 +101,7 @@ class PromptEncoder:
         return list(around_bad_rows(pairs, self._documents))  # type: ignore[arg-type]  # mypy joins the two kinds
 
     def _pair(self, row: Mapping[str, Any]) -> _Pair:
+        """Return prompt and completion of a row as texts, or as a rendered conversation."""
         data = self._data
         prompt = column(row, data.prompt_field)
         completion = column(row, data.completion_field)
@@ -116,7 +117,8 @@ class PromptEncoder:
         return text(row, data.prompt_field), text(row, data.completion_field)
 
     def _documents(self, pairs: Sequence[_Pair]) -> Iterator[Document | BadRow]:
-        # Texts are tokenized together, and so are conversations; both are taken in the order of the rows.
+        # texts are tokenized together, and so are conversations; both keep the order of the rows
+        """Return one document, or a BadRow, per pair."""
         encoded = iter(encode_pairs(self.tokenizer, [pair for pair in pairs if isinstance(pair, tuple)]))
         written = [pair for pair in pairs if isinstance(pair, Written)]
         chats = iter(self._conversations.documents(written) if written else [])
@@ -124,6 +126,7 @@ class PromptEncoder:
             yield _with_targets(next(chats)) if isinstance(pair, Written) else self._document(*next(encoded))
 
     def _document(self, prompt: Ids, completion: Ids, would_share_token: bool) -> Document | BadRow:
+        """Return the document of a prompt and a completion, of which only the completion is learned."""
         document = self._ends.document(np.concatenate((prompt, completion)), len(prompt))
         if would_share_token:
             document = dataclasses.replace(document, notes=(*document.notes, SHARED_TOKEN))
@@ -133,12 +136,12 @@ class PromptEncoder:
 
     @cached_property
     def _conversations(self) -> Conversations:
-        # Opened when the first row is a conversation: rows of text need no template.
+        # opened with the first conversation, because rows of text need no template
         return open_conversations(self.tokenizer, self._data)
 
 
 class ChatEncoder:
-    """A row is a conversation; the assistant's turns are learned, tool calls among them."""
+    """A row is a conversation. The assistant's turns are learned, including tool calls."""
 
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
         self.tokenizer = tokenizer
@@ -153,14 +156,17 @@ class ChatEncoder:
         self._unused.warn(rows)
         written = [attempt(self._write, row) for row in rows]
         documents = around_bad_rows(written, self._conversations.documents)
-        return [one if isinstance(one, BadRow) else _with_targets(one) for one in documents]
+        return [document if isinstance(document, BadRow) else _with_targets(document) for document in documents]
 
     def _write(self, row: Mapping[str, Any]) -> Written:
         return self._conversations.write(*conversation(row, self._data.messages_field, self._data.tools_field))
 
 
 class _DocumentEnds:
-    """Puts the ends of a document around its tokens. A text that spells an end out gets no second one."""
+    """Adds the ends of a document around its tokens.
+
+    A text that already contains an end gets no second one.
+    """
 
     def __init__(self, ends: Ends) -> None:
         self.ends = ends

@@ -1,8 +1,10 @@
-"""Datasets, one file each: the file's name is the TOML name, and ``open_source(request)`` gives its rows.
+"""Datasets: one file per dataset. The file's name is the name in TOML, and its ``open_source(request)``
+returns the rows.
 
-A source is a ``Table`` (any row at once) or ``Shards`` (rows in sequence, from any row of a shard on). It knows nothing
-of tokens, ranks or order. What it gives must depend on the files alone, so that every rank sees the same dataset. A row
-is an object of named columns, or a ``BadRow`` with the reason; a source never stops at a bad row, its reader decides.
+A source is a ``Table`` (random access) or ``Shards`` (rows in sequence, from any row of a shard on). It
+does not depend on tokens, ranks or order. Its rows must depend only on the files, so every rank sees the
+same dataset. A row is an object of named columns, or a ``BadRow`` with the reason. A source never stops at
+a bad row; its reader decides.
 """
 
 from __future__ import annotations
@@ -68,37 +70,38 @@ class Request:
 
 
 class Source(Protocol):
-    """What tables and shards share."""
+    """Common interface of tables and shards."""
 
     @property
     def total_bytes(self) -> int | None:
-        """Bytes of the files, to choose between memory and stream; None where that is not known."""
+        """Size of the files, used to choose between memory and stream. None if not known."""
         ...
 
     def files(self) -> Mapping[str, str]:
-        """Name of each file (or dataset) -> a fingerprint of its content that costs little: size and samples of it."""
+        """Return a cheap fingerprint, size and samples, of the content of each file (or dataset), by name."""
         ...
 
     def check_unchanged(self) -> None:
-        """Raise ConfigError naming a file that was changed, moved or removed since it was opened."""
+        """Raise ConfigError, with the file's name, if a file was changed, moved or removed since it was
+        opened."""
         ...
 
 
 @runtime_checkable
 class Table(Source, Protocol):
-    """A dataset with any row at once."""
+    """A dataset with random access to its rows."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of all files."""
+        """Number of rows in all files."""
         ...
 
     def row(self, index: int) -> Row:
-        """Row ``index``, 0..num_rows-1."""
+        """Return row ``index``, 0..num_rows-1."""
         ...
 
     def place(self, index: int) -> str:
-        """Where a person finds that row: ``data/a.jsonl:17``."""
+        """Return the location of a row for messages: ``data/a.jsonl:17``."""
         ...
 
 
@@ -108,20 +111,20 @@ class Shards(Source, Protocol):
 
     @property
     def num_shards(self) -> int:
-        """Parts that are read apart from each other."""
+        """Number of parts that can be read independently."""
         ...
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
-        """Rows of one shard from number ``start`` on; bad and harmless ones are rows too."""
+        """Yield the rows of one shard, starting at number ``start``. Bad rows are included."""
         ...
 
     def shard_place(self, shard: int, number: int) -> str:
-        """Where a person finds that row."""
+        """Return the location of a row for messages."""
         ...
 
 
 def names() -> list[str]:
-    """Names of the datasets that exist, sorted."""
+    """Return the names of all datasets, sorted."""
     return sorted(file.stem for file in Path(__file__).parent.glob("*.py") if not file.stem.startswith("_"))
 
 
@@ -147,24 +150,24 @@ Key = tuple[int, int]
 
 
 def every_row(source: Table | Shards) -> Iterator[tuple[Key, Row]]:
-    """All rows of a source in its own order, each with its key."""
+    """Yield all rows of a source in its own order, each with its key."""
     for shard in range(num_parts(source)):
         for number, row in enumerate(rows_of(source, shard, 0)):
             yield (shard, number), row
 
 
 def num_parts(source: Table | Shards) -> int:
-    """Shards of a source; a table is one."""
+    """Return the number of shards of a source; 1 for a table."""
     return 1 if isinstance(source, Table) else source.num_shards
 
 
 def rows_of(source: Table | Shards, shard: int, start: int) -> Iterator[Row]:
-    """Rows of one shard, or of a table, from number ``start`` on."""
+    """Return the rows of one shard, or of a table, starting at number ``start``."""
     if isinstance(source, Table):
         return (source.row(index) for index in range(start, source.num_rows))
     return source.rows(shard, start)
 
 
 def place_of(source: Table | Shards, key: Key) -> str:
-    """Where a person finds a row."""
+    """Return the location of a row for messages."""
     return source.place(key[1]) if isinstance(source, Table) else source.shard_place(*key)

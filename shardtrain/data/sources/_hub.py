@@ -1,4 +1,4 @@
-"""Datasets through the library ``datasets``: from the hub, streamed or downloaded, or as it saved them on disk."""
+"""Datasets of the library ``datasets``: from the hub, streamed or downloaded, or saved on disk."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class HubSet:
-    """A dataset of the hub: its id, and what a preset knows of it.
+    """A dataset on the hub: its id, and the defaults of a preset.
 
-    data_files: files of it to read in place of what its subset and split name.
+    ``data_files`` are files to read instead of those of its subset and split.
     """
 
     name: str
@@ -38,15 +38,16 @@ class HubSet:
 
 
 def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
-    """Open a dataset of the hub; ``request.subset`` and ``request.streaming`` go before what the preset knows.
+    """Open a dataset on the hub. ``request.subset`` and ``request.streaming`` take precedence over the
+    preset.
 
     Raises:
-        ConfigError: with one line on what the hub or the library refused.
+        ConfigError: one line with the reason of the hub or the library.
     """
     library = _datasets(request)
     streaming = dataset.streaming if request.streaming is None else request.streaming
     if streaming and "[" in (dataset.split or request.split):
-        rule = f"cannot be had of a part of a split ({dataset.split or request.split})"
+        rule = f"is not supported for a part of a split ({dataset.split or request.split})"
         raise ConfigError(Problem("data.streaming", True, rule, "set it to false, or read all of the split"))
     options: dict[str, Any] = {
         "name": request.subset or dataset.subset,
@@ -55,24 +56,25 @@ def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
     }
     if dataset.data_files is not None:
         options |= {"name": None, "data_files": {"train": dataset.data_files}}
-    own: list[Any] = []
+    loaded: list[Any] = []
 
     def look() -> dict[str, Any]:
         try:
             options["revision"] = _revision(dataset.name, streaming)
-            own.append(library.load_dataset(dataset.name, **options))
+            loaded.append(library.load_dataset(dataset.name, **options))
         except (Exception, SystemExit) as error:
             raise refusal(error, request, dataset.name, options) from error
         if streaming or "[" in options["split"]:
             return {"revision": options["revision"], "files": [], "rows": 0}
-        files = [entry["filename"] for entry in own[0].cache_files]
-        return {"revision": options["revision"], "files": files, "rows": len(own[0])}
+        files = [entry["filename"] for entry in loaded[0].cache_files]
+        return {"revision": options["revision"], "files": files, "rows": len(loaded[0])}
 
-    # One rank asks the hub for the version and downloads it; the others open what lies in the cache then, or ask
-    # themselves: for a stream, a part of a split, or on a node with a cache of its own.
+    # One rank gets the revision from the hub and downloads it. The others open the files in the cache. They
+    # load the dataset themselves if it is a stream or a part of a split, or if their node has another
+    # cache.
     shared = shared_opening.once(dataset.name, look)
     options["revision"] = shared["revision"]
-    opened = own[0] if own else _cached(library, shared["files"], shared["rows"])
+    opened = loaded[0] if loaded else _cached(library, shared["files"], shared["rows"])
     if opened is None:
         try:
             opened = library.load_dataset(dataset.name, **options)
@@ -85,30 +87,33 @@ def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
 
 
 def _cached(library: Any, files: Sequence[str], num_rows: int) -> Any:
-    """What another rank has put into the cache of the library; None where not all of it is here, or it is more."""
+    """Open the files that another rank has put into the library's cache.
+
+    None if they are not complete here.
+    """
     if not files or not all(map(os.path.exists, files)):
         return None
-    whole = library.concatenate_datasets([library.Dataset.from_file(file) for file in files])
-    return whole if len(whole) == num_rows else None
+    dataset = library.concatenate_datasets([library.Dataset.from_file(file) for file in files])
+    return dataset if len(dataset) == num_rows else None
 
 
 def open_saved(request: Request) -> Table | Shards:
-    """Open a folder that ``save_to_disk`` wrote; ``request.streaming`` gives shards, one per file.
+    """Open a folder that ``save_to_disk`` wrote. With ``request.streaming``, as shards, one per file.
 
     Raises:
-        ConfigError: when the folder has no such split, or is not what it seems.
+        ConfigError: the folder has no such split, or is not a saved dataset.
     """
     library = _datasets(request)
     folder = os.path.abspath(str(request.path))
 
-    # A pipe among the files would be waited for, and a file of unknown origin may fill the memory: looked at first.
+    # check first: opening a pipe would wait indefinitely, and a file of unknown origin may fill the memory
     def look() -> list[str]:
         paths = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
         kinds = {path: bounded_reads.kind(path) for path in sorted(paths)}
         files = [path for path, kind in kinds.items() if kind not in ("", "folder")]
         for path in files:
             if kinds[path] != "file":
-                rule = f"holds {os.path.basename(path)!r}, which is not a file"
+                rule = f"contains {os.path.basename(path)!r}, which is not a regular file"
                 raise ConfigError(Problem(request.option, request.path, rule, "remove it from the folder"))
         _prove({"folder": folder}, files, request)
         return []
@@ -120,7 +125,7 @@ def open_saved(request: Request) -> Table | Shards:
         rule = f"cannot be opened as a saved dataset ({describe_error(error)})"
         raise ConfigError(Problem(request.option, request.path, rule, "save it again by save_to_disk")) from error
 
-    # A dataset that was saved by itself may know of which split it is
+    # a dataset that was saved without a DatasetDict may know its split
     splits = saved if isinstance(saved, Mapping) else {str(saved.split or request.split): saved}
     if request.split not in splits:
         rule = f'has no split "{request.split}"'
@@ -130,7 +135,7 @@ def open_saved(request: Request) -> Table | Shards:
 
 
 def open_arrow_files(files: Sequence[File], request: Request) -> Table | Shards:
-    """Open Arrow files as the library writes them into its cache."""
+    """Open Arrow files in the format of the library's cache."""
     library = _datasets(request)
 
     def look() -> list[str]:
@@ -147,30 +152,38 @@ def open_arrow_files(files: Sequence[File], request: Request) -> Table | Shards:
             rule = f"cannot be read as Arrow ({describe_error(error)})"
             raise file.unusable(rule, "get the file again, or remove it") from error
     try:
-        whole = library.concatenate_datasets(parts)
+        dataset = library.concatenate_datasets(parts)
     except Exception as error:
-        rule = f"holds Arrow files of different columns ({describe_error(error)})"
-        raise ConfigError(Problem(request.option, request.path, rule, "name files of one kind by a pattern")) from error
-    return _opened(whole, request)
+        rule = f"contains Arrow files with different columns ({describe_error(error)})"
+        fix = "select files with the same columns by a pattern"
+        raise ConfigError(Problem(request.option, request.path, rule, fix)) from error
+    return _opened(dataset, request)
 
 
 def _prove(what: Mapping[str, Any], paths: Sequence[str], request: Request) -> None:
-    """Let a child open Arrow files first: they may be compressed, and may say any length. Raises DataError."""
+    """Let a child process open Arrow files with limits first, because they may be compressed or contain
+    wrong lengths.
+
+    Raises DataError.
+    """
     statuses = [os.stat(path) for path in paths]
-    key = hashlib.sha256(
-        repr([(p, s.st_size, s.st_mtime_ns, s.st_ino) for p, s in zip(paths, statuses, strict=True)]).encode()
-    )
-    asked = {**what, "file_bytes": sum(stat.st_size for stat in statuses), "max_row_bytes": request.max_row_bytes}
+    identities = [
+        (path, status.st_size, status.st_mtime_ns, status.st_ino) for path, status in zip(paths, statuses, strict=True)
+    ]
+    key = hashlib.sha256(repr(identities).encode()).hexdigest()
+    file_bytes = sum(status.st_size for status in statuses)
+    arguments = {**what, "file_bytes": file_bytes, "max_row_bytes": request.max_row_bytes}
     try:
-        sandbox.prove("arrow", asked, f"{what} {key.hexdigest()}")
+        sandbox.prove("arrow", arguments, f"{what} {key}")
     except sandbox.Refused as refused:
-        fix = "get the files from their source again, leave them out, or write them without compression"
+        fix = "get the files from their source again, remove them, or write them without compression"
         raise DataError(f"{request.option}={request.path}: {refused}; {fix}") from None
 
 
 def _opened(dataset: Any, request: Request) -> Table | Shards:
+    """Return a dataset as a table or, with ``request.streaming``, as shards."""
     place = str(request.path)
-    # a dataset stays what it is when its folder moves
+    # the short name stays the same when the folder is moved
     table = DatasetTable(dataset, place, request, short=os.path.basename(os.path.abspath(place)))
     if not request.streaming:
         return table
@@ -179,9 +192,9 @@ def _opened(dataset: Any, request: Request) -> Table | Shards:
 
 
 class DatasetTable:
-    """A dataset that is on this machine, over Arrow files mapped into memory; see Table.
+    """A local dataset, in memory-mapped Arrow files; see Table.
 
-    Values are as they are stored: an image or a sound is not decoded.
+    Values are returned as they are stored: images and sounds are not decoded.
     """
 
     def __init__(self, dataset: Any, name: str, request: Request, short: str | None = None) -> None:
@@ -195,8 +208,8 @@ class DatasetTable:
         files = []
         for path in paths:
             status = os.stat(path)
-            kept = File(os.path.basename(path), path, request.option, status.st_size, status.st_mtime_ns, status.st_ino)
-            files.append(kept)
+            size, mtime, inode = status.st_size, status.st_mtime_ns, status.st_ino
+            files.append(File(os.path.basename(path), path, request.option, size, mtime, inode))
         self._cached = FileSource(files)
 
     def row(self, index: int) -> Row:
@@ -209,9 +222,10 @@ class DatasetTable:
         return f"{self._name}: row {index} from 0"
 
     def files(self) -> Mapping[str, str]:
-        """One entry, of the columns, the number of rows, and the content of 64 rows.
+        """Return one entry, a hash of the columns, the number of rows, and the content of 64 rows.
 
-        It is not of the files, as the library writes other bytes for the same rows in each version.
+        It does not hash the files, because each version of the library writes other bytes for the same
+        rows.
         """
         digest = hashlib.sha256(f"{self.num_rows}\0{self._dataset.column_names}".encode())
         for sample in range(min(_SAMPLES, self.num_rows)):
@@ -224,7 +238,7 @@ class DatasetTable:
 
 
 class DatasetShards:
-    """A dataset that is read in sequence, by the library's own shards; see Shards."""
+    """A dataset that is read sequentially, by the library's loaded shards; see Shards."""
 
     total_bytes: int | None = None
 
@@ -241,13 +255,13 @@ class DatasetShards:
             self.total_bytes = table.total_bytes
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
-        """Rows of a shard, from number ``start`` on.
+        """Yield the rows of a shard, starting at number ``start``.
 
         Raises:
-            DataError: when a shard cannot be read further; skipping the rest of it would be a loss without a count.
+            DataError: reading failed within a shard. Skipping the rest would lose rows without a count.
         """
-        # iter(), not a loop over the dataset: in a worker process of PyTorch's a loop gives some workers nothing, since
-        # the library believes that the others read it.
+        # iter() instead of a loop over the dataset: in a PyTorch worker process a loop may yield nothing,
+        # because the library divides shards over workers itself
         batches = self._dataset.shard(num_shards=self.num_shards, index=shard).iter(batch_size=_ROWS_AT_ONCE)
         passed = 0
         while True:
@@ -268,19 +282,20 @@ class DatasetShards:
         return f"{self._name}: shard {shard}, row {number}, both from 0"
 
     def files(self) -> Mapping[str, str]:
-        """One entry: of the revision on the hub, or of the local table."""
+        """Return one entry: the revision on the hub, or the hash of the local table."""
         return self._files
 
     def check_unchanged(self) -> None:
-        """A revision of the hub never changes."""
+        """Check the local table. A revision on the hub never changes."""
         if self._table is not None:
             self._table.check_unchanged()
 
 
 def _revision(name: str, streaming: bool) -> str | None:
-    """Hash of the newest commit of a dataset, so that all of it is one version; None offline, where the cache has it.
+    """Return the hash of a dataset's newest commit, so all of it has one version. None offline, if the
+    library uses its cache.
 
-    Asking first also says within seconds what is wrong, where the library would try again for minutes.
+    This also reports errors within seconds, while the library would retry for minutes.
     """
     hub = importlib.import_module("huggingface_hub")
     if hub.constants.HF_HUB_OFFLINE and not streaming:
@@ -291,5 +306,6 @@ def _revision(name: str, streaming: bool) -> str | None:
 def _datasets(request: Request) -> Any:
     library = libraries.load("datasets", request.option, request.path)
     if hasattr(library.config, "HF_DATASETS_TRUST_REMOTE_CODE"):
-        library.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # before version 4 the environment could allow it
+        # before version 4 an environment variable could enable it
+        library.config.HF_DATASETS_TRUST_REMOTE_CODE = False
     return library

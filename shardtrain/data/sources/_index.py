@@ -1,4 +1,4 @@
-"""Where each record of a plain text file begins: one scan in bounded memory, then any record at once."""
+"""Index of the records in a plain text file: one scan in bounded memory, then random access."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ import numpy.typing as npt
 from shardtrain.data.sources import BadRow
 from shardtrain.data.sources._data_files import File
 
-_BLOCK_BYTES = 4 * 2**20  # of newlines alone, each of which takes some numbers
+# files may consist of newlines only, each of which takes several numbers in memory
+_BLOCK_BYTES = 4 * 2**20
 _GAPS = ("gap_rows", "gap_starts", "gap_blanks")
 _NEWLINE = 10
 _QUOTE = 34
 _RETURN = 13
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BLANKS = b" \t\r"
-"""What a blank line may have; such a line is not a row."""
+"""Characters of a blank line. A blank line is not a row."""
 
 
 class RecordReader:
-    """Reads any part of files, and keeps the last of them open. Not for several threads."""
+    """Reads any part of files, and keeps the last files open. Not thread-safe."""
 
     def __init__(self, capacity: int = 64) -> None:
         self._capacity = capacity
         self._open: OrderedDict[str, int] = OrderedDict()
 
     def read(self, file: File, size: int, offset: int) -> bytes:
-        """Return ``size`` bytes from ``offset`` on.
+        """Return ``size`` bytes, starting at ``offset``.
 
         Raises:
-            ConfigError: when the file changed since it was listed.
-            DataError: when it cannot be read.
+            ConfigError: the file has changed since it was listed.
+            DataError: the file cannot be read.
         """
         descriptor = self._open.get(file.path)
         if descriptor is None:
@@ -48,7 +49,8 @@ class RecordReader:
             data = os.pread(descriptor, size, offset)
         except OSError as error:
             raise file.unreadable(error) from error
-        while len(data) < size:  # a signal cut the read short, or somebody the file
+        # a signal may interrupt the read, or the file may have been truncated
+        while len(data) < size:
             more = os.pread(descriptor, size - len(data), offset + len(data))
             if not more:
                 file.check_unchanged()
@@ -59,22 +61,24 @@ class RecordReader:
     def __getstate__(self) -> dict[str, Any]:
         return {"_capacity": self._capacity, "_open": OrderedDict()}
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # os may be gone when the process ends
+    # os may be None when the process ends
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         for descriptor in self._open.values():
             close(descriptor)
 
 
 class RecordIndex:
-    """Records of a file, and their lines; 8 bytes a row, and 24 for each run of blank records.
+    """Records of a file and their line numbers. Takes 8 bytes per row, and 24 per run of blank records.
 
-    A record is a line, or with ``quoted`` the lines up to the next newline outside double quotes, as in CSV. Blank
-    records are not rows. A byte order mark at the head is left out; a last line needs no newline.
+    A record is a line or, with ``quoted``, the lines up to the next newline outside double quotes, as in
+    CSV. Blank records are not rows. A byte order mark at the start is skipped, and the last line needs no
+    newline.
     """
 
     def __init__(
         self, file: File, reader: RecordReader, arrays: Mapping[str, Any] | None = None, *, quoted: bool = False
     ) -> None:
-        """``arrays`` is what ``arrays`` gave on another rank, and spares the scan."""
+        """Scan the file, or use the ``arrays`` of a scan on another rank."""
         self.file = file
         self._reader = reader
         if arrays is None:
@@ -85,13 +89,14 @@ class RecordIndex:
         self.num_rows = len(self._starts) - 1
 
     def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
-        """What the scan found."""
+        """Return the result of the scan."""
         gaps = (self._gap_rows, self._gap_starts, self._gap_blanks)
         result = {"starts": self._starts, **dict(zip(_GAPS, gaps, strict=True))}
         return result if self._lines is None else {**result, "lines": self._lines}
 
     def _find(self, quoted: bool) -> dict[str, npt.NDArray[np.int64]]:
-        """Where rows start and, for each run of blank records, the rows before it, its start, and all blanks so far."""
+        """Return the starts of rows and, for each run of blank records, the rows before it, its start, and
+        all blanks so far."""
         none = np.array([], np.int64)
         starts = [none]
         lines = [none]
@@ -99,14 +104,16 @@ class RecordIndex:
         rows = 0
         for block_starts, block_lines, blank in self._scan(quoted):
             starts.append(block_starts[~blank])
-            if quoted:  # without quotes, records are lines
+            # without quotes, records are lines
+            if quoted:
                 lines.append(block_lines[~blank])
             if blank.any():
                 before = rows + np.cumsum(~blank)[blank]
                 first, at, counts = np.unique(before, return_index=True, return_counts=True)
                 gaps.append(np.stack([first, block_starts[blank][at], counts]))
             rows += len(starts[-1])
-        # A run of blank records that crosses blocks was result once in each: it is new where a row came before it.
+        # a run of blank records that crosses blocks occurs once in each block; only the first, after a row,
+        # counts
         gap_rows, gap_starts, counts = np.concatenate(gaps, axis=1)
         is_new = np.diff(gap_rows, prepend=-1) > 0
         blanks = np.cumsum(counts)[np.append(np.flatnonzero(is_new)[1:], len(counts)) - 1] if len(counts) else none
@@ -115,15 +122,15 @@ class RecordIndex:
         return {**result, "lines": np.concatenate(lines)} if quoted else result
 
     def line(self, row: int) -> int:
-        """Line at which a row begins, from 1."""
+        """Return the line at which a row begins, from 1."""
         if self._lines is not None:
             return 1 + int(self._lines[row])
         gaps = int(self._gap_rows.searchsorted(row, side="right"))
         return 1 + row + (int(self._gap_blanks[gaps - 1]) if gaps else 0)
 
     def read(self, row: int, max_bytes: int) -> bytes | BadRow:
-        """Bytes of a row without its newline; a row above ``max_bytes`` is not read."""
-        # A row ends where the next begins, or where blank records between the two begin.
+        """Return the bytes of a row without its newline. A row longer than ``max_bytes`` is not read."""
+        # a row ends where the next row begins, or where blank records between them begin
         start, stop = int(self._starts[row]), int(self._starts[row + 1])
         gap = int(self._gap_rows.searchsorted(row + 1)) if len(self._gap_rows) else 0
         if gap < len(self._gap_rows) and self._gap_rows[gap] == row + 1:
@@ -136,7 +143,8 @@ class RecordIndex:
     def _scan(
         self, quoted: bool
     ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]]:
-        """Per block: offsets of the records that begin in it, their line numbers from 0, and which are blank."""
+        """Yield per block: offsets of the records that begin in it, their line numbers from 0, and a mask
+        of blank ones."""
         size = self.file.size
         head = self._reader.read(self.file, min(3, size), 0)
         pending = 3 if head == BYTE_ORDER_MARK else 0  # a record that begins at the next byte to be read
@@ -147,8 +155,8 @@ class RecordIndex:
             newlines = np.flatnonzero(block == _NEWLINE)
             numbers = np.arange(lines + 1, lines + 1 + len(newlines))
             lines += len(newlines)
-            # A newline after an odd number of quotes is within a value. A doubled quote, which stands for one, changes
-            # nothing: it counts twice.
+            # a newline after an odd number of quotes is within a value; an escaped (doubled) quote counts
+            # twice and changes nothing
             if quoted:
                 marks = np.flatnonzero(block == _QUOTE)
                 outside = (marks.searchsorted(newlines) + quotes) % 2 == 0
@@ -159,7 +167,7 @@ class RecordIndex:
             if base <= pending < base + count:
                 starts = np.concatenate([[pending], starts])
                 numbers = np.concatenate([[pending_line], numbers])
-            # What begins at the first byte of the next block, or at the end of the file, is left to that.
+            # a record that begins at the first byte of the next block belongs to that block
             if len(starts) and starts[-1] == base + count:
                 pending = int(starts[-1])
                 pending_line = int(numbers[-1])
@@ -168,22 +176,23 @@ class RecordIndex:
             yield starts, numbers, self._blank(block, base, starts)
 
     def _blank(self, block: npt.NDArray[np.uint8], base: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which of the records that begin in a block are blank."""
+        """Return a mask of the blank records among those that begin in a block."""
         first = block[starts - base]
         blank = first == _NEWLINE
-        # Those that begin with white space are blank if nothing else comes before their newline.
+        # records that begin with whitespace are blank if nothing else precedes their newline
         doubtful = np.flatnonzero((first == _RETURN) | (first == 32) | (first == 9))
         if len(doubtful):
             solid = np.flatnonzero((block != _RETURN) & (block != 32) & (block != 9))
             following = solid.searchsorted(starts[doubtful] - base)
-            is_here = following < len(solid)
-            blank[doubtful[is_here]] = block[solid[following[is_here]]] == _NEWLINE
-            # The last one, whose line may end in the next block.
-            for index in doubtful[~is_here]:
+            is_in_block = following < len(solid)
+            blank[doubtful[is_in_block]] = block[solid[following[is_in_block]]] == _NEWLINE
+            # a record whose line may end in the next block
+            for index in doubtful[~is_in_block]:
                 blank[index] = self._is_blank(int(starts[index]))
         return blank
 
     def _is_blank(self, start: int) -> bool:
+        """True if a record contains only whitespace before its newline."""
         size = 64
         while start < self.file.size:
             count = min(size, self.file.size - start)
@@ -196,5 +205,5 @@ class RecordIndex:
 
 
 def too_long(num_bytes: int) -> BadRow:
-    """Make the bad row that takes the place of one which is not read, to bound memory."""
+    """Return the bad row that replaces a row that is too long to read."""
     return BadRow("is longer than data.max_row_bytes", detail=f"{num_bytes} bytes")

@@ -1,9 +1,9 @@
-"""What comes before and after a text: the ids that its tokenizer's own files put there, unless [data] says otherwise.
+"""The ids before and after a text: those of the tokenizer's own files, unless [data] overrides them.
 
-A tokenizer that is not told to begin a text with bos does not do so in training, in ``generate``, in ``evaluate`` or in
-``data show``: GPT-2's, Pythia's and SmolLM2's name a bos and put none, Llama 3's puts one. eos ends each document that
-is trained on, wherever the tokenizer has one, since a model that has never seen an end makes none; a prompt to be
-continued has none.
+If the tokenizer's files do not put BOS before a text, neither do training, ``generate``, ``evaluate`` and
+``data show``. For example, GPT-2, Pythia and SmolLM2 name a BOS token but do not add it, and Llama 3 does.
+EOS ends each training document if the tokenizer has one, because a model that has never seen EOS does not
+generate it. A prompt to continue has no EOS.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ class Ends:
         return self.suffix + self.separator
 
     def begin(self, tokens: Sequence[int]) -> list[int]:
-        """Put the prefix before the tokens of a text, unless the text spells it out."""
+        """Return the tokens of a text with the prefix, unless the text already begins with it."""
         has_prefix = tuple(tokens[: len(self.prefix)]) == self.prefix
         return list(tokens) if has_prefix else [*self.prefix, *tokens]
 
 
 def ends_of(tokenizer: Tokenizer, data: Data) -> Ends:
-    """The ends of a document; ``prefix`` alone is that of a prompt.
+    """Return the ends of a document. A prompt has only the ``prefix``.
 
     Raises:
-        ConfigError: when an end is asked for that the tokenizer has not, or the separator has no tokens.
+        ConfigError: an option requires an end that the tokenizer does not have, or the separator has no
+            tokens.
     """
-    # The tokenizer's own ends, and eos where it has one, unless an option says otherwise.
+    # the tokenizer's own ends, and EOS if it exists, unless an option overrides them
     prefix = tokenizer.prefix_ids
     suffix = tokenizer.suffix_ids or _known(tokenizer.eos_id)
     if data.add_bos:
@@ -50,15 +51,15 @@ def ends_of(tokenizer: Tokenizer, data: Data) -> Ends:
         prefix = ()
     if data.add_eos is False:
         suffix = ()
-    for option, value, found, name in (
+    for option, value, ids, position in (
         ("data.add_bos", data.add_bos, prefix, "begins"),
         ("data.add_eos", data.add_eos, suffix, "ends"),
     ):
-        if value and not found:
-            rule = f"asks for what the tokenizer {tokenizer.spec} has not, a token that {name} a text"
+        if value and not ids:
+            rule = f"requires a token that {position} a text, which the tokenizer {tokenizer.spec} does not have"
             raise ConfigError(Problem(option, value, rule, "remove it, or name the token in tokenizer_config.json"))
 
-    # Between documents: a text, in which special tokens may be spelled out.
+    # a text between documents, which may contain special tokens
     separator: tuple[int, ...] = ()
     if data.separator is not None:
         separator = tuple(tokenizer.encode_spans([data.separator])[0][0].tolist())
@@ -69,22 +70,23 @@ def ends_of(tokenizer: Tokenizer, data: Data) -> Ends:
 
 
 def described(tokenizer: Tokenizer, data: Data) -> str:
-    """What begins and ends a document, in words, for the log."""
+    """Return a line for the log: the tokens that begin and end a document."""
     ends = ends_of(tokenizer, data)
-    begins = _spelled(tokenizer, ends.prefix)
-    stops = _spelled(tokenizer, ends.after)
-    asked = [
-        f"data.{name}={str(value).lower() if isinstance(value, bool) else repr(value)}"
-        for name in ("add_bos", "add_eos", "separator")
-        if (value := getattr(data, name)) is not None
-    ]
-    why = ", ".join(asked) if asked else "as the tokenizer says"
-    return f"a text begins with {begins} and ends with {stops} ({why})"
+    begin = _as_text(tokenizer, ends.prefix)
+    end = _as_text(tokenizer, ends.after)
+    options = []
+    for name in ("add_bos", "add_eos", "separator"):
+        value = getattr(data, name)
+        if value is not None:
+            text = str(value).lower() if isinstance(value, bool) else repr(value)
+            options.append(f"data.{name}={text}")
+    source = ", ".join(options) if options else "from the tokenizer"
+    return f"documents begin with {begin} and end with {end} ({source})"
 
 
 def _known(token: int | None) -> tuple[int, ...]:
     return () if token is None else (token,)
 
 
-def _spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def _as_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return repr(tokenizer.decode(list(ids), keep_special=True)) if ids else "nothing added"

@@ -1,4 +1,4 @@
-"""Text to token ids and back: what every tokenizer does, and how the one at a path is opened."""
+"""The interface of tokenizers, and opening the tokenizer at a path."""
 
 from __future__ import annotations
 
@@ -30,73 +30,77 @@ Ids = npt.NDArray[np.int32]
 Spans = npt.NDArray[np.int64]
 
 OWN = "model.tokenizer_path"
-"""The option that may name a file of code; those of folders never do."""
+"""The only option that may name a Python file."""
 
 MAX_FILE_BYTES = 2**28
-"""A larger file is refused unread: the largest vocabularies in use take 40 MiB."""
+"""A larger file is rejected unread. The largest vocabularies in use take 40 MiB."""
 
 _NAMES = ("tokenizer.json", "tokenizer.model")
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline needs of a tokenizer; ids are in 0..vocab_size-1.
+    """Interface of a tokenizer. Ids are in 0..vocab_size-1.
 
-    A tokenizer can be pickled: the copy opens the file again and refuses one that has changed. It can also be used on
-    both sides of a fork.
+    A tokenizer can be pickled: the copy opens the file again, and rejects a file that has changed. It can
+    also be used on both sides of a fork.
     """
 
     spec: str
-    """What ``open_tokenizer`` opens as this tokenizer: "bytes", "python_bpe" or a path."""
+    """The argument of ``open_tokenizer``: "bytes", "python_bpe" or a path."""
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
     pad_id: int | None
     prefix_ids: tuple[int, ...]
-    """What the tokenizer's own files put before a text, as bos or ``[CLS]``; empty where they put nothing there."""
+    """Ids that the tokenizer's own files put before a text, such as BOS or ``[CLS]``."""
     suffix_ids: tuple[int, ...]
-    """What they put after it, as eos or ``[SEP]``."""
+    """Ids that they put after a text, such as EOS or ``[SEP]``."""
     special_ids: frozenset[int]
-    """Ids of control tokens, such as the one that ends a turn of a conversation."""
+    """Ids of control tokens, such as the token that ends a turn of a conversation."""
     special_tokens: Mapping[str, str]
-    """Texts of named special tokens, as chat templates call them: ``{"bos_token": "<s>"}``."""
+    """Texts of named special tokens, with the names that chat templates use: ``{"bos_token": "<s>"}``."""
     chat_template: str | None
-    """Jinja template of a conversation."""
+    """Jinja template of conversations."""
     tool_template: str | None
-    """Template of conversations with tools, where it is another one."""
+    """Template of conversations with tools, if it differs."""
     fingerprint: str
-    """SHA-256 in hex of all that decides the ids; equal fingerprints give equal tokens."""
+    """SHA-256 in hex of everything that determines the ids. Equal fingerprints mean equal tokens."""
 
     def encode(self, text: str) -> Ids:
-        """Ids of a text, without bos and eos."""
+        """Return the ids of a text, without BOS and EOS."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text; on several cores where TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS allow it."""
+        """Return the ids of each text.
+
+        Uses several cores if TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS permit.
+        """
         ...
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[Ids, Spans]]:
-        """Ids of each text, in which special tokens that are spelled out become their ids, and where each is.
+        """Return the ids of each text, and their character ranges. Special tokens in a text become their
+        ids.
 
-        A span [n, 2] is the first character of a token and the one after its last; tokens that share a character have
-        it in common. Made for conversations that a template has written.
+        A range [n, 2] is the first character of a token and the one after its last. Tokens may share a
+        character. Used for conversations that a template has rendered.
         """
         ...
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
-        """Text of ids; special tokens are left out unless they are to be kept."""
+        """Return the text of ids, with special tokens only if ``keep_special``."""
         ...
 
 
 def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer:
     """Open "bytes", "python_bpe", a file, or a folder with ``tokenizer.json`` or else ``tokenizer.model``.
 
-    The kind of a file is known by what it holds: ``tokenizer.json`` of the tokenizers library, a sentencepiece model,
-    or the base64 ranks of tiktoken, which are taken as Llama 3's. A file of the user's that ends in .py is opened for
-    ``model.tokenizer_path`` alone. ``option`` is named in errors. Ranks that open data together have the files from
-    the first of them (``shared_opening``).
+    The content determines the kind of a file: ``tokenizer.json`` of the tokenizers library, a sentencepiece
+    model, or base64 ranks of tiktoken, which are read like Llama 3's. Only ``model.tokenizer_path`` may
+    name a .py file. ``option`` is named in errors. Ranks that open data together receive the files from the
+    first of them (``shared_opening``).
 
     Raises:
-        ConfigError: when there is no such file, it cannot be read, or a library is missing.
+        ConfigError: the file does not exist or cannot be read, or a library is missing.
     """
     if path == assets.BYTES:
         return ByteTokenizer()
@@ -106,7 +110,7 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
     if assets.is_built_in(path):
         return open_content(*_read(path, option), option, path)
 
-    # The rank that looks opens what it has read, and sends the bytes of the files to the others.
+    # the rank that reads the files opens its tokenizer, and sends the bytes to the others
     opened: list[Tokenizer] = []
 
     def look() -> Any:
@@ -119,7 +123,7 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
     if opened:
         return opened[0]
 
-    # Those open them in a folder of their own, since a tokenizer reads what lies beside it.
+    # the others write them to a temporary folder, because a tokenizer reads the files next to it
     with temporary_folder("tokenizer") as folder:
         for name, data in received["files"].items():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -129,7 +133,7 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
 
 
 def open_content(file: Path, content: bytes, option: str, path: str) -> Tokenizer:
-    """Open a tokenizer file that was read, in this process. Raises as ``open_tokenizer``."""
+    """Open a tokenizer file that was already read, in this process. Raises what ``open_tokenizer`` raises."""
     content = content.removeprefix(codecs.BOM_UTF8)
     if file.suffix == ".json" or content[:1] == b"{":
         return JsonTokenizer(file, content, option, path)
@@ -139,7 +143,10 @@ def open_content(file: Path, content: bytes, option: str, path: str) -> Tokenize
 
 
 def _read(path: str, option: str) -> tuple[Path, bytes]:
-    """The file of a tokenizer and its bytes, which a child has opened within bounds; raises as ``open_tokenizer``."""
+    """Return the file of a tokenizer and its bytes, after a child process has opened it with limits.
+
+    Raises what ``open_tokenizer`` raises.
+    """
     file = assets.tokenizer_folder(path)
     try:
         if file.is_dir():
@@ -148,10 +155,10 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
             fix = 'name a tokenizer\'s file or folder, get one with "shardtrain data download", or use "bytes"'
             raise ConfigError(Problem(option, path, "does not exist", fix))
         if not file.is_file():
-            fix = 'name a folder that holds one of them, or use "bytes"'
-            raise ConfigError(Problem(option, path, f"holds no {' or '.join(_NAMES)}", fix))
+            fix = 'name a folder that contains one of them, or use "bytes"'
+            raise ConfigError(Problem(option, path, f"contains no {' or '.join(_NAMES)}", fix))
         if file.stat().st_size > MAX_FILE_BYTES:
-            rule = f"has more than {MAX_FILE_BYTES} bytes, which no tokenizer has"
+            rule = f"has more than {MAX_FILE_BYTES} bytes, more than any tokenizer"
             raise ConfigError(Problem(option, str(file), rule, "name a tokenizer's file"))
         content = file.read_bytes()
     except OSError as error:
@@ -160,9 +167,10 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
         raise ConfigError(Problem(option, str(file), "is empty", "copy or download it again"))
     if content.startswith(b"version https://git-lfs"):
         fix = "fetch the file itself, with git lfs pull or shardtrain data download"
-        raise ConfigError(Problem(option, str(file), "is a pointer of Git LFS in place of the file", fix))
+        raise ConfigError(Problem(option, str(file), "is a Git LFS pointer instead of the file", fix))
 
-    # Opened first by a child with limits: a library may fill the memory, or crash, over a file of unknown origin.
+    # open it in a child with limits first: a library may fill the memory or crash on a file of unknown
+    # origin
     digest = hashlib.sha256(content).hexdigest()
     request = {"path": str(file.absolute()), "sha256": digest, "option": option, "spec": path}
     try:
@@ -177,11 +185,11 @@ def reopen(spec: str, option: str, fingerprint: str) -> Tokenizer:
     """Open a tokenizer again in another process.
 
     Raises:
-        ConfigError: when it cannot be opened, or is no longer the same.
+        ConfigError: it cannot be opened, or has changed.
     """
     tokenizer = open_tokenizer(spec, option)
     if tokenizer.fingerprint != fingerprint:
-        raise ConfigError(Problem(option, spec, "was changed while it was in use", "start again with files at rest"))
+        raise ConfigError(Problem(option, spec, "has changed while it was in use", "start again with unchanging files"))
     return tokenizer
 
 
@@ -189,6 +197,7 @@ def _by_reopening(tokenizer: Any) -> tuple[Callable[..., Tokenizer], tuple[str, 
     return reopen, (tokenizer.spec, tokenizer.option, tokenizer.fingerprint)
 
 
-# Libraries' tokenizers cannot be pickled, or not without their files' content: the copy opens the same file again.
+# the libraries' tokenizers cannot be pickled, or only without their files' content, so the copy opens the
+# file again
 for _kind in (JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer, OwnTokenizer):
     copyreg.pickle(_kind, _by_reopening)

@@ -1,6 +1,8 @@
-"""A tiktoken ``.model``: base64 tokens and their ranks, with Llama 3's split pattern and special tokens.
+"""Tokenizer in a tiktoken ``.model`` file: base64 tokens and their ranks, with Llama 3's split pattern and
+special tokens.
 
-The format: https://github.com/openai/tiktoken; what Llama 3 adds to it: the Llama 3 model card and its reference code.
+Format: https://github.com/openai/tiktoken. Llama 3's additions: the Llama 3 model card and its reference
+code.
 """
 
 from __future__ import annotations
@@ -37,24 +39,26 @@ _FIRST_SPECIAL = (
     "<|eot_id|>",
 )
 _LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]{1,10})\r?")
-# the ranks alone do not say how a text is split; these belong to others, which split otherwise
+# the ranks do not specify how to split a text; these numbers of ranks belong to other tokenizers with other
+# patterns
 _OTHERS = {50256: "GPT-2", 50257: "GPT-2", 100256: "cl100k_base", 151643: "Qwen", 199998: "o200k_base"}
-# The regular expressions overflow their stack on longer runs; Llama 3's reference code cuts at the same places.
+# the regular expressions overflow their stack on longer texts; Llama 3's reference code cuts at the same
+# positions
 _LONGEST_RUN = 25_000
 _LONGEST_TEXT = 400_000
 _LONG_RUN = re.compile(rf"\s{{{_LONGEST_RUN + 1},}}|\S{{{_LONGEST_RUN + 1},}}")
 
 
 def looks_like(content: bytes) -> bool:
-    """Whether a file begins with a base64 token and a rank."""
+    """True if a file begins with a base64 token and a rank."""
     return _LINE.fullmatch(content.split(b"\n", 1)[0]) is not None
 
 
 class TiktokenTokenizer:
-    """Base64 ranks, read as Llama 3's: its split pattern, and 256 special tokens after the last rank.
+    """Base64 ranks with Llama 3's split pattern, and 256 special tokens after the last rank.
 
-    Names and ids of special tokens in a ``tokenizer_config.json`` beside it count before Llama 3's. A text that spells
-    out a special token is ordinary text, as in Llama 3's reference code, except in conversations (``encode_spans``).
+    Special tokens in a ``tokenizer_config.json`` next to it take precedence over Llama 3's. A special token
+    in a text is ordinary text, as in Llama 3's reference code, except in conversations (``encode_spans``).
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
@@ -63,7 +67,7 @@ class TiktokenTokenizer:
         ranks = _read_ranks(file, content, option)
         beside = read_beside(file.parent, option)
 
-        # Special tokens by their text: Llama 3's 256, some of them under the names that tokenizer_config.json has.
+        # special tokens by text: Llama 3's 256, some renamed by tokenizer_config.json
         num_ranks = len(ranks)
         others = (f"<|reserved_special_token_{i}|>" for i in range(5, _NUM_SPECIAL))
         names = dict(enumerate([*_FIRST_SPECIAL, *others][:_NUM_SPECIAL], start=num_ranks))
@@ -77,8 +81,8 @@ class TiktokenTokenizer:
         specials = {text: i for i, text in names.items()}
         tiktoken = libraries.load("tiktoken", option, str(file), otherwise="use a tokenizer.json")
 
-        # The library is given no special tokens, so that a text that spells one out stays ordinary text; where they
-        # are meant (``encode_spans``), the splitter finds them.
+        # The library gets no special tokens, so special tokens in a text stay ordinary text. In
+        # ``encode_spans`` the splitter finds them.
         self._encoding = tiktoken.Encoding(file.name, pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={})
         self._tokens = sorted(ranks, key=ranks.__getitem__)
         self._lengths = np.array([len(token) for token in self._tokens], dtype=np.int64)
@@ -184,16 +188,16 @@ def _read_ranks(file: Path, content: bytes, option: str) -> dict[bytes, int]:
             rule = "is not a base64 token and its rank"
             raise ConfigError(Problem(option, f"{file}:{number}", rule, "copy or download the file again"))
         if token in ranks or int(match[2]) != len(ranks):
-            rule = "has a token that was there before" if token in ranks else f"has a rank other than {len(ranks)}"
+            rule = "has a duplicate token" if token in ranks else f"has a rank other than {len(ranks)}"
             raise ConfigError(Problem(option, f"{file}:{number}", rule, "copy or download the file again"))
         ranks[token] = len(ranks)
 
-    # A file does not say how texts are split before their parts are looked up: its size tells whose it is.
+    # The file does not specify how to split texts. The number of ranks identifies other tokenizers.
     if len(ranks) in _OTHERS:
-        rule = f"has {len(ranks)} ranks, those of {_OTHERS[len(ranks)]}; only Llama 3's way to split a text is known"
+        rule = f"has {len(ranks)} ranks like {_OTHERS[len(ranks)]}, and only Llama 3's split pattern is supported"
         raise ConfigError(Problem(option, str(file), rule, "use the tokenizer.json of that model"))
     missing = [i for i in range(256) if bytes((i,)) not in ranks]
     if missing:
-        rule = f"lacks a token for {len(missing)} of the 256 bytes, so that some texts could not be written"
+        rule = f"lacks a token for {len(missing)} of the 256 bytes, so it cannot encode some texts"
         raise ConfigError(Problem(option, str(file), rule, "copy or download the file again"))
     return ranks

@@ -1,4 +1,4 @@
-"""What the files beside a tokenizer say of it: special tokens, added tokens, and chat templates."""
+"""Read the files next to a tokenizer: special tokens, added tokens, and chat templates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from shardtrain.utils import bounded_reads, checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 
-# used only when no file says which token begins a document, which ends it, and which fills a row
+# used only if no file names the tokens that begin and end a document and pad a row
 _USUAL_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<|startoftext|>", "<|bos|>"),
     "eos_token": ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|eos|>"),
@@ -33,84 +33,92 @@ class AddedToken:
 
 @dataclass
 class TokenizerConfig:
-    """What the files say; a named token is None where a file sets it to null."""
+    """Contents of the files. A named token is None if a file sets it to null."""
 
     tokens: dict[str, str | None] = field(default_factory=dict)
     token_ids: dict[str, Any] = field(default_factory=dict)
     added: dict[int, AddedToken] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
     switches: dict[str, bool] = field(default_factory=dict)
-    """``add_bos_token`` and ``add_eos_token``, where a file has them."""
+    """``add_bos_token`` and ``add_eos_token``, if a file contains them."""
 
     @property
     def chat_template(self) -> str | None:
-        """The template of conversations without tools, or the only one."""
+        """Template of conversations without tools, or the only template."""
         return self.templates.get("default")
 
     @property
     def tool_template(self) -> str | None:
-        """The template of conversations with tools, where there is one of its own."""
+        """Separate template of conversations with tools, if there is one."""
         return self.templates.get("tool_use")
 
     def special_id(
         self, name: str, find: Callable[[str], int | None], special: Mapping[str, int], vocab_size: int, option: str
     ) -> int | None:
-        """Id of "bos_token", "eos_token" or "pad_token"; ``find`` gives the id of a token's text.
+        """Return the id of "bos_token", "eos_token" or "pad_token".
 
-        ``special`` has the special tokens among which the usual names are looked for.
+        ``find`` returns the id of a token's text. ``special`` contains the special tokens among which usual
+        names are looked up if no file names the token.
 
         Raises:
-            ConfigError: when a file names a token without an id, or an id that the vocabulary has not.
+            ConfigError: a file names a token without an id, or an id outside the vocabulary.
         """
         number = self.token_ids.get(f"{name}_id")
         if number is not None and (type(number) is not int or not 0 <= number < vocab_size):
             rule = f"is not in 0..{vocab_size - 1}, the ids of the tokenizer"
-            raise ConfigError(Problem(f"{option}: {name}_id", number, rule, "correct tokenizer_config.json beside it"))
+            fix = "correct tokenizer_config.json next to the tokenizer"
+            raise ConfigError(Problem(f"{option}: {name}_id", number, rule, fix))
         if name not in self.tokens:
             usual = next((special[text] for text in _USUAL_NAMES[name] if text in special), None)
             return usual if number is None else number
         token = self.tokens[name]
         token_id = None if token is None else find(token)
         if token is not None and token_id is None:
-            fix = "correct tokenizer_config.json and special_tokens_map.json beside it"
+            fix = "correct tokenizer_config.json and special_tokens_map.json next to the tokenizer"
             raise ConfigError(Problem(option, None, f"names the {name} {token!r}, which has no id", fix))
         return token_id
 
     def ends(self, bos_id: int | None, eos_id: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What comes before and after a text, of a model without a post-processor: bos, unless a file says otherwise.
+        """Return the ids before and after a text for a model without a post-processor: BOS before it by
+        default.
 
-        Llama's tokenizers, which come as such files, put bos before a text and no eos after it.
+        Llama's tokenizers have this format. They add BOS before a text and no EOS after it.
         """
-        prefix = () if bos_id is None or not self.switches.get("add_bos_token", True) else (bos_id,)
-        suffix = () if eos_id is None or not self.switches.get("add_eos_token", False) else (eos_id,)
+        adds_bos = self.switches.get("add_bos_token", True)
+        adds_eos = self.switches.get("add_eos_token", False)
+        prefix = (bos_id,) if adds_bos and bos_id is not None else ()
+        suffix = (eos_id,) if adds_eos and eos_id is not None else ()
         return prefix, suffix
 
     def named(self) -> dict[str, str]:
-        """Texts of the special tokens that have a name."""
+        """Return the texts of the special tokens that have a name."""
         return {name: token for name, token in self.tokens.items() if token is not None}
 
 
 def read_beside(folder: Path, option: str) -> TokenizerConfig:
-    """Read special_tokens_map.json, tokenizer_config.json and chat templates of a folder, as far as they exist.
+    """Read special_tokens_map.json, tokenizer_config.json and chat templates in a folder, if they exist.
 
     Raises:
-        ConfigError: when one of them cannot be read or means nothing.
+        ConfigError: a file cannot be read or is not valid.
     """
-    beside = TokenizerConfig()
+    config = TokenizerConfig()
     for name in _CONFIGS:
         file = folder / name
         if file.is_file():
-            _read_config(file, beside, option)
+            _read_config(file, config, option)
     for file in sorted((folder / _TEMPLATES).glob("*.jinja")):
-        beside.templates[file.stem] = read_text(file, option)
+        config.templates[file.stem] = read_text(file, option)
     file = folder / _TEMPLATE
     if file.is_file():
-        beside.templates["default"] = read_text(file, option)
-    return beside
+        config.templates["default"] = read_text(file, option)
+    return config
 
 
 def files_beside(folder: Path) -> dict[str, bytes]:
-    """The files that ``read_beside`` reads, by their names in the folder. Raises OSError."""
+    """Return the contents of the files that ``read_beside`` reads, by their names in the folder.
+
+    Raises OSError.
+    """
     names = [*_CONFIGS, _TEMPLATE, *(f"{_TEMPLATES}/{file.name}" for file in (folder / _TEMPLATES).glob("*.jinja"))]
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
@@ -118,19 +126,20 @@ def files_beside(folder: Path) -> dict[str, bytes]:
 def ends_facts(
     prefix_ids: tuple[int, ...], suffix_ids: tuple[int, ...], bos_id: int | None, eos_id: int | None
 ) -> bytes:
-    """What a fingerprint has to say of them: nothing where bos begins a text and eos, if anything, ends it.
+    """Return the fact of a fingerprint about ends: empty if BOS begins a text and EOS, if anything, ends
+    it.
 
-    So fingerprints of such tokenizers are those that were taken when that was so of all.
+    Fingerprints of such tokenizers are the same as in versions that supported no other ends.
     """
     usual = prefix_ids == (() if bos_id is None else (bos_id,)) and suffix_ids in ((), (eos_id,))
     return b"" if usual else f" ends {prefix_ids} {suffix_ids}".encode()
 
 
 def read_text(file: Path, option: str) -> str:
-    """Text of a small UTF-8 file.
+    """Return the text of a small UTF-8 file.
 
     Raises:
-        ConfigError: when it cannot be read or is not UTF-8.
+        ConfigError: the file cannot be read or is not UTF-8.
     """
     try:
         content = bounded_reads.start(file, _MAX_FILE_BYTES + 1)
@@ -143,7 +152,8 @@ def read_text(file: Path, option: str) -> str:
         raise ConfigError(Problem(option, str(file), "is not UTF-8 text", _FIX)) from error
 
 
-def _read_config(file: Path, beside: TokenizerConfig, option: str) -> None:
+def _read_config(file: Path, config: TokenizerConfig, option: str) -> None:
+    """Read one JSON file into the config."""
     try:
         content: Any = checked_json.parse(read_text(file, option))
     except (ValueError, RecursionError) as error:
@@ -151,41 +161,41 @@ def _read_config(file: Path, beside: TokenizerConfig, option: str) -> None:
     if not isinstance(content, dict):
         raise ConfigError(Problem(option, str(file), "is not a JSON object", _FIX))
 
-    # Named tokens: a text, an object with one, or null. add_bos_token and its like are switches, not tokens.
+    # named tokens: a text, an object with a text, or null; booleans such as add_bos_token are switches
     for key, value in content.items():
         if key.endswith("_token_id"):
-            beside.token_ids[key] = value
+            config.token_ids[key] = value
         elif key.endswith("_token"):
             token = value.get("content") if isinstance(value, dict) else value
             if isinstance(token, str) or value is None:
-                beside.tokens[key] = token
+                config.tokens[key] = token
             elif isinstance(value, bool):
-                beside.switches[key] = value
+                config.switches[key] = value
             else:
                 raise ConfigError(Problem(option, str(file), f"has a {key} that is not text", _FIX))
 
-    # Tokens that were added to the vocabulary, by their ids.
+    # tokens that were added to the vocabulary, by id
     added = content.get("added_tokens_decoder")
     if added is not None:
         try:
             for number, token in added.items():
-                beside.added[int(number)] = AddedToken(str(token["content"]), bool(token.get("special", False)))
+                config.added[int(number)] = AddedToken(str(token["content"]), bool(token.get("special", False)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             rule = "has an added_tokens_decoder that is not an object of ids and tokens"
             raise ConfigError(Problem(option, str(file), rule, _FIX)) from error
-        if any(number < 0 or not token.content for number, token in beside.added.items()):
+        if any(number < 0 or not token.content for number, token in config.added.items()):
             rule = "has an added token without text, or with an id below 0"
             raise ConfigError(Problem(option, str(file), rule, _FIX))
 
-    # One chat template, or several by their names.
+    # one chat template, or several by name
     template = content.get("chat_template")
     if isinstance(template, str):
-        beside.templates["default"] = template
+        config.templates["default"] = template
     elif template is not None:
         try:
-            beside.templates.update({str(entry["name"]): entry["template"] for entry in template})
+            config.templates.update({str(entry["name"]): entry["template"] for entry in template})
         except (KeyError, TypeError) as error:
             rule = "has a chat_template that is neither a text nor a list of names and templates"
             raise ConfigError(Problem(option, str(file), rule, _FIX)) from error
-    if not all(isinstance(template, str) for template in beside.templates.values()):
+    if not all(isinstance(template, str) for template in config.templates.values()):
         raise ConfigError(Problem(option, str(file), "has a chat_template that is not text", _FIX))

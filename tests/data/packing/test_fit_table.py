@@ -74,7 +74,7 @@ def test_every_changed_byte_of_a_table_is_refused(line):
             rows_of(pack(line, packing, table_of(line, packing, "training.dataset_path")), packing)
         assert str(path) in str(refused.value)
     path.write_bytes(whole[:-1])
-    with pytest.raises(ConfigError, match="does not hold the bytes of block 6"):
+    with pytest.raises(ConfigError, match="has other bytes in block 6"):
         rows_of(pack(line, packing, table_of(line, packing, "o")), packing)
 
 

@@ -335,8 +335,8 @@ def test_a_subset_a_split_and_a_part_of_it_are_downloaded(hub):
     [
         ("c4 no subset", r'="allenai/c4" has no subset xx \(.*Available: \[.en., .de.\]\); set data.subset'),
         ("c4 no split", r'has no split "nope" \(.*train.*validation.*\); set data.split to one that it has'),
-        ("c4 part streamed", r"data.streaming=true cannot be had of a part of a split \(validation\[:3\]\)"),
-        ("c4_mini streamed", r"data.streaming=true cannot be had of a part of a split"),
+        ("c4 part streamed", r"data.streaming=true is not supported for a part of a split \(validation\[:3\]\)"),
+        ("c4_mini streamed", r"data.streaming=true is not supported for a part of a split"),
         ("c4_mini split", r'data.split="validation" has no effect with this dataset'),
         ("c4_mini subset", r'data.subset="de" has no effect with this dataset'),
         ("script", r"is a program, and no code of a dataset is run"),

@@ -72,10 +72,10 @@ def test_options_override_the_tokenizer_and_are_reported(tmp_path: Path) -> None
     assert encode(with_bos, row, add_eos=False) == [0, *text]
     assert encode(without, row, add_bos=False, add_eos=False) == text
     told = described(with_bos, Data())
-    assert told == "a text begins with '<s>' and ends with '</s>' (as the tokenizer says)"
+    assert told == "documents begin with '<s>' and end with '</s>' (from the tokenizer)"
     told = described(with_bos, Data(add_bos=False, add_eos=False))
     assert (
-        told == "a text begins with nothing added and ends with nothing added (data.add_bos=false, data.add_eos=false)"
+        told == "documents begin with nothing added and end with nothing added (data.add_bos=false, data.add_eos=false)"
     )
 
 
