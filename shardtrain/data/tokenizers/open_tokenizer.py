@@ -156,7 +156,7 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
             raise ConfigError(Problem(option, path, "does not exist", fix))
         if not file.is_file():
             fix = 'name a folder that contains one of them, or use "bytes"'
-            raise ConfigError(Problem(option, path, f"contains no {' or '.join(_NAMES)}", fix))
+            raise ConfigError(Problem(option, path, f"holds no {' or '.join(_NAMES)}", fix))
         if file.stat().st_size > MAX_FILE_BYTES:
             rule = f"has more than {MAX_FILE_BYTES} bytes, more than any tokenizer"
             raise ConfigError(Problem(option, str(file), rule, "name a tokenizer's file"))

@@ -236,7 +236,7 @@ BROKEN = {
     "cut": (None, "is not a tokenizer"),
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n", "pointer of Git LFS"),
     "rank": (line(b"a", 0) + line(b"b", 5), r"tokenizer.model:2.* has a rank other than 1"),
-    "twice": (line(b"a", 0) + line(b"a", 1), r"tokenizer.model:2.* was there before"),
+    "twice": (line(b"a", 0) + line(b"a", 1), r"tokenizer.model:2.* has a duplicate token"),
     "base64": (line(b"a", 0) + b"YQ=Q 1\n", r"tokenizer.model:2.* is not a base64 token"),
     "words": (line(b"a", 0) + b"hello\n", r"tokenizer.model:2.* is not a base64 token"),
     "bytes": (line(b"a", 0), "lacks a token for 255 of the 256 bytes"),
@@ -300,5 +300,5 @@ def test_a_file_that_changed_does_not_travel(tmp_path):
     folder = bpe_folder(tmp_path)
     parcel = pickle.dumps(open_tokenizer(str(folder)))
     bpe_folder(tmp_path, ("<s>", "</s>", "<pad>"))
-    with pytest.raises(ConfigError, match="was changed while it was in use"):
+    with pytest.raises(ConfigError, match="has changed while it was in use"):
         pickle.loads(parcel)
