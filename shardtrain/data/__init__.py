@@ -1,6 +1,7 @@
 """From text to batches: source, tokenizer, rows, order, and this rank's share of each step.
 
-Names are imported when they are asked for: tokenizers and sources need no torch, and their tools start without it.
+Names are imported when they are asked for: tokenizers and sources need no torch, and their tools start
+without it.
 """
 
 from __future__ import annotations

@@ -169,7 +169,8 @@ def _format(config: Config, named: NamedDataset) -> str:
 
 
 def format_of_rows(config: Config, section: Training | Validation) -> str:
-    """Return data.format if the first row of a dataset has its columns, else the format whose columns the row has."""
+    """Return data.format if the first row of a dataset has its columns, else the format whose columns the
+    row has."""
     options = config.data
     named = named_sources(config, section)[0]
     module = sources.find(named.source.dataset, option=named.dataset_option)

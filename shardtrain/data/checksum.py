@@ -1,7 +1,8 @@
 """Proof of what a run has seen: one number for all rows consumed, equal wherever the data were equal.
 
-Each row is hashed with its position in the order, its sample id, tokens and targets, and the numbers are added modulo
-2^64. A sum does not depend on how rows were dealt to ranks or steps; the position makes it depend on their order.
+Each row is hashed with its position in the order, its sample id, tokens and targets, and the numbers are
+added modulo 2^64. A sum does not depend on how rows were dealt to ranks or steps; the position makes it
+depend on their order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _MODULUS = 2**64
 
 
 def hash_rows(batch: Batch, first_position: int) -> int:
-    """Sum of the hashes of a batch's rows, which are at ``first_position`` and after; filler rows add nothing."""
+    """Sum of the hashes of a batch's rows, which are at ``first_position`` and after; filler rows add
+    nothing."""
     total = 0
     tokens = batch.tokens_BT.numpy().astype("<i4")
     targets = batch.targets_BT.numpy().astype("<i4")

@@ -10,7 +10,8 @@ STEPS_WITHOUT_TARGETS = 10
 
 
 def check_enough(training: Training, step: int, steps_left: int, total_steps: int) -> str:
-    """Judge data that end after ``steps_left`` steps from ``step`` on; gives a line where a run ends early as it may.
+    """Judge data that end after ``steps_left`` steps from ``step`` on; gives a line where a run ends early
+    as it may.
 
     Empty where the data last, or where the run is as long as they are (training.epochs).
 
@@ -30,7 +31,8 @@ def check_enough(training: Training, step: int, steps_left: int, total_steps: in
 
 
 def check_has_targets(config: Config, step: int, total_steps: int) -> None:
-    """Stop a run that has seen no target on any rank, such as one whose prompts fill each row: no answer is left of it.
+    """Stop a run that has seen no target on any rank, such as one whose prompts fill each row: no answer is
+    left of it.
 
     Raises:
         DataError: when no token of its first steps had a loss.

@@ -17,8 +17,10 @@ def digest(*facts: object) -> str:
 
 
 def digest_of_files(files: Mapping[str, str], *facts: object) -> str:
-    """As ``digest`` of the sorted items of ``files`` and of facts, at least one; no text of a million names is made."""
-    # The bytes are those of ``repr(([pairs...], *facts))``, fed piece by piece: fingerprints are saved, so they stay.
+    """As ``digest`` of the sorted items of ``files`` and of facts, at least one; no text of a million names
+    is made."""
+    # The bytes are those of ``repr(([pairs...], *facts))``, fed piece by piece: fingerprints are saved, so
+    # they stay.
     pairs = files.pairs() if isinstance(files, Marks) else iter(sorted(files.items()))
     digest_so_far = hashlib.sha256(b"([")
     comma = ""

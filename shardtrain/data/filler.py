@@ -1,4 +1,5 @@
-"""Filler: the tokens of a row that hold no document, and what a model that counts its tokens must know of them."""
+"""Filler: the tokens of a row that hold no document, and what a model that counts its tokens must know of
+them."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ from shardtrain.ops.targets import FILLER_DOCUMENT
 
 
 def mark_filler(batches: Sequence[Batch]) -> list[Batch]:
-    """Batches of a model with experts, whose documents say which tokens are filler: those have FILLER_DOCUMENT.
+    """Batches of a model with experts, whose documents say which tokens are filler: those have
+    FILLER_DOCUMENT.
 
-    Filler chooses experts like any token, but must count in no balance loss and in no load: rows that are padded have
-    the gradients of rows that are not. Text sees no filler either way, which comes after it. Of the micro-batches of a
-    step either all have documents afterwards or, where none has filler, those that had.
+    Filler chooses experts like any token, but must count in no balance loss and in no load: rows that are
+    padded have the gradients of rows that are not. Text sees no filler either way, which comes after it. Of
+    the micro-batches of a step either all have documents afterwards or, where none has filler, those that
+    had.
     """
     # Documents cost a mask: they are added where some batch of the step has filler, and then to all.
     has_filler = any(b.lengths_B is not None and bool((b.lengths_B < b.tokens_BT.size(1)).any()) for b in batches)

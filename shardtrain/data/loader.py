@@ -1,8 +1,8 @@
 """This rank's rows of each step, from one number: how many samples all ranks have consumed.
 
-Step s takes positions [s G, (s + 1) G) of the sample order, G being the global batch size. Rank r of R takes the
-contiguous share [s G + r G / R, s G + (r + 1) G / R) and cuts it into micro-batches. Which
-row a position is does not depend on ranks (see ``mix``, ``feed``), so neither do the rows of a step, and a run
+Step s takes positions [s G, (s + 1) G) of the sample order, G being the global batch size. Rank r of R
+takes the contiguous share [s G + r G / R, s G + (r + 1) G / R) and cuts it into micro-batches. Which row a
+position is does not depend on ranks (see ``mix``, ``feed``), so neither do the rows of a step, and a run
 continues on any other R.
 """
 
@@ -55,7 +55,8 @@ class RankSlice:
         return self.local_batch_size * self.num_batch_ranks * self.accumulation
 
     def first_position(self, samples_consumed: int, micro_batch: int) -> int:
-        """Position of the first row of this rank's micro-batch number ``micro_batch`` after ``samples_consumed``."""
+        """Position of the first row of this rank's micro-batch number ``micro_batch`` after
+        ``samples_consumed``."""
         step, within = divmod(micro_batch, self.accumulation)
         start = self.batch_rank * self.accumulation + within
         return samples_consumed + step * self.global_batch + start * self.local_batch_size
@@ -74,7 +75,10 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
         self._start = samples_consumed
 
     def __getitem__(self, micro_batch: int) -> BatchWithCursors | ShardtrainError:
-        """A micro-batch. An error is returned: raised in a worker, it would reach the rank as a traceback in a text."""
+        """A micro-batch.
+
+        An error is returned: raised in a worker, it would reach the rank as a traceback in a text.
+        """
         try:
             return self.make(self._share.first_position(self._start, micro_batch))
         except ShardtrainError as error:
@@ -85,8 +89,8 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
         count = self._share.local_batch_size
         pipeline = self._opened
 
-        # Rows that are not written stay filler: past the end of the data every rank still gets batches, since the step
-        # is a collective.
+        # Rows that are not written stay filler: past the end of the data every rank still gets batches,
+        # since the step is a collective.
         rows = PackedSequences(count, pipeline.packing)
         sample_ids = np.full(count, -1, dtype=np.int64)
         cursors: dict[tuple[int, int], CursorUpdate] = {}
@@ -119,21 +123,27 @@ class DataLoader:
     tokenizer:       the tokenizer of the dataset.
     vocab:           token ids are in 0..vocab-1.
     files:           name of each file -> a fingerprint of its content, to name the one that differs.
-    num_samples:     rows of one epoch, over all ranks; None for mixtures, and where it is not known before reading.
+    num_samples:     rows of one epoch, over all ranks; None for mixtures, and where it is not known before
+    reading.
     num_documents:   rows of the dataset with a target; None like num_samples.
-    places_per_epoch: how far samples_consumed advances in one epoch: num_samples, or whole steps where epochs end at
+    places_per_epoch: how far samples_consumed advances in one epoch: num_samples, or whole steps where
+    epochs end at
                      the border of a step (training.last_batch).
-    end:             samples after which the data end; None where they repeat, or where it is not known before reading.
+    end:             samples after which the data end; None where they repeat, or where it is not known
+    before reading.
     pad_id:          fills positions without a document; never a target.
     masks_documents: whether batches say which token is of which document.
     accumulation:    micro-batches of a step.
     global_batch:    rows of one step, over all ranks (G).
     num_readers:     virtual readers of a dataset that is read while training runs, else 0.
-    ends_without_notice: whether the data end at a point that is not known before reading; readers at their end give
+    ends_without_notice: whether the data end at a point that is not known before reading; readers at their
+    end give
                      filler rows.
-    fingerprint:     SHA-256 in hex of datasets, tokenizer, sequence length, seed and order. A run resumes only if it
+    fingerprint:     SHA-256 in hex of datasets, tokenizer, sequence length, seed and order. A run resumes
+    only if it
                      is the same.
-    step_hash:       what the rows of this rank's current step add to the run's order hash (see ``checksum``).
+    step_hash:       what the rows of this rank's current step add to the run's order hash (see
+    ``checksum``).
     """
 
     hash_rows = staticmethod(hash_rows)
@@ -172,13 +182,15 @@ class DataLoader:
         self._options = options
         self._pin_memory = options.pin_memory and accelerator.pins_memory()
         self._reader_cursors = [ReaderCursors(feed.num_readers) for feed in opened.feeds]
-        # Created with the first batch: workers prefetch from the start, and a resume seeks elsewhere before that.
+        # Created with the first batch: workers prefetch from the start, and a resume seeks elsewhere before
+        # that.
         self._batches: Iterator[BatchWithCursors | ShardtrainError] | None = None
         self.seek(samples_consumed)
 
     @cached_property
     def sampled_files(self) -> dict[str, str]:
-        """At most 4,096 of ``files``, evenly spread, for checkpoints: with their hashes they are half a megabyte.
+        """At most 4,096 of ``files``, evenly spread, for checkpoints: with their hashes they are half a
+        megabyte.
 
         The fingerprint covers all files; these are only to name the one that differs.
         """
@@ -202,14 +214,16 @@ class DataLoader:
 
     @property
     def steps_left(self) -> int | None:
-        """Steps to the end of the data, the last perhaps smaller; None where they repeat or the end is unknown."""
+        """Steps to the end of the data, the last perhaps smaller; None where they repeat or the end is
+        unknown."""
         return None if self.end is None else -(-(self.end - self.samples_consumed) // self.global_batch)
 
     def seek(self, samples_consumed: int, cursors: npt.NDArray[np.int64] | None = None) -> None:
         """Seek to the position at which all ranks together have consumed this many samples.
 
-        ``cursors`` are what ``cursors()`` returned there, merged over all ranks. Without them a streamed dataset is
-        read again up to this position; others seek at once. Worker processes end; new ones start with the next batch.
+        ``cursors`` are what ``cursors()`` returned there, merged over all ranks. Without them a streamed
+        dataset is read again up to this position; others seek at once. Worker processes end; new ones start
+        with the next batch.
         """
         self._batches = None
         self._start = samples_consumed
@@ -323,11 +337,12 @@ def open_dataloader(
 ) -> DataLoader:
     """Open the data of training or validation, at any position of their order.
 
-    Ranks that share a batch (tensor, context and pipeline peers) pass the same ``batch_rank``, 0..num_batch_ranks-1.
-    ``accumulation`` is the number of micro-batches per step. ``samples_consumed`` counts samples over all ranks since
-    the start of the run. ``section`` is config.training unless config.validation is passed. Without ``shuffle`` rows
-    come in the order of the dataset. ``loop`` repeats the data or ends them after one pass, whatever the options say;
-    at the end all ranks stop at the same step, which is filled up with rows that have no targets and sample id -1.
+    Ranks that share a batch (tensor, context and pipeline peers) pass the same ``batch_rank``,
+    0..num_batch_ranks-1. ``accumulation`` is the number of micro-batches per step. ``samples_consumed``
+    counts samples over all ranks since the start of the run. ``section`` is config.training unless
+    config.validation is passed. Without ``shuffle`` rows come in the order of the dataset. ``loop`` repeats
+    the data or ends them after one pass, whatever the options say; at the end all ranks stop at the same
+    step, which is filled up with rows that have no targets and sample id -1.
 
     Raises:
         ConfigError: when the dataset or tokenizer is unknown or cannot be opened.
@@ -352,7 +367,8 @@ def open_dataloader(
 
 
 def _warn_duplicate_tokenization(pipeline: DataPipeline, share: RankSlice, workers: int) -> None:
-    """Warn where several processes tokenize the same documents, as each runs the virtual readers of all its rows.
+    """Warn where several processes tokenize the same documents, as each runs the virtual readers of all its
+    rows.
 
     ``workers`` are those of each rank, at least 1.
     """

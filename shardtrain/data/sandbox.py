@@ -1,8 +1,10 @@
-"""Open untrusted files in a child process first, with hard limits on memory, time and the length of its answer.
+"""Open untrusted files in a child process first, with hard limits on memory, time and the length of its
+answer.
 
-Native libraries read tokenizers, Parquet and Arrow. One that allocates too much memory kills its process without an
-exception. The process that dies is therefore a child (``sandbox_child``). The kernel enforces its limits, and it
-inherits almost nothing of this environment. Afterwards this process opens the same bytes, identified by their hash.
+Native libraries read tokenizers, Parquet and Arrow. One that allocates too much memory kills its process
+without an exception. The process that dies is therefore a child (``sandbox_child``). The kernel enforces
+its limits, and it inherits almost nothing of this environment. Afterwards this process opens the same
+bytes, identified by their hash.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ _spent = 0.0
 
 
 class Refused(Exception):
-    """An artefact cannot be opened within its limits. The message is a predicate, such as "needs more than ..."."""
+    """An artefact cannot be opened within its limits.
+
+    The message is a predicate, such as "needs more than ...".
+    """
 
 
 def set_limits(limits: Limits) -> None:

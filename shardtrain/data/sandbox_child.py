@@ -1,4 +1,5 @@
-"""Child process of ``sandbox``: open one artefact within hard limits and report the result as a line of JSON."""
+"""Child process of ``sandbox``: open one artefact within hard limits and report the result as a line of
+JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def _bound(memory_bytes: int, seconds: int, file_bytes: int = 0) -> None:
         sizes = [int(pages) * resource.getpagesize() for pages in Path("/proc/self/statm").read_text().split()]
         mapped, resident, _, _, _, data, _ = sizes
         more = max(memory_bytes - resident, 0)
-        # A file may be mapped twice. Memory without a file stays limited, however large (and sparse) the file is.
+        # A file may be mapped twice. Memory without a file stays limited, however large (and sparse) the
+        # file is.
         _lower(resource.RLIMIT_AS, mapped + more + 2 * file_bytes)
         _lower(resource.RLIMIT_DATA, data + more)
     _lower(resource.RLIMIT_CPU, seconds)
@@ -82,7 +84,8 @@ def _open_arrow(request: Mapping[str, Any]) -> None:
         raise ShardtrainError from None  # the parent gets the same error and names the file
     for dataset in opened:
         table = dataset.data.table
-        # Arrow would follow lengths and offsets that point out of their buffers. Large files are not read in full.
+        # Arrow would follow lengths and offsets that point out of their buffers. Large files are not read
+        # in full.
         table.validate(full=table.nbytes <= _WHOLE_BYTES)
         rows = dataset.with_format("arrow")
         for index in {0, len(rows) // 2, len(rows) - 1} if len(rows) else ():

@@ -110,8 +110,9 @@ _ARRAY = "array"
 
 def encode(value: Any) -> list[memoryview]:
     """Encode JSON values and arrays as consecutive buffers."""
-    # The JSON contains a placeholder with dtype and length for each array; the arrays follow in the same order. Dicts
-    # are encoded as lists of pairs and lists as dicts, so no key of a dict can look like a placeholder.
+    # The JSON contains a placeholder with dtype and length for each array; the arrays follow in the same
+    # order. Dicts are encoded as lists of pairs and lists as dicts, so no key of a dict can look like a
+    # placeholder.
     arrays: list[np.ndarray[Any, Any]] = []
 
     def to_json(part: Any) -> Any:

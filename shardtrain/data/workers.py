@@ -26,7 +26,8 @@ def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> 
     start_method = "fork"
     if sys.platform != "linux":
         start_method = "spawn"
-        # a spawned worker is a new interpreter, which would import its first modules from the current directory
+        # a spawned worker is a new interpreter, which would import its first modules from the current
+        # directory
         os.environ[library_environment.SAFE_PATH] = "1"
     loader = torch.utils.data.DataLoader(
         items,
@@ -43,7 +44,8 @@ def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> 
 
 
 def death_of_worker(error: RuntimeError) -> DataError | None:
-    """What to say where a process that prepares batches died, which PyTorch may report from anywhere; else None."""
+    """What to say where a process that prepares batches died, which PyTorch may report from anywhere; else
+    None."""
     if "DataLoader worker" not in str(error):
         return None
     return DataError(f"a process that prepares batches died: {str(error).splitlines()[0]}")

@@ -46,7 +46,8 @@ class ChatTemplate:
         self.reads_parts = False
         """True if the template reads a content that is a list of parts. Set by ``chat.find_content_form``."""
         self.content_as_parts = False
-        """True to pass each content as ``[{"type": "text", "text": ...}]``, for templates that read only this form."""
+        """True to pass each content as ``[{"type": "text", "text": ...}]``, for templates that read only
+        this form."""
         self.dropped: dict[tuple[Any, ...], str] = {}
         """Maps shapes of conversations to the part that the template drops, or "".
 

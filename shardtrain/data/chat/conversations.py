@@ -124,12 +124,14 @@ def find_content_form(template: ChatTemplate) -> None:
 
 
 def check_nothing_is_dropped(template: ChatTemplate, chat: Sequence[Message], variables: Variables, text: str) -> None:
-    """Reject a conversation if the template drops a content, a tool call or the last turn's reasoning in ``text``.
+    """Reject a conversation if the template drops a content, a tool call or the last turn's reasoning in
+    ``text``.
 
-    The model would be trained on an empty question, or learn only the ends of its turns. Stand-ins replace the texts,
-    because a short text may occur in the conversation for other reasons. The answer depends on the shape of the
-    conversation, so each shape is rendered once. Then the texts themselves are searched in ``text``, because a template
-    may cut some of them. Reasoning of earlier turns may be dropped: many templates do so.
+    The model would be trained on an empty question, or learn only the ends of its turns. Stand-ins replace
+    the texts, because a short text may occur in the conversation for other reasons. The answer depends on
+    the shape of the conversation, so each shape is rendered once. Then the texts themselves are searched in
+    ``text``, because a template may cut some of them. Reasoning of earlier turns may be dropped: many
+    templates do so.
 
     Raises:
         Unusable: names the turn.
@@ -160,8 +162,8 @@ def _find_dropped(
     template: ChatTemplate, replaced: list[Message], variables: Variables, wanted: dict[str, Leaf]
 ) -> str:
     """Describe the first text that the template does not write, or return ""."""
-    # A template that raises on the stand-ins renders as "". It inspects the names of calls or the contents, so assume
-    # that it also writes them.
+    # A template that raises on the stand-ins renders as "". It inspects the names of calls or the contents,
+    # so assume that it also writes them.
     text = template.try_render(replaced, variables)
     missing = (leaf for name, leaf in wanted.items() if text and leaf.value.strip() and name not in text)
     return next((leaf.description for leaf in missing), "")
@@ -264,7 +266,8 @@ class Conversations:
         return self._tokenizer.encode_spans([text])[0][0]
 
     def turn_end(self) -> int | None:
-        """Return the special token that ends an answer, by the template or by ``data.turn_end``; None without one."""
+        """Return the special token that ends an answer, by the template or by ``data.turn_end``; None
+        without one."""
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
         text = self._template.try_render(chat)
         after = (text.rpartition(_STAND_IN)[2] if _STAND_IN in text else "") + self._turn_end

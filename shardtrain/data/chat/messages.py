@@ -13,7 +13,8 @@ from shardtrain.data.documents.columns import Unusable, check_text, column, find
 
 Message = dict[str, Any]
 Variables = Mapping[str, Any]
-"""Variables of a chat template besides the messages: the tools, and those of the column chat_template_kwargs."""
+"""Variables of a chat template besides the messages: the tools, and those of the column
+chat_template_kwargs."""
 NO_VARIABLES: Variables = MappingProxyType({})
 
 # names of speakers in ShareGPT's format
@@ -49,7 +50,8 @@ def conversation(row: Mapping[str, Any], messages_field: str, tools_field: str) 
 
 
 def messages_column(row: Mapping[str, Any], messages_field: str) -> str:
-    """Return the column of the conversation: ShareGPT's "conversations" if a row has it instead of "messages"."""
+    """Return the column of the conversation: ShareGPT's "conversations" if a row has it instead of
+    "messages"."""
     is_sharegpt = messages_field == "messages" and "messages" not in row and "conversations" in row
     return "conversations" if is_sharegpt else messages_field
 

@@ -2,13 +2,16 @@
 
 Two methods are tried for each turn:
 
-1. Growth: the template writes more with the turn than without it, and the text before and after stays the same.
-2. Stand-ins: the template renders the conversation with each text replaced by a word of ours. This shows which text of
-   the template lies between the texts of two messages. Such a gap ends one turn and begins the next. It is cut by
-   comparing it with what the template writes after the last text of a shorter conversation.
+1. Growth: the template writes more with the turn than without it, and the text before and after stays the
+same.
+2. Stand-ins: the template renders the conversation with each text replaced by a word of ours. This shows
+which text of
+   the template lies between the texts of two messages. Such a gap ends one turn and begins the next. It is
+   cut by comparing it with what the template writes after the last text of a shorter conversation.
 
-The second method also finds turns that a template writes in another way once later ones exist (thinking blocks, an end
-token only after the last turn), and a turn in several parts (a tool's result between a tool call and the content).
+The second method also finds turns that a template writes in another way once later ones exist (thinking
+blocks, an end token only after the last turn), and a turn in several parts (a tool's result between a tool
+call and the content).
 """
 
 from __future__ import annotations
@@ -55,8 +58,8 @@ class _Place(NamedTuple):
 def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[list[Message], dict[str, Leaf]]:
     """Replace the content, the reasoning and the tool-call names of each message by stand-ins.
 
-    A thinking block in a content and the answer after it get separate stand-ins, and so do the parts of a content.
-    If ``arguments`` is true, arguments of tool calls are replaced too.
+    A thinking block in a content and the answer after it get separate stand-ins, and so do the parts of a
+    content. If ``arguments`` is true, arguments of tool calls are replaced too.
     """
     leaves: dict[str, Leaf] = {}
 
@@ -72,8 +75,8 @@ def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[lis
         content = parts if isinstance(parts, str) else ""
         thinking = _split_thinking(content) if message["role"] == "assistant" else None
         if thinking:
-            # Keep the whitespace around both texts, because templates split and strip at it. An answer of whitespace
-            # only has no such border, so its stand-in replaces all of it.
+            # Keep the whitespace around both texts, because templates split and strip at it. An answer of
+            # whitespace only has no such border, so its stand-in replaces all of it.
             opening, thought, answer = thinking
             reasoning = stand_in(turn, "reasoning", thought.strip())
             thought = thought.replace(thought.strip(), reasoning, 1)
@@ -98,7 +101,10 @@ def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[lis
 
 
 def _split_thinking(content: str) -> tuple[str, str, str] | None:
-    """Split a content that begins with a thinking block: whitespace before it, thought, answer. None without one."""
+    """Split a content that begins with a thinking block: whitespace before it, thought, answer.
+
+    None without one.
+    """
     before, closing, answer = content.partition("</think>")
     whitespace, _, thought = before.partition("<think>")
     begins_with_block = closing and thought.strip() and not whitespace.strip()
@@ -119,7 +125,8 @@ class Turns:
         """The generation prompt."""
 
     def spans(self, turn: int) -> list[Span]:
-        """Characters of a turn of the assistant, from after the generation prompt to its end; empty if unknown."""
+        """Characters of a turn of the assistant, from after the generation prompt to its end; empty if
+        unknown."""
         grown = self._by_growth(turn)
         return [grown] if grown else self._by_stand_ins(turn)
 
@@ -130,8 +137,9 @@ class Turns:
         grown = self._rendered(self._chat[: turn + 1])
         if not (self._text.startswith(grown) and grown.startswith(prompt) and len(grown) > len(prompt) > 0):
             return None
-        # If the template has no generation prompt, the growth may begin with the speaker's name. It does not if a plain
-        # answer directly follows the prompt. Test that with a stand-in: a real answer may begin like the name.
+        # If the template has no generation prompt, the growth may begin with the speaker's name. It does
+        # not if a plain answer directly follows the prompt. Test that with a stand-in: a real answer may
+        # begin like the name.
         plain = self._rendered([*self._chat[:turn], _PLAIN])
         begins = plain.startswith(prompt) and plain[len(prompt) :].lstrip().startswith(_STAND_IN)
         return (len(prompt), len(grown)) if begins or prompt != self._rendered(self._chat[:turn]) else None
@@ -171,7 +179,8 @@ class Turns:
             return begin + len(asked)  # the template writes only a space before an answer
         if place.kind == "content":
             return place.start
-        # A thinking block or a tool call comes first. The header is what precedes the content of a plain answer.
+        # A thinking block or a tool call comes first. The header is what precedes the content of a plain
+        # answer.
         header = self._tail(before, place.turn, more=[_PLAIN])
         return begin + len(header) if header and gap.startswith(header) else -1
 
@@ -211,9 +220,11 @@ class Turns:
 
 
 def _align(skeleton: str, leaves: dict[str, Leaf], chat: list[Message], text: str) -> list[_Place]:
-    """Find the texts of the messages in ``text``, which has the form of ``skeleton``; empty if it has another form.
+    """Find the texts of the messages in ``text``, which has the form of ``skeleton``; empty if it has
+    another form.
 
-    A template may strip a text of the assistant or drop its beginning. It may write other texts in any form.
+    A template may strip a text of the assistant or drop its beginning. It may write other texts in any
+    form.
     """
     first, *rest = _STAND_INS.split(skeleton)
     names = rest[::2]

@@ -1,4 +1,7 @@
-"""Handle lists of which some items are bad rows. Bad rows keep their place, and good ones are handled together."""
+"""Handle lists of which some items are bad rows.
+
+Bad rows keep their place, and good ones are handled together.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ def attempt(read: Callable[[Mapping[str, Any]], T | BadRow], row: Row) -> T | Ba
 def around_bad_rows(
     items: Sequence[T | BadRow], handle: Callable[[list[T]], Iterable[Result | BadRow]]
 ) -> Iterator[Result | BadRow]:
-    """Yield the result of each item, and bad rows as they are. ``handle`` takes all good items at once, in order."""
+    """Yield the result of each item, and bad rows as they are.
+
+    ``handle`` takes all good items at once, in order.
+    """
     results = iter(handle([item for item in items if not isinstance(item, BadRow)]))
     for item in items:
         yield item if isinstance(item, BadRow) else next(results)

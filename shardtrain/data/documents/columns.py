@@ -1,4 +1,4 @@
-"""Columns of a row: reached by name or by a dotted path, and refused with a reason."""
+"""Read columns of a row, by name or by a dotted path. Rejects rows with a reason."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from shardtrain.utils.log import logger
 
-_MOST_NAMES = 12
-_LONGEST_NAME = 40
+_MAX_NAMES = 12
+_MAX_NAME_LENGTH = 40
 
 
 class Unusable(Exception):
-    """A row gives no document; the text of the exception is the reason, and ``harmless`` is that of a ``BadRow``."""
+    """A row has no document. The text is the reason; ``harmless`` as in ``BadRow``."""
 
     def __init__(self, reason: str, harmless: bool = False) -> None:
         super().__init__(reason)
@@ -28,45 +28,47 @@ UNUSED_COLUMNS = {
     ),
     **dict.fromkeys(("completion_mask", "assistant_masks"), "TRL reads from it which tokens are learned"),
 }
-"""Columns of a row that other trainers read and that are not used here."""
+"""Columns that other trainers read and that are not used here."""
 UNUSED_KEYS = {
     "weight": "OpenAI leaves turns of weight 0 out of the loss",
     "train": "Axolotl leaves turns out of the loss by it",
 }
-"""The same for keys of a message."""
-_SAYS_NOTHING: tuple[Any, ...] = (None, [], "", 1)
+"""Keys of a message that other trainers read and that are not used here."""
+_NO_EFFECT: tuple[Any, ...] = (None, [], "", 1)
 _MISSING = object()
 
 
 class UnusedNames:
-    """Warns once of each name in rows or messages that other trainers give a meaning, and that is not used here."""
+    """Warns once for each name in rows or messages that other trainers use and that is not used here."""
 
     def __init__(self, what: str, meanings: Mapping[str, str]) -> None:
         self._what = what
         self._meanings = dict(meanings)
 
     def warn(self, objects: Iterable[Any]) -> None:
-        """Look for the names in rows or messages. Values that change nothing, such as null, do not count."""
-        for one in objects:
-            for name in self._meanings.keys() & one.keys() if isinstance(one, Mapping) else ():
-                if one[name] not in _SAYS_NOTHING:
+        """Check rows or messages. Values without effect, such as null, do not count."""
+        for item in objects:
+            if not isinstance(item, Mapping):
+                continue
+            for name in self._meanings.keys() & item.keys():
+                if item[name] not in _NO_EFFECT:
                     logger.warning(f"{self._what} {name!r} is not used: {self._meanings.pop(name)}")
 
 
 def find(row: Mapping[str, Any], path: str) -> Any:
-    """Value of a column, or None where the row has no such column or null in it.
+    """Return the value of a column. None if the row has no such column, or null in it.
 
-    A column whose name has dots in it is found before the object that a dotted path reaches into.
+    A column whose name contains dots takes precedence over a path into an object.
     """
     value = _reach(row, path)
     return None if value is _MISSING else value
 
 
 def column(row: Mapping[str, Any], path: str) -> Any:
-    """Value of a column.
+    """Return the value of a column.
 
     Raises:
-        Unusable: when the row has no such column; the reason names those that it has.
+        Unusable: the row has no such column. The reason lists its columns.
     """
     value = _reach(row, path)
     if value is _MISSING:
@@ -75,10 +77,10 @@ def column(row: Mapping[str, Any], path: str) -> Any:
 
 
 def text(row: Mapping[str, Any], path: str) -> str:
-    """Text of a column; an empty one is a text too.
+    """Return the text of a column, which may be empty.
 
     Raises:
-        Unusable: when there is none, or no text that UTF-8 can hold.
+        Unusable: the value is missing, is not a text, or cannot be encoded in UTF-8.
     """
     value = column(row, path)
     if type(value) is str:
@@ -87,20 +89,21 @@ def text(row: Mapping[str, Any], path: str) -> str:
 
 
 def label(row: Mapping[str, Any], path: str) -> Any:
-    """Label in a column. Floats without a fraction become ints: integer columns that hold nulls arrive as floats.
+    """Return the label in a column. Floats without a fraction become ints, because integer columns with
+    nulls are read as floats.
 
     Raises:
-        Unusable: when the row has no such column.
+        Unusable: the row has no such column.
     """
     value = column(row, path)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def check_text(value: str, what: str) -> str:
-    """Give back a text that UTF-8 can hold.
+    """Return a text unchanged if it can be encoded in UTF-8.
 
     Raises:
-        Unusable: when it has half of a surrogate pair, as broken JSON escapes leave behind.
+        Unusable: it contains half of a surrogate pair, for example from a broken JSON escape.
     """
     if not value.isascii():
         try:
@@ -111,16 +114,17 @@ def check_text(value: str, what: str) -> str:
 
 
 def kind(value: Any) -> str:
-    """What a value is, in words of JSON: "a list", "null"."""
+    """Return the kind of a value in terms of JSON: "a list", "null"."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "a truth value"
-    words = ((str, "a text"), (int | float, "a number"), (list | tuple, "a list"), (Mapping, "an object"))
-    return next((word for types, word in words if isinstance(value, types)), f"a {type(value).__name__}")
+    kinds = ((str, "a text"), (int | float, "a number"), (list | tuple, "a list"), (Mapping, "an object"))
+    return next((name for types, name in kinds if isinstance(value, types)), f"a {type(value).__name__}")
 
 
 def _reach(row: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a path, or _MISSING."""
     if path in row:
         return row[path]
     value: Any = row
@@ -132,6 +136,7 @@ def _reach(row: Mapping[str, Any], path: str) -> Any:
 
 
 def _names(row: Mapping[str, Any]) -> str:
-    names = [str(name)[:_LONGEST_NAME] for name in row]
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more if names else "none"
+    """List at most 12 columns of a row."""
+    names = [str(name)[:_MAX_NAME_LENGTH] for name in row]
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more if names else "none"

@@ -1,8 +1,8 @@
 """Tokens of a prompt and of a completion that continues it.
 
-Tokenizers that put a space before each text (SentencePiece models, Metaspace, a Prepend normalizer, ByteLevel with
-``add_prefix_space``) would also put one before a completion that is encoded by itself. The model would then learn to
-answer with a space that nobody wrote.
+Tokenizers that put a space before each text (SentencePiece models, Metaspace, a Prepend normalizer,
+ByteLevel with ``add_prefix_space``) would also put one before a completion that is encoded by itself. The
+model would then learn to answer with a space that nobody wrote.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ _ANCHORS = ("\n", ".", "a", "0", "|", ">")
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[tuple[Ids, Ids, bool]]:
     """Encode prompts with their completions.
 
-    The prompt has the tokens that it has by itself, as in generation. If the tokens of the joined text begin with
-    them, the rest is the completion. Otherwise a token of the joined text would contain characters of both, and the
-    completion is encoded as a continuation.
+    The prompt has the tokens that it has by itself, as in generation. If the tokens of the joined text
+    begin with them, the rest is the completion. Otherwise a token of the joined text would contain
+    characters of both, and the completion is encoded as a continuation.
 
     Returns:
-        For each pair the ids of the prompt, the ids of the completion, and True if a token would contain both.
+        For each pair the ids of the prompt, the ids of the completion, and True if a token would contain
+        both.
     """
     prompts = tokenizer.encode_batch([prompt for prompt, _ in pairs])
     joined = tokenizer.encode_batch([prompt + completion for prompt, completion in pairs])
@@ -56,9 +57,10 @@ def _continue(tokenizer: Tokenizer, prompt_ids: Ids, completion: str, joined_ids
     written = [tokenizer.decode(np.concatenate((prompt_ids, one)), keep_special=True) for one in candidates]
     if wanted in written:
         return candidates[written.index(wanted)]
-    # No candidate decodes to the joined text: a normalizer composes characters across the seam (NFC), or a word is a
-    # special token only if no letter follows it. Take a candidate that begins with whitespace only if the completion
-    # does, so that no space is inserted. A decoder that joins words with spaces (WordPiece) always inserts one.
+    # No candidate decodes to the joined text: a normalizer composes characters across the seam (NFC), or a
+    # word is a special token only if no letter follows it. Take a candidate that begins with whitespace
+    # only if the completion does, so that no space is inserted. A decoder that joins words with spaces
+    # (WordPiece) always inserts one.
     seam = len(tokenizer.decode(prompt_ids, keep_special=True))
     for candidate, text in zip(candidates, written, strict=True):
         if text[seam : seam + 1].isspace() == completion[:1].isspace():

@@ -175,7 +175,8 @@ class _DocumentEnds:
         self._separator = np.array(ends.separator, dtype=np.int32)
 
     def document(self, tokens: Ids, num_prompt: int | None = None) -> Document:
-        """Make a document of ``tokens``, of which the first ``num_prompt`` are not learned (None: all are learned)."""
+        """Make a document of ``tokens``, of which the first ``num_prompt`` are not learned (None: all are
+        learned)."""
         notes = []
         prefix, suffix = self._prefix, self._suffix
         if len(prefix) and starts_with(tokens, prefix):

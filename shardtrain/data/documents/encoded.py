@@ -17,8 +17,8 @@ from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 class Document:
     """Tokens of one row, with bos and eos; 1-D int32.
 
-    ``learned`` is a 1-D bool array of the same length: True for tokens that count in the loss as targets. None means
-    all of them. ``notes`` are remarks about the row that ``data check`` counts.
+    ``learned`` is a 1-D bool array of the same length: True for tokens that count in the loss as targets.
+    None means all of them. ``notes`` are remarks about the row that ``data check`` counts.
     """
 
     tokens: npt.NDArray[np.int32]

@@ -1,8 +1,10 @@
-"""What is read whole at start is bounded: files of a few bytes can hold gigabytes of rows, and hours of work.
+"""Limit the memory and time of reading a dataset at start: a few bytes of compressed files can expand to
+gigabytes.
 
-A dataset of unknown origin is read whole because its files are small (``data.mode="auto"``). Compressed text and
-Parquet may be a thousand times larger once they are read. What is bounded is the memory of what is kept, and the CPU
-time of data that have grown more than ``MAX_GROWTH`` times; data that grow as text does may take as long as they need.
+``data.mode="auto"`` reads a dataset of unknown origin completely if its files are small. Compressed text
+and Parquet may be a thousand times larger after decompression. The limits are on the memory of the data,
+and on the CPU time of data that expand more than ``MAX_GROWTH`` times. Data that expand like text may take
+any time.
 """
 
 from __future__ import annotations
@@ -16,21 +18,24 @@ from shardtrain.data.documents.read_documents import text_size
 from shardtrain.utils.errors import DataError
 
 MAX_GROWTH = 50
-"""Text in gzip, bzip2, xz or zstandard grows 3 to 15 times."""
+"""Text in gzip, bzip2, xz or zstandard expands 3 to 15 times."""
 FREE_BYTES = 64 * 2**20
-"""Data that are no larger than this when read have grown as far as they like."""
+"""Data up to this size after decompression may expand by any factor."""
 ROW_BYTES = 128
-"""What a row takes beside its text: an object, its place in lists."""
+"""Memory of a row in addition to its text: an object, and its place in lists."""
 PROCESS_BYTES = 2**28
-"""What the process itself, and rows on their way, take of the limit of memory."""
+"""Part of the memory limit for the process itself, and for rows in transit."""
 
-_LOOK_EVERY = 64
+_CHECK_INTERVAL = 64
 
 T = TypeVar("T")
 
 
 class Growth:
-    """Counts what reading a dataset gives. ``bytes_on_disk`` None is not known, and nothing is bounded by it."""
+    """Counts the bytes of a dataset while it is read.
+
+    If ``bytes_on_disk`` is None, expansion is not limited.
+    """
 
     def __init__(self, dataset: str, bytes_on_disk: int | None, way_out: str = "") -> None:
         self._dataset = dataset
@@ -38,29 +43,29 @@ class Growth:
         self._way_out = way_out
         self._seconds = sandbox.limits().seconds
         self._bytes = sandbox.limits().memory_bytes
-        self._most_bytes = max(self._bytes - PROCESS_BYTES, self._bytes // 2)
+        self._max_bytes = max(self._bytes - PROCESS_BYTES, self._bytes // 2)
         self._start = time.process_time() - sandbox.spent_seconds()
         self._grown = self._kept = 0
 
     def rows(self, keyed: Iterable[tuple[Any, T]]) -> Iterator[tuple[Any, T]]:
-        """The same rows; raises DataError at one with which data that have grown too often go beyond the limits."""
+        """Yield the rows unchanged. Raises DataError when data that expand too much exceed a limit."""
         for number, (key, row) in enumerate(keyed):
             self._grown += ROW_BYTES + text_size(row)
-            if number % _LOOK_EVERY == 0 or self._grown > FREE_BYTES:
+            if number % _CHECK_INTERVAL == 0 or self._grown > FREE_BYTES:
                 self._check_rows()
             yield key, row
 
     def keep(self, num_bytes: int) -> None:
-        """Count what stays in memory; raises DataError where it is too much."""
+        """Count bytes that stay in memory. Raises DataError above the limit."""
         self._kept += num_bytes
-        if self._kept > self._most_bytes:
-            raise self._beyond(f"memory_bytes={self._bytes} of memory when it is read whole")
+        if self._kept > self._max_bytes:
+            raise self._beyond(f"memory_bytes={self._bytes} of memory when it is read completely")
 
     def _check_rows(self) -> None:
         if self._disk is None or self._grown <= max(FREE_BYTES, MAX_GROWTH * self._disk):
             return
-        grown = f"has grown from {self._disk} bytes to {self._grown} so far"
-        if self._grown > self._most_bytes:
+        grown = f"expanded from {self._disk} bytes to {self._grown} so far"
+        if self._grown > self._max_bytes:
             raise self._beyond(f"memory_bytes={self._bytes} of memory: it {grown}")
         if time.process_time() - self._start > self._seconds:
             raise self._beyond(f"seconds={self._seconds} to read: it {grown}")

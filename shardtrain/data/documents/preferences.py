@@ -1,11 +1,12 @@
-"""Rows of preferences as people have them, to a prompt and two answers.
+"""Split rows of preference data into a prompt and two answers.
 
-Texts or lists of messages; the prompt in a column of its own, or as what both sides begin with; answers alone, or whole
-conversations that repeat the prompt:
+Rows contain texts or lists of messages. The prompt is in its own column, or is the common beginning of both
+sides. The answers are separate, or complete conversations that repeat the prompt:
 
 - ``{"prompt": "...", "chosen": "...", "rejected": "..."}``
 - ``{"prompt": [user], "chosen": [assistant], "rejected": [assistant]}``
-- ``{"prompt": "...", "chosen": [user, assistant], "rejected": [user, assistant]}`` (ultrafeedback_binarized)
+- ``{"prompt": "...", "chosen": [user, assistant], "rejected": [user, assistant]}``
+  (ultrafeedback_binarized)
 - ``{"chosen": [user, assistant], "rejected": [user, assistant]}``
 - ``{"chosen": "\\n\\nHuman: ... \\n\\nAssistant: ...", "rejected": ...}`` (hh-rlhf)
 """
@@ -20,25 +21,26 @@ from shardtrain.data.documents.columns import Unusable, check_text, column, kind
 
 Part = str | list[Message]
 _SPEAKER = "\n\nAssistant:"
-"""Before an answer in the texts of hh-rlhf."""
+"""Precedes an answer in the texts of hh-rlhf."""
 
 
 def split(row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected_field: str) -> tuple[Part, Part, Part]:
-    """The prompt, the chosen and the rejected answer of a row: all three texts, or all three lists of messages.
+    """Return the prompt, the chosen and the rejected answer of a row: three texts, or three lists of
+    messages.
 
-    Without a column of the prompt, that is what both sides begin with.
+    Without a prompt column, the prompt is the common beginning of both sides.
 
     Raises:
-        Unusable: when the columns do not fit together, or the two sides have no beginning in common.
+        Unusable: the columns do not fit together, or the two sides have no common beginning.
     """
     chosen = column(row, chosen_field)
     rejected = column(row, rejected_field)
-    # A row may lack the column "prompt", which is the option's default; one that the user names must be there.
+    # a row may lack the column "prompt", the option's default; a column that the user names must exist
     has_prompt = prompt_field in row or prompt_field != "prompt"
     prompt = column(row, prompt_field) if has_prompt else None
     sides = (chosen, rejected)
 
-    # Two texts, after a conversation, after a text, or with their prompt in them.
+    # two texts: after a conversation, after a text, or including their prompt
     if all(isinstance(side, str) for side in sides):
         check_text(chosen, f"column {chosen_field!r}")
         check_text(rejected, f"column {rejected_field!r}")
@@ -54,7 +56,7 @@ def split(row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected
     if any(isinstance(side, str) for side in sides):
         raise Unusable(f"chosen is {kind(chosen)} and rejected {kind(rejected)}; both must be alike")
 
-    # Two lists of messages.
+    # two lists of messages
     return _messages(
         prompt,
         has_prompt,
@@ -68,21 +70,21 @@ def _messages(
     prompt: Any, has_prompt: bool, chosen: list[Message], rejected: list[Message], prompt_field: str
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """Split lists of messages into a prompt and two answers. An answer has at least one message."""
-    # Number of messages that both sides begin with. The last message of a side is an answer and is not counted.
+    # number of messages that both sides begin with, without the last message of a side, which is an answer
     common = 0
     while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
         common += 1
     before = chosen[:common]
     if isinstance(prompt, list | tuple):
-        # A list: it is cut off if both answers repeat it.
+        # a list: remove it if both answers repeat it
         before = messages_of(prompt, prompt_field)
         repeats = [side[: len(before)] == before and len(side) > len(before) for side in (chosen, rejected)]
         common = len(before) if all(repeats) else 0
         if any(repeats) and not all(repeats):
             raise Unusable(f"one answer repeats the messages of column {prompt_field!r} and the other does not")
     elif isinstance(prompt, str):
-        # The prompt is a text. If the columns contain only answers, it is the user's turn. If they contain entire
-        # conversations, it must be one of the messages that both begin with.
+        # The prompt is a text. If the columns contain only answers, it is the user's turn. If they contain
+        # entire conversations, it must be one of the messages that both begin with.
         if not before and chosen[0]["role"] == rejected[0]["role"] == "assistant":
             before = [{"role": "user", "content": check_text(prompt, f"column {prompt_field!r}")}]
         elif not any(joined(message).get("content", "").strip() == prompt.strip() for message in before):
@@ -101,7 +103,7 @@ def _messages(
 
 
 def _end_of_prompt(chosen: str, rejected: str) -> int:
-    """Characters that both texts begin with, up to where an answer begins: after the speaker's name, or at a word."""
+    """Return the length of the common prompt: up to the last speaker's name, or to the last word boundary."""
     limit = min(len(chosen), len(rejected))
     common = chosen[: next((i for i in range(limit) if chosen[i] != rejected[i]), limit)]
     name = common.rfind(_SPEAKER)
@@ -109,7 +111,8 @@ def _end_of_prompt(chosen: str, rejected: str) -> int:
         return name + len(_SPEAKER)
     if chosen == rejected:
         raise Unusable("chosen and rejected are the same text, of which no part is the prompt")
-    # Back to the beginning of the word in which they part, and over the space before it: that is the answer's.
+    # Back to the beginning of the word in which they part, and over the space before it: that is the
+    # answer's.
     cut = len(common)
     while cut and not chosen[cut - 1].isspace():
         cut -= 1

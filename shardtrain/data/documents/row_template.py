@@ -1,9 +1,9 @@
-"""``data.template``: columns that a format reads, written from the columns that a table has.
+"""``data.template``: create the columns that a format reads from the columns that a table has.
 
-Each entry is the name of a column to be made and a Jinja template over the others, run in the sandbox of chat
-templates.
-With ``data.format = "chat"`` the entries system, user and assistant are the turns of a conversation. What a template
-names must be there and hold a text or a number: a missing column is never an empty text.
+Each entry is the name of a column to create, and a Jinja template over the existing columns, executed in
+the sandbox of chat templates. With ``data.format = "chat"`` the entries system, user and assistant are the
+turns of a conversation. Columns in a template must exist and contain a text or a number: a missing column
+is never an empty text.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 
 ROLES = ("system", "user", "assistant")
-_MOST_NAMES = 12
+_MAX_NAMES = 12
 
 
 class RowTemplate:
-    """Compiled templates of the entries; ``option`` is named in errors.
+    """Compiled templates of the entries. ``option`` is named in errors.
 
-    With ``keeps`` columns that a row has are left alone, as a preset's templates do, and a conversation that it has.
+    With ``keeps``, existing columns and an existing conversation of a row are kept, as for the templates of
+    presets.
     """
 
     def __init__(
@@ -50,18 +51,17 @@ class RowTemplate:
         self._templates = {name: self._compile(name, text, option) for name, text in entries.items()}
 
     def row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The row with the columns of the template.
+        """Return the row with the columns of the template.
 
         Raises:
-            Unusable: when a column that it names is missing or holds something else, or the template fails.
+            Unusable: a column that it uses is missing or has another type, or the template fails.
         """
         if self._form != "chat":
-            made = {
-                name: self._write(name, template, row)
-                for name, template in self._templates.items()
-                if not (self._keeps and row.get(name) is not None)
-            }
-            return {**row, **made}
+            columns = {}
+            for name, template in self._templates.items():
+                if not self._keeps or row.get(name) is None:
+                    columns[name] = self._write(name, template, row)
+            return {**row, **columns}
         if self._keeps and (row.get(self._messages_field) or row.get("conversations")):
             return row
         texts = {role: self._write(role, self._templates[role], row) for role in ROLES if role in self._templates}
@@ -69,6 +69,7 @@ class RowTemplate:
         return {**row, self._messages_field: messages}
 
     def _write(self, name: str, template: Any, row: Mapping[str, Any]) -> str:
+        """Render one template. Raises Unusable if that fails."""
         import jinja2
 
         self._work.begin()
@@ -76,23 +77,25 @@ class RowTemplate:
             text = template.render({str(key): value for key, value in row.items()})
         except jinja2.UndefinedError as error:
             names = [str(key)[:40] for key in row]
-            has = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+            columns = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
             raise Unusable(
-                f"the template of {name!r} names what the row has not: {error}; its columns are {has}"
+                f"the template of {name!r} uses a column that the row does not have: {error}; its columns are {columns}"
             ) from error
         except (Unusable, MemoryError):
             raise
-        except Exception as error:  # a template can fail in any way that Python code can
+        # a template can raise any Python exception
+        except Exception as error:
             raise Unusable(f"the template of {name!r} fails: {str(error).splitlines()[0][:200]}") from error
         if len(text) > MAX_CHARACTERS:
             raise Unusable(f"the template of {name!r} writes more than {MAX_CHARACTERS} characters")
-        return check_text(str(text), f"what the template of {name!r} writes")
+        return check_text(str(text), f"the output of the template of {name!r}")
 
     def _compile(self, name: str, text: str, option: str) -> Any:
         jinja2 = libraries.load("jinja2", option)
         environment = sandbox(self._work)
         environment.undefined = jinja2.StrictUndefined
-        environment.keep_trailing_newline = True  # a prompt may end in one
+        # a prompt may end with a newline
+        environment.keep_trailing_newline = True
         environment.finalize = _finalize
         try:
             return environment.from_string(text)
@@ -103,7 +106,7 @@ class RowTemplate:
 
 
 class TemplatedEncoder:
-    """An encoder of rows that a template has completed."""
+    """Encoder of rows that a template has completed."""
 
     def __init__(self, encoder: Encoder, template: RowTemplate) -> None:
         self.tokenizer = encoder.tokenizer
@@ -120,24 +123,25 @@ class TemplatedEncoder:
 
 
 def template_of(data: Data, source: DataSource | None, form: str) -> RowTemplate | None:
-    """The template of a source: its own, that of ``data``, or that of a preset; None where rows are read as they are.
+    """Return the template of a source: its own, that of ``data``, or that of a preset. None if rows need no
+    template.
 
     Raises:
-        ConfigError: when one is not a Jinja template.
+        ConfigError: an entry is not a valid Jinja template.
     """
     if source is not None and source.template:
         return RowTemplate(source.template, form, data.messages_field, "data.sources.NAME.template")
     if data.template:
         return RowTemplate(data.template, form, data.messages_field, "data.template")
 
-    # A preset, such as alpaca: the module of a dataset that is called by its name.
+    # the template of a preset such as alpaca: the module of a dataset in this package
     if source is None or source.dataset not in sources.names():
         return None
     entries = getattr(sources.find(source.dataset), "TEMPLATES", {}).get(form)
     if not entries:
         return None
     if form != "chat":
-        # Under the names of the columns that are read.
+        # with the names of the columns that the options read
         fields = {
             "text": source.text_field or data.text_field,
             "prompt": data.prompt_field,
@@ -148,9 +152,10 @@ def template_of(data: Data, source: DataSource | None, form: str) -> RowTemplate
 
 
 def _finalize(value: Any) -> Any:
-    """What an expression writes: a text or a number, and nothing whose spelling is Python's own."""
+    """Return the value of an expression if it is a text or a number. Raises Unusable for other types."""
     import jinja2
 
     if isinstance(value, str | int | float | jinja2.Undefined) and not isinstance(value, bool):
-        return value  # an undefined one raises when it is written
+        # an undefined value raises when it is written
+        return value
     raise Unusable(f"a template writes {kind(value)}; write a text or a number, or test the column with {{% if %}}")

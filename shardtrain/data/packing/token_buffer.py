@@ -64,7 +64,8 @@ class MemoryTokenBuffer:
     def __init__(self, documents: Iterable[Document], vocab_size: int, growth: Growth | None = None) -> None:
         """Read all documents. ``growth`` limits the memory."""
         dtype = np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<i4")
-        # Do not np.concatenate an array per document: this would need twice the memory. A bytearray grows in place.
+        # Do not np.concatenate an array per document: this would need twice the memory. A bytearray grows
+        # in place.
         tokens = bytearray()
         lengths = array("q")
         # empty until a document has a mask, because most datasets have none

@@ -25,8 +25,8 @@ from shardtrain.utils.errors import ConfigError, Problem
 class BadRow:
     """A row that gives no document. A harmless one (an empty text) is counted, and never stops a run.
 
-    Rows are counted by their reason, so it names no numbers of the row; ``detail`` does, for who fixes the row: a
-    column, a length, a key. As text, the two are one.
+    Rows are counted by their reason, so it names no numbers of the row; ``detail`` does, for who fixes the
+    row: a column, a length, a key. As text, the two are one.
     """
 
     reason: str
@@ -65,7 +65,10 @@ class Request:
 
     @property
     def has_default_split(self) -> bool:
-        """True if the split is the default of its option. A dataset that has only one split then ignores it."""
+        """True if the split is the default of its option.
+
+        A dataset that has only one split then ignores it.
+        """
         return self.split == _DEFAULT_SPLITS.get(self.split_option, "train")
 
 
@@ -129,10 +132,12 @@ def names() -> list[str]:
 
 
 def find(name: str, option: str = "training.dataset") -> ModuleType:
-    """Return the module of a dataset, by the name of its file in this folder or by the path of a user's file.
+    """Return the module of a dataset, by the name of its file in this folder or by the path of a user's
+    file.
 
     Raises:
-        ConfigError: no file has this name (the error suggests the nearest and lists all), or it has no open_source.
+        ConfigError: no file has this name (the error suggests the nearest and lists all), or it has no
+            open_source.
     """
     if name.endswith(".py"):
         return own_file.load(name, own_file.DATASET, option)

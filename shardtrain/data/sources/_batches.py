@@ -1,4 +1,5 @@
-"""Rows of Arrow's batches, and what they take once they are Python's: a value many times over is many values then."""
+"""Rows of Arrow's batches, and what they take once they are Python's: a value many times over is many
+values then."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def rows_of_batch(batch: Any, max_row_bytes: int) -> Iterator[Row]:
 
 
 def python_bytes(batch: Any) -> int:
-    """Bytes of a table or record batch as Python objects, about: more than its own where columns repeat values."""
+    """Bytes of a table or record batch as Python objects, about: more than its own where columns repeat
+    values."""
     others = [number for number, field in enumerate(batch.schema) if not _is_simple(field.type)]
     if not others:
         return int(batch.nbytes)
@@ -61,7 +63,8 @@ def _is_simple(kind: Any) -> bool:
 def _size(array: Any) -> int:
     import pyarrow.compute
 
-    # A type at a time: what has bytes of its own, what is made of other arrays, and what names values of others.
+    # A type at a time: what has bytes of its own, what is made of other arrays, and what names values of
+    # others.
     kind = array.type
     count = len(array)
     types = pyarrow.types

@@ -49,7 +49,10 @@ class Stream(Protocol):
         ...
 
     def gave(self) -> None:
-        """Report that a record was read. A compressed file may take ``data.artefact_seconds`` for each record."""
+        """Report that a record was read.
+
+        A compressed file may take ``data.artefact_seconds`` for each record.
+        """
         ...
 
 
@@ -85,7 +88,8 @@ def _decompressed(file: File, raw: io.RawIOBase) -> Any:
 
 
 class _Clock:
-    """The CPU time since a compressed file last gave something: a kilobyte of it may be a million empty lines."""
+    """The CPU time since a compressed file last gave something: a kilobyte of it may be a million empty
+    lines."""
 
     def __init__(self, file: File) -> None:
         self._file = file
@@ -124,7 +128,10 @@ class _Timed(io.RawIOBase):
 
 
 class _Stream:
-    """Turns each library's errors into ours. One read of the library at a time, so that no data is lost with them."""
+    """Turns each library's errors into ours.
+
+    One read of the library at a time, so that no data is lost with them.
+    """
 
     def __init__(self, file: File, inner: Any, clock: _Clock | None = None) -> None:
         self._file = file
@@ -173,7 +180,8 @@ class _Zstd:
         while total < size and self._failed is None:
             if not self._compressed:
                 self._compressed = memoryview(self._raw.read(BLOCK_BYTES) or b"")
-            # The end of the file: within a frame it was cut, which is said once what came before has been given.
+            # The end of the file: within a frame it was cut, which is said once what came before has been
+            # given.
             if not self._compressed:
                 if self._frame is not None and not total:
                     raise EOFError

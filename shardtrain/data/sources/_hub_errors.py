@@ -17,8 +17,8 @@ def refusal(error: BaseException, request: Request, name: str, asked: Mapping[st
 
 
 def _reason(error: BaseException, request: Request, name: str, asked: Mapping[str, Any]) -> tuple[str, str]:
-    # By names of classes, HTTP statuses and words, over all errors that this one was raised from: the library and the
-    # hub's client each wrap the other's, and their classes moved between versions.
+    # By names of classes, HTTP statuses and words, over all errors that this one was raised from: the
+    # library and the hub's client each wrap the other's, and their classes moved between versions.
     chain = _chain(error)
     kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
     statuses = {getattr(getattr(link, "response", None), "status_code", None) for link in chain}

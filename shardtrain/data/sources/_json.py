@@ -31,7 +31,8 @@ def parse_bytes(data: bytes) -> Row:
 
 
 def parse_text(text: str) -> Row:
-    """Read one JSON object; a BadRow for anything else, for keys given twice, NaN, and text that is not Unicode.
+    """Read one JSON object; a BadRow for anything else, for keys given twice, NaN, and text that is not
+    Unicode.
 
     Escaped control characters, U+0000 among them, are kept as they are.
     """

@@ -1,4 +1,4 @@
-"""A file that is one JSON array of objects, as some datasets are given out; read whole, so bounded in size."""
+"""Read a file with a single JSON array of objects. Such a file is read completely, so its size is limited."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardtrain.data.sources._json import parse_text
 from shardtrain.utils.errors import DataError
 
 MAX_BYTES = 256 * 2**20
-"""A larger array is refused: one object a line needs no such bound."""
+"""A larger array is rejected. Files with one object per line have no such limit."""
 
 _ELEMENT_CHARACTERS = 16 * 2**20
 _MOVE_CHARACTERS = 4 * 2**20
@@ -31,7 +31,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def is_array(file: File) -> bool:
-    """Whether a ``.json`` file begins as an array; other endings stand for one object a line."""
+    """True if a ``.json`` file begins with an array. Files with other suffixes have one object per line."""
     if file.kind != ".json":
         return False
     with open_stream(file) as stream:
@@ -44,9 +44,10 @@ def is_array(file: File) -> bool:
 
 @dataclass
 class ArrayPart:
-    """Elements of the array of one file; see Part. The text is kept, and parsed an element at a time.
+    """Elements of the array in one file; see Part. Keeps the text, and parses one element at a time.
 
-    elements: where they start and stop in the text, and their lines: arrays, as the rank that opened it tells them.
+    ``elements`` contains the start, stop and line of each element in the text, as arrays that ranks can
+    send.
     """
 
     file: File
@@ -56,7 +57,7 @@ class ArrayPart:
 
     @property
     def num_rows(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return len(self.elements["starts"])
 
     def row(self, index: int) -> Row:
@@ -67,7 +68,7 @@ class ArrayPart:
         return too_long(num_bytes) if num_bytes > self.max_row_bytes else parse_text(piece)
 
     def place(self, index: int) -> str:
-        """A whole array is often on one line."""
+        """Return line and element number, because an array is often on one line."""
         return f"{self.elements['lines'][index]} (element {index + 1})"
 
 
@@ -75,13 +76,13 @@ def open_array(file: File, max_row_bytes: int) -> ArrayPart:
     """Find the elements of a file's array.
 
     Raises:
-        DataError: when the file is too large, or is not a JSON array; with the line.
+        DataError: the file is too large, or is not a JSON array. The message has the line.
     """
     text = _text(file)
     starts = array("q")
     stops = array("q")
     lines = array("q")
-    # The text is gone through once: an element, a comma, an element, ... Lines are counted as far as that has come.
+    # one pass over the text: an element, a comma, an element, ...; count lines up to the current element
     place = _after(text, text.index("[") + 1)
     line = 1
     counted = 0
@@ -112,42 +113,49 @@ def open_array(file: File, max_row_bytes: int) -> ArrayPart:
     except RecursionError as error:
         raise _broken(file, text, place, "is nested too deeply") from error
     except ValueError as error:
-        raise _broken(file, text, place, "holds a number of too many digits") from error
+        raise _broken(file, text, place, "contains a number with too many digits") from error
     elements = {"starts": starts, "stops": stops, "lines": lines}
     return ArrayPart(file, {name: np.array(values, np.int64) for name, values in elements.items()}, max_row_bytes, text)
 
 
 class _Ends:
-    """Where elements end. They are decoded in parts of the text: one element could be gigabytes of empty lists."""
+    """Finds the ends of elements.
+
+    Decodes limited parts of the text, because one element could be gigabytes of empty lists.
+    """
 
     def __init__(self, text: str, max_row_bytes: int) -> None:
-        self._whole = text
-        self._most = max(max_row_bytes, _ELEMENT_CHARACTERS)
-        self._part = text[: self._most + _MOVE_CHARACTERS]
+        self._full_text = text
+        self._max_characters = max(max_row_bytes, _ELEMENT_CHARACTERS)
+        self._part = text[: self._max_characters + _MOVE_CHARACTERS]
         self._first = 0
         self._decode = json.JSONDecoder().raw_decode
 
     def after(self, place: int) -> int:
-        """The place after the element at a place; raises JSONDecodeError where there is none, or it is too long."""
-        # The part moves on once the place is 4 MiB into it: it is copied for many elements, and not for each.
-        is_last = self._first + len(self._part) == len(self._whole)
+        """Return the position after the element at ``place``.
+
+        Raises JSONDecodeError if it is not valid, or too long.
+        """
+        # move the part when the position is 4 MiB into it, so it is copied once for many elements
+        is_last = self._first + len(self._part) == len(self._full_text)
         if place - self._first > _MOVE_CHARACTERS and not is_last:
-            self._part = self._whole[place : place + self._most + _MOVE_CHARACTERS]
+            self._part = self._full_text[place : place + self._max_characters + _MOVE_CHARACTERS]
             self._first = place
-            is_last = place + len(self._part) == len(self._whole)
+            is_last = place + len(self._part) == len(self._full_text)
         try:
             return self._decode(self._part, place - self._first)[1] + self._first
         except json.JSONDecodeError as error:
             message = error.msg
             at = error.pos + self._first
-            # What looks broken at the end of a part may be an element that continues behind it.
+            # an apparent error at the end of a part may be an element that continues after it
             if not is_last and (error.pos >= len(self._part) - 8 or message.startswith("Unterminated string")):
-                message = f"an element is longer than {self._most} characters"
+                message = f"an element is longer than {self._max_characters} characters"
                 at = place
-            raise json.JSONDecodeError(message, self._whole, at) from None
+            raise json.JSONDecodeError(message, self._full_text, at) from None
 
 
 def _text(file: File) -> str:
+    """Read a file as text. Raises DataError if it is damaged, too large or not UTF-8."""
     pieces = []
     total = 0
     with open_stream(file) as stream:
@@ -170,7 +178,7 @@ def _text(file: File) -> str:
 
 
 def _after(text: str, place: int) -> int:
-    """The next place that is not white space."""
+    """Return the position of the next character that is not whitespace."""
     match = _SPACE.match(text, place)
     return match.end() if match else place
 

@@ -1,4 +1,5 @@
-"""Records of a text that is read in sequence, in bounded memory: what a RecordIndex finds, for files without one."""
+"""Records of a text that is read in sequence, in bounded memory: what a RecordIndex finds, for files
+without one."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ class _Blank:
 def records(stream: Stream, max_bytes: int, *, quoted: bool = False) -> Iterator[tuple[int, bytes | BadRow]]:
     """Line number from 1 and bytes, without the newline, of each record that is not blank; see RecordIndex.
 
-    A record above ``max_bytes`` is a BadRow. So is damage in the compressed data, which ends the file; a record that it
-    cuts is not given. A compressed file also ends at a record that is longer than ``SKIPPED_BYTES``, because a few MB
-    may decompress to an hour of skipping.
+    A record above ``max_bytes`` is a BadRow. So is damage in the compressed data, which ends the file; a
+    record that it cuts is not given. A compressed file also ends at a record that is longer than
+    ``SKIPPED_BYTES``, because a few MB may decompress to an hour of skipping.
     """
     number = 1
     stream.most_bytes = max(SKIPPED_BYTES, 2 * max_bytes)
@@ -81,7 +82,8 @@ def _lines(stream: Stream, max_bytes: int) -> Iterator[bytes | _Long | _Blank]:
                 yield _Blank(block[:cut])
             begun += block[cut:]
             continue
-        # The rest of a line that began in an earlier block; of one that is too long the length is kept, not the text.
+        # The rest of a line that began in an earlier block; of one that is too long the length is kept, not
+        # the text.
         first, *others = block.split(b"\n")
         begun += first
         if long or len(begun) > max_bytes:

@@ -1,4 +1,4 @@
-"""Sources made of files with one row after the other: any row at once, or in sequence where a file is compressed."""
+"""Sources of files with consecutive rows: with random access, or in sequence if a file is compressed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardtrain.data.sources._index import RecordIndex
 from shardtrain.data.sources._records import records
 
 Parse = Callable[[bytes], Row]
-"""One record to a row; must be a function or object that other processes can be sent."""
+"""Converts a record to a row. Must be picklable."""
 
 
 class Part(Protocol):
@@ -23,21 +23,21 @@ class Part(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the file."""
+        """Number of rows in the file."""
         ...
 
     def row(self, index: int) -> Row:
-        """Row ``index`` of the file."""
+        """Return row ``index`` of the file."""
         ...
 
     def place(self, index: int) -> str:
-        """Where it is in the file: the line at which it begins, from 1."""
+        """Return the position of a row in the file: the line at which it begins, from 1."""
         ...
 
 
 @dataclass
 class RecordsPart:
-    """Records of a plain file but for the first ``skipped``, parsed one by one."""
+    """Records of a plain file, except the first ``skipped``, parsed one at a time."""
 
     index: RecordIndex
     parse: Parse
@@ -46,7 +46,7 @@ class RecordsPart:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the file."""
+        """Number of rows in the file."""
         return max(self.index.num_rows - self.skipped, 0)
 
     def row(self, index: int) -> Row:
@@ -68,7 +68,7 @@ class FileTable(FileSource):
 
     @property
     def num_rows(self) -> int:
-        """Rows of all files."""
+        """Number of rows in all files."""
         return self._stops[-1]
 
     def row(self, index: int) -> Row:
@@ -76,7 +76,7 @@ class FileTable(FileSource):
         return self.parts[file].row(number)
 
     def place(self, index: int) -> str:
-        """Such as ``data/a.jsonl:17``."""
+        """Return the location of a row, such as ``data/a.jsonl:17``."""
         file, number = self._find(index)
         return f"{self.members[file].path}:{self.parts[file].place(number)}"
 
@@ -89,10 +89,11 @@ class FileTable(FileSource):
 
 @dataclass
 class FileShards(FileSource):
-    """Rows of several files of which some are compressed, or of many files, a shard each; see Shards.
+    """Rows of several files, of which some are compressed, or of many files; one shard per file. See
+    Shards.
 
-    ``parts`` holds the files that are had whole, by their number. ``look`` is called with a file when it is opened,
-    where files were not looked at before; it gives its rows where the file is had whole, and raises what opening would.
+    ``parts`` has the files with random access, by number. With many files, ``look`` is called when a file
+    is opened: it raises the errors of opening it, and returns its rows if it has random access.
     """
 
     parse: Parse
@@ -105,11 +106,11 @@ class FileShards(FileSource):
 
     @property
     def num_shards(self) -> int:
-        """Files."""
+        """Number of files."""
         return len(self.members)
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
-        """What comes before ``start`` is read and not parsed."""
+        """Yield the rows of a file. Rows before ``start`` are read but not parsed."""
         part = self._part(shard)
         if part is not None:
             yield from (part.row(number) for number in range(start, part.num_rows))
@@ -119,7 +120,7 @@ class FileShards(FileSource):
                 yield record if isinstance(record, BadRow) else self.parse(record)
 
     def shard_place(self, shard: int, number: int) -> str:
-        """A place that was not read yet is searched for from the beginning of its file."""
+        """Return the location of a row. If the row was not read yet, searches the file from its beginning."""
         part = self._part(shard)
         if part is not None:
             return f"{self.members[shard].path}:{part.place(number)}"
@@ -133,21 +134,23 @@ class FileShards(FileSource):
         return self.parts.get(shard) if self.look is None else self.look(self.members[shard])
 
     def _records(self, shard: int) -> Iterator[tuple[int, bytes | BadRow]]:
-        """Rows of a shard with their numbers; notes their lines."""
+        """Yield the records of a file with their numbers, and note their lines."""
         lines = self._lines.setdefault(shard, _Lines())
         with open_stream(self.members[shard]) as stream:
-            # The first records, such as the line of a table that names its columns, have numbers below 0.
+            # the first records, such as the line with the column names, have numbers below 0
             numbered = records(stream, self.max_row_bytes, quoted=self.quoted)
             for number, (line, record) in enumerate(numbered, start=-self.skipped):
                 if number >= 0:
                     lines.note(number, line)
                     yield number, record
                 elif isinstance(record, BadRow):
-                    raise self.members[shard].unusable(f"cannot be read from its first line on: {record}", "fix it")
+                    rule = f"cannot be read from its first line on: {record}"
+                    raise self.members[shard].unusable(rule, "correct the line")
 
 
 class _Lines:
-    """Line of each row that was read, kept as the few rows at which their difference changes."""
+    """Line numbers of the rows that were read, stored as the few rows at which the difference between row
+    and line changes."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -155,7 +158,7 @@ class _Lines:
         self._shifts = [1]
 
     def note(self, row: int, line: int) -> None:
-        """Take down the line of a row; those before it were noted."""
+        """Store the line of a row. Earlier rows were stored before."""
         if row < self.num_rows:
             return
         self.num_rows = row + 1
@@ -164,5 +167,5 @@ class _Lines:
             self._shifts.append(line - row)
 
     def of(self, row: int) -> int:
-        """Line of a row, from 1."""
+        """Return the line of a row, from 1."""
         return row + self._shifts[bisect_right(self._rows, row) - 1]

@@ -1,7 +1,7 @@
 """Alpaca: 52,002 instructions with answers. Its column "text" has both in one prompt.
 
-Files of yours in its form need but the columns instruction, input (which may be empty or missing) and output, for every
-data.format.
+Files of yours in its form need but the columns instruction, input (which may be empty or missing) and
+output, for every data.format.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ TEMPLATES = {
         "assistant": "{{ output }}",
     },
 }
-"""data.template of each data.format, for rows that lack its columns. Wording and layout are those of the data set."""
+"""data.template of each data.format, for rows that lack its columns.
+
+Wording and layout are those of the data set.
+"""
 
 
 def open_source(request: Request) -> Table | Shards:

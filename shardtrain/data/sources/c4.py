@@ -1,4 +1,5 @@
-"""C4, the cleaned Common Crawl of 2019: English unless data.subset says otherwise, 365 million documents, streamed."""
+"""C4, the cleaned Common Crawl of 2019: English unless data.subset says otherwise, 365 million documents,
+streamed."""
 
 from __future__ import annotations
 

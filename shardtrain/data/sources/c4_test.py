@@ -1,4 +1,5 @@
-"""A few documents of C4 for tests: the copy that a clone of torchtitan holds, or one at a path; never downloaded."""
+"""A few documents of C4 for tests: the copy that a clone of torchtitan holds, or one at a path; never
+downloaded."""
 
 from __future__ import annotations
 

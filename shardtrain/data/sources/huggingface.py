@@ -1,7 +1,8 @@
-"""Any Hugging Face dataset: one on the hub by its id, or a local folder; named presets are files beside this one.
+"""Any Hugging Face dataset: on the hub by its id, or a local folder. Named presets are separate files in
+this folder.
 
-No code of a dataset is ever run: a dataset that is a script is refused. A token for the hub is read from HF_TOKEN, or
-from where ``hf auth login`` keeps it, by the library itself.
+No code of a dataset is ever run: a dataset with a script is rejected. The library reads the hub token from
+HF_TOKEN, or from the file of ``hf auth login``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _READERS: Mapping[tuple[str, ...], Callable[[Sequence[File], Request], Table | S
         (".arrow",): _hub.open_arrow_files,
     }
 )
-# what the hub and the library put beside the data
+# files that the hub and the library put next to the data
 _SAVED = ("dataset_dict.json", "state.json")
 _NO_DATA = re.compile(
     r"dataset_infos?\.json|dataset_dict\.json|state\.json|config\.json|(requirements|license)\.txt", re.I
@@ -43,22 +44,23 @@ _SPLITS = MappingProxyType(
 
 
 def open_source(request: Request) -> Table | Shards:
-    """Open a dataset of the hub (``"org/name"``), or a local path.
+    """Open a dataset on the hub (``"org/name"``), or a local path.
 
-    A local path is a folder that ``save_to_disk`` wrote, or files (a file, a folder, or a pattern) of one of: parquet,
-    jsonl or json, csv or tsv, txt, arrow. Where names of files or folders have a word such as "test" or "validation",
-    those of ``request.split`` are read. Streaming has shards; what is downloaded first is a table.
+    A local path is a folder from ``save_to_disk``, or files (a file, a folder, or a pattern) in one of
+    these formats: parquet, jsonl or json, csv or tsv, txt, arrow. If names of files or folders contain a
+    word such as "test" or "validation", only the files of ``request.split`` are read. Streaming returns
+    shards; a downloaded dataset is a table.
 
     Raises:
-        ConfigError: when the path is not set, the dataset, split or subset is unknown, access is refused, the hub is
-            out of reach, or the library ``datasets`` is not installed.
-        DataError: when a file cannot be used at all.
+        ConfigError: the path is not set, the dataset, split or subset is unknown, access is denied, the hub
+            cannot be reached, or the library ``datasets`` is not installed.
+        DataError: a file cannot be used.
     """
     if not request.path:
         fix = 'name a dataset of the hub ("org/name"), or a local folder'
-        raise ConfigError(Problem(request.option, None, 'is not set, and the dataset "huggingface" needs it', fix))
+        raise ConfigError(Problem(request.option, None, 'is not set, and the dataset "huggingface" requires it', fix))
     path = request.path
-    # A path is meant for this machine where it exists, or where it could not be the id of a dataset on the hub.
+    # a path is local if it exists, or if it cannot be the id of a dataset on the hub
     is_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or any(mark in path for mark in "*?[")
     if is_local or shared_opening.once(path, lambda: bool(bounded_reads.kind(path))):
         return open_local(request)
@@ -66,7 +68,7 @@ def open_source(request: Request) -> Table | Shards:
 
 
 def open_preset(request: Request, dataset: _hub.HubSet) -> Table | Shards:
-    """Open a dataset known by name: from the hub, or the user's own copy of it where ``request.path`` is set.
+    """Open a dataset known by name: from the hub, or the user's copy if ``request.path`` is set.
 
     Raises:
         ConfigError, DataError: as open_source.
@@ -80,14 +82,14 @@ def open_preset(request: Request, dataset: _hub.HubSet) -> Table | Shards:
     if request.subset is not None and dataset.data_files is not None:
         rule = "has no effect with this dataset, which is a part of one subset"
         raise ConfigError(Problem(request.subset_option, request.subset, rule, "remove it"))
-    # The user named the dataset, not a path: messages about it name that option.
+    # the user named the dataset and not a path, so messages must name that option
     return _hub.open_hub(replace(request, path=dataset.name, option=request.option.removesuffix("_path")), dataset)
 
 
 def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
-    """Open a local copy of a dataset, in any of the forms that open_source lists.
+    """Open a local copy of a dataset, in any of the formats that open_source lists.
 
-    ``sole_split`` is the split that all files are of, where their names tell none.
+    ``sole_split`` is the split of all files if their names do not contain one.
     """
     path = os.path.expanduser(request.path or "")
     if request.subset is not None:
@@ -95,7 +97,7 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
 
     def look() -> dict[str, bool]:
         if request.subset is not None and bounded_reads.kind(path) != "folder":
-            rule = f"has no folder {request.subset}, the subset that is asked for"
+            rule = f"has no folder {request.subset}, the requested subset"
             fix = f"remove {request.subset_option}, or correct it"
             raise ConfigError(Problem(request.option, request.path, rule, fix))
         return {
@@ -108,7 +110,7 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
     if kind["is_saved"]:
         return _hub.open_saved(replace(request, path=path))
 
-    # Files that hold data, of the split that is asked for, all of one kind.
+    # data files of the requested split, all in one format
     endings = [ending for group in _READERS for ending in group]
     files = list_files(replace(request, path=path), "huggingface", endings)
     if kind["is_folder"]:
@@ -119,14 +121,17 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
     readers = {reader for group, reader in _READERS.items() for file in files if file.kind in group}
     if len(readers) != 1:
         kinds = ", ".join(sorted({f"*{file.kind}" for file in files}))
-        rule = f"holds files of several kinds ({kinds})" if readers else f"is of a kind that is not known ({kinds})"
-        fix = 'name one kind by a pattern, as "folder/*.parquet"' if readers else f"use {', '.join(endings)}"
+        rule = f"contains files in several formats ({kinds})" if readers else f"has no known format ({kinds})"
+        fix = 'select one format by a pattern, as "folder/*.parquet"' if readers else f"use {', '.join(endings)}"
         raise ConfigError(Problem(request.option, request.path, rule, fix))
     return readers.pop()(files, request)
 
 
 def _of_split(files: FileList, request: Request, sole_split: str, is_file: bool) -> FileList:
-    """Files of the split that is asked for, where their names tell splits apart; else all of them are of one."""
+    """Return the files of the requested split, if names of files contain splits.
+
+    Otherwise all files are of one split.
+    """
     splits = [_split_of(name) for name in files.names()]
     known = sorted({split for split in splits if split is not None} or {sole_split})
     wanted = _SPLITS.get(request.split, request.split)
@@ -140,11 +145,12 @@ def _of_split(files: FileList, request: Request, sole_split: str, is_file: bool)
         )
     if len(chosen) == len(files):
         return files
-    logger.info("%s: read are %d of %d files, those of the split %s", request.path, len(chosen), len(files), wanted)
+    logger.info("%s: reading %d of %d files, those of the split %s", request.path, len(chosen), len(files), wanted)
     return files.chosen(chosen)
 
 
 def _split_of(name: str) -> str | None:
-    """The split that a name within the dataset tells, by its last word of that kind: ``data/test-00000.parquet``."""
+    """Return the split in a file name, by its last word that is a split's name:
+    ``data/test-00000.parquet``."""
     words = [word for word in re.split(r"[^a-z]+", name.lower()) if word in _SPLITS]
     return _SPLITS[words[-1]] if words else None

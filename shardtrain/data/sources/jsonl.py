@@ -19,7 +19,8 @@ ENDINGS = file_kinds.ENDINGS["jsonl"]
 
 
 def open_source(request: Request) -> Table | Shards:
-    """Objects of a file, a folder or a pattern; shards, one per file, where one is compressed or there are many.
+    """Objects of a file, a folder or a pattern; shards, one per file, where one is compressed or there are
+    many.
 
     Raises:
         ConfigError: when the option is not set, or leads to no file.
@@ -36,8 +37,8 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     in_sequence = any(file.compression for file in files)
     opened: dict[int, ArrayPart] = {}  # of the rank that looks
 
-    # Where the rows of each file begin, found by one rank for all: of arrays, which are read whole, and of lines. Where
-    # a file is compressed, lines are read in sequence.
+    # Where the rows of each file begin, found by one rank for all: of arrays, which are read whole, and of
+    # lines. Where a file is compressed, lines are read in sequence.
     def look() -> list[dict[str, Any]]:
         for file in files:
             check_text(file)

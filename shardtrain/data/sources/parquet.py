@@ -20,14 +20,17 @@ ENDINGS = file_kinds.ENDINGS["parquet"]
 
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 256 * 2**20
-"""Bounds what rows that are decoded at once can hold; each of them may be as large as its row group says that it is."""
+"""Bounds what rows that are decoded at once can hold; each of them may be as large as its row group says
+that it is."""
 _BOMB_RATIO = 100
 _BOMB_BYTES = 64 * 2**20
-"""Columns that say to be so many times larger than they are on disk are tried first in a process with limits."""
+"""Columns that say to be so many times larger than they are on disk are tried first in a process with
+limits."""
 _VALUE_BYTES = 8
 _SMALL_BYTES = 64 * 1024
 _DENSE = ("ZSTD", "GZIP", "BROTLI")
-"""Codecs that can pack more than a thousand bytes into one: a small file of them is tried whatever it says."""
+"""Codecs that can pack more than a thousand bytes into one: a small file of them is tried whatever it says.
+"""
 
 
 def open_source(request: Request) -> Shards:
@@ -54,7 +57,10 @@ def open_files(files: Sequence[File], request: Request) -> Shards:
 
 @dataclass
 class ParquetShards(FileSource):
-    """Row groups of files; see Shards. ``rows_of_groups`` are those of each file's groups."""
+    """Row groups of files, one shard each; see Shards.
+
+    ``rows_of_groups`` has the number of rows of each group of each file.
+    """
 
     max_row_bytes: int
     rows_of_groups: Sequence[Sequence[int]]
@@ -70,7 +76,8 @@ class ParquetShards(FileSource):
             yield from _rows_of_group(file, parquet, group, start, self.max_row_bytes)
 
     def shard_place(self, shard: int, number: int) -> str:
-        """Rows are counted from 0 over the whole file, as most tools that show such files do."""
+        """Return the location of a row, counted from 0 over the file, like most tools that display such
+        files."""
         file, _ = self._find(shard)
         return f"{file.path}: row {self._first_rows[shard] + number} from 0"
 
@@ -81,13 +88,13 @@ class ParquetShards(FileSource):
 
 @dataclass
 class ParquetFiles(FileSource):
-    """Many files, a shard each, of which none is opened before a row of it is read; see Shards."""
+    """Many files, one shard each, that are opened only when a row is read; see Shards."""
 
     max_row_bytes: int
 
     @property
     def num_shards(self) -> int:
-        """Files."""
+        """Number of files."""
         return len(self.members)
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
@@ -106,7 +113,7 @@ class ParquetFiles(FileSource):
 
 
 def _rows_of_groups(file: File) -> list[int]:
-    """Rows of each row group. Raises DataError where a file has no footer that can be read."""
+    """Return the number of rows of each row group. Raises DataError if the footer cannot be read."""
     with _open(file) as parquet:
         _check(file, parquet)
         groups = range(parquet.metadata.num_row_groups)
@@ -114,15 +121,15 @@ def _rows_of_groups(file: File) -> list[int]:
 
 
 def _check(file: File, parquet: Any) -> None:
-    """Raise DataError where the file cannot serve as data."""
+    """Raise DataError if the file cannot be used as data."""
     _prove(file, parquet)
     names = parquet.schema_arrow.names
     if len(set(names)) < len(names):
-        raise file.unusable("has two columns of one name", "rename one of them")
+        raise file.unusable("has two columns with the same name", "rename one of them")
 
 
 def _rows_of_group(file: File, parquet: Any, group: int, start: int, max_row_bytes: int) -> Iterator[Row]:
-    """Rows of a row group from number ``start`` on."""
+    """Yield the rows of a row group, starting at number ``start``."""
     arrow = _library("pyarrow", file)
     many = _rows_at_once(parquet.metadata.row_group(group))
     batches = parquet.iter_batches(batch_size=many, row_groups=[group], use_threads=False)
@@ -141,20 +148,23 @@ def _rows_of_group(file: File, parquet: Any, group: int, start: int, max_row_byt
 
 
 def _rows_at_once(group: Any) -> int:
+    """Return the number of rows to read at once, to limit memory."""
     sizes = (group.column(number).total_uncompressed_size for number in range(group.num_columns))
     size = max(group.total_byte_size, *sizes, 1)
     return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // size))
 
 
 def _sizes(group: Any, number: int) -> tuple[int, int]:
-    """Bytes on disk and, at least, decoded: also a value that is none takes its level, and a place."""
+    """Return the size on disk, and the minimum size after decoding: null values also take a level and a
+    place."""
     column = group.column(number)
     return max(column.total_compressed_size, 1), max(column.total_uncompressed_size, _VALUE_BYTES * column.num_values)
 
 
 def _prove(file: File, parquet: Any) -> None:
-    """Try what may be a bomb in a process with limits. Raises DataError where it is one."""
-    # What the footer says: columns that grow too much, or a small file in a codec that can lie about it.
+    """Read suspicious row groups in a child process with limits. Raises DataError if that fails."""
+    # from the footer: columns that expand too much, or small files with a codec whose sizes cannot be
+    # trusted
     meta = parquet.metadata
     groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
     suspects = []
@@ -174,7 +184,7 @@ def _prove(file: File, parquet: Any) -> None:
     try:
         sandbox.prove("parquet", request, f"{request['path']} {file.size} {file.mtime_ns} {file.inode}")
     except sandbox.Refused as refused:
-        raise file.unusable(str(refused), "get the file from its source again, or leave it out") from None
+        raise file.unusable(str(refused), "get the file from its source again, or remove it") from None
 
 
 def _open(file: File) -> Any:

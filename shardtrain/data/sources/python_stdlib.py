@@ -23,7 +23,8 @@ from shardtrain.utils.errors import ConfigError, DataError, Problem
 MAX_BYTES = 16 * 2**20
 """Files are taken in order until they would exceed this many bytes; CPython 3.11 has about 11 MiB."""
 
-# installed packages vary between machines, tests are a third of the text and say little, idlelib is often split off
+# installed packages vary between machines, tests are a third of the text and say little, idlelib is often
+# split off
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
 

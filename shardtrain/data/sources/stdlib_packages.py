@@ -1,4 +1,5 @@
-"""Lines of the running Python's standard library, labelled with their package: something to classify on any machine.
+"""Lines of the running Python's standard library, labelled with their package: something to classify on any
+machine.
 
 The text differs between Python versions; its fingerprint says so when a run is continued on another one.
 """

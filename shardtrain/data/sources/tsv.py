@@ -1,4 +1,5 @@
-"""Tables as text: ``.tsv``, in which a tab ends a field and nothing is quoted, and ``.csv``, as RFC 4180 has it."""
+"""Tables as text: ``.tsv``, in which a tab ends a field and nothing is quoted, and ``.csv``, as RFC 4180
+has it."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ ENDINGS = file_kinds.ENDINGS["tsv"]
 
 
 def open_source(request: Request) -> Table | Shards:
-    """Rows of a file, a folder or a pattern as ``{column: text}``; shards where one is compressed or there are many.
+    """Rows of a file, a folder or a pattern as ``{column: text}``; shards where one is compressed or there
+    are many.
 
-    The first line of each file names the columns, or ``request.header`` is False and they are "0", "1", ... A line
-    of white space alone is not a row. In a CSV, quoted fields may hold newlines, and a quote is written twice.
+    The first line of each file names the columns, or ``request.header`` is False and they are "0", "1", ...
+    A line of white space alone is not a row. In a CSV, quoted fields may hold newlines, and a quote is
+    written twice.
 
     Raises:
         ConfigError: when the option is not set, or leads to no file.
@@ -42,7 +45,8 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     reader = RecordReader()
     in_sequence = not is_many(files) and any(file.compression for file in files)
 
-    # The columns and where rows begin, found by one rank for all; of very many files those of the first alone.
+    # The columns and where rows begin, found by one rank for all; of very many files those of the first
+    # alone.
     def first_look() -> dict[str, Any]:
         for file in files:
             if (file.kind == ".csv") != quoted:

@@ -1,4 +1,5 @@
-"""Cursors of the virtual readers of a stream, as far as one rank knows them; ranks put it together at a checkpoint."""
+"""Cursors of the virtual readers of a stream, as far as one rank knows them; ranks put it together at a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ class ReaderCursors:
         """Cursors after this many rows of the feed, -1 where this rank's is an earlier one."""
         due = _due(rows, len(self._rows))
         at = np.full_like(self._cursors, -1)
-        # A save may come when this rank has read the next step already: then the cursors before that step count. A
-        # reader whose rows another rank took stands earlier than is due in both, and stays -1: the maximum over all
-        # ranks has the cursor of the rank that took them.
+        # A save may come when this rank has read the next step already: then the cursors before that step
+        # count. A reader whose rows another rank took stands earlier than is due in both, and stays -1: the
+        # maximum over all ranks has the cursor of the rank that took them.
         for rows_of_readers, cursors in (self._before, (self._rows, self._cursors)):
             is_there = rows_of_readers == due
             at[is_there] = cursors[is_there]

@@ -77,7 +77,10 @@ def packer(
     parts_per_epoch: int,
     lost: LostDocuments,
 ) -> Packer:
-    """Return the packer for documents from ``cursor`` on. ``lost`` counts documents that are cut or do not fit."""
+    """Return the packer for documents from ``cursor`` on.
+
+    ``lost`` counts documents that are cut or do not fit.
+    """
     if packing.kind == "concat":
         return ConcatPacker(packing, documents, cursor)
     return FittedPacker(packing, documents, cursor, vocab_size, parts_per_epoch, lost)
@@ -172,7 +175,8 @@ class FittedPacker:
         # the first document of the next block
         self._ahead: tuple[Place, Document] | None = None
         self._block: Rows | None = None
-        # the places of the first document of the block and after its last, and the number of its rows already returned
+        # the places of the first document of the block and after its last, and the number of its rows
+        # already returned
         self._begin: Place = (cursor[0], cursor[1])
         self._after = self._begin
         self._rows_returned = cursor[2]

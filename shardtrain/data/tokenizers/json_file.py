@@ -35,9 +35,9 @@ class JsonTokenizer:
     """A ``tokenizer.json``. Reading it runs no code from it.
 
     BOS, EOS and padding tokens come from ``tokenizer_config.json`` or ``special_tokens_map.json`` next to
-    it, and otherwise from special tokens with the ends_by_name names. The file's post-processor determines the
-    tokens before and after a text, as in ``transformers``, and takes precedence over ``add_bos_token`` in
-    ``tokenizer_config.json``. Special tokens that occur in a text as strings become their ids.
+    it, and otherwise from special tokens with the ends_by_name names. The file's post-processor determines
+    the tokens before and after a text, as in ``transformers``, and takes precedence over ``add_bos_token``
+    in ``tokenizer_config.json``. Special tokens that occur in a text as strings become their ids.
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:

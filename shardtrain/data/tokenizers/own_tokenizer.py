@@ -1,4 +1,5 @@
-"""Tokenizers of the user's: a file with a small ``class Tokenizer``, which gets here what the data pipeline needs."""
+"""Tokenizers of the user's: a file with a small ``class Tokenizer``, which gets here what the data pipeline
+needs."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ _MOST_IDS = 2**31
 
 
 class OwnTokenizer:
-    """The tokenizer of a file: ``encode(text)``, ``decode(ids)``, ``vocab_size``, and perhaps ``bos_id``, ``eos_id``.
+    """The tokenizer of a file: ``encode(text)``, ``decode(ids)``, ``vocab_size``, and perhaps ``bos_id``,
+    ``eos_id``.
 
-    Where the class has ``spans(text)``, the first character of each id of ``encode(text)`` and the one after its last,
-    it can also encode conversations and separators.
+    Where the class has ``spans(text)``, the first character of each id of ``encode(text)`` and the one
+    after its last, it can also encode conversations and separators.
     """
 
     def __init__(self, path: str, option: str) -> None:
@@ -80,7 +82,8 @@ class OwnTokenizer:
         return results
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
-        """Text of ids; bos, eos and pad have none, unless they are kept as ``<bos>``, ``<eos>`` and ``<pad>``."""
+        """Text of ids; bos, eos and pad have none, unless they are kept as ``<bos>``, ``<eos>`` and
+        ``<pad>``."""
         plain: list[int] = np.asarray(ids, dtype=np.int64).tolist()
         if not keep_special:
             return str(self._tokenizer.decode([i for i in plain if i not in self.special_ids]))

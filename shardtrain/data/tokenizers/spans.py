@@ -7,7 +7,8 @@ import numpy.typing as npt
 
 
 def character_spans(text: str, lengths_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """First character, and the one after the last, of tokens that lie end to end and have these lengths in UTF-8.
+    """First character, and the one after the last, of tokens that lie end to end and have these lengths in
+    UTF-8.
 
     A token that begins or ends within a character has the whole of it.
 

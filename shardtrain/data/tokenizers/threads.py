@@ -1,4 +1,5 @@
-"""How many threads a tokenizer may use: the variables of the ``tokenizers`` library, obeyed by the others too."""
+"""How many threads a tokenizer may use: the variables of the ``tokenizers`` library, obeyed by the others
+too."""
 
 from __future__ import annotations
 

@@ -127,11 +127,13 @@ class TiktokenTokenizer:
         return results
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """Ids of each text, special tokens that it spells out among them, and the characters that they stand for."""
+        """Ids of each text, special tokens that it spells out among them, and the characters that they
+        stand for."""
         return [self._with_spans(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
-        """Text of ids; special tokens are left out unless they are to be kept, bytes that are not UTF-8 become U+FFFD.
+        """Text of ids; special tokens are left out unless they are to be kept, bytes that are not UTF-8
+        become U+FFFD.
 
         Raises:
             ValueError: when an id is not in 0..vocab_size-1.
@@ -162,7 +164,8 @@ class TiktokenTokenizer:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Parts of a text that the library can take, cut where Llama 3's reference code cuts; most texts are one part."""
+    """Parts of a text that the library can take, cut where Llama 3's reference code cuts; most texts are
+    one part."""
     for start in range(0, len(text), _LONGEST_TEXT):
         part = text[start : start + _LONGEST_TEXT]
         done = 0

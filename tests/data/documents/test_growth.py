@@ -71,7 +71,7 @@ def test_rows_that_grow_and_give_nothing_are_stopped_by_the_limit_of_time(monkey
     a_second_each_time(monkeypatch, growth, "process_time")
     sandbox.set_limits(sandbox.Limits(seconds=3))
     empty = (((0, number), {"text": ""}) for number in itertools.count())
-    with pytest.raises(DataError, match=r"seconds=3 to read: it has grown from 10 bytes to 1\d{3} so far"):
+    with pytest.raises(DataError, match=r"seconds=3 to read: it expanded from 10 bytes to 1\d{3} so far"):
         list(Growth("a", 10).rows(empty))
 
 
@@ -113,7 +113,7 @@ def test_a_buffer_holds_what_it_was_given_and_counts_it() -> None:
     buffer = MemoryTokenBuffer(documents, 100, Growth("a", 10))
     assert buffer.tokens(0, 8).tolist() == [0, 1, 2, 0, 1, 2, 3, 4] and buffer.num_documents == 3
     sandbox.set_limits(sandbox.Limits(memory_bytes=700))
-    with pytest.raises(DataError, match="data.artefact_memory_bytes=700 of memory when it is read whole"):
+    with pytest.raises(DataError, match="data.artefact_memory_bytes=700 of memory when it is read completely"):
         MemoryTokenBuffer(documents, 100, Growth("a", 10))
 
 

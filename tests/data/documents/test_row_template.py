@@ -55,9 +55,9 @@ def test_any_table_becomes_a_text_a_pair_or_a_conversation(tmp_path: Path) -> No
     [
         (
             "{{ query }}",
-            "names what the row has not: 'query' is undefined; its columns are question, answer, year, hint",
+            "does not have: 'query' is undefined; its columns are question, answer, year, hint",
         ),
-        ("{{ answer.body }}", "names what the row has not"),
+        ("{{ answer.body }}", "uses a column that the row does not have"),
         ("{{ hint }}", "a template writes null"),
         ("{{ tags }}", "a template writes a list"),
         ("{% for i in range(10**9) %}x{% endfor %}", "the template of 'text' fails"),

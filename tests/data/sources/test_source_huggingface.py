@@ -193,7 +193,7 @@ def test_files_of_the_split_are_read_where_their_names_tell_it(tmp_path, caplog)
     (tmp_path / "dataset_infos.json").write_text("{}")
     with caplog.at_level("INFO"):
         assert texts(opened(tmp_path)) == ["row 0", "row 1", "row 2", "row 3"]
-    assert "read are 2 of 4 files, those of the split train" in caplog.text
+    assert "reading 2 of 4 files, those of the split train" in caplog.text
     assert texts(opened(tmp_path, split="test")) == ["row 4"]
     assert texts(opened(tmp_path, split="validation")) == ["row 5"]
     with pytest.raises(
@@ -243,7 +243,7 @@ def test_a_subset_is_a_folder_of_the_local_copy(tmp_path):
     save_jsonl(tmp_path / "en" / "x.jsonl", ROWS[:1])
     save_jsonl(tmp_path / "de" / "x.jsonl", ROWS[1:2])
     assert texts(opened(tmp_path, "c4", subset="de")) == ["row 1"]
-    with pytest.raises(ConfigError, match=r"has no folder fr, the subset that is asked for; remove data\.subset, or"):
+    with pytest.raises(ConfigError, match=r"has no folder fr, the requested subset; remove data\.subset, or"):
         opened(tmp_path, "c4", subset="fr")
     of_source = DataSource("c4", str(tmp_path), subset="fr")
     named = NamedDataset("web", of_source, "data.sources.web.dataset", "data.sources.web.dataset_path")
@@ -258,11 +258,11 @@ def test_a_folder_of_several_kinds_or_of_none_is_refused(tmp_path):
     save_jsonl(tmp_path / "x.jsonl")
     (tmp_path / "y.txt").write_text("text")
     with pytest.raises(
-        ConfigError, match=r"holds files of several kinds \(\*.jsonl, \*.txt\); name one kind by a pattern"
+        ConfigError, match=r"contains files in several formats \(\*.jsonl, \*.txt\); select one format by a pattern"
     ):
         opened(tmp_path)
     assert len(texts(opened(tmp_path / "*.jsonl"))) == 150
-    with pytest.raises(ConfigError, match=r"is of a kind that is not known \(\*.py\)"):
+    with pytest.raises(ConfigError, match=r"has no known format \(\*.py\)"):
         opened(tmp_path / "script.py")
 
 

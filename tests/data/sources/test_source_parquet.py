@@ -82,7 +82,7 @@ def test_a_file_without_rows_and_one_with_two_columns_of_one_name_are_refused(tm
     source = opened(path) if pq.ParquetFile(path).metadata.num_row_groups else None
     assert source is None or list(every_row(source)) == []
     write(path, pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]))
-    with pytest.raises(DataError, match=r'a.parquet" has two columns of one name'):
+    with pytest.raises(DataError, match=r'a.parquet" has two columns with the same name'):
         opened(path)
 
 
