@@ -1,7 +1,6 @@
-"""From text to batches: source, tokenizer, rows, order, and this rank's share of each step.
+"""From text to batches: source, tokenizer, rows, order, and this rank's part of each step.
 
-Names are imported when they are asked for: tokenizers and sources need no torch, and their tools start
-without it.
+Names are imported on first use, because tools for tokenizers and sources do not need torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Proof of what a run has seen: one number for all rows consumed, equal wherever the data were equal.
+"""Order hash: one number for all rows that a run has consumed, to prove that two runs saw the same data.
 
-Each row is hashed with its position in the order, its sample id, tokens and targets, and the numbers are
-added modulo 2^64. A sum does not depend on how rows were dealt to ranks or steps; the position makes it
-depend on their order.
+Each row is hashed with its position in the order, its sample id, tokens and targets. The hashes are summed
+modulo 2^64. A sum does not depend on the division of rows over ranks or steps; the position makes it depend
+on their order.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ _MODULUS = 2**64
 
 
 def hash_rows(batch: Batch, first_position: int) -> int:
-    """Sum of the hashes of a batch's rows, which are at ``first_position`` and after; filler rows add
-    nothing."""
+    """Return the sum of the hashes of a batch's rows, which start at ``first_position``.
+
+    Padding rows do not count.
+    """
     total = 0
     tokens = batch.tokens_BT.numpy().astype("<i4")
     targets = batch.targets_BT.numpy().astype("<i4")
-    # Little-endian types of a fixed size, so that the hash is the same on every machine.
+    # little-endian dtypes of fixed size, so the hash is the same on every machine
     for row, sample in enumerate(batch.sample_ids_B.tolist()):
         if sample < 0:
             continue
@@ -39,7 +41,8 @@ def hash_rows(batch: Batch, first_position: int) -> int:
 
 
 def hash_numbers(sample_ids: list[int], first_position: int) -> int:
-    """The same of rows whose content another fingerprint holds: by their positions and sample ids alone."""
+    """Return the sum of hashes of positions and sample ids only, for rows whose content is part of a
+    fingerprint."""
     total = 0
     for row, sample in enumerate(sample_ids):
         if sample >= 0:
@@ -49,12 +52,12 @@ def hash_numbers(sample_ids: list[int], first_position: int) -> int:
 
 
 def split(number: int) -> list[float]:
-    """A hash in parts of 16 bits, which add up exactly in float64 over any number of ranks."""
+    """Split a hash into parts of 16 bits, which are summed exactly in float64 over any number of ranks."""
     return [float((number >> (_BITS * part)) & (2**_BITS - 1)) for part in range(_PARTS)]
 
 
 def join(parts: list[float]) -> int:
-    """The hash whose parts were added: sums of parts may exceed 16 bits.
+    """Join summed parts to a hash. A sum of parts may exceed 16 bits.
 
     >>> join([a + b for a, b in zip(split(2**64 - 1), split(2))])
     1

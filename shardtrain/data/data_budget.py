@@ -1,4 +1,4 @@
-"""Whether the data are enough for a run: how long they last, and whether they have anything to learn from."""
+"""Check that the data are sufficient for a run: they last for its steps, and have tokens to learn."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from shardtrain.config.schema import Config, Training
 from shardtrain.utils.errors import DataError, fix_first
 
 STEPS_WITHOUT_TARGETS = 10
-"""A run ends after so many steps if none of them had a token with loss."""
+"""Number of steps without a target after which a run ends."""
 
 
 def check_enough(training: Training, step: int, steps_left: int, total_steps: int) -> str:
-    """Judge data that end after ``steps_left`` steps from ``step`` on; gives a line where a run ends early
-    as it may.
+    """Check data that end ``steps_left`` steps after ``step``. Return a line for the log if the run will
+    end early.
 
-    Empty where the data last, or where the run is as long as they are (training.epochs).
+    Empty if the data last, or if the data determine the length of the run (training.epochs).
 
     Raises:
-        DataError: with training.on_data_end = "error".
+        DataError: the data do not last, and training.on_data_end is "error".
     """
     last = step + steps_left
     if training.epochs is not None or last >= total_steps:
@@ -31,11 +31,10 @@ def check_enough(training: Training, step: int, steps_left: int, total_steps: in
 
 
 def check_has_targets(config: Config, step: int, total_steps: int) -> None:
-    """Stop a run that has seen no target on any rank, such as one whose prompts fill each row: no answer is
-    left of it.
+    """Stop a run without any target on any rank, for example because prompts fill all rows.
 
     Raises:
-        DataError: when no token of its first steps had a loss.
+        DataError: the first steps had no token with a loss.
     """
     if step < min(STEPS_WITHOUT_TARGETS, total_steps):
         return

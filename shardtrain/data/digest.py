@@ -1,4 +1,4 @@
-"""Fingerprints of facts: of all that decides which rows a run reads."""
+"""Fingerprints of facts that determine the rows of a run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _PAIRS_AT_ONCE = 4096
 
 
 def digest(*facts: object) -> str:
-    """SHA-256 in hex of facts that ``repr`` tells apart."""
+    """Return the SHA-256, in hex, of facts with distinct ``repr``."""
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def digest_of_files(files: Mapping[str, str], *facts: object) -> str:
-    """As ``digest`` of the sorted items of ``files`` and of facts, at least one; no text of a million names
-    is made."""
+    """Return the ``digest`` of the sorted items of ``files`` and of at least one fact, without a text of
+    all names in memory."""
     # The bytes are those of ``repr(([pairs...], *facts))``, fed piece by piece: fingerprints are saved, so
     # they stay.
     pairs = files.pairs() if isinstance(files, Marks) else iter(sorted(files.items()))

@@ -1,5 +1,4 @@
-"""Filler: the tokens of a row that hold no document, and what a model that counts its tokens must know of
-them."""
+"""Mark padding tokens for models whose statistics must not count them."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from shardtrain.ops.targets import FILLER_DOCUMENT
 
 
 def mark_filler(batches: Sequence[Batch]) -> list[Batch]:
-    """Batches of a model with experts, whose documents say which tokens are filler: those have
-    FILLER_DOCUMENT.
+    """Mark padding tokens in the batches of a step for a model with experts, with FILLER_DOCUMENT in
+    ``documents_BT``.
 
-    Filler chooses experts like any token, but must count in no balance loss and in no load: rows that are
-    padded have the gradients of rows that are not. Text sees no filler either way, which comes after it. Of
-    the micro-batches of a step either all have documents afterwards or, where none has filler, those that
-    had.
+    Padding is routed to experts like any token, but must not count in the balance loss or the load, so that
+    padded rows have the gradients of unpadded rows. Text does not attend to padding, which follows it. If
+    any batch of the step has padding, all batches have documents afterwards; otherwise the batches are
+    returned unchanged.
     """
-    # Documents cost a mask: they are added where some batch of the step has filler, and then to all.
+    # documents need a mask, so add them only if a batch of the step has padding, and then to all batches
     has_filler = any(b.lengths_B is not None and bool((b.lengths_B < b.tokens_BT.size(1)).any()) for b in batches)
     if not has_filler:
         return list(batches)
@@ -37,5 +36,5 @@ def mark_filler(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def filler_documents(lengths_B: Tensor, columns_BT: Tensor) -> Tensor:
-    """Documents (B, T) of rows of one document each and filler behind it, given the column of each token."""
+    """Return documents (B, T) for rows of one document followed by padding, given the column of each token."""
     return (columns_BT >= lengths_B[:, None]).long() * FILLER_DOCUMENT

@@ -1,9 +1,10 @@
-"""This rank's rows of each step, from one number: how many samples all ranks have consumed.
+"""Data loader: this rank's rows of each step, determined by the number of samples that all ranks have
+consumed.
 
-Step s takes positions [s G, (s + 1) G) of the sample order, G being the global batch size. Rank r of R
-takes the contiguous share [s G + r G / R, s G + (r + 1) G / R) and cuts it into micro-batches. Which row a
-position is does not depend on ranks (see ``mix``, ``feed``), so neither do the rows of a step, and a run
-continues on any other R.
+Step s uses the positions [s G, (s + 1) G) of the sample order, where G is the global batch size. Rank r of
+R uses the contiguous part [s G + r G / R, s G + (r + 1) G / R), divided into micro-batches. The row at a
+position does not depend on ranks (see ``mix``, ``feed``), and so neither do the rows of a step. So a run
+can resume on any other R.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ logger = logging.getLogger(__name__)
 
 SOURCE_BITS = 48
 """A sample id is its number within its source, and above these bits the number of the source."""
-_POSITIONS_LOOKED_AT = 2**18
+_CHECKED_POSITIONS = 2**18
 """Positions of the order that are inspected for documents that several processes would tokenize."""
 
 
 @dataclass(frozen=True)
 class RankSlice:
-    """Which rows of a step are this rank's: ``accumulation`` micro-batches of ``local_batch_size`` rows."""
+    """The rows of a step that belong to this rank: ``accumulation`` micro-batches of ``local_batch_size``
+    rows."""
 
     local_batch_size: int
     batch_rank: int
@@ -51,11 +53,11 @@ class RankSlice:
 
     @property
     def global_batch(self) -> int:
-        """Rows of one step, over all ranks (G)."""
+        """Number of rows in one step, over all ranks (G)."""
         return self.local_batch_size * self.num_batch_ranks * self.accumulation
 
     def first_position(self, samples_consumed: int, micro_batch: int) -> int:
-        """Position of the first row of this rank's micro-batch number ``micro_batch`` after
+        """Return the position of the first row of this rank's micro-batch ``micro_batch`` after
         ``samples_consumed``."""
         step, within = divmod(micro_batch, self.accumulation)
         start = self.batch_rank * self.accumulation + within
@@ -67,7 +69,7 @@ BatchWithCursors = tuple[Batch, list[tuple[int, CursorUpdate]]]
 
 
 class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
-    """A rank's micro-batches by number, from a position on; each worker asks for ascending numbers."""
+    """A rank's micro-batches by number, from a position on. Each worker reads ascending numbers."""
 
     def __init__(self, opened: DataPipeline, share: RankSlice, samples_consumed: int) -> None:
         self._opened = opened
@@ -75,9 +77,9 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
         self._start = samples_consumed
 
     def __getitem__(self, micro_batch: int) -> BatchWithCursors | ShardtrainError:
-        """A micro-batch.
+        """Return a micro-batch, or an error.
 
-        An error is returned: raised in a worker, it would reach the rank as a traceback in a text.
+        An error raised in a worker would reach the rank as a traceback text.
         """
         try:
             return self.make(self._share.first_position(self._start, micro_batch))
@@ -85,7 +87,7 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
             return error
 
     def make(self, position: int) -> BatchWithCursors:
-        """The rows at ``position`` and after."""
+        """Return the micro-batch that begins at ``position``, and the cursors that have moved."""
         count = self._share.local_batch_size
         pipeline = self._opened
 
@@ -120,37 +122,33 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
 class DataLoader:
     """Iterator over this rank's micro-batches, ``accumulation`` of them per step; see ``open_dataloader``.
 
-    tokenizer:       the tokenizer of the dataset.
-    vocab:           token ids are in 0..vocab-1.
-    files:           name of each file -> a fingerprint of its content, to name the one that differs.
-    num_samples:     rows of one epoch, over all ranks; None for mixtures, and where it is not known before
-    reading.
-    num_documents:   rows of the dataset with a target; None like num_samples.
-    places_per_epoch: how far samples_consumed advances in one epoch: num_samples, or whole steps where
-    epochs end at
-                     the border of a step (training.last_batch).
-    end:             samples after which the data end; None where they repeat, or where it is not known
-    before reading.
-    pad_id:          fills positions without a document; never a target.
-    masks_documents: whether batches say which token is of which document.
-    accumulation:    micro-batches of a step.
-    global_batch:    rows of one step, over all ranks (G).
-    num_readers:     virtual readers of a dataset that is read while training runs, else 0.
-    ends_without_notice: whether the data end at a point that is not known before reading; readers at their
-    end give
-                     filler rows.
-    fingerprint:     SHA-256 in hex of datasets, tokenizer, sequence length, seed and order. A run resumes
-    only if it
-                     is the same.
-    step_hash:       what the rows of this rank's current step add to the run's order hash (see
-    ``checksum``).
+    Attributes:
+        tokenizer: the tokenizer of the dataset.
+        vocab: vocabulary size; token ids are in 0..vocab-1.
+        files: maps each file to a fingerprint of its content, to name the one that differs.
+        num_samples: number of rows in one epoch, over all ranks; None for mixtures, and if not known before
+            reading.
+        num_documents: number of rows of the dataset with a target; None like num_samples.
+        places_per_epoch: increase of samples_consumed per epoch: num_samples, or complete steps if epochs
+            end at the border of a step (training.last_batch).
+        end: samples after which the data end; None if they repeat, or if not known before reading.
+        pad_id: token at positions without a document; never a target.
+        masks_documents: True if batches contain the document of each token.
+        accumulation: number of micro-batches in a step.
+        global_batch: number of rows in one step, over all ranks (G).
+        num_readers: number of virtual readers of datasets that are tokenized during training, else 0.
+        ends_without_notice: True if the end of the data is not known before reading; readers at their end
+            return padding rows.
+        fingerprint: SHA-256 in hex of datasets, tokenizer, sequence length, seed and order. A run resumes
+            only with the same one.
+        step_hash: contribution of this rank's current step to the run's order hash (see ``checksum``).
     """
 
     hash_rows = staticmethod(hash_rows)
 
     @property
     def sequence_lengths(self) -> Mapping[int, int]:
-        """Number of sequences of each length; empty if all are as long as ``seq_len``."""
+        """Number of sequences of each length. Empty if all have the length ``seq_len``."""
         return {}
 
     def __init__(
@@ -189,16 +187,16 @@ class DataLoader:
 
     @cached_property
     def sampled_files(self) -> dict[str, str]:
-        """At most 4,096 of ``files``, evenly spread, for checkpoints: with their hashes they are half a
+        """At most 4,096 of ``files``, evenly spread, for checkpoints; more would take more than half a
         megabyte.
 
-        The fingerprint covers all files; these are only to name the one that differs.
+        The fingerprint covers all files. These are only used to name one that differs.
         """
         return sampled(self.files)
 
     @cached_property
     def whole_files(self) -> list[WholeFile]:
-        """The files of all sources, to be hashed; only the first rank asks for them."""
+        """The files of all sources, to hash completely. Only rank 0 uses them."""
         several = len(self._opened.feeds) > 1
         return [
             replace(file, name=f"{source}: {file.name}") if several else file
@@ -208,26 +206,29 @@ class DataLoader:
 
     @property
     def samples_consumed(self) -> int:
-        """Samples of all steps that were handed out in full, over all ranks; never more than there are."""
-        position = self._start + self._handed // self._share.accumulation * self.global_batch
+        """Number of samples in all steps that were returned completely, over all ranks; at most the end of
+        the data."""
+        position = self._start + self._batches_returned // self._share.accumulation * self.global_batch
         return position if self.end is None else min(position, self.end)
 
     @property
     def steps_left(self) -> int | None:
-        """Steps to the end of the data, the last perhaps smaller; None where they repeat or the end is
-        unknown."""
+        """Number of steps to the end of the data, the last one possibly smaller.
+
+        None if they repeat or the end is unknown.
+        """
         return None if self.end is None else -(-(self.end - self.samples_consumed) // self.global_batch)
 
     def seek(self, samples_consumed: int, cursors: npt.NDArray[np.int64] | None = None) -> None:
         """Seek to the position at which all ranks together have consumed this many samples.
 
-        ``cursors`` are what ``cursors()`` returned there, merged over all ranks. Without them a streamed
-        dataset is read again up to this position; others seek at once. Worker processes end; new ones start
-        with the next batch.
+        ``cursors`` is the result of ``cursors()`` at that position, merged over all ranks. Without them, a
+        streamed dataset is read again up to this position. Other datasets seek immediately. Worker
+        processes end, and new ones start with the next batch.
         """
         self._batches = None
         self._start = samples_consumed
-        self._handed = 0
+        self._batches_returned = 0
         self.step_hash = 0
         rows_before = self._opened.mixture.rows_before(samples_consumed).tolist()
         # The array has the cursors of all feeds one after the other, as ``cursors()`` concatenates them.
@@ -241,21 +242,23 @@ class DataLoader:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the data are known to have ended before the current step."""
+        """True if the data are known to have ended before the current step."""
         return self.end is not None and self.samples_consumed >= self.end
 
     @property
     def rows_of_sources(self) -> dict[str, int]:
-        """Rows of each source consumed so far, where there are several."""
+        """Number of rows of each source consumed so far. Empty with a single source."""
         opened = self._opened
         if len(opened.names) < 2:
             return {}
         return dict(zip(opened.names, opened.mixture.rows_before(self.samples_consumed).tolist(), strict=True))
 
     def cursors(self, samples_consumed: int | None = None) -> npt.NDArray[np.int64]:
-        """The cursors of all virtual readers, (readers, 3): -1 for those that another rank knows.
+        """Return the cursors of all virtual readers, (readers, 3), -1 for those that only another rank
+        knows.
 
-        After the last complete step, or after ``samples_consumed``, which may be that step or the one before.
+        They are the cursors after the last complete step, or after ``samples_consumed``, which may be that
+        step or the one before.
         """
         if samples_consumed is None:
             samples_consumed = self.samples_consumed
@@ -267,14 +270,15 @@ class DataLoader:
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch; StopIteration at the start of a step when the data are known to have ended.
+        """Return the next micro-batch. Raises StopIteration at the start of a step if the data are known to
+        have ended.
 
         Raises:
-            DataError: at a bad row of a dataset that is read while training runs.
-            ConfigError: when a file was changed under the run.
+            DataError: a row of a dataset that is tokenized during training is bad.
+            ConfigError: a file was changed during the run.
         """
         # A step begins. The data may end only here, so that all ranks stop before the same step.
-        if self._handed % self._share.accumulation == 0:
+        if self._batches_returned % self._share.accumulation == 0:
             if self.has_ended:
                 raise StopIteration
             if self.num_readers:
@@ -287,14 +291,15 @@ class DataLoader:
 
         # Hashed here, not in the worker that prefetched it: the order hash covers what the trainer was given.
         batch, moved = self._next_batch()
-        self.step_hash += self.hash_rows(batch, self._share.first_position(self._start, self._handed))
+        self.step_hash += self.hash_rows(batch, self._share.first_position(self._start, self._batches_returned))
         for source, cursor in moved:
             self._reader_cursors[source].move(cursor)
             self._note_epoch(source, cursor.epoch)
-        self._handed += 1
+        self._batches_returned += 1
         return batch.pin_memory() if self._pin_memory else batch
 
     def _next_batch(self) -> BatchWithCursors:
+        """Return the next batch from this process or its workers. Raises the error of a worker."""
         if self._batches is None:
             self._batches = in_order(MicroBatches(self._opened, self._share, self._start), self._options)
         try:
@@ -310,11 +315,11 @@ class DataLoader:
         return batch
 
     def _epochs_after(self, rows: list[int]) -> list[int]:
-        """Epoch from 0 of each source after some rows of it."""
+        """Return the epoch, from 0, of each source after some of its rows."""
         return [feed.epoch_after(count) for feed, count in zip(self._opened.feeds, rows, strict=True)]
 
     def _note_epoch(self, source: int, epoch: int) -> None:
-        """Log that a source begins epoch 2, 4, 8, ..., unless the run has a number of epochs."""
+        """Log that a source begins epoch 2, 4, 8, ..., unless the run has a fixed number of epochs."""
         if epoch <= self._epochs[source]:
             return
         # Several epochs may have begun since the last row of this rank.
@@ -335,18 +340,21 @@ def open_dataloader(
     shuffle: bool = True,
     loop: bool | None = None,
 ) -> DataLoader:
-    """Open the data of training or validation, at any position of their order.
+    """Open the training or validation data, at any position of their order.
 
-    Ranks that share a batch (tensor, context and pipeline peers) pass the same ``batch_rank``,
-    0..num_batch_ranks-1. ``accumulation`` is the number of micro-batches per step. ``samples_consumed``
-    counts samples over all ranks since the start of the run. ``section`` is config.training unless
-    config.validation is passed. Without ``shuffle`` rows come in the order of the dataset. ``loop`` repeats
-    the data or ends them after one pass, whatever the options say; at the end all ranks stop at the same
-    step, which is filled up with rows that have no targets and sample id -1.
+    Args:
+        batch_rank: 0..num_batch_ranks-1. Ranks that share a batch (tensor, context and pipeline peers) pass
+            the same number.
+        accumulation: number of micro-batches per step.
+        samples_consumed: samples over all ranks since the start of the run.
+        section: config.training by default, or config.validation.
+        shuffle: False keeps the order of the dataset.
+        loop: True repeats the data and False ends them after one pass; None uses the options. All ranks
+            stop at the same step, which is padded with rows that have no targets and sample id -1.
 
     Raises:
-        ConfigError: when the dataset or tokenizer is unknown or cannot be opened.
-        DataError: when the data cannot be read or have no targets.
+        ConfigError: the dataset or tokenizer is unknown or cannot be opened.
+        DataError: the data cannot be read or have no targets.
     """
     section = section or config.training
     word = "validation" if isinstance(section, Validation) else "training"
@@ -367,18 +375,18 @@ def open_dataloader(
 
 
 def _warn_duplicate_tokenization(pipeline: DataPipeline, share: RankSlice, workers: int) -> None:
-    """Warn where several processes tokenize the same documents, as each runs the virtual readers of all its
-    rows.
+    """Warn if several processes tokenize the same documents, because each runs the virtual readers of all
+    its rows.
 
-    ``workers`` are those of each rank, at least 1.
+    ``workers`` is the number of workers of each rank, at least 1.
     """
     if share.num_batch_ranks * workers == 1:
         return
     # Which rank, and which of its workers, makes the row at each of the first positions of the order.
-    step, within = np.divmod(np.arange(_POSITIONS_LOOKED_AT), share.global_batch)
+    step, within = np.divmod(np.arange(_CHECKED_POSITIONS), share.global_batch)
     rank, row = np.divmod(within, share.accumulation * share.local_batch_size)
     worker = (step * share.accumulation + row // share.local_batch_size) % workers
-    sources, numbers = pipeline.mixture.locate(np.arange(_POSITIONS_LOOKED_AT))
+    sources, numbers = pipeline.mixture.locate(np.arange(_CHECKED_POSITIONS))
     for index, (feed, name) in enumerate(zip(pipeline.feeds, pipeline.names, strict=True)):
         if not feed.num_readers or not (sources == index).any():
             continue

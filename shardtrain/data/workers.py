@@ -1,4 +1,4 @@
-"""Items by number from a dataset, in order, made here or by worker processes."""
+"""Read the items of a dataset in order, in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> Iterator[T]:
-    """Items 0, 1, 2, ... without end; worker processes live as long as the iterator."""
+    """Yield items 0, 1, 2, ... without end. Worker processes live as long as the iterator."""
     if not options.num_workers:
         return map(items.__getitem__, itertools.count())
     # forked workers inherit datasets and tokenizers; their open files may be shared (see ``shards``)
@@ -44,8 +44,10 @@ def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> 
 
 
 def death_of_worker(error: RuntimeError) -> DataError | None:
-    """What to say where a process that prepares batches died, which PyTorch may report from anywhere; else
-    None."""
+    """Return the error to report if a worker process died, which PyTorch may raise anywhere.
+
+    None for other errors.
+    """
     if "DataLoader worker" not in str(error):
         return None
     return DataError(f"a process that prepares batches died: {str(error).splitlines()[0]}")

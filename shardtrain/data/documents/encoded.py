@@ -1,4 +1,4 @@
-"""A document: the tokens of one row of a dataset, and which of them are learned."""
+"""A document: the tokens of one row of a dataset, and a mask of the learned tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens of one row, with bos and eos; 1-D int32.
+    """Tokens of one row, with BOS and EOS; 1-D int32.
 
     ``learned`` is a 1-D bool array of the same length: True for tokens that count in the loss as targets.
     None means all of them. ``notes`` are remarks about the row that ``data check`` counts.
@@ -27,12 +27,12 @@ class Document:
 
 
 class Encoder(Protocol):
-    """Turns rows into documents: the tokenizer, the format of a row, and its columns."""
+    """Converts rows to documents, with a tokenizer, the format of rows, and their columns."""
 
     tokenizer: Tokenizer
     fingerprint: str
-    """SHA-256 in hex of all that decides the documents of a row."""
+    """SHA-256 in hex of everything that determines the documents of a row."""
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
-        """One document, or the reason why there is none, per row; many rows at once are faster."""
+        """Return one document, or a BadRow with the reason, per row. Many rows at once are faster."""
         ...

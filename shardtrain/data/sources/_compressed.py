@@ -1,4 +1,4 @@
-"""Reading a file from its beginning in blocks, compressed or not, so that what comes before damage is had."""
+"""Read a file from its beginning in blocks, compressed or not. Data before a damaged part are returned."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from shardtrain.utils import libraries
 from shardtrain.utils.units import format_bytes
 
 BLOCK_BYTES = 256 * 1024
-"""Bytes that readers ask for at once; hundreds of files may be open at a time."""
+"""Block size of readers. Hundreds of files may be open at a time."""
 
-_ZSTD_BYTES_AT_ONCE = 1024  # as a block of 128 KiB may be written in 4 bytes, this bounds what one step gives
-_ZSTD_WINDOW = 2**31  # what "zstd --long=31" writes
+# a block of 128 KiB may be compressed to 4 bytes, so this limits the output of one step
+_ZSTD_BYTES_AT_ONCE = 1024
+# the window of "zstd --long=31"
+_ZSTD_WINDOW = 2**31
 
 
 class Damaged(Exception):
@@ -58,13 +60,13 @@ class Stream(Protocol):
 
 @contextmanager
 def open_stream(file: File) -> Iterator[Stream]:
-    """Open a file for reading in sequence, by its name's ending.
+    """Open a file for sequential reading. The suffix of its name selects the compression.
 
     Raises:
-        ConfigError: when the file changed since it was listed, or zstandard is not installed.
-        DataError: when it cannot be read.
+        ConfigError: the file has changed since it was listed, or zstandard is not installed.
+        DataError: the file cannot be read.
     """
-    # Only compressed files are under the clock: a plain one gives no more than its size.
+    # only compressed files have a time limit: a plain file returns at most its size
     raw = os.fdopen(file.open(), "rb", buffering=0)
     with raw:
         if file.compression is None:
@@ -88,7 +90,7 @@ def _decompressed(file: File, raw: io.RawIOBase) -> Any:
 
 
 class _Clock:
-    """The CPU time since a compressed file last gave something: a kilobyte of it may be a million empty
+    """CPU time since a compressed file last returned a record: one kilobyte may contain a million empty
     lines."""
 
     def __init__(self, file: File) -> None:
@@ -98,21 +100,21 @@ class _Clock:
         self._since = 0.0
 
     def gave(self) -> None:
-        """Start from here: what the reader of the file does with a record is its own affair."""
+        """Restart the time, because the reader's work on a record does not count."""
         self._gave = True
 
     def check(self) -> None:
-        """Raise DataError where the file has taken too long."""
+        """Raise DataError if the file has taken too long."""
         if self._gave:
             self._gave = False
             self._since = time.thread_time()
         elif time.thread_time() - self._since > self._seconds:
             rule = f"takes more than data.artefact_seconds={self._seconds} of decompression without a row"
-            raise self._file.unusable(rule, "raise it, get the file from its source again, or leave it out")
+            raise self._file.unusable(rule, "raise it, get the file from its source again, or remove it")
 
 
 class _Timed(io.RawIOBase):
-    """A file of which each read is under the clock: also what decompresses to nothing takes its time."""
+    """A file that checks the time at each read, because data that decompress to nothing also take time."""
 
     def __init__(self, raw: io.RawIOBase, clock: _Clock) -> None:
         self._raw = raw
@@ -128,9 +130,9 @@ class _Timed(io.RawIOBase):
 
 
 class _Stream:
-    """Turns each library's errors into ours.
+    """Converts the libraries' errors to those of this package.
 
-    One read of the library at a time, so that no data is lost with them.
+    Calls the library once per read, so an error loses no data.
     """
 
     def __init__(self, file: File, inner: Any, clock: _Clock | None = None) -> None:
@@ -149,7 +151,7 @@ class _Stream:
         if self._clock is not None:
             self._clock.check()
             if self._bytes > self.most_bytes:
-                raise Damaged(f"holds more than {format_bytes(self.most_bytes)} without the end of a row")
+                raise Damaged(f"contains more than {format_bytes(self.most_bytes)} without the end of a row")
         try:
             block = self._read(size)
             self._bytes += len(block)
@@ -159,13 +161,14 @@ class _Stream:
         except (zlib.error, lzma.LZMAError) as error:
             raise Damaged("the compressed data is damaged") from error
         except OSError as error:
-            if error.errno is None:  # gzip and bz2 say so what is wrong in the data
+            # errors of gzip and bz2 in the data have no errno
+            if error.errno is None:
                 raise Damaged("the compressed data is damaged") from error
             raise self._file.unreadable(error) from error
 
 
 class _Zstd:
-    """Frames of zstandard, one after the other. The library's own reader takes a cut file for a whole one."""
+    """Consecutive zstandard frames. The library's own reader does not detect a truncated file."""
 
     def __init__(self, file: File, raw: io.RawIOBase) -> None:
         self._library = libraries.load("zstandard", file.option, file.path)
@@ -180,8 +183,8 @@ class _Zstd:
         while total < size and self._failed is None:
             if not self._compressed:
                 self._compressed = memoryview(self._raw.read(BLOCK_BYTES) or b"")
-            # The end of the file: within a frame it was cut, which is said once what came before has been
-            # given.
+            # At the end of a truncated file, return the decompressed data first, and report the error at
+            # the next read.
             if not self._compressed:
                 if self._frame is not None and not total:
                     raise EOFError

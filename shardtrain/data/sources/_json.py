@@ -1,4 +1,4 @@
-"""One JSON object to a row, and every way in which it may be none."""
+"""Convert one JSON object to a row, or to a bad row with the reason."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _TYPES = {list: "an array", str: "a string", bool: "a boolean", int: "a number",
 
 
 _MAX_DEPTH = 200
-"""Levels of nesting in a row. Python's own limit depends on who asks, and a row must be the same for all."""
+"""Maximum nesting of a row. Python's own limit depends on the caller, and a row must be the same for all."""
 
 
 class _Refused(ValueError):
-    """Raised inside the decoder by JSON that Python would take and we do not."""
+    """Raised inside the decoder for JSON that Python accepts and this package does not."""
 
     def __init__(self, row: BadRow) -> None:
         super().__init__(row.reason)
@@ -23,7 +23,7 @@ class _Refused(ValueError):
 
 
 def parse_bytes(data: bytes) -> Row:
-    """Read one JSON object in UTF-8; see parse_text."""
+    """Parse one JSON object in UTF-8; see parse_text."""
     try:
         return parse_text(data.decode())
     except UnicodeDecodeError as error:
@@ -31,19 +31,19 @@ def parse_bytes(data: bytes) -> Row:
 
 
 def parse_text(text: str) -> Row:
-    """Read one JSON object; a BadRow for anything else, for keys given twice, NaN, and text that is not
+    """Parse one JSON object. Return a BadRow for other values, duplicate keys, NaN, and text that is not
     Unicode.
 
-    Escaped control characters, U+0000 among them, are kept as they are.
+    Escaped control characters, including U+0000, are kept.
     """
     try:
         value = _DECODER.decode(text)
         if not isinstance(value, dict):
             return BadRow(f"is not a JSON object but {_TYPES[type(value)]}")
-        # Half of a pair of escapes would fail in every tokenizer.
+        # half of a surrogate pair would fail in every tokenizer
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
-        # Counted first, since few rows have so many brackets that they could be nested so deeply.
+        # count brackets first, because few rows have enough of them to be nested so deeply
         if text.count("{") + text.count("[") > _MAX_DEPTH and _too_deep(value):
             return _TOO_DEEP
     except _Refused as refused:
@@ -52,17 +52,18 @@ def parse_text(text: str) -> Row:
         message = error.msg[0].lower() + error.msg[1:].removesuffix(" at")
         return BadRow(f"is not JSON: {message}", detail=f"column {error.pos + 1}")
     except UnicodeEncodeError as error:
-        return BadRow(
-            "holds half of a surrogate pair, which is not text", detail=f"\\u{ord(error.object[error.start]):04x}"
-        )
+        escape = f"\\u{ord(error.object[error.start]):04x}"
+        return BadRow("contains half of a surrogate pair, which is not text", detail=escape)
     except RecursionError:
         return _TOO_DEEP
-    except ValueError:  # int() refuses to read digits without end
-        return BadRow("holds a number of too many digits")
+    # int() rejects numbers with very many digits
+    except ValueError:
+        return BadRow("contains a number with too many digits")
     return value
 
 
 def _too_deep(value: Any) -> bool:
+    """True if a value is nested deeper than the limit."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         inner = [part for item in level for part in (item.values() if isinstance(item, dict) else item)]
@@ -73,7 +74,10 @@ def _too_deep(value: Any) -> bool:
 
 
 def not_utf8(error: UnicodeDecodeError, shift: int = 0) -> BadRow:
-    """Make the bad row of bytes that are not UTF-8; ``shift`` is what was left out before them."""
+    """Return the bad row of bytes that are not UTF-8.
+
+    ``shift`` is the number of bytes that were skipped before them.
+    """
     return BadRow("is not UTF-8", detail=f"byte {error.start + shift + 1} is 0x{error.object[error.start]:02x}")
 
 
@@ -82,12 +86,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for index, key in enumerate(keys) if key in keys[:index])
-        raise _Refused(BadRow("has a key twice", detail=json.dumps(twice)))
+        raise _Refused(BadRow("has a duplicate key", detail=json.dumps(twice)))
     return result
 
 
 def _constant(name: str) -> NoReturn:
-    raise _Refused(BadRow(f"holds {name}, which is not JSON"))
+    raise _Refused(BadRow(f"contains {name}, which is not JSON"))
 
 
 _TOO_DEEP = BadRow("is nested too deeply", detail=f"more than {_MAX_DEPTH} levels")

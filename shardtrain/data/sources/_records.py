@@ -1,5 +1,4 @@
-"""Records of a text that is read in sequence, in bounded memory: what a RecordIndex finds, for files
-without one."""
+"""Read the records of a text sequentially in bounded memory, for files without a ``RecordIndex``."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, Stream
 from shardtrain.data.sources._index import BLANKS, BYTE_ORDER_MARK, too_long
 
 SKIPPED_BYTES = 64 * 2**20
-"""A compressed file ends at a record longer than this, or than twice the longest row if that is more."""
+"""A compressed file ends at a record longer than this, or longer than twice the longest row if that is
+more."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class _Long:
 
 @dataclass(frozen=True)
 class _Blank:
-    """Lines one after the other that hold nothing; ``text`` ends with the newline of the last."""
+    """Consecutive blank lines. ``text`` ends with the newline of the last one."""
 
     text: bytes
 
@@ -35,10 +35,11 @@ class _Blank:
 
 
 def records(stream: Stream, max_bytes: int, *, quoted: bool = False) -> Iterator[tuple[int, bytes | BadRow]]:
-    """Line number from 1 and bytes, without the newline, of each record that is not blank; see RecordIndex.
+    """Yield the line number, from 1, and the bytes, without newline, of each record that is not blank; see
+    RecordIndex.
 
-    A record above ``max_bytes`` is a BadRow. So is damage in the compressed data, which ends the file; a
-    record that it cuts is not given. A compressed file also ends at a record that is longer than
+    A record longer than ``max_bytes`` is a BadRow. Damage in the compressed data ends the file with a
+    BadRow, without the truncated record. A compressed file also ends at a record longer than
     ``SKIPPED_BYTES``, because a few MB may decompress to an hour of skipping.
     """
     number = 1
@@ -62,6 +63,7 @@ def records(stream: Stream, max_bytes: int, *, quoted: bool = False) -> Iterator
 
 
 def _blocks(stream: Stream) -> Iterator[bytes]:
+    """Yield the blocks of a stream, without a byte order mark."""
     head = b""
     while len(head) < len(BYTE_ORDER_MARK) and (block := stream.read(BLOCK_BYTES)):
         head += block
@@ -71,19 +73,21 @@ def _blocks(stream: Stream) -> Iterator[bytes]:
 
 
 def _lines(stream: Stream, max_bytes: int) -> Iterator[bytes | _Long | _Blank]:
-    """Lines without their newlines; of one that is longer than a block and ``max_bytes``, the length alone."""
+    """Yield lines without newlines.
+
+    For a line longer than a block and ``max_bytes``, yield only its length.
+    """
     begun = bytearray()
     long = None
     for block in _blocks(stream):
-        # Blank lines are given as one: a compressed file may hold a thousand million of them.
+        # yield consecutive blank lines together, because a compressed file may contain billions of them
         if not begun and long is None and block[:64].isspace() and not block.strip(BLANKS + b"\n"):
             cut = block.rfind(b"\n") + 1
             if cut:
                 yield _Blank(block[:cut])
             begun += block[cut:]
             continue
-        # The rest of a line that began in an earlier block; of one that is too long the length is kept, not
-        # the text.
+        # the rest of a line that began in an earlier block; for a long line, keep only its length
         first, *others = block.split(b"\n")
         begun += first
         if long or len(begun) > max_bytes:
@@ -100,13 +104,14 @@ def _lines(stream: Stream, max_bytes: int) -> Iterator[bytes | _Long | _Blank]:
 
 
 def _longer(line: _Long | None, more: bytearray) -> _Long:
+    """Add more bytes to a long line."""
     line = line or _Long(0, 0, blank=True)
     blank = line.blank and not more.strip(BLANKS)
     return _Long(line.num_bytes + len(more), line.num_quotes + more.count(b'"'), blank)
 
 
 def _joined(lines: Iterator[bytes | _Long | _Blank], max_bytes: int) -> Iterator[tuple[bytes | _Long | _Blank, int]]:
-    """Lines put together until all quotes are closed, and how many they were."""
+    """Join lines until all quotes are closed. Yield each record with its number of lines."""
     pieces: list[bytes] = []
     num_lines = num_bytes = num_quotes = 0
     long = False
@@ -115,7 +120,7 @@ def _joined(lines: Iterator[bytes | _Long | _Blank], max_bytes: int) -> Iterator
             if not num_lines:
                 yield line, 0
                 continue
-            # Within quotes they are of the record. The last of them is counted below, as any line.
+            # within quotes, blank lines belong to the record; the last one is counted below like any line
             more = line.num_lines - 1
             num_lines += more
             num_bytes -= more
@@ -128,7 +133,7 @@ def _joined(lines: Iterator[bytes | _Long | _Blank], max_bytes: int) -> Iterator
             pieces.clear()
         else:
             pieces.append(line)
-        # All quotes are closed: the record ends with this line.
+        # all quotes are closed, so the record ends with this line
         if num_quotes % 2 == 0:
             blank = isinstance(line, _Long) and line.blank and num_lines == 1
             yield _Long(num_bytes + num_lines - 1, 0, blank) if long else b"\n".join(pieces), num_lines

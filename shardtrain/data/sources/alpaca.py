@@ -1,6 +1,6 @@
 """Alpaca: 52,002 instructions with answers. Its column "text" has both in one prompt.
 
-Files of yours in its form need but the columns instruction, input (which may be empty or missing) and
+Your own files in this format need only the columns instruction, input (which may be empty or missing) and
 output, for every data.format.
 """
 
@@ -29,12 +29,12 @@ TEMPLATES = {
         "assistant": "{{ output }}",
     },
 }
-"""data.template of each data.format, for rows that lack its columns.
+"""data.template of each data.format, for rows without its columns.
 
-Wording and layout are those of the data set.
+Wording and layout are those of the dataset.
 """
 
 
 def open_source(request: Request) -> Table | Shards:
-    """Open it from the hub, or a local copy where ``request.path`` is set; see huggingface.open_source."""
+    """Open it from the hub, or a local copy if ``request.path`` is set; see huggingface.open_source."""
     return huggingface.open_preset(request, HUB)

@@ -19,26 +19,27 @@ ENDINGS = file_kinds.ENDINGS["jsonl"]
 
 
 def open_source(request: Request) -> Table | Shards:
-    """Objects of a file, a folder or a pattern; shards, one per file, where one is compressed or there are
-    many.
+    """Open a file, a folder or a pattern with JSON objects; shards, one per file, if a file is compressed
+    or there are many.
 
     Raises:
-        ConfigError: when the option is not set, or leads to no file.
-        DataError: when a file cannot be used at all.
+        ConfigError: the option is not set, or matches no file.
+        DataError: a file cannot be used.
     """
     return open_files(list_files(request, "jsonl", ENDINGS), request)
 
 
 def open_files(files: Sequence[File], request: Request) -> Table | Shards:
-    """As open_source, for files that were found already."""
+    """Open files that were already listed; see open_source."""
     if is_many(files):
         return FileShards(files, parse_bytes, request.max_row_bytes, look=LookAtJsonLines(request.max_row_bytes))
     reader = RecordReader()
     in_sequence = any(file.compression for file in files)
-    opened: dict[int, ArrayPart] = {}  # of the rank that looks
+    # on the rank that reads the files
+    opened: dict[int, ArrayPart] = {}
 
-    # Where the rows of each file begin, found by one rank for all: of arrays, which are read whole, and of
-    # lines. Where a file is compressed, lines are read in sequence.
+    # One rank finds the starts of rows for all. Arrays are read completely. Lines have random access unless
+    # a file is compressed.
     def look() -> list[dict[str, Any]]:
         for file in files:
             check_text(file)
@@ -53,12 +54,12 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
 
     looked = shared_opening.once(place_listed(files), look)
     parts: dict[int, Part] = {}
-    for number, (file, looked_at) in enumerate(zip(files, looked, strict=True)):
-        if "array" in looked_at:
-            parts[number] = opened.get(number) or ArrayPart(file, looked_at["array"], request.max_row_bytes)
+    for number, (file, found_places) in enumerate(zip(files, looked, strict=True)):
+        if "array" in found_places:
+            parts[number] = opened.get(number) or ArrayPart(file, found_places["array"], request.max_row_bytes)
         elif not in_sequence:
             parts[number] = RecordsPart(
-                RecordIndex(file, reader, looked_at["lines"]), parse_bytes, request.max_row_bytes
+                RecordIndex(file, reader, found_places["lines"]), parse_bytes, request.max_row_bytes
             )
     if in_sequence:
         return FileShards(files, parse_bytes, request.max_row_bytes, parts=parts)
@@ -67,7 +68,7 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
 
 @dataclass(frozen=True)
 class LookAtJsonLines:
-    """What opening does with a file, where there are many: see ``FileShards.look``."""
+    """Checks of a file when it is opened, if there are many files: see ``FileShards.look``."""
 
     max_row_bytes: int
 

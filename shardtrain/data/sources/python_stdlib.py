@@ -1,6 +1,6 @@
-"""The source text of the running Python's standard library: real data that is already on every machine.
+"""The source text of the running Python's standard library: real data that exist on every machine.
 
-The text differs between Python versions; its fingerprint says so when a run is continued on another one.
+The text differs between Python versions, and so does its fingerprint, which is checked on a resume.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from shardtrain.data.sources._data_files import File, FileList, FileSource, arra
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 MAX_BYTES = 16 * 2**20
-"""Files are taken in order until they would exceed this many bytes; CPython 3.11 has about 11 MiB."""
+"""Files are used in order up to this total size. CPython 3.11 has about 11 MiB."""
 
-# installed packages vary between machines, tests are a third of the text and say little, idlelib is often
-# split off
+# installed packages vary between machines, tests are a third of the text and repetitive, and idlelib is
+# often a separate package
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
 
 def open_source(request: Request) -> Table:
-    """One row ``{"text": ...}`` per ``.py`` file, in the order of their relative paths.
+    """Open one row ``{"text": ...}`` per ``.py`` file, in the order of relative paths.
 
     Bytes that are not UTF-8 become U+FFFD (no file of CPython has any outside its tests).
 
     Raises:
-        ConfigError: when a path is given, as this dataset takes none.
-        DataError: when the files are missing or unreadable, e.g. where the library is a zip of bytecode.
+        ConfigError: a path is given, which this dataset does not support.
+        DataError: the files are missing or unreadable, e.g. because the library is a zip of bytecode.
     """
     if request.path is not None:
         fix = 'remove it, or use the dataset "text"'
@@ -44,7 +44,7 @@ def open_source(request: Request) -> Table:
 
 
 def open_folder(root: Path) -> Table:
-    """The ``.py`` files below a folder, up to MAX_BYTES of them."""
+    """Open the ``.py`` files below a folder, up to MAX_BYTES."""
 
     def opened(arrays: Any) -> FileList:
         return FileList(str(root), "training.dataset", arrays)
@@ -57,6 +57,7 @@ def open_folder(root: Path) -> Table:
 
 
 def _list(root: Path) -> dict[str, Any]:
+    """Return the ``arrays_of`` the source files."""
     try:
         names = _source_files(root)
         if not names:
@@ -64,34 +65,35 @@ def _list(root: Path) -> dict[str, Any]:
                 f"the dataset python_stdlib found no .py files in {root} (removed, or packed in a zip); "
                 'install the full Python, or use training.dataset="text" with training.dataset_path'
             )
-        taken: list[str] = []
+        names_used: list[str] = []
         identities: list[tuple[int, int, int]] = []
         total_bytes = 0
         for name in names:
             status = os.stat(os.path.join(root, name))
+            # an __init__.py that only marks a package
             if not status.st_size:
-                continue  # an __init__.py that only marks a package
+                continue
             total_bytes += status.st_size
             if total_bytes > MAX_BYTES:
                 break
-            taken.append(name)
+            names_used.append(name)
             identities.append((status.st_size, status.st_mtime_ns, status.st_ino))
     except OSError as error:
         raise DataError(f"the dataset python_stdlib cannot read {error.filename}: {error.strerror}") from error
-    return arrays_of(str(root), taken, *([one[column] for one in identities] for column in range(3)))
+    return arrays_of(str(root), names_used, *([one[column] for one in identities] for column in range(3)))
 
 
 @dataclass
 class Library(FileSource):
-    """Source files as rows; see Table."""
+    """Rows that are source files; see Table."""
 
     @property
     def num_rows(self) -> int:
-        """Files."""
+        """Number of files."""
         return len(self.members)
 
     def files(self) -> Mapping[str, str]:
-        """One entry for the whole library: its names and all of its content."""
+        """Return one entry for the library: a hash of all names and contents."""
         if not self._fingerprints:
             digest = shared_opening.once(self.listed_at, self._digest)
             self._fingerprints = {f"standard library of Python {platform.python_version()}": digest}
@@ -117,7 +119,10 @@ def _content(file: File) -> bytes:
 
 
 def _source_files(root: Path) -> list[str]:
-    """Relative POSIX paths of the .py files below root, sorted; skipped folders are not even listed."""
+    """Return relative POSIX paths of the .py files below root, sorted.
+
+    Skipped folders are not even listed.
+    """
 
     def stop(error: OSError) -> None:
         # a folder that one host cannot list would give its ranks another dataset

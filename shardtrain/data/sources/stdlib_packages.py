@@ -1,7 +1,7 @@
-"""Lines of the running Python's standard library, labelled with their package: something to classify on any
+"""Lines of the running Python's standard library, labelled with their package: classification data on every
 machine.
 
-The text differs between Python versions; its fingerprint says so when a run is continued on another one.
+The text differs between Python versions, and so does its fingerprint, which is checked on a resume.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from shardtrain.data.sources.python_stdlib import Library, open_folder
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 PACKAGES = ("asyncio", "email", "multiprocessing", "unittest", "xml")
-"""Labels, as [task] names them."""
+"""Labels, in the order of [task]."""
 SPLITS = {"train": range(2, 10), "validation": (0,), "test": (1,)}
-"""Of ten lines in a row, those of a split."""
+"""The lines of each split, among ten consecutive lines."""
 MIN_CHARACTERS = 24
 MAX_LINES = 1500
-"""Shorter lines say little, and a package with many lines gives its first."""
+"""Shorter lines are skipped, and a package with more lines provides only its first."""
 
 
 def open_source(request: Request) -> Table:
-    """One row ``{"text": ..., "label": ...}`` per line that is in one place alone, package after package.
+    """Open one row ``{"text": ..., "label": ...}`` per line that occurs only once, package after package.
 
     Raises:
-        ConfigError: when a path is given, as this dataset takes none, or the split is unknown.
-        DataError: when the files are missing or unreadable.
+        ConfigError: a path is given, which this dataset does not support, or the split is unknown.
+        DataError: the files are missing or unreadable.
     """
     if request.path is not None:
         rule = "has no effect with the dataset stdlib_packages"
@@ -47,7 +47,7 @@ def open_source(request: Request) -> Table:
 
 
 def _rows(library: Library, parts: Container[int]) -> list[list[str]]:
-    """Text, label and place of each row of a split, which are these of ten."""
+    """Return text, label and place of each row of a split. ``parts`` are its positions among ten lines."""
     lines_of: dict[str, list[tuple[str, str]]] = {name: [] for name in PACKAGES}
     count: dict[str, int] = {}
     for index, file in enumerate(library.members):
@@ -60,7 +60,7 @@ def _rows(library: Library, parts: Container[int]) -> list[list[str]]:
             line = line.strip()
             count[line] = count.get(line, 0) + 1
             lines_of[package].append((line, f"{file.path}:{number}"))
-    # Lines that are in one place alone: one that two packages have would have two labels.
+    # only lines that occur once: a line in two packages would have two labels
     rows = []
     for package, lines in lines_of.items():
         unique = [(line, place) for line, place in lines if len(line) >= MIN_CHARACTERS and count[line] == 1]
@@ -72,13 +72,13 @@ def _rows(library: Library, parts: Container[int]) -> list[list[str]]:
 
 @dataclass
 class Lines(Library):
-    """Lines as rows; see Table."""
+    """Rows that are lines; see Table."""
 
     lines: list[tuple[str, str, str]]
 
     @property
     def num_rows(self) -> int:
-        """Lines."""
+        """Number of lines."""
         return len(self.lines)
 
     def row(self, index: int) -> Row:

@@ -17,19 +17,19 @@ ENDINGS = file_kinds.ENDINGS["text"]
 
 
 def open_source(request: Request) -> Table:
-    """Texts of a file, of all ``*.txt`` below a folder, or of what a pattern matches.
+    """Open a file, all ``*.txt`` files below a folder, or the files that match a pattern.
 
-    Files are UTF-8; a byte order mark is removed, and line ends and U+0000 are kept as they are.
+    Files are UTF-8. A byte order mark is removed; line ends and U+0000 are kept.
 
     Raises:
-        ConfigError: when the option is not set, or leads to no file.
-        DataError: when a file cannot be used at all.
+        ConfigError: the option is not set, or matches no file.
+        DataError: a file cannot be used.
     """
     return open_files(list_files(request, "text", ENDINGS, empty=True), request)
 
 
 def open_files(files: Sequence[File], request: Request) -> Table:
-    """As open_source, for files that were found already."""
+    """Open files that were already listed; see open_source."""
 
     def look() -> None:
         for file in files:
@@ -42,19 +42,20 @@ def open_files(files: Sequence[File], request: Request) -> Table:
 
 @dataclass
 class TextFiles(FileSource):
-    """Files as rows; see Table."""
+    """Rows that are files; see Table."""
 
     max_row_bytes: int
 
     @property
     def num_rows(self) -> int:
-        """Files."""
+        """Number of files."""
         return len(self.members)
 
     def row(self, index: int) -> Row:
         file = self.members[index]
+        # many files are not checked when the dataset is opened
         if is_many(self.members):
-            check_text(file)  # which opening did not
+            check_text(file)
         if file.compression is None and file.size > self.max_row_bytes:
             return too_long(file.size)
         pieces = []

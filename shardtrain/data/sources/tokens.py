@@ -1,4 +1,4 @@
-"""Prepared shards: a folder made by ``shardtrain data prepare``, which has tokens and no rows."""
+"""Prepared shards: a folder made by ``shardtrain data prepare``, which contains tokens instead of rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 def open_line(request: Request, tokenizer: Tokenizer) -> TokenBuffer:
-    """The documents of a prepared folder, end to end; a module with this function has no ``open_source``.
+    """Open the documents of a prepared folder. A module with this function has no ``open_source``.
 
     Raises:
-        ConfigError: when no folder is named, or it is not a whole one, or another tokenizer made it.
+        ConfigError: no folder is named, it is not complete, or another tokenizer made it.
     """
     if request.path is None:
         fix = 'name a folder made by "shardtrain data prepare"'
-        raise ConfigError(Problem(request.option, None, 'is not set, and the dataset "tokens" needs it', fix))
+        raise ConfigError(Problem(request.option, None, 'is not set, and the dataset "tokens" requires it', fix))
     line = ShardTokenBuffer(request.path, request.option)
     check_tokenizer(line, tokenizer)
     return line

@@ -1,5 +1,4 @@
-"""Tables as text: ``.tsv``, in which a tab ends a field and nothing is quoted, and ``.csv``, as RFC 4180
-has it."""
+"""Tables as text: ``.tsv`` with tabs between fields and no quotes, and ``.csv`` as in RFC 4180."""
 
 from __future__ import annotations
 
@@ -23,34 +22,34 @@ ENDINGS = file_kinds.ENDINGS["tsv"]
 
 
 def open_source(request: Request) -> Table | Shards:
-    """Rows of a file, a folder or a pattern as ``{column: text}``; shards where one is compressed or there
-    are many.
+    """Open a file, a folder or a pattern with rows ``{column: text}``; shards if a file is compressed, or
+    if there are many.
 
-    The first line of each file names the columns, or ``request.header`` is False and they are "0", "1", ...
-    A line of white space alone is not a row. In a CSV, quoted fields may hold newlines, and a quote is
-    written twice.
+    The first line of each file names the columns. If ``request.header`` is False, they are "0", "1", ... A
+    line of whitespace is not a row. In a CSV file, quoted fields may contain newlines, and a quote within
+    them is doubled.
 
     Raises:
-        ConfigError: when the option is not set, or leads to no file.
-        DataError: when a file cannot be used at all, or the files differ in their columns.
+        ConfigError: the option is not set, or matches no file.
+        DataError: a file cannot be used, or the files have different columns.
     """
     return open_files(list_files(request, "tsv", ENDINGS), request)
 
 
 def open_files(files: Sequence[File], request: Request) -> Table | Shards:
-    """As open_source, for files that were found already."""
+    """Open files that were already listed; see open_source."""
     quoted = files[0].kind == ".csv"
     skipped = int(request.header)
     look = LookAtTable(files[0], request)
     reader = RecordReader()
     in_sequence = not is_many(files) and any(file.compression for file in files)
 
-    # The columns and where rows begin, found by one rank for all; of very many files those of the first
-    # alone.
+    # one rank finds the columns and the starts of rows for all; with many files, only the columns of the
+    # first file
     def first_look() -> dict[str, Any]:
         for file in files:
             if (file.kind == ".csv") != quoted:
-                raise file.unusable(f"is of another kind than {files[0].path}", "name *.tsv or *.csv by a pattern")
+                raise file.unusable(f"has another format than {files[0].path}", "select *.tsv or *.csv by a pattern")
         if is_many(files):
             return {"columns": look.columns()}
         for file in files:
@@ -76,13 +75,13 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
 
 @dataclass(frozen=True)
 class LookAtTable:
-    """What opening does with a file, where there are many: see ``FileShards.look``."""
+    """Checks of a file when it is opened, if there are many files: see ``FileShards.look``."""
 
     first: File
     request: Request
 
     def columns(self) -> tuple[str, ...]:
-        """Columns of all files, from the first of them."""
+        """Return the columns of all files, from the first file."""
         check_text(self.first)
         return _columns([self.first], self.first.kind == ".csv", self.request)
 
@@ -94,13 +93,13 @@ class LookAtTable:
 
 @dataclass(frozen=True)
 class FieldsOf:
-    """Reads one record to a row with these columns."""
+    """Converts a record to a row with these columns."""
 
     columns: tuple[str, ...]
     quoted: bool
 
     def __call__(self, data: bytes) -> Row:
-        """The row, or why there is none."""
+        """Return the row, or a BadRow."""
         fields = split(data, self.quoted)
         if isinstance(fields, BadRow):
             return fields
@@ -111,14 +110,14 @@ class FieldsOf:
 
 
 def split(data: bytes, quoted: bool) -> list[str] | BadRow:
-    """Fields of one record."""
+    """Return the fields of one record."""
     try:
         text = data.removesuffix(b"\r").decode()
     except UnicodeDecodeError as error:
         return not_utf8(error)
     if not quoted:
         return text.split("\t")
-    # The module's own limit is 128 KiB; data.max_row_bytes bounds rows here.
+    # the module's own limit is 128 KiB; here data.max_row_bytes limits rows
     if csv.field_size_limit() < len(text):
         csv.field_size_limit(len(text))
     try:
@@ -129,7 +128,7 @@ def split(data: bytes, quoted: bool) -> list[str] | BadRow:
 
 
 def _columns(files: Sequence[File], quoted: bool, request: Request) -> tuple[str, ...]:
-    """Columns of all files, from their first records."""
+    """Return the columns of all files, from their first records. Raises DataError if they differ."""
     first = _first(files[0], quoted, request)
     for file in files[1:] if request.header else ():
         columns = _first(file, quoted, request)
@@ -140,6 +139,7 @@ def _columns(files: Sequence[File], quoted: bool, request: Request) -> tuple[str
 
 
 def _first(file: File, quoted: bool, request: Request) -> tuple[str, ...]:
+    """Return the fields of a file's first record. Raises DataError if they are not column names."""
     with open_stream(file) as stream:
         line, record = next(records(stream, request.max_row_bytes, quoted=quoted), (1, BadRow("there is none")))
     fields = record if isinstance(record, BadRow) else split(record, quoted)

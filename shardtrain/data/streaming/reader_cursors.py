@@ -1,5 +1,4 @@
-"""Cursors of the virtual readers of a stream, as far as one rank knows them; ranks put it together at a
-checkpoint."""
+"""Cursors of the virtual readers of a stream that one rank knows. Ranks merge them for a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,35 +10,37 @@ from shardtrain.data.streaming.stream import rows_of_reader
 
 
 class ReaderCursors:
-    """Cursors of the readers of one feed, as far as this rank has taken their rows."""
+    """Cursors of the readers of one feed after the rows that this rank has read."""
 
     def __init__(self, num_readers: int) -> None:
         self._rows = np.zeros(num_readers, np.int64)
         self._cursors = np.zeros((num_readers, 3), np.int64)
 
     def begin(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
-        """Start from places that are known, or from the beginning."""
+        """Start from known cursors, or from the beginning."""
         count = len(self._rows)
         self._cursors = np.zeros((count, 3), np.int64) if cursors is None else cursors.copy()
         self._rows[:] = 0 if cursors is None else _due(rows, count)
         self.mark()
 
     def mark(self) -> None:
-        """Remember these places: a step begins, and may be cancelled before all ranks have read it."""
+        """Remember the cursors at the start of a step, which may be cancelled before all ranks have read
+        it."""
         self._before = self._rows.copy(), self._cursors.copy()
 
     def move(self, move: CursorUpdate) -> None:
-        """Take note of a reader that has given a row."""
+        """Store the cursor of a reader that has returned a row."""
         self._rows[move.reader] = move.rows
         self._cursors[move.reader] = move.cursor
 
     def at(self, rows: int) -> npt.NDArray[np.int64]:
-        """Cursors after this many rows of the feed, -1 where this rank's is an earlier one."""
+        """Return the cursors after this many rows of the feed, -1 for readers whose cursor here is an
+        earlier one."""
         due = _due(rows, len(self._rows))
         at = np.full_like(self._cursors, -1)
-        # A save may come when this rank has read the next step already: then the cursors before that step
-        # count. A reader whose rows another rank took stands earlier than is due in both, and stays -1: the
-        # maximum over all ranks has the cursor of the rank that took them.
+        # A save may come when this rank has already read the next step; then the cursors before that step
+        # apply. A reader whose last rows another rank has read is behind in both, and stays -1. The maximum
+        # over all ranks has the cursor of the rank that read them.
         for rows_of_readers, cursors in (self._before, (self._rows, self._cursors)):
             is_there = rows_of_readers == due
             at[is_there] = cursors[is_there]
@@ -47,4 +48,5 @@ class ReaderCursors:
 
 
 def _due(rows: int, num_readers: int) -> npt.NDArray[np.int64]:
+    """Return the number of rows of each reader among the first ``rows`` rows."""
     return np.array([rows_of_reader(rows, reader, num_readers) for reader in range(num_readers)], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Tokenizers of the user's: a file with a small ``class Tokenizer``, which gets here what the data pipeline
+"""Tokenizers in a user's file: wrap a small ``class Tokenizer`` with the interface that the data pipeline
 needs."""
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from shardtrain.data.tokenizers.tokenizer_config import ends_facts
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
-_MOST_IDS = 2**31
+_MAX_IDS = 2**31
 
 
 class OwnTokenizer:
-    """The tokenizer of a file: ``encode(text)``, ``decode(ids)``, ``vocab_size``, and perhaps ``bos_id``,
-    ``eos_id``.
+    """The tokenizer of a file, with ``encode(text)``, ``decode(ids)``, ``vocab_size``, and optionally
+    ``bos_id`` and ``eos_id``.
 
-    Where the class has ``spans(text)``, the first character of each id of ``encode(text)`` and the one
-    after its last, it can also encode conversations and separators.
+    If the class has ``spans(text)``, it can also encode conversations and separators. ``spans`` returns the
+    first character of each id of ``encode(text)`` and the one after its last.
     """
 
     def __init__(self, path: str, option: str) -> None:
@@ -35,8 +35,8 @@ class OwnTokenizer:
         if missing:
             raise self._problem(f"has a class Tokenizer without {' and '.join(missing)}", own_file.TOKENIZER.fix)
         self.vocab_size: int = getattr(self._tokenizer, "vocab_size", 0)
-        if type(self.vocab_size) is not int or not 0 < self.vocab_size < _MOST_IDS:
-            rule = "has a class Tokenizer whose vocab_size is not a number of ids"
+        if type(self.vocab_size) is not int or not 0 < self.vocab_size < _MAX_IDS:
+            rule = "has a class Tokenizer whose vocab_size is not a valid number of ids"
             raise self._problem(rule, "set vocab_size to one more than the largest id")
         self.bos_id, self.eos_id, self.pad_id = (self._end(name) for name in ("bos_id", "eos_id", "pad_id"))
         self.prefix_ids: tuple[int, ...] = ()
@@ -51,43 +51,48 @@ class OwnTokenizer:
         self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + ends).hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """Ids of a text, without bos and eos; raises ConfigError for one outside 0..vocab_size-1."""
+        """Return the ids of a text, without BOS and EOS.
+
+        Raises ConfigError for an id outside 0..vocab_size-1.
+        """
         ids = np.asarray(self._tokenizer.encode(text), dtype=np.int64).reshape(-1)
         if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < self.vocab_size):
-            rule = f"gives ids from {ids.min()} to {ids.max()}, and its vocab_size is {self.vocab_size}"
+            rule = f"returns ids from {ids.min()} to {ids.max()}, and its vocab_size is {self.vocab_size}"
             raise self._problem(rule, "correct encode or vocab_size")
         return ids.astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """Ids of each text."""
+        """Return the ids of each text."""
         return [self.encode(text) for text in texts]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """Ids of each text, and where each is in the text, as the file's ``spans`` says.
+        """Return the ids of each text, and their character ranges from the file's ``spans``.
 
         Raises:
-            ConfigError: when the class has no ``spans``, or gives another number of them.
+            ConfigError: the class has no ``spans``, or it returns another number of ranges.
         """
         if not callable(getattr(self._tokenizer, "spans", None)):
-            rule = "has a class Tokenizer without spans, which conversations and separators need"
+            rule = "has a class Tokenizer without spans, which conversations and separators require"
             raise self._problem(rule, "define spans(text): a list of (first, after the last) characters of each id")
         results = []
         for text in texts:
             ids = self.encode(text)
             spans = np.asarray(self._tokenizer.spans(text), np.int64).reshape(-1, 2)
             if len(ids) != len(spans):
-                rule = f"gives {len(ids)} ids and {len(spans)} spans of one text"
-                raise self._problem(rule, "give one span for each id of encode(text)")
+                rule = f"returns {len(ids)} ids and {len(spans)} spans for one text"
+                raise self._problem(rule, "return one span for each id of encode(text)")
             results.append((ids, spans))
         return results
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
-        """Text of ids; bos, eos and pad have none, unless they are kept as ``<bos>``, ``<eos>`` and
-        ``<pad>``."""
+        """Return the text of ids.
+
+        BOS, EOS and padding are omitted or, with ``keep_special``, ``<bos>``, ``<eos>`` and ``<pad>``.
+        """
         plain: list[int] = np.asarray(ids, dtype=np.int64).tolist()
         if not keep_special:
             return str(self._tokenizer.decode([i for i in plain if i not in self.special_ids]))
-        # Runs of ordinary ids go to the tokenizer together: it may join tokens to characters.
+        # decode consecutive ordinary ids together, because the tokenizer may join tokens to characters
         names = {self.pad_id: "<pad>", self.bos_id: "<bos>", self.eos_id: "<eos>"}
         pieces = []
         for name, run in groupby(plain, key=lambda i: names.get(i)):
@@ -96,6 +101,7 @@ class OwnTokenizer:
         return "".join(pieces)
 
     def _end(self, name: str) -> int | None:
+        """Return the value of an attribute that is an id or None."""
         value = getattr(self._tokenizer, name, None)
         if value is not None and (type(value) is not int or not 0 <= value < self.vocab_size):
             raise self._problem(

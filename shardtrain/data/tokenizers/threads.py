@@ -1,5 +1,4 @@
-"""How many threads a tokenizer may use: the variables of the ``tokenizers`` library, obeyed by the others
-too."""
+"""Number of threads of a tokenizer, from the environment variables of the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -7,7 +6,8 @@ import os
 
 
 def threads() -> int:
-    """Threads of a batch: 1 where TOKENIZERS_PARALLELISM forbids more, else RAYON_NUM_THREADS or all cores."""
+    """Return the threads for a batch: 1 if TOKENIZERS_PARALLELISM is false, else RAYON_NUM_THREADS or the
+    number of cores."""
     if os.environ.get("TOKENIZERS_PARALLELISM", "").strip().lower() in ("0", "false", "no", "n", "off", "f"):
         return 1
     wanted = os.environ.get("RAYON_NUM_THREADS", "").strip()

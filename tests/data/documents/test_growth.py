@@ -159,7 +159,7 @@ def test_a_compressed_file_is_not_read_beyond_the_bound_of_a_row(
     path.write_bytes(PACK[ending](first + rest))
     reader = tsv if kind == "an open quote" else jsonl
     rows = [row for _, row in every_row(reader.open_source(Request(str(path), max_row_bytes=1000)))]
-    assert rows[0] == {"text": "a"} and "holds more than 1.00 MiB without the end of a row" in str(rows[1])
+    assert rows[0] == {"text": "a"} and "contains more than 1.00 MiB without the end of a row" in str(rows[1])
     assert len(rows) == 2
     assert count[0] < 2**22
 

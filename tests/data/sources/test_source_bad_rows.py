@@ -29,11 +29,11 @@ LINES = {
     "raw NUL": (b'{"text": "a\0b"}', "is not JSON: invalid control character (column 12)"),
     "line of NUL": (bytes(100), "is not JSON: expecting value (column 1)"),
     "raw control character": (b'{"text": "a\x0bb"}', "is not JSON: invalid control character (column 12)"),
-    "lone high surrogate": (b'{"text": "a\\ud83d"}', "holds half of a surrogate pair, which is not text (\\ud83d)"),
-    "lone low surrogate": (b'{"text": "\\uDE00b"}', "holds half of a surrogate pair, which is not text (\\ude00)"),
+    "lone high surrogate": (b'{"text": "a\\ud83d"}', "contains half of a surrogate pair, which is not text (\\ud83d)"),
+    "lone low surrogate": (b'{"text": "\\uDE00b"}', "contains half of a surrogate pair, which is not text (\\ude00)"),
     "lone surrogate in a key": (
         b'{"a\\ud83d": {"b": 1}}',
-        "holds half of a surrogate pair, which is not text (\\ud83d)",
+        "contains half of a surrogate pair, which is not text (\\ud83d)",
     ),
     "surrogate pair": (b'{"text": "\\ud83d\\ude00"}', {"text": "\U0001f600"}),
     "words that look like one": (b'{"text": "\\\\ud83d"}', {"text": "\\ud83d"}),
@@ -49,14 +49,14 @@ LINES = {
     "nested 201 deep": (b'{"a":' * 201 + b"1" + b"}" * 201, "is nested too deeply (more than 200 levels)"),
     "nested 3 deep with many brackets": (b'{"a": [' + b"[], " * 300 + b"[]]}", {"a": [[]] * 301}),
     "arrays 100,000 deep": (b'{"a":' + b"[" * 10**5, "is nested too deeply"),
-    "key twice": (b'{"text": "a", "text": "b"}', 'has a key twice ("text")'),
-    "key twice within": (b'{"text": {"b": 1, "c": 2, "b": 1}}', 'has a key twice ("b")'),
-    "NaN": (b'{"text": "a", "score": NaN}', "holds NaN, which is not JSON"),
-    "Infinity": (b'{"text": "a", "score": [Infinity]}', "holds Infinity, which is not JSON"),
-    "-Infinity": (b'{"text": "a", "score": -Infinity}', "holds -Infinity, which is not JSON"),
+    "key twice": (b'{"text": "a", "text": "b"}', 'has a duplicate key ("text")'),
+    "key twice within": (b'{"text": {"b": 1, "c": 2, "b": 1}}', 'has a duplicate key ("b")'),
+    "NaN": (b'{"text": "a", "score": NaN}', "contains NaN, which is not JSON"),
+    "Infinity": (b'{"text": "a", "score": [Infinity]}', "contains Infinity, which is not JSON"),
+    "-Infinity": (b'{"text": "a", "score": -Infinity}', "contains -Infinity, which is not JSON"),
     "the word NaN": (b'{"text": "NaN"}', {"text": "NaN"}),
     "integer above 2**63": (b'{"text": "a", "id": 18446744073709551617}', {"text": "a", "id": 2**64 + 1}),
-    "integer of 10,000 digits": (b'{"id": ' + b"1" * 10**4 + b"}", "holds a number of too many digits"),
+    "integer of 10,000 digits": (b'{"id": ' + b"1" * 10**4 + b"}", "contains a number with too many digits"),
     "array": (b'["a"]', "is not a JSON object but an array"),
     "string": (b'"a"', "is not a JSON object but a string"),
     "number": (b"1.5", "is not a JSON object but a number"),
@@ -115,7 +115,7 @@ def test_reasons_are_few_however_many_rows_are_bad(tmp_path):
     """They are counted by reason, so a reason must name nothing that differs from row to row."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(b'{"k%d": "%s\n' % (n, b"x" * n) + b'{"%d": 1, "%d": 2}\n' % (n, n) for n in range(200)))
-    assert {row.reason for _, row in read(path)} == {"is not JSON: unterminated string starting", "has a key twice"}
+    assert {row.reason for _, row in read(path)} == {"is not JSON: unterminated string starting", "has a duplicate key"}
 
 
 def test_a_byte_order_mark_at_the_head_is_not_part_of_the_first_row(write):

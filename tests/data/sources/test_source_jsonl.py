@@ -213,7 +213,7 @@ def test_damage_within_compressed_data_is_one_bad_row_at_the_end(tmp_path, compr
         (b'[{"a": 1}]\n\n[{"a": 2}]\n', 3, "is not a JSON array: Expecting nothing after the array's end"),
         (b'[{"a": 1},\n\n {"a": \xff}]\n', 3, "is not UTF-8"),
         (b'[{"a": 1},\n{"a":' + b"[" * 10**5, 2, "is nested too deeply"),
-        (b'[{"a": 1},\n{"a":' + b"1" * 10**4 + b"}]", 2, "holds a number of too many digits"),
+        (b'[{"a": 1},\n{"a":' + b"1" * 10**4 + b"}]", 2, "contains a number with too many digits"),
     ],
 )
 def test_a_broken_array_is_an_error_with_its_line(tmp_path, content, line, reason):
@@ -231,8 +231,8 @@ def test_elements_of_an_array_that_are_not_rows_are_bad_rows_with_their_lines(tm
     assert rows_and_lines(source) == [
         (2, {"text": "\u00e9"}),
         (3, "is not a JSON object but an array"),
-        (4, "holds NaN, which is not JSON"),
-        (5, 'has a key twice ("a")'),
+        (4, "contains NaN, which is not JSON"),
+        (5, 'has a duplicate key ("a")'),
         (6, "is longer than data.max_row_bytes (108 bytes)"),
         (7, {"b": 2}),
     ]

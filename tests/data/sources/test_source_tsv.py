@@ -127,7 +127,7 @@ def test_files_with_other_columns_or_of_another_kind_are_refused(tmp_path):
     with pytest.raises(DataError, match=r'b.tsv" has the columns b, a, but .*a.tsv has a, b; give all files the same'):
         opened(tmp_path)
     write(tmp_path, "b.csv", b"a,b\n")
-    with pytest.raises(DataError, match=r'b.csv" is of another kind than .*a.tsv'):
+    with pytest.raises(DataError, match=r'b.csv" has another format than .*a.tsv'):
         opened(tmp_path / "[ab].[ct]sv")
 
 

@@ -68,7 +68,7 @@ def test_a_file_that_is_not_a_tokenizer_is_one_line_before_ranks_start(tmp_path,
 
 def test_ids_outside_the_vocabulary_and_missing_spans_are_named(tmp_path):
     wrong = open_tokenizer(written(tmp_path, LETTERS.replace("else 26", "else 99")), OPTION)
-    with pytest.raises(ConfigError, match="gives ids from 99 to 99"):
+    with pytest.raises(ConfigError, match="returns ids from 99 to 99"):
         wrong.encode("!")
     plain = open_tokenizer(written(tmp_path, LETTERS.replace("def spans", "def other")), OPTION)
     with pytest.raises(ConfigError, match="without spans"):

@@ -53,7 +53,7 @@ def poisoned(rank: int, config: Config, steps: tuple[int, ...] = (POISONED,), st
     rows = {8 * (step - 1) + row for step in steps for row in range(8)}
 
     def poison(stream: data.DataLoader) -> Batch:
-        first = stream._share.first_position(stream._start, stream._handed)
+        first = stream._share.first_position(stream._start, stream._batches_returned)
         batch = pull(stream)
         targets_BT = batch.targets_BT.clone()
         for row in range(len(targets_BT)):
