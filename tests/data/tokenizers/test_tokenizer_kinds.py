@@ -234,7 +234,7 @@ BROKEN = {
         "is not a tokenizer: neither JSON nor ranks of tiktoken nor a sentencepiece model",
     ),
     "cut": (None, "is not a tokenizer"),
-    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n", "pointer of Git LFS"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n", "Git LFS pointer"),
     "rank": (line(b"a", 0) + line(b"b", 5), r"tokenizer.model:2.* has a rank other than 1"),
     "twice": (line(b"a", 0) + line(b"a", 1), r"tokenizer.model:2.* has a duplicate token"),
     "base64": (line(b"a", 0) + b"YQ=Q 1\n", r"tokenizer.model:2.* is not a base64 token"),
@@ -258,9 +258,7 @@ def test_a_broken_model_is_named_in_one_line(tmp_path, name):
 def test_ranks_of_another_model_are_refused(tmp_path):
     tokens = [bytes((i,)) for i in range(256)] + [i.to_bytes(3, "big") for i in range(50257 - 256)]
     (tmp_path / "gpt2.tiktoken").write_bytes(b"".join(line(token, rank) for rank, token in enumerate(tokens)))
-    with pytest.raises(
-        ConfigError, match=r"use the tokenizer.json of that model; reason: it has 50257 ranks like GPT-2"
-    ):
+    with pytest.raises(ConfigError, match=r"has 50257 ranks like GPT-2"):
         open_tokenizer(str(tmp_path / "gpt2.tiktoken"))
 
 

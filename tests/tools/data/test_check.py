@@ -181,7 +181,7 @@ def test_prepared_shards_are_verified(tmp_path: Path, capsys: pytest.CaptureFixt
         file.seek(20_000)
         file.write(b"\x00\x01")
     code, report = run(capsys, *words)
-    assert code == 3 and any("tokens-00000.bin has other bytes" in problem for problem in report["problems"])
+    assert code == 3 and any("tokens-00000.bin differs from its SHA-256" in problem for problem in report["problems"])
 
 
 def test_a_mixture_is_checked_source_by_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
