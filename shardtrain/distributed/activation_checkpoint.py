@@ -1,6 +1,8 @@
-"""Recompute activations in backward to save memory (Chen et al. 2016; selective: Korthikanti et al. 2022).
+"""Recompute activations in backward to save memory (Chen et al. 2016; selective: Korthikanti et al.
+2022).
 
-A layer's ``forward`` is replaced, not wrapped, so parameter names never change. Must run before compile and shard.
+A layer's ``forward`` is replaced, not wrapped, so parameter names never change. Must run before compile
+and shard.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from shardtrain.ops import accelerator
 from shardtrain.ops.dtensor import local_tensor
 
 _LINEAR = ("aten.linear.default", "shardtrain.onednn_product.default")
-"""Matmuls that are given the weight as it is; the others are given its transpose."""
+"""Matmuls whose argument is the weight. The other matmuls receive its transpose."""
 _MATMULS = ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", *_LINEAR)
 _EXPENSIVE = (
     "aten._scaled_dot_product_flash_attention.default",
@@ -38,58 +40,78 @@ _EXPENSIVE = (
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_to_all_single.default",
 )
-"""Operations whose results are kept by "op", besides every second matmul: attention and communication."""
+"""Operations whose results "op" keeps, in addition to every second matmul: attention and communication."""
 
 
 def _weight_shape(operation: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """The (out, in) shape of the weight that a matmul multiplies by; one in float8 is given its transpose too."""
+    """Return the (out, in) shape of the weight of a matmul."""
     if operation in _operations(_LINEAR):
         return tuple(arguments[1].shape)
-    return tuple(reversed(arguments[2 if operation is torch.ops.aten.addmm.default else 1].shape))
+    # mm(x, weight^T), _scaled_mm(x, weight^T), addmm(bias, x, weight^T)
+    index = 2 if operation is torch.ops.aten.addmm.default else 1
+    return tuple(reversed(arguments[index].shape))
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Make layers recompute as ``[activation_checkpoint]`` says, in place."""
+    """Make layers recompute their activations in backward, as configured in ``[activation_checkpoint]``,
+    in place.
+    """
     options = config.activation_checkpoint
     if options.mode == "none":
         return
     if options.mode == "memory_budget":
-        import torch._functorch.config as compiler  # loads the compiler; needed by this mode alone
-
-        compiler.activation_memory_budget = options.memory_budget
-        # of split layers the graph has process groups, which hold no tensors: PyTorch 2.13 will not guess their size
-        if hasattr(compiler, "unsafe_treat_script_objects_as_zero_size"):
-            compiler.unsafe_treat_script_objects_as_zero_size = True
-        if options.visualize_memory_budget_pareto:
-            compiler.visualize_memory_budget_pareto = True
-            compiler.memory_budget_pareto_dir = f"{config.job.dump_folder}/memory_budget_pareto"
+        _set_memory_budget(config)
         return
-    # "op" looks at each operation of every layer; a number makes every so many layers recompute as a whole
-    every = 1 if options.mode == "full" or options.selective_ac_option == "op" else int(options.selective_ac_option)
-    per_operation = options.mode == "selective" and options.selective_ac_option == "op"
-    if per_operation and config.compile.enable:
-        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
+    # "op" decides for each operation of every layer. A number N recomputes every Nth layer entirely.
+    is_per_operation = options.mode == "selective" and options.selective_ac_option == "op"
+    every_nth = 1
+    if options.mode != "full" and options.selective_ac_option != "op":
+        every_nth = int(options.selective_ac_option)
+    if is_per_operation and config.compile.enable:
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_policy_warning)
     for index, (name, layer) in enumerate(getattr(model, layout.layers).items()):
-        if index % every == 0:
-            path = f"{layout.layers}.{name}"
-            # a partial: layers share what is compiled where its arguments are equal, and a closure's are not looked at
-            forced = _forced_shapes(layer, path, options) if per_operation else ()
-            contexts = functools.partial(_selective_contexts, forced) if per_operation else None
-            if compile.is_compiled_within(layer, path, layout, mesh, config):
-                layer.forward = torch.compile(layer.forward, backend=config.compile.backend)
-            _recompute(layer, options, contexts, pin_memory=accelerator.pins_memory(mesh.device))
+        if index % every_nth:
+            continue
+        path = f"{layout.layers}.{name}"
+        contexts = None
+        if is_per_operation:
+            # Not a closure: layers share compiled code if the arguments of their partials are equal, but
+            # the compiler does not compare the variables of closures.
+            contexts = functools.partial(_selective_contexts, _forced_shapes(layer, path, options))
+        if compile.is_compiled_within(layer, path, layout, mesh, config):
+            layer.forward = torch.compile(layer.forward, backend=config.compile.backend)
+        _recompute(layer, options, contexts, pin_memory=accelerator.pins_memory(mesh.device))
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    # PyTorch warns of every compiled region with a policy, whatever is in it: operations in place would change what is
-    # kept. Layers have none on results that are kept (RMSNorm adds its eps in place, to a mean of squares).
+def _set_memory_budget(config: Config) -> None:
+    """Configure the compiler's own choice of activations to recompute."""
+    import torch._functorch.config as compiler  # loads the compiler, which other modes do not need
+
+    options = config.activation_checkpoint
+    compiler.activation_memory_budget = options.memory_budget
+    # Graphs of split layers contain process groups, which hold no tensors. PyTorch 2.13 does not guess
+    # their size.
+    if hasattr(compiler, "unsafe_treat_script_objects_as_zero_size"):
+        compiler.unsafe_treat_script_objects_as_zero_size = True
+    if options.visualize_memory_budget_pareto:
+        compiler.visualize_memory_budget_pareto = True
+        compiler.memory_budget_pareto_dir = f"{config.job.dump_folder}/memory_budget_pareto"
+
+
+def _is_not_policy_warning(record: logging.LogRecord) -> bool:
+    """Log filter that drops a warning of PyTorch about every compiled region with a recomputation policy.
+
+    The warning is about in-place operations, which would change kept results. Our layers apply none to
+    kept results. (RMSNorm adds eps in place, but to a mean of squares.)
+    """
     return "Detected that context_fn is passed" not in str(record.msg)
 
 
 def _recompute(
     layer: nn.Module, options: ActivationCheckpoint, contexts: Callable[[], Any] | None, pin_memory: bool
 ) -> None:
-    how: dict[str, Any] = {
+    """Replace a layer's forward with a checkpointed one."""
+    checkpoint_options: dict[str, Any] = {
         "use_reentrant": False,
         "preserve_rng_state": options.preserve_rng_state,
         "determinism_check": options.determinism_check,
@@ -97,36 +119,41 @@ def _recompute(
         "debug": options.debug,
     }
     if contexts is not None:
-        how["context_fn"] = contexts
+        checkpoint_options["context_fn"] = contexts
     forward = layer.forward
 
-    # A function, not functools.partial: the compiler does not look into that, and compiles nothing, without a word.
+    # A function and not a functools.partial, inside which the compiler silently compiles nothing.
     def recomputed(*inputs: Any, **keywords: Any) -> Any:
-        return checkpoint(forward, *inputs, **how, **keywords)
+        return checkpoint(forward, *inputs, **checkpoint_options, **keywords)
 
-    layer.forward = _with_inputs_on_cpu(layer, recomputed, pin_memory) if options.cpu_offload else recomputed
+    layer.forward = recomputed
+    if options.cpu_offload:
+        layer.forward = _with_inputs_on_cpu(layer, recomputed, pin_memory)
 
 
 def _with_inputs_on_cpu(layer: nn.Module, forward: Callable[..., Any], pin_memory: bool) -> Callable[..., Any]:
-    # Recomputation keeps a layer's inputs alone; those are what save_on_cpu then moves. A compiled layer keeps the
-    # weights that its backward reads beside them: they are where they are anyway, and stay there.
+    """Move the inputs of a recomputed layer to host memory between forward and backward.
+
+    Recomputation keeps only a layer's inputs. A compiled layer also keeps weights for its backward. They
+    stay on the device, where they are alive anyway.
+    """
     host = torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)  # type: ignore[no-untyped-call]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def hooks() -> AbstractContextManager[Any]:
-        weights = {_memory(weight) for weight in (*layer.parameters(), *layer.buffers())}
+        weight_storages = {_storage_id(weight) for weight in (*layer.parameters(), *layer.buffers())}
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def pack(tensor: Tensor) -> Any:
-            return tensor if _memory(tensor) in weights else host.pack_hook(tensor)
+            return tensor if _storage_id(tensor) in weight_storages else host.pack_hook(tensor)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def unpack(kept: Any) -> Any:
-        return kept if isinstance(kept, Tensor) else host.unpack_hook(kept)
+    def unpack(packed: Any) -> Any:
+        return packed if isinstance(packed, Tensor) else host.unpack_hook(packed)
 
-    # What is compiled is the layer within: the compiler cannot look into hooks, and would break its graph at them.
+    # Only the layer inside is compiled. The compiler cannot trace hooks, and would break its graph at them.
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def offloaded(*inputs: Any, **keywords: Any) -> Any:
         with hooks():
@@ -135,17 +162,17 @@ def _with_inputs_on_cpu(layer: nn.Module, forward: Callable[..., Any], pin_memor
     return offloaded  # type: ignore[no-any-return]
 
 
-def _memory(tensor: Tensor) -> int:
-    """Which memory a tensor is in; of one without data, in a dry run, too."""
+def _storage_id(tensor: Tensor) -> int:
+    """Return an id of a tensor's storage. Also works for tensors without data in a dry run."""
     return local_tensor(tensor).untyped_storage()._cdata
 
 
 @functools.cache
 def _operations(names: tuple[str, ...]) -> frozenset[Any]:
-    """Operations by their names, without those that do not exist.
+    """Look up operations by name. Skip names that do not exist.
 
-    This version of PyTorch may lack one, and kernels of a CPU are only registered in a run on a CPU. Called when layers
-    run, because their kernels are registered before.
+    A version of PyTorch may lack an operation, and kernels for CPUs are registered only in a run on a
+    CPU. Call this when layers run, because kernels are registered before that.
     """
     operations = []
     for name in names:
@@ -157,36 +184,37 @@ def _operations(names: tuple[str, ...]) -> frozenset[Any]:
 
 
 def _forced_shapes(layer: nn.Module, path: str, options: ActivationCheckpoint) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the weights whose products are recomputed whatever "op" says of them."""
-    shapes = {
-        tuple(module.weight.shape)
-        for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear)
-        and any(_names(f"{path}.{name}", pattern) for pattern in options.per_op_sac_force_recompute_mm_shapes_by_fqns)
-    }
+    """Return the shapes of the weights whose products "op" must always recompute."""
+    patterns = options.per_op_sac_force_recompute_mm_shapes_by_fqns
+    shapes = set()
+    for name, module in layer.named_modules():
+        is_linear = isinstance(module, nn.Linear)
+        if is_linear and any(_names(f"{path}.{name}", pattern) for pattern in patterns):
+            shapes.add(tuple(module.weight.shape))  # type: ignore[union-attr, arg-type]
     return tuple(sorted(shapes))
 
 
 def _selective_contexts(
     forced_shapes: tuple[tuple[int, ...], ...],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts that keep expensive operations; matmuls alternate, so that half of them is recomputed."""
-    matmuls: Counter[bool] = Counter()  # counted apart in forward and in recomputation
+    """Return checkpoint contexts that keep the results of expensive operations and of every second matmul."""
+    num_matmuls: Counter[bool] = Counter()  # is_recompute -> matmuls so far, because both passes must decide alike
 
     def policy(ctx: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         if operation in _operations(_MATMULS):
-            # the policy sees operations and no modules: a product is known by the shape of its weight
+            # The policy sees operations but not modules, so a product is recognized by the shape of its
+            # weight.
             if _weight_shape(operation, arguments) in forced_shapes:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-            matmuls[ctx.is_recompute] += 1
-            keep = matmuls[ctx.is_recompute] % 2 == 1
+            num_matmuls[ctx.is_recompute] += 1
+            is_kept = num_matmuls[ctx.is_recompute] % 2 == 1
         else:
-            keep = operation in _operations(_EXPENSIVE)
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            is_kept = operation in _operations(_EXPENSIVE)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _names(path: str, pattern: str) -> bool:
-    # torchtitan's patterns name the end of a path: "moe.router.gate" is that module of any layer
+    # torchtitan's patterns match the end of a path: "moe.router.gate" is that module in any layer
     return matches(path, pattern) or path.endswith(f".{pattern}")

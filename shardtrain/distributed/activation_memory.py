@@ -1,8 +1,8 @@
-"""Count the bytes that a forward and backward pass keeps alive, on tensors that have shapes and no memory.
+"""Count the bytes that forward and backward keep alive, on tensors that have shapes but no memory.
 
-PyTorch's own trackers are private and count the gathered parameters of FSDP2 badly; here a storage counts from the
-operation that made it to its end, and those that FSDP made are counted apart, by their size of the moment. So are
-copies in the compute type (compute_copies.py).
+PyTorch's own trackers are private, and count the gathered parameters of FSDP2 incorrectly. Here each
+storage counts from the operation that creates it until it is freed. Storages of FSDP, and copies in the
+compute dtype (compute_copies.py), are counted separately by their current size.
 """
 
 from __future__ import annotations
@@ -24,19 +24,28 @@ _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class LiveMemory(TorchDispatchMode):
-    """Bytes alive of what operations made while the mode was on, inside a ``FakeTensorMode``.
+    """Count the live bytes of all tensors created while the mode is active, inside a ``FakeTensorMode``.
 
-    ``activations`` and ``gathered`` are the bytes alive now: of everything but FSDP's buffers, and of those (parameters
-    gathered by FSDP, gradients on their way). ``most_activations`` and ``most_gathered`` are the largest of each.
-    What was left out of the pass but would be alive is in ``absent_activations`` and ``absent_gathered``, and counts in
-    the two largest. ``parameters`` are those whose reduced gradients FSDP makes: gradients are not counted as buffers.
-    ``scalar`` answers an operation that would read a number of a tensor, while it is set.
+    Attributes:
+        activations: live bytes outside FSDP's buffers.
+        most_activations: peak of ``activations`` and ``absent_activations`` together.
+        most_gathered: peak of ``gathered`` and ``absent_gathered`` together.
+        absent_activations: bytes of layers that are not run but would be alive, set by the caller.
+        absent_gathered: the same for FSDP's buffers.
+        scalar: if not None, the result of any operation that reads a number from a tensor.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
+        """``parameters``: the sharded parameters.
+
+        FSDP allocates their gradients, which do not count as buffers.
+        """
         super().__init__()
-        self.activations = self.most_activations = self.most_gathered = 0
-        self.absent_activations = self.absent_gathered = 0
+        self.activations = 0
+        self.most_activations = 0
+        self.most_gathered = 0
+        self.absent_activations = 0
+        self.absent_gathered = 0
         self.scalar: int | None = None
         self._parameters = list(parameters)
         self._seen: dict[int, int] = {}
@@ -44,49 +53,70 @@ class LiveMemory(TorchDispatchMode):
 
     @property
     def gathered(self) -> int:
-        """Bytes of those buffers now: FSDP frees them by resizing them to nothing."""
-        return self._gathered(sum(storage.nbytes() for storage in self._buffers))
+        """Current bytes of FSDP's buffers: gathered parameters, and gradients before their reduction.
 
-    def _gathered(self, total: int) -> int:
-        reduced = [getattr(p.grad, "_local_tensor", p.grad) for p in self._parameters if p.grad is not None]
-        owned = {id(g.untyped_storage()): g.untyped_storage() for g in reduced if g is not None}
-        return total - sum(storage.nbytes() for storage in owned.values() if storage in self._buffers)
+        FSDP frees a buffer by resizing it to zero.
+        """
+        return self._without_gradients(self._buffer_bytes())
+
+    def _buffer_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._buffers)
+
+    def _without_gradients(self, total: int) -> int:
+        """Subtract the reduced gradients from the total of the buffers."""
+        storages = {}
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                continue
+            local_gradient = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            if local_gradient is not None:
+                storage = local_gradient.untyped_storage()
+                storages[id(storage)] = storage
+        return total - sum(storage.nbytes() for storage in storages.values() if storage in self._buffers)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let subclasses such as DTensor come down to plain tensors, then count what the operation made."""
+        """Count the tensors that an operation creates, after subclasses such as DTensor have become plain
+        tensors.
+        """
         if not all(issubclass(kind, FakeTensor) or kind in _PLAIN for kind in types):
             return NotImplemented
         if self.scalar is not None and func is torch.ops.aten._local_scalar_dense.default:
             return self.scalar
         kwargs = kwargs or {}
         for tensor in _tensors((args, kwargs)):
-            self._see(tensor, made_here=False)
+            self._see(tensor, is_result=False)
         result = _run(func, args, kwargs)
         for tensor in _tensors(result):
-            self._see(tensor, made_here=True)
+            self._see(tensor, is_result=True)
         self.most_activations = max(self.most_activations, self.activations + self.absent_activations)
         if self._buffers:
-            total = sum(storage.nbytes() for storage in self._buffers)
-            if total + self.absent_gathered > self.most_gathered:  # seldom; what is subtracted takes long to find
-                self.most_gathered = max(self.most_gathered, self._gathered(total) + self.absent_gathered)
+            total = self._buffer_bytes()
+            # Finding the gradients takes long, so do it only if the total could be a new peak.
+            if total + self.absent_gathered > self.most_gathered:
+                gathered = self._without_gradients(total) + self.absent_gathered
+                self.most_gathered = max(self.most_gathered, gathered)
         return result
 
-    def _see(self, tensor: Tensor, made_here: bool) -> None:
+    def _see(self, tensor: Tensor, is_result: bool) -> None:
+        """Count the storage of a tensor when it appears for the first time.
+
+        Inputs from outside count as zero.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._seen:
             return
         size = 0
-        caller = _caller() if made_here else ""
+        caller = _caller() if is_result else ""
         if caller in FSDP:
             self._buffers.add(storage)
-        elif made_here and caller != SHAPES:
+        elif is_result and caller != SHAPES:
             size = storage.nbytes()
         self._seen[key] = size
         self.activations += size
-        # a storage counts until the last tensor on it has gone
+        # The storage counts until its last tensor is freed.
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
@@ -94,22 +124,23 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # grouped_mm without memory knows bfloat16 alone (torch 2.13), where the CPU's kernel takes float32 too, and rows of
-    # 16 bytes are half as many numbers
-    if (
-        func is torch.ops.aten._grouped_mm.default
-        and isinstance(args[0], FakeTensor)
-        and args[0].dtype == torch.float32
-    ):
-        a, b = args[:2]
-        groups: list[int] = []  # one of the two has a dimension of groups: the result has none
-        if a.ndim == b.ndim == 2:  # both are cut along their inner dimension, and each group gives a matrix
-            offsets = args[2] if len(args) > 2 else kwargs["offs"]
-            groups = [offsets.numel()]
-        elif a.ndim == b.ndim:
-            groups = list(a.shape[:-2])
-        return a.new_empty(*groups, a.shape[-2], b.shape[-1])
-    return func(*args, **kwargs)
+    """Run an operation on fake tensors."""
+    is_grouped_mm = func is torch.ops.aten._grouped_mm.default
+    if not (is_grouped_mm and isinstance(args[0], FakeTensor) and args[0].dtype == torch.float32):
+        return func(*args, **kwargs)
+    # Fake tensors support grouped_mm only in bfloat16 (torch 2.13), but the CPU kernel also takes
+    # float32. The check of 16-byte alignment would count float32 as bfloat16. So compute the shape of the
+    # result here.
+    a, b = args[:2]
+    # If one operand has a group dimension, the result has none.
+    groups: list[int] = []
+    if a.ndim == b.ndim == 2:
+        # both are split along the inner dimension, and each group returns a matrix
+        offsets = args[2] if len(args) > 2 else kwargs["offs"]
+        groups = [offsets.numel()]
+    elif a.ndim == b.ndim:
+        groups = list(a.shape[:-2])
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -117,10 +148,11 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _caller() -> str:
-    """One of FSDP or SHAPES where it is among the callers.
+    """Return the entry of FSDP or SHAPES that is on the call stack, or an empty string.
 
-    FSDP works in hooks, so a layer's own operations never have it there. DTensor asks for the shape of a result by an
-    operation on whole tensors without memory: in a run too, they take none.
+    FSDP works in hooks, so it is never on the stack of a layer's own operations. DTensor computes the
+    shape of a result by running the operation on full tensors without memory. They need no memory in a
+    real run either.
     """
     frame = sys._getframe(2)
     while frame is not None:

@@ -1,8 +1,10 @@
-"""Which modules compute in float8 or MX, and gathering weights in 8 bits; numbers are made in ``ops/``.
+"""Select the modules that compute in float8 or MX, and let FSDP gather weights in 8 bits.
 
-A weight that FSDP gathers is rounded by its owner, sent as one byte per number, and restored in the compute type: the
-module that uses it rounds it once more, to the same numbers, because scales are powers of two. So gathering in float8
-changes no bit of a step, and halves what is sent.
+The arithmetic is in ``ops/``.
+
+With float8 gathering, the owner of a shard rounds it and sends one byte per number. The receiver restores
+it in the compute dtype. The module that uses the weight rounds it again, to the same numbers, because
+scales are powers of two. So float8 gathering changes no bit of a step, and halves the traffic.
 """
 
 from __future__ import annotations
@@ -29,177 +31,222 @@ from shardtrain.utils.log import logger
 
 OPTION = "model.converters"
 SMALL = "auto_filter_small_kn"
-"""A word of filter_fqns: layers whose products are too small to gain by float8 are left as they are."""
-_TITAN = (("head", "output"), ("embed", "tok_embeddings"), (".attn.", ".attention."), (".ffn.", ".feed_forward."),
-          (".shared.", ".shared_experts."))  # fmt: skip
+"""An entry of filter_fqns that excludes layers whose products are too small to gain from float8."""
+_TITAN_NAMES = (("head", "output"), ("embed", "tok_embeddings"), (".attn.", ".attention."), (".ffn.", ".feed_forward."),
+                (".shared.", ".shared_experts."))  # fmt: skip
+"""Our names of modules and torchtitan's.
+
+Names with dots match inside a path, the others match a complete part.
+"""
 
 
 def convert(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Let the modules that ``model.converters`` asks for compute in 8 bits, in place; names stay. Must run first.
+    """Make the modules selected by ``model.converters`` compute in 8 bits, in place.
+
+    Parameter names do not change.
+
+    Must run before all other steps of ``parallelize``.
 
     Raises:
-        ConfigError: when the device has no such products, or a filter names nothing, or no module is left.
+        ConfigError: the device has no such products, a filter names no module, or no module is left to
+            convert.
     """
-    wanted = config.model.converters
+    converters = config.model.converters
     _check_device(mesh, config)
-    if LINEAR in wanted or MX in wanted:
+    if LINEAR in converters or MX in converters:
         _convert_linear(model, mesh, config)
-    if GROUPED in wanted:
+    if GROUPED in converters:
         options = config.quantize.grouped_mm.float8
-        found = _experts_of(model, config)
-        for _, experts in found:
+        selected = _experts_of(model, config)
+        for _, experts in selected:
             experts.product = partial(float8.grouped_product, multiply=experts.product, emulate=options.emulate)
-        how = ", emulated" if options.emulate else ""
-        logger.info(f"{GROUPED}: the experts of {len(found)} layers compute in float8, rowwise{how}")
+        suffix = ", emulated" if options.emulate else ""
+        logger.info(f"{GROUPED}: the experts of {len(selected)} layers compute in float8, rowwise{suffix}")
     if config.model.print_after_conversion:
         logger.info(str(model))
 
 
 def check(model: nn.Module, config: Config) -> None:
-    """Refuse what ``convert`` would refuse of a model on any device; nothing is changed."""
-    wanted = config.model.converters
-    if LINEAR in wanted or MX in wanted:
-        found = _linears_of(model, config)
-        if MX in wanted:
-            _check_parts(found.converted, config.parallelism.tensor_parallel_degree, MX, MX_BLOCK)
-    if GROUPED in wanted:
+    """Raise the ConfigErrors of ``convert`` that do not depend on the device. Changes nothing."""
+    converters = config.model.converters
+    if LINEAR in converters or MX in converters:
+        selected = _select_linears(model, config)
+        if MX in converters:
+            _check_parts(selected.converted, config.parallelism.tensor_parallel_degree, MX, MX_BLOCK)
+    if GROUPED in converters:
         _experts_of(model, config)
 
 
 def _check_device(mesh: Mesh, config: Config) -> None:
+    """Raise ConfigError if a CUDA device lacks the products that the converters need."""
     options = config.quantize
-    wanted = config.model.converters
-    on_device = (LINEAR in wanted and not options.linear.float8.emulate) or (
-        GROUPED in wanted and not options.grouped_mm.float8.emulate
-    )
+    converters = config.model.converters
+    # config/machine_rules.py refuses a CPU before ranks start
     if config.comm.mode == "fake_backend" or mesh.device.type != "cuda":
-        return  # a CPU is refused before ranks start, see config/machine_rules.py
-    if MX in wanted and not microscaling.RECIPES[options.linear.mx.recipe_name][1]:
+        return
+    if MX in converters and not microscaling.RECIPES[options.linear.mx.recipe_name][1]:
         _check_mx_of_device(config)
-    if not on_device:
+    needs_linear = LINEAR in converters and not options.linear.float8.emulate
+    needs_grouped = GROUPED in converters and not options.grouped_mm.float8.emulate
+    if not needs_linear and not needs_grouped:
         return
     if torch.version.hip:
         name = torch.cuda.get_device_properties(0).gcnArchName
-        capable = "gfx94" in name or "gfx95" in name
+        is_capable = "gfx94" in name or "gfx95" in name
     else:
         major, minor = torch.cuda.get_device_capability()
-        # grouped products have a kernel for Hopper alone
         name = f"{torch.cuda.get_device_name()} (capability {major}.{minor})"
-        capable = (major, minor) >= (8, 9)
-        capable = capable and (GROUPED not in wanted or options.grouped_mm.float8.emulate or major == 9)
-    if not capable:
+        is_capable = (major, minor) >= (8, 9)
+        # grouped products have a kernel only for Hopper
+        if needs_grouped and major != 9:
+            is_capable = False
+    if not is_capable:
         rule = f"needs float8 products that {name} lacks; it computes in bfloat16, float16 and float32"
-        raise ConfigError(Problem(OPTION, list(wanted), rule, "set emulate = true in its section, or remove it"))
+        raise ConfigError(Problem(OPTION, list(converters), rule, "set emulate = true in its section, or remove it"))
 
 
 def _check_mx_of_device(config: Config) -> None:
     name = torch.cuda.get_device_name()
-    capable = False
+    is_capable = False
     if not torch.version.hip:
         major, minor = torch.cuda.get_device_capability()
         name = f"{name} (capability {major}.{minor})"
-        capable = major >= 10
-    if not capable:
+        is_capable = major >= 10
+    if not is_capable:
         rule = f"needs MXFP8 products, of CUDA capability 10.0 and above, that {name} lacks"
         fix = (
-            'set its recipe_name = "mxfp8_emulated" for those of mxfp8_cublas, slowly, or use "quantize.linear.float8"'
+            'set its recipe_name = "mxfp8_emulated" for the numbers of mxfp8_cublas at a low speed, '
+            'or use "quantize.linear.float8"'
         )
         raise ConfigError(Problem(OPTION, list(config.model.converters), rule, fix))
 
 
 @dataclass(frozen=True)
-class _Linears:
-    """Linear layers that compute in 8 bits, with their paths, and the paths of those that do not, by the reason."""
+class _Selection:
+    """The linear layers that compute in 8 bits, and the paths of the others by reason.
+
+    Attributes:
+        converted: layers to convert, with their paths.
+        odd: layers whose sizes are not multiples of 16.
+        small: layers excluded by ``auto_filter_small_kn``.
+        filtered: layers excluded by another entry of filter_fqns.
+    """
 
     converted: list[tuple[str, nn.Linear]]
     odd: list[str]
     small: list[str]
-    left: list[str]
+    filtered: list[str]
 
 
-def _linears_of(model: nn.Module, config: Config) -> _Linears:
-    in_mx = MX in config.model.converters
-    converter = MX if in_mx else LINEAR
-    options: Float8Linear | MXLinear = config.quantize.linear.mx if in_mx else config.quantize.linear.float8
+def _select_linears(model: nn.Module, config: Config) -> _Selection:
+    """Sort the linear layers of a model.
+
+    Raises:
+        ConfigError: a filter names no module, or no layer is left to convert.
+    """
+    is_mx = MX in config.model.converters
+    converter = MX if is_mx else LINEAR
+    options: Float8Linear | MXLinear = config.quantize.linear.mx if is_mx else config.quantize.linear.float8
     option = f"{converter}.filter_fqns"
-    is_default = in_mx and options.filter_fqns == MXLinear().filter_fqns  # a model may have no head
-    too_small = SMALL in options.filter_fqns and not in_mx
-    filters = [word for word in options.filter_fqns if word != SMALL or in_mx]
-    paths = [path for path, _ in model.named_modules() if path]
-    for word in filters if not is_default else ():
-        if not any(_names(path, word) for path in paths):
-            fix = f"name a part of a module's path, such as {paths[-1]!r}"
-            raise ConfigError(Problem(option, options.filter_fqns, f"names no module of this model by {word!r}", fix))
-    found = _Linears([], [], [], [])
+    filters = list(options.filter_fqns)
+    excludes_small = SMALL in filters and not is_mx
+    if not is_mx:
+        filters = [name for name in filters if name != SMALL]
+
+    # The default filter of MX names the head, which a model may not have.
+    is_default = is_mx and options.filter_fqns == MXLinear().filter_fqns
+    if not is_default:
+        paths = [path for path, _ in model.named_modules() if path]
+        for name in filters:
+            if not any(_is_named(path, name) for path in paths):
+                rule = f"names no module of this model by {name!r}"
+                fix = f"name a part of a module's path, such as {paths[-1]!r}"
+                raise ConfigError(Problem(option, options.filter_fqns, rule, fix))
+
+    selection = _Selection([], [], [], [])
     for path, module in model.named_modules():
-        # a class of its own computes something else, which this would replace
+        # A subclass may compute something else, which the conversion would replace.
         if type(module) is not nn.Linear:
             continue
         rows, columns = module.weight.shape
-        if any(_names(path, word) for word in filters):
-            found.left.append(path)
+        if any(_is_named(path, name) for name in filters):
+            selection.filtered.append(path)
         elif rows % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE:
-            found.odd.append(path)
-        elif too_small and _is_small(rows, columns, options.recipe_name or "tensorwise"):
-            found.small.append(path)
+            selection.odd.append(path)
+        elif excludes_small and _is_small(rows, columns, options.recipe_name or "tensorwise"):
+            selection.small.append(path)
         else:
-            found.converted.append((path, module))
-    if not found.converted:
-        rule = f"leaves no linear layer to compute in {'MX' if in_mx else 'float8'}"
+            selection.converted.append((path, module))
+    if not selection.converted:
+        rule = f"leaves no linear layer to compute in {'MX' if is_mx else 'float8'}"
         fix = f"filter less, or remove {converter!r} from model.converters"
         raise ConfigError(Problem(option, options.filter_fqns, rule, fix))
-    return found
+    return selection
 
 
 def _convert_linear(model: nn.Module, mesh: Mesh, config: Config) -> None:
     options = config.quantize.linear
-    found = _linears_of(model, config)
+    selection = _select_linears(model, config)
+    converted = selection.converted
     if MX in config.model.converters:
-        # Also where products are emulated: a part that is not whole blocks would be rounded by other scales
-        _check_parts(found.converted, mesh.size("tp"), MX, MX_BLOCK)
-        for _, module in found.converted:
+        # Also for emulated products: a part that is not a multiple of blocks would be rounded with other
+        # scales.
+        _check_parts(converted, mesh.size("tp"), MX, MX_BLOCK)
+        for _, module in converted:
             microscaling.convert(module, options.mx.recipe_name)
-        how = f"{MX}: {len(found.converted)} linear layers compute in MX, {options.mx.recipe_name}"
+        message = f"{MX}: {len(converted)} linear layers compute in MX, {options.mx.recipe_name}"
     else:
         recipe = options.float8.recipe_name or "tensorwise"
         if not options.float8.emulate:
-            _check_parts(found.converted, mesh.size("tp"), LINEAR, FLOAT8_MULTIPLE)
-        for _, module in found.converted:
+            _check_parts(converted, mesh.size("tp"), LINEAR, FLOAT8_MULTIPLE)
+        for _, module in converted:
             float8.convert(module, recipe, options.float8.emulate)
-        how = f"{LINEAR}: {len(found.converted)} linear layers compute in float8, {recipe}"
-        how += ", emulated" if options.float8.emulate else ""
-    aside = [
-        f"{len(names)} {why}"
-        for names, why in (
-            (found.left, "by filter_fqns"),
-            (found.small, "too small to gain"),
-            (found.odd, f"of sizes that {FLOAT8_MULTIPLE} does not divide"),
-        )
-        if names
-    ]
-    logger.info(f"{how}{'; left out: ' if aside else ''}{', '.join(aside)}")
+        message = f"{LINEAR}: {len(converted)} linear layers compute in float8, {recipe}"
+        if options.float8.emulate:
+            message += ", emulated"
+    exclusions = []
+    if selection.filtered:
+        exclusions.append(f"{len(selection.filtered)} by filter_fqns")
+    if selection.small:
+        exclusions.append(f"{len(selection.small)} too small to gain")
+    if selection.odd:
+        exclusions.append(f"{len(selection.odd)} with sizes that are not multiples of {FLOAT8_MULTIPLE}")
+    if exclusions:
+        message += f"; not converted: {', '.join(exclusions)}"
+    logger.info(message)
 
 
-def _names(path: str, word: str) -> bool:
-    """Whether a word of filter_fqns is part of a module's path, as it is here or as torchtitan has it."""
-    theirs = f".{path}."
-    for ours, other in _TITAN:
-        theirs = theirs.replace(ours if ours[0] == "." else f".{ours}.", other if ours[0] == "." else f".{other}.")
-    return word in path or word in theirs.strip(".")
+def _is_named(path: str, name: str) -> bool:
+    """True if ``name`` is a part of a module's path, in our spelling or in torchtitan's."""
+    titan_path = f".{path}."
+    for ours, theirs in _TITAN_NAMES:
+        if ours[0] == ".":
+            titan_path = titan_path.replace(ours, theirs)
+        else:
+            titan_path = titan_path.replace(f".{ours}.", f".{theirs}.")
+    return name in path or name in titan_path.strip(".")
 
 
 def _is_small(rows: int, columns: int, recipe: str) -> bool:
-    """torchao's thresholds, which it measured on H100: below them scaling costs more than float8 gains."""
+    """True if the scaling of a weight (rows, columns) costs more than float8 saves.
+
+    The thresholds are torchao's, measured on an H100.
+    """
     if recipe == "tensorwise":
         return columns <= 4096 and rows <= 1024
     return rows <= 2048 or columns <= 1024 or (rows <= 4096 and columns <= 2048)
 
 
 def _check_parts(converted: Sequence[tuple[str, nn.Linear]], tp: int, converter: str, multiple: int) -> None:
-    """Each rank's part of a weight has sizes that kernels of devices take, and is whole blocks of MX."""
+    """Raise ConfigError if a rank's part of a weight has a size that is not a multiple of ``multiple``.
+
+    Kernels require it, and an MX block must not be split over ranks.
+    """
+    if tp == 1:
+        return
     for path, module in converted:
         for size in module.weight.shape:
-            if tp > 1 and size % (multiple * tp):
+            if size % (multiple * tp):
                 part = f"leaves a rank {size / tp:g} of the {size} features of {path}"
                 rule = f"{part}, which are not a multiple of {multiple}"
                 fix = f"use a smaller degree, or add {path.rpartition('.')[2]!r} to {converter}.filter_fqns"
@@ -207,86 +254,100 @@ def _check_parts(converted: Sequence[tuple[str, nn.Linear]], tp: int, converter:
 
 
 def _experts_of(model: nn.Module, config: Config) -> list[tuple[str, Any]]:
-    options = config.quantize.grouped_mm.float8
-    found: list[tuple[str, Any]] = [
-        (path, module)
-        for path, module in model.named_modules()
-        if hasattr(module, "product") and hasattr(module, "w1") and any(_names(path, word) for word in options.fqns)
-    ]
-    if not found:
-        rule = "names no experts of this model" if options.fqns else "names no experts"
+    """Return the modules of experts that ``fqns`` names, with their paths.
+
+    Raises:
+        ConfigError: there are none, or their sizes are not multiples of 16.
+    """
+    option = f"{GROUPED}.fqns"
+    fqns = config.quantize.grouped_mm.float8.fqns
+    selected: list[tuple[str, Any]] = []
+    for path, module in model.named_modules():
+        is_experts = hasattr(module, "product") and hasattr(module, "w1")
+        if is_experts and any(_is_named(path, name) for name in fqns):
+            selected.append((path, module))
+    if not selected:
+        rule = "names no experts of this model" if fqns else "names no experts"
         fix = f'use ["experts"], or remove {GROUPED!r} from model.converters'
-        raise ConfigError(Problem(f"{GROUPED}.fqns", options.fqns, rule, fix))
-    for path, experts in found:
-        if any(size % FLOAT8_MULTIPLE for size in experts.w1.shape[1:]):
-            rule = f"names {path}, whose sizes {tuple(experts.w1.shape[1:])} are not multiples of {FLOAT8_MULTIPLE}"
-            raise ConfigError(Problem(f"{GROUPED}.fqns", options.fqns, rule, "remove it"))
-    return found
+        raise ConfigError(Problem(option, fqns, rule, fix))
+    for path, experts in selected:
+        sizes = tuple(experts.w1.shape[1:])
+        if any(size % FLOAT8_MULTIPLE for size in sizes):
+            rule = f"names {path}, whose sizes {sizes} are not multiples of {FLOAT8_MULTIPLE}"
+            raise ConfigError(Problem(option, fqns, rule, "remove it"))
+    return selected
 
 
 class GatheredInFloat8:
-    """How FSDP gathers one weight: rounded, as bytes, and restored."""
+    """FSDP2's all-gather extension for one weight: round it, send it as bytes, and restore it."""
 
     def __init__(self, param: Any, dtype: torch.dtype) -> None:
         self._param = param
         self._dtype = dtype
         self._restored: Tensor | None = None
         self.amax: Tensor | None = None
-        """Largest magnitude over the ranks that hold a part, where it is known already."""
+        """Largest magnitude over all ranks with a shard, if it was computed in advance."""
 
     @property
     def shard(self) -> Tensor:
-        """This rank's part, with the zeros that make all ranks' equal in size."""
+        """This rank's shard, padded with zeros to the size of the largest shard."""
         return self._param._sharded_param_data.view(self._param.padded_sharded_param_size)  # type: ignore[no-any-return]
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that hold a part."""
+        """The ranks that hold a shard."""
         return self._param.mesh_info.shard_process_group  # type: ignore[no-any-return]
 
     def before(self, mesh: DeviceMesh) -> tuple[tuple[Tensor], Tensor]:
-        """What is sent, and the exponent that all ranks share."""
+        """Return the bytes to send, and the inverse scale, which is equal on all ranks (a collective)."""
         shard = self.shard.to(self._dtype)
         amax = self.amax
         if amax is None:
             amax = shard.abs().amax().float()
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
         bits, inverse = float8.to_float8(shard, None, float8.E4M3, amax)
-        return (bits.view(torch.uint8),), inverse  # gloo has no float8
+        return (bits.view(torch.uint8),), inverse  # gloo does not support float8
 
     def after(
         self, gathered: tuple[Tensor, ...], inverse: Tensor, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """The weight, in the type that the layer computes in."""
+        """Restore the gathered weight in the compute dtype, in new memory or, with ``out``, in the
+        earlier memory.
+        """
         bits = gathered[0].view(float8.dtype_of(float8.E4M3))
-        # FSDP asks first for new memory, and later for the same numbers in that memory
         if out is None:
             self._restored = bits.to(dtype) * inverse.to(dtype)
             return self._restored, (self._restored,)
         assert self._restored is not None
-        with torch.autograd._unsafe_preserve_version_counter(self._restored):  # the same numbers as forward had
+        # Backward gets the same numbers as forward, so autograd must not see a new version.
+        with torch.autograd._unsafe_preserve_version_counter(self._restored):
             self._restored.copy_(bits).mul_(inverse.to(dtype))
         return None
 
 
 def gather_in_float8(parts: Sequence[nn.Module], mesh: Mesh, config: Config) -> list[GatheredInFloat8]:
-    """Let FSDP gather weights of float8 layers as bytes, once their memory is there; gives those that it changed."""
-    if LINEAR not in config.model.converters or not config.quantize.linear.float8.enable_fsdp_float8_all_gather:
+    """Let FSDP gather the weights of float8 layers as bytes. Must run after their memory is allocated.
+
+    Return the extensions of the changed weights.
+    """
+    is_enabled = config.quantize.linear.float8.enable_fsdp_float8_all_gather
+    if LINEAR not in config.model.converters or not is_enabled:
         return []
     if mesh.size("dp_shard", "cp") == 1:
         return []
     dtype = getattr(torch, derived.compute_dtype(config))
-    gathered = []
+    extensions = []
     for param in _fsdp_params(parts):
-        if isinstance(param._module_info.module, float8.Float8Linear) and param._module_info.param_name == "weight":
-            one = GatheredInFloat8(param, dtype)
-            # FSDP2's extension for tensors that gather otherwise; it asks the tensor at hand, of whatever class
+        info = param._module_info
+        if isinstance(info.module, float8.Float8Linear) and info.param_name == "weight":
+            extension = GatheredInFloat8(param, dtype)
+            # FSDP2 looks up its extension methods on the local tensor, whatever the tensor's class.
             local = param._sharded_local_tensor
-            local.fsdp_pre_all_gather = one.before
-            local.fsdp_post_all_gather = one.after
+            local.fsdp_pre_all_gather = extension.before
+            local.fsdp_post_all_gather = extension.after
             param._init_extensions()
-            gathered.append(one)
-    return gathered
+            extensions.append(extension)
+    return extensions
 
 
 def _fsdp_params(parts: Sequence[nn.Module]) -> Iterator[Any]:
@@ -294,25 +355,33 @@ def _fsdp_params(parts: Sequence[nn.Module]) -> Iterator[Any]:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
-                yield from group.fsdp_params if group is not None else ()
+                if group is not None:
+                    yield from group.fsdp_params
 
 
 @torch.no_grad()
 def precompute_scales(gathered: Sequence[GatheredInFloat8]) -> None:
-    """Find the largest magnitudes of all weights that are gathered in float8, in one reduction (a collective)."""
+    """Compute the largest magnitudes of all weights that are gathered in float8, in one reduction (a
+    collective).
+    """
     if not gathered:
         return
-    amax = torch.stack([norm.float() for norm in torch._foreach_norm([one.shard for one in gathered], float("inf"))])
+    norms = torch._foreach_norm([weight.shard for weight in gathered], float("inf"))
+    amax = torch.stack([norm.float() for norm in norms])
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=gathered[0].group)
-    for one, largest in zip(gathered, amax, strict=True):
-        one.amax = largest.to(one._dtype).float()
+    for weight, largest in zip(gathered, amax, strict=True):
+        weight.amax = largest.to(weight._dtype).float()
 
 
 BeforePass = Callable[[], None]
 
 
 def before_pass(parts: Sequence[nn.Module], mesh: Mesh, config: Config) -> BeforePass | None:
-    """Gather in float8 where it is asked for; gives what is to be called before each forward pass of a step, if any."""
+    """Set up float8 gathering, if it is enabled.
+
+    Return a function to call before the first forward pass of each step and evaluation, or None. It is a
+    collective.
+    """
     gathered = gather_in_float8(parts, mesh, config)
     if not config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp:
         return None

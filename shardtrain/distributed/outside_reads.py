@@ -1,14 +1,17 @@
-"""Weights that a model's code reads outside of the module that holds them, such as a head that keeps the embedding.
+"""Find weights that a user's model reads outside the module that holds them, such as a head that uses the
+embedding.
 
-A parameter that two modules register is known by its names (``tied``). One that is reached by a reference of Python has
-one name, and FSDP and tensor parallelism see its owner's calls alone: what others read would be a shard. A pass on the
-meta device tells who reads what.
+A parameter that two modules register is found by its names (``tied_names``). A parameter that is reached
+through a Python reference has only one name. FSDP and tensor parallelism hook only the calls of its
+owner, so other modules would read a shard. A forward pass on the meta device reveals which module reads
+which weight.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,63 +29,84 @@ _TOKENS = 4
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Let weights of the ends that others read stay with the whole model; refuse other such weights.
+    """Set ``model.ends_are_read`` if other modules read weights of the first or last modules.
 
-    Sets ``model.ends_are_read``, which ``fsdp`` obeys. Pipelines find the same by following their chain.
+    ``fsdp`` then keeps the first and last modules in the root unit. Does nothing on one rank or with
+    pipeline stages, for which ``chain.check`` finds such weights.
+
+    Raises:
+        ConfigError: a layer's weight is read by another module, or any weight is and tensor parallelism
+            splits it.
     """
     if mesh.device_mesh.size() == 1 or mesh.size("pp") > 1:
         return
     readers = read_elsewhere(model, layout)
     for name, reader in readers.items():
         rule = f"reads {name} in {reader}, where it is"
-        fix = "register it there as well (self.head.weight = self.embed.weight), or give each its own"
         if mesh.size("tp") > 1:
-            degree = mesh.size("tp")
-            raise ConfigError(Problem("parallelism.tensor_parallel_degree", degree, f"{rule} split over ranks", fix))
+            fix = "register it there as well (self.head.weight = self.embed.weight), or give each its own"
+            option = "parallelism.tensor_parallel_degree"
+            raise ConfigError(Problem(option, mesh.size("tp"), f"{rule} split over ranks", fix))
         if name.startswith(f"{layout.layers}."):
-            fix = "give each layer parameters of its own"
+            fix = "give each layer its own parameters"
             raise ConfigError(Problem("model.name", config.model.name, f"{rule} a shard of its layer's", fix))
     model.ends_are_read = bool(readers)  # type: ignore[assignment]
 
 
 def read_elsewhere(whole: nn.Module, layout: Layout) -> dict[str, str]:
-    """Parameters that are read while no module that holds them runs, each with the module that reads it.
+    """Return parameters that are read while no module that holds them runs: parameter name -> path of the
+    reader.
 
-    Only what FSDP gathers apart counts: an end, or a layer. A forward that does not run on the meta device is followed
-    as far as it comes.
+    Modules here are the units that FSDP gathers: the first and last modules, and each layer. A forward
+    that fails on the meta device is checked up to the failure.
     """
     model = copy.deepcopy(whole)
-    names = [*layout.first, *(f"{layout.layers}.{key}" for key in getattr(model, layout.layers)), *layout.last]
-    # by the identity of each parameter: the units that hold it, and a name for messages
+    if len(inspect.signature(model.forward).parameters) < 2:
+        return {}
+    layers = [f"{layout.layers}.{key}" for key in getattr(model, layout.layers)]
+    # id of a parameter -> the units that hold it, and its path for messages
     holders: dict[int, set[str]] = {}
     paths: dict[int, str] = {}
-    for unit in names:
+    for unit in (*layout.first, *layers, *layout.last):
         for path, parameter in model.get_submodule(unit).named_parameters(prefix=unit):
             holders.setdefault(id(parameter), set()).add(unit)
             paths.setdefault(id(parameter), path)
     running: list[str] = []
-    found: dict[str, str] = {}
+    readers: dict[str, str] = {}
+
+    def note_reads(arguments: Any) -> None:
+        for leaf in tree_leaves(arguments):
+            if not isinstance(leaf, nn.Parameter) or id(leaf) not in holders:
+                continue
+            if not holders[id(leaf)] & set(running):
+                reader = running[-1] if running else "the model's own forward"
+                readers.setdefault(paths[id(leaf)], reader)
 
     class ReadWatch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = function(*args, **(kwargs or {}))
             if isinstance(out, Tensor):
-                for leaf in tree_leaves([args, kwargs]):
-                    units = holders.get(id(leaf)) if isinstance(leaf, nn.Parameter) else None
-                    if units and not units & set(running):
-                        found.setdefault(paths[id(leaf)], running[-1] if running else "the model's own forward")
+                note_reads([args, kwargs])
             return out
 
     for path, module in model.named_modules():
         if path:
-            module.register_forward_pre_hook(lambda *_, path=path: running.append(path))
-            module.register_forward_hook(lambda *_: running.pop() and None, always_call=True)
+            _track_calls(path, module, running)
     token = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    if len(inspect.signature(model.forward).parameters) < 2:
-        return {}
-    try:
-        with trial(model), torch.no_grad(), torch.device("meta"), ReadWatch():
-            model(token, token)
-    except Exception:  # some forwards need numbers; the first step tells of theirs
-        return found
-    return found
+    # Some forwards need numbers. Their errors are reported by the first step.
+    with suppress(Exception), trial(model), torch.no_grad(), torch.device("meta"), ReadWatch():
+        model(token, token)
+    return readers
+
+
+def _track_calls(path: str, module: nn.Module, running: list[str]) -> None:
+    """Keep ``path`` in ``running`` while the module runs."""
+
+    def enter(*_: Any) -> None:
+        running.append(path)
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)

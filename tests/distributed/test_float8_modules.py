@@ -241,8 +241,8 @@ def test_layers_of_odd_sizes_are_left_out_and_all_is_counted(caplog):
     with caplog.at_level(logging.INFO):
         assert len(_converted(config)) == 7
     assert (
-        "quantize.linear.float8: 7 linear layers compute in float8, tensorwise, emulated; left out: 2 by filter_fqns, "
-        "6 of sizes that 16 does not divide" in caplog.text
+        "quantize.linear.float8: 7 linear layers compute in float8, tensorwise, emulated; not converted: 2 by "
+        "filter_fqns, 6 with sizes that are not multiples of 16" in caplog.text
     )
 
 
