@@ -269,7 +269,7 @@ def test_dropout_of_what_tensor_parallel_ranks_hold_whole_is_refused(tmp_path: P
     )
     file.write_text(text)
     for said in run_ranks(2, refusal_of, str(file)):
-        assert said.startswith("parallelism.tensor_parallel_degree=2 drops in blocks.0.attn.early")
+        assert said.startswith("parallelism.tensor_parallel_degree=2 applies dropout in blocks.0.attn.early")
         assert "\n" not in said
 
 
@@ -288,4 +288,4 @@ def test_dropout_behind_a_rowwise_linear_is_not_refused_beside_what_ranks_comput
     assert run_ranks(2, drops_beside_latents, str(file)) == [4, 4]
     file.write_text(text.replace("self.latent_norm(latent)", "self.drop(self.latent_norm(latent))"))
     for said in run_ranks(2, refusal_of, str(file)):
-        assert said.startswith("parallelism.tensor_parallel_degree=2 drops in layers.0.attn.drop")
+        assert said.startswith("parallelism.tensor_parallel_degree=2 applies dropout in layers.0.attn.drop")

@@ -298,5 +298,5 @@ def test_one_number_for_all_tokens_changes_nothing(run: str) -> None:
 def test_micro_batches_of_a_step_have_documents_all_or_none() -> None:
     batch = packed_batch()
     blind = dataclasses.replace(batch, documents_BT=None)
-    with pytest.raises(ValueError, match="some have documents_BT and some have none"):
+    with pytest.raises(ValueError, match="all micro-batches of a step must have documents_BT"):
         context_parallel.document_argument([batch, blind])

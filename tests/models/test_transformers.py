@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from shardtrain import models
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
-from shardtrain.distributed.tensor_parallel.hf_plan import WORDS
+from shardtrain.distributed.tensor_parallel.hf_plan import STYLES
 from shardtrain.ops.dtensor import to_full
 from shardtrain.train import document_isolation, trainer
 from shardtrain.train.resume import resume
@@ -189,10 +189,10 @@ def test_a_plan_that_is_missing_or_not_known_is_refused(tmp_path: Path) -> None:
     text = run_ranks(2, refused, config_for("gpt2", tmp_path, parallelism=degrees))[0]
     assert "needs the plan of GPT2LMHeadModel, which does not exist" in text
     model = models.build(module := models.find("transformers"), module.Config(str(folder("mixtral"))))
-    if set(model.tensor_plan.values()) <= set(WORDS):
+    if set(model.tensor_plan.values()) <= set(STYLES):
         return  # of versions whose experts are modules of their own
     text = run_ranks(2, refused, config_for("mixtral", tmp_path, parallelism=degrees))[0]
-    assert "needs the plan of MixtralForCausalLM, which has words that are not known" in text
+    assert "needs the plan of MixtralForCausalLM, which has unknown styles" in text
 
 
 def copy_with(name: str, path: Path, **changes: Any) -> Path:

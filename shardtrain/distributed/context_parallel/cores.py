@@ -1,8 +1,11 @@
 """Context parallelism: each rank holds a part of every sequence, and only attention communicates.
 
-The attention core is replaced by one that gathers keys and values ("allgather"), passes them round a ring with a
-running log-sum-exp ("alltoall"; Liu et al. 2023, ring attention), or exchanges heads for tokens ("ulysses"; Jacobs et
-al. 2023). Positions are split with the tokens, so rotary angles follow.
+The attention core is replaced with one of three methods. "allgather" gathers keys and values. "alltoall"
+passes them around a ring with a running log-sum-exp (ring attention, Liu et al. 2023). "ulysses"
+exchanges heads for tokens (Jacobs et al. 2023). Positions are split like the tokens, so rotary angles
+stay correct.
+
+Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, H head.
 """
 
 from __future__ import annotations
@@ -18,7 +21,11 @@ from torch import Tensor, nn
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
-from shardtrain.distributed.context_parallel.gather import gathered_attention, ring_attention, ulysses_attention
+from shardtrain.distributed.context_parallel.gather import (
+    gathered_attention,
+    ring_attention,
+    ulysses_attention,
+)
 from shardtrain.distributed.context_parallel.masks import sequence_part
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches
@@ -33,7 +40,7 @@ CoreFunction = Callable[
 
 
 class TokenBatch(Protocol):
-    """What a runner needs of a batch (``data.Batch``): integer tensors of shape (B, T)."""
+    """Interface of a batch (``data.TokenBatch``) that a runner uses: integer tensors of shape (B, T)."""
 
     @property
     def tokens_BT(self) -> Tensor: ...
@@ -46,10 +53,12 @@ class TokenBatch(Protocol):
 
 
 class SplitAttentionCore(nn.Module):
-    """The attention core of a rank that holds a part of the sequence; causal over the whole sequence.
+    """Attention core for a rank's part of the sequence, causal over the full sequence.
 
-    It reads the attributes of the core that it replaces: ``window``, ``scale``, ``softcap``,
-    ``chunk``, ``alibi_slopes`` (those of this rank's heads) and ``heads_first`` (see ``ops/attention_core.py``).
+    Every forward is a collective.
+
+    It copies the attributes of the core that it replaces: ``window``, ``scale``, ``softcap``, ``chunk``,
+    ``alibi_slopes`` (of this rank's heads) and ``heads_first`` (see ``ops/attention_core.py``).
     """
 
     def __init__(self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, core: nn.Module) -> None:
@@ -70,10 +79,17 @@ class SplitAttentionCore(nn.Module):
         documents_BT: Tensor | None = None,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
-        """Attention of this rank's queries to all keys and values: (B, t, N, H), or (B, N, t, H) if heads come first.
+        """Attend from this rank's queries to all keys and values.
 
-        ``documents_BT`` are the documents of whole rows, which every rank has: they are not cut. ``sinks_N`` are scores
-        of one more key per head of this rank, whose value is zero.
+        Args:
+            q_BtNH: queries of this rank's tokens, or (B, N, t, H) if heads come first.
+            k_BtKH: keys of this rank's tokens, with the order of dimensions of the queries.
+            v_BtKH: values, like the keys.
+            documents_BT: the document of each token of the full rows. Every rank has all of them.
+            sinks_N: scores of an additional key per head of this rank, whose value is zero.
+
+        Returns:
+            The outputs, in the shape of the queries.
         """
         if self.heads_first:
             q_BtNH = q_BtNH.transpose(1, 2)
@@ -83,43 +99,66 @@ class SplitAttentionCore(nn.Module):
         tokens = q_BtNH.size(1) * self._group.size()
         documents_BT = document_mask.chunked(documents_BT, self.chunk, (rows, tokens), q_BtNH.device)
         window = self.window if self.window < tokens else 0
-        inputs = (q_BtNH, k_BtKH, v_BtKH, self._group, self._balanced, documents_BT, window, self._scores, sinks_N)
+        inputs = (
+            q_BtNH,
+            k_BtKH,
+            v_BtKH,
+            self._group,
+            self._balanced,
+            documents_BT,
+            window,
+            self._scores,
+            sinks_N,
+        )
         out_BtNH = self._function(*inputs)
         return out_BtNH.transpose(1, 2) if self.heads_first else out_BtNH
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Replace every attention core, in place; parameters are not touched."""
-    p = config.parallelism
-    gathered = p.context_parallel_rotate_method == "allgather"
+    """Replace every attention core in place. Parameters do not change.
+
+    Raises:
+        ConfigError: LAYOUT.context names no module.
+    """
+    parallelism = config.parallelism
     function: CoreFunction = ring_attention
-    if gathered:
+    if parallelism.context_parallel_rotate_method == "allgather":
         shared = None
         if mesh.device.type == "cpu":
             from shardtrain.distributed.cpu.shared_memory import SequenceExchange
 
             shared = SequenceExchange.between(mesh.group(AXIS))  # a collective
         function = partial(gathered_attention, shared=shared)
-    if p.context_parallel_method == "ulysses":
+    if parallelism.context_parallel_method == "ulysses":
         function = ulysses_attention
-    cores = [path for path, _ in model.named_modules() if layout.context and matches(path, layout.context)]
-    if not cores and len(getattr(model, layout.layers)):  # a pipeline stage may have no layers
+    cores = []
+    if layout.context:
+        cores = [path for path, _ in model.named_modules() if matches(path, layout.context)]
+    has_layers = len(getattr(model, layout.layers)) > 0  # a pipeline stage may have none
+    if has_layers and not cores:
         rule = "needs to know the attention core, which LAYOUT.context of the model does not name"
         fix = "name the weightless module that is softmax(q k) v there, or set the degree to 1"
         raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
     for path in cores:
         core = SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config), model.get_submodule(path))
         if config.compile.enable:
-            # collectives in an autograd function break the graph anyway; a decorator would import the compiler
+            # Collectives in an autograd function break the graph anyway. A decorator would import the
+            # compiler.
             core.forward = torch.compiler.disable(core.forward)  # type: ignore[method-assign]
         model.set_submodule(path, core)
 
 
 def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Test on small tensors that each kind of attention core can be split, by sequence (cp) and by heads (tp).
+    """Test on small tensors that each kind of attention core can be split, by sequence (cp) and by heads
+    (tp).
 
-    The model is the whole one, on the meta device. Outside of the cores no module may mix tokens, where a rank has only
-    some of them. Raises ConfigError for the first violation.
+    Also check that no module outside the cores mixes tokens where a rank has only some of them.
+
+    Args:
+        model: the full model, on the meta device.
+
+    Raises:
+        ConfigError: the first violation.
     """
     splits_sequences = mesh.size(AXIS) > 1
     splits_heads = mesh.size("tp") > 1
@@ -127,61 +166,76 @@ def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) ->
         return
     if layout.context:
         _check_each_core(model, layout, mesh, config)
-    if splits_sequences and layout.context and (broken := token_mixing.outside_of_cores(model, layout)):
-        rule = f"splits sequences, and the model {broken.rule}"
-        fix = f"{broken.fix}, or set the degree to 1"
-        raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
-    # tensor parallelism too splits sequences between layers; tasks other than next tokens may pool over tokens there
-    if (
-        splits_heads
-        and config.task.name in OF_NEXT_TOKENS
-        and (broken := token_mixing.outside_of_gathered(model, layout))
-    ):
-        rule = f"splits sequences, and the model {broken.rule}"
-        fix = f"{broken.fix}, or set the degree to 1"
-        raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size("tp"), rule, fix))
+        if splits_sequences:
+            broken = token_mixing.outside_of_cores(model, layout)
+            if broken:
+                raise _mixing_refusal("parallelism.context_parallel_degree", mesh.size(AXIS), broken)
+    # Tensor parallelism also splits sequences between layers. Only next-token tasks are checked, because
+    # other tasks may pool over tokens there.
+    if splits_heads and config.task.name in OF_NEXT_TOKENS:
+        broken = token_mixing.outside_of_gathered(model, layout)
+        if broken:
+            raise _mixing_refusal("parallelism.tensor_parallel_degree", mesh.size("tp"), broken)
+
+
+def _mixing_refusal(option: str, degree: int, broken: attention_core.Broken) -> ConfigError:
+    rule = f"splits sequences, and the model {broken.rule}"
+    return ConfigError(Problem(option, degree, rule, f"{broken.fix}, or set the degree to 1"))
 
 
 def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    splits_sequences = mesh.size(AXIS) > 1
-    splits_heads = mesh.size("tp") > 1
     calls = attention_core.trace(model, layout)
     checked = set()
     for path, core in model.named_modules():
         if not matches(path, layout.context):
             continue
-        # cores of equal type and attributes that are called alike are checked once
-        kind = (type(core), repr({k: v for k, v in vars(core).items() if k[0] != "_"}), repr(calls.get(path)))
+        call = calls.get(path)
+        # Cores with equal class, attributes and arguments are checked once.
+        attributes = {name: value for name, value in vars(core).items() if name[0] != "_"}
+        kind = (type(core), repr(attributes), repr(call))
         if kind in checked:
             continue
         checked.add(kind)
-        call = calls.get(path)
+        _check_core(path, core, call, mesh, config)
+
+
+def _check_core(path: str, core: nn.Module, call: attention_core.Given | None, mesh: Mesh, config: Config) -> None:
+    """Raise ConfigError if a core cannot be split by the mesh."""
+    rule = f"needs an attention core that can be split, and {path}"
+
+    # by sequence
+    broken = None
+    ranks_over_heads = 1
+    if mesh.size(AXIS) > 1:
+        broken = attention_core.broken_when_split(core, call, config.training.seq_len)
+        if config.parallelism.context_parallel_method == "ulysses":
+            ranks_over_heads = mesh.size(AXIS, "tp")
+    broken = broken or attention_core.broken_number_of_heads(core, call, ranks_over_heads)
+    if broken:
         option = "parallelism.context_parallel_degree"
-        broken = attention_core.broken_when_split(core, call, config.training.seq_len) if splits_sequences else None
-        ranks = (
-            mesh.size(AXIS, "tp") if splits_sequences and config.parallelism.context_parallel_method == "ulysses" else 1
-        )
-        if broken is None:
-            broken = attention_core.broken_number_of_heads(core, call, ranks)
-        if broken is None and splits_heads:
-            option = "parallelism.tensor_parallel_degree"
-            broken = attention_core.broken_number_of_heads(core, call, mesh.size("tp"))
-            broken = broken or attention_core.broken_when_heads_are_dealt(core, call)
-        if broken:
-            degree = mesh.size(AXIS if option.endswith("context_parallel_degree") else "tp")
-            rule = f"needs an attention core that can be split, and {path} {broken.rule}"
-            raise ConfigError(Problem(option, degree, rule, broken.fix))
+        raise ConfigError(Problem(option, mesh.size(AXIS), f"{rule} {broken.rule}", broken.fix))
+
+    # by heads
+    if mesh.size("tp") == 1:
+        return
+    broken = attention_core.broken_number_of_heads(core, call, mesh.size("tp"))
+    broken = broken or attention_core.broken_when_heads_are_dealt(core, call)
+    if broken:
+        option = "parallelism.tensor_parallel_degree"
+        raise ConfigError(Problem(option, mesh.size("tp"), f"{rule} {broken.rule}", broken.fix))
 
 
 def is_balanced(config: Config) -> bool:
-    """Whether each rank holds a chunk of the head and one of the tail of the sequence, for equal causal work."""
+    """True if each rank holds one chunk of the head and one of the tail of the sequence, for equal causal
+    work.
+    """
     return derived.is_context_balanced(config.parallelism)
 
 
 def cut(batch: TokenBatch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, targets and positions of this rank's part of each sequence, each (B, T / cp).
+    """Return tokens, targets and positions of this rank's part of each sequence, each (B, T / cp).
 
-    Documents are not split: attention needs those of all tokens.
+    Documents are not split, because attention needs those of all tokens.
     """
     columns = (batch.tokens_BT, batch.targets_BT, batch.positions_BT)
     size = mesh.size(AXIS)
@@ -193,11 +247,16 @@ def cut(batch: TokenBatch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, 
 
 
 def document_argument(batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
-    """The keyword argument with the documents of all rows; empty where batches have none."""
-    all_documents = [batch.documents_BT for batch in batches]
-    given = [documents_BT for documents_BT in all_documents if documents_BT is not None]
-    if not given:
+    """Return the model's keyword argument with the documents of all rows.
+
+    Empty if the batches have no documents.
+
+    Raises:
+        ValueError: only some of the batches have documents.
+    """
+    documents = [batch.documents_BT for batch in batches if batch.documents_BT is not None]
+    if not documents:
         return {}
-    if len(given) < len(all_documents):
-        raise ValueError("of the micro-batches of a step, some have documents_BT and some have none")
-    return {"documents_BT": document_mask.joined(given)}
+    if len(documents) < len(batches):
+        raise ValueError("all micro-batches of a step must have documents_BT, or none")
+    return {"documents_BT": document_mask.joined(documents)}

@@ -1,8 +1,11 @@
-"""Who attends to whom when a sequence is split over ranks: pieces of queries and keys that a kernel takes at once.
+"""Divide attention over split sequences into pieces: queries and keys that a kernel processes in one
+call.
 
-Split: "balanced" ranks hold chunks r and 2P-1-r of 2P (head and tail), others chunk r of P. Pieces are cut down to
-documents that their queries and keys share, and to a window. Every query of a cut piece has keys, so no log-sum-exp is
-that of nothing.
+Of P ranks, a "balanced" rank r holds chunks r and 2P-1-r of 2P (head and tail). Otherwise it holds chunk
+r of P. Pieces are cut to documents that their queries and keys share, and to the attention window. Every
+query of a piece has at least one key, so its log-sum-exp is finite.
+
+Shape suffixes: B batch, T all tokens, l queries, s keys.
 """
 
 from __future__ import annotations
@@ -18,16 +21,26 @@ from shardtrain.ops.sliding_window import Band, blocks
 
 
 class Window(NamedTuple):
-    """How many tokens a token sees, 0 for no window; and how many queries a kernel takes at once."""
+    """An attention window.
+
+    Attributes:
+        tokens: number of tokens that a token sees, 0 for no window.
+        at_once: number of queries that a kernel processes in one call.
+    """
 
     tokens: int
     at_once: int
 
 
 class ContextPiece(NamedTuple):
-    """Queries that attend to keys: which rows of the batch, which tokens of either, and whether causally.
+    """Queries that attend to keys.
 
-    With a ``band`` a query sees the keys in it alone.
+    Attributes:
+        batch: rows of the batch.
+        rows: tokens of the queries.
+        columns: tokens of the keys.
+        causal: True if the mask is causal.
+        band: the keys that each query sees; None for all, or for the causal mask.
     """
 
     batch: slice
@@ -38,20 +51,22 @@ class ContextPiece(NamedTuple):
 
 
 Stretches = Sequence[tuple[slice, slice, int]]
-"""Queries, keys, and how far the first query is past the first key in the sequence."""
+"""Tokens of queries, tokens of keys, and the distance in the sequence from the first key to the first
+query.
+"""
 
 
 def sequence_part(x_BT: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
-    """The part of each sequence that a rank holds: (B, T / size)."""
+    """Return a rank's part of each sequence, (B, T / size)."""
     if not balanced:
         return x_BT.chunk(size, dim=1)[rank].contiguous()
-    # head and tail: late queries see more keys than early ones, and together each rank has equal work
+    # Late queries see more keys than early ones. A head and a tail chunk together give each rank equal work.
     chunks = x_BT.chunk(2 * size, dim=1)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=1)
 
 
 def chunks_of(rank: int, size: int, balanced: bool) -> tuple[int, ...]:
-    """Which chunks of each sequence a rank holds.
+    """Return the indices of a rank's chunks of each sequence.
 
     >>> chunks_of(0, 4, balanced=True), chunks_of(0, 4, balanced=False)
     ((0, 7), (0,))
@@ -60,32 +75,37 @@ def chunks_of(rank: int, size: int, balanced: bool) -> tuple[int, ...]:
 
 
 def prefix_pieces(length: int, total: int, documents_Bs: Tensor | None, window: Window) -> Iterator[ContextPiece]:
-    """The pieces of ``length`` queries at the end of ``total`` keys."""
-    everything = slice(0, length)
-    own = slice(total - length, total)
-    mine = None if documents_Bs is None else documents_Bs[:, own]
+    """Return the pieces of ``length`` queries that are the last tokens of ``total`` keys."""
+    queries = slice(0, length)
+    own_keys = slice(total - length, total)
+    query_documents_Bl = None if documents_Bs is None else documents_Bs[:, own_keys]
     if window.tokens:
-        return _within_window([(everything, slice(0, total), total - length)], mine, documents_Bs, window)
-    before = [(everything, slice(0, total - length), False)] if total > length else []
-    return _by_document([*before, (everything, own, True)], mine, documents_Bs)
+        stretch = (queries, slice(0, total), total - length)
+        return _within_window([stretch], query_documents_Bl, documents_Bs, window)
+    # all earlier keys without a mask, and the queries' own keys with a causal mask
+    pieces = [(queries, own_keys, True)]
+    if total > length:
+        pieces.insert(0, (queries, slice(0, total - length), False))
+    return _by_document(pieces, query_documents_Bl, documents_Bs)
 
 
 def ring_pieces(
     tokens: int, rank: int, size: int, balanced: bool, documents_BT: Tensor | None, window: Window
 ) -> list[list[ContextPiece]]:
-    """The pieces of each turn of the ring: with this rank's own keys, then its predecessor's, ..."""
-    parts = None
+    """Return the pieces of each turn of the ring, in which this rank has its own keys, then its
+    predecessor's, ...
+    """
+    document_parts: list[Tensor | None] = [None] * size
     if documents_BT is not None:
-        parts = [sequence_part(documents_BT, other, size, balanced) for other in range(size)]
+        document_parts = [sequence_part(documents_BT, other, size, balanced) for other in range(size)]
     turns = []
-    # turn 0 is this rank's own part, and each further turn brings that of the rank before
-    for source in [(rank - turn) % size for turn in range(size)]:
-        mine = parts[rank] if parts else None
-        theirs = parts[source] if parts else None
+    for turn in range(size):
+        source = (rank - turn) % size
+        documents = (document_parts[rank], document_parts[source])
         if window.tokens:
-            pieces = _within_window(_stretches(tokens, source, rank, size, balanced), mine, theirs, window)
+            pieces = _within_window(_stretches(tokens, source, rank, size, balanced), *documents, window)
         else:
-            pieces = _by_document(_causal_parts(tokens, source, rank, balanced), mine, theirs)
+            pieces = _by_document(_causal_parts(tokens, source, rank, balanced), *documents)
         turns.append(list(pieces))
     return turns
 
@@ -93,7 +113,10 @@ def ring_pieces(
 def _by_document(
     pieces: Sequence[tuple[slice, slice, bool]], queries_Bl: Tensor | None, keys_Bs: Tensor | None
 ) -> Iterator[ContextPiece]:
-    """The pieces, cut down to documents that their queries and keys share; whole without the documents' numbers."""
+    """Cut pieces to the documents that their queries and keys share.
+
+    Without documents, yield them unchanged.
+    """
     for rows, columns, causal in pieces:
         if queries_Bl is None or keys_Bs is None:
             yield ContextPiece(slice(None), rows, columns, causal)
@@ -103,49 +126,60 @@ def _by_document(
 
 
 def _stretches(tokens: int, source: int, rank: int, size: int, balanced: bool) -> Stretches:
-    """Chunks of this rank's queries with those chunks of another's keys that are not after them."""
-    mine = chunks_of(rank, size, balanced)
-    theirs = chunks_of(source, size, balanced)
-    length = tokens // len(mine)
-    places = [slice(index * length, (index + 1) * length) for index in range(len(mine))]
-    return [
-        (rows, columns, (own - other) * length)
-        for rows, own in zip(places, mine, strict=True)
-        for columns, other in zip(places, theirs, strict=True)
-        if other <= own
-    ]
+    """Pair each chunk of this rank's queries with the source's chunks of keys that are not after it."""
+    query_chunks = chunks_of(rank, size, balanced)
+    key_chunks = chunks_of(source, size, balanced)
+    length = tokens // len(query_chunks)
+    places = [slice(index * length, (index + 1) * length) for index in range(len(query_chunks))]
+    stretches = []
+    for rows, query_chunk in zip(places, query_chunks, strict=True):
+        for columns, key_chunk in zip(places, key_chunks, strict=True):
+            if key_chunk <= query_chunk:
+                stretches.append((rows, columns, (query_chunk - key_chunk) * length))
+    return stretches
 
 
 def _within_window(
     stretches: Stretches, queries_Bl: Tensor | None, keys_Bs: Tensor | None, window: Window
 ) -> Iterator[ContextPiece]:
+    """Cut stretches to documents and to the blocks of a window."""
     for rows, columns, offset in stretches:
         for batch, queries, keys in documents_met(rows, columns, queries_Bl, keys_Bs):
             past = offset + queries.start - keys.start
             for block in blocks(queries.stop - queries.start, keys.stop - keys.start, past, *window):
-                seeing = shifted(block.queries, rows.start + queries.start)
-                seen = shifted(block.keys, columns.start + keys.start)
-                yield ContextPiece(batch, seeing, seen, False, block.band)
+                block_rows = shifted(block.queries, rows.start + queries.start)
+                block_columns = shifted(block.keys, columns.start + keys.start)
+                yield ContextPiece(batch, block_rows, block_columns, False, block.band)
 
 
 def documents_met(rows: slice, columns: slice, queries_Bl: Tensor | None, keys_Bs: Tensor | None) -> list[Shared]:
-    """Return the documents of a stretch, with places from its beginning; the entire stretch without documents."""
+    """Return the documents of a stretch, with tokens counted from the start of the stretch.
+
+    Without documents, the entire stretch is one document.
+    """
     if queries_Bl is None or keys_Bs is None:
-        whole = (slice(0, places.stop - places.start) for places in (rows, columns))
-        return [Shared(slice(None), *whole)]
+        queries = slice(0, rows.stop - rows.start)
+        keys = slice(0, columns.stop - columns.start)
+        return [Shared(slice(None), queries, keys)]
     return shared(queries_Bl[:, rows], keys_Bs[:, columns])
 
 
 def _causal_parts(tokens: int, source: int, rank: int, balanced: bool) -> list[tuple[slice, slice, bool]]:
-    """Which query rows meet which keys of ``source``, and whether causally.
+    """Return the queries of ``rank`` and the keys of ``source`` that attend to each other, and True for a
+    causal mask.
 
-    A balanced part is a head chunk and a tail chunk. Its own part is causal as it lies. To an earlier rank's keys all
-    rows come after the head chunk and before the tail one; to a later rank's, the tail rows alone come after both.
+    A balanced part consists of a head chunk and a tail chunk. With a rank's own keys, the mask is causal.
+    All its queries come after an earlier rank's head chunk and before its tail chunk. Only its tail
+    queries come after both chunks of a later rank.
     """
-    everything = slice(0, tokens)
+    all_tokens = slice(0, tokens)
     half = tokens // 2
     if source == rank:
-        return [(everything, everything, True)]
-    if not balanced:
-        return [(everything, everything, False)] if source < rank else []
-    return [(everything, slice(0, half), False)] if source < rank else [(slice(half, tokens), everything, False)]
+        return [(all_tokens, all_tokens, True)]
+    if balanced:
+        if source < rank:
+            return [(all_tokens, slice(0, half), False)]
+        return [(slice(half, tokens), all_tokens, False)]
+    if source < rank:
+        return [(all_tokens, all_tokens, False)]
+    return []

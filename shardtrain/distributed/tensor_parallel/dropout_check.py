@@ -1,4 +1,4 @@
-"""Refuse dropout where every tensor-parallel rank holds the same activations."""
+"""Refuse dropout of activations that are replicated over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 def refuse_replicated_dropout(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Refuse dropout of replicated activations: each rank would drop other elements, and ranks would diverge.
+    """Raise ConfigError in the first forward pass that applies dropout to replicated activations.
 
-    Random numbers differ between ranks (``seeding.seed_step``), as split activations need. Activations are known to be
-    replicated if they are such a DTensor or the output of a "replicate" module. What a model computes from these is not
-    tracked; a wrong result shows where ``train`` compares a model file before its first step (``verify.judge``).
+    Random numbers differ between ranks (``seeding.seed_step``), as split activations need. On replicated
+    activations each rank would drop other elements, and ranks would diverge. Activations count as
+    replicated if they are a replicated DTensor or the output of a "replicate" module. Tensors that a
+    model computes from these are not tracked. Their wrong results show when ``train`` compares a model
+    file before its first step (``verify.judge``).
     """
 
-    def refuse(path: str) -> None:
-        rule = f"drops {path}, where every tensor-parallel rank holds the same activations, and would drop others"
+    def refuse(place: str) -> None:
+        rule = f"applies dropout {place} to replicated activations, and each rank would drop different elements"
         fix = "drop after the rowwise linear, where ranks hold different tokens, or set the degree to 1"
         raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size("tp"), rule, fix))
 
@@ -37,7 +39,7 @@ def refuse_replicated_dropout(model: nn.Module, layout: Layout, mesh: Mesh, conf
                 refuse(f"in {path}")
 
         module.register_forward_pre_hook(check_input)
-    # attributes of tensors and a TorchFunctionMode would break the compiler's graphs
+    # Attributes of tensors and a TorchFunctionMode would break the compiler's graphs.
     if not config.compile.enable:
         for path, module in model.named_modules():
             if style_of(layout, path) == "replicate":
@@ -47,43 +49,51 @@ def refuse_replicated_dropout(model: nn.Module, layout: Layout, mesh: Mesh, conf
 
 def _mark_replicated(_: nn.Module, _inputs: Any, output: Any) -> None:
     if isinstance(output, Tensor):
-        output.is_whole_on_each_rank = True  # type: ignore[attr-defined]
+        output.is_replicated = True  # type: ignore[attr-defined]
 
 
 def _is_replicated(x: Any) -> bool:
-    """Whether a tensor is known to be replicated over tensor-parallel ranks."""
+    """True if a tensor is known to be replicated over tensor-parallel ranks."""
     if isinstance(x, DTensor):
-        return not any(place.is_shard() for place in x.placements)
-    return getattr(x, "is_whole_on_each_rank", False)
+        return not any(placement.is_shard() for placement in x.placements)
+    return getattr(x, "is_replicated", False)
 
 
 def _check_dropout_calls(model: nn.Module, refuse: Callable[[str], None]) -> None:
-    """Check calls of dropout as a function, in the first forward pass alone: later passes do the same."""
-    seen = []
+    """Check calls of dropout functions during the first forward pass. Later passes make the same calls."""
+    names_of_refused: list[str] = []
 
     class DropoutWatch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            values = [*args, *(kwargs or {}).values()]
             name = getattr(function, "__name__", "")
-            is_on = next((value for value in values[2:3] if isinstance(value, bool)), True)
-            if "dropout" in name and is_on and values and isinstance(values[0], Tensor) and _is_replicated(values[0]):
-                seen.append(name)
+            if "dropout" in name and _drops_replicated([*args, *(kwargs or {}).values()]):
+                names_of_refused.append(name)
             return function(*args, **(kwargs or {}))
 
-    # hooks enter the mode for the first forward pass and exit it after that: it slows every call of PyTorch
-    waiting = [DropoutWatch()]
-    watching = []
+    # The mode slows down every call of PyTorch, so hooks enter it for only the first forward pass.
+    modes_to_enter = [DropoutWatch()]
+    active_modes: list[DropoutWatch] = []
 
     def begin(*_: Any) -> None:
-        if waiting:
-            watching.append(waiting.pop())
-            watching[0].__enter__()
+        if modes_to_enter:
+            mode = modes_to_enter.pop()
+            active_modes.append(mode)
+            mode.__enter__()
 
     def end(*_: Any) -> None:
-        if watching:
-            watching.pop().__exit__(None, None, None)
-            if seen:
-                refuse(f"by a call of {seen[0]}")
+        if active_modes:
+            active_modes.pop().__exit__(None, None, None)
+            if names_of_refused:
+                refuse(f"by a call of {names_of_refused[0]}")
 
     model.register_forward_pre_hook(begin)
     model.register_forward_hook(end, always_call=True)
+
+
+def _drops_replicated(arguments: list[Any]) -> bool:
+    """True if a dropout function with these arguments (input, p, training) drops elements of a replicated
+    tensor.
+    """
+    if len(arguments) > 2 and arguments[2] is False:
+        return False
+    return bool(arguments) and isinstance(arguments[0], Tensor) and _is_replicated(arguments[0])

@@ -1,18 +1,25 @@
-"""Tensor parallelism by the plan that a network of ``transformers`` brings: its words become PyTorch's styles.
+"""Tensor parallelism by the plan of a ``transformers`` network: its style names become PyTorch's parallel
+styles.
 
-Between the modules that are split, activations are whole on every rank (Megatron-LM, Shoeybi et al. 2019, section 3;
-no sequence parallelism). Weights that the plan does not name are whole, and computed with alike on every rank.
+Between the split modules, activations are replicated (Megatron-LM, Shoeybi et al. 2019, section 3),
+without sequence parallelism. Weights that the plan does not name are replicated, and all ranks compute
+the same with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.placement_types import Placement
 
 from shardtrain.config.schema import Config
@@ -25,101 +32,141 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 AXIS = "tp"
 OPTION = "parallelism.tensor_parallel_degree"
-WORDS = {
+STYLES = {
     "colwise": "linear, output features split",
     "rowwise": "linear, input features split, outputs summed",
-    "colwise_gather_output": "linear, output features split; gathered, unless the loss is split as they are",
+    "colwise_gather_output": "linear, output features split; outputs gathered, unless the loss is split like them",
     "colwise_rep": "older name of colwise_gather_output",
     "embedding_rowwise": "embedding, vocabulary rows split, outputs summed",
-    "replicated_with_grad_allreduce": "whole weights used on a rank's own heads: the gradient is the ranks' sum",
-    "replicate": "whole weights, computed with alike on every rank",
+    "replicated_with_grad_allreduce": "replicated weights used on a rank's own heads: gradients are summed over ranks",
+    "replicate": "replicated weights; all ranks compute the same",
 }
-"""The words of a plan that are known; a plan with any other is refused."""
+"""Supported style names of a plan, with their meaning. A plan with any other is refused."""
 HEADS = ("colwise_gather_output", "colwise_rep")
+_SPLIT_BY_ROWS = {"colwise", *HEADS, "embedding_rowwise"}
 
 
 def apply(model: Any, mesh: Mesh, config: Config) -> None:
-    """Split a model by its ``tensor_plan``, in place; every parameter becomes a DTensor.
+    """Split a model by its ``tensor_plan``, in place. Every parameter becomes a DTensor.
 
     Raises:
-        ConfigError: where there is no plan, a word of it is not known, or weights beside split ones are not named.
+        ConfigError: the plan does not exist, contains an unknown style, or does not cover the weights
+            next to split weights, or it does not fit the loss or tied weights.
     """
     plan: Mapping[str, str] = model.tensor_plan
     name = model.config_name
     ties = tied_names(model)
-    words = dict(_words(model, plan))
-    # older plans name the head alone, and not the embedding that is the same tensor
-    embedding = _path(model, model.hf.get_input_embeddings())
-    tied = next((names for names in ties if f"{embedding}.weight" in names), [])
-    if embedding not in words and any(words.get(name.rpartition(".")[0]) in HEADS for name in tied):
-        words[embedding] = "embedding_rowwise"
-    unknown = sorted({word for word in words.values() if word not in WORDS})
-    if not words or unknown:
-        what = f"has words that are not known ({', '.join(unknown)})" if unknown else "does not exist"
-        _refuse(mesh, f"needs the plan of {name}, which {what}")
-    _check_beside(model, words, name, mesh)
-    loss_parallel = not config.parallelism.disable_loss_parallel
+    style_names = _style_names(model, plan, ties)
+    _check_style_names(style_names, name, mesh)
+    _check_neighbours(model, style_names, name, mesh)
+    has_loss_parallel = not config.parallelism.disable_loss_parallel
     head = _path(model, model.hf.get_output_embeddings())
-    if loss_parallel and words.get(head) not in HEADS:
+    if has_loss_parallel and style_names.get(head) not in HEADS:
         rule = f"splits the loss over the vocabulary, and the plan of {name} does not split its head"
         raise ConfigError(Problem("parallelism.disable_loss_parallel", False, rule, "set it to true"))
-    _check_ties(ties, words, name, mesh)
-    styles = {path: _style(word, loss_parallel and path == head) for path, word in words.items()}
+    _check_ties(ties, style_names, name, mesh)
+
+    styles: dict[str, ParallelStyle] = {}
     for path, module in model.named_modules():
-        if path not in styles and any(True for _ in module.parameters(recurse=False)):
-            styles[path] = ReplicatedWeights(Replicate())
-    # adapters are split by hand: styles would take their factors for weights
-    factors = adapter_styles.set_aside(model, words.get)
+        if path in style_names:
+            styles[path] = _style(style_names[path], has_loss_parallel and path == head)
+        elif any(True for _ in module.parameters(recurse=False)):
+            styles[path] = PlannedReplicatedWeights(Replicate())
+    # Adapters are split separately, because styles would treat their factors as weights.
+    factors = adapter_styles.set_aside(model, style_names.get)
     parallelize_module(model, mesh.submesh(AXIS), styles)
-    for path in (path for path, word in words.items() if word == "embedding_rowwise"):
-        # FSDP, which wraps it, loses its hooks where a network then changes a view in place
-        model.get_submodule(path).register_forward_hook(lambda _, inputs, output: output.clone())
-    tie(model, ties)  # parallelize_module gives each module a parameter of its own
-    adapter_styles.put_back(model, words.get, mesh.submesh(AXIS), factors)
+    for path, style_name in style_names.items():
+        if style_name == "embedding_rowwise":
+            # The output is a view. If a network changes a view in place, FSDP loses the hooks on it.
+            model.get_submodule(path).register_forward_hook(_copy_output)
+    tie(model, ties)  # parallelize_module has created a separate parameter for each module
+    adapter_styles.put_back(model, style_names.get, mesh.submesh(AXIS), factors)
 
 
-class ReplicatedWeights(ParallelStyle):
-    """As in ``plan.py``, for any arguments: whole weights, and what a rank's gradient of them is."""
+class PlannedReplicatedWeights(ParallelStyle):
+    """Replicated weights of a module with any arguments.
+
+    ``gradient`` is the placement of each rank's gradient.
+    """
 
     def __init__(self, gradient: Placement) -> None:
         self._gradient = gradient
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            whole = DTensor.from_local(parameter.detach(), device_mesh, (Replicate(),), run_check=False)
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            replicated = DTensor.from_local(parameter.detach(), device_mesh, (Replicate(),), run_check=False)
+            module.register_parameter(name, nn.Parameter(replicated, requires_grad=parameter.requires_grad))
         use_local_weights(module, (self._gradient,))
         return module
 
 
-def _words(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Each module with weights that a plan names (itself or one of its parameters), and the word."""
+def _copy_output(_: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    return output.clone()
+
+
+def _style_names(model: Any, plan: Mapping[str, str], ties: list[list[str]]) -> dict[str, str]:
+    """Return the style name of each module with weights that the plan names, directly or by one of its
+    parameters.
+    """
+    style_names = {}
     for path, module in model.named_modules():
         names = [path, *(f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))]
-        word = next((word for pattern, word in plan.items() for name in names if matches(name, pattern)), None)
-        if word is not None and any(True for _ in module.parameters()):
-            yield path, word
+        style_name = _first_match(plan, names)
+        if style_name is not None and any(True for _ in module.parameters()):
+            style_names[path] = style_name
+
+    # Older plans name only the head and not the embedding, even if both are the same tensor.
+    embedding = _path(model, model.hf.get_input_embeddings())
+    if embedding not in style_names:
+        for names in ties:
+            if f"{embedding}.weight" in names:
+                if any(style_names.get(name.rpartition(".")[0]) in HEADS for name in names):
+                    style_names[embedding] = "embedding_rowwise"
+                break
+    return style_names
+
+
+def _first_match(plan: Mapping[str, str], names: list[str]) -> str | None:
+    for pattern, style_name in plan.items():
+        if any(matches(name, pattern) for name in names):
+            return style_name
+    return None
 
 
 def _path(model: nn.Module, wanted: nn.Module | None) -> str:
+    """Return the path of a submodule, or an empty string."""
     return next((path for path, module in model.named_modules() if module is wanted), "")
 
 
-def _check_beside(model: Any, words: Mapping[str, str], name: str, mesh: Mesh) -> None:
-    """Within a module whose children are split, every weight needs a word: a rank may use it on its own heads."""
-    split = {path.rpartition(".")[0] for path, word in words.items() if word in ("colwise", "rowwise")}
+def _check_style_names(style_names: Mapping[str, str], name: str, mesh: Mesh) -> None:
+    unknown = sorted(set(style_names.values()) - STYLES.keys())
+    if unknown:
+        _refuse(mesh, f"needs the plan of {name}, which has unknown styles ({', '.join(unknown)})")
+    if not style_names:
+        _refuse(mesh, f"needs the plan of {name}, which does not exist")
+
+
+def _check_neighbours(model: Any, style_names: Mapping[str, str], name: str, mesh: Mesh) -> None:
+    """Require a style for every weight inside a module with split children: a rank may use it on its own
+    heads.
+    """
+    owners = set()
+    for path, style_name in style_names.items():
+        if style_name in ("colwise", "rowwise"):
+            owners.add(path.rpartition(".")[0])
+    owners -= {"", *model.blocks}
     for path, module in model.named_modules():
-        inside = any(path == owner or path.startswith(f"{owner}.") for owner in split - {"", *model.blocks})
-        if inside and path not in words and any(True for _ in module.parameters(recurse=False)):
+        is_inside = any(path == owner or path.startswith(f"{owner}.") for owner in owners)
+        if is_inside and path not in style_names and any(True for _ in module.parameters(recurse=False)):
             _refuse(mesh, f"needs a plan that names {path}, and that of {name} does not")
 
 
-def _check_ties(ties: list[list[str]], words: Mapping[str, str], name: str, mesh: Mesh) -> None:
-    """Names of one parameter must be split in one way, over its first dimension, or not at all."""
-    by_rows = {"colwise", *HEADS, "embedding_rowwise"}
+def _check_ties(ties: list[list[str]], style_names: Mapping[str, str], name: str, mesh: Mesh) -> None:
+    """Require that all names of a tied parameter are split by rows, or that all are replicated."""
     for names in ties:
-        owners = [words.get(own.rpartition(".")[0], "replicate") for own in names]
-        if len({word in by_rows for word in owners}) > 1 or "rowwise" in owners:
+        styles = [style_names.get(parameter.rpartition(".")[0], "replicate") for parameter in names]
+        is_by_rows = [style in _SPLIT_BY_ROWS for style in styles]
+        if any(is_by_rows) != all(is_by_rows) or "rowwise" in styles:
             _refuse(mesh, f"splits {names[0]} and {names[-1]} of {name} in two ways, and they are one tensor")
 
 
@@ -128,13 +175,15 @@ def _refuse(mesh: Mesh, rule: str) -> None:
     raise ConfigError(Problem(OPTION, mesh.size(AXIS), rule, fix))
 
 
-def _style(word: str, stays_split: bool) -> ParallelStyle:
-    if word == "colwise":
+def _style(style_name: str, keeps_output_split: bool) -> ParallelStyle:
+    if style_name == "colwise":
         return ColwiseParallel()
-    if word == "rowwise":
+    if style_name == "rowwise":
         return RowwiseParallel()
-    if word in HEADS:
-        return ColwiseParallel(output_layouts=Shard(-1) if stays_split else Replicate())
-    if word == "embedding_rowwise":
+    if style_name in HEADS:
+        return ColwiseParallel(output_layouts=Shard(-1) if keeps_output_split else Replicate())
+    if style_name == "embedding_rowwise":
         return RowwiseParallel(input_layouts=Replicate())
-    return ReplicatedWeights(Partial() if word == "replicated_with_grad_allreduce" else Replicate())
+    if style_name == "replicated_with_grad_allreduce":
+        return PlannedReplicatedWeights(Partial())
+    return PlannedReplicatedWeights(Replicate())

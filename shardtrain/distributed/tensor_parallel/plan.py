@@ -1,5 +1,8 @@
-"""Tensor and sequence parallelism: the layout's words become PyTorch's parallel styles (Megatron-LM: Shoeybi et al.
-2019, Korthikanti et al. 2022). Must run before anything that replaces or wraps parameters."""
+"""Tensor and sequence parallelism: the styles in ``LAYOUT.tensor`` become PyTorch's parallel styles.
+
+The method is Megatron-LM's (Shoeybi et al. 2019, Korthikanti et al. 2022). Must run before anything that
+replaces or wraps parameters.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ from shardtrain.distributed.tensor_parallel.styles import (
     GatheringColwise,
     GatherSequence,
     LocalSequence,
+    ReplicatedEmbedding,
+    ReplicatedHead,
+    ReplicatedWeights,
     ScatteringRowwise,
     SplitEmbedding,
     SplitHeadNumbers,
-    WholeEmbedding,
-    WholeHead,
-    WholeWeights,
 )
 from shardtrain.layout import TENSOR_STYLES, Layout, matches, style_of
 from shardtrain.ops.linear_layers import is_plain_linear
@@ -40,10 +43,14 @@ AXIS = "tp"
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Split the model's layers over the tensor-parallel ranks, in place; parameters become DTensors."""
+    """Split the model's layers over the tensor-parallel ranks, in place. Parameters become DTensors.
+
+    Raises:
+        ConfigError: LAYOUT.tensor is empty, or has a style of linear layers for another module.
+    """
     if mesh.size(AXIS) == 1:
         return
-    if hasattr(model, "tensor_plan"):  # a network of transformers, whose plan has other words
+    if hasattr(model, "tensor_plan"):  # a network of transformers, whose plan has other styles
         return hf_plan.apply(model, mesh, config)
     splitting = Splitting(
         ranks=mesh.size(AXIS),
@@ -52,53 +59,34 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         sequences=sequences_of(mesh, config),
     )
     model.register_forward_pre_hook(splitting.length.set_from_positions, with_kwargs=True)
-
-    # a style of PyTorch for each module that the layout names
-    styles = {}
-    for path, module in model.named_modules():
-        word = style_of(layout, path)
-        # experts are split in expert_parallel.py. An nn.Identity needs no style, except one with the word "copy"
-        if word not in (None, "expert") and (word == "copy" or not isinstance(module, nn.Identity)):
-            styles[path] = style_for(path, module, word, splitting)
-            _accept_keyword_input(module)
+    styles = _styles(model, layout, splitting)
     if not layout.tensor:
         rule = "needs LAYOUT.tensor of the model, which names no module"
-        fix = f"give every weight one of the words {', '.join(TENSOR_STYLES)}, or set the degree to 1"
+        fix = f"give every weight one of the styles {', '.join(TENSOR_STYLES)}, or set the degree to 1"
         raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
-    # PyTorch would fail on these with an error about its parallel styles
-    if problems := misnamed(model, layout):
+    # PyTorch would fail on these with an error about its parallel styles.
+    problems = misnamed(model, layout)
+    if problems:
         raise ConfigError(problems)
     if config.parallelism.enable_async_tensor_parallel and mesh.device.type == "cuda":
-        # let the compiler split matmuls and overlap their pieces with the collectives around them
-        import torch._inductor.config as inductor
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        inductor._micro_pipeline_tp = True
-        enable_symm_mem_for_group(mesh.group(AXIS).group_name)
+        _overlap_collectives(mesh)
 
     ties = tied_names(model)
-    # adapters are split by the word of the weight beside them; PyTorch's style for the weight does not know them
+    # Adapters are split by the style of their linear layer. PyTorch's style for it does not know them.
     factors = adapter_styles.set_aside(model, partial(style_of, layout))
     parallelize_module(model, mesh.submesh(AXIS), styles)
-    tie(model, ties)  # parallelize_module gives each module its own parameter
+    tie(model, ties)  # parallelize_module has created a separate parameter for each module
     if not config.compile.enable:  # a compiler removes the overhead of DTensors itself
         for module in model.modules():
             if is_plain_linear(module) and isinstance(module.weight, DTensor):
                 multiply_local_parts(module)  # type: ignore[arg-type]
     adapter_styles.put_back(model, partial(style_of, layout), mesh.submesh(AXIS), factors)
-
-    # each attention core keeps the slopes of this rank's heads
-    size = mesh.size(AXIS)
-    rank = mesh.rank(AXIS)
-    for place, core in model.named_modules():
-        if layout.context and matches(place, layout.context) and (slopes_N := getattr(core, "alibi_slopes", None)):
-            heads = len(slopes_N) // size
-            core.alibi_slopes = tuple(slopes_N[rank * heads : (rank + 1) * heads])  # type: ignore[assignment]
+    _split_alibi_slopes(model, layout, mesh)
     refuse_replicated_dropout(model, layout, mesh, config)
 
 
 class Splitting(NamedTuple):
-    """What styles share: the number of ranks, whether the loss splits the vocabulary, and the exchange of sequences."""
+    """Values that all styles share: number of ranks, split of the loss, and exchange of sequences."""
 
     ranks: int
     loss_parallel: bool
@@ -106,69 +94,108 @@ class Splitting(NamedTuple):
     sequences: Sequences
 
 
-def style_for(path: str, module: nn.Module, word: str, splitting: Splitting) -> ParallelStyle:
-    """Return the parallel style of a module, by its word in ``LAYOUT.tensor``."""
+def _styles(model: nn.Module, layout: Layout, splitting: Splitting) -> dict[str, ParallelStyle]:
+    """Return the parallel style of each module that the layout names."""
+    styles = {}
+    for path, module in model.named_modules():
+        name = style_of(layout, path)
+        # expert_parallel.py splits experts. An nn.Identity needs no style, except "copy".
+        if name in (None, "expert") or (name != "copy" and isinstance(module, nn.Identity)):
+            continue
+        styles[path] = style_for(path, module, str(name), splitting)
+        _accept_keyword_input(module)
+    return styles
+
+
+def _overlap_collectives(mesh: Mesh) -> None:
+    """Let the compiler split matmuls and overlap their pieces with the collectives around them."""
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.group(AXIS).group_name)
+
+
+def _split_alibi_slopes(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
+    """Keep the slopes of this rank's heads in each attention core."""
+    if not layout.context:
+        return
+    for path, core in model.named_modules():
+        slopes_N = getattr(core, "alibi_slopes", None)
+        if slopes_N and matches(path, layout.context):
+            heads = len(slopes_N) // mesh.size(AXIS)
+            start = mesh.rank(AXIS) * heads
+            core.alibi_slopes = tuple(slopes_N[start : start + heads])  # type: ignore[assignment]
+
+
+def style_for(path: str, module: nn.Module, name: str, splitting: Splitting) -> ParallelStyle:
+    """Return the parallel style of a module by its style name in ``LAYOUT.tensor``."""
     ranks, loss_parallel, length, sequences = splitting
-    if word == "embed":
+    if name == "embed":
         if not isinstance(module, nn.Embedding):  # computes from positions, has no table
-            return WholeEmbedding()
+            return ReplicatedEmbedding()
+        # FSDP fails if a rank has no rows
         rows_per_rank = -(-module.num_embeddings // ranks)
-        if rows_per_rank * (ranks - 1) >= module.num_embeddings:  # FSDP fails on a rank without rows
-            return WholeEmbedding()
+        if rows_per_rank * (ranks - 1) >= module.num_embeddings:
+            return ReplicatedEmbedding()
         return SplitEmbedding(sequences)
-    if word == "head":
+    if name == "head":
         if isinstance(module, nn.Linear):
             is_uneven = module.out_features % ranks != 0 and not loss_parallel
             if module.out_features < ranks or is_uneven:
-                return WholeHead(sequences)
+                return ReplicatedHead(sequences)
         output = Shard(-1) if loss_parallel else Replicate()
         return GatheringColwise(length, sequences, input_layouts=Shard(1), output_layouts=output)
-    if word == "sequence":
-        return WholeWeights(Partial(), lambda x: length.require(path, word, x, part=True), sequences.sum_weights())
-    if word == "gather":
+    if name == "sequence":
+        take = partial(length.require, path, name, part=True)
+        return ReplicatedWeights(Partial(), take, sequences.sum_weights())
+    if name == "gather":
         return GatherSequence(sequences)
-    if word == "colwise":
+    if name == "colwise":
         return GatheringColwise(length, sequences)
-    if word == "rowwise":
-        return ScatteringRowwise(lambda x: length.require(path, word, x, part=False), sequences)
-    if word == "local":
+    if name == "rowwise":
+        return ScatteringRowwise(partial(length.require, path, name, part=False), sequences)
+    if name == "local":
         return LocalSequence()
-    if word in ("router", "heads"):
-        return WholeWeights(Partial(), sum_over_ranks=sequences.sum_weights())
-    if word == "per_head":
+    if name in ("router", "heads"):
+        return ReplicatedWeights(Partial(), sum_over_ranks=sequences.sum_weights())
+    if name == "per_head":
         return SplitHeadNumbers()
-    if word == "features":
+    if name == "features":
         return GatherFeatures()
-    if word == "replicate":
-        return WholeWeights(Replicate(), lambda x: length.require(path, word, x, part=False))
-    if word == "copy":
+    if name == "replicate":
+        return ReplicatedWeights(Replicate(), partial(length.require, path, name, part=False))
+    if name == "copy":
         return CopyToHeads()
-    raise ValueError(f"unknown layout word {word!r}")  # layout.check has refused it
+    raise ValueError(f"unknown layout style {name!r}")  # layout.check has refused it
 
 
 def misnamed(model: nn.Module, layout: Layout) -> list[Problem]:
-    """Rules of LAYOUT.tensor that give the word of an nn.Linear to another module; each rule is reported once."""
+    """Return a problem for each rule of LAYOUT.tensor that applies a style of nn.Linear to another module."""
     fixes = {
-        "colwise": 'write "per_head" where dim 0 of its weights goes with the heads or features that a rank has, and '
-        'where it takes its sizes from them; else "replicate"',
+        "colwise": 'write "per_head" if dim 0 of its weights belongs to the heads or features that a rank has, and '
+        'if it takes its sizes from them; else "replicate"',
         "rowwise": "end in an nn.Linear",
         "head": "end in an nn.Linear, which a module around it may scale or cap",
     }
-    kinds = {"head": nn.Linear}
+    classes = {"head": nn.Linear}
     problems = {}
     for path, module in model.named_modules():
         rule = next((rule for rule in layout.tensor if matches(path, rule)), None)
-        word = "" if rule is None else layout.tensor[rule]
-        if word not in fixes or rule in problems or isinstance(module, nn.Identity):
+        if rule is None or rule in problems or isinstance(module, nn.Identity):
             continue
-        if not isinstance(module, kinds.get(word, nn.Linear | nn.Embedding)):
+        name = layout.tensor[rule]
+        if name in fixes and not isinstance(module, classes.get(name, nn.Linear | nn.Embedding)):
             mismatch = f"is for nn.Linear, and {path} is of class {type(module).__name__}"
-            problems[rule] = Problem(f"LAYOUT.tensor[{rule!r}]", word, mismatch, fixes[word])
+            problems[rule] = Problem(f"LAYOUT.tensor[{rule!r}]", name, mismatch, fixes[name])
     return list(problems.values())
 
 
 def _accept_keyword_input(module: nn.Module) -> None:
-    """Let a module be called by keyword: parallel styles expect its input as the first positional argument."""
+    """Let callers pass a module's first argument by keyword.
+
+    Parallel styles expect it as a positional argument.
+    """
     first = next(iter(inspect.signature(module.forward).parameters), "")
 
     def make_positional(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -180,9 +207,9 @@ def _accept_keyword_input(module: nn.Module) -> None:
 
 
 def sequences_of(mesh: Mesh, config: Config) -> Sequences:
-    """Return the exchange of the tensor-parallel ranks of a mesh (a collective)."""
+    """Return the exchange of sequences between the tensor-parallel ranks of a mesh (a collective)."""
     recompute = config.activation_checkpoint
-    # "op" saves the outputs of reduce-scatters, which it recognizes by PyTorch's operation
+    # "op" keeps the outputs of reduce-scatters, which it recognizes by PyTorch's operation.
     keeps_exchanges = recompute.mode == "selective" and recompute.selective_ac_option == "op"
     if mesh.device.type != "cpu" or config.compile.enable or keeps_exchanges:
         return Sequences()

@@ -10,7 +10,13 @@ from shardtrain.distributed.mesh import Mesh
 
 
 class SplitVocabulary:
-    """The vocabulary split over tensor-parallel ranks, for the loss (``cross_entropy.Vocabulary``)."""
+    """Implements ``cross_entropy.Vocabulary`` for tensor-parallel ranks. All methods are collectives.
+
+    Attributes:
+        size: number of columns of all ranks together.
+        columns: maximum number of columns per rank.
+        offset: index of this rank's first column.
+    """
 
     def __init__(self, mesh: Mesh, vocab_size: int) -> None:
         self.size = vocab_size
@@ -19,17 +25,17 @@ class SplitVocabulary:
         self._group = mesh.group("tp")
 
     def max(self, values: Tensor) -> Tensor:
-        """Largest value over the ranks, in place."""
+        """Replace values with their maximum over the ranks, in place."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
         return values
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
+        """Replace values with their sum over the ranks, in place."""
         dist.all_reduce(values, group=self._group)
         return values
 
     def gather(self, values: Tensor) -> Tensor:
-        """The values of each rank, along a new first dimension."""
+        """Stack the values of all ranks along a new first dimension."""
         ranks = [torch.empty_like(values) for _ in range(self._group.size())]
         dist.all_gather(ranks, values, group=self._group)
         return torch.stack(ranks)

@@ -1,4 +1,8 @@
-"""Parallel styles: how a module of a layout's word computes on tensor-parallel ranks."""
+"""The parallel styles of ``LAYOUT.tensor``: how a module computes on tensor-parallel ranks.
+
+Shape suffixes: B batch, t tokens of this rank, T all tokens, D features, V rows of this rank's part of a
+table.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,10 @@ from shardtrain.distributed.tensor_parallel.sequences import SequenceLength, Seq
 
 
 class GatherSequence(ParallelStyle):
-    """All-gather a module's first input along the sequence; other inputs, such as rotary angles, are whole already."""
+    """All-gather a module's first input along the sequence.
+
+    Other inputs, such as rotary angles, are not split.
+    """
 
     def __init__(self, sequences: Sequences) -> None:
         self._sequences = sequences
@@ -31,7 +38,10 @@ class GatherSequence(ParallelStyle):
 
 
 class GatheringColwise(ColwiseParallel):
-    """Output features split; an input that is a part of the sequence is all-gathered, as a "gather" module does."""
+    """Split output features.
+
+    An input that is a part of the sequence is all-gathered, as in a "gather" module.
+    """
 
     def __init__(
         self,
@@ -41,20 +51,25 @@ class GatheringColwise(ColwiseParallel):
         output_layouts: Placement | None = None,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts)
-        self._length, self._sequences = length, sequences
+        self._length = length
+        self._sequences = sequences
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            is_part = not isinstance(inputs[0], DTensor) and self._length.is_part(inputs[0])
-            return (self._sequences.gather(inputs[0], device_mesh), *inputs[1:]) if is_part else inputs
+            x = inputs[0]
+            if isinstance(x, DTensor) or not self._length.is_part(x):
+                return inputs
+            return (self._sequences.gather(x, device_mesh), *inputs[1:])
 
-        def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+        def prepare_input(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            # a gathered sequence with a plain copy is used as it is
             if hasattr(inputs[0], "for_local_products"):
                 return inputs
             return self._prepare_input_fn(self.input_layouts, (Replicate(),), module, inputs, mesh)
 
-        def place(_: nn.Module, output: Tensor, mesh: DeviceMesh) -> Any:
+        def prepare_output(_: nn.Module, output: Tensor, mesh: DeviceMesh) -> Any:
             if not isinstance(output, DTensor):
+                # a plain output is this rank's features
                 if self.output_layouts == (Shard(-1),):
                     return output
                 output = DTensor.from_local(output, mesh, (Shard(output.ndim - 1),), run_check=False)
@@ -62,28 +77,29 @@ class GatheringColwise(ColwiseParallel):
 
         module.register_forward_pre_hook(gather)
         if self._sequences.keep_plain(module):
-            return distribute_module(module, device_mesh, self._partition_linear_fn, take, place)
+            return distribute_module(module, device_mesh, self._partition_linear_fn, prepare_input, prepare_output)
         return super()._apply(module, device_mesh)
 
 
 class ScatteringRowwise(RowwiseParallel):
-    """Input features split, output reduce-scattered along the sequence.
+    """Split input features, and reduce-scatter the output along the sequence.
 
-    A replicated input, as a "replicate" module returns it, is split by features, and its gradient gathered again.
-    ``take`` makes such an input a plain tensor, and may refuse it.
+    A replicated input, for example the output of a "replicate" module, is split by features. Its gradient
+    is gathered. ``take`` converts such an input to a plain tensor, and may raise ConfigError.
     """
 
     def __init__(self, take: Callable[[Tensor], Tensor], sequences: Sequences) -> None:
         super().__init__(output_layouts=Shard(1))
-        self._take, self._sequences = take, sequences
+        self._take = take
+        self._sequences = sequences
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def split_features(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             x = inputs[0]
             if not isinstance(linear, nn.Linear) or isinstance(x, DTensor) or x.size(-1) != linear.in_features:
                 return inputs
-            whole = DTensor.from_local(self._take(x), device_mesh, (Replicate(),), run_check=False)
-            return (whole.redistribute(placements=(Shard(-1),)), *inputs[1:])
+            replicated = DTensor.from_local(self._take(x), device_mesh, (Replicate(),), run_check=False)
+            return (replicated.redistribute(placements=(Shard(-1),)), *inputs[1:])
 
         def scatter(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
             if not keeps_plain and not isinstance(output, DTensor):
@@ -92,7 +108,7 @@ class ScatteringRowwise(RowwiseParallel):
 
         keeps_plain = self._sequences.keep_plain(module)
         module.register_forward_pre_hook(split_features)
-        module.register_forward_hook(scatter)  # before PyTorch's hook, which leaves plain tensors alone
+        module.register_forward_hook(scatter)  # before PyTorch's hook, which ignores plain tensors
         if keeps_plain:
             return distribute_module(module, device_mesh, self._partition_linear_fn)
         return super()._apply(module, device_mesh)
@@ -105,19 +121,18 @@ class ScatteringRowwise(RowwiseParallel):
 
 
 class LocalSequence(ParallelStyle):
-    """A module whose first input is this rank's part of the sequence, as a plain tensor."""
+    """Pass this rank's part of the sequence to a module as a plain tensor."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(lambda _, inputs: (plain(inputs[0]), *inputs[1:]))
+        def make_plain(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (plain(inputs[0]), *inputs[1:])
+
+        module.register_forward_pre_hook(make_plain)
         return module
 
 
-class WholeWeights(ParallelStyle):
-    """Replicated weights that compute with plain tensors; ``gradient`` is the placement of each rank's gradient.
-
-    Partial where ranks compute on different tokens or heads, Replicate where all compute the same. ``take`` makes the
-    first input a plain tensor, and may refuse it. ``sum_over_ranks`` adds up gradients that are Partial.
-    """
+class ReplicatedWeights(ParallelStyle):
+    """Replicated weights that compute with plain tensors."""
 
     def __init__(
         self,
@@ -125,21 +140,34 @@ class WholeWeights(ParallelStyle):
         take: Callable[[Tensor], Tensor] | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        """Configure the style.
+
+        Args:
+            gradient: placement of each rank's gradient: Partial if ranks compute on different tokens or
+                heads, Replicate if all compute the same.
+            take: converts the first input to a plain tensor, and may raise ConfigError.
+            sum_over_ranks: sums Partial gradients in backward. By default FSDP or
+                ``partial_gradients.py`` sums them.
+        """
         self._gradient = gradient
         self._take = take or plain
         self._sum_over_ranks = sum_over_ranks
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            whole = DTensor.from_local(parameter.detach(), device_mesh, (Replicate(),), run_check=False)
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-        module.register_forward_pre_hook(lambda _, inputs: (self._take(inputs[0]), *inputs[1:]))
+            replicated = DTensor.from_local(parameter.detach(), device_mesh, (Replicate(),), run_check=False)
+            module.register_parameter(name, nn.Parameter(replicated, requires_grad=parameter.requires_grad))
+
+        def take_first(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (self._take(inputs[0]), *inputs[1:])
+
+        module.register_forward_pre_hook(take_first)
         use_local_weights(module, (self._gradient,), self._sum_over_ranks)
         return module
 
 
 class SplitHeadNumbers(ParallelStyle):
-    """One number per head, split over ranks as the heads are; computes with plain tensors."""
+    """One number per head, split over ranks like the heads. Computes with plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -150,10 +178,11 @@ class SplitHeadNumbers(ParallelStyle):
 
 
 class SplitEmbedding(RowwiseParallel):
-    """PyTorch's RowwiseParallel, with a synchronous output: compiled modules lose the gradient of an async one (2.13).
+    """Embedding table split by rows. Each rank looks up its rows, and the result is the sum over ranks.
 
-    Each rank looks up its rows of the table, so that the result is a sum over ranks. A subclass with its own forward
-    may apply what is not linear, so for it the lookup itself is reduced.
+    Unlike in PyTorch's RowwiseParallel the output is synchronous, because compiled modules lose the
+    gradient of an asynchronous one (torch 2.13). A subclass of nn.Embedding with its own forward may
+    apply nonlinear functions, so there each lookup is reduced instead of the output.
     """
 
     def __init__(self, sequences: Sequences) -> None:
@@ -174,24 +203,27 @@ class SplitEmbedding(RowwiseParallel):
         return super()._apply(module, device_mesh)
 
     def _look_up_plain(self, module: nn.Embedding, device_mesh: DeviceMesh) -> nn.Module:
-        """With plain tensors, reduce-scattered by shared memory."""
+        """Look up plain tensors, and reduce-scatter the result through shared memory."""
         rows = -(-module.num_embeddings // device_mesh.size())
         first_id = rows * device_mesh.get_local_rank()
-        others: list[Tensor] = []
+        # from the pre-hook to the hook of one forward: a mask of tokens whose rows are on other ranks
+        masks: list[Tensor] = []
 
         def take_own(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             weight = module._parameters["weight"]
             local_VD = weight.to_local() if isinstance(weight, DTensor) else weight
             ids_BT = plain(inputs[0]) - first_id
             is_other_BT = (ids_BT < 0) | (ids_BT >= local_VD.size(0))  # type: ignore[union-attr]
-            others[:] = [is_other_BT.unsqueeze(-1)]
-            # an attribute of the instance hides the parameter of that name, also from what replaces forward
+            masks[:] = [is_other_BT.unsqueeze(-1)]
+            # An instance attribute hides the parameter of that name, also from functions that replace
+            # forward.
             module.__dict__["weight"] = local_VD
             return (ids_BT.masked_fill(is_other_BT, 0), *inputs[1:])
 
         def scatter(_: nn.Module, inputs: tuple[Any, ...], output_BTD: Tensor) -> Tensor:
             del module.__dict__["weight"]
-            return self._sequences.reduce_scatter(output_BTD.masked_fill(others.pop(), 0.0), device_mesh)
+            own_rows_BTD = output_BTD.masked_fill(masks.pop(), 0.0)
+            return self._sequences.reduce_scatter(own_rows_BTD, device_mesh)
 
         distribute_module(module, device_mesh, self._partition_embedding_fn)
         module.register_forward_pre_hook(take_own)
@@ -203,12 +235,14 @@ class SplitEmbedding(RowwiseParallel):
         output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Tensor:
         if not isinstance(outputs, DTensor):
-            return outputs  # a part of the sequence already
+            return outputs  # already this rank's part of the sequence
         return outputs.redistribute(placements=output_layouts, async_op=False).to_local()  # type: ignore[no-any-return]
 
 
 class _ReducedLookups(TorchFunctionMode):
-    """Reduce-scatters each lookup in a split table at once: this rank's part of the sequence, as a plain tensor."""
+    """Reduce-scatter each lookup in a split table immediately, to this rank's part of the sequence as a
+    plain tensor.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -217,60 +251,71 @@ class _ReducedLookups(TorchFunctionMode):
         return result
 
 
-class WholeEmbedding(WholeWeights):
-    """Replicated, each rank for its part of the sequence: a table of fewer rows than ranks, such as token types, or a
-    formula, such as sinusoidal positions."""
+class ReplicatedEmbedding(ReplicatedWeights):
+    """A replicated embedding. Each rank looks up its part of the sequence.
+
+    For tables with fewer rows than ranks, such as token types, and for formulas, such as sinusoidal
+    positions.
+    """
 
     def __init__(self) -> None:
         super().__init__(Partial())
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def cut(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (plain(inputs[0]).chunk(device_mesh.size(), dim=1)[device_mesh.get_local_rank()], *inputs[1:])
+            parts = plain(inputs[0]).chunk(device_mesh.size(), dim=1)
+            return (parts[device_mesh.get_local_rank()], *inputs[1:])
 
         module.register_forward_pre_hook(cut)
         return super()._apply(module, device_mesh)
 
 
-class WholeHead(WholeWeights):
-    """A head whose outputs cannot be split evenly, such as a reward: replicated, with full sequences on every rank."""
+class ReplicatedHead(ReplicatedWeights):
+    """A replicated head on full sequences, for outputs that cannot be split evenly, such as a reward."""
 
     def __init__(self, sequences: Sequences) -> None:
         super().__init__(Replicate())
         self._sequences = sequences
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._take = lambda x_BtD: self._sequences.gather(x_BtD, device_mesh).to_local()
+        def gather(x_BtD: Tensor) -> Tensor:
+            return self._sequences.gather(x_BtD, device_mesh).to_local()
+
+        self._take = gather
         return super()._apply(module, device_mesh)
 
 
-class GatherFeatures(WholeWeights):
-    """A norm over features that are split over ranks: all-gathered for it, and its output is split again."""
+class GatherFeatures(ReplicatedWeights):
+    """A norm over split features: all-gather the features before it, and split its output again."""
 
     def __init__(self) -> None:
         super().__init__(Replicate())
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
-        whole_forward = module.forward
+        forward_of_all = module.forward
 
         def forward(x: Tensor, *others: Any, **keywords: Any) -> Tensor:
             split = DTensor.from_local(x, device_mesh, (Shard(-1),), run_check=False)
-            out = whole_forward(split.redistribute(placements=(Replicate(),)).to_local(), *others, **keywords)
-            whole = DTensor.from_local(out, device_mesh, (Replicate(),), run_check=False)
-            return whole.redistribute(placements=(Shard(-1),)).to_local()
+            gathered = split.redistribute(placements=(Replicate(),)).to_local()
+            out = forward_of_all(gathered, *others, **keywords)
+            replicated = DTensor.from_local(out, device_mesh, (Replicate(),), run_check=False)
+            return replicated.redistribute(placements=(Shard(-1),)).to_local()
 
         module.forward = forward  # type: ignore[method-assign]
         return module
 
 
 class CopyToHeads(ParallelStyle):
-    """Identity on a replicated tensor that each rank uses for its heads; its gradient is the sum over ranks."""
+    """Identity on a replicated tensor that each rank uses for its heads.
+
+    The gradient is summed over ranks.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def copy(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-            whole = DTensor.from_local(output, device_mesh, (Replicate(),), run_check=False)
-            return whole.to_local(grad_placements=(Partial(),))
+            replicated = DTensor.from_local(output, device_mesh, (Replicate(),), run_check=False)
+            return replicated.to_local(grad_placements=(Partial(),))
 
         module.register_forward_hook(copy)
         return module

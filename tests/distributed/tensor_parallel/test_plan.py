@@ -269,7 +269,7 @@ def _check_rowwise_on_whole_features(rank: int) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), alone.get_parameter(name).grad, msg=name)
     # weights that each rank has whole have whole gradients: they are never summed
     torch.testing.assert_close(split.into.weight.grad.to_local(), alone.into.weight.grad)
-    with pytest.raises(ConfigError, match='"rowwise" works on the whole sequence.*write "router"'):
+    with pytest.raises(ConfigError, match='"rowwise" works on the full sequence.*write "router"'):
         split.out(torch.zeros(3, 2, 12))
 
 
@@ -290,5 +290,5 @@ def test_the_words_of_dense_models_have_a_style_and_an_unknown_one_has_none() ->
     splitting = Splitting(2, True, SequenceLength(2), Sequences())
     for word in ("embed", "sequence", "gather", "colwise", "rowwise", "head"):
         assert style_for("", torch.nn.Linear(2, 2), word, splitting) is not None
-    with pytest.raises(ValueError, match="unknown layout word 'diagonal'"):
+    with pytest.raises(ValueError, match="unknown layout style 'diagonal'"):
         style_for("", torch.nn.Linear(2, 2), "diagonal", splitting)
