@@ -1,10 +1,12 @@
-"""Attention of a rank's queries to gathered keys and values by blocks of products, on a CPU: one function both ways.
+"""Blocked attention on a CPU from a rank's queries to keys and values that are gathered over
+context-parallel ranks.
 
-Keys and values are written once to where blocks multiply them: heads before tokens, in the order of the
-sequence. All chunks of a rank read them there, in the backward pass too, and add to one sum of gradients. A rank has
-keys up to its last chunk alone, since no query of it sees later ones.
-Shape suffixes: B batch, t tokens of this rank, T all tokens, s keys that this rank has, l tokens of a chunk, N heads,
-K key-value heads, H head; 2 keys and values.
+Keys and values are written once, in the layout that blocks multiply: heads before tokens, tokens in the
+order of the sequence. All chunks of a rank read them there in forward and backward, and add to one sum of
+gradients. A rank has only keys up to its last chunk, because none of its queries sees later ones.
+
+Shape suffixes: B batch, t tokens of this rank, T all tokens, s keys that this rank has, l tokens of a
+chunk, N heads, K key-value heads, H head; 2 keys and values.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from shardtrain.ops.shared_documents import shifted
 from shardtrain.ops.sliding_window import Band
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""The first is the name since torch 2.13, which warns of the second."""
+"""torch 2.13 has renamed the function, and warns of the old name."""
 
 _ALL = 1 << 62
-"""A window of more tokens than there are."""
+"""A window larger than any sequence."""
 
 
 def attention(
@@ -40,12 +42,14 @@ def attention(
     balanced: bool,
     shared: SequenceExchange | None,
 ) -> Tensor:
-    """``gather.gathered_attention`` of plain scores without sinks; documents are on the host."""
+    """Compute ``gather.gathered_attention`` for plain scores without sinks. Documents must be on the host."""
     chunks = _Chunks(group, balanced, shared)
     return _GatheredBlocks.apply(q_BtNH, k_BtKH, v_BtKH, documents_BT, window, scale, chunks)  # type: ignore[no-any-return]
 
 
 class _GatheredBlocks(torch.autograd.Function):
+    """Gather keys and values and attend; backward reduce-scatters their gradients."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -67,7 +71,8 @@ class _GatheredBlocks(torch.autograd.Function):
             blocked_attention.place_heads_first(k_BtKH[:, places], v_BtKH[:, places], own_2BKlH)
         chunks.gather(keys_values_2BKsH)
         ctx.pieces = list(chunk_pieces(length, chunks.own, documents_BT, window))
-        ctx.scale, ctx.chunks = scale, chunks
+        ctx.scale = scale
+        ctx.chunks = chunks
         out_BtNH, lse_BNt = blocked_attention.attend_in_pieces(q_BtNH, keys_values_2BKsH, ctx.pieces, scale)
         ctx.save_for_backward(q_BtNH, keys_values_2BKsH, lse_BNt)
         return out_BtNH
@@ -84,60 +89,77 @@ class _GatheredBlocks(torch.autograd.Function):
 def chunk_pieces(
     length: int, chunks: Sequence[int], documents_BT: Tensor | None, window: int
 ) -> Iterator[blocked_attention.Piece]:
-    """Yield pieces of the queries of each chunk of ``length`` tokens. Keys begin at the start of the sequence.
+    """Yield pieces of the queries of each chunk of ``length`` tokens.
 
-    A piece has all keys of its queries. Its band says which of them a query sees.
+    Keys start at the beginning of the sequence.
+
+    A piece contains all keys of its queries. Its band limits the keys that each query sees.
     """
     for index, chunk in enumerate(chunks):
         stop = (chunk + 1) * length
-        own = slice(stop - length, stop)
-        # Causal: keys up to the end of the chunk; with a window from the first that the first query sees
-        seen = slice(max(0, own.start - window + 1) if window else 0, stop)
-        mine, theirs = (None, None) if documents_BT is None else (documents_BT[:, own], documents_BT[:, seen])
-        for batch, queries, keys in documents_met(slice(0, length), slice(0, stop - seen.start), mine, theirs):
-            past = own.start + queries.start - seen.start - keys.start
-            band = Band(past - (window or _ALL) + 1, past)
-            places = shifted(queries, index * length), shifted(keys, seen.start)
-            yield blocked_attention.Piece(batch, *places, band)
+        start = stop - length
+        # Causal: keys up to the end of the chunk, with a window from the first key that the first query sees.
+        first_key = max(0, start - window + 1) if window else 0
+        query_documents = None
+        key_documents = None
+        if documents_BT is not None:
+            query_documents = documents_BT[:, start:stop]
+            key_documents = documents_BT[:, first_key:stop]
+        stretch = (slice(0, length), slice(0, stop - first_key))
+        for batch, queries, keys in documents_met(*stretch, query_documents, key_documents):
+            # distance from the first key of the piece to its first query
+            distance = start + queries.start - first_key - keys.start
+            band = Band(distance - (window or _ALL) + 1, distance)
+            piece_queries = shifted(queries, index * length)
+            piece_keys = shifted(keys, first_key)
+            yield blocked_attention.Piece(batch, piece_queries, piece_keys, band)
 
 
 class _Chunks:
-    """The chunks of each rank: how keys and values of others come to this one, and sums of gradients home."""
+    """All-gather of keys and values and reduce-scatter of their gradients between the chunks of all ranks."""
 
     def __init__(self, group: dist.ProcessGroup, balanced: bool, shared: SequenceExchange | None) -> None:
-        self._group, self._shared = group, shared
+        self._group = group
+        self._shared = shared
         self._of_ranks = [chunks_of(rank, group.size(), balanced) for rank in range(group.size())]
         self.rank = group.rank()
         self.own = self._of_ranks[self.rank]
         self.seen = self._seen_by(self.rank)
-        """How many chunks, from the first on, this rank has keys and values of."""
+        """Number of chunks, from the first on, whose keys and values this rank has."""
 
     def _seen_by(self, rank: int) -> int:
         return max(self._of_ranks[rank]) + 1
 
     def views(self, x_2BKsH: Tensor, rank: int) -> list[Tensor | None]:
-        """What lies in the chunks of a rank, each (2, B, K, l, H); None for one that this rank does not see."""
+        """Return views of the chunks of a rank, each (2, B, K, l, H).
+
+        None for a chunk that this rank does not see.
+        """
         chunks = x_2BKsH.chunk(self.seen, dim=3)
         return [chunks[chunk] if chunk < self.seen else None for chunk in self._of_ranks[rank]]
 
     def gather(self, x_2BKsH: Tensor) -> None:
-        """Write what other ranks have in their chunks; this rank's are there."""
+        """All-gather the chunks in place. This rank's chunks must be filled (a collective)."""
         of_ranks = [self.views(x_2BKsH, rank) for rank in range(len(self._of_ranks))]
         if self._shared is not None:
             self._shared.gather_parts(of_ranks)
             return
         own = torch.stack([part for part in of_ranks[self.rank] if part is not None])
-        given = [torch.empty_like(own) for _ in of_ranks]
-        dist.all_gather(given, own, group=self._group)
+        gathered = [torch.empty_like(own) for _ in of_ranks]
+        dist.all_gather(gathered, own, group=self._group)
         for rank, parts in enumerate(of_ranks):
-            for part, theirs in zip(parts, given[rank], strict=True):
-                if part is not None and rank != self.rank:
-                    part.copy_(theirs)
+            if rank == self.rank:
+                continue
+            for part, received in zip(parts, gathered[rank], strict=True):
+                if part is not None:
+                    part.copy_(received)
 
     def reduce_scatter(self, sums_2BKsH: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum over ranks of what each has for this rank's chunks: (2, B, t, K, H). It may change ``sums_2BKsH``.
+        """Sum the gradients of all ranks, and return those of this rank's chunks, (2, B, t, K, H) (a
+        collective).
 
-        In float32: a sum over ranks in bfloat16 would lose small contributions.
+        ``sums_2BKsH`` may be overwritten. Sums are in float32, because bfloat16 would lose small
+        contributions.
         """
         of_ranks = [self.views(sums_2BKsH, rank) for rank in range(len(self._of_ranks))]
         _, B, K, keys, H = sums_2BKsH.shape
@@ -145,13 +167,14 @@ class _Chunks:
         out_2BtKH = sums_2BKsH.new_empty(2, B, tokens, K, H, dtype=dtype)
         outs = out_2BtKH.transpose(2, 3).chunk(len(self.own), dim=3)
         if self._shared is not None:
-            have = [[chunk < self._seen_by(rank) for chunk in self.own] for rank in range(len(of_ranks))]
-            self._shared.reduce_scatter_parts(of_ranks, have, outs)
+            contributes = [[chunk < self._seen_by(rank) for chunk in self.own] for rank in range(len(of_ranks))]
+            self._shared.reduce_scatter_parts(of_ranks, contributes, outs)
             return out_2BtKH
+        # the collective needs equal sizes, so chunks that this rank does not see are zero
         zeros = torch.zeros_like(outs[0], dtype=sums_2BKsH.dtype, memory_format=torch.contiguous_format)
-        whole = torch.stack([zeros if part is None else part for parts in of_ranks for part in parts])
-        summed = torch.empty_like(whole[: len(outs)])
-        _reduce_scatter(summed, whole, group=self._group)
+        addends = torch.stack([zeros if part is None else part for parts in of_ranks for part in parts])
+        summed = torch.empty_like(addends[: len(outs)])
+        _reduce_scatter(summed, addends, group=self._group)
         for out, total in zip(outs, summed, strict=True):
             out.copy_(total)
         return out_2BtKH

@@ -1,4 +1,4 @@
-"""Memory that processes of one machine share: a file without a disk, which each maps."""
+"""Memory shared by the processes of one machine: a file in /dev/shm that each process maps."""
 
 from __future__ import annotations
 
@@ -13,25 +13,32 @@ from pathlib import Path
 FOLDER = Path("/dev/shm")
 _NAME = re.compile(r"shardtrain-[0-9a-f]{32}")
 LEFTOVER_SECONDS = 3600.0
-"""Ranks remove the name as soon as all have mapped the file: an older one is of ranks that were killed meanwhile."""
+"""Ranks unlink the file when all have mapped it.
+
+An older file is left by ranks that were killed before that.
+"""
 
 
 def path(token: bytes) -> Path:
-    """The file's name, which a token makes hard to guess."""
+    """Return the path of the file. The random token makes it hard to guess."""
     return FOLDER / f"shardtrain-{token.hex()}"
 
 
 def create(token: bytes, size: int) -> mmap.mmap | None:
-    """A new file of the user's alone, with its memory set aside; None where there is none."""
+    """Create and map a file that only this user can open, with its memory reserved.
+
+    Return None if the system is not Linux, or the memory is not available.
+    """
     if not sys.platform.startswith("linux"):
         return None
-    _sweep()
+    _remove_leftovers()
     try:
         file = os.open(path(token), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError:
         return None
     try:
-        os.posix_fallocate(file, 0, size)  # else a rank would be killed where a container allows less
+        # Reserve the memory. Otherwise the kernel would kill a rank that exceeds the limit of its container.
+        os.posix_fallocate(file, 0, size)
         return mmap.mmap(file, size)
     except OSError:
         with suppress(OSError):
@@ -41,27 +48,36 @@ def create(token: bytes, size: int) -> mmap.mmap | None:
         os.close(file)
 
 
-def _sweep() -> None:
-    """Remove this user's files that killed ranks have left: each is memory of the machine until it starts again."""
+def _remove_leftovers() -> None:
+    """Remove files of this user that killed ranks have left.
+
+    Each would occupy memory until the machine restarts.
+    """
     with suppress(OSError):
         for entry in os.scandir(FOLDER):
             with suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
-                old = time.time() - status.st_mtime > LEFTOVER_SECONDS
-                if _NAME.fullmatch(entry.name) and status.st_uid == os.geteuid() and old:
+                is_ours = _NAME.fullmatch(entry.name) is not None and status.st_uid == os.geteuid()
+                is_old = time.time() - status.st_mtime > LEFTOVER_SECONDS
+                if is_ours and is_old:
                     os.unlink(entry.path)
 
 
 def open_(token: bytes, size: int) -> mmap.mmap | None:
-    """The file that the first rank has made; None where it is on another machine, or is not the user's."""
+    """Map the file that rank 0 of the group has created.
+
+    Return None if it does not exist (the rank is on another machine), or belongs to another user.
+    """
     try:
         file = os.open(path(token), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         status = os.fstat(file)
-        # a file that another user has put there is not taken
-        return mmap.mmap(file, size) if status.st_uid == os.geteuid() and status.st_size == size else None
+        # another user may have planted a file of that name
+        if status.st_uid != os.geteuid() or status.st_size != size:
+            return None
+        return mmap.mmap(file, size)
     except OSError:
         return None
     finally:

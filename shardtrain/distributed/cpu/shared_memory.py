@@ -1,10 +1,15 @@
-"""Collectives of FSDP and tensor parallelism on CPUs: by memory that the ranks of a machine share.
+"""Collectives of FSDP and tensor parallelism on CPUs, through memory that the ranks of a machine share.
 
-gloo sends through sockets also within a machine, so that each number is copied into the kernel and out of it again, and
-its reduce-scatter is an all-reduce of which most is thrown away. Here each rank writes what the others need to memory
-that all have mapped, waits until all have written, and reads. Where there is no such memory, FSDP sends half of gloo's
-bytes, and tensor parallelism all of them. Sums are taken in the order of ranks, in float32 or wider and rounded once,
-and FSDP's are the same to the bit without shared memory.
+gloo uses sockets even within a machine, which copies each number into the kernel and out again. Its
+reduce-scatter is an all-reduce that discards most of the result. Here each rank writes the data for the
+other ranks to shared memory, waits until all have written, and reads. Without shared memory, FSDP sends
+half as many bytes as with gloo's own reduce-scatter, and tensor parallelism uses gloo's collectives.
+
+Sums are computed in the order of ranks, in float32 or wider, and rounded once. FSDP's sums are bitwise
+equal with and without shared memory.
+
+Shape suffixes: B batch, t tokens of this rank, T all tokens, D features, R ranks, n elements, m elements
+of a row, C parts of a rank, O other ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +29,14 @@ from shardtrain.distributed.cpu.shared_barrier import LINE_BYTES, Barrier, Proce
 from shardtrain.utils.log import logger
 
 _HALF_BYTES = 1 << 20
-"""Of a rank's part that is written at a time: what a core's own cache holds. There are two, written in turn."""
+"""Size of each of a rank's two buffers, chosen to fit into a core's private cache."""
 
-_MOST_VIEWS = 256
+_MAX_VIEWS = 256
+"""Limit of the cache of tensor views of the buffers."""
 
 
 def use(model: nn.Module) -> None:
-    """Let the units of FSDP gather and reduce by these collectives; their groups must be gloo's."""
+    """Make the FSDP units of a model use these collectives. Their process groups must be gloo groups."""
     gather = AllGather()
     reduce = ReduceScatter()
     reduce.exchanges = gather.exchanges
@@ -41,29 +47,33 @@ def use(model: nn.Module) -> None:
 
 
 class _Collective:
-    """What both have in common: where FSDP's buffers lie, and the memory that each group shares."""
+    """Allocation of FSDP's buffers, and the shared memory of each group."""
 
     def __init__(self) -> None:
         self.exchanges: dict[str, Exchange | None] = {}
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of a rank's own: gradients stay in it until the update."""
+        """Allocate a buffer in private memory, where gradients stay until the update."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def exchange(self, group: dist.ProcessGroup) -> Exchange | None:
-        """The memory that the ranks of a group share, or None where they have none (a collective at first)."""
-        if group.group_name not in self.exchanges:
-            self.exchanges[group.group_name] = Exchange.between(group)
-        return self.exchanges[group.group_name]
+        """Return the shared memory of a group, or None if it has none.
+
+        The first call per group is a collective.
+        """
+        name = group.group_name
+        if name not in self.exchanges:
+            self.exchanges[name] = Exchange.between(group)
+        return self.exchanges[name]
 
 
 class AllGather(_Collective):
-    """``torch.distributed.fsdp``'s interface of an all-gather."""
+    """All-gather with the interface that FSDP2 expects."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Give all ranks the inputs (n,) of all, in order of ranks: (ranks n,)."""
+        """Concatenate the inputs (n,) of all ranks into the output (ranks * n,)."""
         out_Rn = output_tensor.view(group.size(), -1)
         in_n = input_tensor.flatten()
         exchange = self.exchange(group)
@@ -74,12 +84,13 @@ class AllGather(_Collective):
             given = exchange.give(in_n[part])
             for rank in range(group.size()):
                 source = in_n[part] if rank == group.rank() else given[rank]
-                if source.data_ptr() != out_Rn[rank, part].data_ptr():  # FSDP's input is a part of its output
+                # FSDP's input is already in its place in the output
+                if source.data_ptr() != out_Rn[rank, part].data_ptr():
                     out_Rn[rank, part].copy_(source)
 
 
 class ReduceScatter(_Collective):
-    """``torch.distributed.fsdp``'s interface of a reduce-scatter."""
+    """Reduce-scatter with the interface that FSDP2 expects."""
 
     def __call__(
         self,
@@ -89,9 +100,11 @@ class ReduceScatter(_Collective):
         op: Any = dist.ReduceOp.SUM,
         async_op: bool = False,
     ) -> None:
-        """Give each rank the sum (n,) of all ranks' inputs (ranks n,) for it."""
+        """Split the inputs (ranks * n,) by rank, and write the sum over ranks of this rank's pieces to
+        the output (n,).
+        """
         if op != dist.ReduceOp.SUM:
-            raise ValueError(f"FSDP asks for {op}, and gradients are sums")
+            raise ValueError(f"FSDP requests {op}, but only sums are supported")
         ranks = group.size()
         in_Rn = input_tensor.view(ranks, -1)
         out_n = output_tensor.flatten()
@@ -106,7 +119,7 @@ class ReduceScatter(_Collective):
 
 
 def _sum(addends: list[Tensor], out: Tensor) -> None:
-    """Write the sum of tensors to ``out``: add in the given order, in float32 or wider, and round once."""
+    """Write the sum of tensors to ``out``. Add in the given order, in float32 or wider, and round once."""
     exact = torch.promote_types(out.dtype, torch.float32)
     if len(addends) == 2 or out.dtype == exact:
         # PyTorch adds two 16-bit tensors in float32 and rounds once, so they need no copies in float32
@@ -121,7 +134,10 @@ def _sum(addends: list[Tensor], out: Tensor) -> None:
 
 
 def _sum_into(own: Tensor, addends: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of ``own``, which may be overwritten, and addends in the dtype of ``out`` to ``out``."""
+    """Write the sum of ``own`` and the addends to ``out``. ``own`` may be overwritten.
+
+    ``own`` is in float32 or wider. The addends have the dtype of ``out``.
+    """
     if own.dtype != out.dtype and len(addends) > 1:
         for addend in addends:
             own += addend
@@ -130,29 +146,36 @@ def _sum_into(own: Tensor, addends: Sequence[Tensor], out: Tensor) -> None:
         torch.add(own, addends[0], out=out)
         addends = addends[1:]
     else:
-        # With one addend, round ``own`` as that was rounded. PyTorch adds both in float32 and rounds the sum once
+        # With one addend, round ``own`` too. PyTorch adds both in float32 and rounds the sum once.
         out.copy_(own)
     for addend in addends:
         out += addend
 
 
 class SequenceExchange:
-    """Gathers and reduce-scatters (B, T, D) along T, the sequence, without the copies that make T the first dimension.
+    """All-gather and reduce-scatter of (B, T, D) along T, without copies that would make T the first
+    dimension.
 
-    Both have the other as their gradient. ``ranks`` divides T.
+    Each is the gradient of the other. T must be a multiple of the number of ranks. All methods are
+    collectives.
     """
 
     def __init__(self, exchange: Exchange, ranks: int, rank: int) -> None:
-        self._exchange, self._ranks, self._rank = exchange, ranks, rank
+        self._exchange = exchange
+        self._ranks = ranks
+        self._rank = rank
 
     @classmethod
     def between(cls, group: dist.ProcessGroup) -> SequenceExchange | None:
-        """Of the ranks of a group, where they have such memory (a collective)."""
+        """Create an exchange between the ranks of a group.
+
+        Return None if they share no memory (a collective).
+        """
         exchange = Exchange.between(group)
         return None if exchange is None else cls(exchange, group.size(), group.rank())
 
     def gather(self, x_BtD: Tensor) -> Tensor:
-        """The parts (B, t, D) of all ranks, one after the other: (B, T, D)."""
+        """Concatenate the parts (B, t, D) of all ranks to (B, T, D)."""
         rows, tokens, features = x_BtD.shape
         x_Bm = x_BtD.contiguous().view(rows, -1)
         out_BRm = x_Bm.new_empty(rows, self._ranks, x_Bm.size(1))
@@ -164,16 +187,17 @@ class SequenceExchange:
         return out_BRm.view(rows, self._ranks * tokens, features)
 
     def reduce_scatter(self, x_BTD: Tensor) -> Tensor:
-        """This rank's part (B, t, D) of the sum of what all ranks have, (B, T, D)."""
+        """Sum the tensors (B, T, D) of all ranks, and return this rank's part (B, t, D) of the sum."""
         rows, tokens, features = x_BTD.shape
         x_BRm = x_BTD.contiguous().view(rows, self._ranks, -1)
         out_Bm = x_BRm.new_empty(rows, x_BRm.size(2))
         for batch, columns in self._parts(out_Bm, self._ranks - 1):
-            _sum(self._exchange.give_each(x_BRm[batch, :, columns].transpose(0, 1)), out_Bm[batch, columns])
+            addends = self._exchange.give_each(x_BRm[batch, :, columns].transpose(0, 1))
+            _sum(addends, out_Bm[batch, columns])
         return out_Bm.view(rows, tokens // self._ranks, features)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of what all ranks have."""
+        """Return the sum of the tensors of all ranks."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         x_n = x.contiguous().view(-1)
         out_n = out.view(-1)
@@ -187,7 +211,7 @@ class SequenceExchange:
         Args:
             parts_RC: the parts of each rank. This rank's are read, and the others are written, except None.
         """
-        own_C = [part for part in parts_RC[self._rank] if part is not None]  # none of its own is None
+        own_C = [part for part in parts_RC[self._rank] if part is not None]  # for mypy: no own part is None
         for places in self._stretches(own_C[0], len(own_C)):
             shape = own_C[0][places].shape
             halves_RC = self._exchange.halves(own_C[0].dtype, torch.Size((len(own_C), *shape)))
@@ -205,21 +229,25 @@ class SequenceExchange:
         contributes_RC: Sequence[Sequence[bool]],
         out_C: Sequence[Tensor],
     ) -> None:
-        """For each of this rank's C parts, sum the contributions of all ranks. All have the shape (2, B, K, l, H).
+        """For each of this rank's C parts, sum the contributions of all ranks.
 
-        Contributions are sent in the dtype of ``out_C``. They are added in float32 or wider, and the sum is rounded.
+        All have the shape (2, B, K, l, H).
+
+        Contributions are sent in the dtype of ``out_C``, summed in float32 or wider, and the sum is
+        rounded.
 
         Args:
-            contributions_RC: this rank's contributions to the parts of each rank, None for zeros. Those to its own
-                parts may be overwritten.
+            contributions_RC: this rank's contributions to the parts of each rank, None for zeros. Those
+                to its own parts may be overwritten.
             contributes_RC: True where a rank contributes to a part of this rank.
             out_C: the sums.
         """
-        own_C = [part for part in contributions_RC[self._rank] if part is not None]  # none of its own is None
+        own_C = [part for part in contributions_RC[self._rank] if part is not None]  # for mypy: none is None
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         for places in self._stretches(out_C[0], len(others) * len(out_C)):
             shape = out_C[0][places].shape
-            # Half of each rank, with a slot for each other rank: the contributions to the parts of that rank
+            # The half of a rank has a slot for each other rank, with the contributions to the parts of
+            # that rank.
             halves_ROC = self._exchange.halves(out_C[0].dtype, torch.Size((len(others), len(out_C), *shape)))
             for slot_C, receiver in zip(halves_ROC[self._rank], others, strict=True):
                 for sent, contribution in zip(slot_C, contributions_RC[receiver], strict=True):
@@ -232,32 +260,43 @@ class SequenceExchange:
                 _sum_into(own_C[part][places], addends, out[places])
 
     def _stretches(self, part_2BKlH: Tensor, copies: int) -> Iterator[tuple[slice, slice, slice, slice]]:
-        """Places that fit into a half ``copies`` times: heads of several rows, heads of one, or tokens of one head."""
+        """Yield slices of a part that fit into a half ``copies`` times.
+
+        Each contains several rows, several heads of one row, or several tokens of one head.
+        """
         two, rows, heads, tokens, features = part_2BKlH.shape
-        most = max(1, _HALF_BYTES // (copies * two * features * part_2BKlH.element_size()))
-        at_once = max(1, most // tokens)
-        heads_at_once = min(heads, at_once)
-        rows_at_once = max(1, at_once // heads)
+        token_bytes = copies * two * features * part_2BKlH.element_size()
+        max_tokens = max(1, _HALF_BYTES // token_bytes)
+        max_row_heads = max(1, max_tokens // tokens)
+        heads_at_once = min(heads, max_row_heads)
+        rows_at_once = max(1, max_row_heads // heads)
         for row in range(0, rows, rows_at_once):
             for head in range(0, heads, heads_at_once):
-                for token in range(0, tokens, most):
-                    pairs = slice(row, row + rows_at_once), slice(head, head + heads_at_once)
-                    yield slice(None), *pairs, slice(token, token + most)
+                for token in range(0, tokens, max_tokens):
+                    row_slice = slice(row, row + rows_at_once)
+                    head_slice = slice(head, head + heads_at_once)
+                    yield slice(None), row_slice, head_slice, slice(token, token + max_tokens)
 
     def _parts(self, x_Bm: Tensor, copies: int) -> Iterator[tuple[slice, slice]]:
-        """Rows and columns that fit into a half ``copies`` times: several rows, or a part of one."""
-        most = max(1, _HALF_BYTES // (max(1, copies) * x_Bm.element_size()))
-        at_once = max(1, most // max(1, x_Bm.size(1)))
-        for row in range(0, x_Bm.size(0), at_once):
-            for column in range(0, x_Bm.size(1), most):
-                yield slice(row, row + at_once), slice(column, column + most)
+        """Yield slices of rows and columns that fit into a half ``copies`` times: several rows, or a part
+        of one row.
+        """
+        max_elements = max(1, _HALF_BYTES // (max(1, copies) * x_Bm.element_size()))
+        rows_at_once = max(1, max_elements // max(1, x_Bm.size(1)))
+        for row in range(0, x_Bm.size(0), rows_at_once):
+            for column in range(0, x_Bm.size(1), max_elements):
+                yield slice(row, row + rows_at_once), slice(column, column + max_elements)
 
 
 class Exchange:
-    """Memory that the ranks of a group on one machine have mapped: two halves for each rank, which it alone writes.
+    """Shared memory of the ranks of a group on one machine.
 
-    Halves are written in turn. A rank that writes one has waited for all others since it wrote the other, and each of
-    them had read, before it waited too, all that was written two turns ago: so nobody reads what is being written.
+    Each rank has two buffers (halves) that only it writes.
+
+    A rank writes its halves alternately, with a barrier in every turn. When a rank writes a half, it has
+    passed the barrier of the previous turn. All other ranks entered that barrier after they had read the
+    data of the turn before, which is the data that the half still contains. So no rank reads a half while
+    it is written.
     """
 
     def __init__(self, group: dist.ProcessGroup, memory: mmap.mmap, processes: list[Process]) -> None:
@@ -273,13 +312,19 @@ class Exchange:
             self._barrier = Barrier(memory, processes, group.rank(), self._limit)
 
     def _limit(self) -> float:
-        """Seconds that a collective of the group may take, which may change."""
+        """Return the current timeout in seconds of the group's collectives.
+
+        It changes after the first step.
+        """
         options = self._group._get_backend(torch.device("cpu")).options  # type: ignore[attr-defined]
         return float(options._timeout.total_seconds())
 
     @classmethod
     def between(cls, group: dist.ProcessGroup) -> Exchange | None:
-        """Of the ranks of a group, where all are on one machine and it has the memory (a collective)."""
+        """Create shared memory for the ranks of a group (a collective).
+
+        Return None if the ranks are on several machines, or the memory is not available.
+        """
         if dist.get_backend(group) != "gloo":
             return None
         size = _head_bytes(group.size()) + 2 * group.size() * _HALF_BYTES
@@ -292,66 +337,76 @@ class Exchange:
                 name = torch.tensor(list(token), dtype=torch.uint8)
             else:
                 folder = mapped_memory.FOLDER
-                logger.info(
-                    f"collectives on CPUs: no {size:,} bytes of {folder} could be set aside; gloo's sockets are used"
-                )
-        # all ranks take part in both collectives, also where the first one has no memory: then the name is zeros
+                logger.info(f"collectives on CPUs: could not reserve {size:,} bytes in {folder}; using gloo's sockets")
+        # All ranks take part in both collectives, even if the first rank has no memory. The name is then
+        # zero.
         first = dist.get_global_rank(group, 0)
         dist.broadcast(name, first, group=group)
         token = bytes(name.tolist())
         try:
             if group.rank() != 0 and any(token):
                 memory = mapped_memory.open_(token, size)
-            have = torch.tensor([memory is not None], dtype=torch.int32)
-            dist.all_reduce(have, dist.ReduceOp.MIN, group=group)
+            all_have_memory = torch.tensor([memory is not None], dtype=torch.int32)
+            dist.all_reduce(all_have_memory, dist.ReduceOp.MIN, group=group)
         finally:
             if group.rank() == 0 and any(token):
-                # those who have mapped it keep it, and nobody else finds it
+                # Mappings stay valid, and no other process can find the file.
                 mapped_memory.path(token).unlink(missing_ok=True)
-        if not have or memory is None:
+        if not all_have_memory or memory is None:
             return None
-        own = torch.tensor(shared_barrier.own_process())
-        all_processes = [torch.zeros_like(own) for _ in range(group.size())]
-        dist.all_gather(all_processes, own, group=group)
-        return cls(group, memory, [Process(*one.tolist()) for one in all_processes])
+        own_process = torch.tensor(shared_barrier.own_process())
+        gathered = [torch.zeros_like(own_process) for _ in range(group.size())]
+        dist.all_gather(gathered, own_process, group=group)
+        processes = [Process(*row.tolist()) for row in gathered]
+        return cls(group, memory, processes)
 
     def parts(self, numel: int, dtype: torch.dtype, rows: int = 1) -> Iterator[slice]:
-        """Stretches of ``rows`` rows of so many numbers that fit into a half."""
+        """Return slices of ``numel`` columns, of which ``rows`` rows fit into a half."""
         step = max(1, _HALF_BYTES // (max(1, rows) * dtype.itemsize))
         return (slice(start, min(start + step, numel)) for start in range(0, numel, step))
 
     def give(self, own: Tensor) -> list[Tensor]:
-        """Write a tensor, wait, and get that of each rank, to be read before the next call."""
-        given = self.halves(own.dtype, own.shape)
-        given[self._rank].copy_(own)
+        """All-gather: return the tensor of each rank, in memory that is valid until the next call (a
+        collective).
+        """
+        tensors = self.halves(own.dtype, own.shape)
+        tensors[self._rank].copy_(own)
         self.meet()
-        return given
+        return tensors
 
     def give_each(self, own_Rm: Tensor) -> list[Tensor]:
-        """Write a row for each other rank, wait, and get the row of each for this one; read before the next call."""
+        """All-to-all: send row r to rank r, and return the rows for this rank, by sender (a collective).
+
+        They are valid until the next call.
+        """
         rank = self._rank
-        given = self.halves(own_Rm.dtype, torch.Size((len(own_Rm) - 1, *own_Rm.shape[1:])))
-        given[rank][:rank].copy_(own_Rm[:rank])
-        given[rank][rank:].copy_(own_Rm[rank + 1 :])
+        slots_by_sender = self.halves(own_Rm.dtype, torch.Size((len(own_Rm) - 1, *own_Rm.shape[1:])))
+        slots_by_sender[rank][:rank].copy_(own_Rm[:rank])
+        slots_by_sender[rank][rank:].copy_(own_Rm[rank + 1 :])
         self.meet()
-        return [own_Rm[rank] if sender == rank else slots[_slot(sender, rank)] for sender, slots in enumerate(given)]
+        rows = []
+        for sender, slots in enumerate(slots_by_sender):
+            rows.append(own_Rm[rank] if sender == rank else slots[_slot(sender, rank)])
+        return rows
 
     def meet(self) -> None:
-        """Wait for all ranks: then what each has written can be read, until the next but one is written."""
+        """Wait for all ranks. The halves of this turn can then be read until the next ``meet`` returns."""
         if self._barrier is not None:
             self._barrier.wait()
         else:
             dist.all_reduce(self._nothing, group=self._group)
 
     def halves(self, dtype: torch.dtype, shape: torch.Size) -> list[Tensor]:
-        """The halves of all ranks, whose turn it is, as tensors of a shape; shapes are few, and each is made once.
+        """Return the halves of this turn, one per rank, as tensors of a shape.
 
-        A rank writes its own, then ``meet``s the others and reads theirs.
+        Views are cached, as shapes are few.
+
+        A rank writes its own half, calls ``meet``, and reads the others.
         """
         key = (self._turn, dtype, shape)
         self._turn = 1 - self._turn
         if key not in self._known_views:
-            if len(self._known_views) >= _MOST_VIEWS:
+            if len(self._known_views) >= _MAX_VIEWS:
                 self._known_views.clear()
             used = shape.numel() * dtype.itemsize
             halves_Rb = self._bytes_R2b[:, key[0], :used]
@@ -360,10 +415,12 @@ class Exchange:
 
 
 def _slot(sender: int, receiver: int) -> int:
-    """Index of the receiver's slot in the sender's half, which has no slot for the sender itself."""
+    """Return the index of the receiver's slot in the sender's half, which has no slot for the sender
+    itself.
+    """
     return receiver if receiver < sender else receiver - 1
 
 
 def _head_bytes(ranks: int) -> int:
-    """Of the memory, for the counters of the barrier: whole pages."""
+    """Return the size of the barrier's counters at the start of the memory, rounded up to pages."""
     return -(-ranks * LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -61,7 +61,7 @@ def _ends(rank: int, memory: mmap.mmap) -> str:
 
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     text, _ = run_ranks(2, _ends, mmap.mmap(-1, mmap.PAGESIZE))
-    assert text == "rank 1 of those that share memory with this one has ended"
+    assert text == "rank 1 of the ranks that share memory with this one has ended"
 
 
 def _late(rank: int, memory: mmap.mmap) -> str:
@@ -78,7 +78,7 @@ def _late(rank: int, memory: mmap.mmap) -> str:
 
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_groups_limit_says() -> None:
     text, _ = run_ranks(2, _late, mmap.mmap(-1, mmap.PAGESIZE))
-    assert text.startswith("rank 1 of those that share memory with this one did not come within 0.2 s")
+    assert text.startswith("rank 1 of the ranks that share memory with this one did not arrive within 0.2 s")
     assert "comm.train_timeout_seconds" in text
 
 
