@@ -1,4 +1,7 @@
-"""Parallelism: a model, its layout and a mesh become a Runner. One file per axis or step."""
+"""Parallelism: ``parallelize`` turns a model, its layout and a mesh into a Runner.
+
+One file per axis or step.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ __all__ = ["BATCH_AXES", "LOSS_AXES", "Mesh", "Runner", "build", "parallelize"]
 
 
 def use_chosen_kernels(model: nn.Module) -> None:
-    """Replace linear layers and norms by the kernels that were measured to be faster on this CPU, in place."""
+    """Replace linear layers and norms with kernels that were measured to be faster on this CPU, in place."""
     from shardtrain.ops import chosen_kernels
     from shardtrain.ops.cpu import layer_norm, onednn_linear, rms_norm
 
@@ -34,19 +37,23 @@ def use_chosen_kernels(model: nn.Module) -> None:
         onednn_linear.use(model)
     if chosen_kernels.chosen().uses("rms_norm"):
         rms_norm.use(model)
-    layer_norm.use(model)  # always: PyTorch's LayerNorm gradients are wrong in 16 bits on a CPU
+    layer_norm.use(model)  # always, because PyTorch's LayerNorm gradients are wrong in 16 bits on a CPU
 
 
 def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vocab_size: int) -> Runner:
-    """Cut a model into stages, replace modules and shard it, all on the meta device; ``materialize`` allocates memory.
+    """Cut a model into stages, replace modules and shard it, all on the meta device (a collective).
 
-    The steps of features that are off are not called.
+    ``Runner.materialize`` allocates the memory. Steps of features that are off are not called.
+
+    Raises:
+        ConfigError: the model or the options do not support the mesh.
     """
-    # steps on the whole model
+    # steps on the full model
     if config.training.dtype != "float32":
         model.to(getattr(torch, config.training.dtype))
     if layout.expert:
-        expert_parallel.mesh_of_experts(mesh, config)  # a collective: ranks whose stage has no experts enter it too
+        # A collective, so ranks whose stage has no experts must call it too.
+        expert_parallel.mesh_of_experts(mesh, config)
     if mesh.size("cp", "tp") > 1:
         context_parallel.check_cores(model, layout, mesh, config)
     if config.model.converters:
@@ -55,9 +62,11 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
         use_chosen_kernels(model)
     has_experts = expert_parallel.has_experts([model])
 
-    # steps on this rank's stages, or on the whole model where there are none
+    # steps on this rank's stages, or on the model if there are no stages
     is_pipelined = mesh.size("pp") > 1
-    modules = pipeline_parallel.cut(model, layout, mesh, config) if is_pipelined else [model]
+    modules = [model]
+    if is_pipelined:
+        modules = pipeline_parallel.cut(model, layout, mesh, config)
     for module in modules:
         if config.model.name.endswith(".py"):
             outside_reads.apply(module, layout, mesh, config)
@@ -67,15 +76,15 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
             context_parallel.apply(module, layout, mesh, config)
         if layout.expert:
             expert_parallel.apply(module, layout, mesh, config)
-        # after activation checkpointing, so that a layer is compiled together with its recomputation
+        # before compile, so that a layer is compiled together with its recomputation
         if config.activation_checkpoint.mode != "none":
             activation_checkpoint.apply(module, layout, mesh, config)
         if config.compile.enable:
             compile.apply(module, layout, mesh, config)
-        # last: FSDP keeps references to parameters, so none may be replaced after it
+        # last, because FSDP keeps references to parameters, so none may be replaced after it
         fsdp.apply(module, layout, mesh, config)
 
-    # the loss, over a vocabulary that tensor parallelism may have split
+    # the loss, whose vocabulary tensor parallelism may split
     vocabulary = None
     if mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel:
         vocabulary = SplitVocabulary(mesh, vocab_size)
@@ -83,4 +92,6 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
     if config.compile.enable and vocabulary is None:
         chunk_loss = compile.compiled_chunk_loss(config)
     parts = ModelParts(modules, mesh, config, chunk_loss, vocabulary, has_experts)
-    return pipeline_parallel.PipelineRunner(parts, model, layout, vocab_size) if is_pipelined else PlainRunner(parts)
+    if is_pipelined:
+        return pipeline_parallel.PipelineRunner(parts, model, layout, vocab_size)
+    return PlainRunner(parts)

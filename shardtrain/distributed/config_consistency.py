@@ -1,6 +1,9 @@
-"""Before ranks work together they compare what they are: versions, number of ranks, options. Who differs is named.
+"""Before ranks work together, compare their versions, number of ranks and options.
 
-Through the store alone, so that it works where a process group could not be made; the first rank reads what all say.
+Report which ranks differ.
+
+Uses only the store, so that it works when a process group could not be created. Rank 0 compares the facts
+of all ranks.
 """
 
 from __future__ import annotations
@@ -23,117 +26,133 @@ from shardtrain.utils.errors import ConfigError, PeerError
 OWN_TO_A_NODE = ("job.dump_folder",)
 """Options that nodes without a shared filesystem may set differently."""
 _POLL_SECONDS = 0.05
-_ASKED_AT_A_TIME = 32
+_RANKS_PER_POLL = 32
 _HEARD_SECONDS = 5.0
-"""How long the first rank waits, after a difference, for the others to read of it."""
+"""Maximum time that rank 0 waits, after a difference, for the others to read its answer."""
 _OPTIONS = "options"
+
+RankReport = tuple[dict[str, str], dict[str, Any]]
+"""The facts of a rank, and its options that differ from rank 0's."""
 
 
 def facts_of(config: Config, world_size: int) -> dict[str, str]:
-    """What must be equal on all ranks, by its name; the options as one digest."""
+    """Return the facts that must be equal on all ranks, by name. All options together are one digest."""
+    options = json.dumps(_flat(config)).encode()
     return {
         "number of ranks": str(world_size),
         "shardtrain": __version__,
-        "torch": str(torch.__version__),  # its own type parses both versions in each comparison
+        "torch": str(torch.__version__),  # torch's own class would parse both versions in each comparison
         "python": platform.python_version(),
-        _OPTIONS: hashlib.sha256(json.dumps(_flat(config)).encode()).hexdigest(),
+        _OPTIONS: hashlib.sha256(options).hexdigest(),
     }
 
 
 def check(config: Config, store: Any, rank: int, world_size: int) -> None:
-    """Stop unless all ranks are alike; each rank calls it with the store where they met, before anything else.
+    """Raise unless all ranks have equal facts.
+
+    Every rank calls it with the store of the rendezvous, before other uses.
 
     Raises:
-        ConfigError: on all ranks the same: names what differs, and the ranks on each side.
-        PeerError: on the first rank, when others have not come within comm.init_timeout_seconds.
+        ConfigError: ranks differ. All ranks raise the same message, which names the difference and the
+            ranks.
+        PeerError: on rank 0, other ranks have not arrived within comm.init_timeout_seconds.
     """
-    # Of this attempt only (rendezvous/attempt_store.py). It has no number, because each agent counts restarts itself
+    # Keys of only this attempt (rendezvous/attempt_store.py). They have no number, because each agent
+    # counts restarts separately.
     store = dist.PrefixStore("agreement", store)
-    own = facts_of(config, world_size)
+    facts = facts_of(config, world_size)
+    options = _flat(config)
     if rank == 0:
-        store.set("facts-0", json.dumps([own, _flat(config)]))
-        store.set("agreed", _compare(store, config, own, world_size))
+        store.set("facts-0", json.dumps([facts, options]))
+        store.set("agreed", _compare(store, config, facts, world_size))
     else:
-        _, options = json.loads(store.get("facts-0"))
-        ours = _flat(config)
-        differing = {n: ours.get(n) for n in {*ours, *options} if ours.get(n) != options.get(n)}
-        store.set(f"facts-{rank}", json.dumps([own, differing]))
+        _, first_options = json.loads(store.get("facts-0"))
+        names = {*options, *first_options}
+        differing = {name: options.get(name) for name in names if options.get(name) != first_options.get(name)}
+        store.set(f"facts-{rank}", json.dumps([facts, differing]))
     refusal = store.get("agreed").decode()
-    if refusal:
-        if rank == 0:
-            # wait a moment for the others to read the answer: the store may live in this process, and ends with it
-            deadline = time.monotonic() + _HEARD_SECONDS
-            names = [f"heard-{rank}" for rank in range(1, world_size)]
-            while time.monotonic() < deadline and not store.check(names):
-                time.sleep(_POLL_SECONDS)
-        else:
-            store.set(f"heard-{rank}", "")
-        raise ConfigError(refusal)
+    if not refusal:
+        return
+    if rank == 0:
+        # The store may be in this process and end with it, so let the other ranks read the answer first.
+        deadline = time.monotonic() + _HEARD_SECONDS
+        keys = [f"heard-{peer}" for peer in range(1, world_size)]
+        while time.monotonic() < deadline and not store.check(keys):
+            time.sleep(_POLL_SECONDS)
+    else:
+        store.set(f"heard-{rank}", "")
+    raise ConfigError(refusal)
 
 
-def _compare(store: Any, config: Config, own: Mapping[str, str], world_size: int) -> str:
-    """What differs between ranks, as a sentence; empty when nothing does."""
+def _compare(store: Any, config: Config, facts: Mapping[str, str], world_size: int) -> str:
+    """Wait for the facts of all ranks. Return a description of the differences, empty if there are none.
+
+    Returns early when a rank differs.
+    """
     deadline = time.monotonic() + config.comm.init_timeout_seconds
-    found: dict[int, tuple[dict[str, str], dict[str, Any]]] = {0: (dict(own), {})}
+    reports: dict[int, RankReport] = {0: (dict(facts), {})}
     missing = list(range(1, world_size))
     differs = False
     while missing and not differs:
-        # some at a time, and those that have not come again after all others: what the store is asked while ranks are
-        # awaited does not grow with their number
-        asked = missing[:_ASKED_AT_A_TIME]
-        missing = missing[_ASKED_AT_A_TIME:]
-        arrived = [rank for rank in asked if store.check([f"facts-{rank}"])]
+        # Poll a limited number of ranks at a time, so that the load on the store does not grow with the
+        # number of ranks. Ranks that have not arrived go to the end of the queue.
+        polled = missing[:_RANKS_PER_POLL]
+        missing = missing[_RANKS_PER_POLL:]
+        arrived = [rank for rank in polled if store.check([f"facts-{rank}"])]
         for rank in arrived:
-            facts, differing = json.loads(store.get(f"facts-{rank}"))
-            found[rank] = facts, differing
-            differs |= facts != own
-        missing += [rank for rank in asked if rank not in found]
+            rank_facts, differing = json.loads(store.get(f"facts-{rank}"))
+            reports[rank] = rank_facts, differing
+            differs |= rank_facts != facts
+        missing += [rank for rank in polled if rank not in reports]
         if missing and time.monotonic() > deadline:
             missing.sort()
-            ranks = ", ".join(map(str, missing[:8])) + ("" if len(missing) < 9 else f" and {len(missing) - 8} more")
             limit = f"comm.init_timeout_seconds={config.comm.init_timeout_seconds}"
-            raise PeerError(f"rank {ranks} has not come within {limit}; look at its log, or raise the limit")
+            ranks = _short(missing, 8)
+            raise PeerError(f"rank {ranks} has not arrived within {limit}; look at its log, or raise the limit")
         time.sleep(0 if arrived else _POLL_SECONDS)
-    return "; ".join(_differences(own, found, _flat(config)))
+    return "; ".join(_differences(facts, reports, _flat(config)))
 
 
 def _differences(
-    own: Mapping[str, str], found: Mapping[int, tuple[dict[str, str], dict[str, Any]]], options: Mapping[str, Any]
+    facts: Mapping[str, str], reports: Mapping[int, RankReport], options: Mapping[str, Any]
 ) -> Iterator[str]:
-    for name in own:
+    """Yield a sentence for each fact that differs, and one for the first rank with other options."""
+    for name in facts:
         if name == _OPTIONS:
             continue
-        groups: dict[str, list[int]] = {}
-        for rank, (facts, _) in sorted(found.items()):
-            groups.setdefault(facts.get(name, "none"), []).append(rank)
-        if len(groups) > 1:
-            values = ", ".join(f"{value} on rank {_short(ranks)}" for value, ranks in groups.items())
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, (rank_facts, _) in sorted(reports.items()):
+            ranks_by_value.setdefault(rank_facts.get(name, "none"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            values = ", ".join(f"{value} on rank {_short(ranks, 4)}" for value, ranks in ranks_by_value.items())
             yield f"ranks differ in {name}: {values}; start all of them from one environment with one command"
-    for rank, (_, differing) in sorted(found.items()):
+    for rank, (_, differing) in sorted(reports.items()):
         if differing:
             name = min(differing)
             more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+            first_value = json.dumps(options.get(name))
+            value = json.dumps(differing[name])
             yield (
-                f"ranks differ in options: {name}={_text(options.get(name))} on rank 0 and {_text(differing[name])} on "
-                f"rank {rank}{more}; give every rank the same file and command line"
+                f"ranks differ in options: {name}={first_value} on rank 0 and {value} on rank {rank}{more}; "
+                "give every rank the same file and command line"
             )
             return
 
 
-def _short(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value)
+def _short(ranks: list[int], limit: int) -> str:
+    """List at most ``limit`` ranks, and count the rest."""
+    text = ", ".join(map(str, ranks[:limit]))
+    if len(ranks) > limit:
+        text += f" and {len(ranks) - limit} more"
+    return text
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    """Options by name; what JSON cannot write is written as text."""
-    plain = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    return {
-        f"{section}.{name}": value
-        for section, values in sorted(plain.items())
-        for name, value in (values.items() if isinstance(values, dict) else [("", values)])
-        if f"{section}.{name}" not in OWN_TO_A_NODE
-    }
+    """Return options by name. Values that JSON does not support become text."""
+    sections = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    options = {}
+    for section, values in sorted(sections.items()):
+        items = values.items() if isinstance(values, dict) else [("", values)]
+        for name, value in items:
+            options[f"{section}.{name}"] = value
+    return {name: value for name, value in options.items() if name not in OWN_TO_A_NODE}

@@ -1,7 +1,8 @@
 """The global gradient norm over every mesh axis, and clipping by it.
 
-PyTorch's own clip fails on parameters of different meshes and, under HSDP, has been off by the number of replicas.
-Here each gradient's squares are summed over exactly the axes on which it is split, so nothing is counted twice.
+PyTorch's own clip fails on parameters of different meshes and, with HSDP, has been wrong by the number of
+replicas. Here each gradient's squares are summed over exactly the axes on which it is split, so nothing
+is counted twice.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from shardtrain.ops.dtensor import local_tensor, split_axes, squared_norm
 
 
 def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
-    """L2 norm of all gradients of the whole model, a float64 scalar, equal on all ranks (a collective).
+    """Return the L2 norm of all gradients of the model, a float64 scalar, equal on all ranks (a collective).
 
-    Clipping scales by it, so it must not depend on how tensors are split: see ``squared_norm``.
+    Clipping scales by it, so it must not depend on how tensors are split, see ``squared_norm``.
     """
     squares = SquaredNorm(mesh)
     squares.add(*(parameter.grad for parameter in parameters if parameter.grad is not None))
@@ -33,7 +34,7 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
 
 
 class SquaredNorm:
-    """A running sum of squares of gradients: one call of ``add`` for all of them, or several."""
+    """A running sum of squares of gradients, added in one or several calls of ``add``."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -41,12 +42,12 @@ class SquaredNorm:
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     def add(self, *gradients: Tensor) -> None:
-        """Add the squares of this rank's part of gradients."""
+        """Add the squares of this rank's parts of gradients. Not a collective."""
         by_axes: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
         for gradient in gradients:
             axes: tuple[str, ...] = ()
             if isinstance(gradient, DTensor):
-                # only axes on which the gradient is split: summed over replicated axes, squares would count many times
+                # Only axes on which the gradient is split. A sum over a replicated axis would count replicas.
                 mesh = gradient.device_mesh
                 split = split_axes(gradient)
                 names = mesh.mesh_dim_names or ()
@@ -56,7 +57,9 @@ class SquaredNorm:
             by_axes[axes].append(local_tensor(gradient))
         for axes, tensors in by_axes.items():
             squares = squared_norm(tensors).to(self._mesh.device)
-            self._by_axes[axes] = self._by_axes[axes] + squares if axes in self._by_axes else squares
+            if axes in self._by_axes:
+                squares = self._by_axes[axes] + squares
+            self._by_axes[axes] = squares
 
     def norm(self) -> Tensor:
         """The square root of the sum over all ranks (a collective)."""
@@ -71,8 +74,10 @@ class SquaredNorm:
 
 
 NORMS_AGREE = 1e-5
-"""Relative tolerance within which two ranks' norms count as equal. Replicas have equal bits; ranks that add the same
-squares in another order may differ by 1e-7."""
+"""Relative tolerance within which two ranks' norms count as equal.
+
+Replicas have equal bits. Ranks that add the same squares in another order may differ by 1e-7.
+"""
 
 
 @dataclass(frozen=True)
@@ -81,41 +86,46 @@ class Agreed:
 
     loss: float
     norm: float
-    """Infinite where the norm of any rank is not finite."""
+    """Infinite if the norm of any rank is not finite."""
     same_norm: bool
-    """Whether all ranks computed the same norm; ``norm`` is their mean. Beyond some 10,000 ranks it may be False by
-    rounding alone: ``replica_check.refuse_norms`` checks again."""
+    """True if all ranks computed the same norm. ``norm`` is their mean.
+
+    With more than about 10,000 ranks, rounding can make it False. ``replica_check.refuse_norms`` checks
+    again.
+    """
     applied: bool = False
-    """Whether the update has been applied already, by the decision of the device."""
+    """True if the device has already decided to apply the update."""
 
 
 class OnDevice(NamedTuple):
-    """The device's decision on an update that was queued before the host knew loss and norm."""
+    """The device's decision on an update that is queued before the host knows loss and norm."""
 
     applies: Tensor
-    """Whether loss and norm are finite and the norm is the same on all ranks, a boolean scalar."""
+    """Boolean scalar: True if loss and norm are finite, and the norm is the same on all ranks."""
     factor: Tensor
-    """What the gradients are multiplied by, so that their norm is at most ``training.max_norm``."""
+    """Scalar by which the gradients are multiplied, so that their norm is at most ``training.max_norm``."""
 
 
 class Agreement:
-    """Sums the loss over all ranks and checks that all computed the same norm (one collective).
+    """Sum the loss over all ranks, and check that all ranks computed the same norm.
 
-    Ranks must not decide differently: a bit flip on one replica after the gradient reduction changes its norm, or makes
-    it not finite, and a rank that skips an update while others apply it would deadlock with them.
+    Construction is a collective.
+
+    All ranks must make the same decision, because a rank that skips an update while others apply it would
+    deadlock. A bit flip on one replica after the gradient reduction changes only its own norm.
     """
 
     def __init__(self, loss: Tensor, norm: Tensor, mesh: Mesh) -> None:
         is_finite = torch.isfinite(norm)
         local_norm = torch.where(is_finite, norm, 0.0).double()
-        # tensor-parallel peers have the same loss, which must count once
+        # Tensor-parallel peers have the same loss, which must count only once.
         local_loss = loss.double() if mesh.rank("tp") == 0 else torch.zeros_like(loss, dtype=torch.float64)
         summands = torch.stack([local_loss, (~is_finite).double(), local_norm, local_norm.square()])
         self._sums_4 = mesh.sum_of_all(summands)
         self._num_ranks = mesh.device_mesh.size()
 
     def on_device(self, max_norm: float) -> OnDevice:
-        """The same decision as ``read`` leads to on the host, computed on the device."""
+        """Make the decision that ``read`` leads to on the host, but on the device."""
         total_loss, not_finite, norms, squares = self._sums_4.unbind()
         mean = norms / self._num_ranks
         variance = (squares / self._num_ranks - mean * mean).clamp_min(0.0)
@@ -124,13 +134,13 @@ class Agreement:
         return OnDevice(applies, (max_norm / (mean + 1e-6)).clamp_max(1.0))
 
     def read(self, decision: OnDevice | None = None) -> Agreed:
-        """The agreed loss and norm, on the host: the only point of a step at which it waits for an accelerator.
+        """Return loss and norm. Only here does the host wait for an accelerator in a step.
 
-        With ``decision``, ``applied`` is what the device decided; the host does not compute it again.
+        With ``decision``, ``applied`` is the device's decision. The host does not compute it again.
         """
         numbers = self._sums_4
         if decision is not None:
-            # in the same copy to the host: a second one would be a second synchronization
+            # in the same copy to the host, because a second copy would be a second synchronization
             numbers = torch.cat([numbers, decision.applies.double().unsqueeze(0)])
         total_loss, not_finite, norms, squares, *applied_flag = Reading(numbers, "loss and gradient norm").get()
         applied = applied_flag == [1.0]
@@ -138,13 +148,17 @@ class Agreement:
         if not_finite:
             return Agreed(total_loss, math.inf, not_finite == num_ranks, applied)
         mean = norms / num_ranks
-        # sums of norms and of squares give the variance: zero for equal norms, about d^2 / n if one of n is off by d
+        # The variance of the norms is zero for equal norms, and about d^2 / n if one of n is off by d.
         variance = max(0.0, squares / num_ranks - mean * mean)
-        return Agreed(total_loss, mean, math.sqrt(variance * num_ranks) <= NORMS_AGREE * mean, applied)
+        is_same = math.sqrt(variance * num_ranks) <= NORMS_AGREE * mean
+        return Agreed(total_loss, mean, is_same, applied)
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply every gradient by a number, in place; a factor on the device is not read, so it is applied even if 1."""
+    """Multiply every gradient by a number, in place.
+
+    A factor on the device is not read by the host, so it is applied even if it is 1.
+    """
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return

@@ -1,4 +1,4 @@
-"""Let a pure module compute with plain tensors where its parameters are DTensors; no name changes."""
+"""Let a module whose parameters are DTensors compute with plain tensors. Parameter names do not change."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ def use_local_weights(
     gradients: tuple[Placement, ...] | None = None,
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Make ``module.forward`` see this rank's part of each of its own parameters, in place.
+    """Make ``module.forward`` see the local tensor of each of the module's direct parameters, in place.
 
-    ``gradients`` says how the ranks' gradients make up the whole one (``Partial()``: by their sum); by default they are
-    placed as the parameter is. ``sum_over_ranks`` adds them up at once (a collective), in place of what reads the
-    gradient; then they are placed as the parameter is.
+    Args:
+        module: the module.
+        gradients: placements of the ranks' gradients, by default those of the parameter. ``Partial()``
+            means that the gradient is the sum over ranks.
+        sum_over_ranks: sums the gradient over ranks in backward (a collective). The gradient then has the
+            placement of the parameter, and ``gradients`` is not used.
     """
-    whole_forward = module.forward
+    original_forward = module.forward
 
     def forward(*inputs: Any, **keywords: Any) -> Any:
-        # An attribute of the instance hides the registered parameter of the same name, which stays where it is.
+        # An instance attribute hides the registered parameter of the same name, which stays registered.
         shadowed = [name for name, parameter in module._parameters.items() if isinstance(parameter, DTensor)]
         for name in shadowed:
             weight = module._parameters[name]
@@ -34,7 +37,7 @@ def use_local_weights(
             else:
                 module.__dict__[name] = local_weight(weight, sum_over_ranks)  # type: ignore[arg-type]
         try:
-            return whole_forward(*inputs, **keywords)
+            return original_forward(*inputs, **keywords)
         finally:
             for name in shadowed:
                 del module.__dict__[name]
@@ -43,15 +46,18 @@ def use_local_weights(
 
 
 def local_weight(weight: DTensor, sum_over_ranks: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """This rank's part of a weight, whose gradient is placed as the weight is; not for a compiler.
+    """Return a weight's local tensor.
 
-    ``sum_over_ranks`` is applied to the gradient of a replicated weight of which each rank computes an addend.
+    Its gradient has the placement of the weight. Not supported by compilers.
+
+    ``sum_over_ranks`` is applied to the gradient of a replicated weight if each rank computes only a part
+    of it.
     """
     return _LocalWeight.apply(weight, sum_over_ranks)  # type: ignore[no-any-return]
 
 
 class _LocalWeight(torch.autograd.Function):
-    """``to_local`` with fewer steps: it and its backward took 100 us, and there are as many as weights."""
+    """A faster ``to_local``, which with its backward takes 100 microseconds per weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: DTensor, sum_over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -63,5 +69,5 @@ class _LocalWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[DTensor, None]:
         gradient = gradients[0] if ctx.sum_over_ranks is None else ctx.sum_over_ranks(gradients[0])
-        # as FSDP makes its DTensors: the gradient is placed as the weight is
+        # FSDP creates its DTensors this way. The gradient has the placement of the weight.
         return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False), None

@@ -1,15 +1,18 @@
-"""Pipeline parallelism: a rank holds some layers, micro-batches flow through (GPipe: Huang et al. 2019; 1F1B and
-interleaved: Narayanan et al. 2021; zero bubble: Qi et al. 2023), on PyTorch's schedules.
+"""Pipeline parallelism: each rank holds some layers, and micro-batches flow through the ranks.
 
-A stage is the whole model with an identity (``chain.Absent``) for the ends that it lacks and without the other layers,
-so names never change. Accumulation is more micro-batches of one pass, not more passes: the bubble is paid once a step.
+Uses PyTorch's schedules: GPipe (Huang et al. 2019), 1F1B and interleaved (Narayanan et al. 2021), and
+zero bubble (Qi et al. 2023).
+
+A stage is the model without the layers of other stages, and with ``chain.Absent`` in place of first and
+last modules that it lacks. So parameter names never change. Gradient accumulation adds micro-batches to
+one pass through the schedule, so a step has only one pipeline bubble.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,17 +43,22 @@ AXIS = "pp"
 
 
 def cut(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> list[nn.Module]:
-    """The stages of this rank, as models with fewer layers, in the order of the forward pass."""
+    """Return the stages of this rank as models with fewer layers, in the order of the forward pass.
+
+    Raises:
+        ConfigError: ``module_fqns_per_model_part`` does not cover the model, or its forward is not a chain.
+    """
     layers: nn.ModuleDict = getattr(model, layout.layers)
     parts = stages.modules_per_stage(config.parallelism, layout.first, layout.layers, list(layers), layout.last)
     _check_parts(parts, layout, list(layers))
-    # before the cut: a forward that is not a chain would compute something else in stages, without an error
+    # before the cut, because a forward that is not a chain would silently compute something else in stages
     chain.check(model, layout, parts, mesh.size(AXIS))
-    return [stage(copy.deepcopy(model), layout, set(parts[index])) for index in _own_stages(mesh, config, len(parts))]
+    own_stages = _own_stages(mesh, config, len(parts))
+    return [stage(copy.deepcopy(model), layout, set(parts[index])) for index in own_stages]
 
 
 def stage(model: nn.Module, layout: Layout, keep: set[str]) -> nn.Module:
-    """Make a model one stage of it, in place: the modules named in ``keep`` alone."""
+    """Turn a model into one of its stages, in place. Only the modules named in ``keep`` stay."""
     layers: nn.ModuleDict = getattr(model, layout.layers)
     for name in list(layers):
         if f"{layout.layers}.{name}" not in keep:
@@ -71,24 +79,25 @@ def _stages_of(rank: int, mesh: Mesh, config: Config, num_stages: int) -> list[i
 
 
 def _check_parts(parts: list[list[str]], layout: Layout, layer_names: list[str]) -> None:
-    named = [name for part in parts for name in part]
-    wanted = [*layout.first, *(f"{layout.layers}.{name}" for name in layer_names), *layout.last]
-    if named != wanted:
-        wrong = sorted(set(wanted) ^ set(named)) or "the order"
+    """Raise ConfigError unless the stages contain each module of the model once, in order."""
+    names = [name for part in parts for name in part]
+    expected = [*layout.first, *(f"{layout.layers}.{name}" for name in layer_names), *layout.last]
+    if names != expected:
+        differences = sorted(set(expected) ^ set(names)) or "the order"
         option = "parallelism.module_fqns_per_model_part"
-        fix = f"name each once, in this order: {', '.join(wanted)}"
-        raise ConfigError(Problem(option, None, f"does not cover the model: {wrong}", fix))
+        fix = f"name each once, in this order: {', '.join(expected)}"
+        raise ConfigError(Problem(option, None, f"does not cover the model: {differences}", fix))
 
 
 class _Stage(PipelineStage):
-    """PyTorch's stage, with two things that its split-backward and V-shaped schedules need.
+    """PyTorch's stage with two fixes, for schedules that split the backward pass and for V-shaped
+    schedules.
 
-    Evaluation: a V-shaped schedule hands gradients on even where there are none. Gradients of inputs and of weights
-    apart: PyTorch looks for the weights that the module names, and those must be the gathered ones that the forward
-    pass used. FSDP units that reshard after forward name their shards, whose gradients would be left out in silence.
+    Split backward: PyTorch computes gradients of the module's parameters, which must be the gathered
+    weights of the forward pass. FSDP units that reshard after forward register their shards, whose
+    gradients PyTorch would silently skip. So weights are gathered first.
 
-    Where layers recompute, gradients of weights are computed with those of inputs: apart, PyTorch asks for those of
-    each group of weights by themselves, and each asking would recompute the layer and hold all of it once more.
+    Evaluation: a V-shaped schedule passes on gradients even if there are none.
     """
 
     def backward_maybe_with_nosync(
@@ -99,59 +108,73 @@ class _Stage(PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # the middle of a V is two stages of one rank, which gloo does not connect to itself (torch 2.11)
+        # The middle of a V is two stages of one rank, and gloo does not connect a rank to itself (torch
+        # 2.11).
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        if not self.has_backward:
+            return ()
+        return super().get_local_bwd_output(mb_index)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
-def _nothing() -> None:
-    """What is left to do for weights whose gradients are there already."""
+def _no_op() -> None:
+    """Separate backward pass of weights, for stages that compute the gradients of weights with those of
+    inputs.
+    """
+
+
+def _build_no_op() -> Callable[[], None]:
+    return _no_op
 
 
 class PipelineRunner(Runner):
-    """Some stages of a model, run by a schedule."""
+    """Runner of the stages of this rank, with one of PyTorch's schedules."""
 
     def __init__(self, parts: ModelParts, whole: nn.Module, layout: Layout, vocab_size: int) -> None:
         super().__init__(parts)
         config = parts.config
         mesh = parts.mesh
-        count = stages.num_stages(config.parallelism, len(getattr(whole, layout.layers)))
-        self._indices = _own_stages(mesh, config, count)
-        self._last = count - 1
-        ends = stages.modules_per_stage(
-            config.parallelism, layout.first, layout.layers, list(getattr(whole, layout.layers)), layout.last
-        )
-        # the place on the axis pp of each stage
-        ranks = {s: rank for rank in range(mesh.size(AXIS)) for s in _stages_of(rank, mesh, config, count)}
-        self._ties = TiedStages(tied_names(whole), ends, [ranks[index] for index in range(count)], mesh)
+        layer_names = list(getattr(whole, layout.layers))
+        num_stages = stages.num_stages(config.parallelism, len(layer_names))
+        self._indices = _own_stages(mesh, config, num_stages)
+        self._last = num_stages - 1
+        modules = stages.modules_per_stage(config.parallelism, layout.first, layout.layers, layer_names, layout.last)
+        # stage -> index of its rank on the axis pp
+        ranks: dict[int, int] = {}
+        for rank in range(mesh.size(AXIS)):
+            ranks |= dict.fromkeys(_stages_of(rank, mesh, config, num_stages), rank)
+        self._ties = TiedStages(tied_names(whole), modules, [ranks[index] for index in range(num_stages)], mesh)
         self._weight = torch.ones((), device=mesh.device)
         self._positions_name = _positions_name(whole)
         hidden = _hidden_size(whole, layout)
-        self._stages = [
-            _Stage(
+        # With recomputation, compute gradients of weights together with those of inputs. Separately,
+        # PyTorch would compute them for each group of weights, and each time recompute the layer and keep
+        # its activations.
+        recomputes = config.activation_checkpoint.mode in ("full", "selective")
+        self._stages = []
+        for part, index in zip(self.parts, self._indices, strict=True):
+            new_stage = _Stage(
                 part,
                 index,
-                count,
+                num_stages,
                 mesh.device,
-                # given, so that the stages need not send pickled shapes to each other in the first step
+                # Without shapes, the stages would send pickled shapes to each other in the first step.
                 input_args=_input(index, hidden, mesh, config),
                 output_args=_output(index == self._last, hidden, vocab_size, mesh, config),
                 group=mesh.group(AXIS),
-                dw_builder=(lambda: _nothing) if config.activation_checkpoint.mode in ("full", "selective") else None,
+                dw_builder=_build_no_op if recomputes else None,
             )
-            for part, index in zip(self.parts, self._indices, strict=True)
-        ]
+            self._stages.append(new_stage)
         self._schedule = self._build_schedule()
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank holds the last stage."""
+        """True if this rank holds the last stage."""
         return self._last in self._indices
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -161,7 +184,7 @@ class PipelineRunner(Runner):
         return {name: p for name, p in self.parameters().items() if self._ties.is_counted_here(name)}
 
     def forward_backward(self, batches: Sequence[TokenBatch], weight: Tensor) -> Tensor:
-        """All batches are micro-batches of one pass through the schedule."""
+        """Run all batches as micro-batches of one pass through the schedule."""
         if self._has_experts:
             expert_parallel.before_step(self.parts, weight)
         self._weight = weight
@@ -170,13 +193,13 @@ class PipelineRunner(Runner):
         self._ties.copy_weights(self.parts)
         if self._before_pass:
             self._before_pass()
-        # gradients of parameters that two stages share are added once all micro-batches are through
         loss = self._run(self._schedule.step, batches)
+        # after all micro-batches, add the gradients of parameters that stages share
         self._ties.sum_gradients(self.parts)
         return loss
 
     def evaluate(self, batch: TokenBatch) -> Tensor:
-        """The batch must have as many rows as a training step."""
+        """Return the loss sum of a batch, which must have the number of rows of a training step."""
         self._weight = torch.ones((), device=self._mesh.device)
         self._ties.copy_weights(self.parts)
         if self._before_pass:
@@ -188,13 +211,17 @@ class PipelineRunner(Runner):
         pieces = [self._cut(batch) for batch in batches]
         tokens_Bt, targets_Bt, positions_Bt = (torch.cat(column) for column in zip(*pieces, strict=True))
         losses: list[Tensor] = []
-        keywords: dict[str, Any] = {self._positions_name: positions_Bt, **context_parallel.document_argument(batches)}
+        keywords: dict[str, Any] = {
+            self._positions_name: positions_Bt,
+            **context_parallel.document_argument(batches),
+        }
         if self.has_loss:
             keywords |= {"target": targets_Bt, "losses": losses}
         if "return_outputs" in inspect.signature(method).parameters:
-            keywords["return_outputs"] = False  # all logits of a step would be kept for nothing
-        # the first stage alone is given tokens; the others get activations from the stage before
-        method(*((tokens_Bt,) if 0 in self._indices else ()), **keywords)
+            keywords["return_outputs"] = False  # otherwise all logits of a step would stay in memory
+        # Only the first stage receives tokens. The others receive activations from the previous stage.
+        arguments = (tokens_Bt,) if 0 in self._indices else ()
+        method(*arguments, **keywords)
         if not losses:
             return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         return torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64)
@@ -206,13 +233,12 @@ class PipelineRunner(Runner):
 
     def _build_schedule(self) -> Any:
         p = self._config.parallelism
-        rows = self._config.training.local_batch_size * derived.accumulation_steps(
-            self._config, self._mesh.device_mesh.size()
-        )
+        accumulation = derived.accumulation_steps(self._config, self._mesh.device_mesh.size())
+        rows = self._config.training.local_batch_size * accumulation
         options: dict[str, Any] = {
             "n_microbatches": rows // p.pipeline_parallel_microbatch_size,
             "loss_fn": self._loss,
-            "scale_grads": False,  # the loss is divided once, by the global count of tokens
+            "scale_grads": False,  # the loss is already divided by the global number of tokens
         }
         if p.pipeline_parallel_schedule_csv:
             schedule = _PipelineScheduleRuntime(self._stages, **options)
@@ -226,6 +252,7 @@ class PipelineRunner(Runner):
 
 
 def _input(index: int, hidden: int, mesh: Mesh, config: Config) -> Tensor:
+    """Return a stage's input without memory: tokens, or activations (batch, tokens of this rank, hidden)."""
     rows = config.parallelism.pipeline_parallel_microbatch_size
     tokens = _local_tokens(mesh, config)
     if index == 0:
@@ -234,6 +261,7 @@ def _input(index: int, hidden: int, mesh: Mesh, config: Config) -> Tensor:
 
 
 def _output(is_last: bool, hidden: int, vocab_size: int, mesh: Mesh, config: Config) -> Tensor:
+    """Return a stage's output without memory: activations, or this rank's columns of the logits."""
     rows = config.parallelism.pipeline_parallel_microbatch_size
     tokens = _local_tokens(mesh, config)
     if not is_last:
@@ -255,7 +283,10 @@ def _local_tokens(mesh: Mesh, config: Config) -> int:
 
 
 def _hidden_size(whole: nn.Module, layout: Layout) -> int:
-    """Features of the residual stream, read off what enters the first layer of the model on the meta device."""
+    """Return the number of features of the residual stream.
+
+    Runs the model on the meta device until its first layer, and reads the shape of that layer's input.
+    """
     first_layer = next(iter(getattr(whole, layout.layers).values()))
     handle = first_layer.register_forward_pre_hook(_stop_at_first_layer)
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
@@ -270,7 +301,7 @@ def _hidden_size(whole: nn.Module, layout: Layout) -> int:
 
 
 class _FirstLayerReached(Exception):
-    """Ends a forward pass: the layers themselves need not run, and some cannot on the meta device."""
+    """Ends the forward pass, because some layers cannot run on the meta device."""
 
     def __init__(self, features: int) -> None:
         super().__init__(features)
@@ -282,5 +313,5 @@ def _stop_at_first_layer(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 
 
 def _positions_name(model: nn.Module) -> str:
-    """Name of the model's second argument: stages get positions by name, activations by place."""
+    """Return the name of the model's second argument. Stages receive positions by keyword."""
     return list(inspect.signature(model.forward).parameters)[1]

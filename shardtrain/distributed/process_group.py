@@ -1,4 +1,4 @@
-"""Who and where this process is: its rank, its device, and the process group that joins all ranks."""
+"""This process's rank and device, and the process group that joins all ranks."""
 
 from __future__ import annotations
 
@@ -25,27 +25,31 @@ from shardtrain.utils.process import STORE
 
 @dataclass(frozen=True)
 class World:
-    """This rank among all ranks."""
+    """The position of this process among all ranks."""
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
     store: dist.Store | None = None
-    """Where the ranks met; None where they met otherwise, as in tests."""
+    """The store of the rendezvous. None if the ranks met in another way, as in tests."""
 
 
 more_counters: set[Callable[[], int]] = set()
-"""Functions that count exchanges between ranks outside of process groups, such as those by shared memory."""
+"""Functions that count exchanges between ranks outside process groups, such as those through shared
+memory.
+"""
 
 
 def collectives_begun() -> int:
-    """How many collectives this process has begun, of all its groups: one that begins more of them moves.
+    """Return the number of collectives that this process has started, in all its groups.
 
-    Cheap, and may be asked by any thread, while groups come and go too.
+    It grows with progress.
+
+    Cheap and thread-safe, also while groups are created and destroyed.
     """
     total = sum(count() for count in list(more_counters))
-    with contextlib.suppress(Exception):  # a group that is being destroyed, or has no numbers
+    with contextlib.suppress(Exception):  # a group is being destroyed, or has no sequence numbers
         for group in list(dist.distributed_c10d._world.pg_map):
             with contextlib.suppress(RuntimeError):
                 total += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
@@ -53,25 +57,38 @@ def collectives_begun() -> int:
 
 
 def pick_device_type(wanted: str) -> str:
-    """The type of device for ``training.device``; raises ConfigError where the one asked for is missing."""
-    found = accelerator.found()
+    """Return the device type for ``training.device``.
+
+    Raises:
+        ConfigError: the requested device does not exist.
+    """
+    available = accelerator.found()
     if wanted == "auto":
-        return found if found in ACCELERATOR_TYPES else "cpu"
-    if wanted not in ("cpu", found):
-        rule = f"finds no such device{f', and PyTorch finds {found} here' if found else ''}"
+        return available if available in ACCELERATOR_TYPES else "cpu"
+    if wanted not in ("cpu", available):
+        rule = "finds no such device"
+        if available:
+            rule += f", and PyTorch finds {available} here"
         raise ConfigError(Problem("training.device", wanted, rule, 'use "cpu" or "auto"'))
     return wanted
 
 
 @contextmanager
 def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] | None = None) -> Iterator[World]:
-    """Join the process group that the launcher's environment describes, or be a world of one; leave it at the end.
+    """Join the process group that the launcher's environment describes, and leave it at the end of the
+    block.
 
-    Reads RANK, WORLD_SIZE and LOCAL_RANK, which torchrun and ``shardtrain train`` set. ``check`` is called with the
-    store, the rank and the number of ranks before the group is made, and may refuse.
+    Reads RANK, WORLD_SIZE and LOCAL_RANK, which torchrun and ``shardtrain train`` set. Without them the
+    process is the only rank.
+
+    Args:
+        comm: timeouts.
+        device: ``training.device``.
+        check: called with the store, the rank and the number of ranks before the group is created. It may
+            raise.
 
     Raises:
-        PeerError: somebody who does not know the run's secret has written where the nodes meet.
+        PeerError: a process that does not know the run's secret has written to the store.
     """
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -79,16 +96,16 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
     device_type = pick_device_type(device)
     torch_device = accelerator.of_rank(device_type, local_rank)
     timeout = timedelta(seconds=comm.init_timeout_seconds)
-    given = STORE in os.environ  # else the rendezvous sets it, for this group alone
+    has_store = STORE in os.environ  # otherwise the rendezvous sets the variable, for only this group
     backend = accelerator.collectives(device_type)
-    # read by gloo when the group is made
+    # gloo reads this variable when the group is created
     if size > gloo_sockets.MOST_IN_A_FULL_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     try:
         with _meeting(size, timeout) as store:
             if check:
                 check(store, rank, size)
-            # a prefix of its own, as PyTorch's rendezvous gives it: other users of the store cannot meet its keys
+            # The prefix of PyTorch's own rendezvous, so that keys of other users of the store cannot collide.
             group_store = dist.PrefixStore("default_pg", store)
             gloo_sockets.private(
                 lambda: dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=timeout)
@@ -101,18 +118,17 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
     finally:
         dist.destroy_process_group()
         signed_store.release()
-        if not given:  # another group of this process meets elsewhere
+        if not has_store:  # a later group of this process may use another store
             os.environ.pop(STORE, None)
 
 
 @contextmanager
 def _meeting(size: int, timeout: timedelta) -> Iterator[dist.Store]:
-    """The store in which the ranks find each other; stay until all have."""
-    if size == 1:  # no launcher, so no address to meet at, and no port
+    """Yield the store in which the ranks find each other. It must stay open until all ranks have joined."""
+    if size == 1:  # without a launcher there is no address or port
         yield dist.HashStore()
         return
-    with store_of_attempt(os.environ, timeout) as own:
-        store = own
+    with store_of_attempt(os.environ, timeout) as store:
         if store is None:
             store = store_at_address(os.environ, timeout, size)
         store.set_timeout(timeout)
@@ -120,14 +136,14 @@ def _meeting(size: int, timeout: timedelta) -> Iterator[dist.Store]:
 
 
 def set_timeout(seconds: int) -> None:
-    """Set the limit of collectives on every process group of this rank; called once the first step is done."""
+    """Set the timeout of collectives on every process group of this rank. Called after the first step."""
     groups = dist.distributed_c10d
     for group in list(groups._world.pg_map):
         groups._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def gather_flags(flag: bool, device: torch.device) -> list[int]:
-    """Ranks that raised a flag, the same list on all ranks (a collective)."""
+    """Return the ranks that pass True. All ranks get the same list (a collective)."""
     flags = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
     flags[dist.get_rank()] = int(flag)
     dist.all_reduce(flags)

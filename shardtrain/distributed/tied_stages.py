@@ -1,9 +1,10 @@
-"""Parameters that two pipeline stages share: an embedding in the first and the head that is tied to it in the last.
+"""Parameters that pipeline stages share, such as an embedding in the first stage and a tied head in the
+last.
 
-Each stage has a copy. Copies start equal, their gradients are added after the backward pass of each step, and equal
-gradients make equal updates (Shoeybi et al. 2019, Narayanan et al. 2021 train tied embeddings so). The parameter goes
-by one name, the first of the whole model's, so that a checkpoint is that of any other mesh; where two ranks hold it,
-both hold the same numbers, as replicas do. Stages of one rank, of V-shaped schedules, have two copies there.
+Each stage has a copy. Copies start equal. After the backward pass of a step their gradients are added, so
+all copies get the same update (the method of Shoeybi et al. 2019 and Narayanan et al. 2021). The
+parameter has only its first name in the full model, so checkpoints do not depend on the mesh. If two
+ranks hold copies, they are replicas. In a V-shaped schedule one rank can hold two copies.
 """
 
 from __future__ import annotations
@@ -24,37 +25,56 @@ class TiedStages:
     """The shared parameters of this rank's stages."""
 
     def __init__(
-        self, ties: Sequence[Sequence[str]], stage_names: Sequence[Sequence[str]], ranks: Sequence[int], mesh: Mesh
+        self,
+        ties: Sequence[Sequence[str]],
+        stage_names: Sequence[Sequence[str]],
+        ranks: Sequence[int],
+        mesh: Mesh,
     ) -> None:
-        """``stage_names`` are the modules of each stage, ``ranks`` the place of each stage on the axis pp."""
+        """Find the parameters that several stages hold.
+
+        Args:
+            ties: for each tied parameter, its names in the full model.
+            stage_names: the module names of each stage.
+            ranks: the rank on the axis pp of each stage.
+            mesh: the mesh.
+        """
         self._mesh = mesh
         self._first_name = {name: names[0] for names in ties for name in names}
         self._holders: dict[str, list[int]] = {}
-        """For each parameter that stages share, the places on the axis pp that have it, in order."""
+        """First name of each shared parameter -> the ranks on the axis pp that hold it, in ascending
+        order.
+        """
         for names in ties:
-            holding = {
-                index
-                for index, modules in enumerate(stage_names)
-                if any(name.startswith(f"{module}.") for name in names for module in modules)
-            }
-            if len(holding) > 1:
-                self._holders[names[0]] = sorted({ranks[index] for index in holding})
+            holding_stages = []
+            for index, modules in enumerate(stage_names):
+                if any(name.startswith(f"{module}.") for name in names for module in modules):
+                    holding_stages.append(index)
+            if len(holding_stages) > 1:
+                self._holders[names[0]] = sorted({ranks[index] for index in holding_stages})
 
     def parameters(self, parts: Sequence[nn.Module]) -> dict[str, list[nn.Parameter]]:
-        """This rank's parameters by the names that the whole model has, each with its copies."""
-        found: dict[str, list[nn.Parameter]] = {}
+        """Return this rank's parameters by their first names in the full model, each with all its copies."""
+        copies: dict[str, list[nn.Parameter]] = {}
         for part in parts:
             for name, parameter in part.named_parameters():
-                found.setdefault(self._first_name.get(name, name), []).append(parameter)
-        return found
+                first_name = self._first_name.get(name, name)
+                copies.setdefault(first_name, []).append(parameter)
+        return copies
 
     def is_counted_here(self, name: str) -> bool:
-        """Whether sums over stages, such as that of the gradient norm, take the parameter from this rank."""
+        """True if this rank adds the parameter to sums over stages, such as the gradient norm.
+
+        One holder does.
+        """
         holders = self._holders.get(name)
         return holders is None or holders[0] == self._mesh.rank(AXIS)
 
     def copy_weights(self, parts: Sequence[nn.Module]) -> None:
-        """Give second copies on this rank the numbers of the first, which alone is initialised, loaded and updated."""
+        """Copy the first copy on this rank to the others.
+
+        Only the first is initialized, loaded and updated.
+        """
         if not self._holders:
             return
         with torch.no_grad():
@@ -63,9 +83,9 @@ class TiedStages:
                     local_tensor(other).copy_(local_tensor(first))
 
     def sum_gradients(self, parts: Sequence[nn.Module]) -> None:
-        """Make the gradient of each shared parameter the sum of those of its copies, the same bits on each rank.
+        """Sum the gradients of all copies of each shared parameter. The sum is bitwise equal on each rank.
 
-        Ranks that share one exchange it among themselves; to the others it costs nothing.
+        Only the ranks that hold a copy communicate. The sum is stored in the first copy on each rank.
         """
         parameters = self.parameters(parts)
         for name in sorted(self._holders.keys() & parameters.keys()):
@@ -74,32 +94,33 @@ class TiedStages:
                 continue
             if first.grad is None:
                 first.grad = torch.zeros_like(first)
-            own = local_tensor(first.grad)
+            gradient = local_tensor(first.grad)
             for other in others:
                 if other.grad is not None:
-                    own += local_tensor(other.grad)
+                    gradient += local_tensor(other.grad)
                     other.grad = None
-            self._exchange(own, self._holders[name])
+            self._sum_over_holders(gradient, self._holders[name])
 
-    def _exchange(self, own: Tensor, holders: Sequence[int]) -> None:
-        """Add what the other holders have, in the order of their ranks."""
+    def _sum_over_holders(self, gradient: Tensor, holders: Sequence[int]) -> None:
+        """Replace a gradient with its sum over the holders."""
         if len(holders) == 1:
             return
         group = self._mesh.group(AXIS)
-        place = self._mesh.rank(AXIS)
-        sent = own.to(self._mesh.device).contiguous()
-        values = {holder: sent if holder == place else torch.empty_like(sent) for holder in holders}
+        own_rank = self._mesh.rank(AXIS)
+        sent = gradient.to(self._mesh.device).contiguous()
+        values = {own_rank: sent}
         messages = []
         for holder in holders:
-            if holder != place:
+            if holder != own_rank:
+                values[holder] = torch.empty_like(sent)
                 peer = dist.get_global_rank(group, holder)
                 messages.append(dist.P2POp(dist.isend, sent, peer, group))
                 messages.append(dist.P2POp(dist.irecv, values[holder], peer, group))
-        # all messages are on their way before any is waited for, so that no order of ranks can block
+        # All messages are started before the first wait, so ranks cannot block each other.
         for work in dist.batch_isend_irecv(messages):
             work.wait()
-        # in the order of ranks, so that all copies get the same bits
+        # Sum in the order of ranks, so that all copies get the same bits.
         total = values[holders[0]].clone()
         for holder in holders[1:]:
             total += values[holder]
-        own.copy_(total)
+        gradient.copy_(total)

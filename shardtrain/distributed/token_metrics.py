@@ -1,4 +1,4 @@
-"""Training metrics of the user's: files with a function of logits and targets, averaged over the step's target tokens.
+"""The user's training metrics: functions of logits and targets, averaged over the target tokens of a step.
 
 Shape suffixes: N tokens, n target tokens of a chunk, V vocabulary, v this rank's columns of it.
 """
@@ -28,8 +28,8 @@ def find(path: str) -> Measure:
     """Load the function ``measure`` of a file and check it with random logits of three tokens.
 
     Raises:
-        ConfigError: the file does not exist, has no such function, or returns something other than a value per token.
-            An exception of the function itself is not caught.
+        ConfigError: the file does not exist, has no such function, or returns something other than a
+            value per token. An exception of the function itself is not caught.
     """
     measure = own_file.load_function(path, own_file.TOKEN_METRIC, OPTION)
     logits_nV = torch.randn((3, 8), generator=torch.Generator().manual_seed(0))
@@ -50,7 +50,7 @@ class TokenMetrics:
     """Sums of the metrics over this rank's target tokens of a step.
 
     Attributes:
-        is_on: whether logits are measured; only before a step that is logged, which spares the time in the others.
+        is_on: True if logits are measured. Set to False before steps that are not logged, to save time.
     """
 
     def __init__(self, paths: Sequence[str], mesh: Mesh) -> None:
@@ -60,20 +60,22 @@ class TokenMetrics:
         self.start()
 
     def start(self) -> None:
-        """Forget the sums of the step before."""
+        """Reset the sums, before a step."""
         self._sums = torch.zeros(len(self._measures) + 1, dtype=torch.float64, device=self._mesh.device)
 
     def add(self, logits_BTV: Tensor, targets_BT: Tensor, vocabulary: Vocabulary | None) -> None:
-        """Measure logits. A collective if tensor-parallel ranks hold some columns each, which are gathered."""
+        """Measure logits. With a split vocabulary this is a collective, which gathers all columns."""
         if not self.is_on:
             return
         logits_NV = logits_BTV.detach().flatten(0, -2)
         targets_N = targets_BT.flatten()
-        rows = max(1, cross_entropy.CHUNK_NUMEL // (vocabulary.size if vocabulary else logits_NV.size(-1)))
+        num_columns = vocabulary.size if vocabulary else logits_NV.size(-1)
+        rows = max(1, cross_entropy.CHUNK_NUMEL // num_columns)
         for logits_nV, targets_n in zip(logits_NV.split(rows), targets_N.split(rows), strict=True):
             if vocabulary is not None:
                 padded_nv = F.pad(logits_nV, (0, vocabulary.columns - logits_nV.size(-1)))
-                logits_nV = vocabulary.gather(padded_nv.contiguous()).movedim(0, 1).flatten(1)[:, : vocabulary.size]
+                by_rank = vocabulary.gather(padded_nv.contiguous())
+                logits_nV = by_rank.movedim(0, 1).flatten(1)[:, : vocabulary.size]
             self._add_rows(logits_nV, targets_n)
 
     def measuring(self, chunk: ChunkFunction | None) -> ChunkFunction | None:
@@ -100,7 +102,7 @@ class TokenMetrics:
             return
         with torch.no_grad():
             for index, (path, measure) in enumerate(self._measures.items()):
-                # each gets a copy: a function that writes to it changes neither the loss nor the next metric
+                # Each function gets copies, so writing to them changes neither the loss nor the next metric.
                 values_n = _values(path, measure, logits_nV[is_target_n].float(), targets_n.clone())
                 self._sums[index] += values_n.sum(dtype=torch.float64)
         self._sums[-1] += len(targets_n)

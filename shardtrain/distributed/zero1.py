@@ -1,8 +1,9 @@
-"""Optimizer state split over replicas (ZeRO stage 1, Rajbhandari et al. 2020), on top of replicated parameters.
+"""ZeRO stage 1 (Rajbhandari et al. 2020): split optimizer states over the replicas of parameters.
 
-Each replica updates one slice of each parameter, and the slices are then gathered. The parameter stays the truth: a
-slice is taken from it before each update. The optimizer sees the slices as DTensors split over dp_replicate, so
-checkpoints reshard like any other.
+Each replica updates one slice of each parameter, and the slices are then gathered. Before each update the
+slice is copied from the parameter, so changes of the parameter, such as a loaded checkpoint, take effect.
+The optimizer sees the slices as DTensors split over dp_replicate, so its checkpoints reshard like all
+others.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ AXIS = "dp_replicate"
 class SplitStates:
     """The slices of replicated parameters that this replica updates.
 
-    ``block`` columns of a matrix stay together, because their state has one scale.
+    Attributes:
+        slices: parameter name -> this replica's slice, or the parameter itself if it cannot be split.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, block: int = 1) -> None:
+        """``block``: number of columns of a matrix that must stay together, because their state has one
+        scale.
+        """
         self._group = mesh.group(AXIS)
         self._replicas = mesh.size(AXIS)
         self._replica = mesh.rank(AXIS)
@@ -35,7 +40,7 @@ class SplitStates:
         self.slices = {name: self._slice(name, parameter) for name, parameter in parameters.items()}
 
     def before_update(self) -> None:
-        """Give each slice its part of the parameter and of the reduced gradient."""
+        """Copy the parameter and the reduced gradient to each slice."""
         for name, piece in self.slices.items():
             parameter = self._parameters[name]
             if piece is parameter or parameter.grad is None:
@@ -48,29 +53,35 @@ class SplitStates:
             )
 
     def after_update(self) -> None:
-        """Gather the updated slices into the whole parameters on every replica, one collective per type."""
+        """Gather the updated slices into the parameters on every replica, with one collective per dtype."""
         names = [name for name, dim in self._dims.items() if dim is not None]
-        # a dict and not a set: every rank must take the types in the same order
+        # a dict and not a set, because every rank must process the dtypes in the same order
         for dtype in dict.fromkeys(self._parameters[name].dtype for name in names):
             self._gather([name for name in names if self._parameters[name].dtype == dtype])
         for name in names:
             self.slices[name].grad = None
 
     def _gather(self, names: list[str]) -> None:
-        # Parts differ in size by rank where a dimension does not divide, so each is sent padded to the largest.
-        wholes = [local_tensor(self._parameters[name]).detach() for name in names]
-        parts = [_chunks(whole, self._dims[name], self._replicas) for name, whole in zip(names, wholes, strict=True)]
-        padded = sum(chunks[0].numel() for chunks in parts)
-        sent = wholes[0].new_zeros(padded)
+        """Gather the slices of parameters of one dtype."""
+        chunks_by_name = {}
+        for name in names:
+            parameter = local_tensor(self._parameters[name]).detach()
+            chunks_by_name[name] = _chunks(parameter, self._dims[name], self._replicas)
+        # Sizes of chunks may differ by one row. Each is padded to the size of the first, which is the
+        # largest.
+        padded_numel = sum(chunks[0].numel() for chunks in chunks_by_name.values())
+        first_chunk = chunks_by_name[names[0]][0]
+        sent = first_chunk.new_zeros(padded_numel)
         offset = 0
-        for name, chunks in zip(names, parts, strict=True):
-            mine = local_tensor(self.slices[name]).detach()
-            sent[offset : offset + mine.numel()].copy_(mine.flatten())
+        for name, chunks in chunks_by_name.items():
+            updated = local_tensor(self.slices[name]).detach()
+            sent[offset : offset + updated.numel()].copy_(updated.flatten())
             offset += chunks[0].numel()
         received = [torch.empty_like(sent) for _ in range(self._replicas)]
         dist.all_gather(received, sent, group=self._group)
+        # The chunks are views, so this writes to the parameters.
         offset = 0
-        for chunks in parts:
+        for chunks in chunks_by_name.values():
             for replica, chunk in enumerate(chunks):
                 chunk.copy_(received[replica][offset : offset + chunk.numel()].view(chunk.shape))
             offset += chunks[0].numel()
@@ -78,14 +89,16 @@ class SplitStates:
     def _slice(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         dim = self._dims[name]
         if dim is None:
-            return parameter  # no free dimension to split: every replica keeps this state whole
+            return parameter  # without a free dimension, every replica keeps the full state
         assert isinstance(parameter, DTensor)
         axis = list(parameter.device_mesh.mesh_dim_names or ()).index(AXIS)
         placements = list(parameter.placements)
         placements[axis] = Shard(dim)
-        # A copy: the fused AdamW kernel reads memory in a row and silently does wrong to a slice with gaps (torch 2.13)
+        # A contiguous copy, because the fused AdamW kernel silently fails on a non-contiguous slice
+        # (torch 2.13).
+        part = self._part(name, parameter.to_local().detach()).clone(memory_format=torch.contiguous_format)
         piece = DTensor.from_local(
-            self._part(name, parameter.to_local().detach()).clone(memory_format=torch.contiguous_format),
+            part,
             parameter.device_mesh,
             placements,
             shape=parameter.shape,
@@ -93,25 +106,34 @@ class SplitStates:
         )
         return nn.Parameter(piece)
 
-    def _part(self, name: str, whole: Tensor) -> Tensor:
-        return _chunks(whole, self._dims[name], self._replicas)[self._replica]
+    def _part(self, name: str, parameter: Tensor) -> Tensor:
+        return _chunks(parameter, self._dims[name], self._replicas)[self._replica]
 
 
 def _free_dim(parameter: Tensor, replicas: int, block: int) -> int | None:
-    """The first dimension that no axis with several ranks splits, that gives each replica a part and cuts no block."""
+    """Return the first dimension that replicas can split, or None.
+
+    It must not be split by another axis, must have a row for each replica, and its parts must not cut a
+    block.
+    """
     assert isinstance(parameter, DTensor)
     mesh = parameter.device_mesh
-    # FSDP has split some dimensions already; replicas split one of the others
-    taken = {sharded_dim(p) for axis, p in enumerate(parameter.placements) if mesh.size(axis) > 1}
-    free = [d for d in range(parameter.ndim) if d not in taken and parameter.shape[d] >= replicas]
+    # FSDP has already split some dimensions.
+    split_dims = {sharded_dim(p) for axis, p in enumerate(parameter.placements) if mesh.size(axis) > 1}
     columns = parameter.ndim - 1
-    if columns > 0 and -(-parameter.shape[columns] // replicas) % block:
-        free = [d for d in free if d != columns]
-    return next(iter(free), None)
+    for dim in range(parameter.ndim):
+        if dim in split_dims or parameter.shape[dim] < replicas:
+            continue
+        rows_per_replica = -(-parameter.shape[dim] // replicas)
+        cuts_blocks = dim == columns and columns > 0 and rows_per_replica % block != 0
+        if not cuts_blocks:
+            return dim
+    return None
 
 
-def _chunks(whole: Tensor, dim: int | None, replicas: int) -> list[Tensor]:
-    """Views of ``torch.chunk``'s parts, with empty ones at the end where there are fewer parts than replicas."""
+def _chunks(parameter: Tensor, dim: int | None, replicas: int) -> list[Tensor]:
+    """Return one view per replica: the results of ``torch.chunk``, then empty ones."""
     assert dim is not None
-    chunks = list(whole.chunk(replicas, dim))
-    return chunks + [whole.narrow(dim, whole.size(dim), 0)] * (replicas - len(chunks))
+    chunks = list(parameter.chunk(replicas, dim))
+    empty = parameter.narrow(dim, parameter.size(dim), 0)
+    return chunks + [empty] * (replicas - len(chunks))

@@ -1,4 +1,7 @@
-"""Interface of a run to its guards. ``train.run.Run`` implements it, so that resilience does not import train."""
+"""Interface of a run to its guards.
+
+``train.run.Run`` implements it, so that resilience does not import train.
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_asking_for_ranks_that_are_awaited_does_not_grow_with_their_number(monke
     monkeypatch.setattr(config_consistency.time, "sleep", sleep)
     config_consistency.check(Config(), store, 0, 4096)
     asked = [after - before for before, after in itertools.pairwise(rounds)]
-    assert max(asked) <= 2 * config_consistency._ASKED_AT_A_TIME and len(rounds) < 320
+    assert max(asked) <= 2 * config_consistency._RANKS_PER_POLL and len(rounds) < 320
 
 
 def test_a_rank_that_differs_is_named_while_others_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,5 +78,5 @@ def test_ranks_that_do_not_come_are_named_in_order(monkeypatch: pytest.MonkeyPat
     config = Config(comm=Comm(init_timeout_seconds=60))
     own = config_consistency.facts_of(config, 100)
     store = Store(100, {rank: [own, {}] for rank in range(1, 100) if rank not in (40, 3)})
-    with pytest.raises(PeerError, match="rank 3, 40 has not come"):
+    with pytest.raises(PeerError, match="rank 3, 40 has not arrived"):
         config_consistency.check(config, store, 0, 100)

@@ -352,7 +352,7 @@ def test_a_rank_that_does_not_come_is_named():
 
     one = dataclasses.replace(shallow_config(), comm=dataclasses.replace(shallow_config().comm, init_timeout_seconds=1))
     store = Store({"facts-1": json.dumps([config_consistency.facts_of(one, 4), {}])})
-    with pytest.raises(PeerError, match="rank 2, 3 has not come within comm.init_timeout_seconds=1"):
+    with pytest.raises(PeerError, match="rank 2, 3 has not arrived within comm.init_timeout_seconds=1"):
         config_consistency._compare(store, one, config_consistency.facts_of(one, 4), 4)
 
 

@@ -1,1 +1,1 @@
-"""What watches the numbers of a run: steps that are not finite, spikes, ranks that ought to agree and do not."""
+"""Guards of a run's numbers: non-finite steps, loss spikes, and replicas that differ."""

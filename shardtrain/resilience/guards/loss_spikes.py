@@ -1,7 +1,7 @@
 """Detect steps whose loss or gradient norm is far above that of earlier steps, and react to them.
 
-The decision is made before the update, from numbers that all ranks have. The history is saved with the run, so that
-a resumed run makes the same decisions. ``train/rollback.py`` returns to an older checkpoint.
+The decision is made before the update, from numbers that all ranks have. The history is saved with the
+run, so that a resumed run makes the same decisions. ``train/rollback.py`` returns to an older checkpoint.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ from shardtrain.utils.errors import CheckpointError, NumericalError, fix_first
 from shardtrain.utils.log import logger
 
 RECENT_STEPS = 1000
-"""Steps of which a share may be skipped; see ``training.nonfinite_max_skip_fraction``."""
+"""Number of steps to which ``training.nonfinite_max_skip_fraction`` applies."""
 MIN_VALUES = 20
-"""Values that a window must hold before it judges, or all of a shorter one."""
+"""Number of values that a window needs before it is used, or all values of a shorter window."""
 NORM_FACTOR = 10.0
-"""A gradient norm is a spike only from so many times the mean on: single batches of healthy runs reach five times."""
+"""A gradient norm is a spike only above this multiple of the mean.
+
+Single batches of healthy runs reach five.
+"""
 _ROUNDING = 1e-6
-"""Smallest spread that counts, as a share of the mean: values that are equal but for rounding have no spikes."""
+"""Minimum standard deviation as a fraction of the mean, so that rounding differences are no spikes."""
 
 
 class Rewind(NamedTuple):
-    """The run met a spike in ``step``, went back to the end of step ``to``, and leaves out some rows of the order."""
+    """A rollback after a spike in ``step`` to the end of step ``to``.
+
+    Steps with rows in [first_row, end_row) are skipped.
+    """
 
     step: int
     to: int
@@ -37,20 +43,20 @@ class Rewind(NamedTuple):
 
 @dataclass
 class Guard:
-    """Equal on all ranks: it is made of numbers that all ranks know."""
+    """The history of losses, norms, skips and rollbacks. Equal on all ranks."""
 
     losses: list[float] = field(default_factory=list)
     """Global mean losses of the last steps, oldest first."""
     grad_norms: list[float] = field(default_factory=list)
-    """Their gradient norms."""
+    """Gradient norms of the same steps."""
     skipped_steps: list[int] = field(default_factory=list)
-    """Those of the last RECENT_STEPS steps whose update was skipped, because a number was not finite."""
+    """Steps among the last RECENT_STEPS whose update was skipped because a number was not finite."""
     spikes: int = 0
     """Spikes since the start of the run."""
     rewinds: list[Rewind] = field(default_factory=list)
 
     def may_skip(self, step: int, max_fraction: float) -> bool:
-        """Whether one more update, that of ``step``, may be skipped; notes it when it may."""
+        """Return True if the update of ``step`` may be skipped, and record the skip."""
         recent = [skipped for skipped in self.skipped_steps if skipped > step - RECENT_STEPS]
         if len(recent) + 1 > max_fraction * RECENT_STEPS:
             return False
@@ -58,48 +64,52 @@ class Guard:
         return True
 
     def find_spike(self, loss: float, grad_norm: float, window: int, sigmas: float) -> str:
-        """What lies above the window, in words; empty when nothing does.
+        """Describe the values that are spikes. Return an empty string if there are none.
 
-        A value is a spike when it is more than ``sigmas`` standard deviations above the mean of the window: the rule of
-        OLMo-core's SkipStepOptimizer, for upward deviations alone. A spike enters the window like any other value, so
-        a lasting change of level is taken for the new level after a few steps. Gradient norms have a long tail, so that
-        the rule alone finds a spike in every 250 steps of a healthy run: they must be far above their mean, too.
+        A value is a spike if it is more than ``sigmas`` standard deviations above the mean of the window.
+        This is the rule of OLMo-core's SkipStepOptimizer, for only upward deviations. A spike enters the
+        window like any other value, so after a few steps a lasting change is the new level. Gradient
+        norms have a long tail: this rule would find one spike in 250 steps of a healthy run. So a norm
+        must also be above ``NORM_FACTOR`` times the mean.
         """
         spikes = []
         series = ("loss", loss, self.losses, 0.0), ("gradient norm", grad_norm, self.grad_norms, NORM_FACTOR)
         for name, value, values, factor in series:
-            # too few values say nothing of the usual spread
+            # too few values do not show the usual spread
             if len(values) < min(window, max(MIN_VALUES, window // 2)):
                 continue
             mean = math.fsum(values) / len(values)
-            spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
-            if value - mean > sigmas * max(spread, _ROUNDING * abs(mean)) and value > factor * mean:
-                spikes.append(
-                    f"the {name} {value:.6g} is far above the {mean:.6g} ± {spread:.2g} of {len(values)} steps"
-                )
+            variance = math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
+            spread = math.sqrt(variance)
+            threshold = sigmas * max(spread, _ROUNDING * abs(mean))
+            if value - mean > threshold and value > factor * mean:
+                usual = f"{mean:.6g} ± {spread:.2g} of {len(values)} steps"
+                spikes.append(f"the {name} {value:.6g} is far above the {usual}")
         return " and ".join(spikes)
 
     def add(self, loss: float, grad_norm: float, window: int) -> None:
-        """Take the values of a step into the window."""
+        """Add the values of a step to the window."""
         self.losses = [*self.losses, loss][-window:]
         self.grad_norms = [*self.grad_norms, grad_norm][-window:]
 
     def leaves_out(self, first_row: int, end_row: int) -> bool:
-        """Whether one of some rows of the order of the data is to be left out; then their whole step is."""
+        """True if a rollback excluded any row in [first_row, end_row). The entire step is then skipped."""
         return any(rewind.first_row < end_row and first_row < rewind.end_row for rewind in self.rewinds)
 
     def steps_left_out(self, first_row: int, end_row: int, rows_per_step: int) -> int:
-        """How many of the steps that rows would make are left out."""
+        """Return the number of skipped steps among those that consist of the rows [first_row, end_row)."""
         steps: set[int] = set()
         for rewind in self.rewinds:
             begin = max(rewind.first_row, first_row)
             end = min(rewind.end_row, end_row)
             if begin < end:
-                steps |= {*range((begin - first_row) // rows_per_step, (end - 1 - first_row) // rows_per_step + 1)}
+                first_step = (begin - first_row) // rows_per_step
+                last_step = (end - 1 - first_row) // rows_per_step
+                steps.update(range(first_step, last_step + 1))
         return len(steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for a checkpoint."""
+        """Return the state for a checkpoint, as JSON values."""
         return {
             "losses": self.losses,
             "grad_norms": self.grad_norms,
@@ -109,13 +119,17 @@ class Guard:
         }
 
     def load(self, values: Mapping[str, Any]) -> None:
-        """Take what a checkpoint holds; raises CheckpointError when it is not what ``to_dict`` writes."""
+        """Restore the state from a checkpoint.
+
+        Raises:
+            CheckpointError: the values do not have the form that ``to_dict`` writes.
+        """
         losses = values.get("losses")
         norms = values.get("grad_norms")
         skipped = values.get("skipped_steps")
         spikes = values.get("spikes")
         rewinds = values.get("rewinds")
-        good = (
+        is_valid = (
             _are_finite(losses)
             and _are_finite(norms)
             and len(losses) == len(norms)  # type: ignore[arg-type]
@@ -124,9 +138,9 @@ class Guard:
             and isinstance(rewinds, list)
             and all(_are_counts(rewind) and len(rewind) == len(Rewind._fields) for rewind in rewinds)
         )
-        if not good:
+        if not is_valid:
             raise CheckpointError("the guard's state does not hold losses, steps and rewinds; use another checkpoint")
-        # checked above, which mypy does not follow
+        # The types are checked above, which mypy does not understand.
         self.losses = list(losses)  # type: ignore[arg-type]
         self.grad_norms = list(norms)  # type: ignore[arg-type]
         self.skipped_steps = list(skipped)  # type: ignore[arg-type]
@@ -135,15 +149,21 @@ class Guard:
 
 
 class RollbackRequested(Exception):
-    """Leaves a step whose update is not to be applied, on all ranks alike; see ``train/rollback.py``."""
+    """Ends a step without its update, on all ranks. ``train/rollback.py`` catches it."""
 
 
 def may_apply(run: WatchedRun, guard: Guard, loss: float, grad_norm: float) -> bool:
-    """Judge a step by its global loss and gradient norm, which are finite and equal on all ranks.
+    """Return True if a step's update may be applied, and record its loss and norm.
+
+    Args:
+        run: the run.
+        guard: the history.
+        loss: global mean loss, finite and equal on all ranks.
+        grad_norm: global gradient norm, finite and equal on all ranks.
 
     Raises:
-        RollbackRequested: with ``training.spike_policy = "rewind"``, at a spike.
-        NumericalError: the run has gone back from here too often.
+        RollbackRequested: the step is a spike and ``training.spike_policy = "rewind"``.
+        NumericalError: the run has rolled back too often from near this step.
     """
     training = run.config.training
     step = run.state.step + 1
@@ -153,7 +173,7 @@ def may_apply(run: WatchedRun, guard: Guard, loss: float, grad_norm: float) -> b
     if spike:
         guard.spikes += 1
         if training.spike_policy == "rewind":
-            # going back from the same place again and again would never end
+            # Repeated rollbacks from the same place would never end.
             near = sum(abs(step - rewind.step) <= training.spike_rewind_steps for rewind in guard.rewinds)
             if near < training.max_rewinds:
                 raise RollbackRequested(f"step {step}: {spike}")
@@ -161,14 +181,16 @@ def may_apply(run: WatchedRun, guard: Guard, loss: float, grad_norm: float) -> b
                 fix_first(
                     f"step {step}: {spike}",
                     "lower optimizer.lr, or look at the data",
-                    f"the run went back from here {near} times (training.max_rewinds)",
+                    f"the run rolled back from here {near} times (training.max_rewinds)",
                     f"the weights are still those of step {run.state.step}",
                 )
             )
-        skips = training.spike_policy == "skip"
-        logger.warning(f"step {step}: spike: {spike}{'; the update is skipped' if skips else ''}")
+    is_skipped = bool(spike) and training.spike_policy == "skip"
+    if spike:
+        suffix = "; the update is skipped" if is_skipped else ""
+        logger.warning(f"step {step}: spike: {spike}{suffix}")
     guard.add(loss, grad_norm, training.spike_window)
-    return not (spike and training.spike_policy == "skip")
+    return not is_skipped
 
 
 def _are_finite(values: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What happens to a step whose loss or gradient is not a finite number: the update is skipped, or the run stops."""
+"""React to a step whose loss or gradient is not finite: skip the update, or stop the run."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from shardtrain.utils.log import logger
 
 
 def stop_or_skip(run: WatchedRun, guard: Guard, loss: Tensor, local: list[data.Batch]) -> None:
-    """Say which rank's numbers went wrong, and stop the run unless it may skip; the same on all ranks.
+    """Log which rank's numbers are not finite, and stop the run unless the update may be skipped (a
+    collective).
 
     Raises:
-        NumericalError: unless the update may be skipped; names ranks and the first bad tensor.
+        NumericalError: the update may not be skipped. All ranks raise it, with the ranks and the first
+            bad tensor.
     """
-    own = [] if bool(torch.isfinite(loss)) else [run.mesh.device_mesh.get_rank()]
-    # a collective: every rank is here, as all know the same loss and norm
-    ranks = process_group.gather_flags(bool(own), run.mesh.device)
+    is_local = not bool(torch.isfinite(loss))
+    # Every rank is here, because all know the same global loss and norm.
+    ranks = process_group.gather_flags(is_local, run.mesh.device)
     step = run.state.step + 1
-    if own:
+    if is_local:
         ids = [int(i) for batch in local for i in batch.sample_ids_B]
         logger.error(f"step {step}: the loss of this rank is not finite; sample ids {ids}")
     culprits = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "a gradient"
-    # float16 alone: an overflow at this scale is expected now and then
+    # In float16, an overflow at this scale is expected occasionally.
     if run.scaler and run.scaler.can_shrink:
         logger.warning(f"step {step}: {culprits} overflowed float16 at loss scale {run.scaler.scale:g}")
         return
-    # a second forward pass, by all ranks: which tensor was the first
+    # All ranks run a second forward pass to find the first such tensor.
     first, advice = nonfinite_tensor.find(run, local, in_loss=bool(ranks))
     training = run.config.training
     skips = run.state.nonfinite_skips
+    # the reason why this update may not be skipped under the policy "skip"
     bound = ""
     if training.nonfinite_policy == "skip":
         if skips >= training.nonfinite_max_skips:
@@ -47,10 +50,12 @@ def stop_or_skip(run: WatchedRun, guard: Guard, loss: Tensor, local: list[data.B
             skipped = f"the update is skipped ({skips + 1} in a row)"
             logger.warning(f"step {step}: {culprits} is not finite; {first}; {skipped}")
             return
+    if not bound:
+        advice += ", or set training.nonfinite_policy=skip"
     raise NumericalError(
         fix_first(
             f"step {step}: {culprits} is not finite",
-            f"{advice}{'' if bound else ', or set training.nonfinite_policy=skip'}",
+            advice,
             f"the weights are still those of step {step - 1}",
             f"{first}{bound}",
         )

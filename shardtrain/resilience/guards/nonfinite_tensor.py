@@ -1,12 +1,13 @@
-"""Which tensor was the first that is not finite: a second look at a step that failed, which changes nothing.
+"""Find the first non-finite tensor of a failed step, without changing the run.
 
-Parameters are looked at first, then the outputs of modules in another forward pass of the same rows, then gradients. A
-save looks at what it would hold.
+Checks parameters first, then the outputs of modules in another forward pass of the same rows, then
+gradients. Before a save, checks the tensors to save.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -30,29 +31,44 @@ _ADVICE = "lower optimizer.lr, or look at the samples named in the rank's log"
 
 
 def find(run: WatchedRun, local: list[data.Batch], in_loss: bool) -> tuple[str, str]:
-    """The first tensors that are not finite with the ranks that hold them, and what to do; equal on all ranks."""
+    """Describe the first non-finite tensors with the ranks that hold them, and return advice (a collective).
+
+    Args:
+        run: the run.
+        local: this rank's batches of the step.
+        in_loss: True if the loss of any rank is not finite.
+
+    Returns:
+        The description and the advice, equal on all ranks.
+    """
+    # in the order of computation: weights, activations, gradients
     tensors = {**run.runner.parameters(), **run.runner.buffers()}
-    if found := _agree(run, _not_finite(tensors)):
-        return f"{found} itself is not finite", "continue from the last checkpoint"
-    # in the order in which numbers are made: weights, activations, gradients
+    names = _agree(run, _not_finite(tensors))
+    if names:
+        return f"{names} itself is not finite", "continue from the last checkpoint"
     if in_loss:
-        if found := _agree(run, _outputs(run, local), shown=1):
-            return f"the first that is not finite is the output of {found}", _ADVICE
+        names = _agree(run, _outputs(run, local), shown=1)
+        if names:
+            return f"the first that is not finite is the output of {names}", _ADVICE
         return "a second forward pass of the same rows was finite", "suspect the device"
     gradients = {name: p.grad for name, p in run.runner.parameters().items() if p.grad is not None}
-    if found := _agree(run, _not_finite(gradients)):
-        return f"the first gradient that is not finite is that of {found}", _ADVICE
+    names = _agree(run, _not_finite(gradients))
+    if names:
+        return f"the first gradient that is not finite is that of {names}", _ADVICE
     return "each gradient is finite, and the sum of their squares is not", _ADVICE
 
 
 def refuse_to_save(run: WatchedRun, tensors: Mapping[str, Tensor], checkpoints: Saver) -> None:
-    """Stop before a save that would hold NaN or infinity, from which no run could continue (a collective).
+    """Stop before a save that would contain NaN or infinity, because no run could continue from it (a
+    collective).
 
-    A step is judged by its loss and gradient, before the update. What the update made of the weights shows in the loss
-    of the next step; a save comes before that, and after the last step there is none.
+    A step is judged by its loss and gradient before the update. Non-finite weights after an update show
+    only in the loss of the next step. A save comes before that, and after the last step there is no next
+    step.
 
     Raises:
-        NumericalError: on all ranks; names the tensors, the ranks that hold them, and the step to continue from.
+        NumericalError: on all ranks, with the tensors, the ranks that hold them, and the step to continue
+            from.
     """
     names = _not_finite(tensors)
     if not any_rank(bool(names)):
@@ -72,64 +88,70 @@ def refuse_to_save(run: WatchedRun, tensors: Mapping[str, Tensor], checkpoints: 
 
 
 def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors of which this rank's part holds NaN or infinity, a few."""
+    """Return the names of the first few tensors whose local part contains NaN or infinity."""
     names = (name for name, tensor in tensors.items() if not _is_finite(tensor))
-    return [name for name, _ in zip(names, range(_SHOWN), strict=False)]
+    return list(itertools.islice(names, _SHOWN))
 
 
 def _is_finite(tensor: Tensor) -> bool:
     local = local_tensor(tensor).detach()
     if not local.is_floating_point() or not local.numel():
         return True
-    low, high = torch.aminmax(local)  # NaN is both; a tenth of what isfinite takes, which makes a tensor of answers
+    # Both results are NaN if any element is. This takes a tenth of the time of isfinite, which allocates
+    # a mask.
+    low, high = torch.aminmax(local)
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def _agree(run: WatchedRun, own: list[str], shown: int = _SHOWN) -> str:
-    """The first few names over all ranks, in the order of the model, with the ranks that told them."""
+def _agree(run: WatchedRun, local_names: list[str], shown: int = _SHOWN) -> str:
+    """Return the first few names of all ranks in the order of the model, with their ranks (a collective)."""
     ranks: dict[str, list[int]] = {}
-    for rank, names in enumerate(all_gather_json(own)):
+    for rank, names in enumerate(all_gather_json(local_names)):
         for name in names:
             ranks.setdefault(name, []).append(rank)
-    # a rank knows its own modules alone; run.names have the order of the whole model
-    order = {name: place for place, name in enumerate(run.names)}
 
-    def place(name: str) -> int:
-        within = [place for parameter, place in order.items() if f"{parameter}.".startswith(f"{name}.")]
-        return min(within, default=len(order))
+    # A rank knows only its own modules, but run.names has the order of the full model.
+    def position(name: str) -> int:
+        for index, parameter in enumerate(run.names):
+            if f"{parameter}.".startswith(f"{name}."):
+                return index
+        return len(run.names)
 
-    first = sorted(ranks, key=place)[:shown]
-    return ", ".join(f"{name} (rank {', '.join(map(str, ranks[name][:8]))})" for name in first)
+    descriptions = []
+    for name in sorted(ranks, key=position)[:shown]:
+        rank_list = ", ".join(map(str, ranks[name][:8]))
+        descriptions.append(f"{name} (rank {rank_list})")
+    return ", ".join(descriptions)
 
 
 def _outputs(run: WatchedRun, local: list[data.Batch]) -> list[str]:
-    """The first module with an output that is not finite, in another forward pass of the same micro-batches.
+    """Return the first module with a non-finite output in another forward pass of the same micro-batches.
 
-    All ranks make it, for its collectives, with the random numbers of the step; nothing is kept of it. A rank whose
-    loss is not finite again names the rows of that micro-batch in its log.
+    The list is empty or has one name. A collective, with the random numbers of the step. A rank whose
+    loss is again not finite logs the rows of the micro-batch.
     """
     mesh = run.mesh
-    found: list[str] = []
+    first_module: list[str] = []
     seed_step(run.config.debug.seed, run.state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
-    # a pipeline takes the micro-batches of a step as one batch
+    # A pipeline processes the micro-batches of a step as one batch.
     batches = [_joined(local)] if mesh.size("pp") > 1 and local else local
-    # a compiled layer does not call hooks that are registered after it was compiled
+    # A compiled layer does not call hooks that were registered after its compilation.
     with torch.compiler.set_stance("force_eager"), _Watch(run.runner.parts) as watch:
         for number, batch in enumerate(batches):
             loss = run.runner.evaluate(batch.to(mesh.device))
             if watch.first is None and not _is_finite(loss):
                 watch.first = "the loss function"
-            if watch.first is not None and not found:
-                found = [watch.first]
+            if watch.first is not None and not first_module:
+                first_module = [watch.first]
                 ids = batch.sample_ids_B.tolist()
                 logger.error(f"step {run.state.step + 1}: micro-batch {number}, {watch.first}: sample ids {ids}")
     for part in run.runner.parts:
-        free_gathered(part)  # no backward follows that would
-    return found
+        free_gathered(part)  # normally backward frees them
+    return first_module
 
 
 class _Watch:
-    """Remembers the first module whose output is not finite."""
+    """Hooks that record the first module whose output is not finite."""
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         self.first: str | None = None
@@ -139,7 +161,8 @@ class _Watch:
     def __enter__(self) -> _Watch:
         for part in self._parts:
             for name, module in part.named_modules():
-                if name and not isinstance(module, nn.Identity):  # which stands for what another stage has
+                # an nn.Identity is a placeholder for a module of another stage
+                if name and not isinstance(module, nn.Identity):
                     self._handles.append(module.register_forward_hook(self._hook(name)))
         return self
 
@@ -148,11 +171,11 @@ class _Watch:
             handle.remove()
 
     def _hook(self, name: str) -> Any:
-        def look(_module: nn.Module, _inputs: object, output: object) -> None:
+        def check(_module: nn.Module, _inputs: object, output: object) -> None:
             if self.first is None and not all(map(_is_finite, _tensors(output))):
                 self.first = name
 
-        return look
+        return check
 
 
 def _tensors(output: object) -> Iterator[Tensor]:
@@ -164,8 +187,9 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 
 def _joined(batches: list[data.Batch]) -> data.Batch:
-    """The micro-batches of a step as one, as a pipeline takes them."""
+    """Concatenate the micro-batches of a step."""
     columns = ((b.tokens_BT, b.targets_BT, b.positions_BT, b.sample_ids_B) for b in batches)
     tokens_BT, targets_BT, positions_BT, sample_ids_B = (torch.cat(column) for column in zip(*columns, strict=True))
     documents = [b.documents_BT for b in batches if b.documents_BT is not None]
-    return data.Batch(tokens_BT, targets_BT, positions_BT, sample_ids_B, torch.cat(documents) if documents else None)
+    documents_BT = torch.cat(documents) if documents else None
+    return data.Batch(tokens_BT, targets_BT, positions_BT, sample_ids_B, documents_BT)

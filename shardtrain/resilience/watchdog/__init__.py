@@ -1,6 +1,8 @@
-"""A watchdog beside the process group: hangs are found, and the rank and phase that did not arrive are named.
+"""A watchdog that does not use the process group.
 
-Each rank writes a heartbeat to the run's store every two seconds, and a few ranks read those of all.
-``hang_detector`` holds the rules for hangs, ``stragglers`` those for slow ranks and for ranks that diverged,
-``watchdog`` the threads.
+It detects hangs, and names the rank and phase that did not arrive.
+
+Each rank writes a heartbeat to the run's store every two seconds, and a few ranks read all heartbeats.
+``hang_detector`` has the rules for hangs, ``stragglers`` the rules for slow ranks and for ranks that
+diverged, ``watchdog`` the threads.
 """

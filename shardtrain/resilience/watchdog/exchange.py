@@ -1,8 +1,11 @@
-"""How signs of life and verdicts travel: through the run's store, and of each node one rank alone speaks with it.
+"""Exchange heartbeats and verdicts through the run's store.
 
-Ranks of a node leave their signs in a folder there that no other user can enter, and the lowest of them that is alive
-sends all of them on as one text. So what the store's host has to do grows with nodes and not with ranks, and a rank
-that stops does not silence its neighbours. Where there is no such folder, each rank speaks for itself.
+Only one rank of each node writes to the store.
+
+Ranks of a node write their heartbeats to a private folder on the node. The lowest live rank, the speaker,
+sends all of them to the store as one value. So the load on the store grows with nodes and not with ranks,
+and a rank that stops does not silence the others of its node. Without such a folder, each rank writes to
+the store itself.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ from shardtrain.utils import process_identity
 from shardtrain.utils.errors import StorageError
 
 STALE_BEATS = 2.5
-"""A neighbour that has said nothing new for so many beats no longer speaks for the node."""
+"""Number of beats without a new heartbeat after which a rank can no longer be the speaker of its node."""
 FOLDER_SECONDS = 20.0
-"""How long a rank waits to be told its node's folder, before it speaks for itself."""
+"""Maximum time that a rank waits for the path of its node's folder, before it writes to the store itself."""
 SPARE_PLACES = 1024
-"""A node whose folder goes away speaks in new places; more than these nobody has, whatever the counter says."""
+"""Number of keys (places) beyond one per rank, for nodes whose folder disappears. Limits a forged counter."""
 VERDICT = "verdict"
 DUMPED = "dumped"
 ALL_DUMPED = "all-dumped"
@@ -42,10 +45,13 @@ _PLACE = "place"
 
 
 class HeartbeatExchange:
-    """What one rank says to all others, and hears; all methods but the last are for one thread."""
+    """The connection of one rank to all others.
+
+    All methods except ``wait_for_others`` must run in one thread.
+    """
 
     def __init__(self, store: Any, rank: int, world_size: int, beat_seconds: float) -> None:
-        """``store`` is a connection that nobody else uses."""
+        """``store`` must be a separate connection, which no other code uses."""
         self._store = store
         self._rank = rank
         self._beat = beat_seconds
@@ -55,18 +61,21 @@ class HeartbeatExchange:
         self._begun = time.monotonic()
         self._first = False
         self._changed: dict[int, tuple[int, float]] = {}
-        """Of each lower rank of this node: when its file was written, by its clock, and when that was seen."""
+        """Lower rank of this node -> modification time of its file, and our time when it was first seen."""
         self._place = ""
-        """The key of the store under which this rank, or its node, speaks."""
+        """The key of the store to which this rank, or its node, writes."""
         self._known: set[str] = set()
         self._heard: dict[str, tuple[bytes, dict[int, Heartbeat]]] = {}
         self._newest: dict[int, Heartbeat] = {}
 
     def meet(self, environment: Mapping[str, str]) -> None:
-        """Find the folder of this node, which its first rank makes; without one this rank speaks for itself."""
+        """Find the folder of this node, which its first rank creates.
+
+        Without a folder this rank writes to the store itself.
+        """
         if isinstance(self._store, FolderStore) or int(environment.get("LOCAL_WORLD_SIZE", "1")) < 2:
             return
-        # two hosts may have one name: the boot id tells them apart
+        # Two hosts may have the same name, but their boot ids differ.
         node = f"folder/{socket.gethostname()}/{process_identity.boot_id()}"
         self._first = environment.get("LOCAL_RANK") == "0"
         with contextlib.suppress(OSError, StorageError, dist.DistError):
@@ -80,22 +89,22 @@ class HeartbeatExchange:
             self._folder = folder
 
     def say(self, sign: Heartbeat) -> None:
-        """Give a sign of this rank's life."""
+        """Publish a heartbeat of this rank."""
         text = rank_heartbeat.write(sign)
         if self._node is not None:
             try:
                 return self._say_on_node(self._node, text, sign.has_left)
             except (dist.DistError, OSError):
-                self._node = None  # somebody has cleaned the folder away
+                self._node = None  # the folder was deleted
         self._post(f'{{"{self._rank}":{text}}}')
 
     def verdict(self) -> bytes | None:
-        """The verdict on the run, once there is one."""
+        """Return the verdict on the run, or None. The speaker also copies it to its node."""
         if self._node is not None:
             with contextlib.suppress(dist.DistError):
                 if self._node.check([VERDICT]):
                     return self._node.get(VERDICT)
-            if not self._speaks():
+            if not self._is_speaker():
                 return None
         if not self._store.check([VERDICT]):
             return None
@@ -107,42 +116,47 @@ class HeartbeatExchange:
         return verdict
 
     def declare(self, text: str) -> bytes:
-        """Make a verdict that of the run, where there is none yet; gives the one that there is."""
+        """Set the verdict of the run, unless it has one. Return the run's verdict."""
         try:
-            # the first verdict wins: two monitors may come to different ones in the same second
+            # The first verdict wins, because two monitors may reach different verdicts in the same second.
             verdict = bytes(self._store.compare_set(VERDICT, "", text))
-        except ForgedError:  # a stranger has taken its key, and may keep doing so: this node at least hears it
+        except ForgedError:
+            # A stranger has overwritten the key, and may do so again. At least this node gets the verdict.
             verdict = text.encode()
             self._store.set(VERDICT, verdict)
         self.send_to_node(verdict)
         return verdict
 
     def send_to_node(self, verdict: bytes) -> None:
-        """Let the other ranks of this node know a verdict, from whatever source."""
+        """Publish a verdict to the other ranks of this node."""
         if self._node is not None:
             with contextlib.suppress(dist.DistError):
                 self._node.set(VERDICT, verdict)
 
     def receive(self) -> dict[int, Heartbeat]:
-        """The last sign of every rank that has ever given one."""
-        count = min(self._store.add(_PLACES, 0), self._most_places)  # adding 0 reads; a stranger may have added more
+        """Return the last heartbeat of every rank that has ever sent one."""
+        # Adding 0 reads the counter. A stranger may have increased it, so it is limited.
+        count = min(self._store.add(_PLACES, 0), self._most_places)
         places = [f"{_PLACE}-{number}" for number in range(1, count + 1)]
-        self._known |= {place for place in places if place not in self._known and self._store.check([place])}
-        asked = [place for place in places if place in self._known]
-        found: dict[int, Heartbeat] = {}
-        for place, text in zip(asked, self._signs_at(asked), strict=True):
-            # most texts are those of the last look, and are not parsed again
+        for place in places:
+            if place not in self._known and self._store.check([place]):
+                self._known.add(place)
+        written_places = [place for place in places if place in self._known]
+        heartbeats: dict[int, Heartbeat] = {}
+        for place, text in zip(written_places, self._signs_at(written_places), strict=True):
+            # Most texts have not changed, and are not parsed again.
             if text is not None and self._heard.get(place, (b"",))[0] != text:
                 self._heard[place] = bytes(text), rank_heartbeat.read_many(text)
             for rank, sign in self._heard.get(place, (b"", {}))[1].items():
-                # a node whose folder went away speaks in several places, and who kept an old sign may set it again
+                # Keep the newest: a node that lost its folder has several places, and old heartbeats can
+                # be replayed.
                 if rank not in self._newest or self._newest[rank].beat < sign.beat:
                     self._newest[rank] = sign
-                found[rank] = self._newest[rank]
-        return found
+                heartbeats[rank] = self._newest[rank]
+        return heartbeats
 
     def _signs_at(self, places: list[str]) -> list[bytes | None]:
-        """What is said at each place; None where a stranger says it."""
+        """Return the text at each place. None if the text is forged."""
         if not places:
             return []
         with contextlib.suppress(ForgedError):
@@ -156,14 +170,15 @@ class HeartbeatExchange:
         return [sign_at(place) for place in places]
 
     def wait_for_others(self, living: int, seconds: float) -> None:
-        """Wait until as many ranks have come to the same point, but no longer than that; from any thread."""
+        """Wait until ``living`` ranks have called this, for at most ``seconds``. Can run in any thread."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(dist.DistError, OSError):
-            if self._node is not None and self._node.add(DUMPED, 1) > 1:  # the first of a node counts for it
+            # The first rank of a node counts for all. The others wait for its result.
+            if self._node is not None and self._node.add(DUMPED, 1) > 1:
                 while not self._node.check([ALL_DUMPED]) and time.monotonic() < deadline:
                     time.sleep(0.05)
                 return
-            # in a thread of its own, for the store may not answer
+            # in a separate thread, because the store may not answer
             thread = threading.Thread(target=self._count_others, args=(living, deadline), daemon=True)
             thread.start()
             thread.join(seconds)
@@ -171,6 +186,7 @@ class HeartbeatExchange:
                 self._node.set(ALL_DUMPED, "")
 
     def _count_others(self, living: int, deadline: float) -> None:
+        """Add the ranks of this node to the store's counter until it reaches ``living``."""
         amount = 1
         counted = 0
         with contextlib.suppress(dist.DistError, OSError):
@@ -183,21 +199,22 @@ class HeartbeatExchange:
                 time.sleep(0.05 if living < 1000 else 0.5)
 
     def _say_on_node(self, node: FolderStore, text: str, has_left: bool) -> None:
+        """Write a heartbeat to the node's folder. The speaker sends those of all ranks to the store."""
         assert self._folder is not None
         node.set(f"sign-{self._rank}", text)
         if has_left:
             node.set(f"left-{self._rank}", "")
-        if not has_left and not self._speaks():
+        if not has_left and not self._is_speaker():
             return
-        # one key of the store holds the signs of the whole node, so that its load grows with nodes and not with ranks
+        # One key of the store contains all heartbeats of the node.
         ranks = self._ranks("sign-")
         texts = [f'"{rank}":{node.get(f"sign-{rank}").decode()}' for rank in ranks]
         self._post("{" + ",".join(texts) + "}")
         if has_left and len(self._ranks("left-")) == len(ranks):
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _speaks(self) -> bool:
-        """Whether this rank speaks for its node: no lower one is there that lives."""
+    def _is_speaker(self) -> bool:
+        """True if no lower rank of this node is alive."""
         now = time.monotonic()
         left = self._ranks("left-")
         for rank in self._ranks("sign-"):
@@ -209,7 +226,7 @@ class HeartbeatExchange:
                 self._changed[rank] = written, now
             if now - self._changed[rank][1] < STALE_BEATS * self._beat:
                 return False
-        # at the start lower ranks may still be on their way
+        # At the start, lower ranks may not have written yet.
         return self._first or now - self._begun > STALE_BEATS * self._beat
 
     def _ranks(self, prefix: str) -> list[int]:
@@ -217,11 +234,12 @@ class HeartbeatExchange:
         return sorted(int(name.removeprefix(prefix)) for name in os.listdir(self._folder) if name.startswith(prefix))
 
     def _post(self, text: str) -> None:
+        """Write a text to this rank's or node's key of the store. The first call reserves the key."""
         if not self._place:
             number = 0
             if self._node is not None and self._node.check([_PLACE]):
                 number = int(self._node.get(_PLACE))
-            # a counter of the store gives each node a place of its own, which the others find by counting up to it
+            # A counter in the store assigns each node a separate number. Readers iterate up to the counter.
             number = number or self._store.add(_PLACES, 1)
             if self._node is not None:
                 self._node.set(_PLACE, str(number))

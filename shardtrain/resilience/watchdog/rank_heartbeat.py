@@ -1,4 +1,4 @@
-"""What a rank says of itself with each beat: JSON through the store, never anything that runs."""
+"""The heartbeat of a rank, exchanged as JSON, so that reading it cannot run code."""
 
 from __future__ import annotations
 
@@ -13,43 +13,55 @@ from shardtrain.utils.activity import Mark
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life. ``collective`` is the function that the main thread waits in, ``at`` its place in our code."""
+    """A heartbeat.
+
+    Attributes:
+        beat: number of this heartbeat.
+        host: host name.
+        step: current step.
+        phase: current phase.
+        collective: function in which the main thread waits, or empty.
+        at: line of our code that the main thread runs.
+    """
 
     beat: int
     host: str
     step: int = 0
     phase: str = "start"
     entered: int = 0
-    """Phases entered: how far the rank has come."""
+    """Number of phases entered, which measures how far the rank is."""
     ticks: int = 0
-    """Pieces of work done within phases, and collectives begun: that it moves, not how far."""
+    """Number of work items within phases plus collectives started.
+
+    It shows only that the rank makes progress.
+    """
     collective: str = ""
     at: str = ""
     limit_seconds: float = 0.0
-    """How long this rank may be without progress."""
+    """Maximum time in seconds that this rank may be without progress, 0 for no limit."""
     is_cold: bool = False
-    """Before the end of the first step, or compiling: slow alone is not a hang there."""
+    """True before the end of the first step and during compilation, where being slow is not a hang."""
     has_left: bool = False
     marks: Mapping[int, Mark] = field(default_factory=dict)
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Changes when the rank moves."""
+        """A value that changes when the rank makes progress."""
         return self.step, self.entered, self.ticks
 
     @property
     def waits_in(self) -> str:
-        """The collective and the line of ours that called it."""
+        """The collective, and the line of our code that called it."""
         return f"{self.collective} ({self.at})" if self.at else self.collective
 
 
 def write(sign: Heartbeat) -> str:
-    """A sign as JSON."""
+    """Serialize a heartbeat as JSON."""
     return json.dumps(asdict(sign), separators=(",", ":"))
 
 
 def read(text: str | bytes) -> Heartbeat | None:
-    """The sign in a text, or None where it is none: another version or another program wrote it.
+    """Parse a heartbeat. Return None for any other text, for example of another version.
 
     >>> read(write(Heartbeat(1, "node7", marks={4: Mark(8, "step 8", 1.5, 0, 3, 9)}))).marks[4].facts
     'step 8'
@@ -63,7 +75,7 @@ def read(text: str | bytes) -> Heartbeat | None:
 
 
 def read_many(text: str | bytes) -> dict[int, Heartbeat]:
-    """The signs by rank in a text, without those that are none.
+    """Parse heartbeats by rank. Skip invalid ones.
 
     >>> sorted(read_many('{"3": {"beat": 1, "host": "a"}, "4": 5, "b": {"beat": 1, "host": "a"}}')), read_many("[")
     ([3], {})
@@ -77,7 +89,7 @@ def read_many(text: str | bytes) -> dict[int, Heartbeat]:
 
 
 def _sign(fields: Any) -> Heartbeat:
-    # types are checked: the text may come from another version, or from a stranger who can reach the store
+    # Check types, because the text may come from another version, or from a stranger who can reach the store.
     marks_by_grain = fields.pop("marks", {})
     _check(fields, _KINDS)
     marks = {}
@@ -89,13 +101,17 @@ def _sign(fields: Any) -> Heartbeat:
 
 def _check(fields: dict[str, Any], kinds: Mapping[str, type | tuple[type, ...]]) -> None:
     for name, value in fields.items():
-        # an unknown name has no types, and is refused too
+        # An unknown name has no types, so it is refused too.
         if not isinstance(value, kinds.get(name, ())):
             raise TypeError(name)
 
 
 def _kinds(like: object) -> dict[str, type | tuple[type, ...]]:
-    return {name: (int, float) if isinstance(value, float) else type(value) for name, value in vars(like).items()}
+    """Return the accepted types of each field of an example object. Float fields also accept integers."""
+    kinds: dict[str, type | tuple[type, ...]] = {}
+    for name, value in vars(like).items():
+        kinds[name] = (int, float) if isinstance(value, float) else type(value)
+    return kinds
 
 
 _KINDS = _kinds(Heartbeat(0, ""))

@@ -1,7 +1,8 @@
-"""Where the main thread of this process is: waiting in a collective, compiling, or at which line of ours.
+"""Find the position of the main thread: a collective, a compiler, or a line of our code.
 
-Read from the stack at that moment, so training pays nothing for it. A collective is recognised by the innermost frames
-alone: PyTorch's pipeline schedules, for example, are on the stack while a stage computes, too.
+The position is read from the stack when needed, so training has no overhead. A collective is recognized
+by only the innermost frames. PyTorch's pipeline schedules, for example, are on the stack also while a
+stage computes.
 """
 
 from __future__ import annotations
@@ -21,17 +22,24 @@ _COMPILERS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
 _DEBUGGERS = ("/pdb.py", "/bdb.py")
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 _BARRIER = str(Path(shardtrain.__file__).parent / "distributed" / "cpu" / "shared_barrier.py")
-"""Where ranks of one machine wait for each other, within exchanges by memory that they share."""
+"""The file in which ranks of one machine wait for each other, in exchanges through shared memory."""
 _FSDP = "torch/distributed/fsdp/"
 _PIPELINING = "torch/distributed/pipelining/"
 _DEVICE_WAITS = (".tolist()", ".item()", ".synchronize(")
-"""Where a CPU waits for its GPU, and so for the collective that the GPU waits in."""
+"""Calls in which a CPU waits for its GPU, and so for a collective in which the GPU waits."""
 _OWN_LINES = 2
 
 
 @dataclass(frozen=True)
 class StackPosition:
-    """Where a thread is. ``collective`` is the function it waits in or ""; ``at`` our own lines, innermost first."""
+    """Position of a thread.
+
+    Attributes:
+        collective: the function in which it waits, or empty.
+        at: lines of our code, innermost first.
+        compiling: True inside a compiler.
+        debugging: True inside a debugger.
+    """
 
     collective: str
     at: str
@@ -40,24 +48,28 @@ class StackPosition:
 
 
 def main_thread(device_type: str = "cpu") -> StackPosition:
-    """Where the main thread is; in backward on a device it is the thread that PyTorch runs the hooks in."""
-    # the table holds the frame of this function too: kept in a variable, it would be a cycle that holds every local of
-    # every thread, tensors among them, until garbage is collected
+    """Return the position of the main thread.
+
+    In backward, also look at PyTorch's threads, which run the hooks.
+    """
+    # The table of frames contains this function's frame too. In a variable it would be a reference cycle,
+    # which keeps all locals of all threads, including tensors, alive until the next garbage collection.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return StackPosition("", "")
     place = locate(frame, device_type)
     if not place.collective and frame.f_code.co_name == "_engine_run_backward":
-        # PyTorch's threads of backward are not known to Python's threading module
+        # Python's threading module does not know the backward threads of PyTorch.
         known = {thread.ident for thread in threading.enumerate()}
         for other in [f for ident, f in sys._current_frames().items() if ident not in known]:
-            if found := _collective(other, device_type):
-                return StackPosition(found, place.at)
+            collective = _collective(other, device_type)
+            if collective:
+                return StackPosition(collective, place.at)
     return place
 
 
 def locate(frame: FrameType, device_type: str = "cpu") -> StackPosition:
-    """Where the thread with this innermost frame is."""
+    """Return the position of the thread with this innermost frame."""
     names: list[str] = []
     lines: list[str] = []
     for outer in _outwards(frame):
@@ -74,7 +86,9 @@ def locate(frame: FrameType, device_type: str = "cpu") -> StackPosition:
 
 
 def _collective(frame: FrameType, device_type: str) -> str:
-    """The collective among the innermost frames, those of PyTorch before the first of anybody else."""
+    """Return the collective among the innermost frames, which are those of PyTorch before the first other
+    frame.
+    """
     collective = ""
     for inner in _outwards(frame):
         file = inner.f_code.co_filename
@@ -82,10 +96,15 @@ def _collective(frame: FrameType, device_type: str) -> str:
         if file == _BARRIER:
             return "shared_barrier"
         if "/torch/" not in file:
-            line = linecache.getline(file, inner.f_lineno or 0)  # between two lines there is none
-            compiled = "wait_tensor" in line or "_c10d_functional" in line
-            waits = device_type != "cpu" and any(call in line for call in _DEVICE_WAITS)
-            return collective or ("wait_tensor" if compiled else "the device" if waits else "")
+            if collective:
+                return collective
+            line = linecache.getline(file, inner.f_lineno or 0)  # f_lineno is None between two lines
+            # compiled code calls collectives directly
+            if "wait_tensor" in line or "_c10d_functional" in line:
+                return "wait_tensor"
+            if device_type != "cpu" and any(call in line for call in _DEVICE_WAITS):
+                return "the device"
+            return ""
         if file.endswith(_COLLECTIVES):
             return name
         if _FSDP in file:

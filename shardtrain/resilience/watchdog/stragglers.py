@@ -1,4 +1,6 @@
-"""What marks of all ranks tell together: a rank that has gone another way, and ranks slower than their peers."""
+"""Compare the marks of all ranks at a step, to find ranks that diverged and ranks that are slower than
+their peers.
+"""
 
 from __future__ import annotations
 
@@ -11,40 +13,45 @@ from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 from shardtrain.utils.activity import Mark
 
 RATIO = 1.3
-"""A straggler is busy for more than this many times the median of its peers ..."""
+"""A straggler works for more than this many times the median of its peers ..."""
 SHARE_OF_STEP = 0.1
-"""... which costs more than this share of a step ..."""
+"""... which costs more than this fraction of a step ..."""
 WINDOWS = 5
-"""... in so many windows in a row."""
+"""... in this number of consecutive windows."""
 MIN_SAMPLES = 20
-"""A window with fewer samples is put together with the next one."""
+"""A window with fewer samples is merged with the next one."""
 
 
 def common(signs: Mapping[int, Heartbeat], world_size: int, after: int) -> dict[int, Mark] | None:
-    """The newest marks that all ranks made at the same step, later than ``after`` steps; None where there are none."""
+    """Return the newest marks that all ranks made at the same step, after step ``after``.
+
+    None if there are none.
+    """
     if len(signs) < world_size:
         return None
-    found: list[dict[int, Mark]] = []
+    complete: list[dict[int, Mark]] = []
     for grain in next(iter(signs.values())).marks:
         marks = {rank: sign.marks[grain] for rank, sign in signs.items() if grain in sign.marks}
         begun = {mark.begun for mark in marks.values()}
-        # marks of one step alone can be compared: a rank that was asked later may be a step ahead
+        # Only marks of the same step can be compared. A rank that was sampled later may be a step ahead.
         if len(marks) == world_size and len(begun) == 1 and max(begun) > after:
-            found.append(marks)
-    return max(found, key=lambda marks: marks[0].begun, default=None)
+            complete.append(marks)
+    return max(complete, key=lambda marks: marks[0].begun, default=None)
 
 
 def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> HangReport | None:
-    """Name the ranks that have other counters than the rest: their numbers can no longer be right."""
+    """Return a report if counters differ between ranks, because results can then no longer be correct."""
     groups: dict[str, list[int]] = {}
     for rank, mark in sorted(marks.items()):
         groups.setdefault(mark.facts, []).append(rank)
     if len(groups) == 1:
         return None
     odd = min(groups.values(), key=lambda ranks: (len(ranks), -ranks[0]))
-    counters = "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}: {facts}" for facts, ranks in groups.items()
-    )
+    descriptions = []
+    for facts, ranks in groups.items():
+        label = "ranks" if len(ranks) > 1 else "rank"
+        descriptions.append(f"{label} {spans(ranks)}: {facts}")
+    counters = "; ".join(descriptions)
     sign = signs[odd[0]]
     message = f"has other counters than the rest after {marks[odd[0]].begun} steps together: {counters}"
     return HangReport(odd[0], sign.host, sign.phase, message, kind="Divergence")
@@ -52,7 +59,7 @@ def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> HangR
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank; ``seconds`` of own work per step, and the median of its peers'."""
+    """A slow rank, with its seconds of work per step and the median of its peers."""
 
     rank: int
     host: str
@@ -61,7 +68,7 @@ class Straggler:
     phase: str
 
     def __str__(self) -> str:
-        """The line of the log."""
+        """Return the log message."""
         return (
             f"rank {self.rank} on {self.host} is slow: {self.seconds:.3g} s of work per step, and its peers "
             f"{self.usual_seconds:.3g} s, in {WINDOWS} windows in a row; most of it in phase {self.phase}"
@@ -69,7 +76,7 @@ class Straggler:
 
 
 class Stragglers:
-    """Compares how long ranks work, window by window; ranks of one stage of a pipeline are peers."""
+    """Compare the working time of ranks in consecutive windows. Ranks of one pipeline stage are peers."""
 
     def __init__(self, world_size: int, num_stages: int = 1) -> None:
         self._per_stage = max(1, world_size // num_stages)
@@ -77,17 +84,21 @@ class Stragglers:
         self._strikes: dict[int, int] = {}
 
     def add(self, marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> list[Straggler] | None:
-        """Those that have been slow for five windows; None where the window is too short to say."""
+        """Return the ranks that have been slow in five consecutive windows.
+
+        None if the window has too few samples.
+        """
         if not self._before:
             self._before = marks
             return None
         windows = {rank: _Window(self._before[rank], mark) for rank, mark in marks.items()}
-        # few samples would take chance for a difference
+        # With few samples, differences are random. The window then keeps its start, and grows until the
+        # next call.
         if min(window.samples for window in windows.values()) < MIN_SAMPLES:
-            return None  # the window begins where it began, and grows until the next call
+            return None
         self._before = marks
         slow = {straggler.rank: straggler for straggler in self._slow(windows, signs)}
-        # a rank that is fast in one window begins at zero again
+        # A rank that is fast in one window starts at zero again.
         self._strikes = {rank: self._strikes.get(rank, 0) + 1 for rank in slow}
         return [straggler for rank, straggler in slow.items() if self._strikes[rank] >= WINDOWS]
 
@@ -96,7 +107,7 @@ class Stragglers:
         for rank, window in windows.items():
             stages.setdefault(rank // self._per_stage, []).append(window.work)
         for works in stages.values():
-            works.sort()  # once, so that each rank's median of its peers is a look at two of them
+            works.sort()  # once, so that the median of a rank's peers needs only a binary search
         for rank, window in windows.items():
             works = stages[rank // self._per_stage]
             if len(works) == 1:
@@ -107,14 +118,14 @@ class Stragglers:
 
 
 def median_without(ordered: Sequence[float], one: float) -> float:
-    """The median of ascending numbers without ``one`` of them; a look at two of them, however many there are.
+    """Return the median of ascending numbers without ``one`` of them, in logarithmic time.
 
     >>> median_without([1.0, 2.0, 4.0, 9.0], 9.0), median_without([1.0, 2.0, 4.0], 1.0)
     (2.0, 3.0)
     """
     gap = bisect.bisect_left(ordered, one)
     count = len(ordered) - 1
-    # the two in the middle, which are one of an odd number; behind the gap everything has moved up by one
+    # The two middle elements (the same for an odd count). Indices from the gap on are shifted by one.
     low = (count - 1) // 2
     high = count // 2
     return (ordered[low + (low >= gap)] + ordered[high + (high >= gap)]) / 2

@@ -1,8 +1,8 @@
 """The watchdog of a rank: two threads that detect hangs without the process group.
 
-One talks to the store: it writes this rank's heartbeat, reads the verdict, and on a few ranks reads all heartbeats. The
-other never touches the store, which may itself hang: it samples the main thread, and detects a store that does not
-answer.
+One thread uses the store. It writes this rank's heartbeat, reads the verdict, and on a few ranks reads
+all heartbeats. The other thread never uses the store, which may itself hang. It samples the main thread,
+and detects a store that does not answer.
 """
 
 from __future__ import annotations
@@ -39,44 +39,56 @@ from shardtrain.utils.activity import Phases
 from shardtrain.utils.log import logger
 
 STEPS_LONG = 5.0
-"""Times the 99th percentile of steps, or the 95th of saves, that one of them may take."""
+"""Maximum duration of a step or save, as a multiple of the 99th percentile of steps or the 95th of saves."""
 FIRST_STEPS_LONG = 2.0
-"""Times the first step that the next one may take."""
+"""Maximum duration of the second step, as a multiple of the first."""
 LONGEST_BEAT_SECONDS = 2.0
 SHORTEST_BEAT_SECONDS = 0.1
 SAMPLE_SECONDS = 0.02
 MUTE_LIMITS = 1.7
-"""Times the limit without an answer after which the store counts as dead, if this rank makes no progress either."""
+"""Multiple of the limit after which a silent store counts as dead, if this rank makes no progress either."""
 MUTE_LIMITS_AT_WORK = 1.4
-"""The same for a rank that waits for no other: it accuses itself, before those that wait can accuse somebody."""
+"""The same for a rank that does not wait for others.
+
+It blames itself, before waiting ranks blame another rank.
+"""
 # phases that may be slow, and phases whose time shows stragglers
 COLD = ("start", "compile", "end")
 WORK = ("data", "step")
 
 
 def beat_seconds(hang_timeout_seconds: float, num_nodes: int = 1) -> float:
-    """Seconds between beats: a tenth of the limit, from 0.1 to 2; longer if the store would get over 700 a second."""
-    wanted = (hang_timeout_seconds or float("inf")) / BEATS_PER_HANG_TIMEOUT
-    return min(max(wanted, SHORTEST_BEAT_SECONDS), max(LONGEST_BEAT_SECONDS, num_nodes / NODES_PER_SECOND))
+    """Return the seconds between beats: a tenth of the limit, from 0.1 to 2.
+
+    With many nodes it is longer, so that the store receives at most ``NODES_PER_SECOND`` messages per second.
+    """
+    desired = (hang_timeout_seconds or float("inf")) / BEATS_PER_HANG_TIMEOUT
+    longest = max(LONGEST_BEAT_SECONDS, num_nodes / NODES_PER_SECOND)
+    return min(max(desired, SHORTEST_BEAT_SECONDS), longest)
 
 
 def monitors(world_size: int) -> set[int]:
-    """Ranks that read all heartbeats: a few, on different nodes where there are several."""
+    """Return the ranks that read all heartbeats: a few, on different nodes if there are several."""
     return {0, min(1, world_size - 1), world_size // 2, world_size - 1}
 
 
 @contextmanager
 def beating(config: Config, world: World, phases: Phases) -> Iterator[None]:
-    """Run this rank's watchdog until the block ends; a hang ends the process and the run."""
+    """Run this rank's watchdog for the duration of the block.
+
+    A detected hang ends the process, and so the run.
+    """
     if world.store is None or not (config.comm.hang_timeout_seconds or config.comm.straggler_window_steps):
         yield
         return
     process_group_store: Any = world.store
     folder = private_store.folder_of(os.environ)
-    # a separate connection: a blocking wait on the process group's would block the heartbeat too
-    store: Any = (
-        FolderStore(folder / "heartbeat") if folder else dist.PrefixStore("heartbeat", process_group_store.clone())
-    )
+    if folder:
+        store: Any = FolderStore(folder / "heartbeat")
+    else:
+        # A separate connection, because a blocking wait of the process group would also block the heartbeat.
+        connection = process_group_store.clone()
+        store = dist.PrefixStore("heartbeat", connection)
     rank_watchdog = Watchdog(store, world.rank, world.size, config, phases, world.device.type)
     rank_watchdog.start()
     try:
@@ -86,7 +98,10 @@ def beating(config: Config, world: World, phases: Phases) -> Iterator[None]:
 
 
 class Watchdog:
-    """The heartbeat of one rank; ``store`` is a connection that nobody else uses."""
+    """The heartbeat and the hang detection of one rank.
+
+    ``store`` must be a separate connection, which no other code uses.
+    """
 
     def __init__(self, store: Any, rank: int, world_size: int, config: Config, phases: Phases, device: str) -> None:
         comm = config.comm
@@ -97,7 +112,7 @@ class Watchdog:
         self._device = device
         self._folder = Path(config.job.dump_folder)
         self._log = self._folder / config.metrics.save_log_file.replace("{rank}", str(rank))
-        # the store gets one message per node and beat, and handles a limited number per second
+        # The store receives one message per node and beat, and supports a limited number per second.
         num_nodes = math.ceil(world_size / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._beat = beat_seconds(comm.hang_timeout_seconds, num_nodes)
         self._meets_in_folder = isinstance(store, FolderStore)
@@ -111,7 +126,7 @@ class Watchdog:
         self._compared = 0
         self._exchanged_at = time.monotonic()
         self._exchanges = True
-        """Whether this rank says and hears anything; else nobody's silence tells it something."""
+        """True while the exchange with other ranks works. Otherwise silence of the store has no meaning."""
         self._closed = threading.Event()
         self._dying = threading.Lock()
         self._threads = [
@@ -125,14 +140,15 @@ class Watchdog:
             thread.start()
 
     def close(self) -> None:
-        """Stop, and tell the other ranks that this one has left."""
+        """Stop the threads, and report to the other ranks that this one has left."""
         self._closed.set()
         for thread in self._threads:
-            thread.join(2 * self._beat)  # the first may be blocked by a dead store; it is a daemon
+            thread.join(2 * self._beat)  # the first thread may be blocked by a dead store, but is a daemon
 
     # --- this rank's heartbeat
 
     def _sign(self, beat: int) -> Heartbeat:
+        """Return the current heartbeat."""
         place = stack.main_thread(self._device)
         phase = self._phases.name
         now = self._moving
@@ -153,20 +169,26 @@ class Watchdog:
         )
 
     def _limit(self, phase: str, place: stack.StackPosition) -> tuple[float, bool]:
-        """Return the seconds this rank may be without progress (0: no limit), and True if its phase is cold."""
+        """Return the maximum seconds without progress (0: no limit), and True if the current phase may be
+        slow.
+        """
         hang = float(self._comm.hang_timeout_seconds)
-        # No limit in a debugger
+        # no limit in a debugger
         if not hang or place.debugging:
             return 0.0, False
         if phase in COLD or place.compiling or self._moving.may_be_slow or self._moving.begun < 2:
             return max(hang, float(self._comm.init_timeout_seconds)), True
         if phase == "checkpoint":
-            save = self._stop.saves.quantile()
-            return max(hang, STEPS_LONG * (self._stop.assumed_save_seconds if save is None else save)), False
-        usual = self._stop.steps.quantile(0.99)
-        # During the second step only the duration of the first is known, which was longer: it compiled and warmed up
-        long = FIRST_STEPS_LONG * self._stop.first_step_seconds if usual is None else STEPS_LONG * usual
-        return max(hang, long), False
+            save_seconds = self._stop.saves.quantile()
+            if save_seconds is None:
+                save_seconds = self._stop.assumed_save_seconds
+            return max(hang, STEPS_LONG * save_seconds), False
+        step_seconds = self._stop.steps.quantile(0.99)
+        if step_seconds is None:
+            # During the second step only the duration of the first is known, which includes compilation
+            # and warm-up.
+            return max(hang, FIRST_STEPS_LONG * self._stop.first_step_seconds), False
+        return max(hang, STEPS_LONG * step_seconds), False
 
     # --- the thread that talks to the store
 
@@ -181,13 +203,15 @@ class Watchdog:
                 if sign.has_left:
                     return
                 # the verdict of any rank ends every rank
-                if verdict := self._others.verdict():
+                verdict = self._others.verdict()
+                if verdict:
                     self._die(from_json(verdict))
                 if self._rank in monitors(self._size):
                     self._judge_all()
                 self._exchanged_at = time.monotonic()
                 self._closed.wait(self._beat)
-        except dist.DistError as error:  # the store has gone with its host; the other thread looks after the run
+        except dist.DistError as error:
+            # The store has ended with its host. The other thread ends this rank if the run hangs.
             if not self._closed.is_set():
                 logger.warning(f"the heartbeat has lost the store: {str(error).splitlines()[0]}")
         except Exception:
@@ -199,7 +223,7 @@ class Watchdog:
         verdict = self._judge.observe(time.monotonic(), signs)
         marks = common(signs, self._size, self._compared)
         if marks:
-            # each mark, the beginning of a step on all ranks, is compared once
+            # Each mark (the start of a step on all ranks) is compared once.
             self._compared = marks[0].begun
             verdict = verdict or find_odd(marks, signs)
             if self._rank == 0:
@@ -230,12 +254,13 @@ class Watchdog:
             logger.exception("the watch over this rank has failed; training continues without it")
 
     def _watch_main_thread(self) -> None:
-        samples = bool(self._comm.straggler_window_steps) and self._size > 1
-        interval = SAMPLE_SECONDS if samples else self._beat
-        moved_at = last = time.monotonic()
+        is_sampling = bool(self._comm.straggler_window_steps) and self._size > 1
+        interval = SAMPLE_SECONDS if is_sampling else self._beat
+        last = time.monotonic()
+        moved_at = last
         progress = (0, 0, 0)
         patience = float(self._comm.init_timeout_seconds)
-        tells_after = patience
+        warning_seconds = patience
         while not self._closed.wait(interval):
             now = time.monotonic()
             position = (
@@ -243,52 +268,58 @@ class Watchdog:
                 self._phases.entered,
                 self._moving.ticks + process_group.collectives_begun(),
             )
-            if position != progress or now - last > 3 * self._beat:  # the second: the process was suspended
+            was_suspended = now - last > 3 * self._beat
+            if position != progress or was_suspended:
                 progress = position
                 moved_at = now
-                tells_after = patience
-            # fifty samples a second show how much of a step this rank works, and how much it waits for others
-            if samples and self._phases.name in WORK:
+                warning_seconds = patience
+            # Fifty samples per second measure the fractions of a step in which this rank works and waits.
+            if is_sampling and self._phases.name in WORK:
                 self._sample(now - last)
-            if now - moved_at > tells_after:
-                tells_after *= 2
-                self._tell_of_a_long_phase(now - moved_at)
+            if now - moved_at > warning_seconds:
+                warning_seconds *= 2
+                self._warn_of_long_phase(now - moved_at)
             silent_seconds = now - max(self._exchanged_at, moved_at)
             last = now
             if self._exchanges and silent_seconds > self._beat * BEATS_PER_HANG_TIMEOUT:
-                limit, is_cold = self._limit(self._phases.name, place := stack.main_thread(self._device))
-                # much longer than a verdict takes: ranks that reach the store know more than this one
+                place = stack.main_thread(self._device)
+                limit, is_cold = self._limit(self._phases.name, place)
+                # Wait much longer than a verdict takes, because ranks that reach the store know more than
+                # this one.
                 limit *= MUTE_LIMITS if place.collective else MUTE_LIMITS_AT_WORK
                 if limit and silent_seconds > limit and (place.collective or not is_cold):
                     self._die(self._without_answer(place, silent_seconds))
 
-    def _tell_of_a_long_phase(self, seconds: float) -> None:
-        """Say where this rank is, if that may take as long as it likes: all may compile, or wait for the same lock."""
+    def _warn_of_long_phase(self, seconds: float) -> None:
+        """Log the position of this rank in a phase without a limit: all ranks may compile, or wait for
+        the same lock.
+        """
         place = stack.main_thread(self._device)
         limit, is_cold = self._limit(self._phases.name, place)
         if limit and is_cold and not place.collective:
-            logger.warning(
-                f"phase {self._phases.name} of step {self._moving.step} has taken {seconds:.0f} s so far, now at "
-                f"{place.at}"
-            )
+            phase = f"phase {self._phases.name} of step {self._moving.step}"
+            logger.warning(f"{phase} has taken {seconds:.0f} s so far, now at {place.at}")
 
     def _without_answer(self, place: stack.StackPosition, seconds: float) -> HangReport:
-        """The verdict of this rank alone, where neither it nor the store does anything; it tells its node."""
+        """Return this rank's own verdict if neither it nor the store makes progress.
+
+        Also send it to the node.
+        """
         where = f"in phase {self._phases.name} of step {self._moving.step}"
         waits = f"waits in {place.collective} ({place.at}), {where}"
-        rank, host = self._rank, self._host
+        rank = self._rank
+        host = self._host
         if not place.collective:
-            # whatever the store does, it is this rank itself that does not come
-            message = (
-                f"has not arrived: last seen {where} at {place.at}, {seconds:.0f} s ago; nor does the store answer"
-            )
+            # This rank does not wait for others, so it is to blame even if the store is dead.
+            last_seen = f"last seen {where} at {place.at}, {seconds:.0f} s ago"
+            message = f"has not arrived: {last_seen}; nor does the store answer"
         elif self._meets_in_folder:
-            message = (
-                f"{waits}, and hears of no rank for {seconds:.0f} s: the folder of the run's signs does not answer"
-            )
+            problem = f"hears of no rank for {seconds:.0f} s: the folder of the run's signs does not answer"
+            message = f"{waits}, and {problem}"
         else:
-            # blame the store's host, which is rank 0's, or the launcher
-            rank, host = 0, os.environ.get("MASTER_ADDR", self._host)
+            # blame the host of the store, which is that of rank 0 or of the launcher
+            rank = 0
+            host = os.environ.get("MASTER_ADDR", self._host)
             message = "gives no sign of life, or its launcher, which has the store, does not"
             message = f"{message}: for {seconds:.0f} s; rank {self._rank} {waits}"
         others = () if rank == self._rank else (rank,)
@@ -297,6 +328,7 @@ class Watchdog:
         return report
 
     def _sample(self, seconds: float) -> None:
+        """Count one sample of the main thread, and the time since the previous sample."""
         now = self._moving
         now.samples += 1
         now.seconds += seconds
@@ -310,7 +342,7 @@ class Watchdog:
 
     def _die(self, verdict: HangReport) -> None:
         """Record the verdict, write the stacks, wait until the other live ranks have done so, and exit."""
-        self._dying.acquire()  # never released: the first thread to get here ends the process
+        self._dying.acquire()  # never released, because the first thread to get here ends the process
         if self._closed.is_set():
             return self._dying.release()
         reported = failure.Failure(
@@ -328,15 +360,18 @@ class Watchdog:
         with contextlib.suppress(Exception):
             self._write_stacks(verdict)
         with contextlib.suppress(Exception):
-            # briefly: the exit of one rank may make the launcher kill others before they have written theirs
+            # Wait briefly, because the launcher may kill the other ranks after the exit of one, before
+            # they have written their stacks.
             self._others.wait_for_others(self._size - len(verdict.silent), 3 * self._beat)
         exit_report.end(failure.PEER)
 
     def _write_stacks(self, verdict: HangReport) -> None:
+        """Log the verdict, and write the stacks of all threads to this rank's log."""
         logger.error(f"rank {verdict.rank} (host {verdict.host}) {verdict.message}")
-        for line in verdict.table if self._rank in monitors(self._size) else ():
-            logger.error(line)
-        # missing data are often due to a worker that is stopped or waits for a disk
+        if self._rank in monitors(self._size):
+            for line in verdict.table:
+                logger.error(line)
+        # Data are often missing because a worker is stopped or waits for a disk.
         for child in multiprocessing.active_children():
             stat = process_identity.read_stat(child.pid or 0)
             state = stat.state if stat is not None else "Z"

@@ -237,6 +237,6 @@ def test_going_back_is_bounded(root: Path, one: dict[str, Ended]) -> None:
     assert guard_of(root / "twice", STEPS)["rewinds"] == [[11, 8, 80, 88], [11, 8, 88, 96]]
     error = one["thrice"].error
     assert isinstance(error, NumericalError)
-    assert str(error).startswith("step 11: the loss") and "went back from here 2 times (training.max_rewinds)" in str(
+    assert str(error).startswith("step 11: the loss") and "rolled back from here 2 times (training.max_rewinds)" in str(
         error
     )
