@@ -1,4 +1,4 @@
-"""What a plan says when a run of this machine has ended: what to change without memory, and whether it was right."""
+"""Compare a plan with a run that has ended, and suggest changes after a run is out of memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardtrain.utils import atomic_io
 from shardtrain.utils.units import GIB
 
 OFF = 0.15
-"""A measurement that is off by more than this share of the plan is worth a warning."""
+"""Relative error of a plan that is reported as a warning."""
 _SHORT_SECONDS = 0.1
-"""Of a planned step: what the host does in a step, which is not planned, may take as long."""
+"""In a shorter planned step, work of the host that is not planned may take as long."""
 _SMALL_GIB = 1.0
-"""Of a difference in memory: workspaces of kernels, which are not planned, may be so large."""
+"""Largest memory of kernel workspaces, which are not planned."""
 _FEWEST_STEPS = 5
 
 
@@ -30,43 +30,46 @@ def after_out_of_memory(config: Config, world_size: int, is_cpu: bool, memory_by
     Empty if there are no such changes, or if planning fails. The plan is for a CPU or an H100, because savings hardly
     depend on the device.
     """
-    with contextlib.suppress(Exception):  # the run's own error is what counts, and it was reported
+    # A failure here must not hide the error of the run.
+    with contextlib.suppress(Exception):
         found = planning.lighter(config, world_size, hardware.find("cpu" if is_cpu else "h100"), memory_bytes)
         if found:
-            return ["less memory would be taken with one of these (docs/plan.md):", *(f"  {line}" for line in found)]
+            return ["each of these changes needs less memory (docs/plan.md):", *(f"  {line}" for line in found)]
     return []
 
 
 def beside_measured(folder: Path, world_size: int, device_name: str) -> list[str]:
-    """Lines for people: planned and measured peak memory and speed of a run that has ended.
+    """Return lines with planned and measured peak memory and speed of a run that has ended.
 
-    ``device_name`` is PyTorch's. None where the device has no row, or too few steps were logged to tell.
+    They are also written to ``planned.json`` for ``shardtrain report``. Empty if the device has no row in devices.toml
+    or too few steps were logged. ``device_name`` is PyTorch's name of the device.
     """
-    with contextlib.suppress(Exception):  # a run that has succeeded does not fail by what is said of it
+    # A successful run must not fail because of this comparison.
+    with contextlib.suppress(Exception):
         known = devices.find(device_name)
         if known is None:
             return []
         metrics = {name: list(series.values) for name, series in run_files.read(folder).metrics.items()}
         if len(metrics.get("tps", [])) < _FEWEST_STEPS:
             return []
-        plan = planning.make(
-            configs.load(str(folder / "config.resolved.toml"), []).config, world_size, hardware.find(known)
-        )
-        later = metrics["tps"][len(metrics["tps"]) // 2 :]  # the first steps compile and warm up
+        config = configs.load(str(folder / "config.resolved.toml"), []).config
+        plan = planning.make(config, world_size, hardware.find(known))
+        # The first steps compile and warm up, so only the later half counts.
+        later = metrics["tps"][len(metrics["tps"]) // 2 :]
         pairs = {"tokens per second and device": (plan.tps, statistics.median(later), ",.0f")}
         if "memory_gib" in metrics:
-            # PyTorch counts what it holds, and not the driver's own
+            # PyTorch does not count the memory of the driver.
             pairs["peak memory in GiB"] = (plan.fullest.peak / GIB, max(metrics["memory_gib"]), ".1f")
         kept = {name: [planned, measured] for name, (planned, measured, _) in pairs.items()}
-        atomic_io.write(folder / "planned.json", json.dumps(kept) + "\n")  # for shardtrain report
+        atomic_io.write(folder / "planned.json", json.dumps(kept) + "\n")
         lines = []
         for name, (planned, measured, form) in pairs.items():
             off = measured / planned - 1
             text = f"{name}: planned {planned:{form}}, measured {measured:{form}} ({off:+.0%})"
             if name.startswith("tokens per second") and plan.time.seconds < _SHORT_SECONDS:
-                text += ": in steps this short the host decides, which is not planned"
+                text += ": steps this short depend on the host, which is not planned"
             elif name.startswith("peak memory") and abs(planned - measured) < _SMALL_GIB:
-                text += ": less than a plan is exact to"
+                text += ": the difference is below the accuracy of a plan"
             elif abs(off) > OFF:
                 text = f"warning: {text}: more than {OFF:.0%} off"
             lines.append(text)

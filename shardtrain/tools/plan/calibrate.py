@@ -1,4 +1,4 @@
-"""``plan --calibrate``: a device's rates as a finished run had them, or as the doctor measured them on the machines."""
+"""``plan --calibrate``: scale a device's rates to those of a finished run, or to those that the doctor measured."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 _FEWEST_STEPS = 5
 _FARTHEST = 50
-"""A device whose rates are off by more than this is another one."""
+"""Largest factor between planned and measured rates. Above it, the run was on another device."""
 _MOST_BYTES = 2**24
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A device with scaled rates; ``ratio`` is the run's measured step time over the planned one."""
+    """A device with scaled rates. ``ratio`` is the measured step time divided by the planned one."""
 
     device: Device
     ratio: float
@@ -34,7 +34,7 @@ class Calibrated:
     steps: int
 
     def line(self, folder: str) -> str:
-        """What was learned, for people."""
+        """Return a sentence about the calibration."""
         return (
             f"calibrated by {folder}: {self.steps} logged steps on {self.world_size} devices took {self.ratio:.2f} "
             f"times as long as planned; rates of {self.device.name} are scaled by it"
@@ -44,8 +44,10 @@ class Calibrated:
 def learn(folder: Path, device: Device) -> Calibrated:
     """Read a run's configuration and step times, and scale the device.
 
-    The median of the later half of the logged steps is taken, for the first ones compile and warm up. Raises
-    ConfigError where the folder is not one of a run, its steps are too few, or the device cannot be that of the run.
+    The step time is the median of the later half of the logged steps, because the first ones compile and warm up.
+
+    Raises:
+        ConfigError: the folder is not one of a run, has too few steps, or the run was on another device.
     """
     record = run_files.read(folder)
     resolved = RunFolder(folder).config
@@ -70,22 +72,27 @@ def learn(folder: Path, device: Device) -> Calibrated:
 
 @dataclass(frozen=True)
 class Measured:
-    """A device with the rates that ``doctor --json`` measured; ``ratios`` are those of the device's own row to them."""
+    """A device with rates measured by ``doctor --json``.
+
+    ``ratios`` are the rates of its row divided by those.
+    """
 
     device: Device
     ratios: Mapping[str, float]
 
     def line(self, report: str) -> str:
-        """What was learned, for people."""
+        """Return a sentence about the calibration."""
         parts = ", ".join(f"{name} {1 / ratio:.0%}" for name, ratio in self.ratios.items())
-        return f"calibrated by {report}: of the rates of {self.device.name} in its row, these machines reach: {parts}"
+        return f"calibrated by {report}: share of the rates of {self.device.name} that these machines reach: {parts}"
 
 
 def learn_report(path: Path, device: Device) -> Measured:
-    """Read what ``doctor --json`` printed, and give the device the rates of products and links that it measured.
+    """Read the output of ``doctor --json``, and set the rates of matrix products and links that it measured.
 
-    Of a CPU the products alone: ranks of one machine meet in shared memory, which the doctor does not measure. Raises
-    ConfigError where the file is not such a report, or is about another device.
+    For a CPU, only the rates of products are set: its ranks share memory, which the doctor does not measure.
+
+    Raises:
+        ConfigError: the file is not such a report, or is about another device.
     """
 
     def wrong(rule: str, fix: str = "write one with shardtrain doctor --json > report.json") -> ConfigError:
@@ -111,7 +118,7 @@ def learn_report(path: Path, device: Device) -> Measured:
         raise wrong("has rates that no device has")
     found = "cpu" if rates.get("type") == "cpu" else devices.find(name)
     if found is not None and found != device.name and device.name in devices.names():
-        raise wrong(f"is about {name[:80]}, and not {device.name}", f"plan for it with --device {found}")
+        raise wrong(f"is about {name[:80]}, not {device.name}", f"plan for it with --device {found}")
     return _with_rates(device, flops, threads, collectives, wrong)
 
 
@@ -122,15 +129,19 @@ def _is_rate(value: float) -> bool:
 def _with_rates(
     device: Device, flops: Mapping[str, float], threads: int, collectives: list[tuple[int, int, float]], wrong: Any
 ) -> Measured:
-    """The device with the rates of a report: its row over what was measured, by name, must be of one device."""
+    """Return the device with the rates of a report.
+
+    Raises:
+        ConfigError: made by ``wrong``; a rate is too far from that of the device.
+    """
     dtype = next((dtype for dtype in flops if dtype in device.flops), None)
     if dtype is None:
-        raise wrong(f"measured products in {', '.join(flops)}, of which the row of {device.name} says nothing")
-    # the row of a CPU is of one core, and was measured with some threads
+        raise wrong(f"measured products in {', '.join(flops)}, for which the row of {device.name} has no peak")
+    # The row of a CPU describes one core, but the measurement used several threads.
     rate = flops[dtype] / (max(1, threads) ** timing.THREADS_EXPONENT if device.is_cpu else 1)
     ratios = {f"{dtype} products": device.flops[dtype] * device.matmul_efficiency / rate}
     changes: dict[str, Any] = {}
-    # Between hosts all ranks of a host share its network, in a node its links.
+    # Ranks of a host share its network, so a rank has its part of the measured rate.
     if not device.is_cpu:
         within = [rate for ranks, per_host, rate in collectives if per_host == ranks > 1]
         between = [rate / per_host for ranks, per_host, rate in collectives if per_host < ranks]

@@ -1,6 +1,6 @@
 """Devices and links of a plan: rows of ``facts/devices.toml``, or a user's file of the same form.
 
-Nothing is measured and no device is queried: a plan is for machines that need not exist here.
+No device is queried, because a plan is usually for other machines.
 """
 
 from __future__ import annotations
@@ -28,15 +28,20 @@ _LARGEST = {
     "devices_per_link": 100_000,
     "flops": 1e18,
 }
-"""More than this is a wrong unit, not a device."""
+"""Largest plausible value of each key. A larger one has a wrong unit."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects devices: bytes per second per device and direction, and the seconds that a message takes at least.
+    """A link between devices.
 
-    ``efficiency`` is the share of the bandwidth that large collectives reach; ``source`` says where the row is from.
-    ``peers``: without a switch, how many other devices the bandwidth is shared out to; 0 with one.
+    Attributes:
+        name: Name of the link.
+        bytes_per_second: Bandwidth per device in one direction.
+        latency_seconds: Smallest time of a message.
+        efficiency: Share of the bandwidth that large collectives reach.
+        source: Origin of the numbers.
+        peers: Number of other devices that share the bandwidth if there is no switch. 0 with a switch.
     """
 
     name: str
@@ -49,11 +54,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator (or CPU rank), its memory, peaks by type, and the links in a node and between nodes.
+    """One accelerator, or one core of a CPU.
 
-    ``flops`` are dense peaks per second by dtype; the efficiencies are shares of a peak that large kernels reach.
-    ``launch_seconds`` is what the host takes to start a kernel; ``devices_per_link`` how many devices the link
-    connects, 0 for those of a node.
+    Attributes:
+        flops: Dense peaks per second by dtype.
+        devices_per_node: Devices of a node.
+        link, network: Links within a node and between nodes.
+        matmul_efficiency, attention_efficiency, memory_efficiency: Shares of the peaks that large kernels reach.
+        launch_seconds: Time of the host to start a kernel.
+        source: Origin of the numbers.
+        devices_per_link: Devices that ``link`` connects. 0 for those of a node.
     """
 
     name: str
@@ -75,12 +85,12 @@ class Device:
 
     @property
     def linked(self) -> int:
-        """Devices that its link connects."""
+        """Number of devices that the link connects."""
         return self.devices_per_link or self.devices_per_node
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is one core of a CPU."""
+        """True for a CPU core."""
         return self.name == "cpu"
 
     @property
@@ -89,19 +99,20 @@ class Device:
         return int(self.memory_gib * GIB)
 
     def peak(self, dtype: str) -> float:
-        """Dense FLOPs per second of a dtype.
+        """Return the dense FLOPs per second of a dtype.
 
-        Raises ConfigError where the row does not say.
+        Raises:
+            ConfigError: the device has no peak for it.
         """
         if dtype not in self.flops:
-            rule = f"has no peak of {dtype} in its row, which knows {', '.join(sorted(self.flops))}"
+            rule = f"has no peak of {dtype} in its row, which has only {', '.join(sorted(self.flops))}"
             raise ConfigError(
-                Problem("--device", self.name, rule, f"add {dtype} to its flops, or compute in another type")
+                Problem("--device", self.name, rule, f"add {dtype} to its flops, or compute in another dtype")
             )
         return self.flops[dtype]
 
     def slower(self, times: float) -> Device:
-        """The same device, all of whose rates are divided by ``times``."""
+        """Return the device with all rates divided by ``times``."""
 
         def of(link: Link) -> Link:
             rate = link.bytes_per_second / times
@@ -118,7 +129,7 @@ class Device:
         )
 
     def with_nodes_of(self, per_node: int, link: str | None = None) -> Device:
-        """Return the device in nodes of another size, which another link of devices.toml may connect."""
+        """Return the device in nodes of another size, optionally with another link from devices.toml."""
         found = self.link if link is None else _link(link, devices.table()["links"], "link", "devices.toml")
         return replace(self, devices_per_node=per_node, link=found)
 
@@ -148,9 +159,11 @@ def find(name: str, option: str = "--device") -> Device:
     return _device(known, devices.table()["devices"][known], links, "devices.toml")
 
 
-def _tables(found: Any) -> dict[str, dict[str, Any]]:
-    """The tables in what should be a table of tables."""
-    return {key: value for key, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
+def _tables(value: Any) -> dict[str, dict[str, Any]]:
+    """Return the entries of a TOML table that are tables. Empty if the value is not a table."""
+    if not isinstance(value, dict):
+        return {}
+    return {name: entry for name, entry in value.items() if isinstance(entry, dict)}
 
 
 def _read(path: Path, option: str) -> dict[str, Any]:
@@ -158,13 +171,17 @@ def _read(path: Path, option: str) -> dict[str, Any]:
         return parse_toml(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         rule = f"cannot be read: {error.strerror}"
-        raise ConfigError(Problem(option, str(path), rule, "give a file that is there")) from error
+        raise ConfigError(Problem(option, str(path), rule, "give an existing file")) from error
     except ValueError as error:
         raise ConfigError(Problem(option, str(path), f"is not TOML: {error}", "correct the file")) from error
 
 
 def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: str) -> Device:
-    """A device from its row, with defaults; raises ConfigError that names the key for what no device has."""
+    """Return a device from its row, with defaults.
+
+    Raises:
+        ConfigError: with the key of a missing, unknown or impossible value.
+    """
     row = {
         "power_watts": 0,
         "launch_seconds": 5e-6,
@@ -180,11 +197,13 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
     _check_keys(row, {f.name for f in fields(Device)} - {"name"}, path, where)
     flops = row["flops"]
     if not isinstance(flops, Mapping) or not flops:
-        raise _wrong(f"{path}.flops", flops, "is not a table of peaks by type", "write bfloat16 = 989e12", where)
+        raise _wrong(f"{path}.flops", flops, "is not a table of peaks by dtype", "write bfloat16 = 989e12", where)
     for dtype, value in flops.items():
         _check_number(f"{path}.flops.{dtype}", value, _LARGEST["flops"], where)
         if value < 1e6:
-            raise _wrong(f"{path}.flops.{dtype}", value, "is less than any device", "write FLOPs, not TFLOPs", where)
+            raise _wrong(
+                f"{path}.flops.{dtype}", value, "is less than any device has", "write FLOPs, not TFLOPs", where
+            )
     may_be_zero = ("power_watts", "launch_seconds", "devices_per_link")
     for key in ("memory_gib", "memory_bytes_per_second", "devices_per_node", *may_be_zero):
         _check_number(f"{path}.{key}", row[key], _LARGEST[key], where, zero=key in may_be_zero)

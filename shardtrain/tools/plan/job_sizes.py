@@ -1,4 +1,4 @@
-"""What a plan needs of a configuration: sizes of the mesh, batch, types and modes, as plain numbers."""
+"""Sizes of a run for a plan: mesh, batch, widths of dtypes and modes, as plain numbers."""
 
 from __future__ import annotations
 
@@ -16,26 +16,45 @@ from shardtrain.facts.quantization import GROUPED, LINEAR, MX
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """One run on a mesh.
+    """One run on a mesh. Widths are in bytes per element.
 
-    ``rows`` are sequences of a micro-batch and ``num_microbatches`` the micro-batches of a step on each data-parallel
-    rank. ``fsdp``: weights are gathered from shards; ``copies``: they are cast without it. ``states``: tensors
-    of the optimizer for each weight. ``state_width``: bytes of their elements; ``early_step``: gradients are used and
-    freed in backward; ``stored_width``: bytes of elements of weights and gradients; ``compute_width`` those of
-    activations and gathered weights, ``reduce_width`` those of gradients on their way, ``gradient_width`` those of
-    gradients where they are not as wide as weights. ``recompute`` is "none", "full", "op" or, as digits, every how
-    manieth layer is recomputed. ``fused``: the model is compiled, so that elementwise operations are few. ``float8``:
-    products of linear layers in float8, ``float8_experts``: those of experts, ``float8_gather``: FSDP sends weights of
-    linear layers in 8 bits. ``offload``: what is in host memory, of weights, gradients and optimizer state.
-
-    The rest differs for runs of other systems alone. ``overlaps``: gradients are reduced beside the backward pass.
-    ``recompute`` may also be "core", attention alone. ``flash``: scores of attention never reach memory;
-    ``attention_speed``: of its kernels, over those that PyTorch has.
-    ``split_sequence``: norms work on a part of the sequence under tensor parallelism. ``repeats_kv``: attention gets a
-    copy of keys and values for each head of the queries. ``reduces_once``: gradients of several micro-batches are
-    reduced together. ``gathers_float8``: tensor parallelism gathers what was cast to float8 before. ``loss``: "chunked"
-    is ops/cross_entropy.py and "at head" ops/linear_cross_entropy.py where that saves memory; of other systems "fused"
-    never has all logits, and "whole" has them in float32.
+    Attributes:
+        seq_len: Tokens of a sequence.
+        rows: Sequences of a micro-batch.
+        num_microbatches: Micro-batches of a step on each data-parallel rank.
+        pp, dp_replicate, dp_shard, cp, tp, ep: Degrees of the mesh.
+        cp_method: Exchange of context parallelism.
+        schedule: Pipeline schedule.
+        stages: Layers of each pipeline stage.
+        recompute: "none", "full", "op", or "N" to recompute every Nth layer. "core" is only attention (other systems).
+        reshard: Value of parallelism.fsdp_reshard_after_forward.
+        shard_states: Optimizer states are sharded over replicas.
+        loss_parallel: The loss uses logits that are split over tp.
+        stored_width: Width of weights and gradients.
+        compute_width: Width of activations and gathered weights.
+        reduce_width: Width of gradients in reductions.
+        gradient_width: Width of gradients if it is not ``stored_width``, else 0.
+        overlaps: Gradients are reduced during the backward pass.
+        states: Optimizer state tensors per weight.
+        state_width: Width of optimizer states.
+        early_step: Gradients are used and freed in backward.
+        fsdp: Weights are sharded and gathered.
+        copies: Weights are cast without FSDP, so copies in the compute dtype exist.
+        fused: The model is compiled, so elementwise operations are fused.
+        float8: Linear layers multiply in float8.
+        float8_experts: Experts multiply in float8.
+        float8_gather: FSDP gathers weights of linear layers in 8 bits.
+        offload: Part of weights, gradients and optimizer states in host memory.
+        loss: "chunked" is ops/cross_entropy.py. "at head" is ops/linear_cross_entropy.py where it saves memory.
+            For other systems, "fused" never has all logits, and "whole" has all of them in float32.
+        flash: Attention scores are never stored. Always true, except for other systems, as for all fields below.
+        split_sequence: Norms work on a part of the sequence under tensor parallelism.
+        repeats_kv: Attention copies keys and values for each query head.
+        reduces_once: Gradients of several micro-batches are reduced together.
+        gathers_float8: Tensor parallelism gathers activations after they are cast to float8.
+        attention_speed: Speed of attention kernels, relative to PyTorch's.
+        compute_dtype: Name of the compute dtype.
+        notes: What the plan does not count.
     """
 
     seq_len: int
@@ -81,12 +100,12 @@ class PlannedJob:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of an element of the gradients that the optimizer is given."""
+        """Bytes of an element of the gradients that the optimizer reads."""
         return self.gradient_width or self.stored_width
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
@@ -101,101 +120,76 @@ class PlannedJob:
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether layers are computed again in backward, so that no schedule computes gradients of weights apart."""
+        """True if backward recomputes layers. No schedule can then split off the gradients of weights."""
         return self.recompute not in ("none", "core")
 
     @property
     def frees_gathered(self) -> bool:
-        """Whether FSDP frees gathered weights after forward."""
+        """True if FSDP frees gathered weights after forward."""
         if self.reshard == "default":
             return self.dp_shard * self.cp > 1 and self.pp == 1
         return self.reshard == "always"
 
     def stages_of_rank(self, rank: int) -> Sequence[int]:
-        """Indices of the stages of a pipeline rank, in the order of forward."""
+        """Return the indices of the stages of a pipeline rank, in the order of forward."""
         return stages.stages_of_rank(self.schedule, rank, self.pp, len(self.stages))
 
 
 def of_config(
     config: Config, world_size: int, num_layers: int, sequences_per_row: int = 1, has_experts: bool = False
 ) -> PlannedJob:
-    """The job of a configuration on so many ranks; ``num_layers`` and ``has_experts`` are the model's."""
-    p = config.parallelism
+    """Return the sizes of a configured run on ``world_size`` ranks.
+
+    Args:
+        config: The configuration.
+        world_size: Number of ranks.
+        num_layers: Layers of the model.
+        sequences_per_row: Sequences that the task makes of one row of data.
+        has_experts: The model has experts.
+    """
+    parallelism = config.parallelism
     training = config.training
     recompute = config.activation_checkpoint
     accumulation = max(1, derived.accumulation_steps(config, world_size))
-    rows = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size
+    rows = training.local_batch_size
+    if parallelism.pipeline_parallel_degree > 1:
+        rows = parallelism.pipeline_parallel_microbatch_size
     compute = derived.compute_dtype(config)
     has_work_for_fsdp = world_size > 1 or compute != training.dtype or training.enable_cpu_offload
-    mode = {"selective": recompute.selective_ac_option, "full": "full"}.get(recompute.mode, "none")
+    recompute_mode = {"selective": recompute.selective_ac_option, "full": "full"}.get(recompute.mode, "none")
+    schedule, schedule_notes = _schedule(parallelism)
+    precision = _LowPrecision.of_config(config)
 
-    # What the plan does not know of this configuration, as notes in its answer.
-    not_known = {
-        "the compiler decides what activation_checkpoint.memory_budget recomputes; planned without recomputation": (
-            recompute.mode == "memory_budget"
-        ),
-        "the optimizer is a file: its state is counted as AdamW's": config.optimizer.name.endswith(".py"),
-        f"the frozen model that task.name={config.task.name} may hold is not counted; a dry run counts it": (
-            config.task.name in ("distillation", "preference")
-        ),
-        "activation_checkpoint.cpu_offload: offloaded activations are counted as device memory": (
-            recompute.cpu_offload
-        ),
-    }
-    notes = [*derived.notes_on_rows(config), *(note for note, applies in not_known.items() if applies)]
-    name = stages.schedule_name(p.pipeline_parallel_schedule) or p.pipeline_parallel_schedule
-    if name in stages.FROM_CSV and p.pipeline_parallel_degree > 1:
-        name = "1F1B" if name in stages.SINGLE else "Interleaved1F1B"
-        notes.append(f"pipeline_parallel_schedule_csv is not read here; planned as {name}")
-
-    optimizer = OPTIMIZERS.get(config.optimizer.name, OPTIMIZERS["AdamW"])
-
-    # Converters by the part of the model that they convert, and whether its products really run in float8.
-    linear = config.quantize.linear
-    in_float8 = {
-        name.split(".")[1]: not getattr(config.quantize, name.split(".")[1]).float8.emulate
-        for name in (LINEAR, GROUPED)
-        if name in config.model.converters
-    }
-    in_mx = MX in config.model.converters
-    if in_mx:  # counted as tensorwise float8, whose peak they have where a device has them
-        in_float8["linear"] = linear.mx.recipe_name != "mxfp8_emulated"
-        if in_float8["linear"]:
-            notes.append("MX is counted as float8; its products need CUDA compute capability 10.0 and above")
-    if not all(in_float8.values()):
-        notes.append(
-            f"{'MX' if in_mx else 'float8'} is emulated, which is slower than the planned products in the compute type"
-        )
-
-    # As distributed/loss_at_head.py, where the head is an ordinary linear layer of one of this package's decoders.
-    own = config.model.name != "transformers" and not config.model.name.endswith(".py")
-    filters = (linear.mx if in_mx else linear.float8).filter_fqns
-    plain_head = "linear" not in in_float8 or any(name in ("head", "output") for name in filters)
-    whole = p.tensor_parallel_degree == p.pipeline_parallel_degree == 1
-    at_head = own and plain_head and whole and config.task.name == Task().name
+    # The loss at the head needs a plain linear head of one of this package's decoders:
+    # distributed/loss_at_head.py.
+    is_native = config.model.name != "transformers" and not config.model.name.endswith(".py")
+    has_full_head = parallelism.tensor_parallel_degree == parallelism.pipeline_parallel_degree == 1
+    is_default_task = config.task.name == Task().name
+    is_at_head = is_native and precision.has_plain_head and has_full_head and is_default_task
 
     cp_method: Literal["allgather", "ring", "ulysses"] = "ring"
-    if p.context_parallel_method == "ulysses":
+    if parallelism.context_parallel_method == "ulysses":
         cp_method = "ulysses"
-    elif p.context_parallel_rotate_method == "allgather":
+    elif parallelism.context_parallel_rotate_method == "allgather":
         cp_method = "allgather"
+    optimizer = OPTIMIZERS.get(config.optimizer.name, OPTIMIZERS["AdamW"])
     return PlannedJob(
         seq_len=training.seq_len,
         rows=rows * sequences_per_row,
         num_microbatches=training.local_batch_size * accumulation // rows,
-        pp=p.pipeline_parallel_degree,
-        dp_replicate=p.data_parallel_replicate_degree,
+        pp=parallelism.pipeline_parallel_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
         dp_shard=derived.shard_degree(config, world_size),
-        cp=p.context_parallel_degree,
-        tp=p.tensor_parallel_degree,
-        ep=p.expert_parallel_degree,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
         cp_method=cp_method,
-        schedule=name,
-        stages=layers_of_stages(p, num_layers),
-        recompute=mode,
-        reshard=p.fsdp_reshard_after_forward,
-        shard_states=p.shard_optimizer_states and p.data_parallel_replicate_degree > 1,
-        loss_parallel=not p.disable_loss_parallel,
+        schedule=schedule,
+        stages=layers_of_stages(parallelism, num_layers),
+        recompute=recompute_mode,
+        reshard=parallelism.fsdp_reshard_after_forward,
+        shard_states=parallelism.shard_optimizer_states and parallelism.data_parallel_replicate_degree > 1,
+        loss_parallel=not parallelism.disable_loss_parallel,
         stored_width=ITEM_BYTES[training.dtype],
         compute_width=ITEM_BYTES[compute],
         reduce_width=ITEM_BYTES[training.mixed_precision_reduce],
@@ -205,26 +199,104 @@ def of_config(
         fsdp=has_work_for_fsdp and not derived.does_without_fsdp(config, world_size, has_experts),
         copies=derived.computes_with_copies(config, world_size, has_experts),
         fused=bool(config.compile.enable) and "model" in config.compile.components,
-        float8=in_float8.get("linear", False),
-        float8_experts=in_float8.get("grouped_mm", False),
-        float8_gather=LINEAR in config.model.converters and linear.float8.enable_fsdp_float8_all_gather,
+        float8=precision.has_float8_linears,
+        float8_experts=precision.has_float8_experts,
+        float8_gather=precision.has_float8_gather,
         offload="all" if training.enable_cpu_offload else "nothing",
         compute_dtype=compute,
-        loss="at head" if at_head else "chunked",
-        notes=tuple(notes),
+        loss="at head" if is_at_head else "chunked",
+        notes=(*derived.notes_on_rows(config), *_uncounted(config), *schedule_notes, *precision.notes),
     )
 
 
-def layers_of_stages(p: Parallelism, num_layers: int) -> tuple[range, ...]:
-    """Layers of each pipeline stage; one stage with all of them where there is no pipeline."""
-    if p.pipeline_parallel_degree < 2:
+def _uncounted(config: Config) -> list[str]:
+    """Return notes on options whose effect the plan does not count."""
+    recompute = config.activation_checkpoint
+    notes = []
+    if recompute.mode == "memory_budget":
+        notes.append(
+            "the compiler decides what activation_checkpoint.memory_budget recomputes; planned without recomputation"
+        )
+    if config.optimizer.name.endswith(".py"):
+        notes.append("the optimizer is a file: its state is counted as AdamW's")
+    if config.task.name in ("distillation", "preference"):
+        notes.append(f"the frozen model that task.name={config.task.name} may hold is not counted; a dry run counts it")
+    if recompute.cpu_offload:
+        notes.append("activation_checkpoint.cpu_offload: offloaded activations are counted as device memory")
+    return notes
+
+
+def _schedule(parallelism: Parallelism) -> tuple[str, list[str]]:
+    """Return the pipeline schedule of the plan, and notes if it is not the configured one."""
+    name = parallelism.pipeline_parallel_schedule
+    name = stages.schedule_name(name) or name
+    if name not in stages.FROM_CSV or parallelism.pipeline_parallel_degree < 2:
+        return name, []
+    name = "1F1B" if name in stages.SINGLE else "Interleaved1F1B"
+    return name, [f"pipeline_parallel_schedule_csv is not read here; planned as {name}"]
+
+
+@dataclass(frozen=True)
+class _LowPrecision:
+    """Products in float8 or MX, which counts as float8.
+
+    Attributes:
+        has_float8_linears: Linear layers run in float8. False if it is emulated.
+        has_float8_experts: Experts run in float8. False if it is emulated.
+        has_float8_gather: FSDP gathers weights in float8.
+        has_plain_head: The head is not converted.
+        notes: Notes on emulation and devices.
+    """
+
+    has_float8_linears: bool
+    has_float8_experts: bool
+    has_float8_gather: bool
+    has_plain_head: bool
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of_config(cls, config: Config) -> _LowPrecision:
+        """Read the converters of a configuration."""
+        converters = config.model.converters
+        linear = config.quantize.linear
+        notes = []
+        # For each converted part of the model: True if its products really run in 8 bits, False if
+        # emulated.
+        runs_in_8_bits = {}
+        if LINEAR in converters:
+            runs_in_8_bits["linear"] = not linear.float8.emulate
+        if GROUPED in converters:
+            runs_in_8_bits["experts"] = not config.quantize.grouped_mm.float8.emulate
+        has_mx = MX in converters
+        if has_mx:
+            runs_in_8_bits["linear"] = linear.mx.recipe_name != "mxfp8_emulated"
+            if runs_in_8_bits["linear"]:
+                notes.append("MX is counted as float8; its products need CUDA compute capability 10.0 and above")
+        if not all(runs_in_8_bits.values()):
+            name = "MX" if has_mx else "float8"
+            notes.append(f"{name} is emulated, which is slower than the planned products in the compute type")
+
+        filters = linear.mx.filter_fqns if has_mx else linear.float8.filter_fqns
+        is_head_excluded = any(name in ("head", "output") for name in filters)
+        return cls(
+            has_float8_linears=runs_in_8_bits.get("linear", False),
+            has_float8_experts=runs_in_8_bits.get("experts", False),
+            has_float8_gather=LINEAR in converters and linear.float8.enable_fsdp_float8_all_gather,
+            has_plain_head="linear" not in runs_in_8_bits or is_head_excluded,
+            notes=tuple(notes),
+        )
+
+
+def layers_of_stages(parallelism: Parallelism, num_layers: int) -> tuple[range, ...]:
+    """Return the layers of each pipeline stage. Without a pipeline, one stage has all layers."""
+    if parallelism.pipeline_parallel_degree < 2:
         return (range(num_layers),)
-    if p.module_fqns_per_model_part is None:
-        return tuple(stages.layers_per_stage(p, num_layers))
-    found = []
+    if parallelism.module_fqns_per_model_part is None:
+        return tuple(stages.layers_per_stage(parallelism, num_layers))
+    layers = []
     start = 0
-    for part in p.module_fqns_per_model_part:
+    for part in parallelism.module_fqns_per_model_part:
         count = sum(name.startswith("layers.") for name in part)
-        found.append(range(start, start + count))
+        layers.append(range(start, start + count))
         start += count
-    return tuple(found)
+    return tuple(layers)

@@ -1,4 +1,4 @@
-"""A plan as text of at most 80 columns, or of a terminal's: memory of each pipeline rank as bars, time as shares."""
+"""Print a plan: memory of each pipeline rank as a bar, and time by kind of cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 80
 _LEAST_WIDTH = 60
 BAR = 36
 _MARKS = "PGOAB+"
-"""Parameters, gradients, optimizer state, activations, buffers, overhead."""
+"""Characters of a bar: parameters, gradients, optimizer states, activations, buffers, overhead."""
 _MOST_RANKS = 16
 
 
@@ -25,10 +25,14 @@ def lines(
     save_seconds: float = 0.0,
     columns: int | None = None,
 ) -> list[str]:
-    """The whole answer; ``tokens`` is a budget to say days, energy and (with a price per device) cost of.
+    """Return the lines of a plan.
 
-    ``save_seconds`` is the interval of checkpoints, 0 where there are none. With ``columns``, those of a terminal,
-    no line is longer.
+    Args:
+        plan: The plan.
+        tokens: Number of training tokens, to print days, energy and cost.
+        dollars_per_hour: Price per device, to print the cost.
+        save_seconds: Interval between checkpoints. 0 without checkpoints.
+        columns: Width of the terminal. Longer sentences are wrapped.
     """
     width = min(WIDTH, max(_LEAST_WIDTH, columns or WIDTH))
     found = [
@@ -43,7 +47,7 @@ def lines(
     if columns is None:
         return found
 
-    # sentences as lines that are short enough, which tables are already
+    # Tables are narrow enough, so this only wraps sentences.
     wrapped: list[str] = []
     for line in found:
         if len(line) <= max(columns, width):
@@ -60,9 +64,10 @@ def _head(plan: Plan) -> Iterator[str]:
     job = plan.job
     piped = f", {job.schedule} of {len(job.stages)} stages" if job.pp > 1 else ""
     yield f"mesh: {mesh}{piped}; recompute {job.recompute}"
+    micro_batches = "micro-batches" if job.num_microbatches > 1 else "micro-batch"
     yield (
         f"batch: {job.rows} x {job.seq_len} tokens, "
-        f"{job.num_microbatches} micro-batch{'es' if job.num_microbatches > 1 else ''}, "
+        f"{job.num_microbatches} {micro_batches}, "
         f"{format_count(job.tokens_per_step)} tokens per step"
     )
     for note in job.notes:
@@ -106,11 +111,11 @@ def _memory(plan: Plan, width: int) -> Iterator[str]:
 
 
 def _bar(rank: RankMemory, plan: Plan, scale: int) -> str:
-    """The parts of a rank's memory in the order of _MARKS, and ^ where the device ends."""
+    """Return a bar with the parts of a rank's memory in the order of _MARKS, and ^ at the capacity of the device."""
     gradients, activations, gathered = rank.at_peak
     on_device = (rank.parameters, gradients, rank.optimizer) if not rank.on_host else (0, 0, 0)
     sizes = (*on_device, activations, gathered, plan.overhead_bytes)
-    # each mark up to where the sum so far ends, so that roundings do not add up
+    # Each part ends at its rounded cumulative sum, so rounding errors do not add up.
     bar = ""
     total = 0
     for mark, size in zip(_MARKS, sizes, strict=True):

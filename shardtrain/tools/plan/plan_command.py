@@ -1,4 +1,4 @@
-"""The verb ``plan``: read the words, plan or search, print."""
+"""The verb ``plan``: parse arguments, plan or search, print."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from shardtrain.utils.units import parse_count
 HELP = """\
 usage: shardtrain plan [CONFIG.toml] [--gpus N | --nodes N] [--device NAME|FILE.toml] [--section.key VALUE ...]
 
-Say what a configuration needs and gives on machines that need not be there: memory of each rank, seconds of a step,
-tokens per second, MFU, what limits it. Nothing is trained; no GPU and no process group is used.
+Estimate a configuration on any machines: memory of each rank, seconds of a step, tokens per second, MFU and what
+limits it. Nothing is trained; no GPU and no process group is used.
 
-  --gpus N            devices (default: what the configuration's mesh asks for, in whole nodes)
-  --nodes N           nodes of the device's size, in place of --gpus
+  --gpus N            number of devices (default: those of the configured mesh, in full nodes)
+  --nodes N           number of nodes, instead of --gpus
   --device NAME       default: h100; or a TOML file with a table [devices.NAME] (docs/plan.md), or one of
 {devices}
-  --calibrate RUN     scale the device's rates by how long the steps of a finished run took; or the file of
-                      shardtrain doctor --json, for the rates of products and links that it measured
-  --tokens N          also days, device hours and energy for so many tokens, like 15T
+  --calibrate RUN     scale the device's rates to the step times of a finished run, or to the rates in the file
+                      of shardtrain doctor --json
+  --tokens N          also print days, device hours and energy for N tokens, such as 15T
   --price DOLLARS     per device and hour, for --tokens
-  --largest           also how long a sequence, how many rows and how many layers fit on this layout, each alone
+  --largest           also print the longest sequence, the most rows and the most layers that fit, each alone
   --search            rank every legal mesh, schedule, recompute mode and micro-batch for the same batch of tokens
-  --float8            with --search: also with float8 products in linear layers (other numbers, where the device can)
-  --top N             how many of them to show (default: 10)
+  --float8            with --search: also try float8 products in linear layers (changes numbers)
+  --top N             number of candidates to print (default: 10)
   -o FILE.toml        with --search: write the best one as a configuration for train
   --json              print one JSON object
 
   shardtrain plan llama3_70b --gpus 64 --device h100
   shardtrain plan my_run.toml --gpus 32 --device a100-80gb --search -o best.toml
 
-exit status: 0; 2 where the configuration does not fit, or with --search none does
+exit status: 0; 2 if the configuration, or with --search every candidate, does not fit
 """
 DOES_NOT_FIT = 2
 ASSUMED_STALL_SECONDS = 5.0
-"""What a save keeps training waiting, for an interval that a run would choose itself."""
+"""Assumed time that a save blocks training, to estimate an automatic interval."""
 
 
 def _count(text: str) -> int:
@@ -87,7 +87,7 @@ FLAGS = ("--search", "--json", "--largest", "--float8")
 
 @dataclass
 class PlanOptions:
-    """The verb's own options."""
+    """Options of the verb."""
 
     gpus: int | None = None
     nodes: int | None = None
@@ -104,7 +104,11 @@ class PlanOptions:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> PlanOptions:
-        """From the options by name; raises ConfigError where two of them do not go together."""
+        """Build from options by name.
+
+        Raises:
+            ConfigError: two options contradict each other, or one has no effect.
+        """
         if "-o" in given:
             given["--output"] = given.pop("-o")
 
@@ -112,11 +116,11 @@ class PlanOptions:
             return ConfigError(Problem("-o" if option == "--output" else option, value, rule, fix, "command line"))
 
         if {"--gpus", "--nodes"} <= given.keys():
-            raise wrong("--nodes", "is given beside --gpus", "give one of them", given["--nodes"])
+            raise wrong("--nodes", "cannot be combined with --gpus", "give one of them", given["--nodes"])
         needs = {"--float8": "--search", "--top": "--search", "--output": "--search", "--price": "--tokens"}
         for option, other in needs.items():
             if option in given and other not in given:
-                raise wrong(option, f"says nothing without {other}", f"give {other}, or leave it out")
+                raise wrong(option, f"has no effect without {other}", f"give {other} or remove it")
         for option in ("--largest", "--tokens"):
             if "--search" in given and option in given:
                 rule = "is about one configuration, and --search is about many"
@@ -125,9 +129,10 @@ class PlanOptions:
 
 
 def main(words: Sequence[str]) -> int:
-    """Plan what the words ask for; gives the exit status.
+    """Run the verb and return its exit status.
 
-    Raises ConfigError for wrong words, a configuration that train would refuse, or an unknown device.
+    Raises:
+        ConfigError: an argument is wrong, the device is unknown, or ``train`` would reject the configuration.
     """
     from shardtrain.facts import devices
     from shardtrain.tools.plan import hardware
@@ -139,68 +144,68 @@ def main(words: Sequence[str]) -> int:
         print(HELP.format(devices=names), end="")
         return 0
 
-    # Everything that can be wrong with the words is found before torch is imported.
-    asked = PlanOptions.of(taken.own)
+    # Check all arguments before torch is imported.
+    options = PlanOptions.of(taken.own)
     arguments = command_line.split(taken.rest)
     for name in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts"):
         if getattr(arguments, name) is not None:
             rule = "starts processes, and a plan starts none"
             fix = "use --gpus or --nodes"
             raise ConfigError(Problem(f"--{name}", getattr(arguments, name), rule, fix, "command line"))
-    device = hardware.find(asked.device)
+    device = hardware.find(options.device)
     loaded = configs.load(arguments.path, arguments.overrides)
-    if asked.output:
-        _require_writable(Path(asked.output), loaded.path)
+    if options.output:
+        _require_writable(Path(options.output), loaded.path)
     from shardtrain.tools.plan import picture, planning
 
-    # The devices: the row of the table, with measured rates where there are some, and how many.
-    if asked.calibrate is not None:
+    # Choose the device, with measured rates if requested, and the number of devices.
+    if options.calibrate is not None:
         from shardtrain.tools.plan import calibrate
 
-        source = Path(asked.calibrate)
+        source = Path(options.calibrate)
         learned = calibrate.learn_report(source, device) if source.is_file() else calibrate.learn(source, device)
         device = learned.device
-        print(learned.line(asked.calibrate), file=sys.stderr)
-    if asked.nodes is not None:
-        asked.gpus = asked.nodes * device.devices_per_node
+        print(learned.line(options.calibrate), file=sys.stderr)
+    if options.nodes is not None:
+        options.gpus = options.nodes * device.devices_per_node
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    world_size = asked.gpus or planning.smallest_world(loaded.config, device)
+    world_size = options.gpus or planning.smallest_world(loaded.config, device)
 
-    # A search ranks what the configuration could be.
-    if asked.search:
+    # A search ranks variations of the configuration.
+    if options.search:
         from shardtrain.tools.plan import search
 
-        found = search.run(loaded, world_size, device, asked.float8)
-        if asked.json:
-            print(json.dumps(found.as_dict(asked.top)))
+        found = search.run(loaded, world_size, device, options.float8)
+        if options.json:
+            print(json.dumps(found.as_dict(options.top)))
         else:
-            print("\n".join(search.lines(found, asked.top, columns)))
-        if asked.output and found.ranked:
+            print("\n".join(search.lines(found, options.top, columns)))
+        if options.output and found.ranked:
             text = search.as_toml(loaded, found.ranked[0])
-            _write(Path(asked.output), text)
-            if not asked.json:
-                print(f"wrote {asked.output}: shardtrain train {shlex.quote(asked.output)}")
+            _write(Path(options.output), text)
+            if not options.json:
+                print(f"wrote {options.output}: shardtrain train {shlex.quote(options.output)}")
         return 0 if found.ranked else DOES_NOT_FIT
 
-    # A plan is of the configuration as it is.
+    # Without a search, plan the configuration itself.
     configs.require_to_build(loaded, world_size)
     plan = planning.make(loaded.config, world_size, device)
-    largest = planning.largest(loaded.config, world_size, device) if asked.largest else None
+    largest = planning.largest(loaded.config, world_size, device) if options.largest else None
     save_seconds = _seconds_between_saves(loaded.config.checkpoint, plan.time.seconds)
-    if asked.json:
+    if options.json:
         more: dict[str, Any] = {"largest": largest} if largest else {}
-        if asked.tokens:
-            count, days = plan.failures(asked.tokens, save_seconds) if save_seconds else (None, None)
+        if options.tokens:
+            count, days = plan.failures(options.tokens, save_seconds) if save_seconds else (None, None)
             more["budget"] = {
-                "tokens": asked.tokens,
-                "days": plan.days(asked.tokens),
+                "tokens": options.tokens,
+                "days": plan.days(options.tokens),
                 "seconds_between_saves": save_seconds,
                 "failures": count,
                 "days_with_failures": None if days is None or math.isinf(days) else days,
             }
         print(json.dumps(plan.as_dict() | more))
     else:
-        print("\n".join(picture.lines(plan, asked.tokens, asked.price, save_seconds, columns)))
+        print("\n".join(picture.lines(plan, options.tokens, options.price, save_seconds, columns)))
         if largest:
             print("the largest that fit on this layout, each alone:")
             print("\n".join(f"  {option}={number}" for option, number in largest.items()))
@@ -208,7 +213,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _seconds_between_saves(saves: Checkpoint, step_seconds: float) -> float:
-    """0 where nothing is saved."""
+    """Seconds between checkpoints. 0 without checkpoints."""
     if not saves.enable or saves.load_only:
         return 0.0
     if saves.interval_type == "automatic":  # Young's interval, as the run finds it from the wait that it measures
@@ -217,7 +222,7 @@ def _seconds_between_saves(saves: Checkpoint, step_seconds: float) -> float:
 
 
 def _require_writable(path: Path, configuration: Path | None) -> None:
-    """Refuse, before the search, a file that cannot be written or would replace what it was made from."""
+    """Reject an output file that cannot be written or would replace the configuration, before the search starts."""
     fix = "name another file, such as -o best.toml"
     if path.is_dir():
         raise ConfigError(Problem("-o", str(path), "is a folder", fix, "command line"))

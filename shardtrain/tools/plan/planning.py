@@ -1,4 +1,4 @@
-"""The answer of ``shardtrain plan``: one configuration on so many devices, its memory, its time and what limits it."""
+"""Plan one configuration on a number of devices: memory, time, and changes that would help."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import GIB, format_bytes, format_count
 
 CONTEXT_BYTES = GIB
-"""On a GPU: the driver's context with NCCL's buffers."""
+"""Memory of the driver's context and of NCCL's buffers on a GPU."""
 FRAGMENTS = 0.03
-"""On a GPU: the share that PyTorch's allocator cannot hand out."""
+"""Share of a GPU's memory that PyTorch's allocator loses to fragmentation."""
 SECONDS_PER_FAILURE = 54 * 86400 * 16384 / 419
-"""Of one device: 419 unexpected interruptions in 54 days on 16,384 H100 (The Llama 3 Herd of Models, 2024, 3.3.4)."""
+"""Mean time between failures of one device.
+
+It is from 419 unexpected interruptions in 54 days on 16,384 H100 (The Llama 3 Herd of Models, 2024, section 3.3.4).
+"""
 MOST_DEVICES = 1_000_000
-"""That can be asked for."""
+"""Largest number of devices of a plan."""
 RESTART_SECONDS = 600.0
-"""From a failure to the first step after it, of a large job: assumed."""
+"""Assumed time from a failure to the next step of a large job."""
 CUTS = {
     "matmul": "float8 products (model.converters) where the device has them; less activation_checkpoint",
     "attention": "a shorter training.seq_len, or a model with a window",
@@ -47,16 +50,24 @@ CUTS = {
     "casts": "a larger training.local_batch_size, or weights in bfloat16 (training.dtype)",
     "optimizer": "more shards (data_parallel_shard_degree), or parallelism.shard_optimizer_states",
 }
-"""Cost -> what would cut it."""
+"""Cost -> changes that reduce it."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a configuration needs and gives on ``world_size`` devices.
+    """Memory and time of a configuration.
 
-    ``ranks`` is the memory at each place of the pipeline, in bytes; ``overhead_bytes`` come on top, for the driver and
-    the allocator. ``time`` is that of one step. ``fixes`` are changes of the configuration that would fit, the first
-    ones first; empty where it fits or none is known.
+    Attributes:
+        model: Label of the model.
+        num_params: Number of parameters.
+        device: The device.
+        sizes: Degree of each mesh axis.
+        job: Sizes of the run.
+        ranks: Memory at each place of the pipeline.
+        overhead_bytes: Memory of the driver and of fragmentation, in addition to ``ranks``.
+        time: Time of one step.
+        flops_per_token: Model FLOPs.
+        fixes: Changes with which the configuration would fit, best first. Empty if it fits or none is known.
     """
 
     model: str
@@ -78,56 +89,56 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return self.job.world_size
 
     @property
     def fullest(self) -> RankMemory:
-        """The rank that needs most memory."""
+        """The rank with the largest peak."""
         return max(self.ranks, key=lambda rank: rank.peak)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a device needs, with what driver and allocator take."""
+        """Largest peak of a rank, with the overhead."""
         return self.fullest.peak + self.overhead_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much."""
+        """True if the largest peak fits into the memory of the device."""
         return self.peak_bytes <= self.device.memory_bytes
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all devices."""
+        """Tokens per second over all devices."""
         return self.job.tokens_per_step / self.time.seconds
 
     @property
     def tps(self) -> float:
-        """Tokens per second and device."""
+        """Tokens per second per device."""
         return self.tokens_per_second / self.world_size
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over the dense peak of the compute type, 0..1; recomputation counts as none."""
+        """Model FLOPs relative to the dense peak of the compute dtype, 0..1, without recomputed FLOPs."""
         return self.flops_per_token * self.tps / self.device.peak(self.job.compute_dtype)
 
     def days(self, tokens: float) -> float:
-        """Days for so many tokens, without failures."""
+        """Return the days for a number of tokens, without failures."""
         return tokens / self.tokens_per_second / 86400
 
     def failures(self, tokens: float, save_seconds: float) -> tuple[float, float]:
-        """How many failures a run of so many tokens meets that saves at intervals, and the days that it takes then.
+        """Return the expected failures and the days for a number of tokens, with a save every ``save_seconds``.
 
-        A failure costs half an interval and a restart. Devices fail as in the run of Llama 3 405B: see the constant.
-        The days are infinite where a run loses more than it gains.
+        A failure costs half an interval and a restart. Devices fail at the rate of ``SECONDS_PER_FAILURE``. The days
+        are infinite if failures cost more time than passes between them.
         """
-        per_second = self.world_size / SECONDS_PER_FAILURE
-        kept = 1 - per_second * (save_seconds / 2 + RESTART_SECONDS)
-        days = self.days(tokens) / kept if kept > 0 else math.inf
-        return per_second * min(days, 1e6) * 86400, days
+        failures_per_second = self.world_size / SECONDS_PER_FAILURE
+        useful_share = 1 - failures_per_second * (save_seconds / 2 + RESTART_SECONDS)
+        days = self.days(tokens) / useful_share if useful_share > 0 else math.inf
+        return failures_per_second * min(days, 1e6) * 86400, days
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON."""
+        """Return the plan as plain values for JSON."""
         return {
             "model": self.model,
             "num_params": self.num_params,
@@ -152,9 +163,10 @@ class Plan:
 
 
 def make(config: Config, world_size: int, device: Device, model: ModelShape | None = None) -> Plan:
-    """Plan a configuration whose rules hold; ``model`` is its shape where that is known already.
+    """Plan a valid configuration. ``model`` is its shape, if the caller has read it already.
 
-    Raises ConfigError where the model cannot be read, or the device has no peak of the compute type.
+    Raises:
+        ConfigError: the model cannot be read, or the device has no peak for the compute dtype.
     """
     model = model or shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
@@ -164,7 +176,7 @@ def make(config: Config, world_size: int, device: Device, model: ModelShape | No
 
 
 def of_job(model: ModelShape, job: PlannedJob, device: Device, kernels: rank_memory.Kernels) -> Plan:
-    """The same of a job, without fixes."""
+    """Plan a job, without fixes."""
     orders = schedule.orders(job.schedule, job.pp, len(job.stages), job.num_microbatches, job.recomputes_layers)
     ranks = tuple(rank_memory.of_ranks(model, job, orders, kernels))
     sizes = {
@@ -177,42 +189,51 @@ def of_job(model: ModelShape, job: PlannedJob, device: Device, kernels: rank_mem
     if job.ep > 1:
         sizes["ep"] = job.ep
     time = timing.of_step(model, job, device, orders)
-    over = overhead(max(rank.peak for rank in ranks), device)
-    return Plan(model.name, model.num_params, device, sizes, job, ranks, over, time, model.flops_per_token)
+    overhead_bytes = overhead(max(rank.peak for rank in ranks), device)
+    return Plan(model.name, model.num_params, device, sizes, job, ranks, overhead_bytes, time, model.flops_per_token)
 
 
 def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
-    """How far each may be raised alone until the device is full: sequence, rows of a micro-batch, layers; 0 where not.
+    """Return the largest sequence length, micro-batch and number of layers that fit if only that option changes.
 
-    Sequences in multiples of 128 per rank that shares one, to 1 %; layers by one like the last, in whole pipelines.
+    A value is 0 if nothing fits, and exact to 1 %. Sequence lengths are multiples of 128 per rank that shares a
+    sequence. The number of layers is missing with a pipeline; added layers are copies of the last one.
     """
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
     job = job_sizes.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
     kernels = kernels_of(device, config, world_size)
 
-    def fits(one: PlannedJob, shape: ModelShape = model) -> bool:
-        orders = schedule.orders(one.schedule, one.pp, len(one.stages), one.num_microbatches, one.recomputes_layers)
-        used = max(rank.peak for rank in rank_memory.of_ranks(shape, one, orders, kernels))
+    unit = 128 * job.cp * job.tp
+
+    def fits(changed: PlannedJob, shape: ModelShape = model) -> bool:
+        orders = schedule.orders(
+            changed.schedule, changed.pp, len(changed.stages), changed.num_microbatches, changed.recomputes_layers
+        )
+        used = max(rank.peak for rank in rank_memory.of_ranks(shape, changed, orders, kernels))
         return used + overhead(used, device) <= device.memory_bytes
 
-    unit = 128 * job.cp * job.tp
+    def fits_length(units: int) -> bool:
+        return fits(replace(job, seq_len=units * unit))
+
+    def fits_rows(rows: int) -> bool:
+        return fits(replace(job, rows=rows))
+
+    def fits_layers(count: int) -> bool:
+        layers = (*model.layers, *model.layers[-1:] * count)[:count]
+        return fits(replace(job, stages=(range(count),)), replace(model, layers=layers))
+
     answer = {
-        "training.seq_len": unit * _most(lambda n: fits(replace(job, seq_len=n * unit))),
-        "training.local_batch_size": _most(lambda n: fits(replace(job, rows=n))),
+        "training.seq_len": unit * _largest_number(fits_length),
+        "training.local_batch_size": _largest_number(fits_rows),
     }
     if job.pp == 1:
-
-        def deeper(count: int) -> bool:
-            layers = (*model.layers, *model.layers[-1:] * count)[:count]
-            return fits(replace(job, stages=(range(count),)), replace(model, layers=layers))
-
-        answer["model.overrides.num_layers"] = _most(deeper)
+        answer["model.overrides.num_layers"] = _largest_number(fits_layers)
     return answer
 
 
-def _most(holds: Callable[[int], bool]) -> int:
-    """The largest number for which it holds, to 1 %; 0 where it holds for none, and no more than 2^30."""
+def _largest_number(holds: Callable[[int], bool]) -> int:
+    """Return the largest number up to 2^30 for which a condition holds, to 1 %. 0 if it does not hold for 1."""
     if not holds(1):
         return 0
     low = 1
@@ -229,7 +250,10 @@ def _most(holds: Callable[[int], bool]) -> int:
 
 
 def kernels_of(device: Device, config: Config, world_size: int) -> rank_memory.Kernels:
-    """Whose kernels run on a device; those of a CPU as this machine has measured them for a run of so many ranks."""
+    """Return the kernels of a device.
+
+    Those of a CPU depend on what this machine has measured for ``world_size`` ranks.
+    """
     if not device.is_cpu:
         return "cuda"
     if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
@@ -240,19 +264,22 @@ def kernels_of(device: Device, config: Config, world_size: int) -> rank_memory.K
 
 
 def overhead(used: int, device: Device) -> int:
-    """Bytes that driver and allocator take beside ``used``."""
+    """Return the bytes of the driver and of fragmentation, if ranks use ``used`` bytes."""
     return 0 if device.is_cpu else CONTEXT_BYTES + int(used * FRAGMENTS)
 
 
 def smallest_world(config: Config, device: Device) -> int:
-    """Devices that a configuration asks for: its mesh, and where that leaves the shards open, whole nodes of it."""
+    """Return the number of devices of the configured mesh.
+
+    With an open shard degree, it fills complete nodes.
+    """
     others = derived.other_degrees(config)
     shard = config.parallelism.data_parallel_shard_degree
     return others * shard if shard != -1 else math.lcm(others, device.devices_per_node)
 
 
 _FILLS = 0.7
-"""Below this share of the memory in a plan, the model is not why memory ran out. Plans are not exact."""
+"""If a plan needs less than this share of the memory, the model is not the reason why memory ran out."""
 
 
 def lighter(config: Config, world_size: int, device: Device, memory_bytes: int = 0) -> list[str]:
@@ -267,26 +294,43 @@ def lighter(config: Config, world_size: int, device: Device, memory_bytes: int =
     if now.peak_bytes < _FILLS * memory_bytes:
         return []
     enough = min(0.9 * now.peak_bytes, memory_bytes or math.inf)
-    plans = [one for one in _changed(model, job, device, config) if one[1].peak_bytes < enough]
-    plans.sort(key=lambda one: (one[1].world_size, -one[1].tps))
-    own = format_bytes(now.peak_bytes)
-    return [f"{text}: {format_bytes(plan.peak_bytes)} planned, in place of {own}" for text, plan in plans[:3]]
+    changes = [change for change in _changes(model, job, device, config) if change.plan.peak_bytes < enough]
+    changes.sort(key=_fewest_devices_then_fastest)
+    current = format_bytes(now.peak_bytes)
+    return [f"{one.text}: {format_bytes(one.plan.peak_bytes)} planned instead of {current}" for one in changes[:3]]
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of the configuration, as text, and the plan after it."""
+
+    text: str
+    plan: Plan
+
+
+def _fewest_devices_then_fastest(change: _Change) -> tuple[int, float]:
+    return change.plan.world_size, -change.plan.tps
 
 
 def _fixes(model: ModelShape, job: PlannedJob, device: Device, config: Config) -> list[str]:
-    """Up to three changes that would fit, the fastest first; where no single one does, the three that help most."""
-    plans = _changed(model, job, device, config)
-    fitting = sorted((one for one in plans if one[1].fits), key=lambda one: (one[1].world_size, -one[1].tps))
-    if fitting:
-        return [
-            f"{text}: {format_bytes(plan.peak_bytes)}, {plan.tps:,.0f} tokens/s/device" for text, plan in fitting[:3]
-        ]
-    plans.sort(key=lambda one: one[1].peak_bytes)
-    return [f"{text}: {format_bytes(plan.peak_bytes)}, still too much alone" for text, plan in plans[:3]]
+    """Return up to three changes that fit, the fastest first.
+
+    If none fits, the three that save most memory.
+    """
+    changes = _changes(model, job, device, config)
+    fitting = sorted((change for change in changes if change.plan.fits), key=_fewest_devices_then_fastest)
+    fixes = []
+    for change in fitting[:3]:
+        memory = format_bytes(change.plan.peak_bytes)
+        fixes.append(f"{change.text}: {memory}, {change.plan.tps:,.0f} tokens/s/device")
+    if fixes:
+        return fixes
+    changes.sort(key=lambda change: change.plan.peak_bytes)
+    return [f"{one.text}: {format_bytes(one.plan.peak_bytes)}, still too much alone" for one in changes[:3]]
 
 
-def _changed(model: ModelShape, job: PlannedJob, device: Device, config: Config) -> list[tuple[str, Plan]]:
-    """What may be changed for less memory, each alone, and what it would give."""
+def _changes(model: ModelShape, job: PlannedJob, device: Device, config: Config) -> list[_Change]:
+    """Plan each single change that may need less memory."""
     changes: list[tuple[str, PlannedJob]] = []
     if job.recompute != "full":
         changes.append(('activation_checkpoint.mode="full"', replace(job, recompute="full")))
@@ -295,8 +339,8 @@ def _changed(model: ModelShape, job: PlannedJob, device: Device, config: Config)
         halved = replace(job, rows=job.rows // 2, num_microbatches=job.num_microbatches * 2)
         changes.append((f"{option}={job.rows // 2} with the same global batch", halved))
 
-    # Tensor parallelism within a node takes ranks from the shards; as fewer ranks then read data, each has more
-    # micro-batches.
+    # Tensor parallelism within a node takes ranks from the shards. Fewer ranks then read data, so
+    # each has more micro-batches.
     heads = model.layers[0].heads
     kv_heads = model.layers[0].kv_heads
     for tp in (2, 4, 8):
@@ -314,22 +358,22 @@ def _changed(model: ModelShape, job: PlannedJob, device: Device, config: Config)
     if not config.training.enable_cpu_offload and not device.is_cpu:
         changes.append(("training.enable_cpu_offload=true", replace(job, offload="all")))
     kernels = kernels_of(device, config, job.world_size)
-    plans = [(text, of_job(model, one, device, kernels)) for text, one in changes]
+    planned = [_Change(text, of_job(model, changed, device, kernels)) for text, changed in changes]
 
-    # The least multiple of the devices that fits, or the largest that is tried.
+    # More devices: the smallest multiple that fits, or else the largest.
     for times in (2, 4, 8, 16, 32):
         more = of_job(model, replace(job, dp_shard=job.dp_shard * times), device, kernels)
         if more.fits or times == 32:
-            plans.append((f"{times} times as many devices ({more.world_size})", more))
+            planned.append(_Change(f"{times} times as many devices ({more.world_size})", more))
             break
-    return plans
+    return planned
 
 
 def refuse_unfit(loaded: Loaded, world_size: int) -> None:
-    """Before a run is submitted: raise ConfigError where it does not fit on so many of the devices ``launch.device``.
+    """Check before a run is submitted that it fits on ``world_size`` devices of the type ``launch.device``.
 
     Raises:
-        ConfigError: also for a device that is not known, and for a configuration that ``train`` would refuse to plan.
+        ConfigError: the run does not fit, the device is unknown, or the configuration cannot be planned.
     """
     name = str(loaded.config.launch.device)
     device = hardware.find(name, "launch.device")

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does in a step, in order, and when: PyTorch's own schedules, asked without a model."""
+"""Actions of each pipeline rank in a step, from PyTorch's own schedules but without a model, and their timing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardtrain.config import stages
 
 @dataclass(frozen=True)
 class Action:
-    """A forward ("F"), a whole backward ("B"), or its halves for inputs ("I") and weights ("W"), of a micro-batch."""
+    """One pass of a micro-batch: forward ("F"), backward ("B"), or its halves for inputs ("I") and weights ("W")."""
 
     kind: str
     stage: int
@@ -22,14 +22,14 @@ class Action:
 
 @dataclass(frozen=True)
 class Timeline:
-    """How long a step's pipeline takes, how long each rank computes, and the share of the time that ranks wait."""
+    """Seconds of a step's pipeline, and seconds that each rank computes."""
 
     seconds: float
     busy_seconds: tuple[float, ...]
 
     @property
     def bubble(self) -> float:
-        """Mean share of the time in which a rank waits, 0..1."""
+        """Mean share of the time that a rank waits, 0..1."""
         return 1 - sum(self.busy_seconds) / max(len(self.busy_seconds) * self.seconds, 1e-30)
 
 
@@ -37,17 +37,19 @@ class Timeline:
 def orders(
     schedule: str, degree: int, num_stages: int, num_microbatches: int, recomputes: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each pipeline rank in a step, as PyTorch's schedule of that name lists them; empty without one.
+    """Return the actions of each pipeline rank in a step, as PyTorch's schedule lists them. Empty for one rank.
 
-    A model that ``recomputes`` computes gradients of weights with those of inputs, whatever the schedule says.
+    With ``recomputes``, gradients of weights are computed together with those of inputs, whatever the schedule.
     """
     if degree == 1:
         return ()
     if schedule == "GPipe":
-        return tuple(
-            tuple(Action(kind, rank, number) for kind in ("F", "B") for number in range(num_microbatches))
-            for rank in range(degree)
-        )
+        order = []
+        for rank in range(degree):
+            forwards = [Action("F", rank, number) for number in range(num_microbatches)]
+            backwards = [Action("B", rank, number) for number in range(num_microbatches)]
+            order.append((*forwards, *backwards))
+        return tuple(order)
     if schedule == "1F1B":
         return tuple(_one_f_one_b(rank, degree, num_microbatches) for rank in range(degree))
     from torch.distributed.pipelining.schedules import get_schedule_class  # takes a second to import
@@ -59,56 +61,83 @@ def orders(
             stage_index_to_group_rank={},
         )  # fmt: skip
 
-    # PyTorch's schedules list the actions of all ranks when they are made, and ask nothing more of a stage than this.
-    kind: Any = get_schedule_class(schedule)
-    own = [stage(index) for index in stages.stages_of_rank(schedule, 0, degree, num_stages)]
-    found = kind(own, n_microbatches=num_microbatches, loss_fn=lambda *_: 0).pipeline_order
-    answer = []
+    # A schedule of PyTorch lists the actions of all ranks when it is created. It needs only these
+    # attributes of a stage.
+    schedule_class: Any = get_schedule_class(schedule)
+    stages_of_first_rank = [stage(index) for index in stages.stages_of_rank(schedule, 0, degree, num_stages)]
+    created = schedule_class(stages_of_first_rank, n_microbatches=num_microbatches, loss_fn=lambda *_: 0)
+    order = []
     for rank in range(degree):
-        parts = [part for action in found[rank] if action for part in (action.sub_actions or (action,))]
-        actions = [Action(one.computation_type.value, one.stage_index, one.microbatch_index) for one in parts]
-        if recomputes:
-            actions = [replace(one, kind="B") if one.kind == "I" else one for one in actions if one.kind != "W"]
-        answer.append(tuple(actions))
-    return tuple(answer)
+        actions = []
+        for combined in created.pipeline_order[rank]:
+            if not combined:  # the rank waits
+                continue
+            for part in combined.sub_actions or (combined,):
+                action = Action(part.computation_type.value, part.stage_index, part.microbatch_index)
+                if recomputes and action.kind == "W":
+                    continue
+                if recomputes and action.kind == "I":
+                    action = replace(action, kind="B")
+                actions.append(action)
+        order.append(tuple(actions))
+    return tuple(order)
 
 
 def _one_f_one_b(rank: int, degree: int, count: int) -> tuple[Action, ...]:
-    warm = min(degree - rank, count)
-    actions = [Action("F", rank, number) for number in range(warm)]
+    """Return the actions of a rank: forwards to fill the pipeline, then backward and forward in turns."""
+    num_warmup = min(degree - rank, count)
+    actions = [Action("F", rank, number) for number in range(num_warmup)]
     for number in range(count):
         actions.append(Action("B", rank, number))
-        if warm + number < count:
-            actions.append(Action("F", rank, warm + number))
+        if num_warmup + number < count:
+            actions.append(Action("F", rank, num_warmup + number))
     return tuple(actions)
 
 
 def most_kept(
     kept_by_stage: Mapping[int, int], actions: Sequence[Action], waiting_by_stage: Mapping[int, int] | None = None
 ) -> tuple[int, int, int]:
-    """Bytes and micro-batches that wait between forward and backward when most bytes do; the first again, once a
-    backward is over and gradients exist.
+    """Return the maximum of activations that wait for their backward pass.
 
-    The backward of inputs alone ("I") frees nothing, and adds what that of the weights needs: ``waiting_by_stage``.
+    Args:
+        kept_by_stage: Bytes of a micro-batch from forward to backward.
+        actions: Actions of one rank.
+        waiting_by_stage: Bytes that the backward of inputs ("I") adds for the backward of weights ("W"). "I" frees
+            nothing.
+
+    Returns:
+        The largest number of bytes, the largest number of micro-batches, and the largest number of bytes after the
+        first backward, when gradients exist.
     """
-    now = most = flying = most_flying = later = 0
-    began = False
+    current_bytes = 0
+    most_bytes = 0
+    most_bytes_with_gradients = 0
+    in_flight = 0
+    most_in_flight = 0
+    has_gradients = False
     for action in actions:
-        change = (action.kind == "F") - (action.kind in ("B", "W"))
-        now = now + change * kept_by_stage.get(action.stage, 0)
-        flying = flying + change
-        if waiting_by_stage and action.kind in ("I", "W"):
-            now += waiting_by_stage.get(action.stage, 0) * (1 if action.kind == "I" else -1)
-        began = began or action.kind in ("B", "W")
-        most = max(most, now)
-        most_flying = max(most_flying, flying)
-        if began:
-            later = max(later, now)
-    return most, most_flying, later
+        kept = kept_by_stage.get(action.stage, 0)
+        waiting = waiting_by_stage.get(action.stage, 0) if waiting_by_stage else 0
+        if action.kind == "F":
+            in_flight += 1
+            current_bytes += kept
+        elif action.kind == "I":
+            current_bytes += waiting
+        elif action.kind in ("B", "W"):
+            has_gradients = True
+            in_flight -= 1
+            current_bytes -= kept
+            if action.kind == "W":
+                current_bytes -= waiting
+        most_bytes = max(most_bytes, current_bytes)
+        most_in_flight = max(most_in_flight, in_flight)
+        if has_gradients:
+            most_bytes_with_gradients = max(most_bytes_with_gradients, current_bytes)
+    return most_bytes, most_in_flight, most_bytes_with_gradients
 
 
 def in_flight(schedule: str, rank: int, degree: int, per_rank: int, num_microbatches: int) -> int:
-    """Micro-batches, times stages of the rank, between forward and backward at most: what ``most_kept`` counts.
+    """Return the largest number of micro-batches in flight, by a formula. Each stage of the rank counts separately.
 
     >>> in_flight("1F1B", 0, 4, 1, 8), in_flight("Interleaved1F1B", 0, 4, 2, 16), in_flight("DualPipeV", 1, 4, 2, 16)
     (4, 11, 8)
@@ -124,7 +153,7 @@ def in_flight(schedule: str, rank: int, degree: int, per_rank: int, num_microbat
 
 
 def bubble(schedule: str, degree: int, per_rank: int, num_microbatches: int) -> float:
-    """Time that ranks wait over the time that they compute, by the formulas of Narayanan et al. 2021, Qi et al. 2024.
+    """Return the waiting time of a rank relative to its computing time (Narayanan et al. 2021, Qi et al. 2024).
 
     >>> bubble("1F1B", 4, 1, 8), bubble("Interleaved1F1B", 4, 2, 8)
     (0.375, 0.1875)
@@ -138,23 +167,27 @@ def simulate(
 ) -> Timeline:
     """Run the actions of all ranks as early as their inputs allow.
 
-    ``seconds`` are those of an action by (kind, stage); ``send_seconds`` pass between two stages on different ranks. A
-    forward needs that of the stage before, a backward that of the stage after, both of the same micro-batch.
+    A forward needs the forward of the stage before it, and a backward that of the stage after it.
+
+    Args:
+        order: Actions of each rank.
+        seconds: Seconds of an action, by kind and stage.
+        send_seconds: Seconds of a transfer between stages on different ranks.
     """
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     last = max(rank_of)
-    done: dict[tuple[str, int, int], float] = {}
+    end_seconds: dict[tuple[str, int, int], float] = {}  # by kind, stage and micro-batch
     clock = [0.0] * len(order)
-    place = [0] * len(order)
+    position = [0] * len(order)
     busy = [0.0] * len(order)
 
-    # Each rank continues until it needs what is not done yet, and is taken up again when that is.
+    # Each rank runs until it needs an action that has not run yet, and continues after that action.
     waiting: dict[tuple[str, int, int], list[int]] = {}
     ready = list(range(len(order)))
     while ready:
         rank = ready.pop()
-        while place[rank] < len(order[rank]):
-            action = order[rank][place[rank]]
+        while position[rank] < len(order[rank]):
+            action = order[rank][position[rank]]
             if action.kind == "F":
                 need = ("F", action.stage - 1, action.microbatch) if action.stage else None
             elif action.kind == "W":
@@ -163,16 +196,17 @@ def simulate(
                 need = ("B", action.stage + 1, action.microbatch) if action.stage < last else None
             start = clock[rank]
             if need is not None:
-                if need not in done:
+                if need not in end_seconds:
                     waiting.setdefault(need, []).append(rank)
                     break
-                start = max(start, done[need] + (send_seconds if rank_of[need[1]] != rank else 0.0))
-            took = seconds[action.kind, action.stage]
-            clock[rank] = start + took
-            busy[rank] = busy[rank] + took
-            place[rank] += 1
+                is_remote = rank_of[need[1]] != rank
+                start = max(start, end_seconds[need] + (send_seconds if is_remote else 0.0))
+            duration = seconds[action.kind, action.stage]
+            clock[rank] = start + duration
+            busy[rank] = busy[rank] + duration
+            position[rank] += 1
             if action.kind != "W":
                 key = ("F" if action.kind == "F" else "B", action.stage, action.microbatch)
-                done[key] = clock[rank]
+                end_seconds[key] = clock[rank]
                 ready += waiting.pop(key, [])
     return Timeline(max(clock), tuple(busy))

@@ -1,7 +1,8 @@
-"""``plan --search``: every legal mesh, schedule, recompute mode and micro-batch for the same tokens per step, ranked.
+"""``plan --search``: rank every legal mesh, schedule, recompute mode and micro-batch with the same tokens per step.
 
-Candidates are counted twice: all by formulas, the best again with their pipeline played out and under the rules that
-``train`` has. What is compared is tokens per second of those that fit; a tie goes to the one with more memory to spare.
+All candidates are estimated by formulas. The best are planned again with a simulated pipeline and checked by the rules
+of ``train``. Candidates that fit are ranked by tokens per second, and of equally fast ones, the one with less memory is
+first.
 """
 
 from __future__ import annotations
@@ -26,26 +27,25 @@ from shardtrain.tools.plan.shapes import ModelShape
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds
 
-"""Converters of linear layers."""
 EQUAL = 0.005
-"""Candidates whose times differ by less are as fast as each other."""
-PLAYED_OUT = 80
-"""Candidates that are counted exactly."""
+"""Relative difference below which two candidates count as equally fast."""
+NUM_SIMULATED = 80
+"""Number of candidates that are planned with a simulated pipeline."""
 _RECOMPUTE = ({"mode": "none"}, {"mode": "selective", "selective_ac_option": "op"}, {"mode": "full"})
 _LARGEST_MICROBATCH = 16
 _MOST_MICROBATCHES = 512
-"""In a pipeline; more change the bubble by less than any error here."""
+"""Largest number of micro-batches in a pipeline. More hardly change the bubble."""
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A candidate: the options that make it, and its plan."""
+    """A candidate: its options, and its plan."""
 
     options: dict[str, Any]
     plan: Plan
 
     def name(self) -> str:
-        """Mesh, schedule, recompute and micro-batch in one line."""
+        """Return mesh, schedule, recomputation and micro-batch as one line."""
         job = self.plan.job
         mesh = " ".join(f"{axis} {size}" for axis, size in self.plan.sizes.items() if size > 1) or "one device"
         piped = f", {job.schedule}" if job.pp > 1 else ""
@@ -55,16 +55,22 @@ class Ranked:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidates, best first; how many were counted, and how many of them fit."""
+    """The result of a search.
+
+    Attributes:
+        ranked: The best candidates that fit, best first.
+        counted: Number of estimated candidates.
+        fitting: Number of candidates that fit by the estimate.
+        closest: If none fits, the candidate that needs the least memory.
+    """
 
     ranked: list[Ranked]
     counted: int
     fitting: int
     closest: Ranked | None
-    """Where none fits: the one that needs least."""
 
     def as_dict(self, top: int) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON, with the best ``top`` candidates."""
         return {
             "counted": self.counted,
             "fitting": self.fitting,
@@ -73,18 +79,17 @@ class SearchResult:
 
 
 def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -> SearchResult:
-    """Rank what a configuration could be on so many devices.
+    """Rank variations of a configuration on ``world_size`` devices.
 
-    Its model, sequence length, types and tokens per step stay; mesh, schedule, recompute and micro-batch are chosen.
-    With ``float8`` each candidate is counted with float8 products in its linear layers too, where the device has them;
-    that changes numbers, so it has to be asked for.
+    The search changes mesh, schedule, recomputation and micro-batch. Model, sequence length, dtypes and tokens per step
+    stay. With ``float8``, each candidate is also planned with float8 linear layers, which changes numbers.
 
     Raises:
-        ConfigError: the configuration itself is wrong, but for what is chosen, or the device has no float8.
+        ConfigError: another part of the configuration is wrong, or the device has no float8.
     """
     config = loaded.config
     if float8 and "float8" not in device.flops:
-        raise ConfigError(Problem("--float8", device.name, "has no float8 products", "leave it out", "command line"))
+        raise ConfigError(Problem("--float8", device.name, "has no float8 products", "remove it", "command line"))
     converters: list[list[str]] = [config.model.converters]
     if float8 and not {LINEAR, MX} & set(config.model.converters):
         converters.append([*config.model.converters, LINEAR])
@@ -92,15 +97,15 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
     sequences = tasks.open_task(config).sequences_per_row
     kernels = planning.kernels_of(device, config, world_size)
 
-    # Sequences of a step: what is set, or what the configuration's own mesh would have on these devices.
+    # Sequences per step, as configured, or those of the configured mesh on these devices.
     global_batch = config.training.global_batch_size
     if global_batch == -1:
         shards = max(1, world_size // derived.other_degrees(config))
         replicas = config.parallelism.data_parallel_replicate_degree
         global_batch = config.training.local_batch_size * replicas * shards
 
-    # First all by formulas. The first and the last rank of a pipeline need most memory: one has most micro-batches in
-    # flight, the other has the logits.
+    # Estimate all by formulas. Of a pipeline, only the first and the last rank can need the most
+    # memory: the first has most micro-batches in flight, the last has the logits.
     fitting: list[tuple[float, int, dict[str, Any], PlannedJob]] = []
     least: tuple[int, dict[str, Any], PlannedJob] | None = None
     counted = 0
@@ -108,21 +113,22 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
         options = of_mesh if names == config.model.converters else {**of_mesh, "model.converters": names}
         changed = with_options(config, options)
         job = job_sizes.of_config(changed, world_size, len(model.layers), sequences, model.has_experts)
-        if any(len(one) == 0 for one in job.stages[1:-1]) or job.num_microbatches < 1:
+        has_empty_stage = any(len(layers) == 0 for layers in job.stages[1:-1])
+        if has_empty_stage or job.num_microbatches < 1:
             continue
         counted += 1
-        most = max(rank_memory.of_rank(model, job, place, None, kernels).peak for place in {0, job.pp - 1})
-        most += planning.overhead(most, device)
-        if least is None or most < least[0]:
-            least = most, options, job
-        if most <= device.memory_bytes:
+        peak = max(rank_memory.of_rank(model, job, place, None, kernels).peak for place in {0, job.pp - 1})
+        peak += planning.overhead(peak, device)
+        if least is None or peak < least[0]:
+            least = peak, options, job
+        if peak <= device.memory_bytes:
             seconds = timing.of_step(model, job, device, None).seconds
-            fitting.append((seconds / job.tokens_per_step, most, options, job))
+            fitting.append((seconds / job.tokens_per_step, peak, options, job))
 
-    # Then the best again, with their pipelines played out and under the rules of train.
+    # Plan the best again with a simulated pipeline, and check them by the rules of train.
     fitting.sort(key=lambda one: (one[0], one[1]))
     ranked: list[Ranked] = []
-    for _, _, options, job in fitting[:PLAYED_OUT]:
+    for _, _, options, job in fitting[:NUM_SIMULATED]:
         if _is_legal(loaded, options, world_size):
             plan = planning.of_job(model, job, device, kernels)
             if plan.fits:
@@ -137,14 +143,15 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
 def _candidates(
     config: Config, model: ModelShape, world_size: int, device: Device, global_batch: int
 ) -> Iterator[dict[str, Any]]:
-    """The options of every mesh of so many devices that divides the model and the batch."""
+    """Yield the options of every mesh that divides the model and the batch."""
     layer = model.layers[0]
     layers = len(model.layers)
     seq_len = config.training.seq_len
     experts = next((one.experts for one in model.layers if one.experts), None)
-    # tensor parallelism stays within a node; a context split needs plain causal attention, and pays for long sequences
+    # Tensor parallelism stays within a node.
     sizes = (layer.heads, layer.kv_heads, model.vocab, seq_len, world_size)
     tps = [n for n in _divisors(device.devices_per_node) if all(size % n == 0 for size in sizes)]
+    # Context parallelism needs causal attention without a window, and only pays off for long sequences.
     can_split = not any(one.limit for one in model.layers) and model.layers[0].causal
     for tp in tps:
         for pp in _divisors(world_size // tp):
@@ -173,7 +180,10 @@ def _candidates(
 def _batches(
     config: Config, mesh: dict[str, Any], pp: int, layers: int, rows: int, global_batch: int
 ) -> Iterator[dict[str, Any]]:
-    """Micro-batches, schedules and recompute modes of one mesh; ``rows`` are the sequences of a step on a data rank."""
+    """Yield options with each micro-batch, schedule and recompute mode of a mesh.
+
+    ``rows`` is the number of sequences per step on each data rank.
+    """
     for size in [n for n in _divisors(rows) if n <= _LARGEST_MICROBATCH]:
         schedules: list[str | None] = [None]
         if pp > 1:
@@ -198,7 +208,7 @@ def _batches(
 
 
 def _replicas(ranks: int, inner: int, device: Device) -> list[int]:
-    """Replica counts: all shards over all ranks, shards within a node or a few, no shards."""
+    """Return numbers of replicas: shards over all ranks, over a node, over a few nodes, and no shards."""
     shards = {ranks, 1, max(1, device.devices_per_node // inner)}
     shards |= {ranks // n for n in (2, 4, 8, 16) if ranks % n == 0}
     return sorted({ranks // n for n in shards if ranks % n == 0})
@@ -215,16 +225,17 @@ def _divisors(number: int) -> list[int]:
 
 
 def with_options(config: Config, options: dict[str, Any]) -> Config:
-    """A configuration with some options replaced."""
+    """Return the configuration with other values of some options (by full name)."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in options.items():
         section, _, key = name.partition(".")
         sections.setdefault(section, {})[key] = value
-    return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in sections.items()})
+    replaced = {name: replace(getattr(config, name), **keys) for name, keys in sections.items()}
+    return replace(config, **replaced)
 
 
 def _is_legal(loaded: Loaded, options: dict[str, Any], world_size: int) -> bool:
-    """Whether ``train`` has nothing against a candidate but what it would have against the given configuration."""
+    """True if ``train`` accepts the candidate."""
     changed = replace(loaded, config=with_options(loaded.config, options))
     try:
         configs.require_to_build(changed, world_size)
@@ -234,7 +245,7 @@ def _is_legal(loaded: Loaded, options: dict[str, Any], world_size: int) -> bool:
 
 
 def as_toml(loaded: Loaded, best: Ranked) -> str:
-    """The given configuration with the best candidate's options: TOML for ``train``."""
+    """Return the configuration with the options of a candidate, as TOML for ``train``."""
     chosen = with_options(loaded.config, best.options)
     origins = {**loaded.origins, **dict.fromkeys(best.options, "plan --search")}
     text = set_toml(replace(loaded, config=chosen, origins=origins))
@@ -242,7 +253,7 @@ def as_toml(loaded: Loaded, best: Ranked) -> str:
 
 
 def lines(found: SearchResult, top: int, columns: int | None = None) -> list[str]:
-    """The ranking as text of at most 80 columns, or those of a terminal, down to 60."""
+    """Return the lines of the ranking, for a terminal with ``columns``. They have 60 to 80 columns."""
     width = min(80, max(60, columns or 80))
     answer = [f"{found.counted} candidates, {found.fitting} fit"]
     if not found.ranked:
@@ -275,7 +286,7 @@ def lines(found: SearchResult, top: int, columns: int | None = None) -> list[str
 
 
 def why(best: Plan, other: Plan) -> str:
-    """Why the runner-up lost: the cost that grew most, or the memory where they are equally fast."""
+    """Explain why the second candidate is worse: the cost that differs most, or the memory if both are equally fast."""
     per_token = {
         name: other.time.costs.get(name, 0.0) - best.time.costs.get(name, 0.0)
         for name in {*best.time.costs, *other.time.costs}
@@ -284,13 +295,14 @@ def why(best: Plan, other: Plan) -> str:
     slower = other.time.seconds / best.time.seconds - 1
     if slower < EQUAL or grew <= 0:
         more = other.peak_bytes - best.peak_bytes
-        memory = f"needs {format_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "needs as much"
+        comparison = "more" if more > 0 else "less"
+        memory = f"needs {format_bytes(abs(more))} {comparison}" if more else "needs as much"
         return f"the runner-up is as fast to {EQUAL:.1%} and {memory}"
     return f"the runner-up is {slower:.1%} slower: {name} takes {format_seconds(grew)} more"
 
 
 def pareto(ranked: list[Ranked]) -> list[Ranked]:
-    """Those that no other beats in both speed and memory, the smallest first."""
+    """Return the candidates that no other beats in both speed and memory, in the order of memory."""
     front: list[Ranked] = []
     for one in sorted(ranked, key=lambda one: (one.plan.peak_bytes, -one.plan.tps)):
         if not front or one.plan.tps > front[-1].plan.tps:

@@ -1,6 +1,7 @@
-"""What a plan reads of a model: shapes of its parameters, and of the products in each kind of layer.
+"""Shapes of a model for a plan: its parameters, and the linears of each kind of layer.
 
-The model is built on the meta device, as a run builds it; its LAYOUT says what tensor and expert parallelism split.
+The model is built on the meta device, as a run builds it. Its LAYOUT determines what tensor and expert parallelism
+split.
 """
 
 from __future__ import annotations
@@ -23,46 +24,55 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """Name, shape and tensor word of a parameter, and whether it learns."""
+    """A parameter: its name, unsharded shape, style in LAYOUT.tensor, and False for ``trained`` if it is frozen."""
 
     name: str
     shape: tuple[int, ...]
-    word: str
+    style: str
     trained: bool = True
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the unsharded parameter."""
         return math.prod(self.shape)
 
     def on_tensor_rank(self, tp: int) -> tuple[int, ...]:
-        """The shape that the first tensor-parallel rank holds; torch.chunk gives it the most."""
-        whole = {"lora_a": "colwise", "lora_b": "rowwise"}.get(self.name.rpartition(".")[2]) == self.word
-        if tp == 1 or not self.shape or whole:
+        """Return the shape on the first tensor-parallel rank, which has the largest chunk of ``torch.chunk``."""
+        if tp == 1 or not self.shape or self._is_replicated_adapter():
             return self.shape
-        if self.word in SPLIT_ON_DIM_0 and self.shape[0] >= tp:
+        if self.style in SPLIT_ON_DIM_0 and self.shape[0] >= tp:
             return (-(-self.shape[0] // tp), *self.shape[1:])
-        if self.word == "rowwise" and len(self.shape) == 2:
+        if self.style == "rowwise" and len(self.shape) == 2:
             return (self.shape[0], -(-self.shape[1] // tp))
         return self.shape
+
+    def _is_replicated_adapter(self) -> bool:
+        """True for the matrix of a LoRA adapter that all ranks have in full: A of colwise linears, B of rowwise."""
+        replicated_style = {"lora_a": "colwise", "lora_b": "rowwise"}
+        return replicated_style.get(self.name.rpartition(".")[2]) == self.style
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: features in and out of the whole weight, its tensor word, and whether any of it learns."""
+    """A linear layer: unsharded features in and out, style, and False for ``trained`` if all of it is frozen."""
 
     path: str
     in_features: int
     out_features: int
-    word: str
+    style: str
     trained: bool = True
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """A mixture of experts: how many, how many of them a token uses, and their hidden features.
+    """A mixture of experts.
 
-    ``biased``: they have biases; ``weighs_inputs``: the weights of the choice multiply what experts get.
+    Attributes:
+        count: Number of experts.
+        top_k: Experts per token.
+        ffn: Hidden features of an expert.
+        biased: Experts have biases.
+        weighs_inputs: Router weights multiply the inputs of experts instead of their outputs.
     """
 
     count: int
@@ -74,13 +84,22 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class Layer:
-    """One kind of layer: its parameters, products in the order of forward, and its attention.
+    """One kind of layer.
 
-    ``heads``, ``kv_heads``: of the whole model; ``qk_dim`` and ``v_dim`` are features of a head. ``limit`` is the
-    tokens that a token attends to at most (0: all before it). ``gated`` says that a feed-forward multiplies two
-    products. ``layer_norm``: its norms are LayerNorms, else RMSNorms. ``head_norms``: queries and keys have norms;
-    ``unit_norms``: these have no weights.
-    ``low_bits_bytes`` are held of frozen weights by lora.base_dtype; ``restored_numel`` elements are the largest's.
+    Attributes:
+        parameters: All parameters.
+        linears: Linear layers in the order of forward.
+        heads, kv_heads: Numbers of heads, before tensor parallelism.
+        qk_dim, v_dim: Features of a head.
+        limit: Largest number of tokens that a token attends to. 0 for all earlier ones.
+        causal: Attention is causal.
+        gated: The feed-forward multiplies two products.
+        layer_norm: Norms are LayerNorms, otherwise RMSNorms.
+        head_norms: Queries and keys are normalized per head.
+        unit_norms: These norms have no weights.
+        experts: The mixture of experts, if any.
+        low_bits_bytes: Bytes of frozen weights in the dtype lora.base_dtype.
+        restored_numel: Elements of the largest of these weights, which is restored to the compute dtype.
     """
 
     parameters: tuple[ParameterShape, ...]
@@ -100,18 +119,28 @@ class Layer:
     restored_numel: int = 0
 
     def inside(self, part: str) -> tuple[Linear, ...]:
-        """Linears of attention ("attn") or of the feed-forward ("ffn"), in the order of forward; not the router."""
-        of_attention = [one for one in self.linears if "attn" in one.path.split(".")[0]]
-        if part == "attn":
-            return tuple(of_attention)
-        return tuple(one for one in self.linears if one not in of_attention and one.word != "router")
+        """Return the linears of attention ("attn") or of the feed-forward ("ffn"), without the router."""
+        is_attention = part == "attn"
+        chosen = []
+        for linear in self.linears:
+            if ("attn" in linear.path.split(".")[0]) == is_attention and (is_attention or linear.style != "router"):
+                chosen.append(linear)
+        return tuple(chosen)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model as a plan sees it: its layers in order, and the parameters of its ends.
+    """A model: its layers in order, and the parameters of its first and last modules.
 
-    ``tied`` says that the embedding is also the head. ``flops_per_token``: 6 N + 12 L H head_dim T.
+    Attributes:
+        name: Label for output.
+        layers: Equal layers are the same object.
+        first, last: Parameters of the modules before and after the layers.
+        dim: Width of the residual stream.
+        vocab: Number of output columns.
+        tied: The embedding is also the head.
+        num_params: Number of parameters.
+        flops_per_token: 6 N + 12 L H head_dim T.
     """
 
     name: str
@@ -126,14 +155,15 @@ class ModelShape:
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer is a mixture of experts."""
+        """True if any layer is a mixture of experts."""
         return any(layer.experts for layer in self.layers)
 
 
 def read(config: Config) -> ModelShape:
-    """The shape of a configuration's model; no memory is used.
+    """Return the shapes of the configured model, without allocating it.
 
-    Raises ConfigError where a model has no layers to plan with, which its LAYOUT must name.
+    Raises:
+        ConfigError: the model has no layers.
     """
     task = tasks.open_task(config)
     module, shape = models.configured(config.model)
@@ -141,7 +171,7 @@ def read(config: Config) -> ModelShape:
     with torch.device("meta"):
         model = task.adapt(models.build(module, shape), layout)
     if config.lora.enable:
-        from shardtrain.lora import quantize, spec  # brings DTensor, half a second
+        from shardtrain.lora import quantize, spec  # imports DTensor, which takes half a second
 
         spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     num_params, flops = count_model(model, layout, shape)
@@ -149,41 +179,52 @@ def read(config: Config) -> ModelShape:
     if base_dtype != "training":
         quantize.take_out(model, layout, base_dtype)
 
-    # Layers of one kind are one object, which what counts them knows by identity: they differ in norms, in parameters,
-    # in windows of attention, or in linears.
+    # Layers of one kind become one object, because memory and time are counted once per object.
     layers: nn.ModuleDict = getattr(model, layout.layers)
-    found: dict[tuple[object, ...], Layer] = {}
-    kinds = []
+    layer_by_kind: dict[tuple[object, ...], Layer] = {}
+    layer_shapes = []
     for name, layer in layers.items():
-        key = (
-            tuple(getattr(m, "norm_eps", None) for m in layer.modules()),
-            tuple((path, tuple(p.shape), p.requires_grad) for path, p in layer.named_parameters()),
-            tuple((getattr(m, "window", 0), getattr(m, "chunk", 0)) for m in layer.modules()),
-            tuple((m.in_features, m.out_features) for m in layer.modules() if isinstance(m, nn.Linear)),
-        )
-        if key not in found:
-            one = _layer(layer, f"{layout.layers}.{name}", layout, shape)
+        kind = _kind(layer)
+        if kind not in layer_by_kind:
+            layer_shape = _layer(layer, f"{layout.layers}.{name}", layout, shape)
             if base_dtype != "training":
-                one = replace(
-                    one,
+                numels = [linear.in_features * linear.out_features for linear in quantize.held(layer)]
+                layer_shape = replace(
+                    layer_shape,
                     low_bits_bytes=quantize.count(layer, config),
-                    restored_numel=max((m.in_features * m.out_features for m in quantize.held(layer)), default=0),
+                    restored_numel=max(numels, default=0),
                 )
-            found[key] = one
-        kinds.append(found[key])
-    if not kinds:
+            layer_by_kind[kind] = layer_shape
+        layer_shapes.append(layer_by_kind[kind])
+    if not layer_shapes:
         rule = f"has no modules in LAYOUT.layers={layout.layers!r}"
         raise ConfigError(Problem("model.name", config.model.name, rule, "a plan needs at least one layer"))
 
-    # The ends, and sizes of the whole model.
-    tied = any({name.partition(".")[0] for name in names} & set(layout.last) for names in tied_names(model))
-    first = tuple(_parameters(model, layout.first, layout))
-    last = tuple(_parameters(model, layout.last, layout))
-    dim = int(getattr(shape, "dim", 0)) or kinds[0].parameters[0].shape[-1]
-    label = derived.model_label(config.model, num_params)
-    columns = task.num_outputs(shape) or int(getattr(shape, "vocab_size", 1))
-    flops_per_token = flops(config.training.seq_len)
-    return ModelShape(label, tuple(kinds), first, last, dim, columns, tied, num_params, flops_per_token)
+    last_modules = set(layout.last)
+    tied = any({name.partition(".")[0] for name in names} & last_modules for names in tied_names(model))
+    return ModelShape(
+        name=derived.model_label(config.model, num_params),
+        layers=tuple(layer_shapes),
+        first=tuple(_parameters(model, layout.first, layout)),
+        last=tuple(_parameters(model, layout.last, layout)),
+        dim=int(getattr(shape, "dim", 0)) or layer_shapes[0].parameters[0].shape[-1],
+        vocab=task.num_outputs(shape) or int(getattr(shape, "vocab_size", 1)),
+        tied=tied,
+        num_params=num_params,
+        flops_per_token=flops(config.training.seq_len),
+    )
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """Return a key of layers with equal norms, parameters, attention windows and linears."""
+    modules = list(layer.modules())
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    return (
+        tuple(getattr(module, "norm_eps", None) for module in modules),
+        tuple((path, tuple(p.shape), p.requires_grad) for path, p in layer.named_parameters()),
+        tuple((getattr(module, "window", 0), getattr(module, "chunk", 0)) for module in modules),
+        tuple((linear.in_features, linear.out_features) for linear in linears),
+    )
 
 
 def decoder(
@@ -203,9 +244,9 @@ def decoder(
     experts: ExpertShape | None = None,
     shared_ffn: int = 0,
 ) -> ModelShape:
-    """The shape of a plain decoder from its sizes alone, for models without a file here.
+    """Return the shapes of a plain decoder with these sizes, for models without a model file.
 
-    ``shared_ffn`` are hidden features of a feed-forward beside the experts.
+    ``shared_ffn`` are hidden features of a feed-forward next to the experts.
     """
     head_dim = head_dim or dim // heads
     linears = [
@@ -217,80 +258,57 @@ def decoder(
     if experts is not None and shared_ffn:
         ffn = shared_ffn
     if experts is None or shared_ffn:
-        linears += [Linear(f"ffn.w{i}", dim, ffn, "colwise") for i in ((1, 3) if gated else (1,))]
-        linears += [Linear("ffn.w2", ffn, dim, "rowwise")]
-    parameters = [
-        ParameterShape(f"{one.path}.weight", (one.out_features, one.in_features), one.word) for one in linears
-    ]
+        for i in (1, 3) if gated else (1,):
+            linears.append(Linear(f"ffn.w{i}", dim, ffn, "colwise"))
+        linears.append(Linear("ffn.w2", ffn, dim, "rowwise"))
+    parameters = []
+    for linear in linears:
+        weight_shape = (linear.out_features, linear.in_features)
+        parameters.append(ParameterShape(f"{linear.path}.weight", weight_shape, linear.style))
     if experts is not None:
-        parameters += [
-            ParameterShape(f"moe.experts.w{i}", (experts.count, dim, experts.ffn), "expert")
-            for i in ((1, 2, 3) if gated else (1, 2))
-        ]
-        parameters += [ParameterShape("moe.router.gate.weight", (experts.count, dim), "router")]
-    parameters += [ParameterShape(f"{where}_norm.weight", (dim,), "sequence") for where in ("attn", "ffn")]
+        for i in (1, 2, 3) if gated else (1, 2):
+            stack_shape = (experts.count, dim, experts.ffn)
+            parameters.append(ParameterShape(f"moe.experts.w{i}", stack_shape, "expert"))
+        parameters.append(ParameterShape("moe.router.gate.weight", (experts.count, dim), "router"))
+    for block in ("attn", "ffn"):
+        parameters.append(ParameterShape(f"{block}_norm.weight", (dim,), "sequence"))
     layer = Layer(
         tuple(parameters), tuple(linears), heads, kv_heads, head_dim, head_dim,
         gated=gated, layer_norm=layer_norm, experts=experts,
     )  # fmt: skip
-    embed = ParameterShape("embed.weight", (vocab, dim), "embed")
-    head = ParameterShape("head.weight", (vocab, dim), "head")
-    per_layer = sum(p.numel for p in parameters)
+
+    # Only the parameters that a token uses count for its FLOPs.
+    per_layer = sum(parameter.numel for parameter in parameters)
     idle = 0
     if experts is not None:
-        in_experts = sum(p.numel for p in parameters if p.word == "expert")
+        in_experts = sum(parameter.numel for parameter in parameters if parameter.style == "expert")
         idle = in_experts - in_experts * experts.top_k // experts.count
     used = layers * (per_layer - idle) + vocab * dim + dim
-    total = layers * per_layer + vocab * dim * (1 if tied else 2) + dim
+    num_vocabulary_matrices = 1 if tied else 2
+    total = layers * per_layer + vocab * dim * num_vocabulary_matrices + dim
     flops = 6 * used + 12 * layers * heads * head_dim * seq_len
+    embed = ParameterShape("embed.weight", (vocab, dim), "embed")
+    head = ParameterShape("head.weight", (vocab, dim), "head")
     last = (ParameterShape("norm.weight", (dim,), "sequence"), head)
     return ModelShape(name, (layer,) * layers, (embed,), last, dim, vocab, tied, total, flops)
 
 
 def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
-    """One layer by its modules; what these do not say, as the number of heads, by the usual names of a shape."""
-    # Forward runs what it splits by columns before what it splits by rows, whatever the order of definition.
-    linears = [
-        Linear(
-            name,
-            module.in_features,
-            module.out_features,
-            style_of(layout, f"{path}.{name}") or "replicate",
-            any(p.requires_grad for p in module.parameters()),
-        )
-        for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
-    order = list(dict.fromkeys(one.path.rpartition(".")[0] for one in linears))
-    linears.sort(key=lambda one: (order.index(one.path.rpartition(".")[0]), one.word == "rowwise"))
+    """Return the shapes of one layer.
 
-    # Attention: its core, how far it looks, and its heads.
-    cores = [
-        core for name, core in layer.named_modules() if layout.context and matches(f"{path}.{name}", layout.context)
-    ]
-    core = cores[0] if cores else None
+    They are read from its modules. Sizes that no module has, such as the number of heads, are read from the usual
+    fields of ``shape``.
+    """
+    linears = _linears(layer, path, layout)
+    core = _first_matching(layer, path, layout.context)
     limits = [int(getattr(core, name, 0) or 0) for name in ("window", "chunk")]
     heads = int(getattr(shape, "num_heads", 0) or 1)
     qk_dim = int(getattr(shape, "head_dim", 0) or getattr(shape, "dim", heads) // heads)
     if getattr(shape, "qk_nope_head_dim", 0):
         qk_dim = int(shape.qk_nope_head_dim) + int(getattr(shape, "qk_rope_head_dim", 0))  # type: ignore[attr-defined]
-
-    # Experts, as stacks of matrices. What has their path is a plain feed-forward in some layers of some models.
-    moe = next((m for n, m in layer.named_modules() if layout.expert and matches(f"{path}.{n}", layout.expert)), None)
-    experts = None
-    of_experts = [p for n, p in moe.named_parameters() if n.startswith("experts.")] if moe else []
-    stacks = [p for p in of_experts if p.ndim == 3]
-    biased = any(p.ndim == 2 for p in of_experts)
-    if stacks:
-        dim = int(getattr(shape, "dim", 0))
-        width = min((size for one in stacks for size in one.shape[1:] if size != dim), default=dim)
-        experts = ExpertShape(
-            int(stacks[0].shape[0]),
-            int(getattr(shape, "top_k", 1)),
-            int(width),
-            biased,
-            bool(getattr(shape, "score_before_experts", False)),
-        )
+    experts = _experts(layer, path, layout, shape)
+    ffn_inputs = [linear for linear in linears if linear.style == "colwise" and "attn" not in linear.path]
+    modules = list(layer.modules())
     return Layer(
         tuple(_parameters(layer, None, layout, path)),
         tuple(linears),
@@ -300,22 +318,72 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
         int(getattr(shape, "v_head_dim", 0) or qk_dim),
         min((limit for limit in limits if limit), default=0),
         causal=not bool(getattr(core, "bidirectional", False)),
-        gated=sum(one.word == "colwise" and "attn" not in one.path for one in linears) > 1 or bool(stacks),
-        layer_norm=any(isinstance(module, nn.LayerNorm) for module in layer.modules()),
+        gated=len(ffn_inputs) > 1 or experts is not None,
+        layer_norm=any(isinstance(module, nn.LayerNorm) for module in modules),
         head_norms=any(name.endswith("k_norm.weight") for name, _ in layer.named_parameters()),
-        unit_norms=any(getattr(module, "norm_eps", None) is not None for module in layer.modules()),
+        unit_norms=any(getattr(module, "norm_eps", None) is not None for module in modules),
         experts=experts,
+    )
+
+
+def _linears(layer: nn.Module, path: str, layout: Layout) -> list[Linear]:
+    """Return the linears of a layer in the order of forward."""
+    linears = []
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear):
+            style = style_of(layout, f"{path}.{name}") or "replicate"
+            is_trained = any(parameter.requires_grad for parameter in module.parameters())
+            linears.append(Linear(name, module.in_features, module.out_features, style, is_trained))
+    # Within a block, forward runs colwise linears before rowwise ones, whatever the order of their
+    # definition.
+    blocks = list(dict.fromkeys(linear.path.rpartition(".")[0] for linear in linears))
+    linears.sort(key=lambda linear: (blocks.index(linear.path.rpartition(".")[0]), linear.style == "rowwise"))
+    return linears
+
+
+def _first_matching(layer: nn.Module, path: str, pattern: str | None) -> nn.Module | None:
+    """Return the first module inside a layer whose path matches a pattern of the layout."""
+    if not pattern:
+        return None
+    for name, module in layer.named_modules():
+        if matches(f"{path}.{name}", pattern):
+            return module
+    return None
+
+
+def _experts(layer: nn.Module, path: str, layout: Layout, shape: object) -> ExpertShape | None:
+    """Return the shape of a mixture of experts. None if the layer has a plain feed-forward."""
+    mixture = _first_matching(layer, path, layout.expert)
+    if mixture is None:
+        return None
+    parameters = [p for name, p in mixture.named_parameters() if name.startswith("experts.")]
+    # Weights of experts are stacks of matrices. In some layers of some models, this path is a plain
+    # feed-forward.
+    stacks = [parameter for parameter in parameters if parameter.ndim == 3]
+    if not stacks:
+        return None
+    dim = int(getattr(shape, "dim", 0))
+    widths = [size for stack in stacks for size in stack.shape[1:] if size != dim]
+    return ExpertShape(
+        count=int(stacks[0].shape[0]),
+        top_k=int(getattr(shape, "top_k", 1)),
+        ffn=int(min(widths, default=dim)),
+        biased=any(parameter.ndim == 2 for parameter in parameters),
+        weighs_inputs=bool(getattr(shape, "score_before_experts", False)),
     )
 
 
 def _parameters(
     module: nn.Module, names: Iterable[str] | None, layout: Layout, path: str = ""
 ) -> Iterable[ParameterShape]:
-    """Parameters of a module, or of some children; one that is shared is listed once in each."""
+    """Yield the parameters of a module, or of its children ``names``.
+
+    A shared parameter is listed in each owner.
+    """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if names is not None and name.partition(".")[0] not in names:
             continue
-        owner = f"{path}.{name}" if path else name
-        owner = owner.rpartition(".")[0]
-        word = style_of(layout, owner) or style_of(layout, owner.rpartition(".")[0]) or "replicate"
-        yield ParameterShape(name, tuple(parameter.shape), word, parameter.requires_grad)
+        full_name = f"{path}.{name}" if path else name
+        owner = full_name.rpartition(".")[0]
+        style = style_of(layout, owner) or style_of(layout, owner.rpartition(".")[0]) or "replicate"
+        yield ParameterShape(name, tuple(parameter.shape), style, parameter.requires_grad)

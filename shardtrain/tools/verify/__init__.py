@@ -57,8 +57,8 @@ def main(words: Sequence[str]) -> int:
         print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process", flush=True)
         for note in task.notes:
             print(f"  {note}", flush=True)
-    # Import PyTorch only now, so a wrong argument is reported immediately. Import it in this process, because ranks are
-    # forked from it and then need no imports of their own.
+    # Import PyTorch only now, so a wrong argument is reported immediately. Import it in this
+    # process, because ranks are forked from it and then need no imports of their own.
     with heartbeat("importing PyTorch"):
         from shardtrain.train import trainer
 
@@ -105,8 +105,9 @@ def load(request: VerifyOptions) -> Loaded:
         fix = 'verify the model under task.name="language_model": the mesh is the same'
         raise ConfigError(Problem("task.name", config.task.name, rule, fix, loaded.where("task.name")))
 
-    # Both losses are the cross-entropy of some of the tokens, and only some synthetic tokens have targets. So a masked
-    # language model is verified with the task language_model. The masking of rows is not compared.
+    # Both losses are the cross-entropy of some of the tokens, and only some synthetic tokens have
+    # targets. So a masked language model is verified with the task language_model. The masking of
+    # rows is not compared.
     default = Config()
     training = dataclasses.replace(
         config.training, dataset=default.training.dataset, dataset_path=default.training.dataset_path
@@ -151,7 +152,8 @@ def plan(loaded: Loaded, request: VerifyOptions) -> VerifyTask:
     else:
         plans = meshes.default(loaded, request.schedules)
 
-    # The size fields of a user's model file have unknown names, so smaller sizes are found by building copies.
+    # The size fields of a user's model file have unknown names, so smaller sizes are found by
+    # building copies.
     small = None
     if loaded.config.model.name.endswith(".py") and not request.full:
         small = small_copy(plans, loaded)
@@ -217,8 +219,9 @@ def probe(task: VerifyTask, folder: Path, kinds: Collection[str] | None = None) 
     peers = folder / "peers"
     peers.mkdir()
     try:
-        # First run the model as two ranks, and below compare that with one process. It shows a model that depends on
-        # its rank. A model that cannot be built at all fails again below, where the error is reported.
+        # First run the model as two ranks, and below compare that with one process. It shows a
+        # model that depends on its rank. A model that cannot be built at all fails again below,
+        # where the error is reported.
         if config.training.device in ("auto", "cpu"):
             limit = forked_workers.PROBE_TIMEOUT_SECONDS
             arguments = (config, str(peers))
@@ -260,7 +263,10 @@ def reference(task: VerifyTask, trainer: Trainer, folder: Path) -> None:
 
 
 def shaken(task: VerifyTask, trainer: Trainer, folder: Path) -> Path:
-    """Return the folder of the record of a shaken run of one process (see ``compare``). Run it on the first call."""
+    """Return the folder of the record of a shaken run of one process (see ``compare``).
+
+    Run it on the first call.
+    """
     record_folder = folder / "shaken"
     if not record_folder.exists():
         _run_on_one_process(task, trainer, record_folder, shaken=True)
@@ -304,8 +310,9 @@ def compare_plan(task: VerifyTask, one: MeshPlan, trainer: Trainer, folder: Path
         verdict: Any = "not possible" if error.refused else "failed"
         return dataclasses.replace(result, verdict=verdict, seconds=seconds, cause=str(error))
 
-    # The judge returns None if only a shaken run of one process can show whether a difference is rounding. Most
-    # comparisons do not need that run, so it is made on first use and kept for other meshes.
+    # The judge returns None if only a shaken run of one process can show whether a difference is
+    # rounding. Most comparisons do not need that run, so it is made on first use and kept for other
+    # meshes.
     config = one.loaded.config
     arguments = (config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
     (fields,) = forked_workers.run(1, judge, *arguments, folder=ranks)

@@ -1,4 +1,7 @@
-"""Synthetic batches as a function of (seed, step). Targets are distributed unevenly, so a wrong divisor shows."""
+"""Synthetic batches as a function of (seed, step).
+
+Targets are distributed unevenly, so a wrong divisor shows.
+"""
 
 from __future__ import annotations
 

@@ -111,7 +111,8 @@ def own_counts(e: Evidence) -> str | None:
     for unit, shares in splits.items():
         if len(shares) < 2:
             continue
-        # ``e.shares`` divides by the number of targets of the batch. Replace that by the number of each share.
+        # ``e.shares`` divides by the number of targets of the batch. Replace that by the number of
+        # each share.
         total = torch.zeros_like(e.theirs(e.suspect))
         is_known = True
         for rows in shares:
@@ -188,8 +189,9 @@ def swapped_targets(e: Evidence) -> str | None:
     for shift in range(1, count):
         orders[tuple((i + shift) % count for i in range(count))] = f"shifted by {shift}"
 
-    # table[i][j] is the loss sum of the logits of micro-batch i with the targets of micro-batch j, so the loss of each
-    # order is a sum of entries. The number of targets does not depend on the order.
+    # table[i][j] is the loss sum of the logits of micro-batch i with the targets of micro-batch j,
+    # so the loss of each order is a sum of entries. The number of targets does not depend on the
+    # order.
     table = [[0.0] * count for _ in range(count)]
     for rank in range(e.data_ranks):
         rows_of_rank = e.rows_of_rank(rank)
@@ -215,7 +217,8 @@ def expert_dropped(e: Evidence) -> str | None:
         theirs = e.theirs(name)
         if mine is None or mine.ndim != 3:
             continue
-        # If one process has no gradient either, the expert is just unused. If no expert has one, the cause is another.
+        # If one process has no gradient either, the expert is just unused. If no expert has one,
+        # the cause is another.
         has_none = mine.flatten(1).norm(dim=1) == 0
         is_used = theirs.flatten(1).norm(dim=1) > 0
         is_dropped = has_none & is_used
@@ -358,7 +361,10 @@ def unscaled_loss(e: Evidence) -> str | None:
 
 
 def clipped_otherwise(e: Evidence) -> str | None:
-    """Gradients are only off by the factor of clipping. Their norm, which is computed before clipping, agrees."""
+    """Gradients are only off by the factor of clipping.
+
+    Their norm, which is computed before clipping, agrees.
+    """
     norm = e.expected.total(e.first.step)
     has_other_norm = any(abs(record.norms[e.first.step] - norm) > 1e-4 * norm for record in e.records)
     if e.first.loss_differs or has_other_norm:

@@ -22,14 +22,23 @@ from shardtrain.layout import Layout
 from shardtrain.tools.verify.verify_rank import MAX_NORM, RankRecord, is_clipped
 
 ROUNDING = 8
-"""Factor between the effect of shaken weights and the tolerance. A mesh also rounds all sums of a step differently."""
+"""Factor between the effect of shaken weights and the tolerance.
+
+A mesh also rounds all sums of a step differently.
+"""
 MOST = 100
-"""Largest factor on the usual tolerance. An error of more than a thousandth in a gradient is never rounding."""
+"""Largest factor on the usual tolerance.
+
+An error of more than a thousandth in a gradient is never rounding.
+"""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest errors over ranks, or tolerances for them. Losses and weights absolute, gradients and norm relative."""
+    """Largest errors over ranks, or tolerances for them.
+
+    Losses and weights absolute, gradients and norm relative.
+    """
 
     loss: float
     gradient: float
@@ -102,7 +111,10 @@ class Expected:
         return self.record.norms[step]
 
     def clipping(self, step: int) -> float:
-        """Return the factor by which clipping multiplied the gradients of a step. It is 1 without clipping."""
+        """Return the factor by which clipping multiplied the gradients of a step.
+
+        It is 1 without clipping.
+        """
         if not is_clipped(step, len(self.record.norms)):
             return 1.0
         # The 1e-6 is from PyTorch's clip_grads_with_norm_, and the trainer's clipping keeps it.
@@ -166,8 +178,9 @@ def compare(
     differences = Differences()
     allowed = allowed or [USUAL] * steps
 
-    # Initial weights must be bitwise equal, because they are drawn block by block on any mesh. "own", the initial
-    # weights of training, is compared last so that it replaces "initial" as the first difference.
+    # Initial weights must be bitwise equal, because they are drawn block by block on any mesh.
+    # "own", the initial weights of training, is compared last so that it replaces "initial" as the
+    # first difference.
     for kind in ("initial", "own"):
         unequal = [name for name in expected.names if not _is_bitwise_equal(expected, records, kind, name)]
         differences.initial = max(differences.initial, len(unequal))
@@ -192,7 +205,10 @@ def _is_bitwise_equal(expected: Expected, records: Sequence[RankRecord], kind: s
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """True if the tensors are bitwise equal, with NaN equal to NaN. (Parameters without an initializer are NaN.)"""
+    """True if the tensors are bitwise equal, with NaN equal to NaN.
+
+    (Parameters without an initializer are NaN.)
+    """
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
@@ -217,7 +233,8 @@ def _first_of_step(
     expected: Expected, records: Sequence[RankRecord], step: int, errors: _StepErrors, allowed: Errors
 ) -> First | None:
     """Return the first difference of a step. None if all errors are within the tolerance."""
-    # A wrong gradient is reported before a wrong loss: it names tensors, and the same fault usually causes both.
+    # A wrong gradient is reported before a wrong loss: it names tensors, and the same fault usually
+    # causes both.
     loss_differs = errors.largest.loss > allowed.loss
     wrong_gradients = [name for name, error in errors.gradients.items() if error > allowed.gradient]
     if wrong_gradients:
@@ -231,7 +248,8 @@ def _first_of_step(
     if wrong_weights:
         return First("weights", step, wrong_weights, errors.weights[wrong_weights[0]])
 
-    # Buffers are token counts and their signs. Each rank that has a buffer has all of it, with equal values.
+    # Buffers are token counts and their signs. Each rank that has a buffer has all of it, with
+    # equal values.
     wrong_buffers = []
     for name in expected.buffers:
         key = f"buffers/{step}/{name}"

@@ -29,7 +29,10 @@ HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
     causes.short_type,
     causes.replicas_differ,
 )
-"""Causes of a wrong gradient, in the order in which they are tested. The first that explains all ranks is named."""
+"""Causes of a wrong gradient, in the order in which they are tested.
+
+The first that explains all ranks is named.
+"""
 
 
 def diagnose(e: Evidence) -> str:
@@ -128,7 +131,8 @@ def _explain_norm(e: Evidence) -> str:
     """Name the reduction that the gradient norm lacks, or the tensors that it counts more than once."""
     step = e.first.step
     prefix = f"gradient/{step}/"
-    # Without the reduction over an axis, a rank has the norm of the ranks with the same place on that axis.
+    # Without the reduction over an axis, a rank has the norm of the ranks with the same place on
+    # that axis.
     for axis in e.axes:
         unreduced_norms = []
         for record in e.records:
@@ -137,7 +141,8 @@ def _explain_norm(e: Evidence) -> str:
         if _explains_norms(e, unreduced_norms):
             return f"norm not reduced over {axis}: each rank counts only its own parts; the gradients agree"
 
-    # A superfluous all-reduce over an axis counts replicas repeatedly: those along the axis, or all tensors.
+    # A superfluous all-reduce over an axis counts replicas repeatedly: those along the axis, or all
+    # tensors.
     for axis in e.axes:
         squares_of_places = 0.0
         for place in range(e.sizes[axis]):

@@ -59,7 +59,8 @@ def _identity(name: str, original: Callable[..., Tensor]) -> Callable[..., Tenso
 
     @functools.wraps(original)
     def keep(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **other: Any) -> Tensor:
-        # The functions of ``torch`` call the argument "train", those of ``torch.nn.functional`` "training".
+        # The functions of ``torch`` call the argument "train", those of ``torch.nn.functional``
+        # "training".
         if training and other.get("train", True) and p:
             _note(name, p, input)
         return input

@@ -92,7 +92,10 @@ class Evidence:
 
     @cached_property
     def suspect(self) -> str:
-        """First tensor whose gradient differs. Gradients of almost zero are skipped: they determine no factor."""
+        """First tensor whose gradient differs.
+
+        Gradients of almost zero are skipped: they determine no factor.
+        """
         names = self.first.names
         total = self.expected.total(self.first.step)
         smallest = 1e-4 * total * self.expected.clipping(self.first.step)
@@ -198,7 +201,8 @@ class Evidence:
     def context_part(self, part: int) -> list[int]:
         """Return the positions of one cp rank's part of the sequence."""
         size = self.size("cp")
-        # Balanced: a rank has one chunk from each end, because late tokens attend to more tokens than early ones.
+        # Balanced: a rank has one chunk from each end, because late tokens attend to more tokens
+        # than early ones.
         if size > 1 and self.records[0].facts["balanced"]:
             length = self.tokens // (2 * size)
             chunks = [part, 2 * size - 1 - part]

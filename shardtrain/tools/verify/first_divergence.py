@@ -32,8 +32,8 @@ def first_difference(e: Evidence) -> str:
     if moved_layer is not None:
         return moved_layer
 
-    # The path of the model itself is empty, and its output is the logits. None for a rank that has no logits, such as
-    # the first stages of a pipeline.
+    # The path of the model itself is empty, and its output is the logits. None for a rank that has
+    # no logits, such as the first stages of a pipeline.
     logits_agree = []
     for record in e.records:
         mine = f"trace/{record.facts['calls'].index('')}/out"
@@ -45,7 +45,10 @@ def first_difference(e: Evidence) -> str:
 
 
 def first_backward_difference(e: Evidence) -> str:
-    """Describe where the backward pass of the mesh first differs, from gradients of activations. Empty if unknown."""
+    """Describe where the backward pass of the mesh first differs, from gradients of activations.
+
+    Empty if unknown.
+    """
     culprit = _first(e, e.expected.record.facts["calls"][::-1], ("back", "out"), ("back", "in"))
     if culprit is None:
         return ""
@@ -81,7 +84,8 @@ def _first(
     if not culprits:
         return None
 
-    # Of nested modules, the inner one is the culprit. All modules are inside of the model itself, whose path is "".
+    # Of nested modules, the inner one is the culprit. All modules are inside of the model itself,
+    # whose path is "".
     _, rank, path = min(culprits)
     while inner := [other for other in culprits if _is_inside(other[2], path)]:
         _, rank, path = min(inner)
@@ -100,7 +104,10 @@ def _is_inside(path: str, outer: str) -> bool:
 
 
 def _moved_layer(e: Evidence) -> str | None:
-    """Describe a layer whose input is that of another layer on one process. None if there is no such layer."""
+    """Describe a layer whose input is that of another layer on one process.
+
+    None if there is no such layer.
+    """
     expected_calls = e.expected.record.facts["calls"]
     layers = [path for path in expected_calls if path.startswith(f"{e.layout.layers}.") and path.count(".") == 1]
     for record in e.records:

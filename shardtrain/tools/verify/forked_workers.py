@@ -59,8 +59,8 @@ def run(
     Raises:
         RankFailed: a process raised, died, or did not answer in time. The others are stopped.
     """
-    # Forked ranks need no imports of their own. This process has computed nothing yet, so no thread of PyTorch holds a
-    # lock that the fork would copy.
+    # Forked ranks need no imports of their own. This process has computed nothing yet, so no thread
+    # of PyTorch holds a lock that the fork would copy.
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     # Otherwise the forks would print buffered output again.
@@ -95,7 +95,8 @@ def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limi
     end = time.monotonic() + limit_seconds
     with WaitingHeartbeat(f"comparing on {where}") as heartbeat:
         while waiting:
-            # Wait for the end of processes too: forks of other ranks may keep the pipe of a dead process open.
+            # Wait for the end of processes too: forks of other ranks may keep the pipe of a dead
+            # process open.
             receiver_by_sentinel = {processes[rank].sentinel: receiver for receiver, rank in waiting.items()}
             timeout = max(0.0, end - time.monotonic())
             if heartbeat.timeout is not None:
@@ -113,8 +114,8 @@ def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limi
                 if not answer["sentence"]:
                     answers[rank] = answer["value"]
                     continue
-                # A rank that lost its peer reports a gloo error. The peer knows the reason and answers soon, so gloo
-                # errors sort last.
+                # A rank that lost its peer reports a gloo error. The peer knows the reason and
+                # answers soon, so gloo errors sort last.
                 failures.append(("gloo" in answer["sentence"], rank, answer))
                 end = min(end, time.monotonic() + GRACE_SECONDS)
     if failures:

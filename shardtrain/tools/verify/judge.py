@@ -62,8 +62,9 @@ def judge(
             return None
         first = _describe(differences.first, expected, records[0].losses, layout.layers)
         step = differences.first.step
-        # Even an error above the largest tolerance may be rounding, if shaken weights have an effect of that size.
-        # There is no such measure for initial weights and buffers, so they get a number that no error is below.
+        # Even an error above the largest tolerance may be rounding, if shaken weights have an
+        # effect of that size. There is no such measure for initial weights and buffers, so they get
+        # a number that no error is below.
         effect = getattr(moved_at[step], differences.first.kind, -1.0)
         if differences.first.error <= ROUNDING * effect:
             cause = (
@@ -81,7 +82,8 @@ def judge(
             "gradient"
         )
 
-    # Dropout is off in the comparison, so equal numbers do not show a dropout that makes ranks diverge in training.
+    # Dropout is off in the comparison, so equal numbers do not show a dropout that makes ranks
+    # diverge in training.
     if not first:
         first, cause = same_dropout_input(records) or ("", "")
     errors = {name: getattr(differences, name) for name in ("initial", "loss", "gradient", "norm", "weights")}

@@ -162,7 +162,10 @@ def requested(
 
 
 def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[MeshPlan]:
-    """Return plans of small meshes for this model, starting with its configured axes. Some may be impossible."""
+    """Return plans of small meshes for this model, starting with its configured axes.
+
+    Some may be impossible.
+    """
     names = list(DEFAULT_MESHES)
     if "num_experts" not in (model_shape(loaded) or {}):
         names.remove("ep=2")
@@ -183,7 +186,10 @@ def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[MeshPlan]:
 
 
 def own_axes(loaded: Loaded) -> str:
-    """Return the mesh with the configured axes, each of size 2. Empty without such axes or for more than 8 ranks."""
+    """Return the mesh with the configured axes, each of size 2.
+
+    Empty without such axes or for more than 8 ranks.
+    """
     parallelism = loaded.config.parallelism
     degrees = {axis: 2 for axis, option in OPTIONS.items() if getattr(parallelism, option) > 1}
     if not degrees or _num_ranks(degrees) > MAX_DEFAULT_RANKS:
@@ -286,7 +292,10 @@ def rows_per_data_rank(degrees: Mapping[str, int]) -> int:
 
 
 def changed(loaded: Loaded, sections: Mapping[str, Mapping[str, Any]], given: set[str], where: str) -> Loaded:
-    """Return a copy with other values of options. Those in ``given`` have the origin ``where`` in messages."""
+    """Return a copy with other values of options.
+
+    Those in ``given`` have the origin ``where`` in messages.
+    """
     config = loaded.config
     for name, values in sections.items():
         section = dataclasses.replace(getattr(config, name), **values)

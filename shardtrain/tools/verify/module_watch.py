@@ -74,7 +74,8 @@ class ModuleWatch:
         if config.parallelism.tensor_parallel_degree == 1 or self.layout is None:
             return f"{where}; correct its forward for a part of the batch, of the layers or of the sequence"
 
-        # "must match the size of tensor" and "mixed torch.Tensor and DTensor" are phrases of PyTorch's error messages.
+        # "must match the size of tensor" and "mixed torch.Tensor and DTensor" are phrases of
+        # PyTorch's error messages.
         style = layout.style_of(self.layout, path)
         parents = [path.rsplit(".", count)[0] for count in range(path.count(".") + 1)]
         is_on_residual = all(layout.style_of(self.layout, parent) is None for parent in parents)
@@ -96,8 +97,8 @@ class ModuleWatch:
         return f'{where}, which LAYOUT.tensor calls "{style}" ({layout.TENSOR_STYLES[style]}); {fix}'
 
     def _enter(self, path: str, _: nn.Module, positional: Any, named: Any) -> None:
-        # Activation checkpointing ends a recomputation early with an exception, which skips forward hooks. Modules of
-        # the previous pass may therefore still be on the stack.
+        # Activation checkpointing ends a recomputation early with an exception, which skips forward
+        # hooks. Modules of the previous pass may therefore still be on the stack.
         if path == "":
             self._stack.clear()
         self._stack.append(path)
@@ -120,7 +121,10 @@ class ModuleWatch:
         self._inputs[path] = []
 
     def _record_dropout(self, name: str, dropped: Tensor) -> None:
-        """Keep the input of a disabled dropout. Two ranks with the same input would drop different elements of it."""
+        """Keep the input of a disabled dropout.
+
+        Two ranks with the same input would drop different elements of it.
+        """
         self.tensors[f"dropped/{len(self.drops)}"] = local_copy(dropped)
         self.drops.append((self._stack[-1] if self._stack else "", name))
 

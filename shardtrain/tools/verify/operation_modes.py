@@ -68,7 +68,8 @@ class DrawRecorder(LocatingMode):
         before = _torch_state()
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        # Compare states instead of checking names of operations: attention kernels draw only with dropout.
+        # Compare states instead of checking names of operations: attention kernels draw only with
+        # dropout.
         if before != _torch_state() or kwargs.get("generator") is not None:
             self.draws.append((self.path, before))
         return result

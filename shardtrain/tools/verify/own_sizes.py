@@ -110,7 +110,10 @@ def _layers(module: Any, model: nn.Module) -> list[nn.Module]:
 
 
 def _kinds(module: Any, model: nn.Module) -> set[str]:
-    """Return the distinct kinds of layers. A kind is the classes of a layer's modules, with options on or off."""
+    """Return the distinct kinds of layers.
+
+    A kind is the classes of a layer's modules, with options on or off.
+    """
     kinds = set()
     for layer in _layers(module, model):
         parts = []
@@ -134,7 +137,8 @@ def _depth(
     """
     depth = len(_layers(module, full))
     kinds = _kinds(module, full)
-    # Any field with this value may be the number of layers. Fields with "layer" in their name are tried first.
+    # Any field with this value may be the number of layers. Fields with "layer" in their name are
+    # tried first.
     fields = [name for name, value in sizes.items() if value == depth]
     for name in sorted(fields, key=lambda name: "layer" not in name):
         best: dict[str, int] = {}
@@ -191,7 +195,8 @@ def _smaller_size(
 
     The meaning of a field is guessed from its name. ``clamp`` also reduces lengths and numbers of experts.
     """
-    # Fields that must not be divided come first: a base of rotary angles, a length, a vocabulary, a count.
+    # Fields that must not be divided come first: a base of rotary angles, a length, a vocabulary, a
+    # count.
     if _NOT_A_SIZE.search(name) or value < 16:
         return {}
     if _LENGTH.search(name):

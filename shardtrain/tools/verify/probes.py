@@ -197,7 +197,10 @@ class Prober:
     # ---- helpers
 
     def _run(self, tokens_BT: Tensor, positions_BT: Tensor, keep_state: bool = False, **options: Any) -> Trace:
-        """Trace a forward pass. Unless ``keep_state``, restore the Python state that the model's code changes."""
+        """Trace a forward pass.
+
+        Unless ``keep_state``, restore the Python state that the model's code changes.
+        """
         with nullcontext() if keep_state else trial(self._model):
             return trace(self._model, tokens_BT, positions_BT, **options)
 
@@ -393,7 +396,8 @@ class Prober:
 
     def _sees_other_rows(self, batch: Trace) -> bool:
         """True if other tokens in the other rows change the output of a row."""
-        # A repeated token exceeds the capacity of its expert. The expert of a token is unknown, so try six tokens.
+        # A repeated token exceeds the capacity of its expert. The expert of a token is unknown, so
+        # try six tokens.
         vocabulary = self._shape.vocab_size
         stride = -(-vocabulary // 6)
         for row, token in itertools.product(range(ROWS), range(0, vocabulary, stride)):
@@ -413,8 +417,8 @@ class Prober:
         path = blame(original, changed, unchanged_tokens(self._count, slice(0, half)), CLOSE)
         where = self._describe(path)
 
-        # Attention may see later tokens on purpose. If the layout names no core, a gathered module may be attention.
-        # In a foreign network, any module may be.
+        # Attention may see later tokens on purpose. If the layout names no core, a gathered module
+        # may be attention. In a foreign network, any module may be.
         may_be_attention = self._is_core(path) or self._is_foreign
         if not self._layout.context and self._has_style(path, "gather"):
             may_be_attention = True
@@ -426,7 +430,8 @@ class Prober:
             rule = f"is not causal, as attention over a split sequence is: {where} sees later tokens"
             self._exclude("cp", rule, "do not split sequences")
             return
-        # Only cp computes something else then. On other meshes the targets leak as they do on one process.
+        # Only cp computes something else then. On other meshes the targets leak as they do on one
+        # process.
         if bool(getattr(self._module, "CAUSAL", True)):
             rule = f"lets a token see later ones in {where}, outside of an attention core: its targets leak"
             self._break(rule, "read only earlier positions; in an encoder, name the core in LAYOUT.context", "cp")
@@ -450,7 +455,10 @@ class Prober:
         return None
 
     def _peer_difference(self, path: Path, rank: int) -> str:
-        """Compare a file of ``run_with_peers`` with one process. Return the difference, or "" if there is none."""
+        """Compare a file of ``run_with_peers`` with one process.
+
+        Return the difference, or "" if there is none.
+        """
         facts, peer = _read_peer(path)
         on_rank = f"on rank {rank} of 2"
         for pattern, draw in _initial_draws(self._module, self._shape).items():
@@ -491,7 +499,10 @@ class Prober:
             self._break(rule, "cast nothing: training.mixed_precision_param is the dtype in which a model computes")
 
     def _check_in_place_writes(self) -> None:
-        """Require that no layer modifies its input. Recomputation and pipelines keep it for the backward pass."""
+        """Require that no layer modifies its input.
+
+        Recomputation and pipelines keep it for the backward pass.
+        """
         calls = self._run_all().calls
         layers = f"{self._layout.layers}."
         for call in calls:
@@ -508,8 +519,8 @@ class Prober:
         """Exclude cp and tp if tokens of a sequence mix where these axes split the sequence."""
         if self._is_foreign:
             return
-        # Tokens may mix inside of attention cores under cp, and inside of gathered modules under sequence parallelism.
-        # Of nested modules, take the outer one.
+        # Tokens may mix inside of attention cores under cp, and inside of gathered modules under
+        # sequence parallelism. Of nested modules, take the outer one.
         cores = self._outermost_cores()
         gathered = []
         for path, _ in self._model.named_modules():
@@ -547,7 +558,8 @@ class Prober:
             pick = unchanged_tokens(self._count, kept)
             if differs(run.out[:, kept], original.out[:, kept], CLOSE):
                 return blame(original, run, pick, CLOSE, skip=lambda path: _is_within(path, fixed)) or ""
-            # Mixing right before a fixed module does not reach the output, so compare the inputs of fixed modules.
+            # Mixing right before a fixed module does not reach the output, so compare the inputs of
+            # fixed modules.
             affected = first_with_other_inputs(original, run, fixed, pick, CLOSE)
             if affected is not None:
                 return blame(original, run, pick, CLOSE) or affected.rpartition(".")[0]
@@ -560,8 +572,8 @@ class Prober:
         fixed = self._outermost_cores()
         if not fixed:
             fixed = [path for path, _ in self._model.named_modules() if style_of(self._layout, path) == "gather"]
-        # Half of a sequence needs the attention outputs of the full one. If the layout does not locate attention, they
-        # cannot be replayed.
+        # Half of a sequence needs the attention outputs of the full one. If the layout does not
+        # locate attention, they cannot be replayed.
         if not fixed and self._mixing_module([]) is not None:
             return None
 
@@ -616,7 +628,8 @@ class Prober:
         if differs(half.out, full.out[:, start : start + self._count // 2], CLOSE):
             path = blame(full, half, pick, CLOSE, skip=lambda path: _is_within(path, fixed))
             return f"first in {self._describe(path)}"
-        # Rotations of queries and keys only change the inputs of attention, because its outputs are replayed.
+        # Rotations of queries and keys only change the inputs of attention, because its outputs are
+        # replayed.
         affected = first_with_other_inputs(full, half, fixed, pick, CLOSE)
         return None if affected is None else f"where {affected} is given other queries, keys or values"
 

@@ -27,7 +27,10 @@ from shardtrain.tools.verify.verify_rank import model_of
 from shardtrain.utils.errors import Problem
 
 CLOSE = 1e-4
-"""Relative tolerance for float32 sums in another order, with a margin. A broken promise is off by far more."""
+"""Relative tolerance for float32 sums in another order, with a margin.
+
+A broken promise is off by far more.
+"""
 
 
 def probe(
@@ -55,7 +58,8 @@ def probe(
     with torch.no_grad():
         if broken := checker.check_runs():
             return {"broken": broken, "notes": [], "impossible": {}}
-        # The probes come first: a model that fails one of them also fails checks below, for a misleading reason.
+        # The probes come first: a model that fails one of them also fails checks below, for a
+        # misleading reason.
         result = probes.run_probes(config, module, shape, model, Path(folder) if folder else None, kinds)
         broken = result.broken or checker.check_all()
         impossible = result.impossible
@@ -125,7 +129,8 @@ class _PromiseChecker:
         Raises:
             _NoTensor: the output is not a tensor.
         """
-        # A module whose forward raises calls no forward hook and stays on the stack. The last one is the innermost.
+        # A module whose forward raises calls no forward hook and stays on the stack. The last one
+        # is the innermost.
         stack: list[str] = []
         handles = []
 

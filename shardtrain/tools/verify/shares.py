@@ -21,12 +21,16 @@ class Shares:
     """One forward and backward pass over all rows of a step."""
 
     def __init__(self, model: nn.Module, batch: Batch, factor: float = 1.0, balance: float = 1.0) -> None:
-        """Run the passes. ``factor`` multiplies all gradients, and ``balance`` the balance losses of experts."""
+        """Run the passes.
+
+        ``factor`` multiplies all gradients, and ``balance`` the balance losses of experts.
+        """
         self.model = model
         self.batch = batch
         self.factor = factor
         self.num_targets = batch.num_targets
-        # Experts add the gradient of their balance loss in backward, with the weight that the trainer sets each step.
+        # Experts add the gradient of their balance loss in backward, with the weight that the
+        # trainer sets each step.
         for module in model.modules():
             if hasattr(module, "loss_weight"):
                 module.loss_weight = torch.tensor(balance * factor / self.num_targets)
@@ -83,7 +87,10 @@ class Shares:
         return total
 
     def _gradient_of_rows(self, parameter: nn.Parameter, rows: Sequence[int]) -> Tensor:
-        """Return the gradient of the loss of some rows, from a separate pass. For modules that mix tokens (experts)."""
+        """Return the gradient of the loss of some rows, from a separate pass.
+
+        For modules that mix tokens (experts).
+        """
         chosen = torch.as_tensor(list(rows))
         logits_BTV = self.model(self.batch.tokens_BT[chosen], self.batch.positions_BT[chosen])
         loss = self.losses_BT(logits_BTV, self.batch.targets_BT[chosen]).sum() * self.factor / self.num_targets

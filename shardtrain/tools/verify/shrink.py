@@ -110,7 +110,8 @@ def _data_ranks(degrees: Mapping[str, int]) -> int:
 def _fitted(plan: MeshPlan, sections: Mapping[str, dict[str, Any]], sequences: int) -> MeshPlan:
     """Apply the sections to a plan and check it again, because the chosen sizes may not fit its mesh."""
     rows = sequences // _data_ranks(plan.degrees)
-    # A pipeline takes all micro-batches in one pass. Other meshes accumulate gradients over up to four passes.
+    # A pipeline takes all micro-batches in one pass. Other meshes accumulate gradients over up to
+    # four passes.
     local = rows if plan.schedule else max(1, rows // 4)
     training = {**sections["training"], "local_batch_size": local, "global_batch_size": sequences}
     fitted = {**sections, "training": training}
@@ -119,8 +120,8 @@ def _fitted(plan: MeshPlan, sections: Mapping[str, dict[str, Any]], sequences: i
         section, _, name = option.partition(".")
         fitted[section] = {**fitted.get(section, {}), name: value}
     loaded = changed(plan.loaded, fitted, set(), "")
-    # The rules reject an option that is set without effect. Options that verify has turned off must not be rejected, so
-    # only the options of the mesh count as set.
+    # The rules reject an option that is set without effect. Options that verify has turned off must
+    # not be rejected, so only the options of the mesh count as set.
     origins = {option: where for option, where in loaded.origins.items() if option.startswith("parallelism.")}
     loaded = dataclasses.replace(loaded, origins=origins)
     problems = configs.check(loaded)
@@ -210,7 +211,10 @@ def _sequence_parts(degrees: Mapping[str, int]) -> int:
 
 
 def _reduce_rounding(sections: dict[str, dict[str, Any]], config: Config, notes: list[str], steps: int) -> None:
-    """Disable options that hide differences or amplify rounding, in ``sections``. Add the changes to ``notes``."""
+    """Disable options that hide differences or amplify rounding, in ``sections``.
+
+    Add the changes to ``notes``.
+    """
     sections["training"] |= {
         "dtype": "float32",
         "mixed_precision_param": "float32",

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 Pick = Callable[[Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
-"""Select the parts of two passes' tensors that must be equal. Return None if the tensors cannot be compared."""
+"""Select the parts of two passes' tensors that must be equal.
+
+Return None if the tensors cannot be compared.
+"""
 
 
 @dataclass

@@ -40,7 +40,10 @@ from shardtrain.tools.verify.shrink import VerifyTask
 from shardtrain.utils.errors import ConfigError
 
 MAX_NORM = 0.1
-"""Norm to which gradients are clipped in the last step. At unit gain, the norm before clipping is far above it."""
+"""Norm to which gradients are clipped in the last step.
+
+At unit gain, the norm before clipping is far above it.
+"""
 
 
 def is_clipped(step: int, steps: int) -> bool:
@@ -147,8 +150,8 @@ def _run_steps(
     watch: ModuleWatch,
     shaken: bool,
 ) -> None:
-    # Parallelize the model as the trainer does. Names and initial distributions are collected before, because a
-    # pipeline rank then only has some of the layers.
+    # Parallelize the model as the trainer does. Names and initial distributions are collected
+    # before, because a pipeline rank then only has some of the layers.
     device = device_of(config, rank)
     world = World(rank, num_ranks, rank, device)
     mesh = distributed.build(config, world)
@@ -160,8 +163,8 @@ def _run_steps(
     first_layer = next(iter(getattr(model, module.LAYOUT.layers)))
     runner = distributed.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
 
-    # Draw weights twice: first as training does, to compare the initialization itself. Then at unit gain, because with
-    # its usual weights a small model would hide the effect of some of its parts.
+    # Draw weights twice: first as training does, to compare the initialization itself. Then at unit
+    # gain, because with its usual weights a small model would hide the effect of some of its parts.
     recorder = _Recorder(runner, mesh)
     runner.materialize(draws_of(module, shape, model, unit_gain=False), config.debug.seed)
     recorder.keep("own", runner.parameters())
@@ -195,7 +198,8 @@ def _run_steps(
         num_params=num_params,
         flops_per_token=0.0,
     )
-    # The trainer stops when norms differ between ranks. Here the comparison of all tensors names the cause instead.
+    # The trainer stops when norms differ between ranks. Here the comparison of all tensors names
+    # the cause instead.
     run.resilience.compares_norms = False
 
     recorder.keep("initial", runner.parameters())
@@ -209,8 +213,8 @@ def _run_steps(
             run.config = replace(config, training=replace(config.training, max_norm=MAX_NORM))
         outcome = trainer.step(run)
         watch.end()
-        # The mean loss over all target tokens of the step. All ranks take part in this all-reduce. Each rank of a tp
-        # group has the same sum, hence the division by the size of tp.
+        # The mean loss over all target tokens of the step. All ranks take part in this all-reduce.
+        # Each rank of a tp group has the same sum, hence the division by the size of tp.
         total = outcome.loss_sum.detach().double().to(mesh.device).clone()
         dist.all_reduce(total)
         recorder.losses.append(float(total) / mesh.size("tp") / max(1, outcome.global_tokens))
@@ -222,7 +226,10 @@ def _run_steps(
 
 @torch.no_grad()
 def _shake(parameters: Mapping[str, Tensor], seed: int) -> None:
-    """Move each element to the next representable number above or below, at random. No rounding error is smaller."""
+    """Move each element to the next representable number above or below, at random.
+
+    No rounding error is smaller.
+    """
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters.values():
         local = local_tensor(parameter)

@@ -1,4 +1,7 @@
-"""Parse the arguments of ``shardtrain verify``. This module does not import torch, so errors appear immediately."""
+"""Parse the arguments of ``shardtrain verify``.
+
+This module does not import torch, so errors appear immediately.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,258 @@
+"""Bytes of activations that autograd saves in one layer for one micro-batch, tensor by tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from shardtrain.ops.cpu import expert_mix, rms_norm
+from shardtrain.tools.plan.job_sizes import PlannedJob
+from shardtrain.tools.plan.parameter_shards import trained, unsharded
+from shardtrain.tools.plan.shapes import ExpertShape, Layer
+
+Kernels = Literal["cpu", "cpu by rows", "cuda"]
+"""Kernels of a device. "cpu by rows" has the RMSNorm of ops/cpu/rms_norm.py, "cpu" has no fused RMSNorm."""
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one layer for one micro-batch.
+
+    Attributes:
+        full: Saved for backward without recomputation.
+        kept: Saved for backward with the configured recomputation.
+        working: Maximum during the layer's backward pass.
+    """
+
+    full: int
+    kept: int
+    working: int
+
+
+def recomputes(job: PlannedJob, place: int) -> str:
+    """Return the recomputation of the layer at an index within its stage: "none", "full", "op" or "core"."""
+    if job.recompute in ("none", "full", "op", "core"):
+        return job.recompute
+    return "full" if place % int(job.recompute) == 0 else "none"
+
+
+def gathered_input_bytes(job: PlannedJob, stream_bytes: int) -> int:
+    """Return the bytes of the input of a linear that is split over tp: it is gathered along the sequence.
+
+    ``stream_bytes`` is this rank's part of the residual stream.
+    """
+    return stream_bytes * job.tp
+
+
+def norm_bytes(numel: int, rows: int, job: PlannedJob, kernels: Kernels, layer_norm: bool) -> int:
+    """Return the bytes that a norm saves of its input.
+
+    Its output is saved by the next linear and not included.
+    """
+    if layer_norm or _is_fused_norm(numel, job, kernels):
+        statistics_per_row = 2 if layer_norm else 1
+        return numel * job.compute_width + rows * 4 * statistics_per_row
+    # A float32 copy of the input, and the normalized input in float32.
+    return numel * 8 + rows * 4
+
+
+def _is_fused_norm(numel: int, job: PlannedJob, kernels: Kernels) -> bool:
+    """True if an RMSNorm saves only its input. Small or compiled ones on a CPU save more."""
+    if kernels == "cuda":
+        return True
+    return kernels == "cpu by rows" and not job.fused and numel >= rms_norm.SMALLEST_NUMEL
+
+
+@lru_cache(maxsize=8192)
+def layer_bytes(layer: Layer, job: PlannedJob, dim: int, mode: str, kernels: Kernels) -> LayerBytes:
+    """Return the bytes of a layer with the recomputation ``mode`` (see ``recomputes``)."""
+    width = job.compute_width
+    tokens_per_tensor_rank = job.local_tokens // job.tp
+    stream = tokens_per_tensor_rank * dim * width
+    gathered = gathered_input_bytes(job, stream)
+    norm = _block_norm_bytes(layer, tokens_per_tensor_rank, dim, job, kernels)
+    attention = _attention_bytes(layer, job, norm, gathered, kernels)
+    ffn = _feed_forward_bytes(layer, job, dim, norm, gathered, kernels)
+
+    full = attention.saved + ffn.saved
+    if mode == "none":
+        kept = full
+    elif mode == "full":
+        kept = stream
+    elif mode == "core":
+        kept = full - attention.score_matrices
+    else:
+        kept = stream + attention.output + attention.log_sum_exp + _kept_products(layer, job, dim)
+
+    # Backward starts with the feed-forward: gradients of its products, of the stream, and of its
+    # own weights. At its end only attention is left, and the gradients of all weights exist.
+    trained_weights = unsharded(trained(layer.parameters), job.tp, job.ep) * width
+    ffn_share = ffn.saved / max(1, full)
+    gathered_copies = 2 * gathered if job.tp > 1 else 0
+    start = full + stream + gathered_copies + ffn.gradients + int(trained_weights * ffn_share / 3)
+    end = full - ffn.saved + 2 * stream + gathered + attention.queries_keys_values + trained_weights
+    working = max(start, end) + layer.restored_numel * width
+    if mode != "none":
+        working += stream
+    return LayerBytes(full, kept, working)
+
+
+def _block_norm_bytes(layer: Layer, tokens: int, dim: int, job: PlannedJob, kernels: Kernels) -> int:
+    """Return the bytes that the norm before attention or before the feed-forward saves."""
+    numel = tokens * dim
+    size = norm_bytes(numel, tokens, job, kernels, layer.layer_norm)
+    if layer.layer_norm or _is_fused_norm(numel, job, kernels):
+        return size
+    # Only the gradient of the norm's weight needs the normalized copy.
+    has_trained_norm = any(p.trained for p in layer.parameters if p.style == "sequence")
+    return size if has_trained_norm else size - numel * 4
+
+
+@dataclass(frozen=True)
+class _AttentionBytes:
+    """Bytes of attention: all that is saved, and parts of it."""
+
+    saved: int
+    queries_keys_values: int
+    output: int
+    log_sum_exp: int
+    score_matrices: int
+
+
+def _attention_bytes(layer: Layer, job: PlannedJob, norm: int, gathered: int, kernels: Kernels) -> _AttentionBytes:
+    """Count attention: its norm, queries, keys, values, output, and the log-sum-exp of the scores in float32."""
+    width = job.compute_width
+    tokens = job.local_tokens
+    heads = -(-layer.heads // job.tp)
+    kv_heads = -(-layer.kv_heads // job.tp)
+    q = tokens * heads * layer.qk_dim * width
+    k = tokens * kv_heads * layer.qk_dim * width
+    v = tokens * kv_heads * layer.v_dim * width
+    out = tokens * heads * layer.v_dim * width
+    # Kernels require values as wide as keys: narrower values are padded, and the output is cut into
+    # a new tensor.
+    cut_out = 0
+    if layer.v_dim < layer.qk_dim:
+        v, out, cut_out = k, q, out
+    log_sum_exp = tokens * heads * 4
+    score_matrices = 0
+    if not job.flash:
+        # Softmax, the mask of dropout and its result (Korthikanti et al. 2022, section 4.1).
+        score_matrices = tokens * min(job.seq_len, layer.limit or job.seq_len) * heads * (2 * width + 1)
+    saved = norm + q + k + v + out + cut_out + log_sum_exp + score_matrices
+    if job.repeats_kv:
+        saved += 2 * (tokens * heads * layer.qk_dim * width) - k - v
+    if job.cp > 1 and job.cp_method == "allgather":
+        # Keys and values of all ranks, and the output of each part.
+        saved += (job.cp - 1) * (k + v) + out
+    elif job.cp > 1 and job.cp_method == "ulysses":
+        # The output before and after its exchange.
+        saved += out
+
+    projections = layer.inside("attn")
+    if any(linear.trained for linear in projections if linear.style != "rowwise"):
+        saved += gathered
+    if layer.head_norms:
+        for numel in (q // width, k // width):
+            saved += norm_bytes(numel, numel // layer.qk_dim, job, kernels, False)
+    if layer.unit_norms:
+        # Float32 copies of queries and keys. These norms have no weights.
+        saved += (q + k) // width * 4
+    for linear in projections:
+        if linear.style == "replicate":
+            # A latent: its norm, and the input of the next linear.
+            saved += norm_bytes(tokens * linear.out_features, tokens, job, kernels, False)
+            saved += tokens * linear.out_features * width
+    return _AttentionBytes(saved, q + k + v, out, log_sum_exp, score_matrices)
+
+
+@dataclass(frozen=True)
+class _FeedForwardBytes:
+    """Bytes of a feed-forward: saved tensors, and gradients of its products."""
+
+    saved: int
+    gradients: int
+
+
+def _feed_forward_bytes(
+    layer: Layer, job: PlannedJob, dim: int, norm: int, gathered: int, kernels: Kernels
+) -> _FeedForwardBytes:
+    """Count a feed-forward: its norm and input, its products and activations, and its experts."""
+    width = job.compute_width
+    tokens = job.local_tokens
+    linears = layer.inside("ffn")
+    inner = [linear for linear in linears if linear.style != "rowwise"]
+    hidden = 0
+    for linear in inner:
+        ranks = job.tp if linear.style == "colwise" else 1
+        hidden += tokens * -(-linear.out_features // ranks) * width
+    saved = norm + 2 * hidden
+    if any(linear.trained for linear in inner):
+        saved += gathered
+    # A frozen output linear does not save its input.
+    are_outputs_trained = [linear.trained for linear in linears if linear.style == "rowwise"]
+    if are_outputs_trained and not any(are_outputs_trained):
+        saved -= hidden // max(1, len(inner))
+
+    gradients = hidden
+    if layer.experts:
+        tokens_per_tensor_rank = tokens // job.tp
+        if _is_expert_mix(layer.experts, tokens_per_tensor_rank, job, kernels):
+            mixture = _expert_mix_bytes(layer.experts, tokens_per_tensor_rank, dim, width)
+        else:
+            mixture = _expert_bytes(layer.experts, tokens_per_tensor_rank, dim, job)
+        saved += mixture.saved
+        gradients += mixture.gradients
+    return _FeedForwardBytes(saved, gradients)
+
+
+def _is_expert_mix(experts: ExpertShape, tokens: int, job: PlannedJob, kernels: Kernels) -> bool:
+    """True if a CPU computes experts as one function: see ``ops.cpu.expert_mix.takes``."""
+    if kernels == "cuda" or job.ep > 1 or experts.biased or experts.weighs_inputs:
+        return False
+    return expert_mix.has_many_rows(tokens * experts.top_k, experts.count)
+
+
+def _expert_mix_bytes(experts: ExpertShape, tokens: int, dim: int, width: int) -> _FeedForwardBytes:
+    """Count the experts of ops/cpu/expert_mix.py: rows with padding, and reordered weights of small experts."""
+    rows = tokens * experts.top_k
+    numel_per_expert = 3 * experts.ffn * dim
+    if width < 4:
+        rows += expert_mix.expected_room(rows, experts.count)
+    saved = 0
+    # The gate is also part of the combined product of gate and up.
+    if width < 4 and numel_per_expert <= expert_mix.SMALL_EXPERT_NUMEL:
+        saved += experts.count * numel_per_expert * width + rows * experts.ffn * width
+    saved += tokens * dim * 4 + rows * dim * width + 4 * rows * experts.ffn * width
+    saved += tokens * experts.count * 4 + rows * 24
+    return _FeedForwardBytes(saved, 2 * rows * experts.ffn * width + rows * dim * width)
+
+
+def _expert_bytes(experts: ExpertShape, tokens: int, dim: int, job: PlannedJob) -> _FeedForwardBytes:
+    """Count experts that run as grouped products."""
+    width = job.compute_width
+    rows = tokens * experts.top_k
+    saved = tokens * dim * 4 + 2 * rows * dim * width + 4 * rows * experts.ffn * width
+    if experts.biased:
+        # Sums with three biases, and a gate of several operations (models/gpt_oss.py).
+        saved += rows * dim * width + 2 * rows * experts.ffn * width
+    saved += tokens * experts.count * 4 + rows * (8 * 3 + 4 * 3)
+    # Gradients of products, and of the rows before and after they are sorted, and with ep, exchanged.
+    copies_of_rows = 3 if job.ep > 1 else 2
+    return _FeedForwardBytes(saved, 2 * rows * experts.ffn * width + copies_of_rows * rows * dim * width)
+
+
+def _kept_products(layer: Layer, job: PlannedJob, dim: int) -> int:
+    """Bytes that selective recomputation keeps: every second product, and the results of reductions over tp."""
+    tokens = job.local_tokens
+    width = job.compute_width
+    total = 0
+    linears = [linear for linear in layer.linears if linear.style != "router"]
+    for number, linear in enumerate(linears):
+        if number % 2 == 0:
+            ranks = job.tp if linear.style == "colwise" else 1
+            total += tokens * -(-linear.out_features // ranks) * width
+        if linear.style == "rowwise" and job.tp > 1:
+            total += tokens // job.tp * dim * width
+    return total

@@ -1,0 +1,261 @@
+"""Seconds of one layer's forward, backward and recomputation on one micro-batch, by kind of cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from shardtrain.tools.plan.hardware import Device
+from shardtrain.tools.plan.job_sizes import PlannedJob
+from shardtrain.tools.plan.link_timing import (
+    bandwidth,
+    copy_seconds,
+    exchange_seconds,
+    host_seconds,
+    memory_rate,
+    tree_seconds,
+)
+from shardtrain.tools.plan.shapes import Layer, Linear
+
+HALF_SIZE = 96
+"""Dimension of a product that reaches half of the rate of a large one."""
+STREAM_PASSES = 20.0
+"""Reads and writes of a layer's residual stream in forward, with one kernel per operation."""
+HIDDEN_PASSES = 5.0
+"""Reads and writes of the hidden features of its feed-forward."""
+FUSED = 0.5
+"""Share of both that remains after compilation."""
+LAUNCHES = 26
+"""Kernels in a layer's forward."""
+EXPERT_LAUNCHES = 40
+"""Additional kernels for routing and sorting rows.
+
+With expert parallelism, the host waits for the device before.
+"""
+FLOAT8_SHARE = 0.88
+"""Share of its peak that float8 reaches, relative to the share that bfloat16 reaches of its own peak."""
+GROUPED_SHARE = 0.45
+"""Rate of a grouped product of experts, relative to a plain product with the same rows."""
+ROW_PASSES = 14
+"""Reads and writes of the rows of experts in forward: gathered, exchanged, sorted, brought back, weighted."""
+LOAD = 1.25
+"""Rows of the busiest rank relative to the mean, with expert parallelism."""
+COLLECTIVE_LAUNCHES = 24
+"""Python time of a collective of FSDP, in kernels that a CPU starts in that time."""
+DTENSOR_LAUNCHES = 48
+"""Python time of a collective of a DTensor and its dispatch, in kernels."""
+PIECE_LAUNCHES = 12
+"""Python time of each part of the keys under context parallelism, in kernels: attention, cuts, merging."""
+DTENSOR_PRODUCTS = 0.91
+"""Rate of float32 products of DTensors on a CPU, relative to oneDNN, which only plain weights use."""
+KEYS_AT_ONCE = 512
+"""Keys per block of PyTorch's attention on a CPU. It skips entire blocks of keys after a query."""
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """Seconds of one layer by kind of cost: forward, backward without recomputation, and selective recomputation."""
+
+    forward: Mapping[str, float]
+    backward: Mapping[str, float]
+    again: Mapping[str, float]
+
+
+@lru_cache(maxsize=16384)
+def layer_pass(layer: Layer, job: PlannedJob, device: Device, dim: int) -> LayerPass:
+    """Return the seconds of one layer's passes on a micro-batch.
+
+    ``dim`` is the width of the residual stream.
+    """
+    width = job.compute_width
+    tokens = job.local_tokens
+    rate = memory_rate(device)
+    stream_tokens = tokens // job.tp if job.split_sequence else tokens
+
+    # Products. Selective recomputation keeps every second one, and a frozen weight needs no gradient.
+    linears = [linear for linear in layer.linears if linear.style != "router"]
+    seconds_of_products = [product_seconds(linear, job, device, tokens, job.tp) for linear in linears]
+    matmul = sum(seconds_of_products)
+    kept = sum(seconds_of_products[::2])
+    frozen = sum(seconds for linear, seconds in zip(linears, seconds_of_products, strict=True) if not linear.trained)
+    cast_forward = 0.0
+    cast_backward = 0.0
+    if _is_float8(job, device):
+        cast_forward, cast_backward = _cast_seconds(layer, job, device)
+    ffn_inputs = [linear for linear in layer.inside("ffn") if linear.style != "rowwise"]
+    hidden = sum(linear.out_features for linear in ffn_inputs) / job.tp * tokens
+
+    # Experts: one product per expert on this rank, and an exchange of rows before and after.
+    exchange = 0.0
+    if layer.experts:
+        load = LOAD if job.ep > 1 else 1
+        rows = int(stream_tokens * layer.experts.top_k * load)
+        groups = max(1, layer.experts.count // job.ep)
+        expert = Linear("", dim, layer.experts.ffn, "replicate")
+        expert_job = replace(job, float8=job.float8_experts)
+        one_product = product_seconds(expert, expert_job, device, max(1, rows // groups), 1)
+        num_products = 3 if layer.gated else 2
+        matmul += num_products * groups * one_product / GROUPED_SHARE
+        num_hidden = 2 if layer.gated else 1
+        hidden += num_hidden * rows * layer.experts.ffn + ROW_PASSES * rows * dim / HIDDEN_PASSES
+        if job.ep > 1:
+            size = rows * dim * width * (job.ep - 1) / job.ep
+            exchange = 2 * (exchange_seconds(size, job, device) + tree_seconds(device, job.ep, job))
+
+    # Attention, and all operations that are bound by memory bandwidth.
+    attention = _attention_seconds(layer, job, device)
+    heads = tokens * (layer.heads + layer.kv_heads) * layer.qk_dim / job.tp
+    moved_bytes = (STREAM_PASSES * stream_tokens * dim + HIDDEN_PASSES * hidden + 6 * heads) * width
+    elementwise = moved_bytes / rate * (FUSED if job.fused else 1.0)
+    tensor = _tensor_parallel_seconds(job, device, dim)
+    context = _context_parallel_seconds(layer, job, device)
+
+    # The host starts kernels while the device works, so only the excess counts. A CPU is its own
+    # host, and expert parallelism makes the host wait for the device.
+    launches = LAUNCHES * device.launch_seconds * (0.5 if job.fused else 1.0)
+    routing = EXPERT_LAUNCHES * device.launch_seconds if layer.experts else 0.0
+    host = launches + routing
+    if not device.is_cpu:
+        host = max(0.0, host - (matmul + attention + elementwise))
+    if job.ep > 1:
+        host = max(host, routing)
+
+    # Backward has two products for each of forward: gradients of inputs and of weights. Attention
+    # computes the scores again and has four more products, 2.5 times the FLOPs.
+    forward = {
+        "matmul": matmul + cast_forward,
+        "attention": attention,
+        "elementwise": elementwise,
+        "kernel launches": host,
+        "tensor parallel": tensor,
+        "context parallel": context,
+        "expert exchange": exchange,
+    }
+    backward = {
+        "matmul": 2 * matmul - frozen + cast_backward,
+        "attention": 2.5 * attention,
+        "elementwise": 2 * elementwise,
+        "kernel launches": 2 * host,
+        "tensor parallel": tensor,
+        "context parallel": 2 * context,
+        "expert exchange": exchange,
+    }
+    again = {
+        "matmul": matmul - kept + cast_forward / 2,
+        "elementwise": elementwise,
+        "kernel launches": host,
+        "tensor parallel": tensor / 2,
+    }
+    return LayerPass(forward, backward, again)
+
+
+def product_seconds(linear: Linear, job: PlannedJob, device: Device, tokens: int, tp: int) -> float:
+    """Return the seconds of one product (tokens, in) x (in, out) on a rank, by the roofline model."""
+    rows = linear.in_features / tp if linear.style == "rowwise" else linear.in_features
+    columns = linear.out_features / tp if linear.style in ("colwise", "head") else linear.out_features
+    is_float8 = _is_float8(job, device)
+    peak = device.peak("float8" if is_float8 else job.compute_dtype) * device.matmul_efficiency
+    half_size = HALF_SIZE
+    if is_float8:
+        peak = peak * FLOAT8_SHARE
+        half_size = 2 * HALF_SIZE  # the start takes the same time, but the product half of it
+    if device.is_cpu:
+        efficiency = DTENSOR_PRODUCTS if job.tp > 1 and job.compute_dtype == "float32" else 1.0
+    else:
+        efficiency = math.prod(size / (size + half_size) for size in (tokens, rows, columns))
+    # Bound by FLOPs, or by reading two matrices and writing one.
+    moved_bytes = (tokens * (rows + columns) + rows * columns) * job.compute_width
+    return max(2 * tokens * rows * columns / (peak * efficiency), moved_bytes / memory_rate(device))
+
+
+def _is_float8(job: PlannedJob, device: Device) -> bool:
+    return job.float8 and "float8" in device.flops
+
+
+def _cast_seconds(layer: Layer, job: PlannedJob, device: Device) -> tuple[float, float]:
+    """Return the seconds of casts to float8 in forward and in backward: inputs, weights and gradients.
+
+    Products of one block share the cast of their input. Under tensor parallelism each rank casts the gathered input, or
+    with ``gathers_float8`` its own part before the gather.
+    """
+    tokens = job.local_tokens
+    inputs = 0.0
+    outputs = 0.0
+    weights = 0.0
+    cast_inputs: set[tuple[str, int, bool]] = set()
+    for linear in layer.linears:
+        if linear.style == "router":
+            continue
+        is_rowwise = linear.style == "rowwise"
+        ranks = job.tp if linear.style in ("colwise", "rowwise") else 1
+        weights += linear.in_features * linear.out_features / ranks
+        outputs += tokens * linear.out_features / ranks
+        shared_input = (linear.path.rpartition(".")[0], linear.in_features, is_rowwise)
+        if shared_input not in cast_inputs:
+            cast_inputs.add(shared_input)
+            input_ranks = ranks if is_rowwise or job.gathers_float8 else 1
+            inputs += tokens * linear.in_features / input_ranks
+    # A cast reads two bytes and writes one. Backward casts gradients, and transposes inputs and weights.
+    rate = memory_rate(device)
+    return 3 * (inputs + weights) / rate, (3 * outputs + 2 * inputs + 2 * weights) / rate
+
+
+def _attention_seconds(layer: Layer, job: PlannedJob, device: Device) -> float:
+    """Return the seconds of softmax(q k) v in forward. Causal attention computes half of the scores."""
+    tokens = job.local_tokens
+    span = min(job.seq_len, layer.limit) if layer.limit else job.seq_len
+    share = 0.5 if layer.causal and span == job.seq_len else 1.0
+    if device.is_cpu and share < 1:
+        # Context parallelism attends to one part of the keys at a time.
+        part = span if job.cp == 1 else max(1, span // (2 * job.cp))
+        share = (1 + min(part, KEYS_AT_ONCE) / span) / 2
+    flops = 2 * tokens * span * layer.heads / job.tp * (layer.qk_dim + layer.v_dim)
+    rate = memory_rate(device)
+    if not job.flash:
+        scores = tokens * span * layer.heads / job.tp
+        peak = device.peak(job.compute_dtype) * device.matmul_efficiency * 0.7
+        return flops / peak + 5 * scores * job.compute_width / rate
+    # On a GPU, heads of less than 128 features leave units idle, and short sequences are slower.
+    efficiency_of_head = min(1.0, (layer.qk_dim + 32) / 160)
+    efficiency_of_length = span / (span + 512)
+    if device.is_cpu:
+        efficiency_of_head = 1.0
+        efficiency_of_length = 1.0
+    dtype = "bfloat16" if job.compute_width == 2 else job.compute_dtype
+    peak = device.peak(dtype) * device.attention_efficiency * job.attention_speed
+    moved_bytes = 4 * tokens * layer.heads / job.tp * layer.qk_dim * job.compute_width
+    return max(flops * share / (peak * efficiency_of_head * efficiency_of_length), moved_bytes / rate)
+
+
+def _tensor_parallel_seconds(job: PlannedJob, device: Device, dim: int) -> float:
+    """Return the seconds of a layer's tensor parallelism: two gathers and two reductions, or two all-reduces."""
+    if job.tp == 1:
+        return 0.0
+    stream = job.local_tokens * dim * job.compute_width
+    transfer = stream * (job.tp - 1) / job.tp / bandwidth(device, job.tp, 1) + tree_seconds(device, job.tp, job)
+    seconds = 4 * (transfer + host_seconds(device, DTENSOR_LAUNCHES) + copy_seconds(device, stream))
+    if job.gathers_float8 and _is_float8(job, device):
+        seconds *= 0.75  # both gathers have half of the bytes
+    return seconds
+
+
+def _context_parallel_seconds(layer: Layer, job: PlannedJob, device: Device) -> float:
+    """Return the seconds of context parallelism: exchanging keys and values, and merging the outputs of parts."""
+    if job.cp == 1:
+        return 0.0
+    width = job.compute_width
+    tokens = job.local_tokens
+    is_ring = job.cp_method == "ring"
+    kv_heads = layer.heads if job.repeats_kv else layer.kv_heads
+    kv_bytes = 2 * tokens * kv_heads * layer.qk_dim * width / job.tp
+    seconds = kv_bytes * (job.cp - 1) / bandwidth(device, job.cp, job.tp) + tree_seconds(device, job.cp, job)
+    # The output of each part of the keys is merged in float32.
+    merged_bytes = tokens * layer.heads * layer.v_dim / job.tp * (width + 4 * 4)
+    num_messages = job.cp if is_ring else 2
+    seconds += num_messages * merged_bytes / memory_rate(device)
+    num_pieces = 2 * job.cp if is_ring else 2 * job.cp - 1
+    of_messages = num_messages * host_seconds(device, COLLECTIVE_LAUNCHES)
+    of_pieces = num_pieces * host_seconds(device, PIECE_LAUNCHES)
+    return seconds + (of_messages + of_pieces)

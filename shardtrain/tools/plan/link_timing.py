@@ -1,0 +1,109 @@
+"""Seconds of collectives: bytes over the slowest link between the ranks, and latency."""
+
+from __future__ import annotations
+
+import math
+
+from shardtrain.tools.plan.hardware import Device, Link
+from shardtrain.tools.plan.job_sizes import PlannedJob
+
+SHARED_MEMORY = 2.0
+"""Bandwidth of memory shared by ranks, relative to gloo: gathers 2.3, sums 1.4 (docs/performance_cpu.md)."""
+
+
+def stride(job: PlannedJob, axis: str) -> int:
+    """Return the ranks between two neighbours on a mesh axis (distributed/mesh.py: tp is innermost, pp outermost)."""
+    inner = {"tp": 1, "cp": job.tp, "dp_replicate": job.tp * job.cp * job.dp_shard}
+    return inner.get(axis, job.tp * job.cp * job.dp_shard * job.dp_replicate)
+
+
+def memory_rate(device: Device) -> float:
+    """Return the bytes per second that kernels read and write."""
+    return device.memory_bytes_per_second * device.memory_efficiency
+
+
+def network_rate(device: Device) -> float:
+    """Return the bytes per second of one network port."""
+    return device.network.bytes_per_second * device.network.efficiency
+
+
+def bandwidth(device: Device, ranks: int, stride: int) -> float:
+    """Return the bytes per second that each of some ranks receives in a collective, in one direction.
+
+    Ranks of a node use its links. Between nodes, the ranks of a node use their network ports together.
+    """
+    per_node = min(ranks, max(1, device.linked // stride))
+    inside = node_rate(device, per_node)
+    if per_node == ranks:
+        return inside
+    outside = network_rate(device) * per_node
+    # More nodes have more switches between them.
+    return min(inside, outside / (1 + 0.05 * math.log2(ranks / per_node)))
+
+
+def node_rate(device: Device, ranks: int) -> float:
+    """Return the bytes per second of each of some ranks of a node.
+
+    Without a switch, only their own links count.
+    """
+    rate = device.link.bytes_per_second * device.link.efficiency
+    if not device.link.peers:
+        return rate
+    return rate * min(1.0, max(1, ranks - 1) / device.link.peers)
+
+
+def shared_memory_rate(device: Device, ranks: int, rate: float) -> float:
+    """Return the rate of FSDP's collectives.
+
+    Ranks of one CPU share memory (distributed/cpu/shared_memory.py).
+    """
+    if device.is_cpu and ranks <= device.linked:
+        return SHARED_MEMORY * rate
+    return rate
+
+
+def exchange_seconds(size: float, job: PlannedJob, device: Device) -> float:
+    """Return the seconds in which each expert-parallel rank sends ``size`` bytes to the others.
+
+    To other nodes, each rank only uses its own network port.
+    """
+    near = min(job.ep, device.linked)
+    far_share = (job.ep - near) / max(1, job.ep - 1)
+    inside = size * (1 - far_share) / node_rate(device, near)
+    return max(inside, size * far_share / network_rate(device))
+
+
+def ring_seconds(device: Device, ranks: int, stride: int) -> float:
+    """Return the latency of a ring over all ranks.
+
+    NCCL only uses rings for gathers and for reductions to shards.
+    """
+    if device.is_cpu:
+        return device.link.latency_seconds
+    per_node = min(ranks, max(1, device.linked // stride))
+    between = ranks // per_node if ranks > per_node else 0
+    return between * device.network.latency_seconds + (ranks - max(1, between)) * device.link.latency_seconds / 2
+
+
+def tree_seconds(device: Device, ranks: int, job: PlannedJob) -> float:
+    """Return the latency of a collective over a tree of ranks."""
+    if job.world_size == 1:
+        return 0.0
+    link: Link = device.link if ranks <= device.linked else device.network
+    return link.latency_seconds * (1 + math.log2(max(2, ranks)) / 2)
+
+
+def host_seconds(device: Device, launches: int) -> float:
+    """Return the seconds of Python around a collective.
+
+    An accelerator's host runs ahead of it, so these are hidden.
+    """
+    return launches * device.launch_seconds if device.is_cpu else 0.0
+
+
+def copy_seconds(device: Device, size: float) -> float:
+    """Return the seconds to copy ``size`` bytes into and out of a collective's buffers.
+
+    Only a CPU does not hide it.
+    """
+    return 2 * size / memory_rate(device) if device.is_cpu else 0.0

@@ -1,0 +1,215 @@
+"""Bytes that one micro-batch needs on one pipeline stage, at each moment of forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardtrain.ops import cross_entropy, split_cross_entropy
+from shardtrain.ops.linear_cross_entropy import WORTH_IT_BYTES, rows_of_chunk, saved_bytes
+from shardtrain.tools.plan.fsdp_memory import GatheredBytes
+from shardtrain.tools.plan.job_sizes import PlannedJob
+from shardtrain.tools.plan.layer_memory import (
+    Kernels,
+    LayerBytes,
+    gathered_input_bytes,
+    layer_bytes,
+    norm_bytes,
+    recomputes,
+)
+from shardtrain.tools.plan.parameter_shards import trained, unsharded
+from shardtrain.tools.plan.shapes import Layer, ModelShape
+
+BEFORE_BACKWARD = ("the end of forward", "gathering the logits", "the loss")
+"""Names of the moments before the backward pass of a micro-batch."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes of activations, FSDP's buffers and gradients at one moment.
+
+    Accumulated gradients are not included.
+    """
+
+    name: str
+    activations: int
+    gathered: int = 0
+    gradients: int = 0
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes of one micro-batch on one pipeline stage.
+
+    Attributes:
+        kept: Activations from forward to backward.
+        extra: Bytes that PyTorch's pipeline stage keeps in addition. It is negative for a shared buffer.
+        output: Part of ``extra`` for the logits.
+        most: Largest activations of any moment.
+        waiting: Activations that wait for the backward pass of weights, in schedules that split backward.
+        moments: Bytes at each moment.
+    """
+
+    kept: int
+    extra: int
+    output: int
+    most: int
+    waiting: int
+    moments: tuple[Moment, ...]
+
+
+@dataclass(frozen=True)
+class _HeadBytes:
+    """Bytes of the final norm, the logits and the loss on the last stage.
+
+    Attributes:
+        norm: Saved by the norm, and the input of the head.
+        logits: Logits of the micro-batch, or of a chunk of it.
+        chunk: Float32 tensors of the loss.
+        products: Gradients that a loss at the head computes in forward. Then logits are not kept.
+    """
+
+    norm: int
+    logits: int
+    chunk: int
+    products: int
+
+
+def stage_bytes(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels) -> StageBytes:
+    """Count the layers of a stage, the ends of the model if the stage has them, and each moment."""
+    is_first = index == 0
+    is_last = index == len(job.stages) - 1
+    width = job.compute_width
+    tokens = job.local_tokens
+    stream = tokens // job.tp * model.dim * width
+    layers = _layers(model, job, index, kernels)
+    angles = 2 * tokens * (model.layers[0].qk_dim // 2) * 4
+    kept = sum(layer.kept for layer in layers) + angles
+    buffers = GatheredBytes(model, job, index)
+    recomputed = max((layer.full - layer.kept for layer in layers), default=0)
+    moments = [Moment("the end of forward", kept + recomputed, buffers.end_of_forward)]
+
+    # The last stage: the norm before the head, the logits, and the loss.
+    end_bytes = 0
+    output = 0
+    if is_last:
+        head = _head_bytes(model, job, stream, kernels)
+        if job.tp > 1 and not job.loss_parallel:
+            # The columns of this rank, those of all ranks, and a copy in the right order.
+            copies = head.logits // job.tp + 2 * head.logits
+            moments.append(Moment("gathering the logits", kept + head.norm + copies, buffers.loss))
+        of_loss = 2 * head.logits + head.chunk + head.products
+        moments.append(Moment("the loss", kept + head.norm + of_loss, buffers.loss))
+        kept_logits = 0 if head.products else head.logits
+        weight_gradient = unsharded(trained(model.last), job.tp, job.ep) * width
+        of_head = kept_logits + weight_gradient + tokens * model.dim * width
+        moments.append(Moment("backward of the head", kept + head.norm + of_head, buffers.backward_of_head))
+        end_bytes = head.norm + kept_logits
+        # PyTorch's pipeline stage holds its output until its backward pass ends.
+        output = kept_logits if job.pp > 1 else 0
+
+    if layers:
+        of_last = kept + layers[-1].working - layers[-1].kept
+        moments.append(Moment("backward of a layer", of_last, buffers.backward_of_last, buffers.head_shard))
+    if len(layers) > 1:
+        reduced = buffers.all_shards - buffers.embed_shard - buffers.layer_shard
+        of_first = angles + layers[0].working
+        moments.append(Moment("backward of the first layer", of_first, buffers.backward_of_layer, reduced))
+    if is_first and trained(model.first):
+        # CPU kernels add up the gradient of an embedding in float32 and then cast it.
+        is_rounded = kernels != "cuda" and width < 4
+        bytes_per_element = 4 + width if is_rounded else width
+        of_embedding = unsharded(model.first, job.tp, job.ep) * bytes_per_element + stream
+        reduced = buffers.all_shards - buffers.embed_shard
+        moments.append(Moment("backward of the embedding", of_embedding, buffers.backward_of_embed, reduced))
+
+    extra = output
+    if index > 0 and job.stages[index] and (kernels == "cuda" or recomputes(job, 0) != "none"):
+        # The input that the first layer saves is the buffer in which the stage received it.
+        extra -= stream
+    most = max(moment.activations for moment in moments)
+    return StageBytes(kept + end_bytes, extra, output, most, _waiting_bytes(model, job, index), tuple(moments))
+
+
+def _layers(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels) -> list[LayerBytes]:
+    """Count each layer of a stage."""
+    # Equal layers are the same object. They are found by identity, because hashing a layer takes as
+    # long as counting.
+    counted: dict[tuple[int, str], LayerBytes] = {}
+    layers = []
+    for place, number in enumerate(job.stages[index]):
+        layer = model.layers[number]
+        mode = recomputes(job, place)
+        if (id(layer), mode) not in counted:
+            counted[id(layer), mode] = layer_bytes(layer, job, model.dim, mode, kernels)
+        layers.append(counted[id(layer), mode])
+    return layers
+
+
+def _head_bytes(model: ModelShape, job: PlannedJob, stream: int, kernels: Kernels) -> _HeadBytes:
+    """Count the final norm, the logits and the loss."""
+    width = job.compute_width
+    tokens = job.local_tokens
+    tokens_per_tensor_rank = tokens // job.tp
+    is_layer_norm = model.layers[-1].layer_norm
+    norm = norm_bytes(tokens_per_tensor_rank * model.dim, tokens_per_tensor_rank, job, kernels, is_layer_norm)
+    norm += gathered_input_bytes(job, stream)
+    columns = -(-model.vocab // job.tp) if job.loss_parallel else model.vocab
+    logits = tokens * columns * width
+    if job.loss == "fused":
+        return _HeadBytes(norm, 0, _chunk_bytes(job, columns, kernels), 0)
+    if job.loss == "whole":
+        # A float32 copy, its log-softmax and its gradient. The compiler needs one less.
+        return _HeadBytes(norm, logits, tokens * columns * 4 * (2 if job.fused else 3), 0)
+    if job.loss == "at head" and saved_bytes(tokens, model.dim, model.vocab, width) >= WORTH_IT_BYTES:
+        # Each chunk of logits gives the gradients of the head's weight and input immediately and is
+        # then freed.
+        rows = rows_of_chunk(tokens, model.vocab)
+        weight_gradient = columns * model.dim * 4 if trained(model.last) else 0
+        products = weight_gradient + tokens * model.dim * width
+        return _HeadBytes(norm, rows * columns * width, rows * columns * 4 * 2, products)
+    return _HeadBytes(norm, logits, _chunk_bytes(job, columns, kernels), 0)
+
+
+def _chunk_bytes(job: PlannedJob, columns: int, kernels: Kernels) -> int:
+    """Bytes of the float32 tensors of a loss that is computed in chunks of rows."""
+    width = job.compute_width
+    tokens = job.local_tokens
+    has_small_chunks = kernels != "cuda" and not job.fused
+    chunk_numel = cross_entropy.CPU_CHUNK_NUMEL if has_small_chunks else cross_entropy.CHUNK_NUMEL
+    rows = min(tokens, max(1, chunk_numel // columns))
+    is_split = job.tp > 1 and job.loss_parallel
+    # ops/split_cross_entropy.py keeps exponentials, in the memory of the gradient if that is float32.
+    if is_split and width == 4:
+        return rows * columns * 4
+    if is_split and kernels != "cuda" and tokens * columns <= split_cross_entropy.MOST_KEPT_NUMEL:
+        return (tokens + rows) * columns * 4
+    copies = 1
+    if width < 4:
+        copies += 1
+    if is_split:
+        copies += 1
+    if rows < tokens:
+        copies += 1  # the previous chunk
+    return rows * columns * 4 * copies
+
+
+def _waiting_bytes(model: ModelShape, job: PlannedJob, index: int) -> int:
+    """Bytes that wait for the backward pass of weights: results of linears, and inputs and outputs of norms."""
+    features_by_layer: dict[int, int] = {}
+    features = 0
+    for number in job.stages[index]:
+        layer = model.layers[number]
+        if id(layer) not in features_by_layer:
+            features_by_layer[id(layer)] = _waiting_features(layer, job)
+        features += features_by_layer[id(layer)]
+    return features * job.local_tokens * job.compute_width
+
+
+def _waiting_features(layer: Layer, job: PlannedJob) -> int:
+    """Features per token of the results of a layer's linears, and of the inputs and outputs of its norms."""
+    norms = sum(parameter.shape[0] for parameter in layer.parameters if parameter.style == "sequence") // job.tp
+    outputs = 0
+    for linear in layer.linears:
+        ranks = job.tp if linear.style == "colwise" else 1
+        outputs += linear.out_features // ranks
+    return 2 * norms + outputs
