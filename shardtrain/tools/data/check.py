@@ -1,4 +1,4 @@
-"""``shardtrain data check``: reads whole datasets, and says what is in them and what is wrong, before a run does."""
+"""``shardtrain data check``: read entire datasets and report statistics and problems before a run does."""
 
 from __future__ import annotations
 
@@ -33,26 +33,28 @@ from shardtrain.utils.errors import ConfigError, DataError
 
 USAGE = """usage: shardtrain data check [CONFIG.toml] [--world_size N] [--json] [--section.key VALUE ...]
 
-Reads the datasets of a configuration from end to end: counts, bad rows by reason with file and line, exact duplicates,
-documents that training and validation share, lengths, ids beyond the model's vocabulary, and the steps of an epoch.
-Prepared shards are verified byte by byte.
+Read the datasets of a configuration from end to end and print counts, bad rows by reason with file and line, exact
+duplicates, documents that training and validation share, lengths, ids beyond the model's vocabulary, and the steps of
+an epoch. Every byte of prepared shards is verified.
 
-  --world_size N   ranks of the run, for the steps per epoch; those of `train` here unless set (--nproc is the same)
+  --world_size N   number of ranks, for the steps per epoch (default: that of `train` on this machine); also --nproc
   --json           print one JSON object
 
-Exit status: 0 usable, 3 bad rows or nothing usable, 2 something to correct in the configuration.
+Exit status: 0 usable; 3 bad rows or nothing usable; 2 the configuration must be corrected.
 """
 DUPLICATES_WARN = 0.01
-"""Share of duplicates above which they are worth a warning."""
+"""Share of duplicates above which there is a warning."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found in all datasets.
+    """Findings in all datasets.
 
-    tables:    per dataset, the facts to print, by name.
-    warnings:  what deserves a look and stops no run.
-    problems:  what stops a run for its configuration; ``bad`` is what stops it for its data.
+    Attributes:
+        tables: Facts to print, by name, for each dataset.
+        warnings: Messages that do not stop a run.
+        problems: Errors of the configuration.
+        bad: Errors of the data.
     """
 
     tables: dict[str, dict[str, Any]]
@@ -69,7 +71,7 @@ class Report:
 
 
 def main(words: list[str]) -> int:
-    """Run the verb; returns the exit status."""
+    """Run the verb and return its exit status."""
     options = {name: VerbOption(number_of(), "8", once=True) for name in ("--world_size", "--nproc")}
     found = take(words, options, ("--json",), USAGE)
     loaded = load(*found.configuration())
@@ -80,7 +82,8 @@ def main(words: list[str]) -> int:
     if problems:
         raise ConfigError(problems)
 
-    # Ranks decide the steps of an epoch: those that train would start on this machine, unless the user names them.
+    # The steps of an epoch depend on the number of ranks. By default, assume those that train would
+    # start here.
     if not world_size:
         world_size = environment.choose_processes_here(loaded.config, None).count
     report = examine(loaded.config, world_size)
@@ -99,7 +102,7 @@ def main(words: list[str]) -> int:
 
 
 def examine(config: Config, world_size: int) -> Report:
-    """Read all datasets of training, and of validation where it is enabled."""
+    """Read all datasets of training, and those of validation if it is enabled."""
     tokenizer = build_dataset.tokenizer_of(config)
     report = Report({}, [], [], [])
     _, shape = models.configured(config.model)
@@ -117,7 +120,7 @@ def examine(config: Config, world_size: int) -> Report:
         report.tables[survey.name] = _facts(survey, packing) | epoch
         _judge(survey, config, vocab_size, packing, BadRows.of(config.data), report)
 
-    # Validation, and its documents that training has too.
+    # Validation sets, and their documents that are also in the training data.
     if config.validation.enable:
         packings = _packings(config, config.validation, tokenizer)
         for survey in surveys(config, config.validation, tokenizer):
@@ -125,7 +128,7 @@ def examine(config: Config, world_size: int) -> Report:
             name = f"validation: {survey.name}"
             count = survey.rows(packing).num_rows if packing else survey.tally.documents
             report.tables[name] = _facts(survey, packing) | {"sequences per pass": count}
-            # Each row of a held-out set of a task counts: none may be left out.
+            # Evaluating a task needs each row of a held-out set, so bad rows cannot be skipped.
             policy = BadRows.of(config.data) if packing else BadRows()
             _judge(survey, config, vocab_size, packing, policy, report)
             count, examples = survey.shared_with(training)
@@ -169,7 +172,10 @@ def surveys(config: Config, section: Training | Validation, tokenizer: Tokenizer
 
 
 class _TaskEncoder:
-    """Adapter that lets the survey of documents read the rows of a task. A document concatenates all texts of a row."""
+    """Adapter that lets the survey of documents read the rows of a task.
+
+    A document concatenates all texts of a row.
+    """
 
     fingerprint = ""
 
@@ -194,7 +200,7 @@ class _TaskEncoder:
 
 
 class _Ticker:
-    """Adds up what was read and shows it."""
+    """Callback that adds up rows and updates the progress bar."""
 
     def __init__(self, progress: WorkProgress, total: int | None) -> None:
         self._progress = progress
@@ -207,7 +213,7 @@ class _Ticker:
 
 
 def _facts(survey: Survey, packing: Packing | None) -> dict[str, Any]:
-    """Counts of one dataset, by the words that are printed."""
+    """Return the facts of one dataset, by their printed names."""
     tally = survey.tally
     lengths = survey.lengths
     num_duplicates, examples = survey.duplicates()
@@ -233,7 +239,7 @@ def _facts(survey: Survey, packing: Packing | None) -> dict[str, Any]:
 
 @dataclass
 class _Counted:
-    """What a mixture asks of a source that is only counted."""
+    """Stand-in for a source in a mixture that is only counted."""
 
     mean_targets: float
 
@@ -241,10 +247,10 @@ class _Counted:
 def _epochs(
     config: Config, surveys: list[Survey], packings: dict[str, Packing], world_size: int
 ) -> list[dict[str, Any]]:
-    """What one pass over each training set is in sequences and steps, counted as training does.
+    """Return the sequences and steps of one pass over each training set, counted as training does.
 
-    The last step of a pass may be smaller. In a mixture they are the steps until the last row of a source has come,
-    with the weights and stages of the configuration; none where it never comes.
+    The last step of a pass may be smaller. In a mixture, the number of steps is that until the last row of a source is
+    reached with the configured weights and stages. It is missing if the row is never reached.
     """
     batch = derived.global_batch_size(config, world_size)
     if not packings:
@@ -285,11 +291,11 @@ def _row_epochs(config: Config, survey: Survey, world_size: int) -> dict[str, An
 def _judge(
     survey: Survey, config: Config, vocab_size: int, packing: Packing | None, policy: BadRows, report: Report
 ) -> None:
-    """Enter what is wrong with one dataset into the report."""
+    """Add the problems of one dataset to the report."""
     tally = survey.tally
     report.bad.extend(survey.damage)
 
-    # Bad rows, as data.bad_rows says: none are let through, or a share of them.
+    # Bad rows. data.bad_rows allows none of them, or a share.
     if not policy.skip and tally.num_bad:
         allowed = as_limit(tally.num_bad, tally.rows)
         fix = f'correct or remove them, or set data.bad_rows="skip" and data.bad_rows_max_fraction={allowed}'
@@ -305,7 +311,7 @@ def _judge(
     except DataError as error:
         report.bad.append(str(error))
 
-    # Nothing to learn, or nothing left of it once it is packed.
+    # No token with a target, or no sequence after packing.
     if packed and tally.documents and not tally.learned and not survey.damage:
         report.bad.append(f"dataset {survey.name} has no token that is learned; see data.format")
     elif packed and tally.documents and not survey.damage and not packed.num_rows:

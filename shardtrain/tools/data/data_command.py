@@ -12,7 +12,7 @@ VERBS = {
     "prepare": CommandVerb(
         "tools.data.prepare",
         (("prepare  [CONFIG.toml] --output FOLDER ...",
-          "turn text into shards of tokens, on all cores; continues where it stopped"),),
+          "tokenize text into shards on all cores; continues where it stopped"),),
         needs_torch=True,
     ),
     "check": CommandVerb(
@@ -35,7 +35,7 @@ VERBS = {
     ),
     "tokenizer": CommandVerb(
         "tools.data.tokenizer",
-        (("tokenizer train --input FILE ... ...", "make a byte-level BPE tokenizer from files of yours"),),
+        (("tokenizer train --input FILE ... ...", "train a byte-level BPE tokenizer on your files"),),
         is_long=True,
     ),
     "download": CommandVerb(
@@ -45,8 +45,8 @@ VERBS = {
     ),
 }  # fmt: skip
 _NOTES = """\
-The data are those of the configuration: [training] dataset and dataset_path or [data.sources.NAME], and [data].
-Each verb explains itself with --help.
+The verbs read the data of the configuration: [training] dataset and dataset_path or [data.sources.NAME], and [data].
+Use --help with a verb for its options.
 
   shardtrain data show my_run.toml --rows 2
   shardtrain data prepare my_run.toml --output tokens

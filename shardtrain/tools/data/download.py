@@ -67,7 +67,7 @@ def main(words: list[str]) -> int:
     names = _choose(options, list(files))
     print(f"{options.repo_id} at {commit}: {len(names)} files to {folder}", flush=True)
     try:
-        # What is there with the hash that the hub tells stays.
+        # Keep existing files whose hash matches the hub's.
         missing = []
         for name in names:
             expected = expected_hash(files[name])
@@ -76,7 +76,7 @@ def main(words: list[str]) -> int:
                     expected and (folder / name).is_file() and hash_of_file(folder / name, expected[0]) == expected[1]
                 )
             if is_there:
-                print(f"{name}: is there already", flush=True)
+                print(f"{name}: exists already", flush=True)
             else:
                 missing.append(name)
 
@@ -86,12 +86,12 @@ def main(words: list[str]) -> int:
             free = shutil.disk_usage(folder).free
             if num_bytes > free:
                 raise StorageError(
-                    f"{folder} has {format_bytes(free)} free and {format_bytes(num_bytes)} are to be fetched; "
-                    "make room, or name another --local_dir"
+                    f"{folder} has {format_bytes(free)} free, but the files need {format_bytes(num_bytes)}; "
+                    "free some space or name another --local_dir"
                 )
             with _staging(folder) as staging:
                 for name in missing:
-                    # on a terminal the library draws a bar
+                    # On a terminal, huggingface_hub shows a progress bar.
                     with heartbeat(f"fetching {name}", 0 if sys.stderr.isatty() else None):
                         done = fetch(hub, name, commit, files[name], staging, folder / name)
                     print(done, flush=True)
@@ -101,24 +101,24 @@ def main(words: list[str]) -> int:
 
 
 def fetch(hub: Hub, name: str, commit: str, facts: RepoSibling, staging: Path, target: Path) -> str:
-    """Bring one file to ``target``, whole and as the hub has it; gives a line that tells what was done.
+    """Download one file and check its hash. Return a line about it.
 
-    Until then it lies in ``staging``, on the same file system, and what was at ``target`` stays.
+    The file is downloaded to ``staging``, on the same file system, and replaces ``target`` atomically.
 
     Raises:
-        DataError: when its hash or size is another, twice.
-        OSError: when it cannot be moved.
+        DataError: the hash is wrong after two downloads.
+        OSError: the file cannot be moved.
         ConfigError, StorageError: as ``Hub.download``.
     """
     expected = expected_hash(facts)
     path = hub.download(name, commit, staging)
     if expected and hash_of_file(path, expected[0]) != expected[1]:
-        # what lay in the library's cache may be damaged: once more, past the cache
+        # A file in the library's cache may be damaged, so download again without the cache.
         path.unlink()
         path = hub.download(name, commit, staging, force=True)
         found = hash_of_file(path, expected[0])
         if found != expected[1]:
-            raise DataError(f"{name} has the hash {found} in place of {expected[1]}; it is not kept, try again")
+            raise DataError(f"{name} has the hash {found} instead of {expected[1]}; it was deleted, try again")
     target.parent.mkdir(parents=True, exist_ok=True)
     size = path.stat().st_size
     os.replace(path, target)
@@ -127,12 +127,16 @@ def fetch(hub: Hub, name: str, commit: str, facts: RepoSibling, staging: Path, t
 
 @contextmanager
 def _staging(folder: Path) -> Iterator[Path]:
-    """A folder that one process at a time may use; it stays after an error, for what the library can resume from."""
+    """Create a folder that one process at a time can use. After most errors it stays, so downloads can be resumed.
+
+    Raises:
+        ConfigError: another process uses it.
+    """
     staging = folder / STAGING
     staging.mkdir(exist_ok=True)
     with open(staging / ".lock", "a", opener=atomic_io.open_file) as lock:  # NFS locks only what is open for writing
-        # Another process has the lock, or has just removed the file with its folder: a lock on a file that nobody else
-        # can open would keep nobody out.
+        # Another process has the lock, or has just removed the file with its folder. In the second
+        # case the lock would be useless, because no other process can open the removed file.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
@@ -143,17 +147,21 @@ def _staging(folder: Path) -> Iterator[Path]:
         try:
             yield staging
         except DataError:
-            shutil.rmtree(staging, ignore_errors=True)  # what is wrong must not be gone on with
+            shutil.rmtree(staging, ignore_errors=True)  # do not resume from wrong data
             raise
         shutil.rmtree(staging, ignore_errors=True)
 
 
 def _choose(options: argparse.Namespace, known: Sequence[str]) -> list[str]:
-    """Files of the kinds asked for; raises ConfigError at a kind that the repository has no file of."""
+    """Return the names of the files of the requested kinds.
+
+    Raises:
+        ConfigError: the repository has no file of a kind, or a file with an unsafe name.
+    """
     for name in known:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not path.parts:
-            rule = f"has a file named {name[:80]!r}, which leads out of its folder"
+            rule = f"has a file named {name[:80]!r}, which is outside of its folder"
             raise ConfigError(Problem("--repo_id", options.repo_id, rule, "do not use this repository"))
     below = f"{options.tokenizer_path.strip('/')}/" if options.tokenizer_path else ""
     chosen: dict[str, None] = {}
@@ -165,7 +173,7 @@ def _choose(options: argparse.Namespace, known: Sequence[str]) -> list[str]:
             where = f"{options.repo_id}/{below}".rstrip("/")
             names = ", ".join(sorted(known)[:8]) + (", ..." if len(known) > 8 else "")
             rule = f"finds nothing in {where}; its files are {names or 'none'}"
-            raise ConfigError(Problem("--assets", kind, rule, "check --repo_id, or ask for other assets"))
+            raise ConfigError(Problem("--assets", kind, rule, "check --repo_id, or request other assets"))
         chosen |= dict.fromkeys(sorted(found))
     return list(chosen)
 

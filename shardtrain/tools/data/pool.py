@@ -1,7 +1,7 @@
-"""Processes that do numbered work in order, and say in JSON what became of it.
+"""Worker processes for numbered units of work, with results in JSON.
 
-Results are the same for any number of processes: units are handed out in their order, and of several failures the one
-of the earliest unit is raised, after all earlier units are done.
+The outcome does not depend on the number of processes. Units are started in order. If several fail, the error of the
+earliest is raised, after all units before it are done.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardtrain.utils.errors import (
 Say = Callable[[dict[str, Any]], None]
 Work = Callable[[int, Say], dict[str, Any]]
 _QUEUED = 2
-"""Units that a process has at hand: one in work and one next, so that it never waits for this one."""
+"""Units assigned to a process: the current one and the next, so it never waits for the main process."""
 _SAY_SECONDS = 0.25
 _LOOK_SECONDS = 0.5
 
@@ -45,35 +45,40 @@ class _Worker:
 
 
 def run(num_units: int, skip: set[int], work: Work, processes: int) -> Iterator[tuple[int | None, dict[str, Any]]]:
-    """Do units 0..num_units-1 but ``skip``: yields ``(unit, result)`` as they are done, ``(None, news)`` in between.
+    """Run ``work(unit, say)`` in forked processes for units 0..num_units-1 except ``skip``.
 
-    ``work(unit, say)`` runs in a forked process; what it says, and its result, are JSON objects. News come at least
-    twice a second, empty ones too.
+    ``say`` reports progress. Its argument and the result of ``work`` are JSON objects.
+
+    Yields:
+        ``(unit, result)`` for each finished unit, in any order, and ``(None, progress)`` at least twice a second.
 
     Raises:
-        ShardtrainError: what ``work`` raised, of the first unit that failed.
-        PeerError: when a process died.
+        ShardtrainError: the error of the first unit that failed.
+        PeerError: a process died.
     """
     todo = (unit for unit in range(num_units) if unit not in skip)
     workers = _start(min(processes, max(1, num_units - len(skip))), work)
     failed: dict[int, ShardtrainError] = {}
     try:
         while True:
-            # Hand out units in their order, and none after a failure.
+            # Assign units in order. After a failure, assign no more.
             for worker in workers:
                 while not failed and len(worker.units) < _QUEUED:
                     unit = next(todo, None)
                     if unit is None:
                         break
                     worker.units.append(unit)
-                    with suppress(OSError):  # of one that died, _hear reads what it still said, and then its end
+                    # If the process died, _receive reads its remaining messages and then reports
+                    # its death.
+                    with suppress(OSError):
                         _send(worker.connection, {"unit": unit})
 
-            # Units before the first that failed are waited for: an earlier one may still fail, and is the one to tell.
+            # Wait for units before the first failed one, because an earlier failure must be
+            # reported instead.
             first = min(failed, default=num_units)
             if not any(unit < first for worker in workers for unit in worker.units):
                 break
-            yield from _hear(workers, failed)
+            yield from _receive(workers, failed)
         if failed:
             raise failed[min(failed)]
     finally:
@@ -81,8 +86,8 @@ def run(num_units: int, skip: set[int], work: Work, processes: int) -> Iterator[
 
 
 def _start(count: int, work: Work) -> list[_Worker]:
-    # Forked, so that the source and the tokenizer are opened once for all. A fork copies locks that other threads hold,
-    # and no thread of ours runs here.
+    # Forked processes share the opened source and tokenizer. Forking is safe because no other
+    # thread, which might hold a lock, runs here.
     context = multiprocessing.get_context("fork")
     workers: list[_Worker] = []
     for _ in range(count):
@@ -103,8 +108,8 @@ def _stop(workers: list[_Worker]) -> None:
         worker.process.join()
 
 
-def _hear(workers: list[_Worker], failed: dict[int, ShardtrainError]) -> Iterator[tuple[int | None, dict[str, Any]]]:
-    """Wait a moment for what the processes say."""
+def _receive(workers: list[_Worker], failed: dict[int, ShardtrainError]) -> Iterator[tuple[int | None, dict[str, Any]]]:
+    """Wait up to ``_LOOK_SECONDS`` for messages of the processes, and yield progress and results."""
     by_connection = {worker.connection: worker for worker in workers}
     ready = wait(list(by_connection), timeout=_LOOK_SECONDS)
     for connection in ready:
@@ -123,6 +128,7 @@ def _hear(workers: list[_Worker], failed: dict[int, ShardtrainError]) -> Iterato
 
 
 def _death(worker: _Worker) -> str:
+    """Describe how a process ended."""
     worker.process.join(5)
     code = worker.process.exitcode
     how = f"signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"status {code}"
@@ -135,14 +141,15 @@ def _death(worker: _Worker) -> str:
 
 
 def _serve(connection: Connection, foreign: list[Connection], work: Work) -> None:
-    """A process: does units until its connection closes."""
-    # The parent's ends of the pipes were copied by the fork: while one is open here, its death could not be noticed.
+    """Main function of a worker process: run units until the connection closes."""
+    # The fork copied the parent's ends of the pipes. While one is open here, the end of the parent
+    # would go unnoticed.
     for other in foreign:
         other.close()
-    # Ctrl-C reaches the parent too, which stops its processes.
+    # Ctrl-C also reaches the parent, which stops its processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # These processes are the parallelism; threads below them would fight for the same cores.
+    # There is one process per core, so threads of a tokenizer would only compete with them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
     say = _Sayer(connection, os.getppid())
@@ -169,7 +176,7 @@ def _serve(connection: Connection, foreign: list[Connection], work: Work) -> Non
 
 
 class _Sayer:
-    """Adds up numbers and sends them a few times a second; ends the process when its parent is gone."""
+    """Add up progress and send it a few times per second. Exit the process if its parent has ended."""
 
     def __init__(self, connection: Connection, parent: int) -> None:
         self._connection = connection
@@ -195,11 +202,12 @@ class _Sayer:
 
 
 def _send(connection: Connection, message: dict[str, Any]) -> None:
-    # JSON, as Connection.send would pickle
+    # Connection.send would pickle the message.
     connection.send_bytes(json.dumps(message).encode())
 
 
 def _error(message: dict[str, Any]) -> ShardtrainError:
+    """Rebuild the error of a process from its message."""
     kinds: tuple[type[ShardtrainError], ...] = (ConfigError, DataError, StorageError, OutOfMemoryError)
     kind = next((kind for kind in kinds if kind.__name__ == message["failed"]), None)
     if kind is ConfigError:

@@ -1,8 +1,8 @@
-"""``shardtrain data prepare``: text to shards of tokens, on all cores, with the same bytes whatever their number.
+"""``shardtrain data prepare``: tokenize text into shards on all cores. The bytes do not depend on the number of cores.
 
-The source is cut into units of some megabytes. Processes tokenize them into files of the folder ``unfinished``; this
-process lays those end to end into the shards, in the order of the source, and notes every few seconds how far it came.
-A command that was killed continues from there.
+The source is split into units of some megabytes. Worker processes tokenize units into files in the folder
+``unfinished``. The main process appends these files to the shards in the order of the source, and saves its progress
+every few seconds. A killed command continues from the saved progress.
 """
 
 from __future__ import annotations
@@ -42,26 +42,32 @@ from shardtrain.utils.units import format_bytes, format_seconds
 USAGE = """usage: shardtrain data prepare [CONFIG.toml] --output FOLDER [--processes N] [--shard_tokens N]
                                [--section.key VALUE ...]
 
-Tokenizes the dataset of a configuration (training.dataset and dataset_path, or every one of [data.sources] into
-FOLDER/NAME) and writes shards of tokens, to be trained on with training.dataset = "tokens". Where documents are kept
-whole (data.packing), it also fits them into rows of training.seq_len; for other rows, run it again with another length.
+Tokenize the dataset of a configuration (training.dataset and dataset_path, or each of [data.sources] into FOLDER/NAME)
+and write shards of tokens for training.dataset = "tokens". If data.packing keeps documents whole, also fit them into
+rows of training.seq_len. For another length, run the command again.
 
-  --output FOLDER     where to write; a command that was stopped continues when it is started again
-  --processes N       processes that tokenize; all cores unless set. The result is the same for any number
-  --shard_tokens N    tokens per file; as many as make 512 MB unless set
+  --output FOLDER     output folder; a stopped command continues when it is started again
+  --processes N       number of tokenizing processes (default: all cores); it does not change the result
+  --shard_tokens N    tokens per file (default: 512 MB of tokens)
 """
 FIT_DOCUMENTS = 100_000
-"""Documents from which on those that are kept whole are fitted into rows here: a run takes 0.1 s for so many."""
+"""Smallest number of documents for which rows are fitted in advance.
+
+A run fits fewer in 0.1 s when it starts.
+"""
 _BLOCKS_AT_ONCE = 16
 SAVE_SECONDS = 10.0
-"""Time between two notes of how far the work came."""
+"""Time between two saves of the progress."""
 _PROGRESS = "progress.json"
 _LOCK = "lock"
 
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """One dataset on its way into one folder."""
+    """One dataset to prepare into one folder.
+
+    An unfinished folder is only continued if its ``facts`` are equal.
+    """
 
     name: str
     config: Config
@@ -72,11 +78,10 @@ class PrepareJob:
     shard_tokens: int
     packing: Packing
     facts: Mapping[str, Any]
-    """What must be the same for the folder to be continued."""
 
 
 def main(words: list[str]) -> int:
-    """Run the verb; returns the exit status."""
+    """Run the verb and return its exit status."""
     found = take(
         words,
         {
@@ -87,7 +92,7 @@ def main(words: list[str]) -> int:
         usage=USAGE,
     )
     if not found.own.get("--output"):
-        raise ConfigError(Problem("--output", None, "is not given", "write --output FOLDER", COMMAND_LINE))
+        raise ConfigError(Problem("--output", None, "is required", "write --output FOLDER", COMMAND_LINE))
     loaded = load(*found.configuration())
     if problems := check(loaded):
         raise ConfigError(list(problems))
@@ -103,13 +108,13 @@ def main(words: list[str]) -> int:
 
 
 def jobs(config: Config, folder: Path, shard_tokens: int | None) -> Iterator[PrepareJob]:
-    """The datasets of a config, opened one after the other."""
+    """Yield a job for each dataset of a configuration. A dataset is opened when its job is needed."""
     tokenizer = build_dataset.tokenizer_of(config)
     shard_tokens = shard_tokens or default_shard_tokens(tokenizer.vocab_size)
     for named in build_dataset.named_sources(config, config.training):
         module = sources.find(named.source.dataset, named.dataset_option)
         if not hasattr(module, "open_source"):
-            fix = "name the text that is to be prepared"
+            fix = "name the text to prepare"
             raise ConfigError(Problem(named.dataset_option, named.source.dataset, "is prepared already", fix))
         request = build_dataset.request_for(config, named)
         source = module.open_source(request)
@@ -134,13 +139,13 @@ def jobs(config: Config, folder: Path, shard_tokens: int | None) -> Iterator[Pre
 
 
 def prepare(job: PrepareJob, processes: int) -> str:
-    """Prepare one dataset, or continue with it; returns the line that says what came of it.
+    """Prepare one dataset, or continue to prepare it. Return lines about the result.
 
     Raises:
-        ConfigError: when the folder holds something else, or a file changed meanwhile.
-        DataError: at a bad row or too many of them, or when none is usable.
-        StorageError: when a file cannot be written.
-        PeerError: when a process died.
+        ConfigError: the folder has other content, or a source file changed.
+        DataError: too many rows are bad, or no row is usable.
+        StorageError: a file cannot be written.
+        PeerError: a process died.
     """
     if (job.folder / INDEX).exists():
         index = read_index(job.folder, "--output")
@@ -158,21 +163,22 @@ def prepare(job: PrepareJob, processes: int) -> str:
                 index = work.finish()
         finally:
             work.close()
-        # a process of a killed command may still write into it; the index alone says that the folder is whole
+        # A process of a killed command may still write here, so errors are ignored. The index marks
+        # a complete folder.
         shutil.rmtree(job.folder / UNFINISHED, ignore_errors=True)
     seconds = max(done.seconds, 1e-9)
     speed = f" ({done.megabytes(1.0) / seconds:.2f} MB/s, {work.tokens / seconds:,.0f} tokens/s)"
     if not work.tokens:
-        speed = ""  # all was tokenized before the command was stopped
+        speed = ""  # an earlier command tokenized everything
     lines = [f"prepared {job.folder}: {_contents(index)}, in {format_seconds(seconds)}{speed}"]
-    lines += [f"  left out {reason}" for reason in work.tally.reasons()]
+    lines += [f"  skipped {reason}" for reason in work.tally.reasons()]
     return "\n".join(lines + _fit(job, processes))
 
 
 def _fit(job: PrepareJob, processes: int) -> list[str]:
-    """Fit the documents of prepared shards into rows, where a run would take seconds for it at each start.
+    """Fit the documents of prepared shards into rows, if that would take seconds at each start of a run.
 
-    Returns lines that say what came of it; none where there is nothing to do.
+    Return lines about the result. Empty if there is nothing to do.
     """
     packing = job.packing
     line = ShardTokenBuffer(job.folder, "--output")
@@ -185,16 +191,12 @@ def _fit(job: PrepareJob, processes: int) -> list[str]:
     def work(number: int, say: pool.Say) -> dict[str, Any]:
         blocks = range(groups[number], min(groups[number] + _BLOCKS_AT_ONCE, fitted.num_blocks(line)))
         fits = [fitted.fit_block(line, block, packing) for block in blocks]
-        say({})  # ends this process where the command has ended
-        return {
-            "blocks": [
-                {
-                    **{name: getattr(fit, name) for name in ("num_rows", "num_targets", "cut", "dropped", "single")},
-                    "order": base64.b64encode(fit.to_bytes()).decode(),
-                }
-                for fit in fits
-            ]
-        }
+        say({})  # exits this process if the command has ended
+        answers = []
+        for fit in fits:
+            counts = {name: getattr(fit, name) for name in ("num_rows", "num_targets", "cut", "dropped", "single")}
+            answers.append({**counts, "order": base64.b64encode(fit.to_bytes()).decode()})
+        return {"blocks": answers}
 
     began = time.monotonic()
     waiting = dict[int, list[dict[str, Any]]]()
@@ -218,7 +220,7 @@ def _fit(job: PrepareJob, processes: int) -> list[str]:
 
 
 class _Work:
-    """The state of a folder on its way: what was laid into the shards, and which units wait to be."""
+    """An unfinished folder: the units that are in the shards, and the finished units that wait for earlier ones."""
 
     def __init__(self, job: PrepareJob) -> None:
         self.job = job
@@ -235,29 +237,29 @@ class _Work:
         self._to_remove: list[int] = []
         self._find_finished()
         self._saved = time.monotonic()
-        # a lone row more or less in the last unit does not matter to a bar
+        # The last unit may be smaller, which a progress bar can ignore.
         self._share_done = (self.merged + len(self._waiting)) / max(1, len(self._units))
         self.progress = WorkProgress(f"preparing {job.name}", job.source.total_bytes, self._share_done)
 
     def run(self, processes: int) -> None:
-        """Do all units, and lay them into the shards."""
+        """Tokenize all units and append them to the shards."""
         job = self.job
         policy = BadRows.of(self.job.config.data)
 
         def work(number: int, say: pool.Say) -> dict[str, Any]:
             return work_units.write_unit(self.folder, job.source, job.encoder, policy, self._units[number], say)
 
-        # a shard has one reader, so that few of them keep few processes busy
+        # Each shard of a source has one reader, so a few shards keep only a few processes busy.
         if not isinstance(job.source, Table) and len(self._units) < processes:
             count = len(self._units)
             parts, have = ("1 part", "has") if count == 1 else (f"{count} parts", "have")
             print(
-                f"dataset {job.name} has {parts} (compressed files, row groups) with one reader each, so that {count} "
-                f"of {processes} processes {have} work; cut it into more files to use all",
+                f"dataset {job.name} has {parts} (compressed files, row groups) with one reader each, so {count} "
+                f"of {processes} processes {have} work; split it into more files to use all",
                 file=sys.stderr,
             )
 
-        # Units are done in any order, and laid into the shards in that of the source.
+        # Units finish in any order, but are appended in the order of the source.
         rows = 0
         skip = {*range(self.merged), *self._waiting}
         self._merge()
@@ -274,17 +276,18 @@ class _Work:
         self.save()
 
     def close(self) -> None:
-        """Close the files, as far as they came."""
+        """Close the shard files, finished or not."""
         self._writer.close()
 
     def _share(self, rows: int) -> float:
+        """Share of the work that is done, 0..1, after ``rows`` rows of this command."""
         source = self.job.source
         if isinstance(source, Table):
             return min(1.0, self._share_done + rows / max(1, source.num_rows))
         return (self.merged + len(self._waiting)) / max(1, len(self._units))
 
     def _merge(self) -> None:
-        """Lay the units that are next in order into the shards; their files stay until that is safely on the disk."""
+        """Append the next units to the shards. Their files are removed after the next ``save``."""
         while self.merged in self._waiting:
             done = self._waiting.pop(self.merged)
             work_units.append_unit(self.folder, self._units[self.merged], done, self._writer)
@@ -293,8 +296,9 @@ class _Work:
             self.merged += 1
 
     def save(self) -> None:
-        """Note how far the shards came, and delete the units that they hold."""
-        # in this order: a unit whose tokens are not noted yet is laid in again after a kill
+        """Save the progress durably, then delete the files of units that the shards contain."""
+        # The order matters: after a kill, units that the saved progress does not include are
+        # appended again.
         position = self._writer.position()
         self._write_state({"merged": self.merged, "position": position, "tally": work_units.tally_to_json(self.tally)})
         for number in self._to_remove:
@@ -303,7 +307,12 @@ class _Work:
         self._saved = time.monotonic()
 
     def finish(self) -> ShardIndex:
-        """Judge the whole, and write the index."""
+        """Check the number of bad rows and that the source is unchanged, then write the index.
+
+        Raises:
+            DataError: too many rows are bad, or none is usable.
+            ConfigError: a source file changed.
+        """
         job = self.job
         BadRows.of(job.config.data).judge(self.tally, f"dataset {job.name}")
         job.source.check_unchanged()
@@ -319,6 +328,7 @@ class _Work:
         )
 
     def _read_state(self) -> dict[str, Any]:
+        """Read the saved progress, or save and return an empty one."""
         path = self.folder / _PROGRESS
         fresh = {"merged": 0, "tally": work_units.tally_to_json(RowStats()), "facts": dict(self.job.facts)}
         if not path.exists():
@@ -338,7 +348,7 @@ class _Work:
             atomic_io.write(self.folder / _PROGRESS, json.dumps({**state, "facts": dict(self.job.facts)}), durable=True)
 
     def _find_finished(self) -> None:
-        """Keep the whole units of an earlier run, and remove the rest of what it left."""
+        """Keep the finished units of an earlier command, and remove its unfinished ones."""
         for path in self.folder.glob("unit-*"):
             number = path.name[5:13]
             if path.suffix == ".tmp" or not number.isdecimal() or int(number) < self.merged:
@@ -353,8 +363,8 @@ class _Work:
 
 
 def _same_facts(job: PrepareJob, facts: Mapping[str, Any]) -> None:
-    """Stop where a folder was made from something else."""
-    now: dict[str, Any] = json.loads(json.dumps(dict(job.facts)))  # tuples as lists, as in what was read
+    """Raise ConfigError if a folder was prepared from another source or with other options."""
+    now: dict[str, Any] = json.loads(json.dumps(dict(job.facts)))  # JSON turns tuples into lists
     different = [key for key in now if now[key] != facts.get(key)]
     if not different:
         return
@@ -371,6 +381,7 @@ def _same_facts(job: PrepareJob, facts: Mapping[str, Any]) -> None:
 
 
 def _refuse_foreign(folder: Path) -> None:
+    """Raise ConfigError if the folder has content that is not from this command."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(Problem("--output", str(folder), "is a file", "name a folder", COMMAND_LINE))
     if folder.is_dir() and not (folder / UNFINISHED).is_dir():
@@ -382,9 +393,12 @@ def _refuse_foreign(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep a second command off this folder; the lock is this process's and goes with it, however it ends."""
+    """Lock the folder against a second command.
+
+    The system releases the lock when this process ends in any way.
+    """
     with storing(folder):
-        atomic_io.guard(folder)  # of the folders of this command, none may be a link
+        atomic_io.guard(folder)  # refuses links
         file = open(folder / UNFINISHED / _LOCK, "w", opener=atomic_io.open_file)  # noqa: SIM115
     with file:
         try:
@@ -396,6 +410,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _contents(index: ShardIndex) -> str:
+    """Describe the content of a prepared folder."""
     learned = index.tally.get("learned", index.num_tokens)
     masked = f" ({learned:,} learned)" if learned != index.num_tokens else ""
     size = format_bytes(sum(file.bytes for file in index.files()))

@@ -1,5 +1,6 @@
-"""``shardtrain data probe``: changes one token of a packed document, and reports which logits move and which targets
-carry loss, for this model and these data: a leak between documents or a lost mask is seen before step 1.
+"""``shardtrain data probe``: change one token of a packed document and report which logits move.
+
+It finds leaks between documents and wrong targets of this model and these data before training starts.
 """
 
 from __future__ import annotations
@@ -18,33 +19,37 @@ if TYPE_CHECKING:
 
 USAGE = """usage: shardtrain data probe [CONFIG.toml] [--section.key VALUE ...]
 
-Takes a packed sequence of the configuration's data and its model, in float32 on the CPU, and changes one token of one
-document at a time. No other document's logits may move; those of the document after the changed token must. Every
-target that carries loss must be the next token of its own document.
+Take a packed sequence of the configured data and change one token of one document at a time, with the configured model
+in float32 on the CPU. Logits of other documents must not move, and those after the changed token must. Every target
+with a loss must be the next token of its own document.
 
-Exit status: 0 documents keep apart, 1 a leak or a wrong target, 2 something to correct in the configuration.
+Exit status: 0 no leak; 1 a leak or a wrong target; 2 the configuration must be corrected.
 """
 MAX_PARAMETERS = 2 * 10**9
-"""Above these a model in float32 takes more than 8 GB and minutes on a CPU, and a smaller flavor tells the same."""
+"""Largest model. In float32 it needs 8 GB and minutes on a CPU. A smaller flavor finds the same leaks."""
 MAX_BATCHES = 64
-"""Micro-batches among which a sequence with two documents is looked for."""
+"""Micro-batches to search for a sequence with two documents."""
 MAX_CHANGES = 4
-"""Documents changed, one at a time, spread from the first of the sequence to the last."""
+"""Number of documents to change, one at a time, from the first of the sequence to the last."""
 EXPERTS_TOLERANCE = 1e-5
-"""Change of a logit, relative to the largest, that may be rounding in a model with experts.
+"""Largest change of a logit by rounding in a model with experts, relative to the largest logit.
 
-Without experts every number of another document is the same sum in the same order, and must be equal to the last bit.
-With experts a changed token may go to other experts, and the tokens of other documents then lie at other rows of an
-expert's batch, where a matrix product may round otherwise: about 1e-7, and layers add up.
+Without experts, the sums of other documents do not change, so their logits must be bitwise equal. With experts, the
+changed token may select other experts. Tokens of other documents then move to other rows of an expert's batch, where a
+matrix product may round differently. That is about 1e-7 per layer.
 """
 
 
 @dataclass(frozen=True)
 class TokenChange:
-    """What one changed token did. Places count from 0 in the sequence; ``stop`` is one past the document's last.
+    """Effect of one changed token.
 
-    ``leaks`` maps the number of another document to its places that moved. ``blind`` says that the changed place or the
-    next one of its document did not move: then nothing that did not move says anything.
+    Attributes:
+        document: Number of the changed document.
+        place: Index of the changed token in the sequence.
+        stop: Index after the document's last token.
+        leaks: Indices whose logits moved in other documents, by document.
+        blind: The logits of the changed token or of the next one did not move. Then the other logits prove nothing.
     """
 
     document: int
@@ -56,19 +61,19 @@ class TokenChange:
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """All changes tried in one sequence, and what is wrong with its targets and positions, one sentence each."""
+    """The changes in one sequence, and a message for each wrong target or position."""
 
     changes: list[TokenChange]
     wrong: list[str]
 
     @property
     def clean(self) -> bool:
-        """Whether documents keep apart, the probe could see, and targets and positions are right."""
+        """True if there is no leak, no blind change, and no wrong target or position."""
         return not self.wrong and not any(c.leaks or c.blind for c in self.changes)
 
 
 def main(words: list[str]) -> int:
-    """Run the verb; returns the exit status.
+    """Run the verb and return its exit status.
 
     Raises:
         ConfigError: the configuration is wrong, its documents are not kept apart, or its model is too large.
@@ -95,15 +100,18 @@ def probe(
     tolerance: float = 0.0,
     ends_are_inputs: bool = True,
 ) -> ProbeReport:
-    """Change one token of some documents of the batch's first row, one at a time, and watch all logits of the row.
+    """Change one token of some documents in the first row of a batch, one at a time, and compare the row's logits.
 
-    ``learned_BT`` says of each token whether it may carry loss where it is a target; None is all. ``tolerance`` is the
-    change of a logit, relative to the largest, that is taken for rounding. ``ends_are_inputs`` says that the last token
-    of a document is in the row, as "concat" has it; where documents are fitted it is the target of the one before it
-    alone, and cannot be compared with the row. The model is left as it was.
+    Args:
+        model: The model. It is not changed.
+        batch: The batch, with ``documents_BT``.
+        learned_BT: True for tokens that may be targets with a loss. None for all.
+        tolerance: Largest change of a logit by rounding, relative to the largest logit.
+        ends_are_inputs: The last token of a document is in the row, as with "concat" packing. Otherwise it is only a
+            target, and cannot be compared with the row.
 
     Raises:
-        ValueError: when the batch has no numbers of documents, or its first row fewer than two documents.
+        ValueError: the batch has no ``documents_BT``, or its first row has fewer than two documents.
     """
     import torch
 
@@ -115,7 +123,7 @@ def probe(
         raise ValueError("the first row has one document; a leak needs two")
     stops = lengths.cumsum(0).tolist()
 
-    # The documents that are changed, each at its first token: some of them, spread over the sequence.
+    # Change the first token of some documents, spread over the sequence.
     count = len(stops)
     picked = {round(i * (count - 1) / (MAX_CHANGES - 1)) for i in range(MAX_CHANGES)}
     tokens_BT = batch.tokens_BT[:1]
@@ -128,26 +136,31 @@ def probe(
             changed_BT = tokens_BT.clone()
             changed_BT[0, place] = (changed_BT[0, place] + 1) % logits_TV.size(-1)
             moved_T = (model(changed_BT, *rest)[0] - logits_TV).abs().amax(-1)
-            moved_T = ~(moved_T <= tolerance * logits_TV.abs().max())  # so that NaN counts as moved
+            # Negated, so NaN counts as moved.
+            moved_T = ~(moved_T <= tolerance * logits_TV.abs().max())
             changes.append(_change(int(numbers[index]), place, stops[index], moved_T, documents_T))
     return ProbeReport(changes, _wrong_targets(batch, learned_BT, ends_are_inputs) + _wrong_positions(batch))
 
 
 def _change(document: int, place: int, stop: int, moved_T: Tensor, documents_T: Tensor) -> TokenChange:
-    """What moved: logits of other documents are leaks; where its own did not, the model cannot show a leak."""
+    """Describe a change by the tokens whose logits moved."""
     leaks: dict[int, list[int]] = {}
     for moved in moved_T.nonzero().flatten().tolist():
         other = int(documents_T[moved])
         if other != document:
             leaks.setdefault(other, []).append(moved)
-    return TokenChange(document, place, stop, leaks, blind=not bool(moved_T[place : min(place + 2, stop)].all()))
+    has_effect = bool(moved_T[place : min(place + 2, stop)].all())
+    return TokenChange(document, place, stop, leaks, blind=not has_effect)
 
 
 def _wrong_targets(batch: Batch, learned_BT: Tensor | None, ends_are_inputs: bool) -> list[str]:
-    """Targets of the first row that carry loss and are not the next token of their own document."""
+    """Return a message for each wrong target of the first row.
+
+    A target must be the next token of its own document, and one that may be learned.
+    """
     from shardtrain.data import IGNORE
 
-    assert batch.documents_BT is not None  # probe has looked
+    assert batch.documents_BT is not None  # checked by probe
     tokens = batch.tokens_BT[0].tolist()
     targets = batch.targets_BT[0].tolist()
     documents = batch.documents_BT[0].tolist()
@@ -169,8 +182,11 @@ def _wrong_targets(batch: Batch, learned_BT: Tensor | None, ends_are_inputs: boo
 
 
 def _wrong_positions(batch: Batch) -> list[str]:
-    """Positions of the first row that do not count from 0 in each document; the first may continue from another row."""
-    assert batch.documents_BT is not None  # probe has looked
+    """Return a message for each position of the first row that does not count from 0 in its document.
+
+    The first document may continue from another row.
+    """
+    assert batch.documents_BT is not None  # checked by probe
     positions = batch.positions_BT[0].tolist()
     documents = batch.documents_BT[0].tolist()
     wrong = []
@@ -182,7 +198,7 @@ def _wrong_positions(batch: Batch) -> list[str]:
 
 
 def verdicts(report: ProbeReport, most: int = 8) -> list[str]:
-    """The report as lines: what each change did, at most so many wrong targets, and the verdict last."""
+    """Return the report as lines: each change, up to ``most`` wrong targets or positions, and the verdict."""
     lines = []
     bad = 0
     for c in report.changes:
@@ -203,10 +219,10 @@ def verdicts(report: ProbeReport, most: int = 8) -> list[str]:
 
 
 def show_boundaries(batch: Batch, tokenizer: Tokenizer, around: int = 4, most: int = 8) -> list[str]:
-    """The tokens on either side of each boundary of the first row: place, position, token, target or no loss."""
+    """Return lines with ``around`` tokens on each side of the first ``most`` document boundaries of the first row."""
     from shardtrain.data import IGNORE
 
-    assert batch.documents_BT is not None  # _row has looked
+    assert batch.documents_BT is not None  # checked by _row
     tokens = batch.tokens_BT[0].tolist()
     targets = batch.targets_BT[0].tolist()
     positions = batch.positions_BT[0].tolist()
@@ -227,7 +243,7 @@ def show_boundaries(batch: Batch, tokenizer: Tokenizer, around: int = 4, most: i
 
 
 def _ranges(places: Sequence[int]) -> str:
-    """Places in short.
+    """Format indices as ranges.
 
     >>> _ranges([3, 4, 5, 9])
     '3-5, 9'
@@ -243,7 +259,7 @@ def _ranges(places: Sequence[int]) -> str:
 
 
 def _model(config: Any) -> tuple[nn.Module, bool]:
-    """The configuration's model with random weights, and whether it has experts."""
+    """Return the configured model with random weights, and True if it has experts."""
     from shardtrain import models
     from shardtrain.layout import Draw
     from shardtrain.ops import init_weights
@@ -256,20 +272,24 @@ def _model(config: Any) -> tuple[nn.Module, bool]:
     count = sum(parameter.numel() for parameter in model.parameters())
     if count > MAX_PARAMETERS:
         rule = f"has {count / 1e9:.1f} billion parameters, more than the {MAX_PARAMETERS / 1e9:.0f} that probe runs"
-        fix = "give a smaller flavor, or --model.overrides.num_layers 2, with the same [data]: they mask alike"
+        fix = "give a smaller flavor, or --model.overrides.num_layers 2, with the same [data]: its mask is the same"
         raise ConfigError(Problem("model.flavor", config.model.flavor, rule, fix))
     to_empty(model)
     for buffer in model.buffers():
         buffer.zero_()
     for name, parameter in model.named_parameters():
-        # not the model's own start: unit gain shows every part, where small or zero weights would hide some
+        # Unit gain instead of the model's initialization, whose small or zero weights would hide
+        # the effect of some parts.
         gain = Draw("normal", std=parameter.size(-1) ** -0.5) if parameter.ndim > 1 else Draw("ones")
         init_weights.draw_(parameter, name, gain, config.debug.seed)
     return model, bool(module.LAYOUT.expert)
 
 
 def _kind(loaded: Any) -> str:
-    """How documents are packed; prepared shards may hold other rows than data.format says, which "auto" follows."""
+    """Return the kind of packing.
+
+    "auto" depends on the dataset, and prepared shards may have other rows than data.format.
+    """
     from shardtrain.data import build_dataset
 
     config = loaded.config
@@ -278,11 +298,16 @@ def _kind(loaded: Any) -> str:
 
 
 def _row(config: Any) -> tuple[Batch, Tokenizer]:
-    """A batch of one row with at least two documents, and the tokenizer of the data."""
+    """Return a batch of one row with at least two documents, and the tokenizer of the data.
+
+    Raises:
+        ConfigError: documents are padded or attend to each other.
+        DataError: no sequence has two documents.
+    """
     from shardtrain import data
 
     if config.data.packing == "padded":
-        rule = "gives each document a sequence of its own, so there is nothing to probe"
+        rule = "gives each document its own sequence, so there is nothing to probe"
         raise ConfigError(Problem("data.packing", "padded", rule, 'probe "first_fit" or "concat"'))
     stream = data.open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
     for _, batch in zip(range(MAX_BATCHES), stream, strict=False):

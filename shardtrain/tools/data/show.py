@@ -1,4 +1,4 @@
-"""``shardtrain data show``: the sequences of a step as the model gets them, decoded, with what is learned of them."""
+"""``shardtrain data show``: print the decoded sequences of a step, with the tokens that are learned."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from shardtrain.utils.errors import ConfigError, Problem
 USAGE = """usage: shardtrain data show [CONFIG.toml | RUN_FOLDER] [--step N] [--rows N] [--world_size N] [--json]
                             [--section.key VALUE ...]
 
-Prints sequences as the model gets them at a step of training: the text of each document, the positions of its tokens,
-and what is learned of it. Of a task of rows each text of a row: the chosen and the rejected answer with their prompt.
-Given the folder of a run, shows what that run has read or will read.
+Print the sequences that the model reads at a training step: the text of each document, the positions of its tokens, and
+the tokens that are learned. For a task of rows, print each text of a row, such as the chosen and the rejected answer.
+With the folder of a run, print what that run has read or will read.
 
-  --step N        which step, from 1 (1)
-  --rows N        how many of its sequences (3)
-  --world_size N  ranks of the run (--nproc is the same), which decide the sequences of a step if
-                  training.global_batch_size is not set (1)
+  --step N        training step, from 1 (1)
+  --rows N        number of sequences of that step (3)
+  --world_size N  number of ranks, which determines the sequences of a step if training.global_batch_size is not
+                  set (1); also --nproc
   --json          one JSON object per sequence, with token ids, instead of text
 
 Learned text, which has a loss, is green and other text is gray. Without colors, learned text is between « and ».
@@ -46,7 +46,7 @@ _END = "\033[0m"
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Tokens in a row that belong to one document and are all learned, or all not."""
+    """Consecutive tokens of one document that are either all learned or all not learned."""
 
     learned: bool
     tokens: list[int]
@@ -54,7 +54,7 @@ class TokenRun:
 
 @dataclass(frozen=True)
 class DocumentPart:
-    """A document's part of a sequence, from ``column`` on; positions count from ``first_position``."""
+    """Part of a document in a sequence. It starts at index ``column`` with position ``first_position``."""
 
     column: int
     first_position: int
@@ -62,13 +62,22 @@ class DocumentPart:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the part."""
+        """Number of tokens."""
         return sum(len(piece.tokens) for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class ShownSequence:
-    """One sequence: its place in the order, its id in its dataset, and the documents in it."""
+    """One sequence.
+
+    Attributes:
+        position: Index in the order of training.
+        dataset: Name of the dataset.
+        sample: Number in the dataset.
+        num_targets: Number of learned tokens.
+        parts: Documents in the sequence.
+        filler: Padding tokens at the end.
+    """
 
     position: int
     dataset: str
@@ -76,12 +85,11 @@ class ShownSequence:
     num_targets: int
     parts: list[DocumentPart]
     filler: int
-    """Tokens at the end that belong to no document."""
 
 
 @dataclass(frozen=True)
 class ShownRow:
-    """One row of a task: its place in the order, its number in its dataset, and its texts by their names."""
+    """One row of a task: its index in the order of training, its number in the dataset, and its texts with names."""
 
     position: int
     dataset: str
@@ -90,7 +98,7 @@ class ShownRow:
 
 
 def main(words: list[str]) -> int:
-    """Print the sequences of a step; gives the exit status."""
+    """Run the verb and return its exit status."""
     names = ("--step", "--rows", "--world_size", "--nproc")
     numbers = {name: VerbOption(number_of(), "4", once=True) for name in names}
     taken = take(words, numbers, ["--json"], USAGE)
@@ -112,12 +120,12 @@ def main(words: list[str]) -> int:
             print(json.dumps(asdict(shown)) if "--json" in taken.own else render(shown, tokenizer, color))
     if not found:
         rule = "is beyond the end of the data"
-        raise ConfigError(Problem("--step", taken.own.get("--step", 1), rule, "name an earlier one", COMMAND_LINE))
+        raise ConfigError(Problem("--step", taken.own.get("--step", 1), rule, "name an earlier step", COMMAND_LINE))
     return 0
 
 
 def _open(path: str | None, overrides: tuple[str, ...], world_size: int | None) -> tuple[Config, int]:
-    """The config of a file, or of the folder of a run with its number of ranks."""
+    """Load a configuration file, or the configuration and number of ranks of a run folder."""
     if path is not None and Path(path).is_dir():
         run = RunFolder(Path(path))
         loaded = run.load(overrides)
@@ -130,7 +138,7 @@ def _open(path: str | None, overrides: tuple[str, ...], world_size: int | None) 
 
 
 def rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownSequence, Tokenizer]]:
-    """Sequences ``first`` and after of the order of training, as one rank with one sequence a batch would read them."""
+    """Yield ``count`` sequences in the order of training from ``first`` on, and the tokenizer."""
     loader = replace(config.training.dataloader, num_workers=0, prefetch_factor=None, persistent_workers=False)
     training = replace(config.training, local_batch_size=1, dataloader=loader)
     stream = data.open_dataloader(replace(config, training=training), batch_rank=0, num_batch_ranks=1, accumulation=1)
@@ -144,12 +152,12 @@ def rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownSequence
 
 
 def task_rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownRow, Tokenizer]]:
-    """Rows ``first`` and after of the order of training of a task of rows.
+    """Yield ``count`` rows of a task in the order of training from ``first`` on, and the tokenizer.
 
     Raises:
-        ConfigError: where the task does not say how to show a row.
+        ConfigError: the task does not define how to show a row.
     """
-    # the order of rows, whatever becomes of the last ones of an epoch
+    # With "rollover", no row at the end of an epoch is dropped.
     task = tasks.open_task(replace(config, training=replace(config.training, last_batch="rollover")))
     assert isinstance(task, tasks.RowTask)
     stream = task.open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1)
@@ -167,7 +175,10 @@ def task_rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownRow
 
 
 def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: int) -> ShownSequence:
-    """One row of a batch in parts; the last target, which is not an input, is the last token of its document."""
+    """Split a row of a batch into documents.
+
+    The last target, which is no input, belongs to the last document.
+    """
     sample = int(batch.sample_ids_B[row])
     tokens = batch.tokens_BT[row].tolist()
     targets = batch.targets_BT[row].tolist()
@@ -175,8 +186,8 @@ def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: in
     documents = [0] * len(tokens) if batch.documents_BT is None else batch.documents_BT[row].tolist()
     length = _without_filler(tokens, targets, documents, pad_id)
 
-    # Targets are shifted by one: a token is learned where it is the target of the one before it, which the first of a
-    # document is not.
+    # Targets are shifted by one: a token is learned if it is the target of the token before it. The
+    # first token of a document is never learned.
     parts: list[DocumentPart] = []
     for column, token in enumerate(tokens[:length]):
         begins = column == 0 or documents[column] != documents[column - 1]
@@ -185,7 +196,7 @@ def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: in
         learned = not begins and targets[column - 1] != IGNORE
         _append(parts[-1].pieces, learned, token)
         ends = column + 1 == length or documents[column + 1] != documents[column]
-        # where a document's last token is only a target, it is shown too
+        # The last token of a document may be only a target, and no input.
         if ends and targets[column] != IGNORE:
             _append(parts[-1].pieces, True, targets[column])
     num_targets = sum(target != IGNORE for target in targets)
@@ -195,7 +206,10 @@ def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: in
 
 
 def _without_filler(tokens: list[int], targets: list[int], documents: list[int], pad_id: int) -> int:
-    """Tokens of a row up to the filler at its end, which is a document of its own where documents are told apart."""
+    """Return the number of tokens before the padding.
+
+    With document numbers, padding is a separate document.
+    """
     fills = [token == pad_id and target == IGNORE for token, target in zip(tokens, targets, strict=True)]
     if documents[-1]:
         start = documents.index(documents[-1])
@@ -210,7 +224,7 @@ def _append(pieces: list[TokenRun], learned: bool, token: int) -> None:
 
 
 def render(shown: ShownSequence, tokenizer: Tokenizer, color: bool) -> str:
-    """A sequence as text: a head line, and a line and the text of each document."""
+    """Format a sequence: a header, and each document with a header."""
     frame, end = (_FRAME, _END) if color else ("", "")
     count = len(shown.parts)
     lines = [
@@ -227,7 +241,7 @@ def render(shown: ShownSequence, tokenizer: Tokenizer, color: bool) -> str:
 
 
 def render_row(row: ShownRow, tokenizer: Tokenizer, color: bool) -> str:
-    """A row of a task as text: a head line, and a line and the text of each of its texts."""
+    """Format a row of a task: a header, and each text with a header."""
     frame, end = (_FRAME, _END) if color else ("", "")
     lines = [f"{frame}== position {row.position}: row {row.sample} of {row.dataset}{end}"]
     for name, pieces in row.texts:
@@ -239,7 +253,7 @@ def render_row(row: ShownRow, tokenizer: Tokenizer, color: bool) -> str:
 
 
 def _marked(pieces: list[TokenRun], tokenizer: Tokenizer, color: bool) -> str:
-    """The text of a document with marks around what is learned.
+    """Decode a document and mark the learned text.
 
     All tokens are decoded together and the text is cut where pieces end, because a piece decoded by itself may lose or
     gain a space. So the text without the marks is the text that is trained on.
@@ -252,8 +266,8 @@ def _marked(pieces: list[TokenRun], tokenizer: Tokenizer, color: bool) -> str:
         num_tokens += len(piece.tokens)
         stop = len(text)
         if number < len(pieces):
-            # A piece may end within a character. Its bytes then decode to another character than in the entire text,
-            # so cut before the first difference.
+            # A piece may end within a character. Its bytes then decode to another character than in
+            # the entire text, so cut before the first difference.
             before = tokenizer.decode(tokens[:num_tokens], keep_special=True)
             differs = (i for i, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1])
             stop = max(start, next(differs, min(len(before), len(text))))
@@ -269,5 +283,5 @@ def _mark(text: str, is_learned: bool, color: bool) -> str:
 
 
 def _safe(text: str) -> str:
-    """Text that cannot steer the terminal: control characters other than line ends and tabs are spelled out."""
+    """Escape control characters except newline and tab, so the text cannot control the terminal."""
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)

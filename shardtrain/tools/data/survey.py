@@ -1,7 +1,7 @@
-"""What a dataset holds, from one pass over it: counts, lengths, bad rows and a hash of each document.
+"""Statistics of a dataset from one pass over it: counts, lengths, bad rows and a hash of each document.
 
-Memory is 16 bytes a document. Two documents are the same when their tokens are; the hash has 64 bits, by which chance
-makes one false pair among 10^9 documents in about 40 passes.
+They need 16 bytes of memory per document. Documents are equal if their tokens are. With hashes of 64 bits, one in about
+40 passes over 10^9 documents has a false pair.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ Hashes = npt.NDArray[np.uint64]
 
 @dataclass
 class Survey:
-    """What was found in one dataset.
+    """Statistics of one dataset.
 
-    hashes:      one per document, in the order of the dataset.
-    lengths:     tokens of each document, with bos and eos.
-    first_targets: index of the first learned target in each document; its length if it has none.
-    max_id:      the largest token id, -1 without tokens.
-    damage:      what is wrong with the files of prepared shards.
-    place:       document number -> where a person finds it.
+    Attributes:
+        name: Name of the dataset.
+        tally: Counts of rows, documents and tokens.
+        hashes: Hash of each document, in the order of the dataset.
+        lengths: Tokens of each document, including bos and eos.
+        first_targets: Index of the first learned target in each document, or the length if it has none.
+        max_id: Largest token id, or -1 without tokens.
+        damage: Messages about damaged files of prepared shards.
+        place: Function that returns the file and line of a document, by its number.
     """
 
     name: str
@@ -52,26 +55,32 @@ class Survey:
     place: Callable[[int], str] = str
 
     def duplicates(self) -> tuple[int, list[tuple[str, str]]]:
-        """Documents that occurred before, and the first of them: where it is and where the same one was."""
-        # first[which[d]] is the first document with the hash of document d
+        """Return the number of documents that repeat an earlier one, and examples.
+
+        An example is the place of the repetition and the place of the first occurrence.
+        """
+        # first[which[d]] is the first document with the same hash as document d.
         _, first, which = np.unique(self.hashes, return_index=True, return_inverse=True)
         again = np.flatnonzero(first[which] != np.arange(len(which)))
         examples = [(self.place(int(d)), self.place(int(first[which[d]]))) for d in again[:_EXAMPLES]]
         return len(again), examples
 
     def shared_with(self, others: list[Survey]) -> tuple[int, list[str]]:
-        """Documents that other datasets have too, and where the first of them are."""
+        """Return the number of documents that other datasets also contain, and the places of some of them."""
         theirs = np.concatenate([other.hashes for other in others]) if others else np.array([], np.uint64)
         shared = np.flatnonzero(np.isin(self.hashes, theirs))
         return len(shared), [self.place(int(document)) for document in shared[:_EXAMPLES]]
 
     def rows(self, packing: Packing) -> Rows:
-        """Return the rows that training makes of these documents in one pass. They can be counted, not read."""
+        """Pack the documents as training does in one pass.
+
+        The rows can be counted, but their tokens cannot be read.
+        """
         return pack(_Lengths(self.lengths, self.first_targets), packing)
 
 
 class _Lengths(MemoryTokenBuffer):
-    """Documents of which only the lengths and the first targets are known: enough to count rows, not to fill them."""
+    """Token buffer with only the lengths and first targets of documents, which suffices to count rows."""
 
     def __init__(self, lengths: npt.NDArray[np.int64], first_targets: npt.NDArray[np.int64]) -> None:
         super().__init__([], 1)
@@ -82,13 +91,13 @@ class _Lengths(MemoryTokenBuffer):
         self.has_mask = True
 
     def learned(self, start: int, stop: int) -> Mask:
-        """Mark only the first targets."""
+        """Return a mask of the first target of each document."""
         next_target = self._first_targets[np.searchsorted(self._first_targets[:-1], start)]
         return np.arange(start, stop) == next_target
 
 
 class _Collector:
-    """Hashes and lengths of documents as they pass by."""
+    """Collect hashes and lengths of documents."""
 
     def __init__(self) -> None:
         self._hashes = array("Q")
@@ -114,7 +123,10 @@ class _Collector:
 
 
 def survey_rows(name: str, source: Table | Shards, encoder: Encoder, tick: Callable[[int], None]) -> Survey:
-    """Read all rows of a source, and skip bad ones. ``tick`` hears the rows of each part that was read."""
+    """Read all rows of a source, and skip bad ones.
+
+    ``tick`` is called with the number of rows of each part.
+    """
     survey = Survey(name)
     collector = _Collector()
     everything = BadRows(skip=True, max_fraction=1.0)
@@ -128,7 +140,7 @@ def survey_rows(name: str, source: Table | Shards, encoder: Encoder, tick: Calla
         tick(len(chunk))
 
     def place(number: int) -> str:
-        """Read the part that holds a document again, and count to it."""
+        """Read the part with a document again, and count up to it."""
         part = bisect_right(documents_before, number) - 1
         shard, row = first_keys[part]
         left = number - documents_before[part]
@@ -150,7 +162,10 @@ def _encoded(source: Table | Shards, encoder: Encoder, shard: int, start: int) -
 
 
 def survey_line(name: str, line: ShardTokenBuffer, tick: Callable[[int], None]) -> Survey:
-    """Verify every byte of prepared shards, and look at their documents. ``tick`` hears the documents of each part."""
+    """Verify every byte of prepared shards, then read their documents.
+
+    ``tick`` is called with the number of documents of each part.
+    """
     survey = Survey(name)
     collector = _Collector()
     for _, wrong in verify(line):
@@ -158,7 +173,7 @@ def survey_line(name: str, line: ShardTokenBuffer, tick: Callable[[int], None]) 
     starts = line.document_starts()
     at = 0
     while at < line.num_documents and not survey.damage:
-        # documents up to a block's worth of tokens, at least one
+        # Take documents of about one block of tokens together, at least one.
         stop = max(at + 1, int(np.searchsorted(starts, starts[at] + _BLOCK_TOKENS)))
         stop = min(stop, line.num_documents)
         base = int(starts[at])

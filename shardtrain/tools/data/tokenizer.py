@@ -1,7 +1,7 @@
-"""``shardtrain data tokenizer train``: a byte-level BPE from the user's own files.
+"""``shardtrain data tokenizer train``: train a byte-level BPE tokenizer on the user's files.
 
-Byte pair encoding of Sennrich et al. 2016 (arXiv 1508.07909) over bytes (Radford et al. 2019), so that every text can
-be written and comes back; numbers are cut into groups of three digits, as in Llama 3.
+It is the byte pair encoding of Sennrich et al. 2016 (arXiv 1508.07909) over bytes (Radford et al. 2019), so every text
+can be encoded and decoded exactly. Numbers are split into groups of three digits, as in Llama 3.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
 PAD = "<|pad|>"
 HELD_OUT_EVERY = 50
-"""One part of the text in so many is not trained on, and measured."""
+"""Every Nth part of the text is held out to measure the tokenizer."""
 _PART_CHARACTERS = 2**16
 _MOST_HELD_OUT = 64
 _LONGEST_TEXT_BYTES = 2**28
@@ -43,11 +43,14 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 class TrainingTexts:
-    """The texts of files, in order, part by part, without those held out; one pass over them fills the counts.
+    """The texts of files in order, in parts, without the held-out parts. Iterate once to fill the counts.
 
-    skipped:  bad rows that were left out.
-    held_out: parts that are not trained on.
-    first:    parts from the beginning, for when there is too little text to hold some out.
+    Attributes:
+        documents: Number of texts.
+        skipped: Number of skipped bad rows.
+        bytes: Size of the text for training.
+        held_out: Parts that are not trained on.
+        first: First parts of the text, to measure if there is too little text to hold some out.
     """
 
     def __init__(self, paths: list[str], dataset: str | None, text_field: str, skip_bad_rows: bool) -> None:
@@ -58,8 +61,9 @@ class TrainingTexts:
         for path in wanted:
             module = find(dataset or _guess(path), "--dataset")
             if not hasattr(module, "open_source"):
-                raise ConfigError(Problem("--dataset", dataset, "holds tokens and no text", "name the text itself"))
-            header = not text_field.isdecimal()  # as data.text_field: a number where files have no line of names
+                raise ConfigError(Problem("--dataset", dataset, "contains tokens and no text", "name the text itself"))
+            # As for data.text_field, a number selects a column of files without a header.
+            header = not text_field.isdecimal()
             request = Request(path=path, option="--input", max_row_bytes=_LONGEST_TEXT_BYTES, header=header)
             self._sources.append(module.open_source(request))
         self.documents = self.skipped = self.bytes = 0
@@ -95,12 +99,12 @@ class TrainingTexts:
 
 
 def main(words: list[str]) -> int:
-    """Run ``shardtrain data tokenizer train``; gives the exit status.
+    """Run the verb and return its exit status.
 
     Raises:
-        ConfigError: at wrong options, or where the folder has a tokenizer already.
-        DataError: at a row without a text.
-        StorageError: where the folder cannot be written.
+        ConfigError: an option is wrong, or the folder already has a tokenizer.
+        DataError: a row has no text.
+        StorageError: the folder cannot be written.
     """
     help_if_asked(words, _parser().format_help())
     if not words or words[0] != "train":
@@ -119,7 +123,7 @@ def main(words: list[str]) -> int:
 
 
 def train(texts: TrainingTexts, vocab_size: int, special: list[str]) -> Any:
-    """Train on all texts; the same texts give the same tokenizer. Memory grows with distinct words, not with texts."""
+    """Train on all texts. The result is deterministic. Memory grows with the number of distinct words."""
     tokenizers = libraries.load("tokenizers", PROGRAM, install="tokenizers")
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -142,10 +146,10 @@ def train(texts: TrainingTexts, vocab_size: int, special: list[str]) -> Any:
 
 
 def save(tokenizer: Any, folder: Path) -> None:
-    """Write tokenizer.json, and tokenizer_config.json with the ends; each file is there whole or not at all.
+    """Write tokenizer.json, and tokenizer_config.json with the special tokens, each atomically.
 
     Raises:
-        StorageError: where the folder cannot be written.
+        StorageError: the folder cannot be written.
     """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

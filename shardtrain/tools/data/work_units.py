@@ -1,7 +1,7 @@
-"""Work for one process at a time: a source is cut into units, and the tokens of each go into files of their own.
+"""Units of work of ``data prepare``: a part of a source that one process tokenizes into its own files.
 
-Units depend on the source alone, never on the number of processes, so that their files laid end to end are always the
-same bytes. A unit is done when its ``.json`` is there, which is written last.
+Units depend only on the source and not on the number of processes, so their concatenated files always have the same
+bytes. The ``.json`` file of a unit is written last and marks it as finished.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardtrain.data.sources import Key, Row, Shards, Table, rows_of
 from shardtrain.utils import atomic_io, checked_json
 
 UNIT_BYTES = 4 * 2**20
-"""Input of a unit of a table, about; a second or two of work."""
+"""Approximate input of a unit of a table. It takes a second or two."""
 _MOST_ROWS = 2**17
 _ROWS_OF_UNKNOWN_SIZE = 4096
 _FLUSH_TOKENS = 2**20
@@ -38,7 +38,7 @@ Say = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Unit:
-    """Rows ``start`` to ``stop`` - 1 (None: all that follow) of one shard of a source, or of a table (shard 0)."""
+    """Rows from ``start`` up to ``stop`` (None for the end) of one shard of a source. A table is shard 0."""
 
     number: int
     shard: int
@@ -47,7 +47,7 @@ class Unit:
 
 
 def rows_per_unit(source: Table | Shards) -> int | None:
-    """Rows of each unit of a table; None where a unit is a whole shard."""
+    """Return the rows per unit of a table. None for other sources, where a unit is an entire shard."""
     if not isinstance(source, Table):
         return None
     if not source.total_bytes:
@@ -56,7 +56,7 @@ def rows_per_unit(source: Table | Shards) -> int | None:
 
 
 class Units:
-    """The units of a source, in its order; made as they are asked for."""
+    """The units of a source, in its order, created on access."""
 
     def __init__(self, source: Table | Shards) -> None:
         self._rows = rows_per_unit(source)
@@ -76,7 +76,7 @@ class Units:
 
 
 def unit_rows(source: Table | Shards, unit: Unit) -> Iterator[tuple[Key, Row]]:
-    """Rows of a unit with their keys."""
+    """Yield the rows of a unit with their keys."""
     if isinstance(source, Table):
         stop = source.num_rows if unit.stop is None else unit.stop
         for number in range(unit.start, stop):
@@ -89,7 +89,7 @@ def unit_rows(source: Table | Shards, unit: Unit) -> Iterator[tuple[Key, Row]]:
 def documents_of(
     source: Table | Shards, encoder: Encoder, policy: BadRows, tally: RowStats, unit: Unit, tick: Callable[[], None]
 ) -> Iterator[Document]:
-    """Documents of a unit; ``tick`` is called now and then."""
+    """Yield the documents of a unit. ``tick`` is called after each chunk of rows."""
     for chunk in chunks(unit_rows(source, unit)):
         yield from read_documents(source, encoder, policy, tally, chunk)
         tick()
@@ -103,11 +103,13 @@ def write_unit(
     unit: Unit,
     say: Say,
 ) -> dict[str, Any]:
-    """Tokenize a unit into files of ``folder``; returns what its ``.json`` says. ``say`` hears of progress.
+    """Tokenize a unit into files in ``folder``. Return the content of its ``.json`` file.
+
+    ``say`` is called with the rows and tokens since its last call.
 
     Raises:
-        DataError: at a bad row, unless the policy skips them.
-        StorageError: when a file cannot be written.
+        DataError: a row is bad, and the policy does not skip it.
+        StorageError: a file cannot be written.
     """
     tally = RowStats()
     vocab_size = encoder.tokenizer.vocab_size
@@ -133,12 +135,15 @@ def write_unit(
 
 
 def unit_name(unit: Unit, ending: str) -> str:
-    """File of a unit: ``unit-00000007.tokens``."""
+    """Return the name of a file of a unit: ``unit-00000007.tokens``."""
     return f"unit-{unit.number:08d}.{ending}"
 
 
 def is_done(folder: Path, unit: Unit) -> dict[str, Any] | None:
-    """What the ``.json`` of a finished unit says, if all its files hold the bytes that were written, or None."""
+    """Return the content of the ``.json`` file of a unit.
+
+    None if it is not finished or one of its files is damaged.
+    """
     try:
         done = checked_json.parse((folder / unit_name(unit, "json")).read_bytes())
         for ending, sha256 in done["files"].items():
@@ -151,7 +156,7 @@ def is_done(folder: Path, unit: Unit) -> dict[str, Any] | None:
 
 
 def append_unit(folder: Path, unit: Unit, done: Mapping[str, Any], writer: ShardWriter) -> None:
-    """Put the tokens of a finished unit behind what a writer has."""
+    """Append the documents of a finished unit to a writer."""
     with storing(folder):
         for content in _blocks(folder / unit_name(unit, "lengths"), 4):
             writer.add_documents(np.frombuffer(content, dtype="<i4"))
@@ -163,13 +168,13 @@ def append_unit(folder: Path, unit: Unit, done: Mapping[str, Any], writer: Shard
 
 
 def remove_unit(folder: Path, unit: Unit) -> None:
-    """Delete the files of a unit, what says that it is done first."""
+    """Delete the files of a unit. The ``.json`` file, which marks it as finished, is first."""
     for ending in ("json", "tokens", "lengths", "learned"):
         (folder / unit_name(unit, ending)).unlink(missing_ok=True)
 
 
 class _UnitFiles:
-    """The growing files of a unit, under names of this process until they are whole."""
+    """The files of an unfinished unit, with temporary names that contain the process id."""
 
     def __init__(self, folder: Path, unit: Unit, vocab_size: int) -> None:
         self._folder = folder
@@ -193,7 +198,7 @@ class _UnitFiles:
                 self._flush()
 
     def finish(self) -> dict[str, str]:
-        """Close the files and give them their names; returns their hashes."""
+        """Close the files, rename them to their final names, and return their hashes."""
         self._flush()
         for ending, file in self._files.items():
             file.close()
@@ -201,7 +206,7 @@ class _UnitFiles:
         return {ending: digest.hexdigest() for ending, digest in self._digests.items()}
 
     def abandon(self) -> None:
-        """Remove what has not got its name."""
+        """Remove all files that were not renamed by ``finish``."""
         for file in self._files.values():
             file.close()
             Path(file.name).unlink(missing_ok=True)
@@ -215,8 +220,8 @@ class _UnitFiles:
             high = int(tokens.max())
             if low < 0 or high >= self._vocab_size:
                 raise beyond_vocabulary(low if low < 0 else high, self._vocab_size)
-        # The file of masks begins with the first token without loss: until then all tokens carry it, and ones are
-        # written for them.
+        # The file of masks is created at the first token that is not learned. Ones are written for
+        # all earlier tokens.
         mask = _mask_of(self._documents)
         if mask is not None and not self._masked:
             self._masked = True
@@ -240,13 +245,13 @@ class _UnitFiles:
     def _write(self, ending: str, values: npt.NDArray[Any]) -> None:
         content = np.ascontiguousarray(values).data.cast("B") if len(values) else memoryview(b"")
         self._digests[ending].update(content)
-        # an unbuffered write may take less than it is given
+        # An unbuffered write may write only a part.
         while len(content):
             content = content[self._files[ending].write(content) :]
 
 
 def _mask_of(documents: list[Document]) -> Mask | None:
-    """The mask of documents end to end, or None where all is learned."""
+    """Return the concatenated masks of documents, or None if all tokens are learned."""
     if all(document.learned is None or bool(document.learned.all()) for document in documents):
         return None
     parts = [np.ones(len(d.tokens), dtype=np.bool_) if d.learned is None else d.learned for d in documents]
@@ -254,12 +259,16 @@ def _mask_of(documents: list[Document]) -> Mask | None:
 
 
 def tally_to_json(tally: RowStats) -> dict[str, Any]:
-    """A tally as JSON."""
+    """Convert counts to JSON values."""
     return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(tally).items()}
 
 
 def tally_from_json(table: Mapping[str, Any]) -> RowStats:
-    """A tally from its JSON; a missing or unknown key raises."""
+    """Convert counts from JSON values.
+
+    Raises:
+        KeyError, TypeError: a key is missing or unknown.
+    """
     counters = {name: Counter(table[name]) for name in ("bad", "harmless", "notes")}
     return RowStats(**{**table, **counters})
 
@@ -272,7 +281,11 @@ def _sha256(path: Path) -> str:
 
 
 def _blocks(path: Path, item_bytes: int, dtype: np.dtype[Any] | None = None) -> Iterator[bytes]:
-    """A file in blocks of as many values as ``dtype`` has in 4 MiB, or whole values of ``item_bytes``."""
+    """Yield a file in blocks of about 4 MiB.
+
+    A block has as many values of ``item_bytes`` as values of ``dtype`` fit into 4 MiB, so files with different sizes of
+    values can be read in step.
+    """
     num_values = _BLOCK_BYTES // (dtype.itemsize if dtype is not None else item_bytes)
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         while content := file.read(num_values * item_bytes):

@@ -1,4 +1,4 @@
-"""``shardtrain checkpoint from-dcp`` and ``to-dcp``: folders of torch.distributed.checkpoint in and out."""
+"""``shardtrain checkpoint from-dcp`` and ``to-dcp``: convert from and to folders of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _FROM_USAGE = """\
 usage: shardtrain checkpoint from-dcp DCP DIR [CONFIG.toml] [OPTIONS]
 
 Write a folder of torch.distributed.checkpoint, such as torchtitan's
-outputs/checkpoint/step-1000, as a shardtrain checkpoint. Nothing in it is run:
+outputs/checkpoint/step-1000, as a shardtrain checkpoint. No code in it runs:
 its pickles are read as data.
 
-  DCP          the folder that has .metadata, or a file of torch.save with the
-               same names, such as checkpoint.pt of dcp_to_torch
-  DIR          a new folder, what a run starts from
-  CONFIG.toml  names the model and its sequence length; torchtitan's own will do
+  DCP          a folder with .metadata, or a file of torch.save with the same
+               names, such as checkpoint.pt of dcp_to_torch
+  DIR          a new folder, from which a run can start
+  CONFIG.toml  names the model and its sequence length; torchtitan's own works too
 
   --model.name, --model.flavor, --model.overrides.*
-               the model, where no file names it
+               the model, if no file names it
   --training.seq_len N
-               with which it was trained, which matters to DeepSeek-V3
+               sequence length of its training, needed for DeepSeek-V3
   --optimizer true|false
-               true requires the state of Adam or AdamW, false leaves it out
-               (default: taken where it is there)
+               true requires the state of Adam or AdamW, false skips it
+               (default: imported if it exists)
 
 A run starts from the weights with checkpoint.initial_load_path = "DIR". It
-continues with the optimizer's state, the step and the learning rate where these are
-set too, since the order of data is another program's:
+also continues with the optimizer's state, the step and the learning rate if these
+are set, too. The position in the data cannot be continued:
 
   checkpoint.initial_load_model_only = false
   checkpoint.exclude_from_loading = ["dataloader"]
@@ -50,9 +50,9 @@ set too, since the order of data is another program's:
 
 
 def from_dcp(words: Sequence[str]) -> int:
-    """Run ``from-dcp``; gives the exit status."""
+    """Run ``from-dcp`` and return its exit status."""
     help_if_asked(words, _FROM_USAGE)
-    # --optimizer is ours; all other options are overrides of the configuration.
+    # All options except --optimizer are overrides of the configuration.
     rest = list(words)
     wanted: bool | None = None
     for place, word in enumerate(rest):
@@ -61,14 +61,12 @@ def from_dcp(words: Sequence[str]) -> int:
             del rest[place : place + (1 if given else 2)]
             value = value if given else [*words, ""][place + 1]
             if value not in ("true", "false"):
-                raise ConfigError(f"--optimizer={value}: it is true or false")
+                raise ConfigError(f"--optimizer={value} must be true or false")
             wanted = value == "true"
             break
     count = next((place for place, word in enumerate(rest) if word.startswith("-")), len(rest))
     if not 2 <= count <= 3:
-        raise ConfigError(
-            "shardtrain checkpoint from-dcp: it needs DCP and DIR, and may name a CONFIG.toml; see --help"
-        )
+        raise ConfigError("shardtrain checkpoint from-dcp requires DCP and DIR, and optionally CONFIG.toml; see --help")
     folder, output = map(Path, rest[:2])
     require_new(output)
     loaded = configs.load(rest[2] if count == 3 else None, rest[count:])
@@ -78,7 +76,7 @@ def from_dcp(words: Sequence[str]) -> int:
 
     found = dcp_reader.from_dcp(folder, output, model, wanted, seq_len)
     parts = "weights and the optimizer's state" if found.with_optimizer else "weights"
-    print(f"{output}: {parts} of {model.name} {model.flavor}, step {found.step}, named as by {found.naming.kind}")
+    print(f"{output}: {parts} of {model.name} {model.flavor}, step {found.step}, with names of {found.naming.kind}")
     for notice in found.notices:
         print(notice)
     print(f'\n[checkpoint]\nenable = true\ninitial_load_path = "{output}"')
@@ -89,7 +87,7 @@ def from_dcp(words: Sequence[str]) -> int:
 
 
 def to_dcp(words: Sequence[str]) -> int:
-    """Run ``to-dcp``; gives the exit status."""
+    """Run ``to-dcp`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain checkpoint to-dcp",
         "Write a checkpoint as a folder of torch.distributed.checkpoint. With the names of torchtitan v0.2, torchtitan "
@@ -100,7 +98,7 @@ def to_dcp(words: Sequence[str]) -> int:
     parser.add_argument("--step", type=step_name, help=HELP)
     parser.add_argument("output", type=Path, metavar="DCP", help="a new folder")
     parser.add_argument("--names", choices=NAMINGS, default=TORCHTITAN, help="of tensors (default: %(default)s)")
-    parser.add_argument("--model-only", action="store_true", help="leave the optimizer's state out")
+    parser.add_argument("--model-only", action="store_true", help="skip the optimizer's state")
     parser.add_argument("--config", type=Path, help="the run's TOML (default: config.resolved.toml of the run)")
     found = parser.read(words)
     require_new(found.output)
@@ -122,17 +120,17 @@ def to_dcp(words: Sequence[str]) -> int:
     count, whole = writing.to_dcp(checkpoint, found.output, model, found.names, groups)
     print(f"{found.output}: {count} tensors, each read back and equal")
     if not whole:
-        why = "their rates are in the run's configuration, which is not there: give --config"
+        why = "it needs the learning rates of the run's configuration, which is missing: give --config"
         if found.model_only:
-            why = "as asked"
+            why = "--model-only"
         elif loaded:
-            why = "the checkpoint has none of Adam or AdamW"
+            why = "the checkpoint has no state of Adam or AdamW"
         print(f"without the optimizer's state: {why}")
     return 0
 
 
 def _groups(config: Config, state: dict[str, Any]) -> Callable[[str], Options]:
-    """What the run's configuration says of a parameter's group at the step of the checkpoint."""
+    """Return a function from a parameter's name to its optimizer group at the step of the checkpoint."""
     from shardtrain.tools.dcp.writing import Options
 
     c = config.optimizer

@@ -1,4 +1,4 @@
-"""A folder of torch.distributed.checkpoint as a shardtrain checkpoint: weights, and the state of Adam or AdamW."""
+"""Convert a folder of torch.distributed.checkpoint to a shardtrain checkpoint: weights, and state of Adam or AdamW."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from shardtrain.tools.dcp.stored import DcpFolder
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""What Adam and AdamW keep of each parameter."""
+"""State tensors of Adam and AdamW for each parameter."""
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What compiled and recomputed modules add to names."""
+"""Parts that compiled and recomputed modules add to names."""
 _MAX_COUNT = 2**53
 Folder = DcpFolder | FlatFile
 _OPTIMIZER = ("optimizer.state.", "optim.state.", "optimizer.optimizer.state.")
@@ -31,7 +31,7 @@ _OPTIMIZER = ("optimizer.state.", "optim.state.", "optimizer.optimizer.state.")
 
 @dataclass
 class DcpImport:
-    """What was taken from a folder, and what was not."""
+    """Result of an import: the naming, the step, and notices about everything that was not imported."""
 
     naming: Naming
     step: int
@@ -42,29 +42,33 @@ class DcpImport:
 def from_dcp(
     folder: Path, output: Path, model: Model, with_optimizer: bool | None = None, seq_len: int | None = None
 ) -> DcpImport:
-    """Write the model of ``folder`` as a checkpoint, each tensor in the type that it has there.
+    """Write the model in ``folder`` as a checkpoint with the same dtypes. One tensor at a time is in memory.
 
-    ``seq_len`` is that with which it was trained, where it is known: torchtitan stretches rotary angles of DeepSeek-V3
-    for longer rows alone. ``with_optimizer`` None takes the optimizer's state if the folder has that of Adam or AdamW
-    for all parameters, True requires it. One tensor at a time is in memory.
+    Args:
+        folder: Folder of torch.distributed.checkpoint, or a file of torch.save.
+        output: New folder.
+        model: The model's options.
+        with_optimizer: True requires the state of Adam or AdamW, False skips it. None imports it if it is complete.
+        seq_len: Sequence length of its training, if known. torchtitan stretches rotary angles of DeepSeek-V3 only for
+            longer sequences.
 
     Raises:
-        ConfigError: when ``output`` exists, or the model is not known.
-        CheckpointError: when tensors are missing or of other shapes, or a file is damaged; nothing is written then.
-        StorageError: when the checkpoint cannot be written.
+        ConfigError: ``output`` exists, or the model is unknown.
+        CheckpointError: tensors are missing or have other shapes, or a file is damaged. Nothing is written then.
+        StorageError: the checkpoint cannot be written.
     """
     module, config = models.configured(model)
     network = models.build(module, config)
     parameters = dict(network.named_parameters())
     shapes = {name: tuple(tensor.shape) for name, tensor in {**parameters, **dict(network.named_buffers())}.items()}
 
-    # Which tensor of the folder is which of ours.
+    # Map our names to names in the folder.
     there = _unwrapped(FlatFile(folder) if folder.is_file() else DcpFolder(folder))
     naming, prefix = recognise(model.name, config, shapes, there.tensors)
     weights = {name: prefix + naming.theirs(name) for name in shapes}
     _check(weights, shapes, there, f"{model.name} {model.flavor}")
 
-    # The step, by the train state or else by the folder's name, and the optimizer's state.
+    # The step is in the train state or, if missing, in the name of the folder.
     step = _count(there, "step")
     found = DcpImport(naming, _step_of_name(folder) if step is None else step, False)
     if step is None and any(name.startswith("train_state.step") for name in [*there.tensors, *there.objects]):
@@ -73,8 +77,8 @@ def from_dcp(
         found.notices += _other_angles(model.name, config, seq_len)
     states = _optimizer(there, naming, {name: shapes[name] for name in parameters}, with_optimizer, found)
 
-    # What else is in the folder: the embedding once more where ends are tied, state of the other program, which is
-    # left, and nothing that a model of this kind would not have.
+    # Other tensors of the folder may be a copy of a tied embedding, or state of the other program,
+    # which is skipped. Weights that this model does not have are an error.
     used = {*weights.values(), *states.values()}
     tied = {prefix + naming.theirs("head.weight")} if getattr(config, "tied_embeddings", False) else set()
     for name in tied & there.tensors.keys():
@@ -83,7 +87,7 @@ def from_dcp(
         other = there.tensors[embed]
         same = (one.shape, one.dtype) == (other.shape, other.dtype)
         if not same or not there.tensor(name).equal(there.tensor(embed)):
-            raise CheckpointError(f"{folder}: {name} is not the embedding, and this model has both as one tensor")
+            raise CheckpointError(f"{folder}: {name} differs from the embedding, but this model ties them")
     rest = sorted(
         name
         for name in there.tensors
@@ -95,16 +99,16 @@ def from_dcp(
         if all(name.endswith(".moe.expert_bias") for name in surplus):
             fix = "add --model.overrides.load_balance_coeff=1e-3, the rate at which torchtitan moves them by default"
         raise CheckpointError(
-            f"{folder} has tensors that {model.name} {model.flavor} has not: {listed(surplus)}; {fix}"
+            f"{folder} has tensors that {model.name} {model.flavor} does not have: {listed(surplus)}; {fix}"
         )
     left = sorted({name.split(".")[0] for name in [*there.objects, *rest]} - {"optimizer", "train_state"})
     if left:
-        found.notices.append(f"{listed(left)}: not taken, the state of another program")
+        found.notices.append(f"{listed(left)}: skipped, state of another program")
     if there.unread:
         types = [f"{name} ({dtype})" for name, dtype in there.unread.items()]
-        found.notices.append(f"{listed(types)}: not taken, of a type that no weight has")
+        found.notices.append(f"{listed(types)}: skipped, not a dtype of weights")
 
-    # Write them, tensor by tensor. A moment of the optimizer has the order of rows of its parameter.
+    # Optimizer states have the same order of rows as their parameter.
     ours = {WEIGHTS_PREFIX + name: theirs for name, theirs in weights.items()}
     ours |= {f"optimizer.{name}": theirs for name, theirs in states.items()}
     kinds = {name: there.tensors[theirs] for name, theirs in ours.items()}
@@ -133,7 +137,7 @@ def from_dcp(
 
 
 def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], there: Folder, model: str) -> None:
-    """Raise CheckpointError where the folder does not hold every weight, in its shape and as a floating-point type."""
+    """Raise CheckpointError unless the folder has every weight, with the right shape and a floating-point dtype."""
     missing = []
     integral = []
     wrong = []
@@ -145,8 +149,8 @@ def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], th
         if not tensor.dtype.startswith(("float", "bfloat")):
             integral.append(f"{theirs} {tensor.dtype}")
         if tensor.shape != shapes[name]:
-            wrong.append(f"{theirs} {list(tensor.shape)} in place of {list(shapes[name])}")
-    lists = {"missing": missing, "of a type that is not trained": integral, "of another shape": wrong}
+            wrong.append(f"{theirs} {list(tensor.shape)} instead of {list(shapes[name])}")
+    lists = {"missing": missing, "not floating-point": integral, "of another shape": wrong}
     parts = [f"{len(names)} {fault}: {listed(names)}" for fault, names in lists.items() if names]
     if parts:
         has = f" (it has {listed(sorted(there.tensors))})" if len(missing) == len(weights) else ""
@@ -159,14 +163,14 @@ def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], th
 def _optimizer(
     there: Folder, naming: Naming, shapes: Mapping[str, tuple[int, ...]], wanted: bool | None, found: DcpImport
 ) -> dict[str, str]:
-    """Our names of the optimizer's tensors to theirs; none where they are not taken."""
+    """Map our names of optimizer states to names in the folder. Empty if the states are not imported."""
     if wanted is False:
         return {}
     prefix = next((p for p in _OPTIMIZER if any(name.startswith(p) for name in there.tensors)), "")
     reason = ""
     names = {f"{name}.{moment}": f"{prefix}{naming.theirs(name)}.{moment}" for name in shapes for moment in MOMENTS}
     if not prefix:
-        reason = "it holds none"
+        reason = "it has none"
     else:
         missing = [theirs for theirs in names.values() if theirs not in there.tensors]
         wrong = [
@@ -182,15 +186,15 @@ def _optimizer(
         elif missing or wrong:
             reason = f"it is not that of Adam or AdamW for every parameter: {listed(missing + wrong)}"
     if reason and wanted:
-        raise CheckpointError(f"{there.folder}: no state of the optimizer: {reason}; leave out --optimizer")
+        raise CheckpointError(f"{there.folder}: no optimizer state: {reason}; remove --optimizer")
     if reason:
-        found.notices.append(f"optimizer: not taken, {reason}")
+        found.notices.append(f"optimizer: skipped, {reason}")
         return {}
     return names
 
 
 def _unwrapped(there: Folder) -> Folder:
-    """The same folder, its names without what wrapped modules add to them."""
+    """Remove the parts that wrapped modules add to names, unless names would become equal."""
 
     def plain(name: str) -> str:
         for word in _WRAPPERS:
@@ -204,7 +208,11 @@ def _unwrapped(there: Folder) -> Folder:
 
 
 def _other_angles(family: str, config: Any, seq_len: int | None) -> list[str]:
-    """What torchtitan computes otherwise, by what its configurations say and ours do not."""
+    """Return notices about rotary angles that torchtitan may have computed differently.
+
+    Raises:
+        ConfigError: torchtitan certainly computed them differently.
+    """
     if family == "llama3" and config.rope_scaling == "none":
         return [
             "rotary angles: torchtitan v0.2 scales those of every Llama 3, its debugmodel too, and this model's are "
@@ -229,7 +237,7 @@ def _other_angles(family: str, config: Any, seq_len: int | None) -> list[str]:
 
 
 def _count(there: Folder, name: str) -> int | None:
-    """A counter of torchtitan's train state, a number or a tensor of one; None where it has none that is one."""
+    """Return a counter of torchtitan's train state. None if it is missing or not a count."""
     full = f"train_state.{name}"
     value: Any = None
     if full in there.tensors and there.tensors[full].shape == ():
@@ -242,5 +250,6 @@ def _count(there: Folder, name: str) -> int | None:
 
 
 def _step_of_name(folder: Path) -> int:
+    """Return the step in a name such as "step-1000", or 0."""
     text = folder.name.removesuffix(".pt").removeprefix("step-")
     return int(text) if text.isdecimal() and len(text) < 12 else 0

@@ -1,8 +1,8 @@
-"""What a model's tensors are called in a folder: as torchtitan calls them, or as this project does.
+"""Names of a model's tensors in a folder: torchtitan's or this project's.
 
-torchtitan's Llama 2 and 3 pair the numbers of a head for rotary angles as (x_2i, x_2i+1), as Meta's weights do, and
-ours as (x_i, x_{i+H/2}), as those of Hugging Face do: the rows of its wq and wk are in another order. Its other
-families have the order of ours: Llama 4 turns neighbours in both.
+Rotary embeddings of torchtitan's Llama 2 and 3 rotate pairs (x_2i, x_2i+1) of a head, as Meta's weights do. Ours rotate
+(x_i, x_{i+H/2}), as those of Hugging Face do. So the rows of wq and wk are in another order. Other families have the
+same order in both: Llama 4 rotates neighbours.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _TITAN = (
     ("layers.*.attn.+", "layers.*.attention.+"),
     ("layers.*.ffn.+", "layers.*.feed_forward.+"),
 )
-"""Ours and theirs; the first that fits holds. ``*`` is the number of a layer, ``+`` the rest of the name."""
+"""Patterns of our names and theirs.
+
+The first match counts. ``*`` is a layer number, ``+`` the rest of the name.
+"""
 _FAMILIES = ("llama2", "llama3", "llama4", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 _OTHERWISE = {"gpt_oss": "whose experts have w1 and w3 as one matrix there, row by row in turn"}
 _MARK = "tok_embeddings.weight"
@@ -42,15 +45,14 @@ _PAIRED = re.compile(r"layers\.\d+\.attn\.w[qk]\.(weight|bias)")
 
 @dataclass(frozen=True)
 class Naming:
-    """How one model's tensors are called."""
+    """Names of one model's tensors. ``config`` is the model's Config."""
 
     kind: str
     family: str
     config: Any
-    """The model's Config."""
 
     def theirs(self, name: str) -> str:
-        """What one of our tensors is called."""
+        """Return the name in the folder of one of our tensors."""
         if self.kind == OWN:
             return name
         if self.family in ("deepseek_v2", "deepseek_v3") and not self.config.q_lora_rank:
@@ -63,13 +65,13 @@ class Naming:
         raise CheckpointError(f"torchtitan has no name for {name}; use --names={OWN}")
 
     def to_ours(self, name: str, tensor: Tensor) -> Tensor:
-        """One of their tensors, of which ``name`` is our name, in our order of rows."""
+        """Return a tensor of the folder in our order of rows. ``name`` is our name of it."""
         if not self._is_paired(name, tensor):
             return tensor
         return tensor.unflatten(0, (-1, self.config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
     def to_theirs(self, name: str, tensor: Tensor) -> Tensor:
-        """The opposite of ``to_ours``."""
+        """Return one of our tensors in the folder's order of rows."""
         if not self._is_paired(name, tensor):
             return tensor
         return tensor.unflatten(0, (-1, 2, self.config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
@@ -80,7 +82,11 @@ class Naming:
 
 
 def naming(kind: str, family: str, config: Any) -> Naming:
-    """A naming of a model; raises ConfigError where torchtitan has no such model."""
+    """Return a naming of a model.
+
+    Raises:
+        ConfigError: torchtitan does not have the model.
+    """
     if kind == TORCHTITAN and (family not in _FAMILIES or getattr(config, "qkv_bias", False)):
         raise ConfigError(Problem("model.name", family, _refusal(family), f"use --names={OWN}", "command line"))
     return Naming(kind, family, config)
@@ -92,10 +98,10 @@ def _refusal(family: str) -> str:
 
 
 def recognise(family: str, config: Any, ours: Iterable[str], there: Mapping[str, Any]) -> tuple[Naming, str]:
-    """The naming, and the prefix of all names of the model, under which most of our tensors are ``there``.
+    """Return the naming and the prefix of names with which most of our tensors are in the folder.
 
     Raises:
-        ConfigError: for names of torchtitan's, where it lays the model out otherwise.
+        ConfigError: the folder has torchtitan's names, but torchtitan's weights have another layout.
     """
     if family in _OTHERWISE and any(name == _MARK or name.endswith(f".{_MARK}") for name in there):
         fix = "take its weights from a Hugging Face folder: shardtrain import"
@@ -112,6 +118,6 @@ def recognise(family: str, config: Any, ours: Iterable[str], there: Mapping[str,
 
 
 def listed(names: Iterable[str]) -> str:
-    """Some names, and how many more there are."""
+    """Return the first names, and the number of others, as text."""
     every = list(names)
     return ", ".join(every[:_SHOWN]) + (f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else "")

@@ -1,4 +1,4 @@
-"""A folder of torch.distributed.checkpoint, read as data: what its ``.metadata`` says, and its tensors, box by box."""
+"""Read a folder of torch.distributed.checkpoint as data, without running its pickles: metadata, tensors and values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNREAD = {
         *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "quint8", "qint8", "qint32"),
     )
 }
-"""Types of tensors that may be there and are not read, such as a table of rotary angles."""
+"""Dtypes of tensors that a folder may contain but that are not read, such as a table of rotary angles."""
 _NAMES = {
     *_TYPES,
     *_UNREAD,
@@ -50,17 +50,20 @@ _MAX_SIZE = 2**48
 _MAX_NAME = 1000
 _MAX_VALUE = 2**20
 _MAX_BYTES = 2**30
-"""Of metadata; more are refused unread."""
+"""Largest size of metadata. A larger file is rejected without reading it."""
 _FREE_STEPS = 1_000_000
-"""Steps of the unpickler that metadata may take in any case."""
+"""Smallest limit on steps of the unpickler."""
 _BYTES_PER_STEP = 16
-"""An honest part takes some 40 steps of the metadata and a thousand bytes of a file: so what is read of metadata is
-bounded by what the folder itself takes of a disk."""
+"""Bytes of files that allow one more step of the unpickler.
+
+A real part needs about 40 steps and a thousand bytes of a file. So the work on metadata is bounded by the size of the
+folder on disk.
+"""
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes of a file that hold one item, as torch.save writes it."""
+    """Byte range of one item in a file. The item is a file of torch.save."""
 
     file: str
     begin: int
@@ -69,7 +72,7 @@ class FileRange:
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor, and where it lies."""
+    """A box of a tensor: offsets and sizes per dimension, and its place in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -78,7 +81,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class DcpTensor:
-    """A tensor of the folder: its type, its whole shape, and boxes that cover it exactly once."""
+    """A tensor of the folder: dtype, full shape, and boxes that cover it exactly once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -86,32 +89,37 @@ class DcpTensor:
 
 
 class DcpFolder:
-    """A folder; ``tensors`` and ``objects`` are by the name that the state dict gave them."""
+    """A folder of torch.distributed.checkpoint.
+
+    Attributes:
+        tensors: Tensors by their name in the state dict.
+        objects: Other items by their name.
+        unread: Dtypes of tensors that are not read, by their name.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Read and check the metadata of a folder.
 
         Raises:
-            CheckpointError: when it has none, or they cannot be trusted, or a file is missing or shorter than they say.
+            CheckpointError: metadata is missing or invalid, or a file that it names is missing or too short.
         """
         self.folder = folder
         self._where = f"{folder / METADATA}"
         self.tensors: dict[str, DcpTensor] = {}
         self.objects: dict[str, FileRange] = {}
         self.unread: dict[str, str] = {}
-        """Tensors of a type that is not read, and the type."""
-        # what the files of a folder take, holes left out
-        found = 0
+        # Size of the files on disk, without holes of sparse files.
+        disk_bytes = 0
         with contextlib.suppress(OSError):
             for path in folder.iterdir():
                 if path.name != METADATA and path.is_file():
                     facts = path.stat()
-                    found += min(facts.st_size, getattr(facts, "st_blocks", 2**62) * 512)
-        steps = _FREE_STEPS + found // _BYTES_PER_STEP
+                    disk_bytes += min(facts.st_size, getattr(facts, "st_blocks", 2**62) * 512)
+        steps = _FREE_STEPS + disk_bytes // _BYTES_PER_STEP
         with damage(self._where):
             self._read(parse(self._bytes(), _NAMES, self._where, max_steps=steps))
 
-        # Every file that the metadata names is there, and as long as they say.
+        # Every file that the metadata names must exist and be long enough.
         every = [c.place for tensor in self.tensors.values() for c in tensor.chunks] + [*self.objects.values()]
         ends: dict[str, int] = {}
         for place in every:
@@ -119,20 +127,25 @@ class DcpFolder:
         for file, end in sorted(ends.items()):
             path = self.folder / file
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing, which {METADATA} names; copy the entire folder")
+                raise CheckpointError(f"{path} is missing but named in {METADATA}; copy the entire folder")
             if path.stat().st_size < end:
                 raise CheckpointError(
-                    f"{path} has {path.stat().st_size} bytes, and {METADATA} speaks of {end}: it is cut"
+                    f"{path} has {path.stat().st_size} bytes but needs {end} according to {METADATA}: it is truncated"
                 )
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, whole, on the CPU; raises CheckpointError where a byte is not the one that was written."""
+        """Read a full tensor to the CPU.
+
+        Raises:
+            CheckpointError: a part is damaged.
+        """
         found = self.tensors[name]
-        # a storage may be larger than its tensor, but not so that a few bytes of metadata speak of a disk
+        # A storage may be larger than its tensor. The limit prevents small metadata from causing
+        # huge reads.
         most = 2 * math.prod(found.shape) * ITEM_BYTES[found.dtype] + 2**20
         for chunk in found.chunks:
             if chunk.place.length > most:
-                raise self._bad(f"speaks of {chunk.place.length} bytes for a part of {name}, which has {most}")
+                raise self._bad(f"has a part of {name} with {chunk.place.length} bytes, at most {most} are possible")
         whole = torch.empty(found.shape, dtype=getattr(torch, found.dtype))
         for chunk in found.chunks:
             box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -141,14 +154,14 @@ class DcpFolder:
         return whole
 
     def value(self, name: str) -> Any:
-        """A number, text, or short tuple of them, that the state dict had beside its tensors; None for others."""
+        """Return a number, text or short tuple of the state dict. None for any other object."""
         place = self.objects[name]
         if place.length > _MAX_VALUE:
             return None
         try:
             described, _ = self._open(place, name)
         except CheckpointError:
-            return None  # such as the state of another program's data loader, which nothing here needs
+            return None  # for example the state of a data loader, which is not needed
         plain = described if isinstance(described, tuple) and len(described) < 100 else (described,)
         return described if all(one is None or isinstance(one, bool | int | float | str) for one in plain) else None
 
@@ -165,8 +178,8 @@ class DcpFolder:
             ) from None
 
     def _read(self, whole: Any) -> None:
-        """Fill ``tensors``, ``objects`` and ``unread`` from metadata that was parsed, nothing of which is trusted."""
-        # Where each part lies, by the name and, for a part of a tensor, its offsets.
+        """Fill ``tensors``, ``objects`` and ``unread`` from parsed metadata, which may be malicious."""
+        # Place of each item by its name, and for a part of a tensor, its offsets.
         table = _state(whole, f"{_DCP}.Metadata", self._where)
         described = _dict(table.get("state_dict_metadata"), self._where)
         places: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
@@ -178,8 +191,8 @@ class DcpFolder:
                 raise self._bad("has an invalid name of a tensor")
             places[name, None if offset is None else _size(offset, self._where)] = self._place(info)
 
-        # Each tensor: its type, its shape, and the boxes that cover it. Tables in a pickle may be shared, so that few
-        # bytes describe many boxes: their number is bounded.
+        # Tensors with dtype, shape and boxes. Objects in a pickle may be shared, so a few bytes can
+        # describe many boxes. Their number is therefore limited.
         budget = 10_000_000
         for name, one in described.items():
             if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
@@ -187,16 +200,21 @@ class DcpFolder:
             kind = one.name if isinstance(one, Made) else None
             if kind == Name(_DCP, "BytesStorageMetadata"):
                 if (name, None) not in places:
-                    raise self._bad(f"says nothing of where {name} lies")
+                    raise self._bad(f"does not locate {name}")
                 self.objects[name] = places[name, None]
                 continue
             facts = _state(one, f"{_DCP}.TensorStorageMetadata", self._where)
             properties = facts.get("properties")
             state = properties.state if isinstance(properties, Made) else None
-            # PyTorch pickles TensorProperties as a tuple that begins with the type; a table of fields is taken as well
-            first = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) else None
+            # PyTorch pickles TensorProperties as a tuple that starts with the dtype. A dict of
+            # fields is accepted too.
+            first = None
+            if isinstance(state, dict):
+                first = state.get("dtype")
+            elif isinstance(state, tuple):
+                first = state[0]
             if not isinstance(first, Name) or str(first) not in _TYPES | _UNREAD:
-                raise self._bad("has a tensor without a type")
+                raise self._bad("has a tensor without a dtype")
             shape = _size(facts.get("size"), self._where)
             dtype = first.name
             if dtype not in ITEM_BYTES:
@@ -212,34 +230,34 @@ class DcpFolder:
                 sizes = _size(box.get("sizes"), self._where)
                 place = places.get((name, offsets))
                 if budget < 0 or place is None:
-                    raise self._bad(f"says nothing of where a part of {name} lies")
-                if math.prod(sizes):  # a rank without a part of a tensor may have written an empty one
+                    raise self._bad(f"does not locate a part of {name}")
+                # A rank without a part of a tensor may have written an empty one.
+                if math.prod(sizes):
                     chunks.append(StoredChunk(offsets, sizes, place))
-            problem = (
-                check_tiling(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]) if math.prod(shape) else ""
-            )
-            if problem:
-                raise self._bad(f"has parts of {name} that {problem}")
+            if math.prod(shape):
+                problem = check_tiling(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+                if problem:
+                    raise self._bad(f"has parts of {name} that {problem}")
             self.tensors[name] = DcpTensor(dtype, shape, tuple(chunks))
 
     def _place(self, info: Any) -> FileRange:
         facts = _state(info, f"{_FILES}._StorageInfo", self._where)
         file, begin, length = (facts.get(key) for key in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not _FILE.fullmatch(file) or set(file) == {"."}:
-            said = repr(file[:100]) if isinstance(file, str) else "that is not text"
-            raise self._bad(f"names a file {said}, which is not beside it")
+            shown = repr(file[:100]) if isinstance(file, str) else "that is not text"
+            raise self._bad(f"names a file {shown}, which is not in the same folder")
         if not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in (begin, length)):
             raise self._bad("has an invalid place in a file")
         if facts.get("transform_descriptors"):
-            raise self._bad("has tensors that were changed as they were written (extensions of its writer)")
+            raise self._bad("has tensors that an extension of the writer has transformed")
         return FileRange(file, begin, length)  # type: ignore[arg-type]
 
     def _tensor_of(self, place: FileRange, name: str, dtype: str, sizes: tuple[int, ...]) -> Tensor:
-        """The tensor of one item, where it is the one that the metadata describe."""
+        """Read the tensor of one item, and check it against the metadata."""
         described, read = self._open(place, name)
         where = self._part(place, name)
         if not isinstance(described, Made) or str(described.name) not in torch_file.REBUILD:
-            raise CheckpointError(f"{where} holds no tensor; use another checkpoint")
+            raise CheckpointError(f"{where} contains no tensor; use another checkpoint")
         try:
             stored = torch_file.stored(described)
         except ValueError:
@@ -252,7 +270,7 @@ class DcpFolder:
         return stored.of(data)
 
     def _open(self, place: FileRange, name: str) -> tuple[Any, Callable[[str], bytearray]]:
-        """What one item describes, and a function that reads the storages that it speaks of."""
+        """Parse one item. Return its description, and a function that reads one of its storages by key."""
         where = self._part(place, name)
         with damage(where):
             archive = zipfile.ZipFile(_Slice(self.folder / place.file, place))
@@ -271,7 +289,7 @@ def _is_count(value: Any) -> bool:
 
 
 class _Slice(io.RawIOBase):
-    """An item of a file as a file, so that no more of it is in memory than is asked for."""
+    """File object for one item in a file, so an item is never read into memory completely."""
 
     def __init__(self, path: Path, place: FileRange) -> None:
         super().__init__()
@@ -306,11 +324,11 @@ class _Slice(io.RawIOBase):
 
 
 def _state(value: Any, name: str, where: str) -> Mapping[str, Any]:
-    """The fields of a dataclass that a pickle would make."""
+    """Return the fields of a pickled dataclass with this name."""
     if not isinstance(value, Made) or str(value.name) != name:
-        raise CheckpointError(f"{where} has something else in place of a {name.rpartition('.')[2]}; use another one")
+        raise CheckpointError(f"{where} has something else instead of a {name.rpartition('.')[2]}; use another one")
     state = value.state
-    # a frozen dataclass with slots is set by a pair: its dict, and its slots
+    # The state of a frozen dataclass with slots is a pair of its dict and its slots.
     if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
         state = state[1]
     return state if isinstance(state, dict) else {}
@@ -329,9 +347,9 @@ def _list(value: Any, where: str) -> list[Any]:
 
 
 def _size(value: Any, where: str) -> tuple[int, ...]:
-    """A torch.Size, which is made of one tuple."""
+    """Return the numbers of a pickled torch.Size."""
     if not isinstance(value, Made) or str(value.name) != "torch.Size":
-        raise CheckpointError(f"{where} has something else in place of a shape; use another one")
+        raise CheckpointError(f"{where} has something else instead of a shape; use another one")
     (counts,) = value.arguments if len(value.arguments) == 1 else ((-1,),)
     if not isinstance(counts, tuple | list) or len(counts) > _MAX_DIMS or not all(_is_count(n) for n in counts):
         raise CheckpointError(f"{where} has an invalid shape; use another one")

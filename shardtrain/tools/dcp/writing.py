@@ -1,9 +1,9 @@
-"""A shardtrain checkpoint as a folder of torch.distributed.checkpoint, with PyTorch's own writer.
+"""Convert a shardtrain checkpoint to a folder of torch.distributed.checkpoint, with PyTorch's own writer.
 
-The names are those that torchtitan v0.2 gives its own: weights at the top, ``optimizer.state.NAME.exp_avg``,
-``optimizer.param_groups.NAME.lr``, ``train_state.step``, ``lr_scheduler.last_epoch``. PyTorch's writer is asked for one
-thread, because with several it may report a failed write as a success (pytorch/pytorch#191391); what it has written is
-read back, and the folder has its name only then.
+The names are those of torchtitan v0.2: weights at the top, ``optimizer.state.NAME.exp_avg``,
+``optimizer.param_groups.NAME.lr``, ``train_state.step``, ``lr_scheduler.last_epoch``. PyTorch's writer uses one thread,
+because with several it may report a failed write as a success (pytorch/pytorch#191391). The folder gets its final name
+after all tensors were read back and are equal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardtrain.utils.errors import CheckpointError, StorageError, require_new
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a configuration says of a group of the optimizer, under PyTorch's names but for the first."""
+    """Options of an optimizer group. Except for ``name``, the names are PyTorch's."""
 
     name: str
     """Adam or AdamW, which differ in how weights decay."""
@@ -49,16 +49,22 @@ def to_dcp(
     kind: str,
     optimizer: Callable[[str], Options] | None,
 ) -> tuple[int, bool]:
-    """Write a checkpoint as a folder of torch.distributed.checkpoint; gives the number of tensors, and whether the
-    optimizer's are among them.
+    """Write a checkpoint as a folder of torch.distributed.checkpoint. One tensor at a time is in memory.
 
-    ``model`` has name, flavor, overrides and norm_type. ``optimizer`` gives the group of a parameter by its name; None
-    leaves the optimizer out. One tensor at a time is in memory.
+    Args:
+        checkpoint: A step folder.
+        output: New folder.
+        model: Name, flavor, overrides and norm_type of the model.
+        kind: Naming of tensors, one of ``NAMINGS``.
+        optimizer: Function from the name of a parameter to its group. None skips the optimizer.
+
+    Returns:
+        The number of tensors, and True if optimizer states are among them.
 
     Raises:
-        ConfigError: when ``output`` exists, or torchtitan has no such model.
-        CheckpointError: when the checkpoint is damaged, holds adapters, or is of another model.
-        StorageError: when the folder cannot be written.
+        ConfigError: ``output`` exists, or torchtitan does not have the model.
+        CheckpointError: the checkpoint is damaged, contains adapters, or is of another model.
+        StorageError: the folder cannot be written.
     """
     require_new(output)
     stored = manifest.read(checkpoint)
@@ -75,26 +81,25 @@ def to_dcp(
     missing = [name for name in weights if WEIGHTS_PREFIX + name not in stored.tensors]
     if missing:
         raise CheckpointError(f"checkpoint {checkpoint} has no {missing[0]}; is it of another model, or of adapters?")
-    # their name -> ours, and the name of the parameter that decides the order of rows
-    found = {names.theirs(name): (WEIGHTS_PREFIX + name, name) for name in weights}
+    # Their name -> our name, and the name of the parameter that determines the order of rows.
+    sources = {names.theirs(name): (WEIGHTS_PREFIX + name, name) for name in weights}
     if names.kind != OWN and getattr(names.config, "tied_embeddings", False):
-        # its state dict holds a tied head under both names, and a load of it asks for both
-        found[names.theirs("head.weight")] = (f"{WEIGHTS_PREFIX}embed.weight", "embed.weight")
-    sources = found
+        # torchtitan's state dict has a tied head under both names, and loading needs both.
+        sources[names.theirs("head.weight")] = (f"{WEIGHTS_PREFIX}embed.weight", "embed.weight")
     objects: dict[str, Any] = {}
-    whole = optimizer is not None and all(
-        f"optimizer.{name}.{moment}" in stored.tensors for name in parameters for moment in MOMENTS
-    )
-    if optimizer is not None and whole:
-        more, objects = _optimizer(names, parameters, stored, optimizer)
-        sources |= more
+    states = [f"optimizer.{name}.{moment}" for name in parameters for moment in MOMENTS]
+    has_states = optimizer is not None and all(state in stored.tensors for state in states)
+    if optimizer is not None and has_states:
+        optimizer_sources, objects = _optimizer(names, parameters, stored, optimizer)
+        sources |= optimizer_sources
     _write(checkpoint, stored, sources, objects, names, output)
-    return len(sources), whole
+    return len(sources), has_states
 
 
 def _optimizer(
     names: Naming, parameters: list[str], stored: Manifest, options: Callable[[str], Options]
 ) -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
+    """Return the tensors of the optimizer, as ``sources`` in ``to_dcp``, and all other objects of the folder."""
     sources: dict[str, tuple[str, str]] = {}
     objects: dict[str, Any] = {}
     for name in parameters:
@@ -102,7 +107,8 @@ def _optimizer(
         for moment in MOMENTS:
             sources[f"optimizer.state.{theirs}.{moment}"] = (f"optimizer.{name}.{moment}", name)
         group = dataclasses.asdict(options(name))
-        # a load asks for every field that this PyTorch has in a group of that kind, so one is made to look
+        # Loading needs every field of a group in this version of PyTorch, so take them from a new
+        # optimizer.
         kind: type[torch.optim.Optimizer] = getattr(torch.optim, group.pop("name"))
         one = kind([torch.nn.Parameter(torch.zeros(1))], lr=1.0)  # type: ignore[call-arg]
         group = {**{key: value for key, value in one.param_groups[0].items() if key != "params"}, **group}
@@ -110,7 +116,7 @@ def _optimizer(
     state = stored.facts["state"]
     objects["train_state.step"] = int(state["step"])
     objects["train_state.ntokens_seen"] = int(state.get("tokens_seen", 0))
-    # all that PyTorch keeps of a schedule that is a function of the step, since a load asks for all of it
+    # Loading needs the full state of a schedule, so take it from a new one.
     if parameters:
         first = options(parameters[0])
         schedule = torch.optim.lr_scheduler.LambdaLR(one, lambda _: 1.0).state_dict()
@@ -144,9 +150,9 @@ def _write(
         writer = FileSystemWriter(temporary, single_file_per_rank=True, thread_count=1)
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant here
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended
                 dcp.save({**described, **objects}, storage_writer=writer, planner=_Reader(read), no_dist=True)
-        except dcp.api.CheckpointException as error:  # which is not an Exception
+        except dcp.api.CheckpointException as error:  # a BaseException
             cause = next(iter(error.failures.values()), (error, None))[0]
             if isinstance(cause, CheckpointError) or not isinstance(cause, Exception):  # such as Ctrl-C
                 raise cause from None
@@ -162,7 +168,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class _Reader(DefaultSavePlanner):
-    """Gives each tensor when it is its turn to be written; those of the state dict only describe it."""
+    """Planner that reads each tensor when it is written. The state dict only contains meta tensors."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__(flatten_state_dict=False)

@@ -116,7 +116,7 @@ def test_compressed_files_are_units_of_their_own(tmp_path: Path, capsys: pytest.
     words = words_for(folder)
     prepare.main(["--output", str(tmp_path / "o"), "--processes", "4", *words])
     assert_same(ShardTokenBuffer(tmp_path / "o"), in_memory(words))
-    told = "has 3 parts (compressed files, row groups) with one reader each, so that 3 of 4 processes have work"
+    told = "has 3 parts (compressed files, row groups) with one reader each, so 3 of 4 processes have work"
     assert told in capsys.readouterr().err
 
 
@@ -140,7 +140,7 @@ def test_the_last_line_says_what_was_written(tmp_path: Path, capsys: pytest.Capt
     prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *words_for(path)])
     lines = capsys.readouterr().out.splitlines()
     assert "30 documents" in lines[0] and "MB/s" in lines[0] and "tokens/s" in lines[0]
-    assert "left out 1 row:" in lines[1] and "a.jsonl:31" in lines[1]
+    assert "skipped 1 row:" in lines[1] and "a.jsonl:31" in lines[1]
 
 
 def test_a_finished_folder_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +222,7 @@ def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ([], "--output is not given; write --output FOLDER"),
+        ([], "--output is required; write --output FOLDER"),
         (["--output"], "--output has no value"),
         (["--output", "a", "--output", "b"], "--output is given twice"),
         (["--output", "a", "--processes", "0"], '--processes="0" must be a whole number above 0'),
