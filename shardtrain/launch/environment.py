@@ -1,6 +1,6 @@
-"""What the environment says: is this process a rank already, how many ranks fit here, which of them may speak.
+"""Read the environment: is this process a rank already, and how many ranks should start on this machine?
 
-Nothing here imports torch unless a device file shows that there is an accelerator to count.
+Imports torch only if a device file shows that there is an accelerator to count.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 @dataclass(frozen=True)
 class ProcessCount:
-    """How many ranks to start on this machine, and the reason in words for the log."""
+    """Number of ranks to start on this machine, and the reason, as text for the log."""
 
     count: int
     reason: str
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher has already made this process one rank of several.
+    """True if a launcher has started this process as a rank.
 
-    RANK and WORLD_SIZE alone do not count: PyTorchJob and Run:ai set them per node. LOCAL_RANK beside them does, and
-    so does torchrun's own TORCHELASTIC_RUN_ID.
+    RANK and WORLD_SIZE are not sufficient: PyTorchJob and Run:ai set them per node. LOCAL_RANK in addition to them is,
+    and so is torchrun's TORCHELASTIC_RUN_ID.
 
     >>> is_rank({"RANK": "0", "WORLD_SIZE": "2"}), is_rank({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     (False, True)
@@ -54,9 +54,9 @@ def _was_launched(environment: Mapping[str, str]) -> bool:
 
 
 def is_slurm_rank(environment: Mapping[str, str]) -> bool:
-    """Whether this is one of several tasks of one srun, and no node that starts ranks (SHARDTRAIN_NNODES, or below).
+    """True if this is one of several tasks of one srun, and not a task that starts the ranks of its node.
 
-    The body of an sbatch script is not one: it has no step.
+    The body of an sbatch script is not a task, because it has no step.
 
     >>> is_slurm_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
     False
@@ -69,7 +69,7 @@ def is_slurm_rank(environment: Mapping[str, str]) -> bool:
 
 
 def is_slurm_node(environment: Mapping[str, str]) -> bool:
-    """Whether srun has started one task on each of several nodes, and this one has several GPUs: it starts its ranks.
+    """True if srun has started one task on each of several nodes with several GPUs each. It then starts the ranks.
 
     >>> step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
     >>> is_slurm_node(step), is_slurm_node({**step, "SLURM_GPUS_ON_NODE": "8"})
@@ -82,15 +82,15 @@ def is_slurm_node(environment: Mapping[str, str]) -> bool:
 
 
 def adopt_slurm(environment: MutableMapping[str, str]) -> None:
-    """Give a task of srun the names that PyTorch reads, and stop where the names of any launcher's rank cannot be.
+    """Set PyTorch's variables in a task of srun, and check the variables of a rank of any launcher.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; the port follows from the job id, so that two jobs on one
-    node do not meet. What is set already is kept, unless Slurm says something else.
+    The variables are RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The port depends on the job ID, so two
+    jobs on one node use different ones. Variables that are set already are kept.
 
     Raises:
         ConfigError: a name is missing, is not a number, or contradicts another.
     """
-    # srun has its own names for what torchrun calls RANK and WORLD_SIZE
+    # srun has other names than torchrun for the rank and the world size.
     if is_slurm_rank(environment) and not _was_launched(environment):
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
         names = {
@@ -111,12 +111,12 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
 
 
 def slurm_port(environment: Mapping[str, str]) -> int:
-    """The port at which the tasks of a job meet."""
+    """Return the rendezvous port of a job's tasks."""
     return 20_000 + _number(environment, "SLURM_JOB_ID", "0") % PORTS_FROM_JOB_ID
 
 
 def _require_rank(environment: Mapping[str, str]) -> None:
-    """Stop at a rank that cannot be: of leftovers of another launcher, or of an environment made by hand."""
+    """Check the variables of a rank, which may be leftovers of another launcher or set by hand. Raises ConfigError."""
     rank = _number(environment, "RANK", "")
     size = _number(environment, "WORLD_SIZE", "", least=1)
     _number(environment, "LOCAL_RANK", "")
@@ -148,7 +148,7 @@ def _number(environment: Mapping[str, str], name: str, default: str, least: int 
 
 
 def simulated_rank(environment: Mapping[str, str], world_size: int) -> int:
-    """The rank that ``comm.mode="fake_backend"`` builds: RANK, or 0.
+    """Return the rank that ``comm.mode="fake_backend"`` builds: RANK, or 0.
 
     Raises:
         ConfigError: a launcher has started this process as one of several, or RANK is not a rank of that world.
@@ -168,7 +168,7 @@ def simulated_rank(environment: Mapping[str, str], world_size: int) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a Slurm node list.
+    """Return the first host of a Slurm node list.
 
     >>> first_host("gpu[07-09,12],login"), first_host("a1,a2"), first_host("rack[1-2]n[01-04]")
     ('gpu07', 'a1', 'rack1n01')
@@ -178,9 +178,9 @@ def first_host(nodes: str) -> str:
 
 
 def count_accelerators(device: str = "auto") -> int:
-    """Accelerators that PyTorch can use, 0 where there are none; ``device`` is ``training.device``.
+    """Return the number of accelerators that PyTorch can use. ``device`` is ``training.device``.
 
-    Importing torch takes a second or more, so it is asked only where a device file exists.
+    Imports torch, which takes a second or more, only if a device file exists.
     """
     if device == "cpu" or not has_device_files():
         return 0
@@ -192,7 +192,7 @@ def count_accelerators(device: str = "auto") -> int:
 
 
 def device_type(wanted: str, accelerators: int) -> str:
-    """The type of device that ``training.device`` means here, given how many ``count_accelerators`` has found."""
+    """Return the device type that ``training.device`` selects, given the result of ``count_accelerators``."""
     if wanted != "auto":
         return wanted
     if not accelerators:
@@ -203,22 +203,22 @@ def device_type(wanted: str, accelerators: int) -> str:
 
 
 def has_device_files() -> bool:
-    """Whether the system shows the device file of a GPU: NVIDIA's, AMD's, or that of Windows' Linux subsystem.
+    """True if the system has a device file of a GPU: NVIDIA, AMD, or the Windows Subsystem for Linux.
 
-    Intel's has the name that every graphics card has, and counts where PyTorch was built for it.
+    Intel's device file has the name of any graphics card's, so it only counts if PyTorch was built for it.
     """
     if any(glob.glob(pattern) for pattern in ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")):
         return True
     if not glob.glob("/dev/dri/renderD*"):
         return False
-    # found without an import of torch, which takes a second
+    # Find the folder without importing torch, which takes a second.
     package = importlib.util.find_spec("torch")
     folders = (package.submodule_search_locations or ()) if package else ()
     return any(Path(folder, "lib", "libtorch_xpu.so").exists() for folder in folders)
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use; a container's limit counts where the system reports it."""
+    """Return the number of CPU cores that this process may use, including a container's limit if it is visible."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -227,23 +227,23 @@ def usable_cores() -> int:
 def choose_processes(
     config: Config, requested: int | None, environment: Mapping[str, str], accelerators: int, cores: int
 ) -> ProcessCount:
-    """Decide how many ranks to start here: as asked, or one per accelerator, or two on a CPU, as the mesh allows.
+    """Choose the number of ranks on this machine: as requested, one per accelerator, or two on a CPU.
 
-    With a free shard degree the count is a multiple of the other degrees; with a fixed one it is their product.
-    ``requested`` is ``--nproc``; for the variables that come next see ``asked_processes``.
+    If the shard degree is automatic, the number is a multiple of the other degrees. If it is fixed, the number is the
+    product of all degrees. ``requested`` is ``--nproc``. See ``asked_processes`` for the variables.
 
     Raises:
-        ConfigError: ``--nproc`` or a variable is not a whole number above 0.
+        ConfigError: ``--nproc`` or a variable is not a positive integer.
     """
     asked = asked_processes(requested, environment)
     if asked:
         return asked
-    whole = mesh_size(config)
-    if whole:
-        return ProcessCount(whole, "the product of the parallelism degrees")
+    fixed_size = mesh_size(config)
+    if fixed_size:
+        return ProcessCount(fixed_size, "the product of the parallelism degrees")
     multiple = other_degrees(config)
     if accelerators:
-        # as many whole models as fit: the shard degree takes the rest
+        # The shard degree takes all accelerators that the other degrees leave.
         count = max(accelerators // multiple, 1) * multiple
         return ProcessCount(
             _fit_batch(config, count, multiple), f"{accelerators} accelerator{'s' * (accelerators != 1)} found"
@@ -251,23 +251,24 @@ def choose_processes(
     given = unseen_devices(environment)
     if given:
         return given
-    # on CPUs two ranks show that a run works on several, and more would share the same cores
+    # On a CPU, two ranks are enough to test a multi-rank run, and more would compete for the cores.
     count = -(-min(2, cores) // multiple) * multiple
     return ProcessCount(_fit_batch(config, count, multiple), f"no accelerator found, {cores} CPU cores")
 
 
 def choose_processes_here(config: Config, requested: int | None) -> ProcessCount:
-    """Decide how many ranks to start on this machine; see ``choose_processes``."""
+    """Choose the number of ranks from this process's environment; see ``choose_processes``."""
     return choose_processes(config, requested, os.environ, count_accelerators(config.training.device), usable_cores())
 
 
 def asked_processes(requested: int | None, environment: Mapping[str, str]) -> ProcessCount | None:
-    """The number of ranks that ``--nproc`` or the environment asks for on this machine; None where nothing does.
+    """Return the number of ranks that ``--nproc`` or a variable requests, or None.
 
-    NGPU, then PET_NPROC_PER_NODE where it is a number, then RUNAI_NUM_OF_GPUS, where a share of a GPU is one.
+    The variables are NGPU, PET_NPROC_PER_NODE if it is a number, and RUNAI_NUM_OF_GPUS, in this order. A fraction of a
+    GPU counts as one.
 
     Raises:
-        ConfigError: what comes first is not a whole number above 0.
+        ConfigError: the first of them that is set is not a positive integer.
 
     >>> asked_processes(None, {"PET_NPROC_PER_NODE": "auto", "RUNAI_NUM_OF_GPUS": "0.5"})
     ProcessCount(count=1, reason='as RUNAI_NUM_OF_GPUS says')
@@ -285,9 +286,9 @@ def asked_processes(requested: int | None, environment: Mapping[str, str]) -> Pr
 
 
 def unseen_devices(environment: Mapping[str, str]) -> ProcessCount | None:
-    """A rank for each device that Slurm has given to this task's node, where none can be seen; None where none is.
+    """Return one rank per device that Slurm has assigned to this task's node, if no device is visible, or None.
 
-    That is a container without its devices (``--nv``), a node without a driver, or a training on CPUs in such a job.
+    Devices are not visible in a container without ``--nv``, or on a node without a driver.
 
     >>> unseen_devices({"SLURM_PROCID": "0", "SLURM_JOB_GPUS": "0,1,2,3"})
     ProcessCount(count=4, reason='SLURM_JOB_GPUS=0,1,2,3, of which none can be seen here')
@@ -303,7 +304,7 @@ def unseen_devices(environment: Mapping[str, str]) -> ProcessCount | None:
 
 
 def mesh_size(config: Config) -> int | None:
-    """The product of the parallelism degrees; None where the shard degree takes what there is."""
+    """Return the product of the parallelism degrees, or None if the shard degree is automatic."""
     shard = config.parallelism.data_parallel_shard_degree
     return None if shard == -1 else other_degrees(config) * shard
 
@@ -311,12 +312,13 @@ def mesh_size(config: Config) -> int | None:
 def rank_environment(
     rank: int, world_size: int, meeting: int | Path, run_id: str, restarts: int = 0, job: str = ""
 ) -> dict[str, str]:
-    """Variables of one local rank, the names of torchrun.
+    """Return the variables of one local rank, with torchrun's names.
 
-    ``meeting`` is the private folder in which the ranks meet, or a port of this machine that somebody else serves.
-    ``job`` is that of ``goodput.ledger.new_job``: the first attempt began with it, the others begin now.
+    Args:
+        meeting: The private rendezvous folder of the ranks, or a port of this machine that another process serves.
+        job: The result of ``goodput.ledger.new_job``, which has the start time of the first attempt.
     """
-    # the time before the first attempt counts as start, that between attempts as restart
+    # Time before the first attempt is accounted as start, and time between attempts as restart.
     begun = str(time.time()) if restarts else job.partition(":")[2]
     place = {STORE: str(meeting)}
     if isinstance(meeting, int):

@@ -100,9 +100,9 @@ def describe(error: BaseException, rank: int) -> Failure:
     if isinstance(error, SystemExit):
         text = f"sys.exit({text or 'None'}) was called before the run had ended"
     host = socket.gethostname()
-    # an error that was raised on all ranks says which of them has met it
+    # If all ranks raise the same error, its text has the rank on which it occurred.
     others = _OF_RANK.fullmatch(text) if isinstance(error, ShardtrainError) else None
-    if others is not None:  # all ranks raise what one of them has met
+    if others is not None:
         rank = int(others[1])
         host = others[2]
         text = others[3]
@@ -153,9 +153,9 @@ def killed(rank: int | None, signal_number: int, time_seconds: float) -> Failure
 
 
 def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
-    """The failure of a rank that left with a status of its own and no word, by ``os._exit`` or ``sys.exit``.
+    """Return the failure of a rank that called ``os._exit`` or ``sys.exit`` without an exception.
 
-    A status with a meaning here was not given in that meaning, and counts as any other failure.
+    If its status is one of shardtrain's exit codes, it is replaced by the general one, because it has another meaning.
     """
     message = f"ended with status {exit_code} and left no exception"
     status = GENERAL if exit_code in MEANINGS else exit_code
@@ -184,7 +184,7 @@ def stopped(
 
 
 def crash_loop(why: str, code: int, newest: Place | None, run_folder: Path) -> Failure:
-    """The end of a run that was started again and would only fail again; ``why`` names the step where one is known."""
+    """Return the failure of a run that would only fail again after a restart. ``why`` contains the step if known."""
     kept = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
     message = f"{why} ({kept}), and each ended with the error above ({code})"
     if step := re.search(r"in step (\d+)", why):
@@ -202,7 +202,7 @@ def culprit(failures: Iterable[Failure]) -> Failure:
 
 
 def lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]:
-    """What the terminal shows: one line, or one for each problem of a wrong configuration."""
+    """Return the lines for the terminal: one, or one per problem of a configuration."""
     return [one_line(line) for line in _lines(failure, log_path, world_size)]
 
 
@@ -220,21 +220,21 @@ def _lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]
         cause = f"{rank} {'failed: ' if failure.kind and not failure.phase else ''}{cause}"
     where = f" ({failure.where})" if failure.where else ""
     log = "" if failure.rank is None else f"{'full trace:' if failure.trace else 'see'} {log_path}"
-    # without ranks there are no logs
+    # Without ranks there is no log.
     trace = f"; {log}" if log else ""
     return [start + cause + where + trace]
 
 
 def append_trace(failure: Failure, log_path: Path) -> None:
-    """Add the full trace to the rank's log, where the one line points; a full disk must not hide the first error.
+    """Append the traceback to the rank's log, to which the error line refers. Ignore write errors.
 
-    Of what the user can fix it is the sentence alone: lines of source say nothing of a configuration, or of data.
+    For errors in the configuration or the data, append only the message, because the traceback does not help there.
     """
     text = failure.trace
     if failure.is_sentence and failure.exit_code in (ConfigError.exit_code, DataError.exit_code):
-        # the last exception of the trace; what led to it is of no use for a configuration
-        whole = text.rpartition(f".{failure.kind}: ")[2].strip() or failure.message  # the message may be cut
-        text = "\n".join(f"error[{failure.exit_code}]: {line}" for line in whole.splitlines())
+        # Take the message from the traceback, because ``failure.message`` may be truncated.
+        message = text.rpartition(f".{failure.kind}: ")[2].strip() or failure.message
+        text = "\n".join(f"error[{failure.exit_code}]: {line}" for line in message.splitlines())
     if not text:
         return
     try:
@@ -246,17 +246,17 @@ def append_trace(failure: Failure, log_path: Path) -> None:
 
 
 def write_record(failure: Failure, path: str | os.PathLike[str]) -> None:
-    """Hand a failure to the parent as JSON: torchelastic's own keys, and ours beside them."""
+    """Write a failure for the parent process as JSON, with torchelastic's keys and shardtrain's."""
     stamp = int(failure.time_seconds)
     extra = {"py_callstack": failure.trace, "timestamp": str(stamp)}
     record = {"message": {"message": f"{failure.kind}: {failure.message}", "errorCode": failure.exit_code}}
     record["message"]["extraInfo"] = extra
-    with contextlib.suppress(OSError):  # a full disk: the exit status is what the parent has then
+    with contextlib.suppress(OSError):  # on a full disk the parent only has the exit status
         _replace_file(Path(path), {**record, "shardtrain": asdict(failure)})
 
 
 def read_record(path: str | os.PathLike[str]) -> Failure | None:
-    """The failure that a rank wrote, or None where it wrote none or died while writing."""
+    """Return the failure that a rank has written, or None if there is none or it is incomplete."""
     try:
         return from_fields(json.loads(Path(path).read_text(encoding="utf-8"))["shardtrain"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -272,7 +272,7 @@ def from_fields(fields: dict[str, Any]) -> Failure:
     report = replace(Failure(**fields), problems=tuple(fields["problems"]))
     for name, kind in get_type_hints(Failure).items():
         value = getattr(report, name)
-        # JSON does not distinguish 10 from 10.0
+        # JSON does not distinguish 10 and 10.0.
         expected = {float: int | float, tuple[str, ...]: tuple}.get(kind, kind)
         if not isinstance(value, expected):
             raise TypeError(f"{name} of a failure must not be {value!r}")
@@ -289,7 +289,7 @@ def write_exit(run_folder: Path, failure: Failure | None, code: int, step: int =
     ``step`` is the last step that the ranks reported without a failure. If no rank reported a step, the last logged
     step is written.
 
-    Whatever goes wrong with it is reported, and changes nothing about how the run has ended.
+    An error while writing is printed and does not change the exit status.
     """
     try:
         _write_exit(run_folder, failure, code, step or (failure.step if failure else 0))
@@ -323,7 +323,7 @@ def _write_exit(run_folder: Path, failure: Failure | None, code: int, step: int)
 
 
 def reserve_exit(run_folder: Path) -> None:
-    """Take the room of ``exit.json`` while there is some: a full disk is when it is needed. Raises OSError."""
+    """Reserve disk space for ``exit.json``, so it can be written when the disk is full. Raises OSError."""
     atomic_io.write(run_folder / RESERVED, b" " * _RESERVED_BYTES, durable=True)
 
 
@@ -337,8 +337,8 @@ def killed_before(run_folder: Path) -> str:
 
 
 def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: OSError) -> None:
-    """Write the verdict into the room that was reserved for it, or where there is some, and say where."""
-    # the room is of a fixed size, so the text is filled up to it: nothing has to be allocated on a full disk
+    """Write ``exit.json`` into its reserved space or, if that fails, to the temporary directory, and print where."""
+    # Pad the text to the size of the reserved file, so no block has to be allocated on a full disk.
     data = json.dumps(record, indent=2).encode().ljust(_RESERVED_BYTES - 1) + b"\n"
     try:
         descriptor = atomic_io.open_file(reserve, os.O_WRONLY)
@@ -357,18 +357,18 @@ def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: O
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
         where = f"; it is in {name}"
-    # the exit status still tells the scheduler; the terminal tells the person
+    # The scheduler still gets the exit status.
     print(f"cannot write {path}: {storage_errors.explain(error, path)}{where}", file=sys.stderr, flush=True)
 
 
 def last_step(metrics: Path) -> int | None:
     """Return the step of the last complete line of ``metrics.jsonl``, or None."""
     try:
-        # Read only the end: the file of a long run is large, but its lines are short
+        # Read only the end, because the file of a long run is large.
         tail: Sequence[bytes] = bounded_reads.end(metrics, 65_536).splitlines()
     except OSError:
         return None
-    # The last line may be incomplete
+    # The last line may be incomplete.
     for line in reversed(tail):
         record = record_of(line)
         if record is not None and type(record.get("step")) is int:
@@ -379,7 +379,7 @@ def last_step(metrics: Path) -> int | None:
 def _exit_code(error: BaseException, kind: str, text: str, is_peer: bool) -> int:
     if isinstance(error, ShardtrainError):
         return error.exit_code
-    if isinstance(error, SystemExit):  # of code of the user's or of a library; here nothing ends a run so
+    if isinstance(error, SystemExit):  # raised by the user's code or a library, never by shardtrain
         return GENERAL if not isinstance(error.code, int) or error.code in MEANINGS else error.code & 0xFF or GENERAL
     if limits.is_out_of_memory(error):
         return OUT_OF_MEMORY
@@ -392,5 +392,5 @@ def _origin(trace: TracebackType | None) -> str:
 
 
 def _replace_file(path: Path, record: dict[str, Any]) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never a part."""
+    """Replace a JSON file atomically."""
     atomic_io.write(path, json.dumps(record, indent=2) + "\n", create_folder=True)

@@ -1,6 +1,7 @@
-"""What was launched, by its id: ``slurm/NUMBER``, ``kubernetes/NAMESPACE/KIND/NAME``, ``runai/...`` or ``ssh/PID``.
+"""Status, logs and stop of a launch by its ID.
 
-An id says all that is needed to ask the platform; only ssh, whose launcher is a process of this machine, has a folder.
+IDs are ``slurm/NUMBER``, ``kubernetes/NAMESPACE/KIND/NAME``, ``runai/...`` and ``ssh/PID``. An ID contains everything
+that is needed to query the platform. Only ssh, whose launcher is a process of this machine, also has a folder.
 """
 
 from __future__ import annotations
@@ -28,37 +29,37 @@ _FORMS: dict[str, tuple[str, ...]] = {
     "runai": ("v1|v2", "pytorch|standard", f"-|{_WORD}", _WORD),
     "ssh": (r"[0-9]{1,10}",),
 }
-"""The parts of an id: they become arguments of a platform's commands."""
+"""Patterns of the parts of an ID, which become arguments of a platform's commands."""
 
 
 def kubernetes_id(job: ClusterJob, launch: Launch) -> str:
-    """The id of a manifest's job."""
+    """Return the ID of a Kubernetes job."""
     return f"kubernetes/{launch.kubernetes.namespace}/{launch.kubernetes.kind}/{job.name}"
 
 
 def runai_id(job: ClusterJob, launch: Launch) -> str:
-    """The id of a job of Run:ai; ``-`` stands for the project that is chosen on this machine."""
+    """Return the ID of a Run:ai job. ``-`` is the current project of this machine."""
     kind = "pytorch" if job.nodes > 1 else "standard"
     return f"runai/{launch.runai.cli}/{kind}/{launch.runai.project or '-'}/{job.name}"
 
 
 def status(name: str) -> int:
-    """Print what the platform says of a job."""
+    """Print the state of a job."""
     return _run(name, "status")
 
 
 def logs(name: str) -> int:
-    """Print the log of a job; where the platform can, follow it."""
+    """Print the log of a job, and follow it if the platform supports that."""
     return _run(name, "logs")
 
 
 def stop(name: str) -> int:
-    """Ask a job to stop; it saves first, if its platform waits for it."""
+    """Stop a job. It saves first if its platform waits for it."""
     return _run(name, "stop")
 
 
 def parts_of(name: str) -> tuple[str, list[str]]:
-    """The platform of an id, and the parts behind it.
+    """Return the platform of an ID and its other parts.
 
     Raises:
         ConfigError: it is not an id.
@@ -83,7 +84,7 @@ def _run(name: str, verb: str) -> int:
         return {"status": kubectl.status, "logs": kubectl.logs, "stop": kubectl.stop}[verb](*parts)
     words = _runai(parts, verb)
     try:
-        if verb != "logs":  # a log is followed for as long as it grows
+        if verb != "logs":  # logs are followed without a timeout
             print(ask(words, fix="ask where the job was launched"), end="")
             return 0
         return subprocess.run(words, check=False).returncode
@@ -102,13 +103,13 @@ def _runai(parts: list[str], verb: str) -> list[str]:
 
 
 def folder_of(pid: int) -> Path:
-    """Where the launcher of an ssh job keeps the log of each host."""
+    """Return the folder with the hosts' logs of an ssh launch."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "shardtrain" / f"ssh-{pid}"
 
 
 def open_folder(pid: int) -> Path:
-    """Make the folder of a launcher, with the mark by which it is known again; an older one of its number goes."""
+    """Create the folder of an ssh launch, with a file that identifies its process. Remove files of an older launch."""
     folder = folder_of(pid)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for old in [*folder.glob("*.log"), *folder.glob("ended")]:
@@ -118,7 +119,7 @@ def open_folder(pid: int) -> Path:
 
 
 def ended(folder: Path, run: Callable[[], int]) -> int:
-    """Run a launcher, and note the status with which it ends for those that ask later; raises what it raises."""
+    """Run a launcher and write its exit status to the folder. Exceptions of ``run`` are raised."""
     code = ShardtrainError.exit_code
     try:
         code = run()
@@ -152,7 +153,7 @@ def _ssh(pid: int, verb: str) -> int:
         raise ConfigError(
             Problem("id", f"ssh/{pid}", "is not a launch of this user and machine", "look where it began")
         )
-    # its number may be that of another process by now
+    # The process ID may have been reused.
     runs = bool(_started(pid)) and _started(pid) == (folder / "started").read_text(encoding="utf-8")
     if verb == "stop":
         if runs:

@@ -1,4 +1,4 @@
-"""``shardtrain launch``: the same run on this machine, on hosts, or on a cluster."""
+"""``shardtrain launch``: start a run on this machine, on SSH hosts, or on a cluster."""
 
 from __future__ import annotations
 
@@ -64,9 +64,6 @@ SHORT = {
 Follow = Callable[[str], int]
 FOLLOW: dict[str, Follow] = {"status": job_status.status, "logs": job_status.logs, "stop": job_status.stop}
 
-
-"""What a platform of the user's must hold, and the fix where it does not."""
-
 _DRY_RUN = frozenset({"--dry-run", "--dry_run"})
 _DOCTOR = "--doctor"
 IMAGE_WORKDIR = "/workspace"
@@ -76,7 +73,7 @@ _OF_CONTAINERS = ("image", "mounts", "shared_memory_gib", "device_resource")
 
 @dataclass(frozen=True)
 class PlatformRequest:
-    """What a platform is asked for: a configuration with its overrides, to be shown or submitted."""
+    """Request to a platform: a configuration with its overrides, to be printed or submitted."""
 
     loaded: config.Loaded
     overrides: Sequence[str]
@@ -84,34 +81,34 @@ class PlatformRequest:
 
     @property
     def launch(self) -> Launch:
-        """The options of launch; a doctor is not a sweep."""
+        """The [launch] options. The doctor runs once, without the sweep."""
         launch = self.loaded.config.launch
         return launch if self.verb == "train" else replace(launch, slurm=replace(launch.slurm, sweep=[]))
 
     def job(self, path: str | None = None) -> ClusterJob:
-        """What the platform is given to render and to submit."""
+        """Return the job that the platform renders and submits."""
         return to_job(self.loaded, self.overrides, path, self.verb)
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What a platform makes of it: the text that --dry-run prints, and what submits it and gives the exit status."""
+    """Result of a platform: the text for --dry-run, and a function that submits it and returns the exit status."""
 
     text: str
     submit: Callable[[], int]
 
 
 def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | None = None) -> int:
-    """Run one action; gives the exit status.
+    """Run one action and return the exit status.
 
-    ``refuse_unfit`` raises ConfigError where a run of so many ranks cannot fit on the devices ``launch.device``.
+    ``refuse_unfit`` raises ConfigError if a run with the given number of ranks does not fit on ``launch.device``.
     """
     action = words[0] if words else ""
     rest = words[1:]
     if action in ("--help", "-h") or "--help" in rest or "-h" in rest:
         print(HELP, end="")
         return 0
-    # what was launched before: by its id
+    # Actions on an earlier launch, by its ID.
     if action in FOLLOW:
         if len(rest) == 2 and rest[0].endswith(".py"):
             return _follow_own(action, *rest)
@@ -130,7 +127,7 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
         if near:
             fix = f"did you mean {near}? {fix}"
         raise ConfigError(Problem("shardtrain launch", action or None, "needs a platform", fix, "command line"))
-    # a run that is to be launched: all checks that need no cluster, then the text, then what submits it
+    # A new launch: run all checks that do not need the cluster, render the text, then submit it.
     loaded, overrides = _load([word for word in rest if word not in _DRY_RUN and word != _DOCTOR])
     _note_unused(action, loaded)
     launch = loaded.config.launch
@@ -151,7 +148,7 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
 
 
 def _note_unused(platform: str, loaded: config.Loaded) -> None:
-    """Tell on one line which common options this platform has no use for; a file may serve several platforms."""
+    """Print the options that have no effect on this platform. Not an error: a file may serve several."""
     unused: tuple[str, ...] = {
         "local": (*_OF_CONTAINERS, "cpus_per_node", "memory_gib_per_node", "python", "workdir", "secrets"),
         "ssh": (*_OF_CONTAINERS, "cpus_per_node", "memory_gib_per_node"),
@@ -164,10 +161,10 @@ def _note_unused(platform: str, loaded: config.Loaded) -> None:
 
 
 def _note_unasked(loaded: config.Loaded, platform: str) -> None:
-    """Tell what the platform gives to nobody who does not ask, and this run will miss; and what it would waste.
+    """Print notes on resources that the run needs but does not request, or requests but does not use.
 
     Raises:
-        ConfigError: ranks would have no device.
+        ConfigError: there are more ranks than devices.
     """
     launch = loaded.config.launch
     ranks = launch.nproc_per_node
@@ -198,7 +195,7 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
 
 
 def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
-    """Tell where checkpoints would go with their pod."""
+    """Print a note if checkpoints would be deleted with their pod."""
     job = loaded.config.job
     checkpoint = loaded.config.checkpoint
     launch = loaded.config.launch
@@ -211,7 +208,7 @@ def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
 
 
 def _note_local_paths(platform: str, loaded: config.Loaded) -> None:
-    """Note paths of this machine that a container would look for in its image. Kubernetes gets the TOML itself."""
+    """Print a note on local paths that a container would look for in its image. Kubernetes receives the TOML itself."""
     if platform not in ("kubernetes", "runai"):
         return
     paths = {
@@ -236,7 +233,7 @@ def _note_local_paths(platform: str, loaded: config.Loaded) -> None:
 
 
 def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
-    """Read the configuration with the short options spelt out, and check all of it that needs no cluster."""
+    """Load the configuration, with short options expanded, and run all checks that do not need the cluster."""
     line = split(_spelt_out(words))
     if line.nnodes or line.node_rank is not None or line.rdzv_endpoint:
         rule = "is set by launch on each node"
@@ -245,16 +242,16 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     launch = loaded.config.launch
     problems = config.check(loaded)
     ranks = launch.nproc_per_node or launch.devices_per_node
-    hosts = launch.ssh.hosts or launch.ssh.hostfile  # with hosts the ranks are counted when those are read
-    # the mesh against the ranks, where their number is known before anything runs
+    hosts = launch.ssh.hosts or launch.ssh.hostfile  # with hosts the number of ranks is known later
+    # Check the mesh against the number of ranks if it is known.
     if not problems and ranks and launch.min_nodes is None and (launch.nodes > 1 or not hosts):
         problems = list(mesh_notes(loaded, ranks * launch.nodes))
     if problems:
         raise ConfigError(problems)
-    # each run of a sweep is checked as a run of its own: after hours in a queue it is too late
+    # Check each run of a sweep separately, because it may wait for hours in the queue.
     for entry in launch.slurm.sweep:
         try:
-            # each run of a sweep has a folder of its own below job.dump_folder
+            # Each run of a sweep has its own folder below job.dump_folder.
             more = [*without(line.overrides, "job.dump_folder"), *shlex.split(entry)]
             swept = config.load(line.path, more, preset=presets.FIRST)
             wrong: Sequence[object] = config.check(swept)
@@ -266,7 +263,7 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
 
 
 def _spelt_out(words: list[str]) -> list[str]:
-    """Options of launch by their full names, after everything else, so that a file may follow them.
+    """Expand short options to their full names, and move them to the end, so a file may follow them.
 
     >>> _spelt_out(["--nodes", "1:4", "run.toml", "--hosts=a,b"])
     ['run.toml', '--launch.min_nodes', '1', '--launch.nodes', '4', '--launch.ssh.hosts', 'a', 'b']
@@ -286,7 +283,7 @@ def _spelt_out(words: list[str]) -> list[str]:
 
 
 def _forwarded(job: ClusterJob) -> None:
-    """Stop at variables that are to be handed on and are not set."""
+    """Raise ConfigError if a variable of launch.forward_env is not set."""
     missing = [name for name in job.forwarded if not os.environ.get(name)]
     if missing:
         fix = f"set {missing[0]}, or leave it out"
@@ -294,7 +291,7 @@ def _forwarded(job: ClusterJob) -> None:
 
 
 def _follow_own(action: str, path: str, name: str) -> int:
-    """Status, log or end of a job by a function of the user's platform, which is given the id."""
+    """Call a function of the user's platform with the ID of a job, for its status, its log or its end."""
     kind = own_file.FileKind("platform", (action,), f"define {action}(id), as docs/extend.md shows")
     answer = getattr(own_file.load(path, kind, f"launch {action}"), action)(name)
     if answer is not None:

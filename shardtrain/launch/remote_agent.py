@@ -1,9 +1,9 @@
-"""What ssh starts on a host: it takes the command and its variables from standard input, and ends with that input.
+"""Agent that ssh starts on a host. It reads the command and its variables from standard input, and runs it.
 
-``python -m shardtrain.launch.remote_agent`` imports the standard library alone. Nothing that it receives is in a
-list of processes, no shell reads it, and when the launcher, its machine or the connection dies, the run here is
-stopped. A network that is cut ends no input, so the launcher says something every few seconds, and its silence is an
-end too.
+``python -m shardtrain.launch.remote_agent`` imports only the standard library. The command and its variables do not
+appear in process lists, and no shell parses them. When the launcher, its machine or the connection dies, standard input
+ends, and the agent stops the run. An interrupted network does not end the input. The launcher therefore sends a beat
+every few seconds, and the agent stops the run if it misses them.
 """
 
 from __future__ import annotations
@@ -24,30 +24,32 @@ from pathlib import Path
 from shardtrain import __version__
 
 READY = "shardtrain host ready"
-"""How the first line of its output begins: the package is here, and the command is awaited. The version follows, and
-the address at which sshd took the connection (``-`` where there was none)."""
+"""Start of the first line of output, when the agent waits for the command. The version follows, and the address at
+which sshd accepted the connection (``-`` if unknown)."""
 STOP = b"stop\n"
 KILL = b"kill\n"
 BEAT = b"\n"
 BEAT_SECONDS = 5.0
-"""How often the launcher says something at least."""
+"""Interval between two beats of the launcher."""
 SILENCE_SECONDS = 30.0
-"""How long a host hears nothing until it stops its run."""
+"""Time without a beat after which a host stops its run."""
 POLL_SECONDS = 0.05
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
 class Launcher:
-    """What the launcher says over standard input, line by line."""
+    """Reader of the launcher's lines from standard input.
+
+    ``gone`` is true if the launcher has closed the input or was silent for ``SILENCE_SECONDS``.
+    """
 
     def __init__(self) -> None:
         self.gone = False
-        """Whether it has left, or said nothing for ``SILENCE_SECONDS``."""
         self._text = b""
         self._heard_at = time.monotonic()
 
     def listen(self, seconds: float) -> list[bytes]:
-        """Wait up to so many seconds; gives the lines that came."""
+        """Wait up to ``seconds`` and return the lines that have arrived."""
         if self.gone:
             time.sleep(seconds)
         elif select.select([0], [], [], seconds)[0]:
@@ -62,15 +64,15 @@ class Launcher:
 
 
 def main() -> int:
-    """Run the command that standard input describes; gives its status."""
-    if importlib.util.find_spec("torch") is None:  # before any host begins, and not as a trace of the run
+    """Run the command that standard input describes, and return its exit status."""
+    if importlib.util.find_spec("torch") is None:  # report it before any host starts
         print(f"{sys.executable} has no package torch", flush=True)
         return 2
     address = os.environ.get("SSH_CONNECTION", "").split()
     print(READY, __version__, address[2] if len(address) == 4 else "-", flush=True)
     launcher = Launcher()
     lines = list[bytes]()
-    # nothing starts here before all hosts have answered
+    # The launcher sends the command once all hosts have answered.
     while not lines and not launcher.gone:
         lines = launcher.listen(SILENCE_SECONDS)
     if not lines or lines[0] in (STOP, KILL):
@@ -91,19 +93,19 @@ def main() -> int:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel ask the command to stop when this process is killed: nobody else could find it then."""
+    """Make the kernel send SIGTERM to the command if this process is killed, because nothing else would stop it."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 def _watch(process: subprocess.Popen[bytes], launcher: Launcher, orders: list[bytes], grace_seconds: float) -> int:
-    """Wait for the command; stop it when asked to, or when nobody is there to ask."""
+    """Wait for the command. Stop it on request, or if the launcher is gone."""
     end = float("inf")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # sshd ends what it started where the connection breaks: the run hears of that as of any request
+        # sshd terminates its processes if the connection breaks. Treat it as a request to stop.
         signal.signal(number, lambda *_: process.send_signal(signal.SIGTERM))
     while process.poll() is None:
         orders += launcher.listen(POLL_SECONDS)
-        # a launcher that has gone is as good as a request to stop: nobody would notice how the run ends
+        # Also stop if the launcher is gone, because nobody would notice the end of the run.
         if end == float("inf") and (launcher.gone or STOP in orders):
             process.send_signal(signal.SIGTERM)
             end = time.monotonic() + grace_seconds
@@ -114,7 +116,7 @@ def _watch(process: subprocess.Popen[bytes], launcher: Launcher, orders: list[by
 
 
 def _kill(pid: int) -> None:
-    """Kill a process with all below it, and what is left of its session."""
+    """Kill a process with all its descendants and the rest of its session."""
     for one in [*_below(pid), pid]:
         with contextlib.suppress(OSError):
             if os.getsid(one) == pid or one != pid:
@@ -122,8 +124,8 @@ def _kill(pid: int) -> None:
 
 
 def _below(pid: int) -> list[int]:
-    """Processes below one, by Linux's list of children, and others of its session that have lost their parent."""
-    # by the module, which skips a folder that ends meanwhile; Path.glob raises what the kernel answers then
+    """Return the descendants of a process, and orphaned processes of its session."""
+    # Use the glob module: it skips folders that disappear meanwhile, for which Path.glob raises.
     pids = [int(p) for task in glob.glob(f"/proc/{pid}/task/*/children") for p in _text(Path(task)).split()]
     pids += [one for child in pids for one in _below(child)]
     for entry in map(Path, glob.glob("/proc/[0-9]*/stat")):

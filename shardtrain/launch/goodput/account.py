@@ -1,4 +1,4 @@
-"""Adding up: each second of a run's life falls into one bin, over attempts, restarts and other numbers of ranks."""
+"""Account for the time of a run: assign each second to one bin, over all attempts and numbers of ranks."""
 
 from __future__ import annotations
 
@@ -25,66 +25,73 @@ MEANINGS = {
 
 @dataclass
 class Attempt:
-    """One start of the ranks, and what it is known to have done."""
+    """One start of the ranks and its progress.
+
+    Attributes:
+        points: Progress records in order.
+        died: Time at which the launcher saw a rank fail, in seconds since the epoch.
+    """
 
     start: Start
     points: list[AttemptProgress] = field(default_factory=list)
-    """In their order; the last one tells how far it came."""
     died: float | None = None
-    """When the launcher saw a rank fail, in seconds since the epoch."""
 
     @property
     def last_known(self) -> float:
-        """The end of what its own lines tell, in seconds since the epoch."""
+        """Time of its last progress record, in seconds since the epoch."""
         return self.start.started + (sum(self.points[-1].seconds.values()) if self.points else 0.0)
 
     @property
     def saved_step(self) -> int:
-        """What another attempt would continue from."""
+        """Step of the checkpoint from which a later attempt would resume."""
         return self.points[-1].saved_step if self.points else self.start.step
 
     @property
     def ended(self) -> float:
-        """When it ended, as far as somebody wrote it down."""
-        said_so = bool(self.points) and self.points[-1].ended
-        return self.last_known if said_so else max(self.last_known, self.died or 0.0)
+        """Recorded end of the attempt, in seconds since the epoch."""
+        has_recorded_end = bool(self.points) and self.points[-1].ended
+        return self.last_known if has_recorded_end else max(self.last_known, self.died or 0.0)
 
 
 @dataclass(frozen=True)
 class Account:
-    """Seconds by bin, and what they are compared with; ``idle_seconds`` is part of the wall time alone."""
+    """Seconds per bin, and the figures derived from them.
+
+    Attributes:
+        idle_seconds: Time between two commands. It is not part of the running time.
+        failures: Attempts that the same command restarted, and a last attempt that failed.
+        after_failure_seconds: Start and compilation of restarted attempts. Also contained in ``start`` and ``compile``.
+    """
 
     seconds: dict[str, float]
     idle_seconds: float = 0.0
     attempts: int = 0
     failures: int = 0
-    """Attempts after which the same command made another one, and a last one that died."""
     saves: int = 0
     after_failure_seconds: float = 0.0
-    """Start and compilation of the attempts that a failure made necessary; in ``start`` and ``compile`` too."""
 
     @property
     def running_seconds(self) -> float:
-        """Wall time while some command was there."""
+        """Wall time during which a command was running."""
         return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float:
-        """Productive time divided by running time, 0..1: the only definition, for all commands and files."""
+        """Productive time divided by running time, 0..1."""
         return self.seconds["productive"] / self.running_seconds if self.running_seconds else 0.0
 
     def __str__(self) -> str:
-        """``goodput 93.0 % of 12m55s: productive 12m1s, start 54.0s``: the same words in every command."""
+        """Format as ``goodput 93.0 % of 12m55s: productive 12m1s, start 54.0s``."""
         parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in self.seconds.items() if value >= 0.5)
         return f"goodput {100 * self.goodput:.1f} % of {format_seconds(self.running_seconds)}: {parts}"
 
     def as_record(self) -> dict[str, float]:
-        """The fields of a line of ``metrics.jsonl``."""
+        """Return the fields for a record of ``metrics.jsonl``."""
         return {"goodput": self.goodput, **{f"goodput_{name}_seconds": value for name, value in self.seconds.items()}}
 
     @classmethod
     def from_record(cls, record: Mapping[str, object]) -> Account:
-        """The account until a line of ``metrics.jsonl``; a field without a number of seconds counts as 0."""
+        """Return the account in a record of ``metrics.jsonl``. A missing or invalid field counts as 0."""
         seconds = dict.fromkeys(BINS, 0.0)
         for name in BINS:
             value = record.get(f"goodput_{name}_seconds")
@@ -94,7 +101,7 @@ class Account:
 
     @property
     def recovery_seconds(self) -> float:
-        """All that failures cost beside lost steps."""
+        """Cost of failures without lost steps."""
         return self.seconds["restart"] + self.after_failure_seconds
 
     @property
@@ -102,13 +109,13 @@ class Account:
         """Effective training time ratio: running time without saves, lost steps and recovery, 0..1."""
         if not self.running_seconds:
             return 0.0
-        gone = self.seconds["checkpoint"] + self.seconds["lost"] + self.recovery_seconds
-        return 1 - gone / self.running_seconds
+        overhead = self.seconds["checkpoint"] + self.seconds["lost"] + self.recovery_seconds
+        return 1 - overhead / self.running_seconds
 
     def predicted_ettr(self) -> float | None:
-        """What Young and Daly's model gives for the stall, interval, recovery and failures measured here.
+        """Return the ETTR of Young and Daly's model for the measured stall, interval, recovery and failures.
 
-        ETTR = (1 - (R + T/2) / MTTF) / (1 + stall / T), arXiv 2410.18124; None without a save.
+        ETTR = (1 - (R + T/2) / MTTF) / (1 + stall / T), arXiv 2410.18124. None without a save.
         """
         if not self.saves:
             return None
@@ -122,7 +129,7 @@ class Account:
 
 
 def attempts_of(events: Iterable[Event]) -> list[Attempt]:
-    """Attempts in the order of their starts; lines of one that never started are left out."""
+    """Return the attempts in the order of their starts. Skip records of attempts without a start."""
     found: dict[str, Attempt] = {}
     newest: Attempt | None = None
     for event in events:
@@ -136,28 +143,28 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
 
 
 def account(attempts: Sequence[Attempt]) -> Account:
-    """The account of a run's whole life until its last line."""
+    """Return the account of a run over all its attempts."""
     total = dict.fromkeys(BINS, 0.0)
     idle = 0.0
     failures = 0
     after = 0.0
     kept_step: float = float("inf")
-    # from the last to the first: what an attempt has done counts up to where a later one continued
+    # Last attempt first: the steps of an attempt count up to the step from which a later one resumed.
     for attempt in reversed(attempts):
         if attempt is attempts[-1] and attempt.died is not None:
-            kept_step = attempt.saved_step  # it has no successor yet, and what was not saved is as good as lost
+            kept_step = attempt.saved_step  # the next attempt will repeat the steps after it
         for name, seconds in bins(attempt, kept_step).items():
             total[name] += seconds
-        total["lost"] += max(0.0, attempt.ended - attempt.last_known)  # it died before it could write the next line
+        total["lost"] += max(0.0, attempt.ended - attempt.last_known)  # it failed before the next record
         kept_step = min(kept_step, attempt.start.step)
 
-    # from the first to the last: the time between attempts
+    # First attempt first: add the time between attempts.
     for number, attempt in enumerate(attempts):
         begun = attempt.start.job_started
         is_restart = attempt.start.restarts > 0
         if number:
             before = attempts[number - 1]
-            # two commands may have the same torchrun id, as pods that are started again: the second one began later
+            # Two commands may have the same torchrun ID, such as restarted pods. The second one then began later.
             if before.start.job == attempt.start.job and (is_restart or begun <= before.ended):
                 is_restart = True
                 begun = before.ended
@@ -174,16 +181,16 @@ def account(attempts: Sequence[Attempt]) -> Account:
 
 
 def bins(attempt: Attempt, kept_step: float) -> dict[str, float]:
-    """Seconds of one attempt by bin; what it trained after ``kept_step`` is lost."""
+    """Return the seconds of one attempt per bin. Its steps after ``kept_step`` are lost."""
     if not attempt.points:
         return dict.fromkeys(BINS, 0.0)
     last = attempt.points[-1]
     first_step = attempt.start.step
     spent = {name: last.seconds.get(name, 0.0) for name in ("start", "end", "compile", "step", "data")}
     steps = last.step - first_step
-    # the first step is also a step: of its time, what a usual one takes is not a compilation
+    # The first step includes the compilation. Subtract the time of a normal step.
     usual = min(spent["compile"], spent["step"] / (steps - 1)) if steps > 1 else 0.0
-    # steps after kept_step were made again by a later attempt
+    # A later attempt repeated the steps after kept_step.
     kept = _at(attempt, kept_step)
     keeps_first = kept_step > first_step
     return {
@@ -199,7 +206,7 @@ def bins(attempt: Attempt, kept_step: float) -> dict[str, float]:
 
 
 def _at(attempt: Attempt, step: float) -> dict[str, float]:
-    """Seconds of steps and data when an attempt had done ``step``; between two lines in a straight line."""
+    """Return the seconds in "step" and "data" until ``step``, interpolated linearly between records."""
     names = ("step", "data")
     if step >= attempt.points[-1].step:
         return {name: attempt.points[-1].seconds.get(name, 0.0) for name in names}
@@ -208,7 +215,7 @@ def _at(attempt: Attempt, step: float) -> dict[str, float]:
     for point in attempt.points:
         now = {name: point.seconds.get(name, 0.0) for name in names}
         if point.step > step:
-            if step <= before_step:  # it began behind that step, and may have ended where it began
+            if step <= before_step:  # the attempt started after this step
                 return before
             share = (step - before_step) / (point.step - before_step)
             return {name: before[name] + share * (now[name] - before[name]) for name in names}

@@ -1,4 +1,4 @@
-"""Write the account during training: one line per save and, at most once a second, per logged step."""
+"""Record the time account during training: one line per save and, at most once a second, per logged step."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from shardtrain.utils.errors import DataError
 from shardtrain.utils.log import logger
 
 JOB = "SHARDTRAIN_JOB"
-"""Set by the launcher: its own name and when it began."""
+"""Variable set by the launcher: its ID and its start time."""
 STARTED = "SHARDTRAIN_STARTED"
-"""Set by the launcher: when it started this attempt, in seconds since the epoch."""
+"""Variable set by the launcher: start of this attempt, in seconds since the epoch."""
 HANDED_OVER = "SHARDTRAIN_HANDED_OVER"
-"""Set by run_train.sh, which may have installed the package in the process that it then hands over."""
+"""Variable set by run_train.sh when it replaces its process by shardtrain, which may be after an installation."""
 MOST_SECONDS_BETWEEN_LINES = 60.0
 
 T = TypeVar("T")
 
 
 class Ledger:
-    """The account of this attempt, in the file of its run; every rank makes one, and rank 0's alone does anything.
+    """Time account of this attempt, in a file of the run. Only rank 0's has an effect.
 
-    Leave it as a context manager, so that the file says that the attempt has ended. A file that cannot be written, or
-    an account that cannot be made, is one warning and never the end of a run.
+    Use it as a context manager, which records the end of the attempt. An error in the accounting is one warning and
+    never ends the run. ``step`` is the last completed step.
     """
 
     def __init__(
@@ -47,13 +47,12 @@ class Ledger:
         environment: Mapping[str, str] = os.environ,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """``folder`` is the run's, None for a rank that keeps no account; ``step`` is the one it continues from."""
+        """``folder`` is the run's folder, or None on other ranks. ``step`` is the step from which the run continues."""
         self._path = folder / events.FILE if folder else None
         self._phases = phases or Phases()
         self._now = now
         self._offset: dict[Phase, float] = {}
         self.step = step
-        """The step that is done."""
         self._saved_step = step
         self._saves = 0
         self._written = -float("inf")
@@ -63,7 +62,7 @@ class Ledger:
     def _open(self, folder: Path, step: int, world_size: int, environment: Mapping[str, str]) -> None:
         now = self._now
         age = sum(self._phases.seconds().values())
-        # what the process did before this object was there: imports, and the way through the launcher
+        # Time before this object existed: imports, and the launcher.
         job, job_started, started = _origin(environment, now(), now() - age)
         self._before = max(0.0, now() - started - age)
         restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -77,7 +76,7 @@ class Ledger:
             int(restarts) if restarts.isdecimal() else 0,
         )
         earlier = self._earlier(folder)
-        # another run begins in this folder from its first step: its account is not that of the run before
+        # A new run in the same folder starts a new account.
         if earlier and step == 0 and earlier[-1].start.job != job:
             path = folder / events.FILE
             aside = path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}")
@@ -90,20 +89,20 @@ class Ledger:
         self._write(self._start)
 
     def measures(self) -> dict[str, float]:
-        """For the record of a logged step: the account until now; empty on ranks that keep none."""
+        """Return the current account for the record of a logged step, or {} on other ranks than 0."""
         return self._try(self._measure, {})
 
     def _measure(self) -> dict[str, float]:
         if self._path is None:
             return {}
         age = sum(self._phases.seconds().values())
-        # at most a line a second; in a long run after a thousandth of its age, and after a minute at the latest
+        # At most one line per second. In a long run, one per thousandth of its age, and at least one per minute.
         if age - self._written >= min(MOST_SECONDS_BETWEEN_LINES, max(1.0, age / 1000)):
             self._progress()
         return self.account().as_record()
 
     def saved(self, step: int) -> None:
-        """A checkpoint of this step is there, perhaps some steps later: what a later attempt continues from."""
+        """Record that the checkpoint of ``step`` is complete, which may be some steps later."""
         self.step = max(self.step, step)
         self._saved_step = step
         self._saves += 1
@@ -111,14 +110,14 @@ class Ledger:
             self._try(self._progress, None)
 
     def rollback(self, step: int) -> None:
-        """The run has taken the state of an older step in place: what came after that one is lost."""
+        """Record that the run has rolled back to ``step``. The steps after it are lost."""
         if (path := self._path) is not None:
             self._try(lambda: self._roll_back(path.parent, step), None)
 
     def _roll_back(self, folder: Path, step: int) -> None:
         self._write(self._point(ended=True))
         self.step = self._saved_step = step
-        # what follows is another attempt, though of the same process: its clocks begin at zero
+        # The following steps are a new attempt of the same process, so its clocks start at zero.
         self._offset = self._phases.seconds()
         self._before = 0.0
         self._saves = 0
@@ -130,7 +129,7 @@ class Ledger:
         self._write(self._start)
 
     def account(self) -> Account:
-        """The account of all attempts until now; rank 0's alone."""
+        """Return the current account of all attempts. Only on rank 0."""
         current = Attempt(self._start, [self._point()])
         seconds = {name: self._past.seconds[name] + value for name, value in bins(current, float("inf")).items()}
         saves = self._past.saves + self._saves
@@ -143,7 +142,7 @@ class Ledger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write the last line, and tell where the time went."""
+        """Write the last record and log the account."""
         if self._path is not None:
             self._try(self._end, None)
 
@@ -168,7 +167,7 @@ class Ledger:
         self._write(self._point())
 
     def _try(self, action: Callable[[], T], otherwise: T) -> T:
-        """The result, or ``otherwise`` where accounting fails, which ends it and nothing else."""
+        """Return the result of ``action``. If it fails, stop accounting, log a warning and return ``otherwise``."""
         try:
             return action()
         except Exception as error:
@@ -202,17 +201,17 @@ class Ledger:
 
 
 def note_death(folder: Path, job: str, time_seconds: float) -> None:
-    """The launcher's line: a rank of its job (see ``new_job``) failed. Without a file there is nothing to add to."""
+    """Record that a rank of the launcher's job (see ``new_job``) failed. No-op if the run has no account."""
     path = folder / events.FILE
     try:
         if path.exists():
             events.append(path, events.Death(job.partition(":")[0], time_seconds))
     except Exception:
-        pass  # the account is a little less exact; the failure itself is being reported
+        pass  # the account is slightly less exact; the caller reports the failure itself
 
 
 def new_job() -> str:
-    """A name for a command, with the time at which its process began."""
+    """Return a unique ID of a command with the start time of its process."""
     return f"{secrets.token_hex(8)}:{process_started(time.time(), time.time()):.3f}"
 
 
@@ -245,7 +244,7 @@ def _origin(environment: Mapping[str, str], now: float, at_least: float) -> tupl
     run = environment.get("TORCHELASTIC_RUN_ID")
     if run is None:
         return secrets.token_hex(8), started, started
-    # "none" is torchrun's word when nobody gave an id: then it is the same command if it is the same parent
+    # torchrun sets "none" if it was started without an ID. The command is then identified by the parent process.
     own = f"{socket.gethostname()}:{os.getppid()}" if run == "none" else run
     parts = ["torchrun", own, *(environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))]
     agent_started = process_started(now, started, os.getppid())

@@ -1,6 +1,6 @@
-"""What a cluster is asked through kubectl: to create the objects of a job, all or none, and what became of them.
+"""Create the objects of a job with kubectl, print its state or its logs, and delete it.
 
-Every answer comes within a stated time or is an error of one line; only a log is followed for as long as it grows.
+Every request has a timeout and fails with a one-line error. Only logs are followed without a timeout.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import yaml
 from shardtrain.utils.errors import ConfigError, Problem
 
 ANSWER_SECONDS = 8
-"""Time in which a cluster must say that it is there."""
+"""Timeout of the first request, which checks that the cluster answers."""
 WAIT_SECONDS = 60
-"""Time for anything else; a request to the server is given half of it."""
+"""Timeout of other kubectl commands. Their requests to the server have half of it."""
 
 RESOURCES = {
     "pytorchjob": "pytorchjobs.kubeflow.org",
     "trainjob": "trainjobs.trainer.kubeflow.org",
     "jobset": "jobsets.jobset.x-k8s.io",
 }
-# a TrainJob makes a JobSet of its own name
+# A TrainJob creates a JobSet of the same name.
 _PODS_OF = {
     "pytorchjob": "training.kubeflow.org/job-name",
     "trainjob": "jobset.sigs.k8s.io/jobset-name",
@@ -50,32 +50,31 @@ _FIXES = (
 
 
 def create(text: str) -> None:
-    """Create the objects of a job one after the other; where one is refused, those before it are taken away again.
+    """Create the objects of a job. If the cluster rejects one, delete those before it.
 
-    Not all in one go: kubectl would continue after an error, and a dry run of the server says no to a TrainJob whose
-    runtime is not there yet.
+    They are created one by one: with a single command kubectl would continue after an error, and a server-side dry run
+    rejects a TrainJob whose runtime does not exist yet.
 
     Raises:
-        ConfigError: kubectl is missing, the cluster does not answer, or it refuses an object.
+        ConfigError: kubectl is missing, the cluster does not answer, or it rejects an object.
     """
     _require_answer()
-    # what was created so far, for taking it away again
-    made: list[str] = []
+    created: list[str] = []
     try:
         for manifest in yaml.safe_load_all(text):
             written = json.dumps(manifest)
             _ask(["create", "--filename", "-"], written)
-            made.append(written)
+            created.append(written)
     except BaseException as error:
-        stayed = _take_away(made)
+        stayed = _take_away(created)
         if stayed and isinstance(error, ConfigError):
             raise ConfigError(f"{error}; {stayed}") from None
         raise
 
 
-def _take_away(made: Sequence[str]) -> str:
-    """Delete what was created, the last first; gives in words what could not be."""
-    for written in reversed(made):
+def _take_away(created: Sequence[str]) -> str:
+    """Delete the created objects, last first. Return a description of one that could not be deleted, or ""."""
+    for written in reversed(created):
         try:
             _ask(["delete", "--ignore-not-found", "--wait=false", "--filename", "-"], written)
         except ConfigError:
@@ -86,10 +85,10 @@ def _take_away(made: Sequence[str]) -> str:
 
 
 def status(namespace: str, kind: str, name: str) -> int:
-    """Print what the cluster says of a job; gives the exit status.
+    """Print the state of a job and return the exit status.
 
     Raises:
-        ConfigError: the job is gone, or the cluster does not answer.
+        ConfigError: the job does not exist, or the cluster does not answer.
     """
     _require_answer()
     print(_ask(["--namespace", namespace, "get", RESOURCES[kind], name]), end="")
@@ -97,18 +96,18 @@ def status(namespace: str, kind: str, name: str) -> int:
 
 
 def stop(namespace: str, kind: str, name: str) -> int:
-    """Delete a job and what was made with it; its pods are asked to stop, and may save. Raises as ``status``."""
+    """Delete a job and its other objects. Its pods receive SIGTERM and may save. Raises as ``status``."""
     _require_answer()
     within = ["--namespace", namespace]
     quick = ["--wait=false", "--ignore-not-found"]
-    # the job first: its pods are asked to stop at once
+    # Delete the job first, so its pods receive SIGTERM without delay.
     gone: ConfigError | None = None
     try:
         print(_ask([*within, "delete", RESOURCES[kind], name, "--wait=false"]), end="")
     except ConfigError as error:
         if "NotFound" not in str(error):
             raise
-        gone = error  # what was made with it may still be there, and would be in the way of a new one
+        gone = error  # its other objects may still exist and would conflict with those of a new job
     mine = f"app.kubernetes.io/name=shardtrain,app.kubernetes.io/instance={name}"
     _ask([*within, "delete", _BESIDE.get(kind, "configmaps"), "--selector", mine, *quick])
     if gone:
@@ -117,13 +116,14 @@ def stop(namespace: str, kind: str, name: str) -> int:
 
 
 MOST_FOLLOWED = 64
-"""Pods of which logs are followed at once; each is a stream from the server."""
+"""Maximum number of pods whose logs are followed together. Each is a stream from the server."""
 
 
 def logs(namespace: str, kind: str, name: str) -> int:
-    """Follow the logs of all pods of a job, some of which may not run yet; of a large one that of the first rank alone.
+    """Follow the logs of all pods of a job. For a large job, follow only the log of rank 0.
 
-    Raises as ``status``, and without pods.
+    Raises:
+        ConfigError: as ``status``, or there are no pods.
     """
     _require_answer()
     within = ["--namespace", namespace]
@@ -133,8 +133,8 @@ def logs(namespace: str, kind: str, name: str) -> int:
     if not pods:
         rule = f"has no pods in {namespace}, and so no log"
         raise ConfigError(Problem(f"{kind} {name}", None, rule, "wait for them, and ask for its status"))
-    if len(pods) > MOST_FOLLOWED:  # kubectl would refuse them all
-        first = min(pods, key=_in_order)  # of masters and workers, and of numbers, the first has rank 0
+    if len(pods) > MOST_FOLLOWED:  # kubectl does not support so many
+        first = min(pods, key=_in_order)  # master before worker, then by number: the first has rank 0
         print(f"{len(pods):,} pods: the log is that of {first}, which prints the steps", file=sys.stderr, flush=True)
         print(f"for another one: kubectl --namespace {namespace} logs POD", file=sys.stderr, flush=True)
         return subprocess.run(["kubectl", *within, "logs", first, "--follow"], check=False).returncode
@@ -143,24 +143,25 @@ def logs(namespace: str, kind: str, name: str) -> int:
 
 
 def _in_order(pod: str) -> list[tuple[int, str]]:
-    """A name with its numbers as numbers, so that node 2 comes before node 10."""
+    """Return a sort key that orders numbers in names by value, so node 2 comes before node 10."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", pod)]
 
 
 def _require_answer() -> None:
-    """One short question first: kubectl asks a server that is not there five times."""
+    """Check that the cluster answers. Without this check, kubectl would try an unreachable server five times."""
     try:
         _ask(["get", "--raw", "/version"], seconds=ANSWER_SECONDS)
     except ConfigError as error:
-        if "(Forbidden)" not in str(error):  # it did answer
+        if "(Forbidden)" not in str(error):  # this is an answer, too
             raise
 
 
 def _ask(words: Sequence[str], text: str = "", seconds: int = WAIT_SECONDS) -> str:
-    """What kubectl prints; each line of its errors without the notes of its library.
+    """Run kubectl and return its output.
 
     Raises:
-        ConfigError: kubectl is missing, fails, or does not answer; one line with its own words.
+        ConfigError: kubectl is missing, fails, or does not answer. The message is one line with kubectl's text, without
+            the log lines of its library.
     """
     command = ["kubectl", *words, f"--request-timeout={max(seconds // 2, ANSWER_SECONDS)}s"]
     try:

@@ -1,7 +1,8 @@
-"""Slurm: a batch script that takes nodes, names and ports from Slurm's own variables, and starts one agent a node.
+"""Slurm: render a batch script that starts one agent per node and requeues the job.
 
-Slurm's signal (``--signal``) goes to the ranks, which save and exit with 75. The script then requeues the job. It also
-requeues it, a limited number of times, after a failure that a retry may fix, such as the loss of a node.
+The script reads nodes, names and ports from Slurm's variables. Slurm's signal (``--signal``) makes the ranks save and
+exit with 75, and the script then requeues the job. After a failure that a retry may fix, such as a lost node, it
+requeues the job a limited number of times.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 WAIT_SECONDS = 60
 
-TOLD = """\
+ERROR_FUNCTION = """\
 say() { # one line with the name of the node; what is wrong, and the fix
     printf 'error[2]: %s: %s\\n' "${SLURMD_NODENAME:-$HOSTNAME}" "$1" >&2
 }
@@ -77,13 +78,13 @@ what=${last##*error\\[2\\]: }
 echo "error[2]: ${SLURMD_NODENAME:-$HOSTNAME}: $what" >&2
 exit 2
 """
-"""Runs that look, and says what it said, or why it did not start, with the name of the node."""
+"""Bash script that runs the check on a node and prints its error, or why it did not start, with the node's name."""
 
 _OF_THE_SCRIPT = (
     "SHARDTRAIN_NNODES SHARDTRAIN_RDZV_ENDPOINT SHARDTRAIN_RDZV_ID SHARDTRAIN_HOST_SUFFIX SHARDTRAIN_SUPERVISED hosts "
     "port command code look on_node"
 )
-# those that bash does not let be set, sets again, or reads
+# Variables that bash protects, overwrites or interprets.
 _OF_BASH = """
 _ BASH BASHOPTS BASHPID BASH_ALIASES BASH_ARGC BASH_ARGV BASH_ARGV0 BASH_CMDS BASH_COMMAND BASH_LINENO BASH_REMATCH
 BASH_SOURCE BASH_SUBSHELL BASH_VERSINFO BASH_VERSION COMP_WORDBREAKS DIRSTACK EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME
@@ -91,7 +92,7 @@ GROUPS HISTCMD IFS LINENO OLDPWD OPTARG OPTERR OPTIND PIPESTATUS POSIXLY_CORRECT
 SRANDOM UID
 """
 TAKEN = frozenset([*_OF_THE_SCRIPT.split(), *_OF_BASH.split()])
-"""Variables that would not arrive through a script of bash."""
+"""Variables that a bash script cannot pass to the job."""
 
 AGAIN = """\
 # requeue only this task of a sweep: the ID of the last task stands for the entire array
@@ -114,10 +115,10 @@ _CODES = " || ".join(f"code == {code}" for code in sorted(RETRYABLE - {PREEMPTED
 
 
 def render(job: ClusterJob, launch: Launch) -> str:
-    """The batch script of a job.
+    """Return the batch script of a job.
 
     Raises:
-        ConfigError: the job asks for what Slurm cannot do.
+        ConfigError: the job requires something that Slurm does not support.
     """
     slurm = launch.slurm
     require_nothing_lost([s.variable for s in job.secrets], job.forwarded, "launch.secrets", "slurm")
@@ -128,8 +129,14 @@ def render(job: ClusterJob, launch: Launch) -> str:
         rule = "has no effect on slurm, which starts a job on all its nodes or on none"
         raise ConfigError(Problem("launch.min_nodes", job.min_nodes, rule, "leave it out"))
 
-    # the head: options of sbatch, the folder, the user's own lines, and variables
-    lines = ["#!/bin/bash", f"# {header('sbatch FILE')}", *_directives(job, launch), "set -euo pipefail", TOLD.rstrip()]
+    # The head: options of sbatch, the folder, the user's setup lines, and variables.
+    lines = [
+        "#!/bin/bash",
+        f"# {header('sbatch FILE')}",
+        *_directives(job, launch),
+        "set -euo pipefail",
+        ERROR_FUNCTION.rstrip(),
+    ]
     if job.workdir and slurm.container == "none":
         rule = f"launch.workdir={job.workdir} is not a folder here; use one that all nodes see"
         folder = shlex.quote(folder_words(job.workdir))
@@ -137,36 +144,36 @@ def render(job: ClusterJob, launch: Launch) -> str:
     lines += [
         *slurm.setup,
         *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
-        # sbatch hands on the environment unless a site's SBATCH_EXPORT, or --export in a directive, says otherwise
+        # sbatch passes the environment on, unless SBATCH_EXPORT or --export in a directive limits it.
         *(f': "${{{name}?was not handed on by sbatch; see --export}}"' for name in job.forwarded),
     ]
 
-    # where the nodes meet, and what each of them runs
+    # The rendezvous of the nodes, and the command of each node.
     suffix = f'${{hosts[0]}}{slurm.host_suffix}:$port"'
     lines += ["", MEETING.rstrip().replace('${hosts[0]}:$port"', suffix)]
     lines += [f"export SHARDTRAIN_HOST_SUFFIX={slurm.host_suffix}"] if slurm.host_suffix else []
     lines += ["", *_command(job, launch), *_look(job, launch)]
 
-    # the run itself; its status decides whether the job is queued again
-    # an agent that ends early must not take the others with it while they save
+    # The run. Its status decides if the job is requeued. An agent that ends early must not end the others while they
+    # save.
     step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={job.grace_seconds + 60}", "--export=ALL"]
     container = _container(job, launch)
     lines += ["code=0", " ".join([*step, *map(shlex.quote, container), '"${command[@]}"', "|| code=$?"])]
     limit = str(job.max_restarts or job.retries)
     lines += [AGAIN.rstrip().replace("CODES", _CODES).replace("LIMIT", limit)] if slurm.requeue else []
     if job.stop_exit_code != PREEMPTED:
-        # within the job the status stays 75, by which the script knows that the run has saved
+        # Inside the job the status stays 75, so the script knows that the run has saved.
         lines.insert(lines.index("code=0"), f"export {SUPERVISED}=1")
         lines.append(f"if ((code == {PREEMPTED})); then code={job.stop_exit_code}; fi")
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
 def _look(job: ClusterJob, launch: Launch) -> list[str]:
-    """A step before the run: every node says on one line why it could not begin, and the job ends at once."""
+    """Return the lines of a check before the run. If a node cannot start, it prints one line, and the job ends."""
     python, *words = job.command
     file = words[3] if len(words) > 3 and not words[3].startswith("-") else ""
-    file = "" if file in presets.names() else file  # which the package has on every node
-    # a container's folder is of its own; Slurm continues in /tmp where a node has not that of the job
+    file = "" if file in presets.names() else file  # the package contains presets
+    # A container has its own folders. Without a container, Slurm uses /tmp on a node that lacks the job's folder.
     folder = '"$PWD"' if launch.slurm.container == "none" else "''"
     container = _container(job, launch)
     options = [word for word in container if launch.slurm.container == "pyxis"]
@@ -211,7 +218,7 @@ def _directives(job: ClusterJob, launch: Launch) -> list[str]:
 
 
 def _command(job: ClusterJob, launch: Launch) -> list[str]:
-    """Lines that set the array ``command``; in a sweep each task adds its overrides, and a folder of its own."""
+    """Return the lines that set the array ``command``. Each task of a sweep adds its overrides and its own folder."""
     if not launch.slurm.sweep:
         return [f"command=({shlex.join(job.command)})"]
     kept = without(job.command, "job.dump_folder")
@@ -237,7 +244,7 @@ def _container(job: ClusterJob, launch: Launch) -> list[str]:
 
 
 def note_missing(job: ClusterJob, launch: Launch) -> None:
-    """Tell what is not on this machine, though it may be on the nodes: the image of a container, and the folder."""
+    """Print a note if the container image or the folder does not exist on this machine. The nodes may have it."""
     image = job.image or ""
     named = [("launch.workdir", job.workdir)] if job.workdir and launch.slurm.container == "none" else []
     if launch.slurm.container in ("apptainer", "singularity") and "://" not in image:
@@ -248,10 +255,10 @@ def note_missing(job: ClusterJob, launch: Launch) -> None:
 
 
 def ask(command: Sequence[str], text: str = "", fix: str = "", fixes: Mapping[str, str] | None = None) -> str:
-    """Run a command of a scheduler; gives its output. ``fixes`` are what it may say (a pattern), and what to do then.
+    """Run a command of a scheduler and return its output. ``fixes`` maps patterns of its errors to fixes.
 
     Raises:
-        ConfigError: it is missing, fails, or does not answer; one line with its own words.
+        ConfigError: the command is missing, fails, or does not answer. The message is one line with the command's text.
     """
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
@@ -262,7 +269,7 @@ def ask(command: Sequence[str], text: str = "", fix: str = "", fixes: Mapping[st
         raise ConfigError(Problem(command[0], None, rule, "is the cluster up? try again later")) from None
     if done.returncode:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines()]
-        # without "sbatch: error: " before each line
+        # Remove "sbatch: error: " from each line.
         messages = [re.sub(r"^\w+: (error|fatal): ", "", line) for line in lines]
         words = "; ".join(filter(None, messages))[-500:] or f"exit status {done.returncode}"
         known = (advice for pattern, advice in (fixes or {}).items() if re.search(pattern, words))

@@ -1,6 +1,6 @@
-"""What Slurm is asked: to queue a job, its state, where its log is, and to stop it; each answer is one line.
+"""Submit a Slurm job, print its state or its log, and stop it.
 
-Slurm accepts much that can never run (``EnforcePartLimits=NO`` is its default) and says so in a job's ``Reason`` alone.
+Slurm accepts jobs that can never start (``EnforcePartLimits=NO`` is its default). Only their ``Reason`` shows it.
 Reasons: https://slurm.schedmd.com/job_reason_codes.html, and src/common/slurm_protocol_defs.c of Slurm 22.05 to 25.05.
 """
 
@@ -18,7 +18,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 SUBMIT = ("sbatch", "--parsable")
 REASON_SECONDS = 3.0
-"""How long a submitted job is looked at: the scheduler gives the reason with its first look, mostly at once."""
+"""Time to wait for the reason of a submitted job. The scheduler usually sets it immediately."""
 
 REFUSALS = {
     r"[Ii]nvalid partition": "correct launch.slurm.partition; `sinfo` lists them",
@@ -43,10 +43,10 @@ REFUSALS = {
     ),
     r"[Mm]unge|authentication|credential": "munge does not work on this machine; tell the cluster's administrators",
 }
-"""What sbatch may say, and the fix."""
+"""Pattern of sbatch's error -> fix."""
 
 _NO_TASK = "4294967294"
-"""Stands in the name of a log for the number of a task, in arrays that have not begun."""
+"""Task number in the log name of an array that has not started."""
 _LIMIT = "a limit of your account or QOS; `sacctmgr show qos` shows them"
 REASONS: dict[str, tuple[str, bool]] = {
     r"PartitionTimeLimit": ("launch.slurm.time_limit_minutes is above the limit of the partition", True),
@@ -69,12 +69,12 @@ REASONS: dict[str, tuple[str, bool]] = {
     r"Dependency": ("it waits for another job", False),
     r"DependencyNeverSatisfied": ("the job that it waits for has failed", True),
 }
-"""A pending job's reason, what it means, and whether it will last until somebody changes the job or the cluster."""
+"""Pattern of a pending job's reason -> (explanation, True if the job can never start unless something is changed)."""
 
 
 @dataclass(frozen=True)
 class SlurmRecord:
-    """What Slurm knows of one job, or of one task of an array; texts as Slurm writes them, empty where it says none."""
+    """State of a job or of one task of an array, as text in Slurm's format. "" if unknown."""
 
     number: str
     state: str
@@ -88,7 +88,7 @@ class SlurmRecord:
     log: str = ""
 
     def line(self) -> str:
-        """All of it on one line.
+        """Format the state as one line.
 
         >>> SlurmRecord("7", "RUNNING", nodes="n[1-2]", run_time="00:05:00", time_limit="02:00:00", restarts="1").line()
         'slurm/7: RUNNING on n[1-2] for 00:05:00, 1:55:00 left, queued again 1 time'
@@ -114,7 +114,7 @@ class SlurmRecord:
 
 
 def meaning(reason: str) -> tuple[str, bool]:
-    """What a pending job's reason means, and whether the job will never start because of it.
+    """Return the explanation of a pending job's reason, and True if the job can never start because of it.
 
     >>> meaning("PartitionTimeLimit")[1], meaning("Resources")[1], meaning("(null)")
     (True, False, ('', False))
@@ -126,16 +126,16 @@ def meaning(reason: str) -> tuple[str, bool]:
 
 
 def submit(text: str) -> str:
-    """Give the script to sbatch; gives the job's number.
+    """Submit a script with sbatch and return the job's number.
 
-    A job that could never start is taken back; one that cannot start now stays, with a note.
+    A job that can never start is cancelled. For one that cannot start now, print a note.
 
     Raises:
-        ConfigError: sbatch is missing, or refuses the script, or accepts what can never run.
+        ConfigError: sbatch is missing or rejects the script, or the job can never start.
     """
     missing = "is slurm's client installed here? launch from a login node, or use --dry-run"
     number = ask([*SUBMIT], text, missing, REFUSALS).strip().partition(";")[0]
-    # sbatch accepts much that can never start, and says so in the reason of the pending job alone
+    # sbatch accepts jobs that can never start. Only the reason of the pending job shows it.
     record = _first_look(number)
     if record is None or record.state != "PENDING":
         return number
@@ -151,7 +151,7 @@ def submit(text: str) -> str:
 
 
 def _first_look(number: str) -> SlurmRecord | None:
-    """The state of a job once the scheduler has looked at it, or after ``REASON_SECONDS``."""
+    """Return the state of a job once the scheduler has set its reason, or after ``REASON_SECONDS``."""
     end = time.monotonic() + REASON_SECONDS
     record = None
     while time.monotonic() < end:
@@ -159,7 +159,7 @@ def _first_look(number: str) -> SlurmRecord | None:
             record = next(records(number), None)
         except ConfigError:
             return None
-        # PartitionConfig is the first word for what is named later, as PartitionTimeLimit
+        # Slurm first reports PartitionConfig, and later a more specific reason, such as PartitionTimeLimit.
         if record is None or record.state != "PENDING" or record.reason not in ("None", "(null)", "PartitionConfig"):
             return record
         time.sleep(0.3)
@@ -167,7 +167,7 @@ def _first_look(number: str) -> SlurmRecord | None:
 
 
 def records(number: str) -> Iterator[SlurmRecord]:
-    """What Slurm remembers of a job, or of each task of an array.
+    """Yield the state of a job, or of each task of an array.
 
     Raises:
         ConfigError: Slurm does not answer, or has forgotten the job.
@@ -175,7 +175,7 @@ def records(number: str) -> Iterator[SlurmRecord]:
     answer = ask(["scontrol", "--oneliner", "show", "job", number], fixes=REFUSALS)
     for one in answer.splitlines():
         if "JobId=" in one:
-            # values hold blanks, so a pair ends where the next NAME= begins
+            # Values may contain blanks, so a pair ends at the next NAME=.
             yield _record(dict(re.findall(r"(\S+?)=(.*?)(?=\s+[A-Za-z][\w/:]*=|\s*$)", one)))
 
 
@@ -196,10 +196,10 @@ def _record(has: dict[str, str]) -> SlurmRecord:
 
 
 def status(number: str) -> int:
-    """Print a line for a job, or for each task of an array.
+    """Print one line for a job, or for each task of an array.
 
     Raises:
-        ConfigError: Slurm does not answer, or nothing is known of the job any more.
+        ConfigError: Slurm does not answer, or no longer knows the job.
     """
     try:
         jobs = list(records(number))
@@ -210,16 +210,16 @@ def status(number: str) -> int:
 
 
 def logs(number: str) -> int:
-    """Print the log of a job; of an array those of all tasks, each below its name.
+    """Print the log of a job, or the logs of all tasks of an array, each with its name.
 
     Raises:
-        ConfigError: Slurm does not answer, or there is no log yet or here.
+        ConfigError: Slurm does not answer, or there is no log on this machine.
     """
     try:
         named = [Path(record.log) for record in records(number) if record.log]
     except ConfigError as error:
         _forgotten(error)
-        # as the scripts of launch name it, in the folder where they were submitted
+        # Look for the name that the script gives its log, in the current folder.
         named = sorted(Path.cwd().glob(f"*-{number}.log")) or sorted(Path.cwd().glob(f"*-{number}_*.log"))
         if not named:
             rule = "is no longer in Slurm's memory, and there is no log of its number here"
@@ -237,13 +237,13 @@ def logs(number: str) -> int:
 
 
 def stop(number: str) -> int:
-    """Ask a job, an array or a task of one to stop.
+    """Cancel a job, an array, or a task of an array.
 
     Raises:
         ConfigError: Slurm does not answer, or does not know it.
     """
     try:
-        next(records(number), None)  # scancel has no status of its own for a job that it does not know
+        next(records(number), None)  # scancel does not fail for an unknown job
     except ConfigError as error:
         _forgotten(error)
         rule = "is not a job that Slurm remembers: it has ended, or is another cluster's"
@@ -253,13 +253,13 @@ def stop(number: str) -> int:
 
 
 def _forgotten(error: ConfigError) -> None:
-    """Continue where Slurm has no such job in its memory; all else is raised."""
+    """Return if the error is that Slurm does not know the job any more. Raise other errors."""
     if "Invalid job id" not in str(error):
         raise error
 
 
 def _accounted(number: str, error: ConfigError) -> list[SlurmRecord]:
-    """What the accounting knows of a job that the controller has forgotten."""
+    """Return the accounting records of a job that the controller no longer knows."""
     _forgotten(error)
     fields = "JobID,State,ExitCode,Elapsed,Timelimit,NodeList"
     try:
@@ -278,7 +278,7 @@ def _accounted(number: str, error: ConfigError) -> list[SlurmRecord]:
 
 
 def _left(run_time: str, limit: str) -> str:
-    """The time that a job still has, as Slurm writes times; empty where there is no limit.
+    """Return the remaining time of a job in Slurm's format, or "" without a limit.
 
     >>> _left("00:00:30", "1-00:00:00"), _left("00:00:30", "UNLIMITED")
     ('23:59:30', '')
