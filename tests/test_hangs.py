@@ -62,7 +62,7 @@ def test_a_process_that_prepares_data_and_stops_is_laid_to_its_rank(tmp_path):
 def test_a_rank_that_does_not_come_accuses_itself_where_no_store_answers(tmp_path):
     assert end(run(config(tmp_path), "data and store", (1,))) == 6
     assert_named(tmp_path, 1, "data")
-    assert record(tmp_path)["message"].endswith("nor does the store answer")
+    assert record(tmp_path)["message"].endswith("the store does not answer either")
 
 
 def test_ranks_in_different_collectives_are_both_named_with_their_lines(tmp_path):

@@ -1,6 +1,6 @@
-"""What a run measures, how often, and where it goes: the trainer makes one ``Metrics`` and calls ``update`` per step.
+"""Metrics of a run: the trainer creates one ``Metrics`` object and calls ``update`` after each step.
 
-Importing this package imports no torch; the sinks import their libraries when they are asked for.
+Importing this package does not import torch. Sinks import their libraries only when they are enabled.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ if TYPE_CHECKING:
 __all__ = ["Metrics", "Record", "Reduce", "RunFacts"]
 
 _MOST_LOSSES = 1000
-"""That the curve of the summary is drawn from; of more, every second one goes."""
+"""Maximum number of losses for the curve of the summary.
+
+When it is exceeded, every second loss is dropped.
+"""
 
 
 class Metrics:
-    """Collects what steps report and writes it every ``metrics.log_freq`` steps.
+    """Collects the results of steps and writes them every ``metrics.log_freq`` steps.
 
-    Made by every rank, right before the first step; ``run_folder`` is ``job.dump_folder``. The writer rank keeps
-    ``metrics.jsonl`` (always), TensorBoard, W&B and the user's sinks; every rank logs the console line to its own log.
-    Use it as a context manager, or call ``close``. Raises ConfigError where a sink's package is missing. Once it is
-    open, no error of a sink, of the live line or of what is computed for them ends a step: it is one warning.
-    ``phase`` gives the name of what the run does at the moment, for the lines of a step that takes long.
+    Every rank creates one, right before the first step. The writer rank writes ``metrics.jsonl``
+    (always), TensorBoard, W&B and the user's sinks. Every rank writes the console line to its own log.
+    Use it as a context manager, or call ``close``. After construction, an error of a sink or of the live
+    line never stops a step. It logs one warning.
     """
 
     def __init__(
@@ -57,6 +59,20 @@ class Metrics:
         clock: Callable[[], float] = time.perf_counter,
         phase: Callable[[], str] = lambda: "step",
     ) -> None:
+        """Open the sinks.
+
+        Args:
+            config: the configuration.
+            run_folder: ``job.dump_folder``.
+            facts: constant facts of the run.
+            reduce: collectives over the ranks that share a batch.
+            tokens_seen: target tokens before the first step of this process.
+            clock: returns seconds.
+            phase: returns the name of the current phase, for messages about slow steps.
+
+        Raises:
+            ConfigError: the package of an enabled sink is missing.
+        """
         self.tokens_seen = tokens_seen
         self._options = config.metrics
         self._facts = facts
@@ -71,7 +87,7 @@ class Metrics:
         self._step = facts.start_step
         self._sinks = list(open_sinks(config, self._run_folder, facts))
 
-        # One guard each, so that a sink that fails is one warning, and the others are written.
+        # One guard for each sink, so that a failing sink logs one warning and does not affect the others.
         self._guards = [BestEffort(f"the metric sink {type(sink).__name__}") for sink in self._sinks]
         self._line = BestEffort("the live line")
         self._own = BestEffort("what the log and metrics.jsonl say of a step")
@@ -83,7 +99,7 @@ class Metrics:
         self._closed = False
         self._own.call(lambda: summary.log_header(facts, self._peak_flops), None)
 
-        # A thread that tells of a step that takes long; closed in the reverse order, the thread before what it uses.
+        # A thread that reports slow steps. The stack closes it before the objects that it uses.
         self._waiting = ExitStack()
         self._waits: Waiting | None = None
         if facts.is_writer and asked_seconds():
@@ -92,17 +108,19 @@ class Metrics:
             self._waiting.callback(self._waits.close)
             self._waiting.enter_context(repeat(self._waits.tell))
 
-        # Last, so that opening sinks counts as no step's time.
+        # Last, so that the time to open sinks is not part of the first step.
         self._start_seconds = clock()
         self._window = MeterWindow(clock)
         self._computed_tokens = 0
 
     def is_log_step(self, step: int) -> bool:
-        """Whether ``step`` (1 is the first) is written: step 1, every ``log_freq`` steps, and the last."""
+        """True if ``step`` (from 1) is logged: step 1, every ``log_freq`` steps, and the last."""
         return step == 1 or step % self._options.log_freq == 0 or step == self._facts.total_steps
 
     def pause(self) -> AbstractContextManager[None]:
-        """Leave the time within out of step times and speeds: for validation and blocking saves."""
+        """Return a context manager that excludes its time from step times and speeds, for validation and
+        blocking saves.
+        """
         return self._window.pause()
 
     def update(
@@ -118,13 +136,24 @@ class Metrics:
         order_hash: int = 0,
         computed_tokens: int | None = None,
     ) -> Record | None:
-        """Report a finished step (1 is the first); returns what was logged on a log step, else None.
+        """Report a finished step. On log steps this is a collective, so every rank must report every step.
 
-        ``loss_sum`` is the scalar sum of this rank's token losses on its device, not divided; ``local_tokens`` and
-        ``global_tokens`` are the target tokens of this rank and of all; ``computed_tokens`` are the tokens of all ranks
-        that the model computes with (the target tokens if None); ``data_seconds`` is the wait for data. Values in
-        ``extra`` are logged as they are on log steps, and ``order_hash`` in hex in ``metrics.jsonl``. Steps in
-        between wait for nothing; a log step reduces over ranks, so every rank must report every step.
+        Other steps do not wait for the device.
+
+        Args:
+            step: the step, from 1.
+            loss_sum: scalar sum of this rank's token losses on its device, not divided.
+            local_tokens: target tokens of this rank.
+            global_tokens: target tokens of all ranks.
+            grad_norm: gradient norm before clipping.
+            lr: learning rate.
+            data_seconds: time that this rank waited for data.
+            extra: other metrics, logged unchanged on log steps.
+            order_hash: hash of the data so far, written in hex to ``metrics.jsonl``.
+            computed_tokens: tokens of all ranks that the model computes with, by default the target tokens.
+
+        Returns:
+            The record on a log step, otherwise None.
         """
         self._step = step
         if self._waits:
@@ -136,7 +165,8 @@ class Metrics:
         self._window.add(loss_sum, local_tokens, global_tokens, data_seconds, computed_tokens)
         record = None
         if self.is_log_step(step):
-            # Collectives, which other ranks take part in: not within a guard, after whose error one would be missing.
+            # Not inside a guard: these are collectives, and a rank that skips one after an error would
+            # block the others.
             means = self._window.read(self._reduce)
             norm = float(grad_norm)
             record = self._own.call(lambda: self._record(step, means, norm, lr, extra or {}, order_hash), None)
@@ -144,7 +174,7 @@ class Metrics:
                 if record.has_targets:
                     self._first = self._first or record
                     self._last = record
-                # Every second one goes when there are many, but the first: a curve of the whole run stays small.
+                # Drop every second loss if there are too many, so that the curve covers the entire run.
                 if math.isfinite(record.loss):
                     self._losses.append((record.step, record.loss))
                     if len(self._losses) > _MOST_LOSSES:
@@ -156,11 +186,13 @@ class Metrics:
         return record
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """Report results on held-out data, equal on all ranks: ``{"loss": 2.9}``; kept in ``validation.jsonl``."""
+        """Report results on held-out data, such as ``{"loss": 2.9}``, to the sinks and
+        ``validation.jsonl``.
+        """
         self._to_sinks(lambda sink: sink.validation(step, values))
 
     def close(self, summarize: bool = True) -> None:
-        """Close all sinks, and log a summary of the run unless told otherwise; a second call does nothing."""
+        """Close all sinks, and log a summary of the run if ``summarize``. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -178,13 +210,19 @@ class Metrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; the summary appears only where the run did not fail."""
+        """Close. Log the summary only if the block did not raise."""
         self.close(summarize=kind is None)
 
     def _record(
-        self, step: int, means: WindowMeans, grad_norm: float, lr: float, extra: Mapping[str, float], order_hash: int
+        self,
+        step: int,
+        means: WindowMeans,
+        grad_norm: float,
+        lr: float,
+        extra: Mapping[str, float],
+        order_hash: int,
     ) -> Record:
-        """Turn the sums of a window into what is logged."""
+        """Compute the record of a log step from the means of its window."""
         if self._steps_without_targets:
             extra = {**extra, "steps_without_targets": self._steps_without_targets}
         tps = means.tokens_per_second / self._facts.world_size
@@ -211,7 +249,7 @@ class Metrics:
         )
 
     def _to_sinks(self, action: Callable[[Sink], None]) -> None:
-        """Call every sink; the failure of one is not that of the others."""
+        """Call every sink, each with its own guard."""
         for sink, guard in zip(self._sinks, self._guards, strict=True):
             guard.call(lambda sink=sink: action(sink), None)  # type: ignore[misc]
 

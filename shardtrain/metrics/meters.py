@@ -1,4 +1,4 @@
-"""Sums over the steps since the last logged one; nothing waits for the device until the window is read."""
+"""Sums over the steps since the last log step. Nothing waits for the device until the window is read."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WindowMeans:
-    """What a window adds up to, over all ranks where it says so."""
+    """Totals and means of a window."""
 
     loss: float
     """Sum of losses over ranks and steps, divided by the global number of tokens; NaN without tokens."""
     max_loss: float
-    """Largest loss per token of a rank over the window; NaN where no rank has tokens."""
+    """Maximum over ranks of a rank's loss per token over the window; NaN if no rank has tokens."""
     targets: int
     """Global number of target tokens."""
     computed_tokens: int
-    """Global number of tokens that the model computed with, without filler."""
+    """Global number of tokens that the model computed with, without padding."""
     steps: int
     seconds: float
-    """Wall time of the window without pauses."""
+    """Wall time of the window, without pauses."""
     data_seconds: float
-    """Mean wait for data per step, of this rank."""
+    """Mean time per step that this rank waited for data."""
 
     @property
     def step_seconds(self) -> float:
@@ -63,7 +63,7 @@ class _Sums:
 
 
 class MeterWindow:
-    """Adds up losses, tokens and waits of steps; ``read`` reduces them over ranks and starts the next window."""
+    """Accumulates losses, tokens and waiting times of steps."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -79,11 +79,15 @@ class MeterWindow:
     ) -> None:
         """Add one step.
 
-        ``loss_sum`` is the sum of this rank's losses, a scalar on any device. ``local_tokens`` and ``global_tokens``
-        are target tokens of this rank and of all. ``computed_tokens`` are all tokens of all ranks but filler; as many
-        as targets if None.
+        Args:
+            loss_sum: sum of this rank's losses, a scalar on any device.
+            local_tokens: target tokens of this rank.
+            global_tokens: target tokens of all ranks.
+            data_seconds: time that this rank waited for data.
+            computed_tokens: tokens of all ranks without padding, by default the target tokens.
         """
-        # In double, since a window sums many steps; an addition on the device, so the host does not wait.
+        # In float64, because a window sums many steps. The addition runs on the device, so the host does
+        # not wait.
         loss = loss_sum.detach().double()
         sums = self._sums
         sums.loss = loss if sums.loss is None else sums.loss + loss
@@ -95,7 +99,7 @@ class MeterWindow:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the time within out of the window: validation and blocking saves are not steps."""
+        """Exclude the time of the block from the window, for validation and blocking saves."""
         start = self._clock()
         try:
             yield
@@ -103,19 +107,23 @@ class MeterWindow:
             self._sums.paused_seconds += self._clock() - start
 
     def read(self, reduce: Reduce) -> WindowMeans:
-        """Reduce over ranks (a collective: every rank calls it) and start the next window.
+        """Reduce over ranks (a collective) and start the next window. Waits for the device.
 
-        Waits for the device. Raises ValueError where no step was added.
+        Raises:
+            ValueError: no step was added.
         """
         sums = self._sums
         if sums.loss is None:
             raise ValueError("a window without steps cannot be read")
         local = sums.loss
-        # A rank without tokens has no loss per token; minus infinity never is the largest.
-        per_token = local / sums.local_tokens if sums.local_tokens else local.new_full((), -float("inf"))
+        # A rank without tokens has no loss per token, and minus infinity is never the maximum.
+        per_token = local.new_full((), -float("inf"))
+        if sums.local_tokens:
+            per_token = local / sums.local_tokens
         total = float(reduce.sum(local.clone()))
         largest = float(reduce.max(per_token))
-        # The clock is read after the device has caught up, so that the window holds the work and not its launch.
+        # Read the clock after the device has finished, so that the window includes the work and not only
+        # its launch.
         now = self._clock()
         means = WindowMeans(
             loss=total / sums.global_tokens if sums.global_tokens else float("nan"),

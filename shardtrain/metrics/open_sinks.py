@@ -1,4 +1,4 @@
-"""Which sinks a run writes to, opened in the order in which they are written."""
+"""Open the metric sinks of a run, in the order in which they are written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from shardtrain.metrics.sinks.own_sink import OwnSink
 
 
 def open_sinks(config: Config, run_folder: Path, facts: RunFacts) -> Iterator[Sink]:
-    """The sinks of this rank; their libraries are imported here, and raise ConfigError where one is missing."""
+    """Yield the sinks of this rank, and import their libraries.
+
+    Raises:
+        ConfigError: the package of an enabled sink is missing.
+    """
     yield console.Console(facts.total_steps)
     request = SinkContext(config, run_folder, facts)
     if facts.is_writer:
@@ -29,11 +33,11 @@ def open_sinks(config: Config, run_folder: Path, facts: RunFacts) -> Iterator[Si
     if request.is_wanted:
         yield from (OwnSink(path, request) for path in config.metrics.sinks)
     if facts.is_writer:
-        files.forget()  # an earlier part of the run is needed while sinks open; it would stay in memory
+        files.forget()  # the history is needed only while sinks open
 
 
 def _optional_sinks(config: Config) -> Iterator[Any]:
-    """The modules of the sinks that ``[metrics]`` turns on, in the order in which they are written."""
+    """Yield the modules of the sinks that ``[metrics]`` enables, in the order in which they are written."""
     options = config.metrics
     if options.enable_tensorboard:
         from shardtrain.metrics.sinks import tensorboard

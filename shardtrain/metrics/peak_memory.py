@@ -11,7 +11,7 @@ from shardtrain.utils.units import gib
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Peaks of the device's allocator since the last reading; counts since the start of the process."""
+    """Peaks of the device's allocator since the last reading, and counts since the start of the process."""
 
     max_active_gib: float
     max_reserved_gib: float
@@ -21,12 +21,12 @@ class DeviceMemory:
 
     @property
     def peak_gib(self) -> float:
-        """What the process held at most: reserved memory, since nobody else can use it."""
+        """Peak of reserved memory, which other processes cannot use."""
         return self.max_reserved_gib
 
     @property
     def fraction(self) -> float | None:
-        """Share of the device, 0..1."""
+        """Peak as a fraction of the device's memory, 0..1."""
         return self.max_reserved_gib / self.capacity_gib
 
     def tags(self) -> dict[str, float]:
@@ -43,18 +43,18 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Peak resident memory of this process since its start; the system offers no way to reset it."""
+    """Peak resident memory of this process since its start. The system cannot reset it."""
 
     max_rss_gib: float
 
     @property
     def peak_gib(self) -> float:
-        """What the process held at most."""
+        """Peak of resident memory."""
         return self.max_rss_gib
 
     @property
     def fraction(self) -> float | None:
-        """Unknown: the memory of a host is shared by its ranks."""
+        """None, because the ranks of a host share its memory."""
         return None
 
     def tags(self) -> dict[str, float]:
@@ -66,14 +66,14 @@ MemoryPeak = DeviceMemory | HostMemory
 
 
 def max_rss_bytes() -> int:
-    """Peak resident memory of this process in bytes."""
+    """Return the peak resident memory of this process in bytes."""
     # getrusage counts kibibytes on Linux and bytes on macOS.
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
 def read_peak(device_type: str) -> MemoryPeak:
-    """Read this rank's memory peak, and on an accelerator start a new one."""
+    """Return this rank's memory peak. On an accelerator, also reset it."""
     if device_type == "cpu":
         return HostMemory(gib(max_rss_bytes()))
     import torch
@@ -83,7 +83,7 @@ def read_peak(device_type: str) -> MemoryPeak:
     device = accelerator.module(device_type)
     stats = device.memory_stats()
     capacity_bytes = accelerator.total_memory_bytes(torch.device(device_type, device.current_device()))
-    # A process that has allocated nothing yet has no statistics at all.
+    # A process without any allocation has no statistics.
     peak = DeviceMemory(
         max_active_gib=gib(stats.get("active_bytes.all.peak", 0)),
         max_reserved_gib=gib(stats.get("reserved_bytes.all.peak", 0)),

@@ -1,7 +1,4 @@
-"""Looking into a run: profiler traces and snapshots of device memory.
-
-torch is imported when a profiler starts, not with this module.
-"""
+"""Profiler traces and snapshots of device memory. Imports torch only when a profiler starts."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 SNAPSHOT_ENTRIES = 100_000
-"""Allocations that the memory history keeps."""
+"""Number of allocations in the memory history."""
 
 
 def profiling_problems(config: Config, device_type: str) -> list[Problem]:
-    """What in ``[profiling]`` cannot take effect on a device: for the trainer's check of its configuration."""
+    """Return problems with ``[profiling]`` options, including options that this device does not support."""
     options = config.profiling
     problems = []
     busy = options.profiler_warmup + options.profiler_active
@@ -50,19 +47,19 @@ def profiling_problems(config: Config, device_type: str) -> list[Problem]:
 
 
 class Profiler:
-    """What ``profiler`` yields where something is recorded: call ``step`` at the end of each training step."""
+    """The active profiler and memory history. Call ``step`` at the end of each training step."""
 
     def __init__(self, parts: Sequence[_Trace | _MemorySnapshot]) -> None:
         self._parts = parts
         self._guard = BestEffort("profiling")
 
     def step(self) -> None:
-        """Tell the profiler and the memory history that a step has ended."""
+        """Report the end of a step to the profiler and the memory history."""
         for part in self._parts:
             self._guard.call(part.step, None)
 
     def close(self) -> None:
-        """Stop both."""
+        """Stop the profiler and the memory history."""
         for part in self._parts:
             self._guard.call(part.close, None)
 
@@ -71,12 +68,19 @@ class Profiler:
 def profiler(
     config: Config, run_folder: Path, rank: int, device_type: str, start_step: int = 0
 ) -> Iterator[Profiler | None]:
-    """Trace steps and snapshot memory as ``[profiling]`` says, while the context is open; None where it asks for none.
+    """Record traces and memory snapshots inside the block, as configured in ``[profiling]``.
 
-    Every ``profile_freq`` steps a trace goes to ``save_traces_folder/iteration_N/rankR_trace.json`` and a snapshot to
-    ``save_memory_snapshot_folder/iteration_N/rankR_memory_snapshot.pickle``, below ``run_folder``; N is the step that
-    has just ended, counted on from ``start_step``. Running out of memory writes one more, in ``iteration_N_exit``.
-    Raises ConfigError where an option cannot take effect.
+    Every ``profile_freq`` steps, a trace is written to
+    ``save_traces_folder/iteration_N/rankR_trace.json`` and a snapshot to
+    ``save_memory_snapshot_folder/iteration_N/rankR_memory_snapshot.pickle``, below ``run_folder``. N is
+    the step that has just ended. If the device runs out of memory, another snapshot is written to
+    ``iteration_N_exit``.
+
+    Yields:
+        The profiler, or None if ``[profiling]`` enables nothing.
+
+    Raises:
+        ConfigError: see ``profiling_problems``.
     """
     problems = profiling_problems(config, device_type)
     if problems:
@@ -93,7 +97,7 @@ def profiler(
             parts.append(_Trace(config, folder, rank, device_type, start_step))
         yield running if parts else None
     except BaseException as error:
-        # What was allocated when memory ran out is what the snapshot was asked for.
+        # The allocations at the time of the failure are the purpose of snapshots.
         for part in parts:
             if isinstance(part, _MemorySnapshot) and _is_out_of_memory(error):
                 part.dump("_exit")
@@ -103,7 +107,7 @@ def profiler(
 
 
 class _Trace:
-    """PyTorch's profiler, which writes a trace at the end of every ``profile_freq`` steps."""
+    """PyTorch's profiler, which writes a trace every ``profile_freq`` steps."""
 
     def __init__(self, config: Config, run_folder: Path, rank: int, device_type: str, start_step: int) -> None:
         import torch
@@ -119,7 +123,7 @@ class _Trace:
         self._folder = run_folder / options.save_traces_folder
         self._rank = rank
         self._in_step = False
-        # Each trace holds its own steps: what the warning calls a loss is what is wanted.
+        # Each trace should contain only its own steps, so this warning about dropped events does not apply.
         warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
         self._profile = torch.profiler.profile(
             activities=activities,
@@ -133,23 +137,23 @@ class _Trace:
             profile_memory=options.profile_memory,
         )
         self._profile.step_num = start_step
-        # The action of the first step was chosen for step 0, before the number was set.
+        # PyTorch chose the action of the first step for step 0, before the number was set.
         self._profile.current_action = self._profile.schedule(start_step)  # type: ignore[assignment]
         self._profile.start()
 
     def step(self) -> None:
-        """Count a step, and write the trace where it is due."""
+        """Count a step. Writes a trace if it is due."""
         self._in_step = True
         self._profile.step()
         self._in_step = False
 
     def close(self) -> None:
-        """Stop profiling; a recording that is not complete is dropped."""
+        """Stop profiling, and drop an incomplete recording."""
         self._profile.stop()
 
     def _save(self, profile: torch.profiler.profile) -> None:
-        """Write one trace whole or not at all; a full disk costs the trace, not the run."""
-        # PyTorch calls it from stop() too, where the recording is not complete.
+        """Write one trace atomically. A failure logs a warning."""
+        # PyTorch also calls this in stop(), when the recording is incomplete.
         if not self._in_step:
             return
         start = time.perf_counter()
@@ -164,7 +168,7 @@ class _Trace:
 
 
 class _MemorySnapshot:
-    """Records the CUDA allocator's history and dumps it every ``freq`` steps."""
+    """Records the CUDA allocator's history, and writes it every ``freq`` steps."""
 
     def __init__(self, folder: Path, freq: int, rank: int, start_step: int) -> None:
         import torch
@@ -177,13 +181,13 @@ class _MemorySnapshot:
         self._memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
 
     def step(self) -> None:
-        """Count a step, and dump where it is due."""
+        """Count a step. Writes a snapshot if it is due."""
         self._step += 1
         if self._step % self._freq == 0:
             self.dump()
 
     def dump(self, suffix: str = "") -> None:
-        """Write the history up to now; a failure is a warning."""
+        """Write the history so far. A failure logs a warning."""
         path = self._folder / f"iteration_{self._step}{suffix}" / f"rank{self._rank}_memory_snapshot.pickle"
         try:
             with atomic_io.for_library(path) as temporary:
@@ -199,7 +203,7 @@ class _MemorySnapshot:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it was raised from, is the device running out of memory."""
+    """True if an error, or any error in its chain of causes, is an out-of-memory error of the device."""
     import torch
 
     while error is not None:

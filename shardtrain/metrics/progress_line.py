@@ -30,7 +30,9 @@ class ProgressLine(Progress):
 
 
 def texts(step: int, total_steps: int, record: Record | None) -> list[str]:
-    """Return the columns of the line: the step, and loss, speed and remaining time of the last logged step."""
+    """Return the columns of the line: the step, and loss, speed and remaining time of the last logged
+    step.
+    """
     words = [f"step {step}/{total_steps}"]
     if record is not None:
         left = (total_steps - step) * record.step_seconds

@@ -1,4 +1,4 @@
-"""What is known about one logged step, and the facts about the run that never change."""
+"""The record of one logged step, and constant facts about a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TOTAL_SPEED = "tokens/s, all devices"
 
 
 class Reduce(Protocol):
-    """Collectives over the ranks that share a batch; every rank calls them on the same steps.
+    """Collectives over the ranks that share a batch. Every rank calls them on the same steps.
 
-    Where the pipeline is split, include its ranks: those without a loss pass a zero sum and zero local tokens, and
-    then every rank knows the loss.
+    They include all pipeline ranks. Ranks without a loss pass a zero sum and zero local tokens, so every
+    rank gets the loss.
     """
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -34,21 +34,21 @@ class Reduce(Protocol):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run that stay the same from its first to its last step."""
+    """Facts about a run that do not change."""
 
     rank: int
     world_size: int
     is_writer: bool
-    """The one rank that writes metrics.jsonl, TensorBoard and W&B."""
+    """True on the rank that writes metrics.jsonl, TensorBoard and W&B."""
     start_step: int
-    """Steps done before this process started: 0, or the step of the checkpoint."""
+    """Number of steps before this process started: 0, or the step of the checkpoint."""
     total_steps: int
     num_params: int
     flops_per_token: float
     device_type: str
     device_name: str
     compute_dtype: str
-    """Type of the matmuls, for the peak speed: "bfloat16", "float16", "float32" or "float8"."""
+    """Dtype of matmuls, which determines the peak FLOP/s: "bfloat16", "float16", "float32" or "float8"."""
     description: str = ""
     model: str = ""
     """Name and size: "llama3/8B"."""
@@ -56,41 +56,48 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Record:
-    """One logged step: means over the window since the last logged one. Ratios are 0..1, times in seconds."""
+    """One logged step, with means over the window since the last logged step.
+
+    Ratios are 0..1, times in seconds.
+    """
 
     step: int
     loss: float
     """Loss per target token over the window and all ranks."""
     max_loss: float
-    """Largest over ranks of a rank's loss per token over the window."""
+    """Maximum over ranks of a rank's loss per token over the window."""
     grad_norm: float
     """Of this step, before clipping."""
     lr: float
     tokens_seen: int
     """Target tokens over all ranks since the first step of the run."""
     tokens_per_second: float
-    """Tokens that the model computed with, without filler, over all devices."""
+    """Tokens per second that the model computed with, without padding, over all devices."""
     tps: float
     """``tokens_per_second`` per device."""
     tflops: float
     """Model TFLOP/s per device."""
     mfu: float | None
-    """Share of the device's dense peak, 0..1; None where the peak is not known."""
+    """Fraction of the device's dense peak, 0..1. None if the peak is unknown."""
     step_seconds: float
     data_seconds: float
     memory: MemoryPeak
     eta_seconds: float
-    """Time left at the speed of this window."""
+    """Remaining time at the speed of this window."""
     targets_per_second: float = 0.0
-    """Tokens that count in the loss, over all devices."""
+    """Target tokens per second, over all devices."""
     has_targets: bool = True
-    """False if no step of the window had a target: then there is no loss."""
+    """False if no step of the window had a target, so that there is no loss."""
     extra: Mapping[str, float] = field(default_factory=dict)
     order_hash: int = 0
-    """What the run has seen since its first step, as one number: see ``data/checksum.py``."""
+    """Hash of all data since the first step, see ``data/checksum.py``."""
 
     def json_fields(self) -> dict[str, Any]:
-        """The record of ``metrics.jsonl``; a number that is not finite becomes None, which JSON writes as null."""
+        """Return the fields of ``metrics.jsonl``. Non-finite numbers become None, which JSON writes as null.
+
+        Raises:
+            ValueError: an extra metric has the name of a standard field.
+        """
         fields: dict[str, float | int | None] = {
             "step": self.step,
             "loss": self.loss,
@@ -110,13 +117,13 @@ class Record:
         }
         clash = fields.keys() & self.extra.keys()
         if clash:
-            raise ValueError(f"extra metrics take the names of standard ones: {sorted(clash)}")
+            raise ValueError(f"extra metrics must not have names of standard metrics: {sorted(clash)}")
         fields.update(self.extra)
         numbers: dict[str, Any] = {key: finite_or_none(value) for key, value in fields.items()}
         return {**numbers, "order_hash": f"{self.order_hash:016x}"}
 
     def tags(self, device_type: str, legacy: bool = False) -> dict[str, float]:
-        """Values by TensorBoard tag."""
+        """Return the values by TensorBoard tag."""
         return {**tags_of(self.json_fields(), device_type, legacy), **self.memory.tags()}
 
 
@@ -135,9 +142,9 @@ _NO_TAG = {"step", "tokens_per_second", "order_hash"}
 
 
 def tags_of(fields: Mapping[str, Any], device_type: str, legacy: bool = False) -> dict[str, float]:
-    """TensorBoard tags of one record of ``metrics.jsonl``; keys of its own keep their names.
+    """Return a record of ``metrics.jsonl`` by TensorBoard tag. Extra metrics keep their names.
 
-    A loss or norm that was not finite is NaN here, so that TensorBoard marks the step.
+    A loss or norm that was not finite is NaN, so that TensorBoard marks the step.
     """
     tags: dict[str, float] = {}
     for key, value in fields.items():
@@ -160,5 +167,5 @@ def tags_of(fields: Mapping[str, Any], device_type: str, legacy: bool = False) -
 
 
 def finite_or_none(value: float | int | None) -> float | int | None:
-    """A number that JSON can write, or None."""
+    """Return a finite number unchanged, otherwise None."""
     return value if value is not None and math.isfinite(value) else None

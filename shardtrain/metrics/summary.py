@@ -46,7 +46,16 @@ def log_summary(
     losses: Sequence[tuple[int, float]],
     notes: Sequence[str],
 ) -> None:
-    """Log the steps, tokens and speed of a run, a curve of ``losses`` (step, loss), and the ``notes`` of sinks."""
+    """Log the steps, tokens and speed of a run, and its loss curve.
+
+    Args:
+        facts: constant facts of the run.
+        done: the steps of this process.
+        first: the first record with a loss.
+        last: the last record with a loss.
+        losses: (step, loss) of logged steps, for the curve.
+        notes: lines of the sinks.
+    """
     steps = done.last_step - facts.start_step
     if not steps and done.last_step >= facts.total_steps:
         logger.info(

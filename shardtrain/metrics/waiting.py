@@ -1,6 +1,6 @@
-"""What a run does while it logs nothing, so that a slow step looks different from a run that is dead.
+"""Show the activity of a run during slow steps, so that it does not look dead.
 
-A line on the console after some seconds without any; on a terminal the live line counts the seconds in place of it.
+On a terminal the live line counts the seconds. Elsewhere a line is printed after some seconds without output.
 """
 
 from __future__ import annotations
@@ -15,17 +15,13 @@ from shardtrain.utils.heartbeat import asked_seconds
 from shardtrain.utils.units import format_seconds
 
 _REDRAW_SECONDS = 1.0
-"""Between two drawings of a live line that counts seconds."""
+"""Interval of redrawing the live line."""
 _SHORT_SECONDS = 2.0
-"""Steps up to so long move by themselves."""
+"""Steps shorter than this need no counter, because the live line changes with each step."""
 
 
 class Waiting:
-    """Tells the step or the phase that the run is in, and for how long.
-
-    ``phase`` gives the name of the phase, see ``utils.activity``; ``seconds`` of silence come before a line, 0
-    means none. ``compiles``: the first step compiles the model.
-    """
+    """Reports the current step or phase of a run, and its duration so far."""
 
     def __init__(
         self,
@@ -37,6 +33,17 @@ class Waiting:
         clock: Callable[[], float] = time.monotonic,
         compiles: bool = False,
     ) -> None:
+        """Configure the report.
+
+        Args:
+            total_steps: number of steps of the run.
+            step: last finished step.
+            phase: returns the name of the current phase, see ``utils.activity``.
+            progress: the live line, or None without a terminal.
+            seconds: time without output before a line is printed. By default from the environment.
+            clock: returns seconds.
+            compiles: True if the first step compiles the model.
+        """
         self.seconds = asked_seconds() if seconds is None else seconds
         self._total_steps = total_steps
         self._step = step
@@ -50,19 +57,18 @@ class Waiting:
         log.logger.addHandler(self._said)
 
     def step(self, step: int) -> None:
-        """This step has ended."""
+        """Report that this step has ended."""
         self._step = step
         self._since = self._clock()
 
     def tell(self) -> float:
-        """Print or draw what is due; gives the seconds until it is worth to be called again."""
+        """Print or redraw if due. Return the number of seconds until the next call is needed."""
         now = self._clock()
         phase = self._phase()
         if _place(phase) != _place(self._seen):
             self._since = now
         self._seen = phase
         waited = now - self._since
-        # On a terminal the live line counts the seconds; elsewhere a line comes after some seconds without any.
         if self._progress is not None:
             if waited >= _SHORT_SECONDS:
                 self._progress.wait(self.text(phase, waited))
@@ -73,10 +79,12 @@ class Waiting:
         return min(_REDRAW_SECONDS, self._said.seconds + self.seconds - now)
 
     def text(self, phase: str, waited: float) -> str:
-        """Such as ``step 41/5000: 20s``; without the time where the step has just begun."""
-        step = f"step {self._step + 1}/{self._total_steps}"
+        """Return a text such as ``step 41/5000: 20s``, without the time if the step has just started."""
+        number = f"{self._step + 1}/{self._total_steps}"
+        step = f"step {number}"
+        compiling = ", compiling" if self._compiles else ""
         place = {
-            "compile": f"first step ({self._step + 1}/{self._total_steps}){', compiling' if self._compiles else ''}",
+            "compile": f"first step ({number}){compiling}",
             "data": f"{step}, waiting for data",
             "validation": f"validation after step {self._step}",
             "checkpoint": f"saving step {self._step}",
@@ -85,17 +93,17 @@ class Waiting:
         return f"{place}: {format_seconds(round(waited))}" if waited >= 1 else place
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop observing the log."""
         log.logger.removeHandler(self._said)
 
 
 def _place(phase: str) -> str:
-    """What the time counts for: a step waits for its data within it."""
+    """Return the activity whose duration is shown. Waiting for data and compilation are part of a step."""
     return "step" if phase in ("compile", "data") else phase
 
 
 class _LastSaid(logging.Handler):
-    """When the log had its last line."""
+    """Log handler that records the time of the last line."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -103,5 +111,5 @@ class _LastSaid(logging.Handler):
         self.seconds = clock()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A line was logged."""
+        """Record the time of a line."""
         self.seconds = self._clock()

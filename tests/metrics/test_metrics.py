@@ -185,7 +185,7 @@ def test_extra_metrics_may_not_take_the_name_of_a_standard_one(tmp_path, kit, ca
         metrics.update(step, torch.tensor(1.0), 1, 1, 1.0, 1.0, 0.0, {"lr": 2.0})
     metrics.close()
     assert caplog.text.count("the metric sink JsonlFiles failed") == 1
-    assert "extra metrics take the names of standard ones: ['lr']" in caplog.text
+    assert "extra metrics must not have names of standard metrics: ['lr']" in caplog.text
 
 
 def test_only_the_writer_writes_files(tmp_path, kit):

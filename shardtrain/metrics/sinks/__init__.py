@@ -1,6 +1,7 @@
-"""Where metrics go: the console, ``metrics.jsonl``, TensorBoard, Weights & Biases, and files of the user's.
+"""Metric sinks: the console, ``metrics.jsonl``, TensorBoard, Weights & Biases, other services, and the
+user's files.
 
-A sink never stops training: what it cannot write is one warning.
+A sink never stops training. If it cannot write, it logs one warning.
 """
 
 from __future__ import annotations
@@ -15,27 +16,29 @@ from shardtrain.metrics.record import Record, RunFacts
 
 
 class Sink(Protocol):
-    """One place that metrics go to. It may also have ``summary``, a line for the log at the end of a run."""
+    """A destination of metrics. An optional attribute ``summary`` is logged at the end of a run."""
 
     def write(self, record: Record) -> None:
-        """Take a logged step."""
+        """Write a logged step."""
         ...
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """Take results on held-out data: ``{"loss": 2.9}``."""
+        """Write results on held-out data, such as ``{"loss": 2.9}``."""
         ...
 
     def close(self) -> None:
-        """Write what is left; nothing comes after."""
+        """Write pending values and close. No other call follows."""
         ...
 
 
 @dataclass(frozen=True)
 class SinkContext:
-    """What a sink is opened for: a run, on one of its ranks.
+    """The run and the rank for which a sink is opened.
 
-    ``records`` and ``validations`` are what an earlier part of the run wrote to ``metrics.jsonl`` and
-    ``validation.jsonl``, up to the step that it continues from; they are there on the writer rank, while sinks open.
+    Attributes:
+        records: on the writer rank, records of ``metrics.jsonl`` before the step from which the run
+            continues. Available only while sinks open.
+        validations: the same for ``validation.jsonl``.
     """
 
     config: Config
@@ -47,19 +50,19 @@ class SinkContext:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether this rank writes: the writer rank, or with metrics.save_for_all_ranks each."""
+        """True if this rank writes: the writer rank, or every rank with metrics.save_for_all_ranks."""
         return self.facts.is_writer or self.config.metrics.save_for_all_ranks
 
     @property
     def rank(self) -> int | None:
-        """This rank where each writes, so that places may be told apart; None where one writes for all."""
+        """This rank, to distinguish destinations if every rank writes. None if only the writer rank does."""
         return self.facts.rank if self.config.metrics.save_for_all_ranks else None
 
     def tags(self, record: Record) -> dict[str, float]:
-        """The values of a record by TensorBoard tag."""
+        """Return the values of a record by TensorBoard tag."""
         return record.tags(self.facts.device_type, self.config.metrics.legacy_tags)
 
 
 def validation_tags(values: Mapping[str, float]) -> dict[str, float]:
-    """Results on held-out data by TensorBoard tag."""
+    """Return results on held-out data by TensorBoard tag."""
     return {f"validation_metrics/{key}": value for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""A logged step for people: a row of a table on a terminal, elsewhere a line in the words of torchtitan."""
+"""Console output of logged steps: a table row on a terminal, otherwise a line with torchtitan's names."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from shardtrain.utils.log import color_allowed, logger
 from shardtrain.utils.units import format_seconds
 
 _COUNTS = ("skipped_updates", "spikes", "rewinds", "goodput")
-"""Shown where they are not 0."""
+"""Metrics that are shown only if they are not 0."""
 _COLUMNS = (
     "step", "loss", "grad_norm", "tps", "left", "lr", "mfu", "memory", "step_seconds", "data_seconds",
 )  # fmt: skip
-"""Of the table on a terminal, the most important first."""
+"""Columns of the table on a terminal, most important first."""
 _TITLES = {"memory": "GiB", "step_seconds": "step", "data_seconds": "data"}
 _CYAN, _GREEN, _YELLOW, _BLUE, _MAGENTA, _RED, _RESET = (f"\x1b[{code}m" for code in (36, 32, 33, 34, 35, 31, 0))
 
 
 def line(record: Record) -> str:
-    """``step:  N  loss:  x  grad_norm:  y  lr: ...  memory: G GiB  tps: n  tflops: f  mfu: m%  data: s  left: t``.
+    """``step:  N  loss:  x  grad_norm:  y  lr: ...  memory: G GiB  tps: n  tflops: f  mfu: m%  data: s
+    left: t``.
 
-    ``mfu: -`` where the peak of the device is not known.
+    ``mfu: -`` if the peak of the device is unknown.
     """
     return "  ".join(text for _, text in _parts(record))
 
 
 def colored_line(record: Record) -> str:
-    """The same line with ANSI colours."""
+    """Return the same line with ANSI colors."""
     return "  ".join(f"{color}{text}{_RESET}" if color else text for color, text in _parts(record))
 
 
 class StepTable:
-    """Logged steps as rows of a table, for a terminal: no wider than it or 96 columns, whichever is less.
+    """Logged steps as rows of a table, as wide as the terminal and at most 96 columns.
 
-    The columns that do not fit are left out, the last of ``_COLUMNS`` first; metrics of the user's own follow where
-    there is room. The names are printed above the first row, above every fortieth, and wherever the columns change.
+    Columns that do not fit are omitted, starting with the last of ``_COLUMNS``. Other metrics follow if
+    there is room. The header is printed above the first row, every 40 rows, and when the columns change.
     """
 
     MOST_COLUMNS = 96
@@ -50,10 +51,10 @@ class StepTable:
         self._rows = 0
 
     def row(self, record: Record, columns: int, color: bool) -> str:
-        """The row, below the names where they are due; ``columns`` is the width that there is."""
+        """Return the row, after a header if one is due. ``columns`` is the width of the terminal."""
         cells = self._cells(record)
 
-        # Which columns fit, the most important first; they are printed in the order of the cells.
+        # Select the columns that fit, by importance. They are printed in the order of the cells.
         by_importance = [name for name in _COLUMNS if name in cells]
         by_importance += [name for name in cells if name not in _COLUMNS]
         room = min(columns, self.MOST_COLUMNS) + 1
@@ -80,7 +81,7 @@ class StepTable:
         return row
 
     def _cells(self, record: Record) -> dict[str, tuple[int, str, str]]:
-        """Width, text and colour of each column by its name, from left to right."""
+        """Return column name -> width, text and color, from left to right."""
         cells = {
             "step": (self._step_width, f"{record.step}/{self._total_steps}", _RED),
             "loss": (8, _number(record.loss, 5) if record.has_targets else "-", _GREEN),
@@ -100,7 +101,10 @@ class StepTable:
 
 
 class Console:
-    """The log of each rank. Where its console is a terminal it gets a table, and the file the greppable line."""
+    """The log of each rank.
+
+    Where its console is a terminal it gets a table, and the file the greppable line.
+    """
 
     def __init__(self, total_steps: int = 0) -> None:
         self._table = StepTable(total_steps)
@@ -118,7 +122,7 @@ class Console:
         logger.info(f"validation step: {step:>2}  {words}")
 
     def close(self) -> None:
-        """Do nothing: the log continues."""
+        """Do nothing, because the log stays open."""
 
 
 def _number(value: float, digits: int) -> str:
@@ -126,7 +130,7 @@ def _number(value: float, digits: int) -> str:
 
 
 def _seconds(value: float) -> str:
-    """Four digits at most and a unit, so that the column keeps its width."""
+    """Format seconds with at most four digits, so that the column keeps its width."""
     for limit, decimals in ((1, 3), (10, 2), (100, 1)):
         if value < limit:
             return f"{value:.{decimals}f}s"
@@ -134,12 +138,15 @@ def _seconds(value: float) -> str:
 
 
 def _is_shown(key: str, value: float) -> bool:
-    """The parts of goodput are for the files, and so are counts of what has not happened: they would fill the line."""
+    """True for metrics that are shown on the console.
+
+    Parts of the goodput and zero counts are only in the files.
+    """
     return not key.startswith(("goodput_", "rows_of/")) and (bool(value) or key not in _COUNTS)
 
 
 def _parts(record: Record) -> list[tuple[str, str]]:
-    """Colour and text of each part."""
+    """Return the color and text of each part of the line."""
     share = "" if record.memory.fraction is None else f"({100 * record.memory.fraction:.1f}%)"
     mfu = "-" if record.mfu is None else f"{100 * record.mfu:.2f}%"
     parts = [

@@ -1,6 +1,6 @@
-"""One JSON object per line, appended as it happens: the record of a run that every report reads.
+"""The metrics history of a run as JSON lines, which every report reads.
 
-After a resume the file continues as one straight history: what was written after the checkpoint is removed.
+After a resume, records after the checkpoint are removed, so steps always increase.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shardtrain.utils.log import logger
 
 
 class JsonlFile:
-    """A history with strictly rising ``step``; each record is one write of one whole line.
+    """A history with strictly increasing ``step``. Each record is written as one line in one system call.
 
-    Opening the file drops records after ``start_step``, and lines that a crash has torn or a disk has changed. A run
-    that starts at step 0 keeps an earlier history aside under a name with the time. Neither a full disk nor a lost
-    mount stops training: the first failure is a warning, ``num_lost`` counts the records.
+    Opening the file removes records after ``start_step``, and torn or corrupted lines. A run that starts
+    at step 0 renames an earlier history to a name with the time. A full disk or a lost mount does not
+    stop training: the first failure logs a warning, and ``num_lost`` counts the lost records.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
@@ -37,8 +37,10 @@ class JsonlFile:
             self._warn(error)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record; a number that is not finite is written as null, since JSON has no word for it."""
-        fields = {key: finite_or_none(v) if isinstance(v, float) else v for key, v in record.items()}
+        """Append one record. JSON does not support non-finite numbers, so they are written as null."""
+        fields = {}
+        for key, value in record.items():
+            fields[key] = finite_or_none(value) if isinstance(value, float) else value
         line = line_of(fields)
         try:
             self._append(line)
@@ -47,13 +49,13 @@ class JsonlFile:
             self._warn(error)
 
     def close(self) -> None:
-        """Say how many records were lost, if any. The file is not held open between records."""
+        """Log the number of lost records, if any. The file is not open between records."""
         if self.num_lost:
             logger.warning(f"{self.num_lost} records of {self.path} could not be written")
 
     def _append(self, line: bytes) -> None:
-        # Opened per record: at most once per log_freq steps, and a mount that comes back is written to again.
-        # The folder may have been deleted during the run.
+        # The file is opened for each record, at most once per log_freq steps, so that writing works again
+        # after a lost mount returns. The folder may have been deleted during the run.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         descriptor = atomic_io.open_file(self.path, flags, 0o644, create_folder=True)
         size = os.fstat(descriptor).st_size
@@ -62,7 +64,7 @@ class JsonlFile:
             if written != len(line):
                 raise OSError(f"wrote {written} of {len(line)} bytes")
         except OSError:
-            # A full disk may take a part of a line; without it the next record is on a line of its own.
+            # A full disk may store a part of the line. Remove it, so that the next record starts a new line.
             os.ftruncate(descriptor, size)
             raise
         finally:
@@ -87,7 +89,7 @@ class JsonlFiles:
         self.summary = f"metrics in {self.records.path}"
 
     def forget(self) -> None:
-        """Let go of the history, which a long run would keep in memory."""
+        """Free the history, which can be large."""
         self.records.history.clear()
         self.validations.history.clear()
 
@@ -96,23 +98,23 @@ class JsonlFiles:
         self.records.write(record.json_fields())
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """Append results on held-out data, unless the file has them: a run may be resumed twice from a checkpoint."""
+        """Append results on held-out data, unless the file already has them from an earlier resume."""
         if step > self._last_validation:
             self.validations.write({"step": step, **values})
 
     def close(self) -> None:
-        """Say how many records were lost, if any."""
+        """Log the number of lost records, if any."""
         self.records.close()
         self.validations.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Records of a file in order; lines that are not records, or have changed since, are left out."""
+    """Return the records of a file in order. Skip invalid and corrupted lines."""
     return _parse(path.read_bytes())[0]
 
 
 def _parse(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Records of a file's content, and how many lines were not a record."""
+    """Return the records in a file's content, and the number of invalid lines."""
     records: list[dict[str, Any]] = []
     bad = 0
     for line in content.split(b"\n"):
@@ -127,7 +129,7 @@ def _parse(content: bytes) -> tuple[list[dict[str, Any]], int]:
 
 
 def _is_record(record: dict[str, Any]) -> bool:
-    """Whether a line is one that this class writes: a step, and numbers, null or short texts beside it."""
+    """True for objects that this module writes: a step, with numbers, null or short texts."""
     if type(record.get("step")) is not int or not 0 <= record["step"] < 2**63:
         return False
     return all(_is_value(value) for value in record.values())
@@ -136,46 +138,51 @@ def _is_record(record: dict[str, Any]) -> bool:
 def _is_value(value: Any) -> bool:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return False
-    return value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 1000)
+    if isinstance(value, str):
+        return len(value) <= 1000
+    return value is None or isinstance(value, int | float)
 
 
 def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
-    """Make the file on disk a rising history up to ``start_step``; returns it, thinned where the file is large."""
+    """Remove from the file all records after ``start_step`` and invalid lines.
+
+    Return the remaining records, or a sample of them if the file is large.
+    """
     if not path.exists():
         return []
 
-    # A large file that a start of this version left in order is cut where its history ends, and not read whole.
+    # A large file whose records are in order is truncated without reading all of it.
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         size = os.fstat(file.fileno()).st_size
-        end = _end_of_history(file, size, start_step) if start_step and size > _LARGE_BYTES else None
+        end = None
+        if start_step and size > _LARGE_BYTES:
+            end = _end_of_history(file, size, start_step)
         if end is not None:
             history = _thinned(file, end)
-            if all(one["step"] < other["step"] for one, other in itertools.pairwise(history)):
+            is_ascending = all(one["step"] < other["step"] for one, other in itertools.pairwise(history))
+            if is_ascending:
                 if end < size:
-                    descriptor = atomic_io.open_file(path, os.O_WRONLY)
-                    try:
-                        os.ftruncate(descriptor, end)
-                        os.fsync(descriptor)
-                    finally:
-                        os.close(descriptor)
+                    _truncate(path, end)
                     logger.info(f"{path}: continuing after step {start_step}; {size - end} bytes after it removed")
                 return history
         file.seek(0)
         content = b"" if not start_step and size > _LARGE_BYTES else file.read()
     records, bad = _parse(content)
 
-    # A run that begins: what another run has left there is put aside.
+    # A new run renames the history of an earlier run.
     if start_step == 0:
         if records or size > _LARGE_BYTES:
             aside = path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}")
             os.replace(path, aside)
-            logger.info(f"{path} holds an earlier run, and this one starts at step 0; the earlier one is now {aside}")
+            logger.info(
+                f"{path} contains an earlier run, and this run starts at step 0; renamed the earlier to {aside}"
+            )
         else:
             path.unlink()
         return []
 
-    # A run that continues: records after its step are of what it has not seen. Of a step that was written twice the
-    # later record belongs to the run that continued.
+    # A resumed run has not seen the steps after its checkpoint. If a step was written twice, the later
+    # record belongs to the run that continued.
     kept: list[dict[str, Any]] = []
     for record in records:
         if record["step"] > start_step:
@@ -192,21 +199,33 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
     return kept
 
 
-# Each start of a run leaves a file that is straight, and a run appends in order: so all that a start has to look at of
-# a large file is its end. Reading 10^7 records would take minutes.
+def _truncate(path: Path, size: int) -> None:
+    descriptor = atomic_io.open_file(path, os.O_WRONLY)
+    try:
+        os.ftruncate(descriptor, size)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Each start leaves the records in order, and a run appends in order. So a start needs to read only the
+# end of a large file. Reading 10^7 records would take minutes.
 _LARGE_BYTES = 16 * 2**20
 _TAIL_BYTES = 2**20
 _THINNED = 2500
 
 
 def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
-    """Where the last record up to ``start_step`` ends; None where what is before it has to be put in order first."""
+    """Return the offset after the last record up to ``start_step``.
+
+    None if earlier records are not in order.
+    """
     window = min(_TAIL_BYTES, size)
-    # From the end backwards, in windows that double until one has enough records up to the step.
+    # Read backwards from the end, in windows that double until one contains enough records up to the step.
     while True:
         file.seek(size - window)
         content = file.read(window)
-        # The first line of a window begins before it, and what follows the last line feed is torn.
+        # The first line of a window may start before it, and text after the last line feed is torn.
         if window < size:
             content = content.partition(b"\n")[2]
         at = size - len(content)
@@ -226,10 +245,10 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
                 end = at
                 last = step
                 num_kept += 1
-        # Two at least: one alone may be a step written twice.
+        # At least two records, because a single one may be a step that was written twice.
         if num_kept > 1 or window == size:
             return end
-        # A run that went far back: samples of the whole file tell about where to look.
+        # The checkpoint may be far back. Samples of the entire file show approximately where to look.
         if window == _TAIL_BYTES:
             before = _place_before(file, size, start_step)
             if before < size:
@@ -238,23 +257,30 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
 
 
 def _place_before(file: BinaryIO, size: int, start_step: int) -> int:
-    """A place that all records up to ``start_step`` are before, found by looking at few; ``size`` where none is."""
+    """Return an offset after all records up to ``start_step``, found from samples, or ``size``."""
     samples = _samples(file, size)
     if any(one["step"] >= other["step"] for (_, one), (_, other) in itertools.pairwise(samples)):
         return size
-    return next((place for place, record in samples if record["step"] > start_step), size)
+    for offset, record in samples:
+        if record["step"] > start_step:
+            return offset
+    return size
 
 
 def _thinned(file: BinaryIO, end: int) -> list[dict[str, Any]]:
-    """Records before ``end`` at even distances, the first and the last among them."""
+    """Return records before ``end`` at even distances, including the first and the last."""
     records = [record for _, record in _samples(file, end)]
+    # add the last record, unless it is the last sample
     file.seek(max(0, end - _TAIL_BYTES))
-    records += _parse(file.read(end - file.tell()).rpartition(b"\n")[0].rpartition(b"\n")[2])[0]
+    complete_lines = file.read(end - file.tell()).rpartition(b"\n")[0]
+    records += _parse(complete_lines.rpartition(b"\n")[2])[0]
     return [record for number, record in enumerate(records) if not number or record != records[number - 1]]
 
 
 def _samples(file: BinaryIO, end: int) -> list[tuple[int, dict[str, Any]]]:
-    """Records before ``end`` at even distances, the first among them, and where their lines begin."""
+    """Return records before ``end`` at even distances, including the first, with the offsets of their
+    lines.
+    """
     samples: list[tuple[int, dict[str, Any]]] = []
     for place in range(0, end, max(1, -(-end // _THINNED))):
         file.seek(place)

@@ -1,4 +1,4 @@
-"""MLflow: a run on the server of MLFLOW_TRACKING_URI, or without it in files below the run folder."""
+"""MLflow: a run on the server at MLFLOW_TRACKING_URI, or in files below the run folder if it is not set."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
 from shardtrain.utils import atomic_io
 
 RUN_ID_FILE = "mlflow_run_id"
-"""Below the run folder: the run that a resumed run continues."""
+"""File in the run folder with the id of the MLflow run, which a resumed run continues."""
 _PARAMETER_LENGTH = 500
 _AT_A_TIME = 100
-"""Parameters that one request may carry."""
+"""Maximum number of parameters per request."""
 
 
 def open_sink(request: SinkContext) -> TrackerSink | None:
-    """The sink of this rank. Raises ConfigError where the package is missing."""
+    """Return the sink of this rank, or None if it is disabled.
+
+    Raises ConfigError if the package is missing.
+    """
     if not request.config.metrics.enable_mlflow or not request.is_wanted:
         return None
     require_package("mlflow", "metrics.enable_mlflow", pip="mlflow-skinny")
@@ -29,14 +32,14 @@ def open_sink(request: SinkContext) -> TrackerSink | None:
 
 
 class _Run(Client):
-    """One run of MLflow, spoken to by its client object, so that no global state of the library is touched."""
+    """One MLflow run. Uses a client object instead of the library's global state."""
 
     def __init__(self, request: SinkContext) -> None:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        # Files are what a run without a server has, though the library warns that they are for small teams. A server
-        # that does not answer is asked for a minute, and not for many.
+        # Allow files for runs without a server, although the library recommends them only for small
+        # teams. Limit the retries, so that a dead server delays the thread for only a minute.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
@@ -44,14 +47,14 @@ class _Run(Client):
         self._client = MlflowClient(tracking_uri=where)
         kept = Path(request.folder) / (RUN_ID_FILE if request.rank is None else f"{RUN_ID_FILE}.{request.rank}")
 
-        # A run that continues is the same run of MLflow.
+        # A resumed run continues the same MLflow run.
         known = kept.read_text().strip() if request.facts.start_step and kept.is_file() else ""
         if known:
             self._id = known
             self._client.set_terminated(self._id, "RUNNING")
             return
 
-        # A new one, with the configuration as its parameters, a hundred to a request.
+        # A new run, with the configuration as its parameters.
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "shardtrain"
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
@@ -64,7 +67,7 @@ class _Run(Client):
             self._client.log_batch(self._id, params=params)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Send what are numbers: MLflow knows no others, and no infinities."""
+        """Send the finite numbers, because MLflow supports no other values."""
         import time
 
         from mlflow.entities import Metric

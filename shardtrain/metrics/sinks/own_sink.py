@@ -1,4 +1,4 @@
-"""Sinks in files of the user's: ``class Sink``. Its failures end neither a step nor a run."""
+"""Sinks in the user's Python files, as ``class Sink``. Their failures never stop training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OwnSink:
 
     @property
     def summary(self) -> str:
-        """Line of the sink for the end of a run; empty if it has none."""
+        """Line of the sink for the end of a run, empty if it has none."""
         return str(getattr(self._sink, "summary", "") or "")
 
     def write(self, record: Record) -> None:

@@ -1,4 +1,4 @@
-"""Prometheus: the last logged step as gauges, for a server that asks for them while the run is under way."""
+"""Prometheus: an endpoint with the last logged step as gauges, which a server scrapes during the run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from shardtrain.utils.log import logger
 
 
 def open_sink(request: SinkContext) -> PrometheusSink | None:
-    """The sink of the writer rank; one warning, and none, where the port cannot be had.
+    """Return the sink of the writer rank, or None if it is disabled.
+
+    Log a warning if the port is not available.
 
     Raises:
-        ConfigError: where the package is missing.
+        ConfigError: the package is missing.
     """
     options = request.config.metrics
     if not options.prometheus_port or not request.facts.is_writer:
@@ -32,7 +34,8 @@ def open_sink(request: SinkContext) -> PrometheusSink | None:
 
 
 class PrometheusSink:
-    """Gauges ``shardtrain_loss``, ``shardtrain_tokens_per_second`` and so on, by the names of ``metrics.jsonl``.
+    """Gauges ``shardtrain_loss``, ``shardtrain_tokens_per_second`` and so on, by the names of
+    ``metrics.jsonl``.
 
     Raises:
         OSError: where the address cannot be listened on.

@@ -20,12 +20,12 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
 REPLAYED = 5000
-"""Points of the time before a resume that the new event file gets: five times what TensorBoard draws of a curve."""
+"""Maximum number of earlier records in the event file of a resumed run: five times the points of a curve."""
 FLUSH_SECONDS = 10.0
 
 
 def open_sink(request: SinkContext) -> TensorBoardSink | None:
-    """The sink of this rank, with the history of a resumed run in it."""
+    """Return the sink of this rank with the history of a resumed run, or None if it is disabled."""
     options = request.config.metrics
     device_type = request.facts.device_type
     if not options.enable_tensorboard or not request.is_wanted:
@@ -42,25 +42,29 @@ def open_sink(request: SinkContext) -> TensorBoardSink | None:
 
 
 def thinned(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """At most REPLAYED of the records, at even distances, the first and the last among them."""
+    """Return at most REPLAYED records at even distances, including the first and the last."""
     if len(records) <= REPLAYED:
         return records
     return [records[index * (len(records) - 1) // (REPLAYED - 1)] for index in range(REPLAYED)]
 
 
 class TensorBoardSink:
-    """Writes scalars by tag into ``folder/YYYYmmdd-HHMM`` (and ``rank_N`` below it, where every rank writes).
+    """Writes scalars by tag into ``folder/YYYYmmdd-HHMM`` (and ``rank_N`` below it, where every rank
+    writes).
 
-    If the folder exists because of a restart within the same minute, the new one gets the suffix ``-2``. The file is
-    opened again for each write, every ``FLUSH_SECONDS``, to detect a deleted folder. A failed write logs a warning and
-    closes the sink, because metrics must not stop training.
+    If the folder exists because of a restart within the same minute, the new one gets the suffix ``-2``.
+    The file is opened again for each write, every ``FLUSH_SECONDS``, to detect a deleted folder. A failed
+    write logs a warning and closes the sink, because metrics must not stop training.
 
     Raises:
         ConfigError: the package is missing.
     """
 
     def __init__(
-        self, folder: Path, rank: int | None = None, tags: Callable[[Record], Mapping[str, float]] | None = None
+        self,
+        folder: Path,
+        rank: int | None = None,
+        tags: Callable[[Record], Mapping[str, float]] | None = None,
     ) -> None:
         self._tags = tags or (lambda record: record.tags("cpu"))
         self.summary = ""
@@ -132,14 +136,17 @@ class TensorBoardSink:
 
 
 def require_package(name: str, option: str, pip: str = "", value: object = True) -> None:
-    """Raise ConfigError where the package of an option is not installed: ``pip`` installs it, if by another name."""
+    """Raise ConfigError if the package of an option is not installed.
+
+    ``pip`` is its name on PyPI, if different.
+    """
     if name not in sys.modules and importlib.util.find_spec(name) is None:
         fix = f"pip install {pip or name}, or turn the option off"
         raise ConfigError(Problem(option, value, f"needs the package {name}", fix))
 
 
 def _fresh_folder(folder: Path, below: str) -> Path:
-    """The folder of this minute, with a number where one of that name has files already."""
+    """Return a folder named after this minute, with a number if a folder of that name has files."""
     stamp = time.strftime("%Y%m%d-%H%M")
     candidate = folder / stamp / below
     number = 1

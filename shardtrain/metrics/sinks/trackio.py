@@ -1,4 +1,4 @@
-"""trackio: W&B's interface on this machine's own files, or on a Space of Hugging Face by TRACKIO_SPACE_ID."""
+"""trackio: W&B's interface with local files, or with a Hugging Face Space if TRACKIO_SPACE_ID is set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
 
 
 def open_sink(request: SinkContext) -> TrackerSink | None:
-    """The sink of this rank. Raises ConfigError where the package is missing."""
+    """Return the sink of this rank, or None if it is disabled.
+
+    Raises ConfigError if the package is missing.
+    """
     if not request.config.metrics.enable_trackio or not request.is_wanted:
         return None
     require_package("trackio", "metrics.enable_trackio")
@@ -20,7 +23,7 @@ def open_sink(request: SinkContext) -> TrackerSink | None:
 
 
 class _Run(Client):
-    """One run of trackio; a resumed one continues under its name."""
+    """One trackio run. A resumed run continues the run of the same name."""
 
     def __init__(self, request: SinkContext) -> None:
         os.environ.setdefault("TRACKIO_DIR", str((request.folder / "trackio").absolute()))
@@ -34,7 +37,7 @@ class _Run(Client):
             config=run_config(request),
             resume="allow",
             embed=False,
-            auto_log_gpu=False,  # what is measured is what metrics.jsonl has
+            auto_log_gpu=False,  # log only the metrics of metrics.jsonl
             auto_log_cpu=False,
         )
 

@@ -1,4 +1,4 @@
-"""Weights & Biases: the run is named by the variables that its users set."""
+"""Weights & Biases. The run is configured by its usual environment variables."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from shardtrain.metrics.sinks.tensorboard import require_package
 from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
 
 INIT_SECONDS = 60.0
-"""How long the client may try to reach the service at start, in its own thread."""
+"""Maximum time to connect to the service at start, in a separate thread."""
 
 
 def run_options(all_ranks_rank: int | None) -> dict[str, Any]:
-    """Arguments of ``wandb.init`` from WANDB_PROJECT, _TEAM, _RUN_NAME, _RUN_ID, _RUN_NOTES and the like.
+    """Return the arguments of ``wandb.init`` from WANDB_PROJECT, WANDB_TEAM and similar variables.
 
-    ``all_ranks_rank`` is this rank where every rank logs: each is then a run of its own, with the rank in its name.
+    ``all_ranks_rank`` is this rank if every rank logs. Each rank is then a separate run, with the rank in
+    its name.
     """
     environment = {
         "entity": "WANDB_TEAM",
@@ -39,13 +40,17 @@ def run_options(all_ranks_rank: int | None) -> dict[str, Any]:
                 options[key] = f"{options[key]}-rank{all_ranks_rank}"
         options.setdefault("name", f"rank{all_ranks_rank}")
     if "id" in options and "resume_from" not in options and "fork_from" not in options:
-        # A restarted job with the same id continues its run; without "allow" the client would refuse or overwrite.
+        # A restarted job with the same id continues its run. Without "allow" the client would refuse or
+        # overwrite.
         options["resume"] = "allow"
     return options
 
 
 def open_sink(request: SinkContext) -> TrackerSink | None:
-    """The sink of this rank. Raises ConfigError where the package is missing."""
+    """Return the sink of this rank, or None if it is disabled.
+
+    Raises ConfigError if the package is missing.
+    """
     if not request.config.metrics.enable_wandb or not request.is_wanted:
         return None
     require_package("wandb", "metrics.enable_wandb")
@@ -54,7 +59,7 @@ def open_sink(request: SinkContext) -> TrackerSink | None:
     def open_client() -> Client:
         import wandb
 
-        # Bounds on the client's own waiting, and no question at the terminal.
+        # Limit the client's own waiting, and never prompt at the terminal.
         settings = wandb.Settings(init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS, console="off")
         return wandb.init(settings=settings, **options)  # type: ignore[return-value]
 
@@ -62,7 +67,7 @@ def open_sink(request: SinkContext) -> TrackerSink | None:
 
 
 def _known_names(record: Record) -> dict[str, float]:
-    """Names that users of W&B know, beside the tags of TensorBoard."""
+    """Return values by names common in W&B, in addition to TensorBoard's tags."""
     return {
         "loss": record.loss,
         "lr": record.lr,

@@ -53,7 +53,9 @@ def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> HangR
         descriptions.append(f"{label} {spans(ranks)}: {facts}")
     counters = "; ".join(descriptions)
     sign = signs[odd[0]]
-    message = f"has other counters than the rest after {marks[odd[0]].begun} steps together: {counters}"
+    message = (
+        f"has counters that differ from those of the other ranks after {marks[odd[0]].begun} common steps: {counters}"
+    )
     return HangReport(odd[0], sign.host, sign.phase, message, kind="Divergence")
 
 

@@ -312,9 +312,9 @@ class Watchdog:
         if not place.collective:
             # This rank does not wait for others, so it is to blame even if the store is dead.
             last_seen = f"last seen {where} at {place.at}, {seconds:.0f} s ago"
-            message = f"has not arrived: {last_seen}; nor does the store answer"
+            message = f"has not arrived: {last_seen}; the store does not answer either"
         elif self._meets_in_folder:
-            problem = f"hears of no rank for {seconds:.0f} s: the folder of the run's signs does not answer"
+            problem = f"has received no heartbeat for {seconds:.0f} s: the run's heartbeat folder does not answer"
             message = f"{waits}, and {problem}"
         else:
             # blame the host of the store, which is that of rank 0 or of the launcher
