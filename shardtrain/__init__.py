@@ -34,9 +34,6 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["StepResult", "Trainer", "evaluate", "generate", "load_config", "load_model", "plan", "report", "verify"]
 
-BEYOND_THE_CORE = ("shardtrain.tools", "shardtrain.compat", "shardtrain.launch.platforms")
-"""Parts of the package that an installation of the core does not have."""
-
 
 def __getattr__(name: str) -> _Any:
     if name not in __all__:
@@ -44,6 +41,8 @@ def __getattr__(name: str) -> _Any:
     try:
         from shardtrain import api
     except ModuleNotFoundError as error:
+        from shardtrain.utils.verbs import BEYOND_THE_CORE
+
         if error.name not in BEYOND_THE_CORE:
             raise
         fix = "install the complete package: pip install shardtrain"

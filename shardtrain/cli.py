@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 from shardtrain import __version__
 from shardtrain.config import config_command, help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
+from shardtrain.facts.file_kinds import FOREIGN_CONFIGS
 from shardtrain.utils import garbage_collection, limits, process, python_child, storage_errors
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem, ShardtrainError
@@ -154,7 +155,7 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
     if arguments.path is None and any(word.partition("=")[0] == "--deepspeed_config" for word in arguments.overrides):
         return _load_flags(arguments), arguments
     # a file of this package, or a preset
-    if not (arguments.path and arguments.path.lower().endswith(FOREIGN_ENDINGS)):
+    if not (arguments.path and arguments.path.lower().endswith(FOREIGN_CONFIGS)):
         preset = None if verb == "test" else presets.FIRST
         loaded = config.load(arguments.path, arguments.overrides, preset=preset, keep_problems=keep_problems)
         return loaded, arguments
@@ -178,9 +179,6 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
     # the command line takes precedence over the file
     unset = {name: value for name, value in from_file.items() if getattr(arguments, name) is None}
     return loaded, dataclasses.replace(arguments, **unset)
-
-
-FOREIGN_ENDINGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
 
 
 def _load_flags(arguments: CommandLine) -> Loaded:

@@ -40,9 +40,11 @@ WEIGHTS_PREFIX = "model."
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.bin")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",')
-_MAX_DIMS = 16
-_MAX_SIZE = 2**48
-_MAX_NAME = 1000
+MAX_DIMS = 16
+MAX_SIZE = 2**48
+"""Bytes of a tensor, and elements of a dimension."""
+MAX_NAME = 1000
+"""Characters of a tensor's name."""
 _MAX_PLACES = 30_000_000
 
 
@@ -251,13 +253,13 @@ def _file(entry: Any) -> TensorFile:
 
 def _tensor(name: str, entry: Any, version: int, num_files: int) -> StoredTensor:
     dtype, shape, grids = _list(entry, "tensors", 3)
-    if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+    if not 0 < len(name) <= MAX_NAME or not name.isprintable():
         _refuse("has an invalid tensor name")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         _refuse(f"has a dtype of {name} that is not one of {', '.join(ITEM_BYTES)}")
     # A load allocates the tensor, so limit its size.
     whole = _counts(shape, name)
-    if math.prod(whole) * ITEM_BYTES[dtype] > _MAX_SIZE:
+    if math.prod(whole) * ITEM_BYTES[dtype] > MAX_SIZE:
         _refuse(f"has a too large shape of {name}")
     checked = tuple(_grid(name, entry, version, len(whole), num_files) for entry in _list(grids, name))
     problem = check_tiling(whole, [grid.box for grid in checked])
@@ -278,7 +280,7 @@ def _grid(name: str, entry: Any, version: int, dims: int, num_files: int) -> Gri
             _refuse(f"has pieces of {name} with an invalid repetition")
         axes.append(Axis(_count(repeats, name), dim, step))
     grid = Grid(_counts(offsets, name), _counts(sizes, name), _count(file, name), _count(begin, name), tuple(axes))
-    if len(grid.sizes) != dims or len(axes) > _MAX_DIMS or not 1 <= grid.count <= max(1, num_files):
+    if len(grid.sizes) != dims or len(axes) > MAX_DIMS or not 1 <= grid.count <= max(1, num_files):
         _refuse(f"has pieces of {name} with a wrong number of dimensions, or more pieces than files")
     return grid
 
@@ -340,21 +342,21 @@ def _list(value: Any, what: str, length: int | None = None) -> list[Any]:
 
 
 def _counts(value: Any, what: str) -> tuple[int, ...]:
-    if len(_list(value, what)) > _MAX_DIMS:
+    if len(_list(value, what)) > MAX_DIMS:
         _refuse(f"has too many dimensions in {what}")
     for number in value:  # like _count, without a call for each of 100,000 numbers
-        if type(number) is not int or not 0 <= number <= _MAX_SIZE:
+        if type(number) is not int or not 0 <= number <= MAX_SIZE:
             _refuse(f"has a number in {what} that is not a count")
     return tuple(value)
 
 
 def _count(value: Any, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_SIZE:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_SIZE:
         _refuse(f"has a number in {what} that is not a count")
     return value
 
 
 def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_NAME or not value.isprintable():
+    if not isinstance(value, str) or len(value) > MAX_NAME or not value.isprintable():
         _refuse(f"has a {what} that is not a short text")
     return value

@@ -19,6 +19,7 @@ from typing import IO, Any, BinaryIO
 import torch
 from torch import Tensor
 
+from shardtrain.checkpoint.manifest import MAX_DIMS, MAX_NAME, MAX_SIZE
 from shardtrain.checkpoint.pickled import Made, Name, parse
 from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.utils import atomic_io
@@ -47,11 +48,8 @@ _OLD_BEGINNING = b"\x80\x02"
 _OLD_MAGIC = 0x1950A86A20F9469CFC6C
 _MOST_OLD_PICKLES = 64 * 2**20
 """Bytes before the storages of a file of before PyTorch 1.6."""
-_MAX_DIMS = 16
-_MAX_SIZE = 2**48
 _MAX_DEPTH = 60
 _MAX_NAMES = 1_000_000
-_MAX_NAME = 1000
 _FREE_STEPS = 1_000_000
 _BYTES_PER_STEP = 16
 _VIEWS_OF_A_STORAGE = 1024
@@ -156,7 +154,7 @@ class FlatFile:
         for key, value in table.items() if isinstance(table, dict) else enumerate(table):
             budget -= 1
             name = f"{start}{key}"
-            if budget < 0 or len(name) > _MAX_NAME or not name.isprintable():
+            if budget < 0 or len(name) > MAX_NAME or not name.isprintable():
                 raise CheckpointError(f"{self.folder} has more names, or longer ones, than a model; use another one")
             if isinstance(value, dict | list) and value:
                 budget = self._add(f"{name}.", value, budget)
@@ -268,9 +266,9 @@ def stored(made: Any) -> Stored:
         dtype = last.name if isinstance(last, Name) and last.module == "torch" else ""
     tables = isinstance(shape, tuple) and isinstance(strides, tuple)
     counts = [*shape, *strides, offset] if tables else [-1]
-    if dtype not in ITEM_BYTES or not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in counts):
+    if dtype not in ITEM_BYTES or not all(type(n) is int and 0 <= n <= MAX_SIZE for n in counts):
         raise ValueError("a tensor is invalid")
-    if len(shape) != len(strides) or len(shape) > _MAX_DIMS or math.prod(shape) > _MAX_SIZE:
+    if len(shape) != len(strides) or len(shape) > MAX_DIMS or math.prod(shape) > MAX_SIZE:
         raise ValueError("a tensor is invalid")
     return Stored(str(dtype), shape, strides, offset, key)
 

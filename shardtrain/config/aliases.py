@@ -301,7 +301,7 @@ _FLAVORS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
         **{("llama4", f"{name}_irope"): (name, _IROPE) for name in ("debugmodel", "17bx16e", "17bx128e")},
     }
 )
-_C4 = ("c4", "c4_mini", "c4_test")
+TORCHTITAN_DATASETS = ("c4", "c4_mini", "c4_test")
 # torchtitan's flavors of qwen3 that have experts, whose file here is qwen3_moe.
 _QWEN3_MOE = ("debugmodel_moe", "30B-A3B", "235B-A22B")
 # Lists that used to be one comma-separated text.
@@ -627,5 +627,5 @@ def _validation_set(done: Rewritten, given: Mapping[str, Setting], new: Mapping[
         return
     if switch.shown not in (True, "true", "True"):
         return
-    if "validation.enabled" in given or (training is not None and training.shown in _C4):
+    if "validation.enabled" in given or (training is not None and training.shown in TORCHTITAN_DATASETS):
         _add(done, "validation.dataset", "c4_validation", switch.where, "torchtitan validated on this set")

@@ -12,7 +12,16 @@ ENDINGS = {
 }
 """Dataset -> endings that it reads in a folder. A file that is named by itself may have any ending."""
 
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSIONS: dict[str, tuple[bytes, ...]] = {
+    ".gz": (b"\x1f\x8b",),
+    ".bz2": (b"BZh",),
+    ".xz": (b"\xfd7zXZ\x00",),
+    ".zst": (b"\x28\xb5\x2f\xfd", *(bytes((low, 0x2A, 0x4D, 0x18)) for low in range(0x50, 0x60))),
+}
+"""Ending of a compressed file -> its possible first bytes. The later ones of zstandard are skippable frames."""
+
+FOREIGN_CONFIGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
+"""Endings of the configuration files of other systems that ``train`` reads."""
 
 _DATASETS = {ending: dataset for dataset, endings in ENDINGS.items() for ending in endings} | {".md": "text"}
 

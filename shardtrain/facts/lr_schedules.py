@@ -10,8 +10,11 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from typing import Literal
 
 Schedule = Callable[..., float]
+DecayType = Literal["linear", "sqrt", "cosine"]
+WarmupType = Literal["log", "linear"]
 
 
 def options_of(schedule: Schedule) -> tuple[str, ...]:
@@ -25,7 +28,12 @@ def options_of(schedule: Schedule) -> tuple[str, ...]:
 
 
 def warmup_stable_decay(
-    step: int, total_steps: int, warmup_steps: int, decay_ratio: float | None, decay_type: str, min_lr_factor: float
+    step: int,
+    total_steps: int,
+    warmup_steps: int,
+    decay_ratio: float | None,
+    decay_type: DecayType,
+    min_lr_factor: float,
 ) -> float:
     """Linear warmup, constant peak, then decay to ``min_lr_factor``.
 
@@ -45,7 +53,12 @@ def warmup_stable_decay(
 
 
 def transformers(
-    step: int, total_steps: int, warmup_steps: int, warmup_proportion: float, decay_type: str, min_lr_factor: float
+    step: int,
+    total_steps: int,
+    warmup_steps: int,
+    warmup_proportion: float,
+    decay_type: DecayType,
+    min_lr_factor: float,
 ) -> float:
     """Linear from 0 over the warmup, then the decay (get_linear_ and get_cosine_schedule_with_warmup of transformers).
 
@@ -75,7 +88,9 @@ def linear_by_proportion(step: int, total_steps: int, warmup_proportion: float) 
     return (total_steps - step) / max(1, total_steps - warmup)
 
 
-def deepspeed_warmup(step: int, total_steps: int, warmup_steps: int, warmup_type: str, min_lr_factor: float) -> float:
+def deepspeed_warmup(
+    step: int, total_steps: int, warmup_steps: int, warmup_type: WarmupType, min_lr_factor: float
+) -> float:
     """From min_lr_factor to the peak, by the logarithm of the step or linearly, then the peak (DeepSpeed's WarmupLR).
 
     As in DeepSpeed, a warmup takes at least 2 steps.
@@ -88,7 +103,7 @@ def deepspeed_warmup(step: int, total_steps: int, warmup_steps: int, warmup_type
 
 
 def deepspeed_warmup_decay(
-    step: int, total_steps: int, warmup_steps: int, warmup_type: str, min_lr_factor: float
+    step: int, total_steps: int, warmup_steps: int, warmup_type: WarmupType, min_lr_factor: float
 ) -> float:
     """DeepSpeed's WarmupLR, then linearly from the peak back to min_lr_factor at the end (WarmupDecayLR)."""
     warmup = max(2, warmup_steps)
@@ -99,7 +114,7 @@ def deepspeed_warmup_decay(
 
 
 def deepspeed_warmup_cosine(
-    step: int, total_steps: int, warmup_steps: int, warmup_type: str, min_lr_factor: float
+    step: int, total_steps: int, warmup_steps: int, warmup_type: WarmupType, min_lr_factor: float
 ) -> float:
     """A warmup from 0, then half a cosine from the step after the peak down to min_lr_factor (WarmupCosineLR)."""
     warmup = max(2, warmup_steps)
@@ -109,14 +124,16 @@ def deepspeed_warmup_cosine(
     return min_lr_factor + (1 - min_lr_factor) * share
 
 
-def _decay(progress: float, decay_type: str, min_lr_factor: float) -> float:
+def _decay(progress: float, decay_type: DecayType, min_lr_factor: float) -> float:
     """Decay from 1 at progress 0 to ``min_lr_factor`` at progress 1."""
-    shapes = {
-        "linear": 1 - progress,
-        "sqrt": 1 - math.sqrt(progress),
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }
-    return min_lr_factor + (1 - min_lr_factor) * shapes[decay_type]
+    match decay_type:
+        case "linear":
+            share = 1 - progress
+        case "sqrt":
+            share = 1 - math.sqrt(progress)
+        case "cosine":
+            share = 0.5 * (1 + math.cos(math.pi * progress))
+    return min_lr_factor + (1 - min_lr_factor) * share
 
 
 SCHEDULES: dict[str, Schedule] = {

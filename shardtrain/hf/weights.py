@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from shardtrain.facts.dtypes import SAFETENSORS_NAMES
+from shardtrain.hf.listing import INDEX as INDEX
 from shardtrain.hub_formats.config_json import MAX_JSON_BYTES
 from shardtrain.utils import bounded_reads, checked_json
 from shardtrain.utils.errors import CheckpointError
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 BIN_INDEX = "pytorch_model.bin.index.json"
 BIN = "pytorch_model.bin"

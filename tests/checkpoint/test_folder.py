@@ -20,6 +20,7 @@ from shardtrain.checkpoint import files, manifest, retention, weights_file
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import place
 from shardtrain.config.schema import Checkpoint, Config, Job
+from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.tools import checkpoint_command
 from shardtrain.utils.errors import CheckpointError, StorageError
 
@@ -335,7 +336,7 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> N
 # -- weights only ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES)
 def test_the_last_save_can_be_weights_alone_in_a_file_that_every_program_opens(tmp_path: Path, dtype: str) -> None:
     kept = save(tmp_path, 1, last_save_model_only=True, export_dtype=dtype)
     kept.save(3, weights(1 / 3), rest(3), FACTS, True)

@@ -20,6 +20,7 @@ from shardtrain import models
 from shardtrain.checkpoint import files, retention
 from shardtrain.config.schema import Config
 from shardtrain.data.build_dataset import tokenizer_of
+from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.hf import hf_export, saving
 from shardtrain.hf.generation_config import trained_tokens
 from shardtrain.hf.hf_export import Export
@@ -90,7 +91,7 @@ def test_the_folder_is_what_an_export_writes(mesh: str, async_mode: str, tmp_pat
         assert sum(name.endswith(".safetensors") for name in found) >= 4
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES)
 def test_the_weights_are_rounded_to_the_type_asked_for(dtype: str, tmp_path: Path) -> None:
     ended = train(config_for(tmp_path, last_save_in_hf=True, export_dtype=dtype))
     folder = tmp_path / "checkpoint/step-2-hf"

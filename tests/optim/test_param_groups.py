@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from shardtrain.config.schema import Optimizer
+from shardtrain.facts.optimizers import OPTIMIZERS
 from shardtrain.optim import build, parameter_groups
 from shardtrain.utils.log import kept_warnings
 
@@ -40,7 +41,7 @@ def test_patterns_that_cover_all_or_overlap_leave_no_parameter_twice(model):
     assert set(decay_by_name(model, groups).values()) == {0.0}
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "AdamW8bit", "Muon"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_pattern_without_a_match_is_reported_once_and_trains(model, name):
     config = Optimizer(name=name, no_weight_decay=["*norm*", "*.gamma"], weight_decay=0.1)
     named = list(model.named_parameters())

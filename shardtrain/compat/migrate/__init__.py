@@ -4,7 +4,7 @@
 that is read runs code, and no torch is imported. Only the command line imports this room.
 """
 
-from shardtrain.compat.migrate.foreign_files import FOREIGN_ENDINGS, Migration, load, load_flags, migrate, open_file
+from shardtrain.compat.migrate.foreign_files import Migration, load, load_flags, migrate, open_file
 from shardtrain.compat.migrate.migration_report import ThisMachine
 
-__all__ = ["FOREIGN_ENDINGS", "Migration", "ThisMachine", "load", "load_flags", "migrate", "open_file"]
+__all__ = ["Migration", "ThisMachine", "load", "load_flags", "migrate", "open_file"]

@@ -22,9 +22,6 @@ from shardtrain.compat.migrate.migration_report import Entry, FileMigration, Rul
 from shardtrain.config.settings import Setting
 from shardtrain.utils.errors import ConfigError, Problem
 
-FOREIGN_ENDINGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
-"""Endings of files that ``train`` takes for those of another system."""
-
 
 class SystemReader(Protocol):
     """What a module of a system has."""

@@ -14,12 +14,13 @@ from shardtrain.config.derived import packing_kind
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest, options
 from shardtrain.config.rules.values import problem
-from shardtrain.config.schema.data_options import DataSource
+from shardtrain.config.schema.data_options import END_OPTIONS, ROLES, DataSource
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS, OF_PAIRS
+from shardtrain.facts.file_kinds import ENDINGS
 from shardtrain.utils.errors import Problem
 
 SOURCES_FOLDER = Path(__file__).parents[2] / "data" / "sources"
-FILE_DATASETS = ("jsonl", "text", "tsv", "parquet", "tokens")
+FILE_DATASETS = (*ENDINGS, "tokens")
 """Datasets that read the user's files: they have a path, and neither splits nor configurations."""
 NEED_A_PATH = (*FILE_DATASETS, "huggingface")
 _WITHOUT_SPLITS = (*FILE_DATASETS, "python_stdlib", "c4_test")
@@ -42,7 +43,6 @@ _FIELDS_OF_TASKS = {
 }
 """Columns and templates that each task of rows reads, regardless of data.format."""
 _ALL_FIELDS = tuple(dict.fromkeys(field for fields in _FIELDS.values() for field in fields))
-_ENDS = ("add_bos", "add_eos", "separator")
 
 
 def source_names() -> list[str]:
@@ -228,7 +228,7 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
 
 def chat_ends(loaded: Loaded) -> Iterator[Problem]:
     """The chat template, not these options, determines the tokens around a conversation."""
-    for field in _ENDS:
+    for field in END_OPTIONS:
         # add_bos also applies to the prompt of samples
         is_read = field == "add_bos" and loaded.config.metrics.sample_prompt
         if is_changed(loaded, f"data.{field}") and not is_read:
@@ -315,11 +315,10 @@ def _check_template(
     if loaded.config.task.name not in OF_NEXT_TOKENS:
         return
     if row_format == "chat":
-        roles = ("system", "user", "assistant")
-        unknown = [name for name in entries if name not in roles]
+        unknown = [name for name in entries if name not in ROLES]
         if unknown:
             rule = f"has the entry {unknown[0]!r}, which is not a role of a conversation"
-            yield Problem(option, None, rule, f"use {', '.join(roles)}", where)
+            yield Problem(option, None, rule, f"use {', '.join(ROLES)}", where)
         elif "user" not in entries or "assistant" not in entries:
             yield Problem(option, None, "must have both user and assistant", "add the missing one", where)
         return
@@ -395,7 +394,7 @@ def _shard_notes(loaded: Loaded, sources: dict[str, DataSource]) -> list[str]:
     """Return a note about options of reading and tokenizing if all data are prepared shards."""
     if any(source.dataset != "tokens" for source in sources.values()):
         return []
-    keys = (*_TO_READ_ROWS, *_ENDS, "template", *_ALL_FIELDS)
+    keys = (*_TO_READ_ROWS, *END_OPTIONS, "template", *_ALL_FIELDS)
     unused = [f"data.{key}" for key in keys if is_changed(loaded, f"data.{key}")]
     if not unused:
         return []

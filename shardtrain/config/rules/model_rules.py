@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardtrain.config import derived
+from shardtrain.config.aliases import TORCHTITAN_DATASETS
 from shardtrain.config.coerce import Unfit, coerce
 from shardtrain.config.load import Loaded
 from shardtrain.config.model_file import ModelFacts, read_model_file, shape
@@ -223,9 +224,6 @@ def dense_layers(sizes: dict[str, Any]) -> int:
     return min(layers, _size(sizes, "num_dense_layers"))
 
 
-_TORCHTITAN_DATASETS = ("c4", "c4_mini", "c4_test")
-
-
 def rotary_notes(loaded: Loaded) -> list[str]:
     """Return a note if the rotary angles differ from those that torchtitan uses with this file.
 
@@ -237,7 +235,7 @@ def rotary_notes(loaded: Loaded) -> list[str]:
     config = loaded.config
     sizes = model_shape(loaded) or {}
     is_toml = loaded.path is not None and loaded.path.suffix == ".toml"
-    is_from_torchtitan = loaded.renames or config.training.dataset in _TORCHTITAN_DATASETS
+    is_from_torchtitan = loaded.renames or config.training.dataset in TORCHTITAN_DATASETS
     if not (is_toml and is_from_torchtitan and loaded.is_set("model.name")):
         return []
     set_by_hand = {"model.overrides.rope_scaling", "model.overrides.rope_factor"} & loaded.origins.keys()

@@ -19,7 +19,10 @@ from shardtrain.config.schema.task_options import Task
 from shardtrain.config.schema.watch_options import MemoryEstimation, Metrics, Profiling
 from shardtrain.facts.devices import DeviceType
 from shardtrain.facts.dtypes import ComputeDtype
+from shardtrain.facts.lr_schedules import DecayType, WarmupType
 from shardtrain.facts.quantization import Float8Recipe, MXRecipe
+
+ReshardPolicy = Literal["default", "always", "never"]
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class LRScheduler:
     """Length of the schedule; training.steps by default."""
     decay_ratio: float | None = None
     """Share of the steps that decay, 0..1; by default all steps after the warmup."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    decay_type: DecayType = "linear"
     """Shape of the decay."""
     min_lr_factor: float = 0.0
     """Rate at the end of the decay, as a share of the peak, 0..1; for deepspeed_warmup and deepspeed_warmup_decay the
@@ -137,7 +140,7 @@ class LRScheduler:
     warmup_proportion: float = 0.01
     """Share of the steps that warm up, for linear_by_proportion, and for transformers without warmup_steps, 0..1
     (shardtrain)."""
-    warmup_type: Literal["log", "linear"] = "log"
+    warmup_type: WarmupType = "log"
     """Shape of the warmup of DeepSpeed's schedules (shardtrain)."""
 
 
@@ -208,7 +211,7 @@ class Parallelism:
     """Copies of the model (DDP); with a shard degree above 1 it is HSDP."""
     data_parallel_shard_degree: int = -1
     """Ranks over which parameters are sharded (FSDP); -1 is all ranks that the other degrees leave."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    fsdp_reshard_after_forward: ReshardPolicy = "default"
     """Free gathered parameters after forward: always, never, or (default) all but the last layer's."""
     shard_optimizer_states: bool = False
     """Split optimizer state over the data_parallel_replicate ranks (ZeRO-1) (shardtrain)."""

@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+RowFormat = Literal["text", "prompt_completion", "chat"]
+ROLES = ("system", "user", "assistant")
+"""Turns of a conversation."""
+END_OPTIONS = ("add_bos", "add_eos", "separator")
+"""Options that say how a document begins and ends."""
+
 
 @dataclass(frozen=True)
 class DataLoaderOptions:
@@ -32,7 +38,7 @@ class DataSource:
     """Share of the training tokens, relative to the other sources' weights (shardtrain)."""
     epochs: int | None = None
     """Passes over this source, after which the data end; unset: repeated as often as its weight needs (shardtrain)."""
-    format: Literal["text", "prompt_completion", "chat"] | None = None
+    format: RowFormat | None = None
     """data.format of this source (shardtrain)."""
     text_field: str | None = None
     """data.text_field of this source (shardtrain)."""
@@ -67,7 +73,7 @@ class Data:
     readers: int = 256
     """Virtual readers of a stream, whatever the number of ranks. They share its documents; their number is part of the
     data order (shardtrain)."""
-    format: Literal["text", "prompt_completion", "chat"] = "text"
+    format: RowFormat = "text"
     """What a row is: a text; a prompt and its completion, with loss on the completion; or a conversation, with loss on
     the assistant's turns (shardtrain)."""
     template: dict[str, str] = field(default_factory=dict)

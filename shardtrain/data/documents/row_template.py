@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardtrain.config.schema import Data, DataSource
+from shardtrain.config.schema.data_options import ROLES
 from shardtrain.data import sources
 from shardtrain.data.chat.jinja_sandbox import MAX_CHARACTERS, Work, sandbox
 from shardtrain.data.documents.bad_rows import around_bad_rows, attempt
@@ -23,7 +24,6 @@ from shardtrain.data.sources import BadRow
 from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 
-ROLES = ("system", "user", "assistant")
 _MAX_NAMES = 12
 
 

@@ -22,19 +22,9 @@ from shardtrain.data import shared_opening
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.shared_opening import Listing, Witness
 from shardtrain.data.sources import Request
+from shardtrain.facts.file_kinds import COMPRESSIONS
 from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError
-
-COMPRESSIONS: Mapping[str, tuple[bytes, ...]] = {
-    ".gz": (b"\x1f\x8b",),
-    ".bz2": (b"BZh",),
-    ".xz": (b"\xfd7zXZ\x00",),
-    ".zst": (b"\x28\xb5\x2f\xfd", *(bytes((low, 0x2A, 0x4D, 0x18)) for low in range(0x50, 0x60))),
-}
-"""Suffix of a compressed file -> its possible first bytes.
-
-The later ones of zstandard are skippable frames.
-"""
 
 MANY_FILES = 10_000
 """Datasets with this number of files open each file only when a row of it is read, and read it sequentially.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardtrain.config.schema import Data
+from shardtrain.config.schema.data_options import END_OPTIONS
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -75,7 +76,7 @@ def described(tokenizer: Tokenizer, data: Data) -> str:
     begin = _as_text(tokenizer, ends.prefix)
     end = _as_text(tokenizer, ends.after)
     options = []
-    for name in ("add_bos", "add_eos", "separator"):
+    for name in END_OPTIONS:
         value = getattr(data, name)
         if value is not None:
             text = str(value).lower() if isinstance(value, bool) else repr(value)

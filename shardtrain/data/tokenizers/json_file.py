@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.tokenizers.tokenizer_config import ends_facts, read_beside
+from shardtrain.data.tokenizers.tokenizer_config import END_TOKENS, ends_facts, read_beside
 from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
@@ -57,7 +57,7 @@ class JsonTokenizer:
         special = {token.content: i for i, token in added.items() if token.special}
         self.bos_id, self.eos_id, self.pad_id = (
             config.special_id(name, self._tokenizer.token_to_id, special, self.vocab_size, option)
-            for name in ("bos_token", "eos_token", "pad_token")
+            for name in END_TOKENS
         )
         ends_by_name = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         self.special_ids = frozenset(special.values()).union(i for i in ends_by_name.values() if i is not None)

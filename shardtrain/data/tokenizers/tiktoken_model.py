@@ -20,7 +20,7 @@ import numpy.typing as npt
 from shardtrain.data.tokenizers.spans import character_spans
 from shardtrain.data.tokenizers.split import Splitter
 from shardtrain.data.tokenizers.threads import threads
-from shardtrain.data.tokenizers.tokenizer_config import ends_facts, read_beside
+from shardtrain.data.tokenizers.tokenizer_config import END_TOKENS, ends_facts, read_beside
 from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -90,8 +90,7 @@ class TiktokenTokenizer:
         self._texts = {i: text for text, i in specials.items()}
         self.vocab_size = len(ranks) + _NUM_SPECIAL
         self.bos_id, self.eos_id, self.pad_id = (
-            beside.special_id(name, specials.get, specials, self.vocab_size, option)
-            for name in ("bos_token", "eos_token", "pad_token")
+            beside.special_id(name, specials.get, specials, self.vocab_size, option) for name in END_TOKENS
         )
         self.prefix_ids, self.suffix_ids = beside.ends(self.bos_id, self.eos_id)
         self.special_ids = frozenset(self._texts)

@@ -16,6 +16,7 @@ _USUAL_NAMES = {
     "eos_token": ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|eos|>"),
     "pad_token": ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>"),
 }
+END_TOKENS = tuple(_USUAL_NAMES)
 _CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
 _TEMPLATE = "chat_template.jinja"
 _TEMPLATES = "additional_chat_templates"

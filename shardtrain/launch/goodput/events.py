@@ -12,15 +12,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from shardtrain.utils import atomic_io, bounded_reads, checked_json
+from shardtrain.utils import activity, atomic_io, bounded_reads, checked_json
 from shardtrain.utils.errors import DataError
 
 FILE = "goodput.jsonl"
 MAX_BYTES = 2**28
 """Of a file: a million events."""
-PHASES = ("start", "compile", "data", "step", "validation", "checkpoint", "end")
+_PHASES = get_args(activity.Phase)
 
 
 @dataclass(frozen=True)
@@ -155,4 +155,4 @@ def _is_seconds(value: object) -> bool:
 
 
 def _are_phases(value: object) -> bool:
-    return isinstance(value, Mapping) and all(name in PHASES and _is_seconds(value[name]) for name in value)
+    return isinstance(value, Mapping) and all(name in _PHASES and _is_seconds(value[name]) for name in value)

@@ -18,6 +18,7 @@ from shardtrain.data.documents.bad_rows import attempt
 from shardtrain.data.documents.columns import text
 from shardtrain.data.sources import Request, every_row, find, place_of
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer, open_tokenizer
+from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.utils import atomic_io, libraries, storage_errors
 from shardtrain.utils.arguments import StrictArgumentParser, help_if_asked
 from shardtrain.utils.errors import ConfigError, DataError, Problem
@@ -35,11 +36,6 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_DATASETS = {
-    ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".tsv": "tsv", ".csv": "tsv", ".txt": "text",
-    ".md": "text", ".py": "text",
-}  # fmt: skip
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 class TrainingTexts:
@@ -219,12 +215,11 @@ def _guess(path: str | None) -> str:
         raise ConfigError(Problem("--input", path, "does not exist", "name files or folders of text"))
     if file.is_dir():
         file = next((name for name in sorted(file.rglob("*")) if name.is_file()), file)
-    suffixes = [suffix for suffix in file.suffixes if suffix not in _COMPRESSED]
-    ending = suffixes[-1] if suffixes else ""
-    if ending not in _DATASETS:
+    dataset = "text" if file.suffix == ".py" else dataset_of(file.name)
+    if dataset is None:
         rule = "has no ending that tells what it holds"
         raise ConfigError(Problem("--input", path, rule, "name how to read it with --dataset, e.g. --dataset text"))
-    return _DATASETS[ending]
+    return dataset
 
 
 def _report(tokenizer: Tokenizer, texts: TrainingTexts, wanted: int, folder: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.checkpoint import torch_file
+from shardtrain.checkpoint.manifest import MAX_DIMS, MAX_NAME, MAX_SIZE
 from shardtrain.checkpoint.pickled import Made, Name, parse
 from shardtrain.checkpoint.resharding import check_tiling
 from shardtrain.checkpoint.torch_file import damage
@@ -45,9 +46,6 @@ _NAMES = {
     *(f"{_DCP}.StorageMeta", f"{_FILES}._StorageInfo", f"{_FILES}._StoragePrefix"),
 }
 _FILE = re.compile(r"[A-Za-z0-9_.=-]{1,200}")
-_MAX_DIMS = 16
-_MAX_SIZE = 2**48
-_MAX_NAME = 1000
 _MAX_VALUE = 2**20
 _MAX_BYTES = 2**30
 """Largest size of metadata. A larger file is rejected without reading it."""
@@ -195,7 +193,7 @@ class DcpFolder:
         # describe many boxes. Their number is therefore limited.
         budget = 10_000_000
         for name, one in described.items():
-            if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+            if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
                 raise self._bad("has an invalid name of a tensor")
             kind = one.name if isinstance(one, Made) else None
             if kind == Name(_DCP, "BytesStorageMetadata"):
@@ -220,7 +218,7 @@ class DcpFolder:
             if dtype not in ITEM_BYTES:
                 self.unread[name] = dtype
                 continue
-            if math.prod(shape) * ITEM_BYTES[dtype] > _MAX_SIZE:
+            if math.prod(shape) * ITEM_BYTES[dtype] > MAX_SIZE:
                 raise self._bad(f"has a shape of {name} that is too large")
             chunks = []
             for chunk in _list(facts.get("chunks"), self._where):
@@ -246,7 +244,7 @@ class DcpFolder:
         if not isinstance(file, str) or not _FILE.fullmatch(file) or set(file) == {"."}:
             shown = repr(file[:100]) if isinstance(file, str) else "that is not text"
             raise self._bad(f"names a file {shown}, which is not in the same folder")
-        if not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in (begin, length)):
+        if not all(type(n) is int and 0 <= n <= MAX_SIZE for n in (begin, length)):
             raise self._bad("has an invalid place in a file")
         if facts.get("transform_descriptors"):
             raise self._bad("has tensors that an extension of the writer has transformed")
@@ -285,7 +283,7 @@ class DcpFolder:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_SIZE
+    return type(value) is int and 0 <= value <= MAX_SIZE
 
 
 class _Slice(io.RawIOBase):
@@ -351,6 +349,6 @@ def _size(value: Any, where: str) -> tuple[int, ...]:
     if not isinstance(value, Made) or str(value.name) != "torch.Size":
         raise CheckpointError(f"{where} has something else instead of a shape; use another one")
     (counts,) = value.arguments if len(value.arguments) == 1 else ((-1,),)
-    if not isinstance(counts, tuple | list) or len(counts) > _MAX_DIMS or not all(_is_count(n) for n in counts):
+    if not isinstance(counts, tuple | list) or len(counts) > MAX_DIMS or not all(_is_count(n) for n in counts):
         raise CheckpointError(f"{where} has an invalid shape; use another one")
     return tuple(counts)

@@ -6,9 +6,9 @@ import dataclasses
 import json
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
-from shardtrain.tools.doctor.result import Finding, Reports, worst
+from shardtrain.tools.doctor.result import Finding, Reports, Verdict, worst
 
 EXIT_CODES = {"config": 2, "versions": 2, "environment": 2, "ranks": 6, "network": 6, "memory": 7, "storage": 8}
 """With what a run would end that meets such a failure; 1 for other areas. See ``errors.py``."""
@@ -56,9 +56,7 @@ def text_of(document: dict[str, Any]) -> str:
         shown = row["area"] if row["area"] != area else ""
         area = row["area"]
         lines += _row(row, shown)
-    counts = {
-        verdict: sum(row["verdict"] == verdict for row in document["findings"]) for verdict in ("pass", "warn", "fail")
-    }
+    counts = {verdict: sum(row["verdict"] == verdict for row in document["findings"]) for verdict in get_args(Verdict)}
     lines.append("")
     for who, subjects in document["named"].items():
         lines += textwrap.wrap(f"look at {who}: {', '.join(subjects)}", WIDTH, subsequent_indent="  ")

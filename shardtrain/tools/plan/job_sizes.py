@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardtrain.config import derived, stages
-from shardtrain.config.schema import Config, Parallelism
+from shardtrain.config.schema import Config, Parallelism, ReshardPolicy
 from shardtrain.config.schema.task_options import Task
 from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.facts.optimizers import OPTIMIZERS
@@ -70,7 +70,7 @@ class PlannedJob:
     schedule: str = "1F1B"
     stages: tuple[range, ...] = ()
     recompute: str = "none"
-    reshard: Literal["default", "always", "never"] = "default"
+    reshard: ReshardPolicy = "default"
     shard_states: bool = False
     loss_parallel: bool = True
     stored_width: int = 4

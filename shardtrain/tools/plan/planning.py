@@ -11,6 +11,7 @@ from typing import Any
 from shardtrain import tasks
 from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
+from shardtrain.distributed.mesh import AXES
 from shardtrain.launch import environment
 from shardtrain.ops.cpu import kernel_speed
 from shardtrain.tools.plan import hardware, job_sizes, rank_memory, schedule, shapes, timing
@@ -179,13 +180,7 @@ def of_job(model: ModelShape, job: PlannedJob, device: Device, kernels: rank_mem
     """Plan a job, without fixes."""
     orders = schedule.orders(job.schedule, job.pp, len(job.stages), job.num_microbatches, job.recomputes_layers)
     ranks = tuple(rank_memory.of_ranks(model, job, orders, kernels))
-    sizes = {
-        "pp": job.pp,
-        "dp_replicate": job.dp_replicate,
-        "dp_shard": job.dp_shard,
-        "cp": job.cp,
-        "tp": job.tp,
-    }
+    sizes = {axis: getattr(job, axis) for axis in AXES}
     if job.ep > 1:
         sizes["ep"] = job.ep
     time = timing.of_step(model, job, device, orders)

@@ -17,6 +17,8 @@ import patience
 import pytest
 from tiers import cases
 
+from shardtrain.facts.optimizers import OPTIMIZERS
+
 MESHES: dict[str, tuple[int, list[str]]] = {
     "one process": (1, []),
     "fsdp": (2, []),
@@ -42,7 +44,7 @@ def draw(seed: int) -> tuple[int, list[str]]:
         "num_layers": rng.choice([1, 2]),
     }
     words = [*words, *(f"--model.overrides.{name}={size}" for name, size in sizes.items())]
-    words.append(f"--optimizer.name={rng.choice(['AdamW', 'Adam', 'AdamW8bit', 'AdamW8bit', 'Muon'])}")
+    words.append(f"--optimizer.name={rng.choice([*OPTIMIZERS, 'AdamW8bit'])}")
     words.append(f"--training.dtype={rng.choice(['float32', 'float32', 'bfloat16'])}")
     if rng.random() < 0.5:
         words += ["--lora.enable", "--lora.random_base", f"--lora.rank={rng.choice([1, 4])}"]

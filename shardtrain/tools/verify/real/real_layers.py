@@ -29,6 +29,7 @@ from shardtrain.tools.verify.batches import SyntheticStream, whole_batch
 from shardtrain.tools.verify.meshes import changed
 from shardtrain.tools.verify.real import float64, tile
 from shardtrain.tools.verify.real.sums import copies_of, float64_squares
+from shardtrain.utils.units import GIB
 
 SEQUENCES, TOKENS = 4, 4
 """Of a step, in all: arithmetic grows with them, and rounding does with the width."""
@@ -44,7 +45,6 @@ INNER = {
     "kv_lora_rank": 64,
 }
 """Largest inner size of a layer that is not looked at, by the name of the field."""
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,174 @@
+"""A fact is written once: no table of the package appears a second time, and plans import what kernels decide."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import pkgutil
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from shardtrain import facts
+from shardtrain.facts import devices
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "shardtrain"
+FEWEST = 3
+"""Elements of a table. Pairs coincide too often."""
+LARGEST_COUNT = 16
+"""Tables of numbers up to this are counts to try, such as powers of two, rather than facts."""
+SHARED = 4
+SHARE = 0.8
+"""A literal that has so many elements, and this share, of a table in ``facts`` repeats it."""
+
+DESCRIBES_ITSELF = ("models/", "hub_formats/", "compat/")
+"""Each file describes one model family or one other system in full, so that it can be read without the others."""
+
+ALLOWED: dict[tuple[str, ...], str] = {
+    ("StepResult", "Trainer", "evaluate", "generate", "load_config", "load_model", "plan", "report", "verify"): (
+        "shardtrain/__init__.py lists the Python API without importing it, because api.py imports torch"
+    ),
+    ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree"): (
+        "types of old names, reasons why tasks refuse an axis, and the axes of one task"
+    ),
+    ("optimizer", "lr_scheduler", "dataloader", "train_state"): (
+        "the values of an option, and which options each value frees; the rules of values import no other rules"
+    ),
+    ("text", "prompt_completion", "chat"): "columns and a template for each value of data.format",
+    ("pytorchjob", "trainjob", "jobset"): "names of resources and labels for each value of launch.kubernetes.kind",
+    ("none", "efa", "infiniband"): "environment variables for each value of launch.fabric",
+    ("lora_a", "lora_b", "lora_magnitude"): "placements and PEFT's names of each factor",
+    ("tensorwise", "rowwise", "rowwise_with_gw_hp"): "products for each recipe",
+    ("mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"): "the rule of scales for each recipe",
+    ("productive", "checkpoint", "data", "validation", "compile", "start", "restart", "lost"): (
+        "a letter for each bin, in the order of the bar on the screen"
+    ),
+    ("logs", "status", "stop"): "help and function of each verb about jobs",
+    ("modules", "parameters", "saved"): "PEFT's name of each list of a LoRA specification",
+    ("loss", "grad_norm", "tokens_per_second", "memory_gib"): "a title for each curve on the screen",
+    ("q", "k", "v", "out"): "tensors that verify records in one file and compares in another, for one step each",
+}
+"""Tables that may be written twice, and why. Most hold other values for the same keys: a new key must be in both."""
+
+
+REPEATS_FACTS = {
+    ("tests/data/sources/test_source_jsonl.py", "file_kinds.COMPRESSIONS"): "a function that compresses for each",
+}
+"""Files that may repeat a table of facts, and why."""
+
+
+class Table(NamedTuple):
+    """A collection that is written out in a file."""
+
+    file: str
+    line: int
+    elements: frozenset[Any]
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def test_no_table_is_written_twice() -> None:
+    found = defaultdict(list)
+    for table in tables(PACKAGE):
+        if not table.file.startswith(DESCRIBES_ITSELF):
+            found[table.elements].append(table)
+    repeated = {elements: places for elements, places in found.items() if len({place.file for place in places}) > 1}
+    allowed = {frozenset(elements) for elements in ALLOWED}
+    for elements in allowed:
+        assert elements in repeated, f"{sorted(elements)} is no longer written twice: remove it from ALLOWED"
+        del repeated[elements]
+    assert [f"{sorted(elements)} in {', '.join(map(str, places))}" for elements, places in repeated.items()] == []
+
+
+def test_nothing_repeats_a_table_of_facts() -> None:
+    known = fact_tables()
+    repeats = []
+    for folder in ("shardtrain", "benchmarks", "docs", "tests"):
+        for table in tables(ROOT / folder):
+            if folder == "shardtrain" and table.file.startswith("facts/"):
+                continue
+            name = repeated_fact(table, known, nearly=folder == "shardtrain")
+            if name and (f"{folder}/{table.file}", name) not in REPEATS_FACTS:
+                repeats.append(f"{folder}/{table.file}:{table.line} repeats {name}")
+    assert repeats == []
+
+
+def repeated_fact(table: Table, known: dict[str, frozenset[str]], nearly: bool) -> str:
+    """Return the table of facts that a literal repeats, or nearly repeats, or an empty text."""
+    for name, elements in known.items():
+        shared = len(elements & table.elements)
+        is_near = nearly and shared >= SHARED and shared >= SHARE * len(elements)
+        if table.elements == elements or is_near:
+            return name
+    return ""
+
+
+def fact_tables() -> dict[str, frozenset[str]]:
+    """Return the elements of each public table of strings in ``facts``; of a dict the keys."""
+    found = {}
+    for module in modules_of(facts):
+        for name, value in vars(module).items():
+            if name.isupper() and not name.startswith("_") and isinstance(value, dict | tuple | list | frozenset):
+                elements = frozenset(value)
+                if len(elements) >= FEWEST and all(isinstance(element, str) for element in elements):
+                    found[f"{module.__name__.rpartition('.')[2]}.{name}"] = elements
+    found["devices.names()"] = frozenset(devices.names())
+    return found
+
+
+def modules_of(package: ModuleType) -> list[ModuleType]:
+    names = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+    return [importlib.import_module(name) for name in names]
+
+
+@functools.cache
+def tables(folder: Path) -> list[Table]:
+    return list(find_tables(folder))
+
+
+def find_tables(folder: Path) -> Iterator[Table]:
+    for path in sorted(folder.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for line, elements in literals(tree):
+            if len(elements) >= FEWEST and not all(is_count(element) for element in elements):
+                yield Table(path.relative_to(folder).as_posix(), line, elements)
+
+
+def literals(tree: ast.Module) -> Iterator[tuple[int, frozenset[Any]]]:
+    """Yield the line and elements of each collection of constants; of a dict the keys.
+
+    A dict inside a function with computed values is a record rather than a table.
+    """
+    top = {id(node) for statement in tree.body for node in at_top(statement)}
+    for node in ast.walk(tree):
+        elements: list[ast.expr | None] = []
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            elements = [*node.elts]
+        elif isinstance(node, ast.Dict) and (id(node) in top or all(isinstance(v, ast.Constant) for v in node.values)):
+            elements = [*node.keys]
+        constants = [element.value for element in elements if isinstance(element, ast.Constant)]
+        if (
+            elements
+            and len(constants) == len(elements)
+            and all(isinstance(value, str | int | float) for value in constants)
+        ):
+            yield node.lineno, frozenset(constants)
+
+
+def at_top(statement: ast.stmt) -> Iterator[ast.AST]:
+    if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        yield statement
+        for child in ast.iter_child_nodes(statement):
+            if isinstance(child, ast.stmt):
+                yield from at_top(child)
+            else:
+                yield from ast.walk(child)
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) <= LARGEST_COUNT
