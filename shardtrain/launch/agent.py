@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callable[[int | None, int], None]) -> int:
-    """Run this node's share of a training; gives its exit status.
+    """Run this node's ranks of a training and return the exit status.
 
     ``require`` stops unless the run would begin here, with so many ranks in all and on this node.
 
@@ -46,7 +46,7 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
     """
     environment.set_allocator_default(os.environ)
     choice = choose_processes_here(loaded.config, arguments.nproc, nodes)
-    # of an elastic run nobody knows how many nodes will come
+    # The number of nodes of an elastic run is not known yet.
     world_size = choice.count * nodes.most if nodes.least == nodes.most else None
     require(world_size, choice.count)
     environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=False)
@@ -66,7 +66,7 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
 def run_verb(
     verb: str, words: Sequence[str], config: Config, nproc: int | None, arguments: CommandLine | None = None
 ) -> int | None:
-    """Run this node's share of a verb other than training; None where it is the only one. Raises as ``train``."""
+    """Run this node's ranks of a verb other than ``train``. None if it is the only node. Raises as ``train``."""
     several = nodes_of_platform(arguments or split([]), os.environ)
     if several is None:
         return None
@@ -145,7 +145,7 @@ def _with_address(nodes: Nodes) -> Nodes:
 
 
 def status_of(codes: Sequence[int]) -> int:
-    """The status of a node whose ranks left with ``codes``: a cause of their own before a lost peer before a request.
+    """Return a node's exit status from those of its ranks: first a failure of its own, then a lost peer, then a stop.
 
     >>> status_of([75, 75]), status_of([1, 76]), status_of([-9, 75]), status_of([0, 0])
     (75, 1, 6, 0)
@@ -157,7 +157,7 @@ def status_of(codes: Sequence[int]) -> int:
 
 
 def _left(agent: LocalElasticAgent) -> list[int]:
-    """Statuses of the ranks that the agent has just ended; 76 for one that was killed or never began."""
+    """Return the exit statuses of the agent's ranks after their end. 76 for a rank that was killed or never started."""
     context: Any = getattr(agent, "_pcontext", None)
     handlers = getattr(context, "subprocess_handlers", {})
     codes = [handler.proc.poll() for handler in handlers.values()]

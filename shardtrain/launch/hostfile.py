@@ -1,4 +1,4 @@
-"""Hosts for ssh: a list, or a hostfile as DeepSpeed writes it, with hosts and devices taken in or left out."""
+"""Hosts of an ssh launch: a list or a hostfile in DeepSpeed's format, with filters for hosts and devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Host:
-    """One host: its name, and its user, port, number of ranks and visible devices where they are said."""
+    """A host: its name, and optionally user, port, number of ranks and visible devices."""
 
     name: str
     user: str | None = None
@@ -23,12 +23,12 @@ class Host:
 
     @property
     def address(self) -> str:
-        """What ssh is given: USER@HOST or HOST."""
+        """Destination for ssh: USER@HOST or HOST."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
     @property
     def label(self) -> str:
-        """What it is called before the lines that come from it: HOST:PORT or HOST."""
+        """Prefix of the host's output lines: HOST:PORT or HOST."""
         return f"{self.name}:{self.port}" if self.port else self.name
 
 

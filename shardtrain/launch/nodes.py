@@ -1,7 +1,8 @@
-"""One node of several: what the platforms tell a pod, a task or a host, read as one thing.
+"""Find this node's position among the nodes of a run, from the variables of all platforms.
 
-Every answer is the first of: an option of the command line, one of shardtrain's variables, PET_* (torchrun's own, which
-Kubeflow sets), what Run:ai and PyTorchJob set besides, Slurm, SkyPilot, an indexed job; else this machine decides.
+Each setting is the first of: an option of the command line, a variable of shardtrain, PET_* (torchrun's variables,
+which Kubeflow sets), a variable of Run:ai or PyTorchJob, Slurm, SkyPilot, or an indexed Kubernetes job. Otherwise the
+run has one node.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from shardtrain.utils.errors import ConfigError, Problem
 DEFAULT_PORT = 29500
 JOIN_SECONDS = 600
 CLOCKS_APART_SECONDS = 5.0
-"""Clocks that differ by more are reported. torchrun's rendezvous sends a heartbeat every 5 s and drops a node whose
-last heartbeat is 15 s old by the reader's wall clock, so it may drop a node that is alive."""
+"""Larger differences between clocks are reported. torchrun's rendezvous sends a heartbeat every 5 s and drops a node
+whose last heartbeat is 15 s old by the reader's wall clock, so it may drop a node that is alive."""
 
 NNODES = ("SHARDTRAIN_NNODES", "OVERRIDE_PET_NNODES", "PET_NNODES")
 NODE_RANK = (
@@ -43,7 +44,7 @@ _RUNAI = ("RUNAI_JOB_NAME", "RUNAI_JOB_UUID", "RUNAI_PROJECT", "RUNAI_NUM_OF_GPU
 
 @dataclass(frozen=True)
 class Nodes:
-    """This node among the others: ``least`` to ``most`` of them meet at ``endpoint`` (HOST:PORT)."""
+    """This node's position in a run of ``least`` to ``most`` nodes with the rendezvous ``endpoint`` (HOST:PORT)."""
 
     least: int
     most: int
@@ -55,7 +56,7 @@ class Nodes:
     join_seconds: int
     reason: str
     rendezvous: Mapping[str, str] = field(default_factory=dict)
-    """Settings of PyTorch's rendezvous, as last_call_timeout (seconds); they beat what is said above."""
+    """Settings of PyTorch's rendezvous, such as last_call_timeout (seconds). They override the fields above."""
     counts: Sequence[int] = ()
     """Node counts that can work, ascending; empty if all from ``least`` to ``most`` can."""
     first_decides: bool = False
@@ -63,15 +64,15 @@ class Nodes:
 
     @property
     def hosts_meeting(self) -> bool | None:
-        """Whether the others meet here; None lets PyTorch compare the names of hosts."""
+        """True if this node hosts the rendezvous. With None, PyTorch compares host names."""
         return None if self.node_rank is None else self.node_rank == 0
 
 
 def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
-    """This node among several, or None where it is the only one.
+    """Return this node's position in a run of several nodes, or None if it is the only one.
 
     Raises:
-        ConfigError: a variable is not a number, or nothing says where the nodes meet.
+        ConfigError: a variable is not a number, or the rendezvous endpoint is unknown.
     """
     if arguments.nnodes and "TORCHELASTIC_RUN_ID" in names:
         rule = "is for one process a node, and torchrun has started this one as a rank"
@@ -118,7 +119,7 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
 
 
 def _settings(text: str) -> dict[str, str]:
-    """What torchrun's --rdzv-conf says, which Kubeflow hands on from a PyTorchJob's elasticPolicy.rdzvConf.
+    """Parse torchrun's --rdzv-conf, which Kubeflow sets from a PyTorchJob's elasticPolicy.rdzvConf.
 
     >>> _settings("last_call_timeout=3, keep_alive_interval=1")
     {'last_call_timeout': '3', 'keep_alive_interval': '1'}
@@ -131,7 +132,7 @@ def _settings(text: str) -> dict[str, str]:
 
 
 def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
-    """The variable that says how many nodes there are, and its text; empty where this is the only one."""
+    """Return the name and value of the variable with the number of nodes, or empty strings for a single node."""
     if arguments.nnodes:
         return "--nnodes", arguments.nnodes
     for name in NNODES:
@@ -160,7 +161,7 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _refuse_half(arguments: CommandLine, names: Mapping[str, str]) -> None:
-    """Stop where something says that there are other nodes, and nothing says how many: alone it would train less."""
+    """Raise ConfigError if there are other nodes but their number is unknown: this node would train without them."""
     flag = "--rdzv_endpoint" if arguments.rdzv_endpoint else "--node_rank"
     given = arguments.rdzv_endpoint or arguments.node_rank
     ranks = {name: names[name] for name in NODE_RANK[:2] if names.get(name, "0") not in ("", "0")}
@@ -172,7 +173,7 @@ def _refuse_half(arguments: CommandLine, names: Mapping[str, str]) -> None:
 
 
 def _refuse_several_tasks(name: str, text: str, names: Mapping[str, str]) -> None:
-    """Stop where srun has started several tasks on a node, each of which would start all ranks of it."""
+    """Raise ConfigError if srun has started several tasks on a node. Each would start all ranks of the node."""
     tasks = names.get("SLURM_STEP_NUM_TASKS", "")
     hosts = names.get("SLURM_STEP_NUM_NODES", "")
     if name == "SHARDTRAIN_NNODES" and tasks.isdecimal() and hosts.isdecimal() and int(tasks) > int(hosts):
@@ -181,8 +182,8 @@ def _refuse_several_tasks(name: str, text: str, names: Mapping[str, str]) -> Non
 
 
 def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: str) -> str:
-    """HOST:PORT of the rendezvous."""
-    # what says HOST:PORT itself, then an address with its port, then the first host of a list
+    """Return the rendezvous endpoint, HOST:PORT."""
+    # First a variable with HOST:PORT, then separate address and port, then the first host of a list.
     for endpoint in (arguments.rdzv_endpoint, names.get("SHARDTRAIN_RDZV_ENDPOINT"), names.get("PET_RDZV_ENDPOINT")):
         if endpoint:
             return endpoint if ":" in endpoint else f"{endpoint}:{DEFAULT_PORT}"
@@ -199,7 +200,7 @@ def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: 
 
 
 def _by_suffix(names: Mapping[str, str]) -> str | None:
-    """This node's name on another network (launch.slurm.host_suffix); None where it has the same on all.
+    """Return this node's name with launch.slurm.host_suffix, which selects another network. None without a suffix.
 
     >>> _by_suffix({"SHARDTRAIN_HOST_SUFFIX": "i", "SLURMD_NODENAME": "jwb0001"}), _by_suffix({})
     ('jwb0001i', None)
@@ -250,7 +251,7 @@ def count_nodes(nodes: Nodes, loaded: Loaded, local_ranks: int) -> Nodes:
 
 
 def choose_processes_here(config: Config, requested: int | None, nodes: Nodes) -> ProcessCount:
-    """Decide how many ranks this node starts; see ``choose_processes``."""
+    """Choose the number of ranks of this node from its environment; see ``choose_processes``."""
     accelerators = environment.count_accelerators(config.training.device)
     return choose_processes(config, requested, os.environ, nodes, accelerators, environment.usable_cores())
 
@@ -258,7 +259,7 @@ def choose_processes_here(config: Config, requested: int | None, nodes: Nodes) -
 def choose_processes(
     config: Config, requested: int | None, names: Mapping[str, str], nodes: Nodes, accelerators: int, cores: int
 ) -> ProcessCount:
-    """How many ranks this node starts: as asked, one per accelerator, or its share of the mesh, or up to two on a CPU.
+    """Choose this node's number of ranks: as requested, one per accelerator, its share of the mesh, or two on a CPU.
 
     Raises:
         ConfigError: a variable is not a number.

@@ -1,7 +1,7 @@
-"""Signals of this process, which become a ``StopRequest``, and of the processes that it starts.
+"""Signal handling: turn signals into a ``StopRequest``, also while the main thread is blocked.
 
-A handler of Python runs between two lines of the main thread, which may wait in a collective for minutes. So the number
-of a signal is also written to a socket, by the C library, and a thread waits there.
+A Python signal handler only runs in the main thread, which may wait in a collective for minutes. The interpreter
+therefore also writes the number of each signal to a socket (``signal.set_wakeup_fd``), which a thread reads.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ _current = StopRequest()
 
 
 def current() -> StopRequest:
-    """The requests of this process; before ``listen`` there are none."""
+    """Return the request of this process. It is empty before ``listen``."""
     return _current
 
 
 def listen(
     grace_seconds: float, can_save: bool, hurry: Callable[[str], None], parent: int = 0, end_time: float | None = None
 ) -> StopRequest:
-    """Take requests to stop from now on; called once per process, in its main thread.
+    """Start to receive requests to stop. Call this once per process, in its main thread.
 
-    ``hurry`` is called in a thread when the grace is over or a second SIGINT comes, and ends the process. ``parent`` is
-    the process of our launcher, which is notified of the first request so that it asks the other ranks too.
+    Args:
+        hurry: Ends the process. Called in a thread when the grace period is over or a second SIGINT arrives.
+        parent: The launcher's process, which is notified of the first request and forwards it to the other ranks.
     """
     global _current
     _current = stop = StopRequest(grace_seconds, can_save, end_time)
@@ -79,9 +80,9 @@ def handle_requests(handler: Callable[[int, FrameType | None], object] | signal.
 def _watch(
     stop: StopRequest, numbers: socket.socket, hurry: Callable[[str], None], notify_launcher: Callable[[], None]
 ) -> None:
-    """The thread: note signals by the bytes in ``numbers``, wake the main thread, keep the deadline.
+    """Thread function: record signals from the bytes in ``numbers``, wake the main thread, enforce the deadline.
 
-    ``hurry`` ends the process, and is given the reason; ``notify_launcher`` lets the launcher know of the request.
+    ``hurry`` ends the process for the given reason. ``notify_launcher`` tells the launcher about the request.
     """
 
     def end(reason: str) -> None:
@@ -112,7 +113,7 @@ def _watch(
 
 
 def _keep_from_children(sender: socket.socket, owner: int) -> None:
-    """Processes that prepare data share our socket after a fork: they must not speak for us, nor outlive us."""
+    """Detach forked data workers from this process's signal socket, and make them end with this process."""
     main = threading.get_ident()
 
     def forget() -> None:
@@ -129,19 +130,19 @@ def _keep_from_children(sender: socket.socket, owner: int) -> None:
 
 
 def die_with_parent(number: int) -> None:
-    """Ask the kernel to send this process a signal when its parent ends; Linux alone can."""
+    """Ask the kernel to send this process a signal when its parent ends. No-op except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, number, 0, 0, 0)
 
 
 def end_children() -> None:
-    """Kill the processes that prepare data: their parent is about to leave without a word."""
+    """Kill the data workers, because this process is about to exit without joining them."""
     for child in multiprocessing.active_children():
         child.kill()
 
 
 def end_time_of(environment: Mapping[str, str]) -> float | None:
-    """When the Slurm job ends, in seconds since the epoch; None outside of one.
+    """Return the end of the Slurm job in seconds since the epoch, or None outside of one.
 
     >>> end_time_of({"SLURM_JOB_END_TIME": "1700000000"}), end_time_of({}), end_time_of({"SLURM_JOB_END_TIME": ""})
     (1700000000.0, None, None)
@@ -151,7 +152,7 @@ def end_time_of(environment: Mapping[str, str]) -> float | None:
 
 
 def newest_checkpoint(folder: Place) -> Place | None:
-    """The committed checkpoint with the highest step below ``folder``; None too where a store does not answer."""
+    """Return the checkpoint with the highest step in ``folder``. None without one, or if a store does not answer."""
     with contextlib.suppress(OSError):
         steps = retention.steps(folder)
         return folder / f"step-{steps[-1]}" if steps else None
@@ -159,7 +160,7 @@ def newest_checkpoint(folder: Place) -> Place | None:
 
 
 def step_of(checkpoint: Place | None) -> int:
-    """The step of a checkpoint by its name, and -1 of none.
+    """Return the step in a checkpoint's name, or -1 for None.
 
     >>> from pathlib import Path
     >>> step_of(Path("outputs/checkpoint/step-40")), step_of(None)

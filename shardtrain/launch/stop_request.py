@@ -1,7 +1,7 @@
-"""A request to stop this process, by a signal or the end of its Slurm job, with its reason and deadline.
+"""A request to stop this process, by a signal or before the end of its Slurm job, with its reason and deadline.
 
-The trainer asks at points where all ranks can agree; see ``train/shutdown.py``. ``signals.listen`` takes the requests,
-and its thread keeps the time that is left, and ends the process when that is over.
+The trainer checks for a request at points where all ranks can agree; see ``train/shutdown.py``. ``signals.listen``
+receives requests, and its thread ends the process when the deadline passes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ T = TypeVar("T")
 GRACEFUL = tuple(getattr(signal, name) for name in REQUESTS if hasattr(signal, name))
 """Signals of ``REQUESTS`` that this system supports."""
 ONE_REQUEST_SECONDS = 0.5
-"""SIGINTs closer to each other are one: Ctrl-C goes to all processes of a terminal, and a launcher passes it on."""
+"""SIGINTs within this time are one request: a terminal sends Ctrl-C to all processes, and the launcher forwards it."""
 NOT_IN_TIME = float(2**20)
-"""Added by a rank whose time is too short for a save; ranks are fewer than this."""
+"""Flag of a rank whose time is too short for a save. It is larger than any number of ranks."""
 AT_ONCE_SECONDS = 3.0
-"""What a process has for its last lines where there is nothing to save."""
+"""Time for the last log lines of a process that has nothing to save."""
 RESERVE_SECONDS = 2.0
-"""Kept back of the grace: we want to be gone before somebody ends us."""
+"""Part of the grace period that is not used, so the process ends before it is killed."""
 RESERVE_FRACTION = 0.1
-"""The same as a share of the grace; the smaller of both is kept back."""
+"""The same as a fraction of the grace period. The smaller of both applies."""
 END_OF_JOB = "the end of the Slurm job"
 LOOK_SECONDS = 1.0
-"""The longest from the moment at which a rank should stop for the end of its job until all of its node know."""
+"""Longest time until all ranks of a node know that they have to stop before the end of the job."""
 
 
 class Durations:
@@ -44,35 +44,38 @@ class Durations:
         self._seconds: deque[float] = deque(maxlen=100)
 
     def add(self, seconds: float) -> None:
-        """Note how long one took."""
+        """Record a duration."""
         self._seconds.append(seconds)
 
     def quantile(self, share: float = 0.95) -> float | None:
-        """Return what this share of the durations did not exceed: the longest of a few, None before the first."""
+        """Return the quantile ``share``: the maximum of a few durations, None before the first."""
         ordered = sorted(self._seconds)
         return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
 
 
 class Interrupted(BaseException):
-    """Leaves a wait for data, in the main thread, when a request arrives."""
+    """Raised in the main thread to end a wait for data when a request arrives."""
 
 
 class StopRequest:
-    """Whether this process has been asked to stop, why, and how long it has."""
+    """State of the request to stop this process: its reason and its deadline.
+
+    Attributes:
+        reason: "SIGTERM", "SIGUSR1", ... or "the end of the Slurm job". "" before a request.
+        first_step_seconds: Duration of this process's first step, which compiles. It is not part of ``steps``.
+        assumed_save_seconds: Assumed duration of a save until the first one is measured.
+        is_starting: True before the first step, when nothing can be lost and the process can end immediately.
+    """
 
     def __init__(self, grace_seconds: float = math.inf, can_save: bool = True, end_time: float | None = None) -> None:
-        """``end_time`` is when the job ends, in seconds since the epoch."""
+        """``end_time`` is the end of the job, in seconds since the epoch."""
         self.reason = ""
-        """SIGTERM, SIGUSR1, ... or "the end of the Slurm job"; empty before a request."""
         self.saves = Durations()
         self.steps = Durations()
         self.first_step_seconds = 0.0
-        """Of the first step of this process, which is not among ``steps``: it compiles and warms up."""
         self.assumed_save_seconds = 0.0
-        """Stands for the duration of a save before the first one has been measured."""
         self.warned_of_grace = False
         self.is_starting = False
-        """Before the first step, nothing can be lost. A rank may wait for peers that are gone: it ends soon."""
         self.can_save = can_save
         self._grace_seconds = grace_seconds
         self._deadline = math.inf
@@ -81,39 +84,42 @@ class StopRequest:
         self.end_lock = threading.Lock()
         """Acquired by the thread that reports how this process ends. Never released, so there is only one report."""
         self.receiver: socket.socket | None = None
-        """Kept open when nobody reads any more: Python would print a trace for each signal that it cannot write."""
+        """Kept open without a reader: Python would print a traceback for each signal that it cannot write."""
 
     @property
     def margin_seconds(self) -> float:
-        """How long before the end of the job to stop: two saves and a step, as 95 of 100 took, once all know of it."""
+        """Time before the end of the job at which to stop: two saves and a step (95 % quantiles), and the delay until
+        all ranks know of it.
+        """
         save = self.saves.quantile()
         work = 2 * (self.assumed_save_seconds if save is None else save) + (self.steps.quantile() or 0.0)
         return LOOK_SECONDS + work
 
     def asked(self) -> bool:
-        """Whether a request has come; the end of the job is one when ``margin_seconds`` are left."""
-        # without checkpoints there is nothing to stop early for: the job takes the run to its end
+        """True if there is a request. The end of the job is one from ``margin_seconds`` before it."""
+        # Without checkpoints there is no reason to stop before the end of the job.
         job_ends = self.can_save and self._end < math.inf
         if job_ends and not self.reason and time.monotonic() >= self._end - self.margin_seconds:
             self.note(END_OF_JOB)
         return bool(self.reason)
 
     def remaining_seconds(self) -> float:
-        """Seconds until this process must have gone; infinite before a request."""
+        """Seconds until this process must have ended. Infinite before a request."""
         return self._deadline - time.monotonic()
 
     def flag(self) -> float:
-        """What this rank adds to the reduction that begins a step: 0, 1 for a request, more where a save is too late.
+        """Return this rank's flag for the all-reduce at the start of a step.
 
-        A save is too late when the slowest of the earlier ones would not fit; before the first nobody knows.
+        It is 0 without a request, 1 with one, and ``NOT_IN_TIME`` more if the slowest earlier save would not fit into
+        the remaining time.
         """
         if not self.asked():
             return 0.0
-        # one sum tells both: whether any rank was asked, and whether for any it is too late
+        # A single sum shows if any rank has a request, and if it is too late for any.
         return 1.0 + NOT_IN_TIME * ((self.saves.quantile() or 0.0) > self.remaining_seconds())
 
     def read(self, action: Callable[[], T]) -> T | None:
-        """The result of a wait for data, or None where a request ends it, wherever ``action`` is by then."""
+        """Return the result of ``action``, which waits for data, or None if a request interrupts it."""
         try:
             try:
                 self._reading = True
@@ -129,8 +135,7 @@ class StopRequest:
             raise
 
     def handle(self, number: int, _frame: FrameType | None = None) -> None:
-        """Signal handler in the main thread: note the request, and end a wait for data or a run without
-        checkpoints."""
+        """Signal handler: record the request, and end a wait for data or a run without checkpoints."""
         if self.closed:
             return
         self.note(signal.Signals(number).name)
@@ -144,7 +149,7 @@ class StopRequest:
             raise Interrupted
 
     def close(self) -> None:
-        """Ignore requests and deadlines from the last step on. A second SIGINT still ends the process at once."""
+        """Ignore requests and deadlines, after the last step. A second SIGINT still ends the process immediately."""
         self.closed = True
 
     def end(self) -> None:
@@ -156,7 +161,7 @@ class StopRequest:
         self.end_lock.acquire()
 
     def note(self, reason: str) -> None:
-        """Note a request; only the first counts."""
+        """Record a request. Only the first one counts."""
         if self.reason or self.closed:
             return
         grace = self._grace_seconds
@@ -168,7 +173,7 @@ class StopRequest:
         self.reason = reason
 
     def next_look_seconds(self) -> float:
-        """When the thread should look again."""
+        """Return the time until the thread must check again."""
         if self.reason and not self.closed:
             return min(max(self.remaining_seconds(), 0.0), 3600.0)
         return LOOK_SECONDS / 2 if self._end < math.inf else 3600.0
