@@ -39,19 +39,22 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; gives the exit status (see ``errors.py``). Every error a user can meet is one line each."""
+    """Run one verb and return its exit status (see ``errors.py``). Each error of the user is one line."""
     return run(_dispatch, arguments)
 
 
 def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = None) -> int:
-    """Run ``action`` on the words of a command line; gives the exit status, and turns errors into lines."""
+    """Run ``action`` on the words of a command line. Print errors as lines and return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         process.own_process()
     try:
         # flush here, where a full disk or a closed pipe becomes one line
         with limits.memory_errors():
-            code = _status(action, words)
+            try:
+                code = action(words)
+            except HelpPrinted:
+                code = 0
         if arguments is None:
             sys.stdout.flush()
         return code
@@ -74,13 +77,6 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
         )
     except OSError as error:
         return _print_system_error(error)
-
-
-def _status(action: Callable[[list[str]], int], words: list[str]) -> int:
-    try:
-        return action(words)
-    except HelpPrinted:
-        return 0
 
 
 def _print_system_error(error: OSError) -> int:
@@ -123,14 +119,14 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _help_that_fits(print_help: Callable[[], int]) -> int:
-    """Print a text of help as wide as the terminal is, and no wider."""
+    """Print a help text, wrapped to the width of the terminal."""
     from shardtrain.config.help_width import fitted
 
     text = io.StringIO()
     try:
         with contextlib.redirect_stdout(text):
             return print_help()
-    finally:  # a parser of Python's ends the process once it has printed
+    finally:  # argparse exits the process after printing
         print(fitted(text.getvalue(), shutil.get_terminal_size().columns), end="")
 
 
@@ -143,10 +139,10 @@ def _print_errors(code: int, problems: Sequence[str]) -> int:
 
 
 def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tuple[Loaded, CommandLine]:
-    """The configuration of a verb, and its options with what a file of another system says of nodes and processes.
+    """Load the configuration of a verb. Return it with the command line, completed by a file of another system.
 
-    ``verb`` is train, test, or config, which reads a file as train and test do and starts neither. ``keep_problems`` is
-    for those whose verdict tells all problems at once: see ``config.load``.
+    Such a file may also set the number of nodes and processes. ``verb`` is "train", "test" or "config". With
+    ``keep_problems``, all problems are reported at once; see ``config.load``.
     """
     from shardtrain import config
     from shardtrain.config import presets
@@ -182,7 +178,7 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
 
 
 def _load_flags(arguments: CommandLine) -> Loaded:
-    """The configuration that FMEngine's flags ask for; what it is depends on the number of ranks."""
+    """Load the configuration from FMEngine's flags. It depends on the number of ranks."""
     from shardtrain.launch import environment
 
     migrate = import_part("shardtrain.compat.migrate")
@@ -209,7 +205,7 @@ def _config_check(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
-    """Train: as one rank where a launcher started this process, else with as many ranks as fit this machine."""
+    """Train as one rank if a launcher started this process, else with as many ranks as fit this machine."""
     arguments = split(words)
     if arguments.help:
         print(help_pages.train(), end="")
@@ -246,7 +242,7 @@ def _train(words: list[str]) -> int:
 
 
 def _train_rank(loaded: Loaded) -> NoReturn:
-    """One rank of several, started by torchrun, by srun, or by ``_train_here`` as a fresh process."""
+    """Train as one rank of several, started by torchrun, by srun, or by ``_train_here`` as a new process."""
     from shardtrain.launch import failure, local
     from shardtrain.train import preflight
 
@@ -254,7 +250,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
         local.leave(local.run_rank(loaded, _trainer()))
     world_size = int(os.environ["WORLD_SIZE"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # all ranks looking at the same files would be a burst on the storage of a large run
+    # If all ranks of a large run read the same files, the storage would be overloaded
     looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
     try:
         # replace the exit.json of an earlier attempt with other nodes, by which the same command continues
@@ -317,7 +313,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
         command = python_child.command("shardtrain", "train", *words)
         code = local.launch(loaded, choice.count, None, command, restarts, ends_process=True)
 
-    # after the run: what the plan makes of it, a sample, and commands that may come next
+    # After the run: a comparison with the plan, a sample, and suggested commands
     for line in _compare_with_plan(code, loaded, choice.count, machine):
         print(line, file=sys.stderr)
     if code == 0:
@@ -386,7 +382,7 @@ def _own_code(config: Config) -> list[str]:
 
 
 def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
-    """What to do next, for a person at a terminal; where a script has made the environment, how to enter it too."""
+    """Return suggested commands for a user at a terminal, with the activation of an environment made by a script."""
     activate = os.environ.get("SHARDTRAIN_ACTIVATE")
     if not activate and not sys.stderr.isatty():
         return []
@@ -442,12 +438,12 @@ def _launch(words: list[str]) -> int:
 
 
 def _refuse_unfit(loaded: Loaded, world_size: int) -> None:
-    """Refuse to submit what cannot fit; torch is imported here alone, and where ``launch.device`` is set."""
+    """Raise ConfigError if a run cannot fit. ``launch`` imports torch for this only, if ``launch.device`` is set."""
     import_part("shardtrain.tools.plan.planning").refuse_unfit(loaded, world_size)
 
 
 def _completion(words: list[str]) -> int:
-    """Print what a shell reads to complete the command."""
+    """Print the completion script of a shell."""
     from shardtrain.config import completion
 
     help_if_asked(words[:1], help_pages.COMPLETION)

@@ -74,7 +74,11 @@ class Card:
             began = f" It began with [{self.base_model}](https://huggingface.co/{self.base_model})."
         lines += [f"Trained with shardtrain.{began}", ""]
         if self.facts:
-            lines += ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in self.facts), ""]
+            lines += ["| | |", "|---|---|"]
+            for name, value in self.facts:
+                cell = " ".join(value.replace("|", "\\|").split())
+                lines.append(f"| {name} | {cell} |")
+            lines.append("")
         if self.options:
             lines += [
                 "## How to reproduce", "",
@@ -173,10 +177,6 @@ def of_checkpoint(
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _cell(value: str) -> str:
-    return " ".join(value.replace("|", "\\|").split())
 
 
 def _measured(path: Path, step: int, what: str) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -144,8 +144,8 @@ def survey_rows(name: str, source: Table | Shards, encoder: Encoder, tick: Calla
         part = bisect_right(documents_before, number) - 1
         shard, row = first_keys[part]
         left = number - documents_before[part]
-        for offset, result in enumerate(_encoded(source, encoder, shard, row)):
-            if isinstance(result, Document):
+        for offset, content in enumerate(islice(rows_of(source, shard, row), 4096)):
+            if not isinstance(content, BadRow) and isinstance(encoder.encode([content])[0], Document):
                 if left == 0:
                     return place_of(source, (shard, row + offset))
                 left -= 1
@@ -154,11 +154,6 @@ def survey_rows(name: str, source: Table | Shards, encoder: Encoder, tick: Calla
     survey.place = place
     source.check_unchanged()
     return collector.into(survey)
-
-
-def _encoded(source: Table | Shards, encoder: Encoder, shard: int, start: int) -> Iterator[Document | BadRow]:
-    for row in islice(rows_of(source, shard, start), 4096):
-        yield row if isinstance(row, BadRow) else encoder.encode([row])[0]
 
 
 def survey_line(name: str, line: ShardTokenBuffer, tick: Callable[[int], None]) -> Survey:

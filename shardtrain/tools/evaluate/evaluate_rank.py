@@ -1,4 +1,4 @@
-"""Measure an opened model as one rank, and say what was found as JSON."""
+"""Measure a model as one rank, and print the results as JSON."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from shardtrain.utils.heartbeat import heartbeat
 
 
 def run(asked: EvaluateOptions) -> None:
-    """Measure what is asked for, as one rank of the job that the environment describes.
+    """Run ``evaluate`` as one rank of the job that the environment describes.
 
     Raises:
-        ShardtrainError: for what a user can fix.
+        ShardtrainError: for problems that the user can fix.
     """
     loaded = load_config(asked.source, asked.config, asked.tokenizer)
     with join(asked.device or loaded.config.training.device) as world:
@@ -56,12 +56,17 @@ def run(asked: EvaluateOptions) -> None:
             from shardtrain.tools.evaluate import tasks
 
             found["tasks"] = tasks.measure(opened, asked, is_first=world.rank == 0)
-        if world.rank == 0:
-            _tell(found, asked)
+        if world.rank > 0:
+            return
+        text = json.dumps(found, indent=2, allow_nan=False)
+        print(text)
+        if asked.output is not None:
+            with storage_errors.writing(asked.output, "name another file"):
+                files.write_durable(asked.output, (text + "\n").encode())
 
 
 def _sections(asked: EvaluateOptions, opened: OpenedModel) -> dict[str, Validation]:
-    """Each set by its name: those of --data, or that of the run where neither they nor tasks are named."""
+    """Return the sets by name: those of ``--data``, or the run's own if neither sets nor tasks are named."""
     config = opened.config
     if asked.data:
         seq_len = sets.seq_len_of(opened, asked)
@@ -76,11 +81,3 @@ def _sections(asked: EvaluateOptions, opened: OpenedModel) -> dict[str, Validati
         fix = 'run "shardtrain test" for that loss, or name a set like --data books=books.jsonl'
         raise ConfigError(Problem("--data", None, rule, fix))
     return {"validation": sets.section_of_run(opened)}
-
-
-def _tell(found: dict[str, Any], asked: EvaluateOptions) -> None:
-    text = json.dumps(found, indent=2, allow_nan=False)
-    print(text)
-    if asked.output is not None:
-        with storage_errors.writing(asked.output, "name another file"):
-            files.write_durable(asked.output, (text + "\n").encode())

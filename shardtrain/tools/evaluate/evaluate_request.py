@@ -74,8 +74,9 @@ def read(words: list[str]) -> EvaluateOptions:
     values["tasks"] = tuple(name for name in names if name)
     of_data = {name: values.pop(name) for name in list(values) if name.startswith("data.")}
     of_data["data.text_field"] = values["text_field"]
-    of_data["data.add_bos"] = values["add_bos"]
-    overrides = [f"--{name}={_toml(value)}" for name, value in of_data.items() if value is not None]
+    if values["add_bos"] is not None:
+        of_data["data.add_bos"] = str(values["add_bos"]).lower()
+    overrides = [f"--{name}={value}" for name, value in of_data.items() if value is not None]
     given = values["data_options"] = data_options(configs.load(None, overrides))
     options = EvaluateOptions(**values)
 
@@ -93,10 +94,6 @@ def read(words: list[str]) -> EvaluateOptions:
     if problems:
         raise ConfigError(problems)
     return options
-
-
-def _toml(value: str | bool) -> str:
-    return value if isinstance(value, str) else str(value).lower()
 
 
 def data_options(loaded: configs.Loaded) -> dict[str, Any]:

@@ -60,7 +60,10 @@ def main(words: Sequence[str]) -> int:
     """
     help_if_asked(words, USAGE)
     request = _read(words)
-    loaded = _load(request)
+    if request.path and Path(request.path).is_dir():  # the run may have moved since its configuration was written
+        loaded = RunFolder(Path(request.path)).load((*request.overrides, "--job.dump_folder", request.path))
+    else:
+        loaded = configs.load(request.path, request.overrides)
     with heartbeat("looking for a checkpoint before the step"):  # its thread has ended when ranks are forked
         found = plan(loaded.config, request.first, request.last)
     output = Path(request.output or tempfile.mkdtemp(prefix="shardtrain-replay-"))
@@ -105,14 +108,6 @@ def _start(loaded: Loaded, found: ReplayPlan, request: _Request, words: Sequence
         from shardtrain.tools.runs.replay import replay_rank  # noqa: F401 - torch is imported once, before the ranks are forked
 
     return local.launch_verb(loaded, count, rank, words, accelerators)
-
-
-def _load(request: _Request) -> Loaded:
-    """The configuration of the run, with its folder where it lies now."""
-    path = Path(request.path) if request.path else None
-    if path is None or not path.is_dir():
-        return configs.load(request.path, request.overrides)
-    return RunFolder(path).load((*request.overrides, "--job.dump_folder", str(path)))
 
 
 def _read(words: Sequence[str]) -> _Request:

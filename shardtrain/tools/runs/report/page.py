@@ -40,7 +40,9 @@ _MOST_CHARTS = 60
 
 def build(runs: Sequence[RunRecord]) -> str:
     """The page of one run, or of several beside each other."""
-    names = _names(runs)
+    # Two folders of one name are told apart by their paths
+    short = [run.name for run in runs]
+    names = [run.name if short.count(run.name) == 1 else str(run.folder) for run in runs]
     charts = _charts(runs, names)
     title = "Run " + names[0] if len(runs) == 1 else f"{len(runs)} runs"
     package = resources.files(__package__)
@@ -83,12 +85,6 @@ def build(runs: Sequence[RunRecord]) -> str:
             ]
         )
     )
-
-
-def _names(runs: Sequence[RunRecord]) -> list[str]:
-    """What each run is called: its folder, or its path where two folders have one name."""
-    names = [run.name for run in runs]
-    return [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
 
 
 def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:

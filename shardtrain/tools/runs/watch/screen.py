@@ -98,7 +98,8 @@ def _details(one: FollowedRun, terminal: Terminal) -> list[str]:
         loss = _number(one.validation.get("loss"))
         lines.append(_cut(f"{'validation':<{_TITLE}}{loss:>8}  step {one.validation['step']:,}", width))
     lines += _time(one, terminal)
-    counts = [f"{name.replace('_', ' ')} {one.last[name]:g}" for name in COUNTS if _is_count(one.last.get(name))]
+    counted = [name for name in COUNTS if type(one.last.get(name)) in (int, float) and one.last[name]]
+    counts = [f"{name.replace('_', ' ')} {one.last[name]:g}" for name in counted]
     if counts:
         lines.append(terminal.paint(_cut(", ".join(counts), width), 33))
     lines += [terminal.paint(_cut(redact(visible(alert, lines=False)), width), 33) for alert in one.alerts[-3:]]
@@ -144,10 +145,6 @@ def _number(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "-"
     return format_number(float(value))
-
-
-def _is_count(value: object) -> bool:
-    return type(value) in (int, float) and bool(value)
 
 
 def _cut(text: str, width: int) -> str:
