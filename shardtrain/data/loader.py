@@ -169,7 +169,7 @@ class DataLoader:
         self.fingerprint = digest([feed.fingerprint for feed in opened.feeds], opened.mixture.fingerprint)
         self.files: Mapping[str, str] = opened.feeds[0].files
         if len(opened.feeds) > 1:
-            # Two sources may have files of one name.
+            # two sources may have files with the same name
             self.files = {
                 f"{source}: {name}": mark
                 for source, feed in zip(opened.names, opened.feeds, strict=True)
@@ -277,7 +277,7 @@ class DataLoader:
             DataError: a row of a dataset that is tokenized during training is bad.
             ConfigError: a file was changed during the run.
         """
-        # A step begins. The data may end only here, so that all ranks stop before the same step.
+        # At the start of a step. The data may end only here, so all ranks stop before the same step.
         if self._batches_returned % self._share.accumulation == 0:
             if self.has_ended:
                 raise StopIteration

@@ -109,7 +109,7 @@ def _ask(request: Mapping[str, Any]) -> str:
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(json.dumps(request).encode())
             child.stdin.close()
-        # Read one line of limited length: a compromised child could write for ever.
+        # Read one line of limited length: a compromised child could write without end.
         answer = b""
         while len(answer) < _ANSWER_BYTES and not answer.endswith(b"\n"):
             part = os.read(child.stdout.fileno(), _ANSWER_BYTES - len(answer))

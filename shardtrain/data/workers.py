@@ -37,7 +37,7 @@ def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> 
         prefetch_factor=options.prefetch_factor or 4,
         persistent_workers=options.persistent_workers,
         multiprocessing_context=multiprocessing.get_context(start_method),
-        generator=torch.Generator(),  # one of its own, so that the run's random numbers stay as they are
+        generator=torch.Generator(),  # a separate generator, so the run's random numbers do not change
         in_order=True,
     )
     return iter(loader)

@@ -49,7 +49,8 @@ def is_saved_file(path: Place | None) -> bool:
 
 
 class FileWeights(BinWeights):
-    """The weights of such a file by name, without the prefixes of wrappers (``without_wrappers``)."""
+    """The weights in a ``torch.save`` file by name, without the prefixes of wrappers
+    (``without_wrappers``)."""
 
     def __init__(self, path: Path) -> None:
         """Read the index of the file.

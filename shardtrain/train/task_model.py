@@ -28,7 +28,7 @@ class BuiltModel:
     """A sharded model with its initial weights, and the facts about it that a run needs."""
 
     config: Config
-    """The configuration, after the choice of ``distributed.compile.decided``."""
+    """The configuration; ``compile.enable`` is decided if it was unset."""
     task: tasks.LanguageModel | tasks.RowTask
     module: ModuleType
     """The Python module of the model."""

@@ -130,7 +130,7 @@ def opened(loaded: Loaded, world: World, resilience: Resilience) -> Iterator[tup
         yield run, checkpoints
     finally:
         contents.close()
-        checkpoints.close()  # releases the lease, after an error too, so that another run may write the folder
+        checkpoints.close()  # releases the lease, also after an error, so another run can use the folder
 
 
 def _heartbeat(activity: str, world: World) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Sandbox for chat templates: Jinja's num_context_args sandbox, with limits on the work and the memory of a
+"""Sandbox for chat templates: Jinja's own sandbox, with limits on the work and the memory of a
 template.
 
 Jinja's sandbox keeps a template from reaching Python: it forbids attributes that begin with an underscore
@@ -137,7 +137,7 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return super().getitem(obj, argument)
 
         def wrap_str_format(self, value: Any) -> Any:
-            """Wrap the sandbox's num_context_args ``format``, which checks attributes, with a check of
+            """Wrap the sandbox's own ``format``, which checks attributes, with a check of
             widths."""
             wrapped = super().wrap_str_format(value)
             if wrapped is None:
@@ -317,8 +317,8 @@ def bounded(function: Callable[..., Any], work: Work, weight: int, checks_widths
         if weight == _ITEM_CHARACTERS:
             work.plan(weight * (len(arguments[0]) if arguments and isinstance(arguments[0], Sequence | Mapping) else 1))
             return function(*args, **kwargs)
-        # All other filters count the size of their arguments. A width or an indent is_quadratic its length
-        # for each line. A filter that is_quadratic items counts the size once per item.
+        # All other filters count the size of their arguments. A width or an indent adds its length
+        # for each line. A filter that adds items counts the size once per item.
         size = sum(map(deep_size, arguments)) if weight else 1
         if checks_widths:
             widths = [abs(value) for value in arguments if isinstance(value, int)]

@@ -95,7 +95,7 @@ def _messages(
         raise Unusable(f"column {prompt_field!r} holds {kind(prompt)}, neither a text nor a list of messages")
     elif not common:
         rule = "chosen and rejected begin with different messages, which leaves no prompt"
-        raise Unusable(f"{rule}; give it a column ({prompt_field!r})")
+        raise Unusable(f"{rule}; add a column {prompt_field!r}")
     for name, side in (("chosen", chosen), ("rejected", rejected)):
         if side[common]["role"] != "assistant":
             raise Unusable(f"the {name} answer begins with a turn of {side[common]['role']!r}, not of the assistant")
@@ -111,12 +111,12 @@ def _end_of_prompt(chosen: str, rejected: str) -> int:
         return name + len(_SPEAKER)
     if chosen == rejected:
         raise Unusable("chosen and rejected are the same text, of which no part is the prompt")
-    # Back to the beginning of the word in which they part, and over the space before it: that is the
-    # answer's.
+    # Go back to the start of the word in which the texts differ, and before the whitespace in front of it,
+    # which belongs to the answer.
     cut = len(common)
     while cut and not chosen[cut - 1].isspace():
         cut -= 1
     cut = len(chosen[:cut].rstrip())
     if not cut:
-        raise Unusable("chosen and rejected begin with different words, so that there is no prompt; give it a column")
+        raise Unusable("chosen and rejected begin with different words, so there is no prompt; add a prompt column")
     return cut

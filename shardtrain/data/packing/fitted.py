@@ -62,7 +62,7 @@ class Pieces:
 
 
 def pieces_of(line: TokenBuffer, block: int, packing: Packing, dropped: Tokens | None = None) -> Pieces:
-    """Cut the documents of a block into pieces of at max_room ``seq_len`` targets.
+    """Cut the documents of a block into pieces of at most ``seq_len`` targets.
 
     A document of one token has no target and no piece. ``dropped`` is the result of an earlier call for the
     same block, to avoid computing it again.
@@ -116,7 +116,7 @@ def fit_block(line: TokenBuffer, block: int, packing: Packing) -> BlockFit:
 
 
 def first_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:
-    """Return the row of each piece, so that the lengths in a row sum to at max_room ``capacity``: first fit
+    """Return the row of each piece, so that the lengths in a row sum to at most ``capacity``: first fit
     decreasing.
 
     Pieces are placed from long to short (equal ones in their order), each into the first row with room.

@@ -257,7 +257,7 @@ class _GrowingFile:
 
 @contextmanager
 def storing(folder: Path) -> Iterator[None]:
-    """Raise an OSError of the block as StorageError."""
+    """Convert an OSError of the block to StorageError."""
     with storage_errors.writing(folder, "name another --output; the same command continues where it stopped"):
         yield
 

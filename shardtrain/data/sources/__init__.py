@@ -23,10 +23,10 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that gives no document. A harmless one (an empty text) is counted, and never stops a run.
+    """A row without a document. A harmless one (an empty text) is counted and never stops a run.
 
-    Rows are counted by their reason, so it names no numbers of the row; ``detail`` does, for who fixes the
-    row: a column, a length, a key. As text, the two are one.
+    Rows are counted by ``reason``, so it contains no numbers. ``detail`` has the specifics for fixing the
+    row, such as a column, a length or a key.
     """
 
     reason: str
@@ -46,11 +46,14 @@ _DEFAULT_SPLITS = {"validation.split": "validation", "task.test_split": "test"}
 
 @dataclass(frozen=True)
 class Request:
-    """What to open: ``path`` is the dataset_path option or None, and ``option`` is how errors call it.
+    """A dataset to open.
 
-    ``split_option`` and ``subset_option`` are the option names of ``split`` and ``subset`` in error
-    messages. ``header`` is True if the
-    first line of a TSV or CSV file names its columns. Without it they are "0", "1", ...
+    Attributes:
+        path: value of the dataset_path option, or None; ``option`` is its name in errors.
+        split_option: name of the option of ``split`` in errors.
+        subset_option: name of the option of ``subset`` in errors.
+        header: True if the first line of a TSV or CSV file names its columns. Otherwise they are "0", "1",
+            ...
     """
 
     path: str | None = None

@@ -1,5 +1,7 @@
-"""Rows of Arrow's batches, and what they take once they are Python's: a value many times over is many
-values then."""
+"""Convert Arrow batches to rows, and estimate their size as Python objects.
+
+Arrow may store a repeated value once, while each Python row has its own copy.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,21 @@ from shardtrain.data.sources._index import too_long
 from shardtrain.data.sources._json import not_utf8
 
 _ENTRY_BYTES = 8
-"""A place in a list, also for a value that Arrow keeps in no bytes at all."""
+"""Size of a list entry, also for a value that takes no bytes in Arrow."""
 
 
 def rows_of_batch(batch: Any, max_row_bytes: int) -> Iterator[Row]:
-    """Rows of an Arrow table or record batch; a row above ``max_row_bytes`` is not converted."""
+    """Yield the rows of an Arrow table or record batch.
+
+    A row larger than ``max_row_bytes`` becomes a BadRow.
+    """
     if python_bytes(batch) <= max_row_bytes:
         try:
             yield from batch.to_pylist()
             return
         except UnicodeDecodeError:
-            pass  # one by one tells which row it is
+            # convert single rows to find the one that is not UTF-8
+            pass
     for index in range(batch.num_rows):
         row = batch.slice(index, 1)
         size = python_bytes(row)
@@ -35,8 +41,10 @@ def rows_of_batch(batch: Any, max_row_bytes: int) -> Iterator[Row]:
 
 
 def python_bytes(batch: Any) -> int:
-    """Bytes of a table or record batch as Python objects, about: more than its own where columns repeat
-    values."""
+    """Return the approximate size of a table or record batch as Python objects.
+
+    It exceeds the size in Arrow if columns repeat values.
+    """
     others = [number for number, field in enumerate(batch.schema) if not _is_simple(field.type)]
     if not others:
         return int(batch.nbytes)
@@ -48,7 +56,7 @@ def python_bytes(batch: Any) -> int:
 
 
 def _is_simple(kind: Any) -> bool:
-    """Whether each value has bytes of its own."""
+    """True if each value is stored separately."""
     from pyarrow import types
 
     return bool(
@@ -63,8 +71,7 @@ def _is_simple(kind: Any) -> bool:
 def _size(array: Any) -> int:
     import pyarrow.compute
 
-    # A type at a time: what has bytes of its own, what is made of other arrays, and what names values of
-    # others.
+    # by type: values stored separately, values made of other arrays, and references to values of other arrays
     kind = array.type
     count = len(array)
     types = pyarrow.types
@@ -86,7 +93,7 @@ def _size(array: Any) -> int:
         return _ENTRY_BYTES * count + _size(array.flatten())
     if types.is_struct(kind):
         return _ENTRY_BYTES * count + sum(map(_size, array.flatten()))
-    # Views, runs and unions may name one value any number of times.
+    # views, runs and unions may reference a value any number of times
     if isinstance(array, pyarrow.lib.ListViewArray | pyarrow.lib.LargeListViewArray):
         named = int(pyarrow.compute.sum(pyarrow.compute.list_value_length(array), min_count=0).as_py())
         each = -(-_size(array.values) // max(len(array.values), 1))
@@ -99,7 +106,7 @@ def _size(array: Any) -> int:
 
 
 def _chosen(values: Any, indices: Any) -> int:
-    """Bytes of values by index, each time that it is named."""
+    """Return the size of the referenced values, counted once per reference."""
     import pyarrow.compute
 
     if pyarrow.types.is_primitive(values.type):

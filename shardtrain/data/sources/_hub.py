@@ -238,7 +238,7 @@ class DatasetTable:
 
 
 class DatasetShards:
-    """A dataset that is read sequentially, by the library's loaded shards; see Shards."""
+    """A dataset that is read sequentially, by the library's own shards; see Shards."""
 
     total_bytes: int | None = None
 

@@ -1,4 +1,4 @@
-"""Convert errors about a dataset of the hub to one that says what to do."""
+"""Convert errors of the hub and its libraries to a ConfigError with a fix."""
 
 from __future__ import annotations
 
@@ -11,48 +11,49 @@ from shardtrain.utils.hub_errors import describe_error
 
 
 def refusal(error: BaseException, request: Request, name: str, asked: Mapping[str, Any]) -> ConfigError:
-    """Return the error for a dataset that cannot be opened. ``asked`` holds name (subset) and split."""
+    """Return the error for a dataset that cannot be opened. ``asked`` contains name (subset) and split."""
     rule, fix = _reason(error, request, name, asked)
     return ConfigError(Problem(request.option, name, f"{rule} ({describe_error(error)})", fix))
 
 
 def _reason(error: BaseException, request: Request, name: str, asked: Mapping[str, Any]) -> tuple[str, str]:
-    # By names of classes, HTTP statuses and words, over all errors that this one was raised from: the
-    # library and the hub's client each wrap the other's, and their classes moved between versions.
+    # Compare names of classes, HTTP statuses and texts of all chained errors: the library and the hub client
+    # wrap each other's errors, and their classes have moved between versions.
     chain = _chain(error)
     kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
     statuses = {getattr(getattr(link, "response", None), "status_code", None) for link in chain}
     text = " ".join(str(link) for link in chain).lower()
     if "OfflineModeIsEnabled" in kinds or "offlinemodeisenabled" in text:
         fix = f"run once online, or: hf download {name} --repo-type dataset; then name that folder"
-        return "is not in the local cache, and the hub may not be asked (HF_HUB_OFFLINE)", fix
+        return "is not in the local cache, and HF_HUB_OFFLINE forbids access to the hub", fix
     if "GatedRepoError" in kinds or "gated dataset" in text:
         fix = f"accept its terms on https://huggingface.co/datasets/{name} and set HF_TOKEN to a token of that account"
         return "is gated", fix
     if 429 in statuses:
-        return "is not given just now: the hub counts too many requests", "wait, or set HF_TOKEN, which allows more"
+        return "is not available: too many requests to the hub", "wait, or set HF_TOKEN for a higher limit"
     if statuses & {500, 502, 503, 504}:
-        return "cannot be had: the hub is in trouble", "try again later, or name a local copy"
+        return "is not available: the hub reports a server error", "try again later, or name a local copy"
     if statuses & {401, 403}:
-        return "is not open to you", "set HF_TOKEN to a token that may read it"
+        return "requires permission", "set HF_TOKEN to a token that may read it"
     if kinds & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
         return (
-            "is not a dataset of the hub, or a private one",
+            "is not a dataset on the hub, or is private",
             "correct the name, or set HF_TOKEN to a token that may read it",
         )
     if "dataset scripts" in text or "custom code" in text:
-        return "is a program, and no code of a dataset is run", "use a copy of it in Parquet or JSON lines"
+        return "requires its own code, which is never run", "use a copy of it in Parquet or JSON lines"
     if "config name is missing" in text or "builderconfig" in text:
         return f"has no subset {asked.get('name') or 'by default'}", f"set {request.subset_option} to one that it has"
     if "split" in text:
         return f'has no split "{asked.get("split")}"', f"set {request.split_option} to one that it has"
     if kinds & {"OSError", "RequestException", "TransportError"}:  # of the system, requests and httpx
         fix = "check the network, set HF_HUB_OFFLINE=1 to use what was downloaded before, or name a local copy"
-        return "cannot be had: the hub is out of reach", fix
+        return "is not available: the hub cannot be reached", fix
     return "cannot be opened", "correct the name, or name a local copy"
 
 
 def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error and its causes."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:

@@ -10,5 +10,5 @@ HUB = HubSet("allenai/c4", subset="en", streaming=True)
 
 
 def open_source(request: Request) -> Table | Shards:
-    """Open it from the hub, or a local copy where ``request.path`` is set; see huggingface.open_source."""
+    """Open it from the hub, or a local copy if ``request.path`` is set; see huggingface.open_source."""
     return huggingface.open_preset(request, HUB)

@@ -9,7 +9,7 @@ HUB = HubSet("allenai/c4", split="train[:45000]", data_files="en/c4-train.00000-
 
 
 def open_source(request: Request) -> Table | Shards:
-    """Open it from the hub, or a local copy where ``request.path`` is set; see huggingface.open_source.
+    """Open it from the hub, or a local copy if ``request.path`` is set; see huggingface.open_source.
 
     Raises:
         ConfigError: also where streaming is asked for, as a part of a split cannot be streamed.

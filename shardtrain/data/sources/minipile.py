@@ -9,5 +9,5 @@ HUB = HubSet("JeanKaddour/minipile")
 
 
 def open_source(request: Request) -> Table | Shards:
-    """Open it from the hub, or a local copy where ``request.path`` is set; see huggingface.open_source."""
+    """Open it from the hub, or a local copy if ``request.path`` is set; see huggingface.open_source."""
     return huggingface.open_preset(request, HUB)

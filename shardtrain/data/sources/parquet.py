@@ -20,25 +20,25 @@ ENDINGS = file_kinds.ENDINGS["parquet"]
 
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 256 * 2**20
-"""Bounds what rows that are decoded at once can hold; each of them may be as large as its row group says
-that it is."""
+"""Maximum memory of rows that are decoded at once. Each row may be as large as its row group claims."""
 _BOMB_RATIO = 100
 _BOMB_BYTES = 64 * 2**20
-"""Columns that say to be so many times larger than they are on disk are tried first in a process with
-limits."""
+"""Columns that claim to be this many times larger than on disk are first read in a process with limits."""
 _VALUE_BYTES = 8
 _SMALL_BYTES = 64 * 1024
 _DENSE = ("ZSTD", "GZIP", "BROTLI")
-"""Codecs that can pack more than a thousand bytes into one: a small file of them is tried whatever it says.
+"""Codecs that can compress a thousand bytes into one.
+
+Small files with these codecs are always tried first.
 """
 
 
 def open_source(request: Request) -> Shards:
-    """Rows of a file, a folder or a pattern, with nested values as Python's lists and dicts.
+    """Open a file, a folder or a pattern, with nested values as Python lists and dicts.
 
     Raises:
-        ConfigError: when the option is not set, leads to no file, or pyarrow is not installed.
-        DataError: when a file is not a Parquet file.
+        ConfigError: the option is not set, matches no file, or pyarrow is not installed.
+        DataError: a file is not a Parquet file.
     """
     return open_files(list_files(request, "parquet", ENDINGS), request)
 

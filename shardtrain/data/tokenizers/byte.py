@@ -1,4 +1,4 @@
-"""The tokenizer that needs no file: one id per byte."""
+"""Byte-level tokenizer without files: one id per byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardtrain.data.tokenizers.spans import character_spans
 
 
 class ByteTokenizer:
-    """One id per UTF-8 byte, 0..255; 256 begins a document and 257 ends it. No text spells these two out."""
+    """One id per UTF-8 byte, 0..255. 256 begins a document and 257 ends it; no text contains these two."""
 
     spec = "bytes"
     vocab_size = 258
@@ -29,27 +29,27 @@ class ByteTokenizer:
     fingerprint = hashlib.sha256(b"shardtrain bytes 1").hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """UTF-8 bytes of a text; a lone surrogate becomes "?" as UTF-8 has no bytes for it."""
+        """Return the UTF-8 bytes of a text. A lone surrogate becomes "?", because UTF-8 cannot encode it."""
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """UTF-8 bytes of each text."""
+        """Return the UTF-8 bytes of each text."""
         return [self.encode(text) for text in texts]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """UTF-8 bytes of each text, and the character that each is of."""
+        """Return the UTF-8 bytes of each text, and the range of their character."""
         batch = self.encode_batch(texts)
         return [
             (ids, character_spans(text, np.ones(len(ids), np.int64))) for text, ids in zip(texts, batch, strict=True)
         ]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
-        """Text of ids; bos and eos have none, and bytes that are not UTF-8 become U+FFFD.
+        """Return the text of ids. Bytes that are not UTF-8 become U+FFFD.
 
-        ``keep_special`` writes bos and eos as ``<bos>`` and ``<eos>``.
+        BOS and EOS are omitted or, with ``keep_special``, ``<bos>`` and ``<eos>``.
 
         Raises:
-            ValueError: when an id is not in 0..257.
+            ValueError: an id is not in 0..257.
         """
         array = np.asarray(ids, dtype=np.int64)
         if array.size and not (int(array.min()) >= 0 and int(array.max()) < self.vocab_size):

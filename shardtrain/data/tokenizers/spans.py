@@ -1,4 +1,4 @@
-"""Where tokens are in their text: from lengths in bytes to characters."""
+"""Character ranges of tokens, computed from their lengths in bytes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import numpy.typing as npt
 
 
 def character_spans(text: str, lengths_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """First character, and the one after the last, of tokens that lie end to end and have these lengths in
-    UTF-8.
+    """Return the character ranges [n, 2] of consecutive tokens with these lengths in UTF-8.
 
-    A token that begins or ends within a character has the whole of it.
+    If a token begins or ends within a character, its range includes the character.
 
     >>> character_spans("aé", np.array([1, 1, 1])).tolist()
     [[0, 1], [1, 2], [1, 2]]
@@ -20,11 +19,11 @@ def character_spans(text: str, lengths_bytes: npt.NDArray[np.int64]) -> npt.NDAr
 
 
 def to_characters(text: str, spans_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The same spans [n, 2], counted in characters in place of bytes of UTF-8."""
+    """Convert ranges [n, 2] of UTF-8 bytes to ranges of characters."""
     if text.isascii():
         return spans_bytes
     data = np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
-    # characters that have begun before byte i; the bytes 10xxxxxx continue one
+    # number of characters that begin before byte i; bytes 10xxxxxx continue a character
     begun = np.concatenate(([0], np.cumsum((data & 0xC0) != 0x80)))
     starts = spans_bytes[:, 0]
     ends = spans_bytes[:, 1]

@@ -1,4 +1,4 @@
-"""Texts that spell out special tokens: cut into those tokens and what is between them."""
+"""Split texts into the special tokens in them, and the text between these."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 
 class Splitter:
-    """Finds added tokens in texts, the longest first; ``ids`` has the id of each by its text."""
+    """Finds added tokens in texts, the longest first. ``ids`` maps the text of each token to its id."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = dict(ids)
@@ -18,7 +18,8 @@ class Splitter:
         return self._pattern is not None
 
     def pieces(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """Pieces of a text in order, each with its id, or None where it is ordinary text; none is empty.
+        """Yield the pieces of a text in order, each with its id, or None for ordinary text. No piece is
+        empty.
 
         >>> list(Splitter({"<e>": 7}).pieces("hi<e>"))
         [('hi', None), ('<e>', 7)]

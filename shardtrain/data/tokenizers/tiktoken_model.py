@@ -126,16 +126,16 @@ class TiktokenTokenizer:
         return results
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """Ids of each text, special tokens that it spells out among them, and the characters that they
-        stand for."""
+        """Return the ids of each text, including special tokens that occur in it as strings, and their
+        character ranges."""
         return [self._with_spans(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
-        """Text of ids; special tokens are left out unless they are to be kept, bytes that are not UTF-8
+        """Return the text of ids, with special tokens only if ``keep_special``. Bytes that are not UTF-8
         become U+FFFD.
 
         Raises:
-            ValueError: when an id is not in 0..vocab_size-1.
+            ValueError: an id is not in 0..vocab_size-1.
         """
         parts: list[bytes] = []
         for i in (int(i) for i in ids):

@@ -145,7 +145,7 @@ def test_an_id_beyond_the_vocabulary_is_not_written(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "x", 300, 7)
     for wrong in (300, -1):
         writer.add_documents(np.array([1]))
-        with pytest.raises(ConfigError, match=f"gives the id {wrong}, outside its vocabulary of 300"):
+        with pytest.raises(ConfigError, match=f"returns the id {wrong}, outside its vocabulary of 300"):
             writer.add_tokens(np.array([wrong]))
 
 
