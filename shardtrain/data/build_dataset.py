@@ -299,8 +299,8 @@ def _open_feed(
 
         # Only files can be recognized as unchanged, by size and times. A user's code may return other rows
         # each time.
-        is_cacheable = config.data.cache_tokens and isinstance(source, FileSource)
-        if not is_cacheable or named.source.dataset.endswith(".py"):
+        is_own_code = named.source.dataset.endswith(".py")
+        if not config.data.cache_tokens or not isinstance(source, FileSource) or is_own_code:
             return read()
         facts = (config.data, named.source, request, encoder, tokenizer.vocab_size)
         return token_cache.kept_or_made(named.name, source.members, facts, read)
