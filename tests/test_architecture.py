@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import defaultdict
 from pathlib import Path
+
+from test_house import imports, room_of, trees
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -27,3 +31,33 @@ def test_the_table_of_changes_names_files_and_tests_that_exist() -> None:
         assert files and runs, change
         assert all((ROOT / path).exists() for path in runs), row
         assert all((ROOT / "shardtrain" / path.replace("NAME.py", "")).exists() for path in files), row
+
+
+def rooms_imported() -> dict[str, set[str]]:
+    """Return the rooms that each room imports: at its top, in functions, for types, and by name."""
+    found = defaultdict(set)
+    for module, names in imports(with_types=True).items():
+        found[room_of(module)] |= {room_of(name) for name in names}
+    for file, tree in trees().items():
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func).rpartition(".")[2] not in ("import_module", "_import", "_module"):
+                continue
+            for word in call.args:
+                if isinstance(word, ast.Constant) and str(word.value).startswith("shardtrain."):
+                    found[room_of(f"shardtrain.{file.partition('/')[0].removesuffix('.py')}")].add(room_of(word.value))
+    return {room: names - {room, ""} for room, names in found.items()}
+
+
+def test_the_table_of_rooms_lists_every_import() -> None:
+    table = PAGE.partition("| Room | Holds | Imports |\n")[2].partition("\n\n")[0]
+    listed = {}
+    for row in table.splitlines()[1:]:
+        _, room, _, names, _ = row.split("|")
+        listed[re.sub(r"[`/ ]|\.py", "", room)] = set(re.findall(r"`(\w+)`", names))
+    graph = {room: names for room, names in rooms_imported().items() if room and room != "__main__"}
+    wrong = {
+        room: f"lists {sorted(listed.get(room, set()))}, imports {sorted(graph.get(room, set()))}"
+        for room in graph.keys() | listed.keys()
+        if listed.get(room) != graph.get(room)
+    }
+    assert wrong == {}, "docs/architecture.md, Where things are: make the last column the rooms that are imported"

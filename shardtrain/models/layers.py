@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.ops import attention_scores, document_mask
+from shardtrain.ops import attention_scores, chosen_kernels, document_mask
 from shardtrain.utils.errors import ConfigError, Problem
 
 
@@ -177,7 +177,7 @@ class AttentionCore(nn.Module):
         # attention uses them too if a measurement on this CPU found blocks faster
         has_window = 0 < self.window < q_BTNH.size(1)
         needs_mask = documents_BT is not None or has_window or sinks_N is not None
-        if needs_mask or document_mask.in_blocks(q_BTNH):
+        if needs_mask or chosen_kernels.attends_in_blocks(q_BTNH):
             return document_mask.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, self.scale, sinks_N)
         # Plain causal attention: PyTorch chooses the kernel
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))

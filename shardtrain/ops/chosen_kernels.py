@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 WORTH_IT = 1.05
 """A kernel that is less than this much faster than PyTorch's own is not taken."""
 NARROW_HEAD = 32
@@ -77,3 +80,13 @@ def use(kernels: Kernels) -> None:
     """Let the models of this process compute with these; what is built already keeps its linear layers."""
     global _chosen
     _chosen = kernels
+
+
+def attends_in_blocks(q_BTNH: Tensor) -> bool:
+    """True on a CPU if blocks of matrix products were measured to be faster than PyTorch's flash kernel."""
+    if q_BTNH.device.type != "cpu":
+        return False
+    if q_BTNH.dtype == torch.float32:
+        is_narrow = q_BTNH.size(-1) <= NARROW_HEAD
+        return _chosen.uses("blocked_attention_float32" if is_narrow else "blocked_attention_float32_wide")
+    return q_BTNH.dtype == torch.bfloat16 and _chosen.uses("blocked_attention")

@@ -48,7 +48,7 @@ def attention(
         ValueError: when the numbers of a row do not ascend.
     """
     is_long = documents_BT is None and not window and q_BTNH.size(1) > chosen_kernels.LONG_ROW
-    if sinks_N is None and not is_long and in_blocks(q_BTNH):
+    if sinks_N is None and not is_long and chosen_kernels.attends_in_blocks(q_BTNH):
         from shardtrain.ops.cpu import document_blocks  # a run on an accelerator imports no kernel of a CPU
 
         return document_blocks.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)
@@ -57,16 +57,6 @@ def attention(
     if sinks_N is not None:
         return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, Scores(scale), sinks_N)
     return masked_attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)
-
-
-def in_blocks(q_BTNH: Tensor) -> bool:
-    """True on a CPU where blocks of matrix products were measured to be faster than PyTorch's flash kernel."""
-    if q_BTNH.device.type != "cpu":
-        return False
-    if q_BTNH.dtype == torch.float32:
-        narrow = q_BTNH.size(-1) <= chosen_kernels.NARROW_HEAD
-        return chosen_kernels.chosen().uses("blocked_attention_float32" if narrow else "blocked_attention_float32_wide")
-    return q_BTNH.dtype == torch.bfloat16 and chosen_kernels.chosen().uses("blocked_attention")
 
 
 def masked_attention(

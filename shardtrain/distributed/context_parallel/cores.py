@@ -21,12 +21,10 @@ from torch import Tensor, nn
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
-from shardtrain.distributed.context_parallel.gather import (
-    gathered_attention,
-    ring_attention,
-    ulysses_attention,
-)
+from shardtrain.distributed.context_parallel.gather import gathered_attention
 from shardtrain.distributed.context_parallel.masks import sequence_part
+from shardtrain.distributed.context_parallel.ring import ring_attention
+from shardtrain.distributed.context_parallel.ulysses import ulysses_attention
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches
 from shardtrain.ops import attention_core, document_mask, token_mixing

@@ -23,7 +23,7 @@ from shardtrain.layout import Layout, matches
 from shardtrain.models.layers import AttentionCore, SinkAttentionCore
 from shardtrain.ops.attention_core import broken_when_split
 from shardtrain.ops.attention_scores import Scores, masked_attention, scores_of
-from shardtrain.ops.document_mask import in_blocks
+from shardtrain.ops.chosen_kernels import attends_in_blocks
 from shardtrain.utils.errors import ConfigError, Problem
 
 BLOCK = 64
@@ -247,7 +247,7 @@ def _has_fast_products(q_BTNH: Tensor, numel: int) -> bool:
     In bfloat16, where attention by blocks of products is: 1.4 times as fast with four query heads to a key head of 64,
     3.5 times with one to one of 128 (1,088 columns). In float32 0.7 to 1.3 times.
     """
-    return q_BTNH.dtype == torch.bfloat16 and numel >= _SMALLEST_BY_PRODUCTS and in_blocks(q_BTNH)
+    return q_BTNH.dtype == torch.bfloat16 and numel >= _SMALLEST_BY_PRODUCTS and attends_in_blocks(q_BTNH)
 
 
 def _grouped(q_BTNH: Tensor, K: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

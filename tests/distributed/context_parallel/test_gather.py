@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardtrain.distributed.context_parallel import gather, masks
+from shardtrain.distributed.context_parallel import gather, masks, merged_attention, ring, ulysses
 from shardtrain.distributed.cpu import shared_memory
 from shardtrain.distributed.cpu.shared_memory import SequenceExchange
 from shardtrain.ops import chosen_kernels, sliding_window
@@ -43,9 +43,9 @@ KINDS = {
     "gathered, in order": (gather.gathered_attention, False),
     "gathered by memory, balanced": (gathered_by_memory, True),
     "gathered by memory, in order": (gathered_by_memory, False),
-    "ring, balanced": (gather.ring_attention, True),
-    "ring, in order": (gather.ring_attention, False),
-    "ulysses": (gather.ulysses_attention, False),
+    "ring, balanced": (ring.ring_attention, True),
+    "ring, in order": (ring.ring_attention, False),
+    "ulysses": (ulysses.ulysses_attention, False),
 }
 if not Path("/dev/shm").is_dir():  # no shared memory of files
     KINDS = {name: kind for name, kind in KINDS.items() if "memory" not in name}
@@ -215,7 +215,7 @@ SCORES = {
 
 def errors_of_scores(rank: int) -> dict[str, float]:
     worst: dict[str, float] = {}
-    gather.QUERIES_AT_ONCE = 5  # in a forked process of its own: blocks end within chunks
+    merged_attention.QUERIES_AT_ONCE = 5  # in a forked process of its own: blocks end within chunks
     for scores in SCORES.values():
         for documents, window in ((None, 0), (None, 13), (random_documents(2), 0), (random_documents(3), 7)):
             for name, values in largest_errors(rank, torch.float32, documents, window, scores).items():

@@ -1,0 +1,130 @@
+"""Exact attention over pieces of queries and keys, merged by a running softmax, forward and backward.
+
+Used by gather, ring and Ulysses.
+Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, n heads after an exchange, H
+head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardtrain.distributed.context_parallel.masks import ContextPiece, Window, prefix_pieces
+from shardtrain.ops.attention_scores import PLAIN, QUERIES_AT_ONCE, Scores, sinks_gradient, with_sinks
+from shardtrain.ops.flash_attention import attend, attend_backward
+from shardtrain.ops.sliding_window import queries_at_once
+
+
+class PrefixAttention(torch.autograd.Function):
+    """Causal attention of queries at the end of a prefix of keys: in full to earlier keys, causally to their own.
+
+    The last query attends to all keys, each query before it to one fewer; with a window, to the nearest ones.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BlNH: Tensor,
+        k_BsKH: Tensor,
+        v_BsKH: Tensor,
+        documents_Bs: Tensor | None,
+        window: int,
+        scores: Scores,
+        sinks_N: Tensor | None,
+    ) -> Tensor:
+        merged = Merged(q_BlNH, scores)
+        ctx.scores = scores
+        window_blocks = window_of(window, k_BsKH.size(1), q_BlNH, scores)
+        ctx.blocked = bool(window_blocks.tokens)
+        ctx.pieces = list(prefix_pieces(q_BlNH.size(1), k_BsKH.size(1), documents_Bs, window_blocks))
+        for piece in ctx.pieces:
+            merged.attend(piece, q_BlNH, k_BsKH, v_BsKH)
+        merged.add_sinks(sinks_N)
+        out_BlNH = merged.out_BtNH.to(q_BlNH.dtype)
+        ctx.save_for_backward(q_BlNH, k_BsKH, v_BsKH, out_BlNH, merged.lse_BNt, sinks_N)
+        return out_BlNH
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl, sinks_N = ctx.saved_tensors
+        saved = (gradients[0], q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl)
+        exact = torch.float32 if ctx.blocked else k_BsKH.dtype  # blocks of queries add to the same keys
+        dq = torch.zeros_like(q_BlNH, dtype=torch.float32)
+        dk = torch.zeros_like(k_BsKH, dtype=exact)
+        dv = torch.zeros_like(v_BsKH, dtype=exact)
+        for piece in ctx.pieces:
+            part = backward_of(piece, ctx.scores, *saved)
+            dq[piece.batch, piece.rows] += part[0]
+            dk[piece.batch, piece.columns] += part[1]
+            dv[piece.batch, piece.columns] += part[2]
+        dsinks_N = sinks_gradient_of(gradients[0], out_BlNH, lse_BNl, sinks_N)
+        return dq.to(q_BlNH.dtype), dk.to(q_BlNH.dtype), dv.to(q_BlNH.dtype), None, None, None, dsinks_N
+
+
+def sinks_gradient_of(gradient: Tensor, out: Tensor, lse: Tensor, sinks_N: Tensor | None) -> Tensor | None:
+    """Return the gradient of the sinks, or None without sinks."""
+    return None if sinks_N is None else sinks_gradient(gradient, out, lse, sinks_N)
+
+
+def window_of(window: int, tokens: int, q_BtNH: Tensor, scores: Scores) -> Window:
+    """Return how queries are cut into blocks.
+
+    Scores without a kernel are computed in blocks too, in a window of all tokens. Blocks are contiguous and know the offset of their queries from their keys, which ALiBi's distances need.
+    """
+    if scores.has_kernel:
+        return Window(window, queries_at_once(window, q_BtNH.device))
+    return Window(window or tokens, QUERIES_AT_ONCE)
+
+
+class Merged:
+    """A running softmax over parts of the keys: outputs and log-sum-exp in float32 (Milakov and Gimelshein 2018)."""
+
+    def __init__(self, q_BtNH: Tensor, scores: Scores = PLAIN) -> None:
+        self._scores = scores
+        self.out_BtNH = torch.zeros_like(q_BtNH, dtype=torch.float32)
+        B, t, N, _ = q_BtNH.shape
+        self.lse_BNt = torch.full((B, N, t), -torch.inf, dtype=torch.float32, device=q_BtNH.device)
+
+    def attend(self, piece: ContextPiece, q_BtNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> None:
+        """Merge the attention of a piece's queries to its keys."""
+        batch, rows, columns, causal, band = piece
+        q_BlNH = q_BtNH[batch, rows]
+        k_BsKH = k_BsKH[batch, columns]
+        v_BsKH = v_BsKH[batch, columns]
+        out_BlNH, lse_BNl = attend(q_BlNH, k_BsKH, v_BsKH, causal, band, self._scores)
+        old_BNl = self.lse_BNt[batch, :, rows]
+        # both parts are rescaled to the softmax over all keys so far
+        new_BNl = torch.logaddexp(old_BNl, lse_BNl)
+        keep = (old_BNl - new_BNl).exp().transpose(1, 2)[..., None]
+        take = (lse_BNl - new_BNl).exp().transpose(1, 2)[..., None]
+        self.out_BtNH[batch, rows] = self.out_BtNH[batch, rows] * keep + out_BlNH.float() * take
+        self.lse_BNt[batch, :, rows] = new_BNl
+
+    def add_sinks(self, sinks_N: Tensor | None) -> None:
+        """Merge the sink of each head, after all pieces; None does nothing."""
+        if sinks_N is not None:
+            self.out_BtNH, self.lse_BNt = with_sinks(self.out_BtNH, self.lse_BNt, sinks_N)
+
+
+def backward_of(
+    piece: ContextPiece,
+    scores: Scores,
+    gradient_BtNH: Tensor,
+    q_BtNH: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out_BtNH: Tensor,
+    lse_BNt: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients that a piece adds to its queries, keys and values."""
+    batch, rows, columns, causal, band = piece
+    gradient = gradient_BtNH[batch, rows]
+    q = q_BtNH[batch, rows]
+    out = out_BtNH[batch, rows]
+    k = k[batch, columns]
+    v = v[batch, columns]
+    lse_BNl = lse_BNt[batch, :, rows]
+    return attend_backward(gradient, q, k, v, out, lse_BNl, causal, band, scores)
