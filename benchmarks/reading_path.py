@@ -1,12 +1,18 @@
 """How many files and lines a reader meets: the functions of this package that a real run executes, by file.
 
     python benchmarks/reading_path.py [--nproc 2] [--files] [--functions]
+    python benchmarks/reading_path.py --compare
+    python benchmarks/reading_path.py --update "REASON"
 
 Two traces of rank 0 of ``shardtrain train debug`` with FSDP: all that happens from the command line to the first
-update, and one steady step (the fifth). Every thread is traced. Lines are those of whole files, docs and blanks
+update, and one steady step (the fifth). Every thread is traced. Lines are those of entire files, docs and blanks
 included: a reader opens files. ``entered`` are the lines of the functions among them that ran. ``compute`` leaves out
-what watches, saves, logs and configures; ``main thread`` leaves out what threads beside the training do meanwhile: the
+what watches, saves, logs and configures; ``main thread`` leaves out what threads next to the training do meanwhile: the
 watchdog.
+
+``--compare`` traces a plain step (text in one file, a token per byte, PyTorch's kernels) and compares the main thread
+with ``reading_path.json``. A new file or more than 100 new lines are an error. ``--update`` writes that file, with the
+reason why the step has grown.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -28,6 +34,9 @@ from typing import Any
 import shardtrain
 
 PACKAGE = Path(shardtrain.__file__).parent
+KEPT = Path(__file__).with_suffix(".json")
+"""The files of a plain step, and the reasons of each update."""
+MAX_NEW_LINES = 100
 STEADY_STEP = 5
 CHECKS = ("config/", "train/preflight/")
 COMPUTE = ("train/", "models/", "distributed/", "ops/", "data/", "optim/", "tasks/", "layout.py")
@@ -77,13 +86,13 @@ def _by_file(codes: set[CodeType]) -> Found:
     return found
 
 
-def trace(nproc: int, folder: Path) -> dict[str, dict[str, Found]]:
-    """Train a few steps in a process of its own and give both traces of rank 0."""
+def trace(nproc: int, folder: Path, options: Sequence[str] = ()) -> dict[str, dict[str, Found]]:
+    """Train a few steps in a separate process and return both traces of rank 0."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            code = _train(nproc, folder)
+            code = _train(nproc, folder, options)
         finally:
             os._exit(code)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -92,7 +101,7 @@ def trace(nproc: int, folder: Path) -> dict[str, dict[str, Found]]:
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("first_update", "step")}
 
 
-def _train(nproc: int, folder: Path) -> int:
+def _train(nproc: int, folder: Path, options: Sequence[str]) -> int:
     from shardtrain import cli
     from shardtrain.train import trainer
 
@@ -117,8 +126,8 @@ def _train(nproc: int, folder: Path) -> int:
 
     trainer.step = step
     seen.start()
-    options = ["--training.steps", "6", "--training.seq_len", "64", "--job.dump_folder", str(folder / "run")]
-    return cli.main(["train", "debug", "--nproc", str(nproc), *options])
+    words = ["--training.steps", "6", "--training.seq_len", "64", "--job.dump_folder", str(folder / "run"), *options]
+    return cli.main(["train", "debug", "--nproc", str(nproc), *words])
 
 
 def table(traces: dict[str, dict[str, Found]], size_of: Callable[[str], int]) -> list[str]:
@@ -142,16 +151,76 @@ def table(traces: dict[str, dict[str, Found]], size_of: Callable[[str], int]) ->
     return lines
 
 
-def main() -> None:
+def plain_step(folder: Path) -> dict[str, int]:
+    """Trace a plain step; return the number of lines of each file that its main thread executes."""
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 300)
+    options = {
+        "training.dataset": "text",
+        "training.dataset_path": str(text),
+        "training.cpu_kernels": "pytorch",
+        "model.tokenizer_path": "bytes",
+        "metrics.sample_prompt": "",
+        "metrics.enable_tensorboard": "false",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    return {file: size_of(file) for file in sorted(trace(2, folder, words)["step"]["main"])}
+
+
+def growth(kept: Mapping[str, int], found: Mapping[str, int]) -> str:
+    """Describe the growth of a step that needs a reason; empty if there is none."""
+    new_files = sorted(found.keys() - kept.keys())
+    new_lines = sum(found.values()) - sum(kept.values())
+    problems = []
+    if new_files:
+        problems.append(f"a training step executes new files: {', '.join(new_files)}")
+    if new_lines > MAX_NEW_LINES:
+        grown = {name: lines - kept.get(name, 0) for name, lines in found.items() if lines > kept.get(name, 0)}
+        largest = sorted(grown.items(), key=lambda item: -item[1])[:5]
+        places = ", ".join(f"{name} +{lines}" for name, lines in largest)
+        problems.append(f"the files of a training step have {new_lines} more lines ({places})")
+    if not problems:
+        return ""
+    fix = 'keep rare paths out of the step, or run: python benchmarks/reading_path.py --update "REASON"'
+    return f"{'; '.join(problems)}; {fix}"
+
+
+def compare(reason: str | None) -> int:
+    """Compare a fresh trace with the kept one, or replace the kept one if there is a ``reason``."""
+    folder = Path(tempfile.mkdtemp())  # not a TemporaryDirectory: each rank that ends would remove it
+    try:
+        found = plain_step(folder)
+    finally:
+        shutil.rmtree(folder)
+    kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {"updates": [], "files": {}}
+    print(f"a plain step: {len(found)} files, {sum(found.values()):,} lines")
+    if reason is None:
+        problem = growth(kept["files"], found)
+        if problem:
+            print(problem, file=sys.stderr)
+        return int(bool(problem))
+    update = {"reason": reason, "files": len(found), "lines": sum(found.values())}
+    document = {"updates": [*kept["updates"], update], "files": found}
+    KEPT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def size_of(name: str) -> int:
+    """Return the number of lines of a file of the package."""
+    return len((PACKAGE / name).read_text(encoding="utf-8").splitlines())
+
+
+def main() -> int:
     """Print the table, and with ``--files`` or ``--functions`` what is in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--files", action="store_true", help="print every file with its functions and lines")
     parser.add_argument("--functions", action="store_true", help="the same, and the names of the functions")
+    parser.add_argument("--compare", action="store_true", help="compare a plain step with reading_path.json")
+    parser.add_argument("--update", metavar="REASON", help="write reading_path.json")
     options = parser.parse_args()
-
-    def size_of(name: str) -> int:
-        return len((PACKAGE / name).read_text(encoding="utf-8").splitlines())
+    if options.compare or options.update:
+        return compare(options.update)
 
     folder = Path(tempfile.mkdtemp())  # not a TemporaryDirectory: each rank that ends would remove it
     try:
@@ -168,7 +237,8 @@ def main() -> None:
                 if options.functions:
                     names = " ".join(name for name, _, _ in functions)
                     print(textwrap.fill(names, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

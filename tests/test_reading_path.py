@@ -1,8 +1,9 @@
-"""How much one must read to follow a step is measured on a real run and printed; nothing limits it."""
+"""The files that a training step executes: few, and more only with a reason."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -10,6 +11,21 @@ import forked
 import pytest
 
 PROGRAM = Path(__file__).parents[1] / "benchmarks" / "reading_path.py"
+
+
+def test_a_plain_step_executes_no_new_files_and_few_new_lines() -> None:
+    done = forked.run([sys.executable, str(PROGRAM), "--compare"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr.splitlines()[-1]
+
+
+def test_growth_names_the_files_and_the_command() -> None:
+    growth = runpy.run_path(str(PROGRAM))["growth"]
+    kept = {"train/trainer.py": 380, "models/llama.py": 120}
+    assert growth(kept, {"train/trainer.py": 480, "models/llama.py": 120}) == ""
+    assert growth(kept, {"train/trainer.py": 300}) == ""
+    assert "101 more lines (train/trainer.py +101)" in growth(kept, kept | {"train/trainer.py": 481})
+    assert "new files: optim/muon.py" in growth(kept, kept | {"optim/muon.py": 10})
+    assert "--update" in growth(kept, kept | {"optim/muon.py": 10})
 
 
 @pytest.mark.nightly("it reports what a run executes, and holds nobody to it")

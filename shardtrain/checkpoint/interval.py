@@ -1,4 +1,4 @@
-"""Decide when to save: every N steps, by the clock, or at the interval that loses least time to failures."""
+"""The time between saves: as configured, or the one that costs least for a stated rate of failures."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from shardtrain.config.schema import Checkpoint
 from shardtrain.utils.log import logger
-
-if TYPE_CHECKING:  # these modules import torch, and `shardtrain checkpoint` uses this file without it
-    from shardtrain.checkpoint.async_save import Saving
-    from shardtrain.checkpoint.best import Best
 
 SHORTEST_SECONDS = 10.0
 LONGEST_SECONDS = 4 * 3600.0
@@ -45,27 +40,6 @@ def useful_share(interval_seconds: float, stall_seconds: float, mttf_seconds: fl
     """
     lost = (restart_seconds + interval_seconds / 2) / mttf_seconds
     return max(0.0, (1 - lost) / (1 + stall_seconds / interval_seconds))
-
-
-class IsDue:
-    """Decide if a save is due after a step: by its number, by rank 0's clock, or because it is the best so far."""
-
-    def __init__(self, options: Checkpoint, saving: Saving, best: Best) -> None:
-        self._options = options
-        self._saving = saving
-        self._best = best
-
-    def __call__(self, step: int, total_steps: int) -> bool:
-        """True if a save is due. Equal on all ranks, because they exchange clock and best result in each step."""
-        options = self._options
-        if not options.enable or options.load_only:
-            return False
-        first = options.enable_first_step_checkpoint and step == 1
-        by_number = options.interval_type == "steps" and step % options.interval == 0
-        by_number |= options.hf_interval > 0 and step % options.hf_interval == 0
-        by_clock = self._saving.by_clock and self._saving.due
-        is_best = bool(options.keep_best) and self._best.is_new(step)
-        return first or step == total_steps or by_number or by_clock or is_best
 
 
 class Interval:

@@ -34,9 +34,10 @@ from shardtrain.checkpoint.async_save import Saving, Staging, Writing
 from shardtrain.checkpoint.best import Best
 from shardtrain.checkpoint.collectives import all_ranks, all_ranks_to_first, any_rank, broadcast_json, first_rank
 from shardtrain.checkpoint.exports import Exporter
-from shardtrain.checkpoint.interval import Interval, IsDue
+from shardtrain.checkpoint.interval import Interval
 from shardtrain.checkpoint.lease import Lease
 from shardtrain.checkpoint.manifest import Manifest, TensorFile
+from shardtrain.checkpoint.save_due import IsDue
 from shardtrain.checkpoint.storage import Place, storage_of
 from shardtrain.config.schema import Checkpoint, Config
 from shardtrain.utils.errors import CheckpointError, NumericalError, StorageError, fix_first

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardtrain.data.batch import IGNORE, Batch
     from shardtrain.data.filler import mark_filler
-    from shardtrain.data.loader import DataLoader, open_dataloader
+    from shardtrain.data.loader import DataLoader
+    from shardtrain.data.open_loader import open_dataloader
     from shardtrain.data.tokenizers.open_tokenizer import Tokenizer, open_tokenizer
     from shardtrain.data.workers import death_of_worker
 
@@ -32,7 +33,7 @@ _HOMES = {
     "mark_filler": "filler",
     "DataLoader": "loader",
     "death_of_worker": "workers",
-    "open_dataloader": "loader",
+    "open_dataloader": "open_loader",
     "Tokenizer": "tokenizers.open_tokenizer",
     "open_tokenizer": "tokenizers.open_tokenizer",
 }

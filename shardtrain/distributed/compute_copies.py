@@ -33,6 +33,11 @@ def use(model: nn.Module, dtype: torch.dtype) -> None:
     model.register_forward_pre_hook(copies.before_forward, prepend=True)
 
 
+def are_used(model: nn.Module) -> bool:
+    """True after ``use(model, ...)``."""
+    return model in _copies_of
+
+
 def drop(model: nn.Module) -> None:
     """Put the parameters back into the modules, after a backward pass or after forward passes without one."""
     if model in _copies_of:

@@ -224,6 +224,7 @@ class PlainRunner(Runner):
 
     def __init__(self, parts: ModelParts) -> None:
         super().__init__(parts)
+        self._has_compute_copies = compute_copies.are_used(self.parts[0])
         self._loss_at_head: dict[int, bool] = {}
         """Number of tokens -> True if the head computes the loss. Decided once for each number of tokens."""
 
@@ -251,10 +252,13 @@ class PlainRunner(Runner):
         finally:
             # Backward has dropped the copies that received a gradient. Drop the others; after an error
             # drop all.
-            compute_copies.drop(self.parts[0])
-        # A collective per parameter, in the same order on all ranks, once for all micro-batches.
-        for parameter in self.parts[0].parameters():
-            partial_gradients.make_whole(parameter)
+            if self._has_compute_copies:
+                compute_copies.drop(self.parts[0])
+        # Only tensor-parallel ranks have partial sums. A collective per parameter, in the same order on
+        # all ranks, once for all micro-batches.
+        if self._mesh.size("tp") > 1:
+            for parameter in self.parts[0].parameters():
+                partial_gradients.make_whole(parameter)
         return total
 
     def evaluate(self, batch: TokenBatch) -> Tensor:

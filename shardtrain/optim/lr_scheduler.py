@@ -42,7 +42,8 @@ def learning_rate(
     total = scheduler.total_steps or steps
     options = {name: getattr(scheduler, name) for name in options_of(schedule)}
     returned = schedule(min(step, total - 1), total, **options)
-    factor = real_number(returned)
+    # a user's schedule may return a NumPy scalar or a tensor
+    factor = returned if type(returned) is float else real_number(returned)
     # the margin is for rounding; the comparison is false for NaN
     if factor is None or not -1e-6 <= factor <= 1 + 1e-6:
         rule = f"returns {' '.join(repr(returned).split()):.60} at step {step} of {total}"
