@@ -3,9 +3,9 @@
     python benchmarks/heartbeats.py [--ranks 512 4096 16384] [--per-node 8] [--beats 5]
 
 The store is a process of its own, as with torchrun; one process says for every node what its speaking rank says in a
-beat (``Exchange.say`` and ``verdict``), and what one judging rank does is done once and counted four times. Printed:
-requests a second and share of a core of the store at the beat that so many nodes have, and CPU seconds of a judging
-rank per beat (receive and judge). Connections are shared by nodes, which costs the store less than it would.
+beat (``HeartbeatExchange.say`` and ``verdict``), and what one judging rank does is done once and counted four times.
+Printed: requests a second and share of a core of the store at the beat that so many nodes have, and CPU seconds of a
+judging rank per beat (receive and judge). Connections are shared by nodes, which costs the store less than it would.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def fill(
 
     ``quantized`` says whether its weights are to be quantised; None takes either. With ``resize`` the model may have
     more rows in its embedding and head than the folder: see ``fill_rows``. ``legacy_bin`` reads pytorch_model.bin.
-    ``chosen`` are the names of ``model.overrides``: see ``model.check_fields``.
+    ``chosen`` are the names of ``model.overrides``: see ``hub_model.check_fields``.
 
     Raises:
         ConfigError: when the folder holds another model than the one configured, or is quantised and should not be.

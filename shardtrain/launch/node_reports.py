@@ -30,7 +30,7 @@ from shardtrain.utils.process import SECRET
 
 WAIT_SECONDS = 10.0
 """Time that a node waits for the reports of the other nodes after its own. The others notice a failure within
-``LOOK_SECONDS``, and then give their ranks ``watch.PEERS_SPEAK_SECONDS`` to end."""
+``LOOK_SECONDS``, and then give their ranks ``child_watch.PEERS_SPEAK_SECONDS`` to end."""
 LOST_SECONDS = 15.0
 """A store that does not reply for this time is considered lost."""
 MEET_SECONDS = 60.0

@@ -37,7 +37,7 @@ class Mix:
 
 
 class WholeVocabulary:
-    """All columns on each rank (``loss.Vocabulary``)."""
+    """All columns on each rank, see ``split_cross_entropy.Vocabulary``."""
 
     offset = 0
 

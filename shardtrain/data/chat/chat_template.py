@@ -44,14 +44,14 @@ class ChatTemplate:
         self.marks = False
         """True if the template marks what the assistant says with {% generation %}."""
         self.reads_parts = False
-        """True if the template reads a content that is a list of parts. Set by ``chat.find_content_form``."""
+        """True if the template reads a content that is a list of parts. Set by ``conversations.find_content_form``."""
         self.content_as_parts = False
         """True to pass each content as ``[{"type": "text", "text": ...}]``, for templates that read only
         this form."""
         self.dropped: dict[tuple[Any, ...], str] = {}
         """Maps shapes of conversations to the part that the template drops, or "".
 
-        See ``chat.check_nothing_is_dropped``.
+        See ``conversations.check_nothing_is_dropped``.
         """
         self._special_tokens = dict(special_tokens)
         self._marking = False

@@ -38,7 +38,7 @@ CoreFunction = Callable[
 
 
 class TokenBatch(Protocol):
-    """Interface of a batch (``data.TokenBatch``) that a runner uses: integer tensors of shape (B, T)."""
+    """Interface of a batch (``data.Batch``) that a runner uses: integer tensors of shape (B, T)."""
 
     @property
     def tokens_BT(self) -> Tensor: ...

@@ -72,7 +72,8 @@ def sinks_gradient_of(gradient: Tensor, out: Tensor, lse: Tensor, sinks_N: Tenso
 def window_of(window: int, tokens: int, q_BtNH: Tensor, scores: Scores) -> Window:
     """Return how queries are cut into blocks.
 
-    Scores without a kernel are computed in blocks too, in a window of all tokens. Blocks are contiguous and know the offset of their queries from their keys, which ALiBi's distances need.
+    Scores without a kernel are computed in blocks too, in a window of all tokens. Blocks are contiguous and know the
+    offset of their queries from their keys, which ALiBi's distances need.
     """
     if scores.has_kernel:
         return Window(window, queries_at_once(window, q_BtNH.device))

@@ -11,7 +11,7 @@ Groups = dict[str, list[list[int]]]
 
 
 def of_mesh(sizes: Mapping[str, int]) -> Groups:
-    """Groups along each axis of more than one rank; the last axis runs fastest, as in ``parallel.mesh``.
+    """Groups along each axis of more than one rank; the last axis runs fastest, as in ``distributed.mesh``.
 
     >>> of_mesh({"dp_shard": 2, "cp": 1, "tp": 2})
     {'dp_shard': [[0, 2], [1, 3]], 'tp': [[0, 1], [2, 3]]}

@@ -208,7 +208,7 @@ def _feed_forward_bytes(
 
 
 def _is_expert_mix(experts: ExpertShape, tokens: int, job: PlannedJob, kernels: Kernels) -> bool:
-    """True if a CPU computes experts as one function: see ``ops.cpu.expert_mix.takes``."""
+    """True if a CPU computes experts as one function: see ``expert_mix.takes``."""
     if kernels == "cuda" or job.ep > 1 or experts.biased or experts.weighs_inputs:
         return False
     return expert_mix.has_many_rows(tokens * experts.top_k, experts.count)

@@ -25,7 +25,7 @@ class ReplayPlan:
     world_size: int | None
     """Ranks of the run; None where nothing says so."""
     rewinds: tuple[tuple[int, ...], ...]
-    """What the run left out of its data, as its newest checkpoint knows; see ``guard.Rewind``."""
+    """What the run left out of its data, as its newest checkpoint knows; see ``loss_spikes.Rewind``."""
 
 
 def plan(config: Config, first: int, last: int) -> ReplayPlan:
