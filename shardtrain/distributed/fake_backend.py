@@ -248,6 +248,7 @@ def _actions_of_step(runner: pipeline_parallel.PipelineRunner, mesh: Mesh) -> li
 
     Empty for schedules without such a list.
     """
+    # The attribute depends on the class of the schedule.
     schedule: Any = runner._schedule
     by_rank = getattr(schedule, "pipeline_order", None) or getattr(schedule, "pipeline_order_with_comms", None) or {}
     actions = []
@@ -264,6 +265,7 @@ def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pas
     The peaks are stored in the yielded ``_Pass`` at the end of the block. They include the removed layers.
     """
     layers: nn.ModuleDict = getattr(part, layout.layers)
+    # Layers of one kind keep equally many bytes.
     by_kind: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         by_kind.setdefault(_kind(layer), []).append(name)

@@ -26,6 +26,7 @@ def saves(model: nn.Module, num_tokens: int, mesh: Mesh, config: Config) -> bool
     (``forward.gives_output_of_head``). The head must be an unsharded linear layer without a bias.
     """
     head = getattr(model, "head", None)
+    # A model may transform the output of its head, for example with a soft cap.
     returns_head_output = getattr(type(model).forward, "gives_output_of_head", False)
     if not returns_head_output or mesh.size("tp") > 1:
         return False
@@ -45,6 +46,7 @@ def in_place_of_logits(
     """
     head: nn.Linear = model.head  # type: ignore[assignment]
 
+    # Uses the parameter at the time of the call, which FSDP has then gathered.
     def loss(input: Tensor) -> Tensor:
         return linear_cross_entropy_sum(input, head.weight, targets_Bt, weight, chunk)
 

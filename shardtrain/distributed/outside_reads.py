@@ -78,6 +78,7 @@ def read_elsewhere(whole: nn.Module, layout: Layout) -> dict[str, str]:
         for leaf in tree_leaves(arguments):
             if not isinstance(leaf, nn.Parameter) or id(leaf) not in holders:
                 continue
+            # A read is allowed while any module that holds the parameter runs.
             if not holders[id(leaf)] & set(running):
                 reader = running[-1] if running else "the model's own forward"
                 readers.setdefault(paths[id(leaf)], reader)

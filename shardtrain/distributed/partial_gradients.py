@@ -1,7 +1,7 @@
-"""Gradients of which each tensor-parallel rank has an addend, where there is no FSDP that adds them up.
+"""Sum partial gradients over tensor-parallel ranks, if FSDP does not.
 
-A weight that is whole on every rank has such a gradient where ranks compute with other tokens or other heads: norms,
-routers, biases after a sum over ranks, small tables, one factor of an adapter.
+A replicated weight has partial gradients if ranks compute with different tokens or heads. Examples are
+norms, routers, biases that are added after a sum over ranks, small tables, and one factor of an adapter.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 
 def make_whole(parameter: Tensor) -> None:
-    """Place the gradient of a parameter as the parameter itself is: a collective where it is a sum over ranks.
+    """Redistribute the gradient of a parameter to the parameter's own placements.
 
-    FSDP does the same, so that nothing happens where it has.
+    A collective if the gradient is a partial sum. A no-op if FSDP has already summed it.
     """
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]

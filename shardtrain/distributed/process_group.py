@@ -48,6 +48,7 @@ def collectives_begun() -> int:
 
     Cheap and thread-safe, also while groups are created and destroyed.
     """
+    # Copies of the collections, because other threads may change them.
     total = sum(count() for count in list(more_counters))
     with contextlib.suppress(Exception):  # a group is being destroyed, or has no sequence numbers
         for group in list(dist.distributed_c10d._world.pg_map):
@@ -64,6 +65,7 @@ def pick_device_type(wanted: str) -> str:
     """
     available = accelerator.found()
     if wanted == "auto":
+        # A device that exists may still not support training.
         return available if available in ACCELERATOR_TYPES else "cpu"
     if wanted not in ("cpu", available):
         rule = "finds no such device"
@@ -144,6 +146,7 @@ def set_timeout(seconds: int) -> None:
 
 def gather_flags(flag: bool, device: torch.device) -> list[int]:
     """Return the ranks that pass True. All ranks get the same list (a collective)."""
+    # Each rank sets its own element, so the sum is a gather.
     flags = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
     flags[dist.get_rank()] = int(flag)
     dist.all_reduce(flags)

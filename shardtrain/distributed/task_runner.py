@@ -63,6 +63,7 @@ class TaskRunner(PlainRunner):
             return loss.float(), self.task.predictions(outputs, batch)
 
     def _loss(self, batch: Any, weight: Tensor) -> Tensor:
+        # A batch without rows only takes part in collectives, so experts must not count it.
         if self._has_experts:
             expert_parallel.count(self.parts, bool(batch.num_rows))
         outputs = self.task.forward(self.parts[0], batch)

@@ -89,6 +89,7 @@ class TiedStages:
         """
         parameters = self.parameters(parts)
         for name in sorted(self._holders.keys() & parameters.keys()):
+            # Stages of this rank first, then the other ranks.
             first, *others = parameters[name]
             if not first.requires_grad:
                 continue

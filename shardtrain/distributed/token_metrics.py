@@ -70,8 +70,10 @@ class TokenMetrics:
         logits_NV = logits_BTV.detach().flatten(0, -2)
         targets_N = targets_BT.flatten()
         num_columns = vocabulary.size if vocabulary else logits_NV.size(-1)
+        # Process chunks of rows, because float32 copies of all logits would be large.
         rows = max(1, cross_entropy.CHUNK_NUMEL // num_columns)
         for logits_nV, targets_n in zip(logits_NV.split(rows), targets_N.split(rows), strict=True):
+            # The user's function needs all columns, so gather them from the tensor-parallel ranks.
             if vocabulary is not None:
                 padded_nv = F.pad(logits_nV, (0, vocabulary.columns - logits_nV.size(-1)))
                 by_rank = vocabulary.gather(padded_nv.contiguous())
@@ -96,6 +98,7 @@ class TokenMetrics:
         return {name: value / max(count, 1) for name, value in zip(names, sums, strict=True)}
 
     def _add_rows(self, logits_nV: Tensor, targets_n: Tensor) -> None:
+        # Positions without a target, such as padding, do not count.
         is_target_n = targets_n != IGNORE
         targets_n = targets_n[is_target_n]
         if not len(targets_n):

@@ -121,6 +121,7 @@ def _by_document(
         if queries_Bl is None or keys_Bs is None:
             yield ContextPiece(slice(None), rows, columns, causal)
             continue
+        # In a causal piece, a document has the same tokens on both sides, so its mask stays causal.
         for row, queries, keys in shared(queries_Bl[:, rows], keys_Bs[:, columns]):
             yield ContextPiece(row, shifted(queries, rows.start), shifted(keys, columns.start), causal)
 
@@ -145,6 +146,7 @@ def _within_window(
     """Cut stretches to documents and to the blocks of a window."""
     for rows, columns, offset in stretches:
         for batch, queries, keys in documents_met(rows, columns, queries_Bl, keys_Bs):
+            # The window is relative to positions in the sequence, so track the distance of the piece.
             past = offset + queries.start - keys.start
             for block in blocks(queries.stop - queries.start, keys.stop - keys.start, past, *window):
                 block_rows = shifted(block.queries, rows.start + queries.start)
@@ -173,6 +175,7 @@ def _causal_parts(tokens: int, source: int, rank: int, balanced: bool) -> list[t
     queries come after both chunks of a later rank.
     """
     all_tokens = slice(0, tokens)
+    # The tokens of the head chunk come first.
     half = tokens // 2
     if source == rank:
         return [(all_tokens, all_tokens, True)]

@@ -64,12 +64,14 @@ class _GatheredBlocks(torch.autograd.Function):
         B, tokens, K, H = k_BtKH.shape
         length = tokens // len(chunks.own)
         keys_values_2BKsH = k_BtKH.new_empty(2, B, K, chunks.seen * length, H)
+        # Write this rank's keys and values directly to their place in the gathered tensor.
         own = chunks.views(keys_values_2BKsH, chunks.rank)
         for index, own_2BKlH in enumerate(own):
             places = slice(index * length, (index + 1) * length)
             assert own_2BKlH is not None
             blocked_attention.place_heads_first(k_BtKH[:, places], v_BtKH[:, places], own_2BKlH)
         chunks.gather(keys_values_2BKsH)
+        # Backward uses the same pieces.
         ctx.pieces = list(chunk_pieces(length, chunks.own, documents_BT, window))
         ctx.scale = scale
         ctx.chunks = chunks
@@ -147,6 +149,7 @@ class _Chunks:
         own = torch.stack([part for part in of_ranks[self.rank] if part is not None])
         gathered = [torch.empty_like(own) for _ in of_ranks]
         dist.all_gather(gathered, own, group=self._group)
+        # Copy only the chunks that this rank sees.
         for rank, parts in enumerate(of_ranks):
             if rank == self.rank:
                 continue

@@ -80,6 +80,7 @@ class AllGather(_Collective):
         if exchange is None:
             dist.all_gather(list(out_Rn.unbind()), in_n, group=group)
             return
+        # Exchange in pieces that fit into a half.
         for part in exchange.parts(in_n.numel(), in_n.dtype):
             given = exchange.give(in_n[part])
             for rank in range(group.size()):
@@ -110,6 +111,7 @@ class ReduceScatter(_Collective):
         out_n = output_tensor.flatten()
         exchange = self.exchange(group)
         if exchange is None:
+            # An all-to-all and a local sum, because gloo's reduce-scatter is an all-reduce.
             for_me_Rn = torch.empty_like(in_Rn)
             dist.all_to_all_single(for_me_Rn.view(-1), in_Rn.reshape(-1), group=group)
             _sum(list(for_me_Rn.unbind()), out_n)
@@ -179,6 +181,7 @@ class SequenceExchange:
         rows, tokens, features = x_BtD.shape
         x_Bm = x_BtD.contiguous().view(rows, -1)
         out_BRm = x_Bm.new_empty(rows, self._ranks, x_Bm.size(1))
+        # This rank's own part needs no exchange.
         out_BRm[:, self._rank] = x_Bm
         for batch, columns in self._parts(x_Bm, 1):
             for rank, part_bm in enumerate(self._exchange.give(x_Bm[batch, columns])):
@@ -255,6 +258,7 @@ class SequenceExchange:
                         sent.copy_(contribution[places])
             self._exchange.meet()
             for part, out in enumerate(out_C):
+                # Skip ranks that contribute only zeros, and sum in the order of ranks.
                 senders = [rank for rank in others if contributes_RC[rank][part]]
                 addends = [halves_ROC[sender][_slot(sender, self._rank), part] for sender in senders]
                 _sum_into(own_C[part][places], addends, out[places])
@@ -331,6 +335,7 @@ class Exchange:
         name = torch.zeros(16, dtype=torch.uint8)
         memory = None
         if group.rank() == 0:
+            # The name is hard to guess, so that no other user can create the file first.
             token = secrets.token_bytes(16)
             memory = mapped_memory.create(token, size)
             if memory is not None:
@@ -406,6 +411,7 @@ class Exchange:
         key = (self._turn, dtype, shape)
         self._turn = 1 - self._turn
         if key not in self._known_views:
+            # Shapes of variable-length batches could fill the memory.
             if len(self._known_views) >= _MAX_VIEWS:
                 self._known_views.clear()
             used = shape.numel() * dtype.itemsize

@@ -66,6 +66,7 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
         raise ConfigError(Problem("parallelism.disable_loss_parallel", False, rule, "set it to true"))
     _check_ties(ties, style_names, name, mesh)
 
+    # Every module with weights gets a style, so that every parameter becomes a DTensor on the same mesh.
     styles: dict[str, ParallelStyle] = {}
     for path, module in model.named_modules():
         if path in style_names:
@@ -110,6 +111,7 @@ def _style_names(model: Any, plan: Mapping[str, str], ties: list[list[str]]) -> 
     """
     style_names = {}
     for path, module in model.named_modules():
+        # A plan may name a module or one of its parameters.
         names = [path, *(f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))]
         style_name = _first_match(plan, names)
         if style_name is not None and any(True for _ in module.parameters()):
@@ -154,6 +156,7 @@ def _check_neighbours(model: Any, style_names: Mapping[str, str], name: str, mes
     for path, style_name in style_names.items():
         if style_name in ("colwise", "rowwise"):
             owners.add(path.rpartition(".")[0])
+    # Not the model and its layers, which contain replicated norms next to split modules.
     owners -= {"", *model.blocks}
     for path, module in model.named_modules():
         is_inside = any(path == owner or path.startswith(f"{owner}.") for owner in owners)
@@ -165,6 +168,7 @@ def _check_ties(ties: list[list[str]], style_names: Mapping[str, str], name: str
     """Require that all names of a tied parameter are split by rows, or that all are replicated."""
     for names in ties:
         styles = [style_names.get(parameter.rpartition(".")[0], "replicate") for parameter in names]
+        # A tied parameter is one tensor, so it has only one placement.
         is_by_rows = [style in _SPLIT_BY_ROWS for style in styles]
         if any(is_by_rows) != all(is_by_rows) or "rowwise" in styles:
             _refuse(mesh, f"splits {names[0]} and {names[-1]} of {name} in two ways, and they are one tensor")

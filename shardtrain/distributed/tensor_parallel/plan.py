@@ -71,6 +71,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     if config.parallelism.enable_async_tensor_parallel and mesh.device.type == "cuda":
         _overlap_collectives(mesh)
 
+    # parallelize_module would silently untie parameters.
     ties = tied_names(model)
     # Adapters are split by the style of their linear layer. PyTorch's style for it does not know them.
     factors = adapter_styles.set_aside(model, partial(style_of, layout))
@@ -181,6 +182,7 @@ def misnamed(model: nn.Module, layout: Layout) -> list[Problem]:
     classes = {"head": nn.Linear}
     problems = {}
     for path, module in model.named_modules():
+        # The first matching rule applies, as in style_of.
         rule = next((rule for rule in layout.tensor if matches(path, rule)), None)
         if rule is None or rule in problems or isinstance(module, nn.Identity):
             continue
@@ -196,6 +198,7 @@ def _accept_keyword_input(module: nn.Module) -> None:
 
     Parallel styles expect it as a positional argument.
     """
+    # The name of the argument that parallel styles transform.
     first = next(iter(inspect.signature(module.forward).parameters), "")
 
     def make_positional(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -51,6 +51,7 @@ class SequenceLength:
         Raises:
             ConfigError: the input has the other length.
         """
+        # A replicated DTensor has the full length, as its local tensor.
         x_BtD = plain(x_BtD)
         if part and x_BtD.ndim == 3 and x_BtD.size(1) == self._tokens:
             rule = "works on this rank's part of the sequence, and receives the full sequence"
@@ -85,6 +86,7 @@ class Sequences:
 
     def gather(self, x_BtD: Tensor, device_mesh: DeviceMesh) -> DTensor:
         """All-gather the parts (B, t, D) of a sequence (a collective)."""
+        # Without a DTensor, x is this rank's part of the sequence.
         if not isinstance(x_BtD, DTensor):
             x_BtD = DTensor.from_local(x_BtD, device_mesh, (Shard(1),), run_check=False)
         return x_BtD.redistribute(placements=(Replicate(),))

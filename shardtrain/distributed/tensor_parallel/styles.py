@@ -96,6 +96,7 @@ class ScatteringRowwise(RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def split_features(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             x = inputs[0]
+            # An input with fewer features than the layer is already split.
             if not isinstance(linear, nn.Linear) or isinstance(x, DTensor) or x.size(-1) != linear.in_features:
                 return inputs
             replicated = DTensor.from_local(self._take(x), device_mesh, (Replicate(),), run_check=False)
@@ -190,6 +191,7 @@ class SplitEmbedding(RowwiseParallel):
         self._sequences = sequences
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # A subclass with its own forward: reduce each lookup inside it.
         if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
             original_forward = module.forward
 
@@ -213,6 +215,7 @@ class SplitEmbedding(RowwiseParallel):
             weight = module._parameters["weight"]
             local_VD = weight.to_local() if isinstance(weight, DTensor) else weight
             ids_BT = plain(inputs[0]) - first_id
+            # Tokens whose rows are on other ranks look up row 0, and their output is set to zero.
             is_other_BT = (ids_BT < 0) | (ids_BT >= local_VD.size(0))  # type: ignore[union-attr]
             masks[:] = [is_other_BT.unsqueeze(-1)]
             # An instance attribute hides the parameter of that name, also from functions that replace
@@ -296,6 +299,8 @@ class GatherFeatures(ReplicatedWeights):
         forward_of_all = module.forward
 
         def forward(x: Tensor, *others: Any, **keywords: Any) -> Tensor:
+            # DTensor provides the gradients: a split of the gathered gradient, and an all-gather of the
+            # split one.
             split = DTensor.from_local(x, device_mesh, (Shard(-1),), run_check=False)
             gathered = split.redistribute(placements=(Replicate(),)).to_local()
             out = forward_of_all(gathered, *others, **keywords)
@@ -314,6 +319,7 @@ class CopyToHeads(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def copy(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            # The DTensor sums the partial gradients of the ranks in backward.
             replicated = DTensor.from_local(output, device_mesh, (Replicate(),), run_check=False)
             return replicated.to_local(grad_placements=(Partial(),))
 
