@@ -414,10 +414,12 @@ def saved_config(
         saved["id2label"] = {str(number): label for number, label in enumerate(labels)}
         saved["label2id"] = {label: number for number, label in enumerate(labels)}
     if vocab_size:
+        # Models with several modalities store the size in the config of their text model
         text_config = saved.get("text_config")
-        is_nested = isinstance(text_config, dict) and "vocab_size" in text_config
-        owner = text_config if is_nested else saved
-        owner["vocab_size"] = vocab_size
+        if isinstance(text_config, dict) and "vocab_size" in text_config:
+            text_config["vocab_size"] = vocab_size
+        else:
+            saved["vocab_size"] = vocab_size
     if architecture not in (saved.get("architectures") or ()):
         saved["architectures"] = [architecture]
     return saved
