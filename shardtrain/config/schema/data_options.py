@@ -1,4 +1,4 @@
-"""The options of data. The package's docstring has the rules for options."""
+"""Options of data. The docstring of the package explains the conventions for options."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ END_OPTIONS = ("add_bos", "add_eos", "separator")
 
 @dataclass(frozen=True)
 class DataLoaderOptions:
-    """How batches reach the trainer."""
+    """Processes that prepare batches for the trainer."""
 
     num_workers: int = 0
-    """Processes that prepare batches; 0 prepares them in the trainer."""
+    """Number of processes that prepare batches; 0: the trainer's process prepares them."""
     persistent_workers: bool = False
     """Keep the workers between epochs."""
     pin_memory: bool = False
     """Put batches into pinned host memory, for faster copies to a GPU."""
     prefetch_factor: int | None = None
-    """Batches prepared ahead by each worker."""
+    """Batches that each worker prepares in advance."""
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """One dataset of a mixture, under a name of yours: [data.sources.NAME]."""
+    """One dataset of a mixture. NAME in [data.sources.NAME] is of your choice."""
 
     dataset: str = "jsonl"
     """A file of shardtrain/data/sources, without ".py" (shardtrain)."""
@@ -37,7 +37,8 @@ class DataSource:
     weight: float = 1.0
     """Share of the training tokens, relative to the other sources' weights (shardtrain)."""
     epochs: int | None = None
-    """Passes over this source, after which the data end; unset: repeated as often as its weight needs (shardtrain)."""
+    """Passes over this source, after which the data end; unset: the source is repeated as often as its weight requires
+    (shardtrain)."""
     format: RowFormat | None = None
     """data.format of this source (shardtrain)."""
     text_field: str | None = None
@@ -52,33 +53,34 @@ class DataSource:
 
 @dataclass(frozen=True)
 class DataStage:
-    """Weights of the sources up to a number of training tokens: one [[data.stages]]."""
+    """Weights of the sources up to a number of training tokens. Each stage is a table [[data.stages]]."""
 
     until_tokens: int = 0
-    """Tokens of the whole run at which the stage ends; 0 for the last stage: the end of training (shardtrain)."""
+    """Training tokens, counted from the start of the run, at which the stage ends; 0, for the last stage only, is the
+    end of training (shardtrain)."""
     weights: dict[str, float] = field(default_factory=dict)
     """Weight of each source, by name; a source without a weight is not read (shardtrain)."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """From rows of a dataset to sequences of tokens: what a row means, how documents are packed, mixed and masked."""
+    """Conversion of rows to sequences of tokens: format of a row, packing, mixture and masking of documents."""
 
     mode: Literal["auto", "memory", "stream"] = "auto"
     """When text is tokenized: all of it at start (memory), or while training runs (stream). auto is memory up to 64 MiB
     of input. Prepared shards (dataset "tokens") need neither (shardtrain)."""
     cache_tokens: bool = True
-    """Keep the tokens of files that are read whole at start in the user's cache folder, for the next start; at most
-    2 GiB of all datasets (shardtrain)."""
+    """With mode memory, cache the tokens in the user's cache folder for the next start, up to 2 GiB for all datasets
+    (shardtrain)."""
     readers: int = 256
-    """Virtual readers of a stream, whatever the number of ranks. They share its documents; their number is part of the
-    data order (shardtrain)."""
+    """Virtual readers that divide the documents of a stream, independent of the number of ranks. Another number is
+    another data order (shardtrain)."""
     format: RowFormat = "text"
-    """What a row is: a text; a prompt and its completion, with loss on the completion; or a conversation, with loss on
-    the assistant's turns (shardtrain)."""
+    """Content of a row: a text; a prompt and its completion, with loss on the completion; or a conversation, with loss
+    on the assistant's turns (shardtrain)."""
     template: dict[str, str] = field(default_factory=dict)
-    """Jinja templates over the columns of a row, which make the columns that the format reads: {prompt = "{{ question
-    }}"}. With chat the entries are system, user and assistant (shardtrain)."""
+    """Jinja templates that create the columns of the format from the columns of a row: {prompt = "{{ question }}"}.
+    With chat the entries are system, user and assistant (shardtrain)."""
     text_field: str = "text"
     """Column of the text; dots reach into nested objects (shardtrain)."""
     prompt_field: str = "prompt"
@@ -90,31 +92,31 @@ class Data:
     tools_field: str = "tools"
     """Column of the tools that a conversation may call, if the row has it (shardtrain)."""
     add_bos: bool | None = None
-    """Begin each text with bos, in training, generate and evaluate; unset: as in the tokenizer's own files
+    """Begin each text with bos, in training, generate and evaluate; unset: as the tokenizer's files specify
     (shardtrain)."""
     add_eos: bool | None = None
-    """End each training document with eos; unset: if the tokenizer has one (shardtrain)."""
+    """End each training document with eos; unset: true if the tokenizer has an eos (shardtrain)."""
     separator: str | None = None
-    """A text after each document, after eos if there is one; special tokens are allowed (shardtrain)."""
+    """Text that follows each document, after eos if both are used; special tokens are allowed (shardtrain)."""
     chat_template: str | None = None
     """File of a Jinja chat template; the tokenizer's own by default (shardtrain)."""
     learn_turn_separator: bool = False
-    """Also learn the line end after the token that ends a turn of the assistant, as TRL does with ChatML. A template
-    with {% generation %} marks decides itself (shardtrain)."""
+    """Also compute the loss of the newline after the token that ends an assistant's turn, as TRL does with ChatML. A
+    template with {% generation %} marks ignores this option (shardtrain)."""
     turn_end: str | None = None
-    """A special token that ends the assistant's last turn, for chat templates that write none (GLM-4-MoE). It is also
-    learned after earlier turns, if the template writes it there (shardtrain)."""
+    """Special token that ends the assistant's last turn, for chat templates without one (GLM-4-MoE). Its loss is also
+    computed after earlier turns, if the template writes it there (shardtrain)."""
     packing: Literal["auto", "concat", "first_fit", "padded"] = "auto"
-    """concat: all documents concatenated, then cut; first_fit: whole documents, several per sequence; padded: one
-    document per sequence; auto: concat if all rows are texts, first_fit if some are prompts or conversations
-    (shardtrain)."""
+    """concat: concatenate all documents, then cut them into sequences; first_fit: several complete documents per
+    sequence; padded: one document per sequence; auto: concat if all rows are texts, first_fit if some are prompts or
+    conversations (shardtrain)."""
     long_documents: Literal["auto", "split", "cut", "drop"] = "auto"
-    """With first_fit and padded, what happens to a document longer than seq_len: it continues in another sequence
-    (split), loses its end (cut), or is left out (drop); the log counts the last two. auto splits texts, and cuts
-    prompts and conversations (shardtrain)."""
+    """With first_fit and padded, a document longer than seq_len continues in another sequence (split), is truncated
+    (cut), or is skipped (drop). The log counts truncated and skipped documents. auto: split for texts, cut for prompts
+    and conversations (shardtrain)."""
     document_mask: Literal["auto", "on", "off"] = "auto"
-    """No document attends to another in its sequence, and positions restart in each; auto: on for prompt_completion,
-    chat, first_fit and padded (shardtrain)."""
+    """Mask attention between the documents of a sequence, and restart positions in each document. auto: on for
+    prompt_completion, chat, first_fit and padded (shardtrain)."""
     split: str = "train"
     """Split of a Hugging Face dataset (shardtrain)."""
     subset: str | None = None
@@ -122,18 +124,18 @@ class Data:
     streaming: bool | None = None
     """Stream a Hugging Face dataset instead of downloading it; presets have their own default (shardtrain)."""
     bad_rows: Literal["stop", "skip"] = "stop"
-    """A row that cannot be read: stop and name file and line, or leave it out and count it (shardtrain)."""
+    """If a row cannot be read: stop with its file and line, or skip and count it (shardtrain)."""
     bad_rows_max_fraction: float = 0.001
-    """With skip, share of bad rows above which the run stops, 0..1 (shardtrain)."""
+    """With bad_rows skip, fraction of bad rows above which the run stops, 0..1 (shardtrain)."""
     long_rows_max_fraction: float = 0.5
-    """Rows whose prompt fills seq_len have no token to learn and are left out. Share of them above which the run
+    """Rows whose prompt fills seq_len have no target token and are skipped. Fraction of such rows above which the run
     stops, 0..1 (shardtrain)."""
     max_row_bytes: int = 16777216
-    """A larger row is a bad row; limits memory (shardtrain)."""
+    """Maximum size of a row. A larger one is a bad row (shardtrain)."""
     artefact_memory_bytes: int = 1073741824
     """Memory limit of the process that first opens a tokenizer, an Arrow or a suspicious Parquet file (shardtrain)."""
     artefact_seconds: int = 30
-    """CPU time limit of that process, and of compressed data until they give a row (shardtrain)."""
+    """CPU time limit of that process, and of decompression until the first row (shardtrain)."""
     sources: dict[str, DataSource] = field(default_factory=dict)
     """A mixture of datasets, instead of training.dataset (shardtrain)."""
     stages: list[DataStage] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The options of ``shardtrain launch``. The package's docstring has the rules for options."""
+"""Options of ``shardtrain launch``. The docstring of the package explains the conventions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LaunchSlurm:
 
 @dataclass(frozen=True)
 class LaunchKubernetes:
-    """What a manifest says beside the pods."""
+    """Fields of the manifest other than the pods."""
 
     kind: Literal["pytorchjob", "trainjob", "jobset"] = "pytorchjob"
     """Resource: PyTorchJob of Kubeflow's training operator (v1), TrainJob of Kubeflow Trainer (v2), or JobSet
@@ -97,7 +97,7 @@ class LaunchRunai:
 
 @dataclass(frozen=True)
 class Launch:
-    """What ``shardtrain launch`` asks a cluster for; ``train`` reads none of it."""
+    """Resources and settings that ``shardtrain launch`` requests from a cluster. ``train`` ignores them."""
 
     name: str = "shardtrain"
     """Name of the job: small letters, digits and dashes (shardtrain)."""

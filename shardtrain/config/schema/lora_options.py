@@ -1,4 +1,4 @@
-"""The options of low-rank adapters. The package's docstring has the rules for options."""
+"""Options of low-rank adapters. The docstring of the package explains the conventions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Lora:
-    """Train low-rank adapters beside frozen weights (LoRA, Hu et al. 2021); the weights come from
-    checkpoint.initial_load_path."""
+    """Train low-rank adapters of frozen weights (LoRA, Hu et al. 2021). checkpoint.initial_load_path names the frozen
+    weights."""
 
     enable: bool = False
     """Freeze the model and train only adapters; checkpoints have the adapters and not the model (shardtrain)."""
@@ -29,17 +29,17 @@ class Lora:
     """Stacks of expert weights with adapters, by PEFT's names: "experts.gate_up_proj", "experts.down_proj"
     (shardtrain)."""
     modules_to_save: list[str] = field(default_factory=list)
-    """Modules that are trained whole and saved with the adapters, by path or name of the Hugging Face format
-    ("embed_tokens", "lm_head"); a classification head always is (shardtrain)."""
+    """Modules whose full weights are trained and saved with the adapters, by path or by name of the Hugging Face format
+    ("embed_tokens", "lm_head"). A classification head is always included (shardtrain)."""
     use_dora: bool = False
-    """Train the length of each row of a weight apart from its direction (DoRA, Liu et al. 2024) (shardtrain)."""
+    """Train the norm and the direction of each row of a weight separately (DoRA, Liu et al. 2024) (shardtrain)."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
-    """How lora_a starts: uniform within 1 / sqrt(inputs), or normal with standard deviation 1 / rank; lora_b starts at
-    zero (shardtrain)."""
+    """Initial distribution of lora_a: uniform within 1 / sqrt(inputs), or normal with standard deviation 1 / rank.
+    lora_b starts at zero (shardtrain)."""
     initial_load_path: str | None = None
     """Adapters to start from: a checkpoint of an adapter run, or a PEFT folder (shardtrain)."""
     base_dtype: Literal["training", "int8", "nf4"] = "training"
-    """Type of the layers' frozen linear modules: training.dtype, or 8 or 4 bits (QLoRA, Dettmers et al. 2023), with the
-    layers of each rank whole; needs the qlora extra (shardtrain)."""
+    """dtype of the frozen linear modules of the layers: training.dtype, or 8 or 4 bits (QLoRA, Dettmers et al. 2023),
+    with unsharded layers. Requires the qlora extra (shardtrain)."""
     random_base: bool = False
-    """Train adapters beside random weights, without checkpoint.initial_load_path, to try them out (shardtrain)."""
+    """Train adapters of random weights, without checkpoint.initial_load_path, for a test (shardtrain)."""

@@ -1,4 +1,4 @@
-"""The options that keep a run safe. The package's docstring has the rules for options."""
+"""Options of checkpoints, numerical failures and process groups. The package's docstring explains the conventions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Checkpoint:
     """Unit of interval; "automatic" chooses the interval that loses the least time, from the measured wait for a save
     and mean_time_to_failure_hours (shardtrain)."""
     mean_time_to_failure_hours: float = 24.0
-    """Mean time between two failures of the whole job, for an automatic interval (shardtrain)."""
+    """Mean time between two failures of the job, for an automatic interval (shardtrain)."""
     storage: Literal["shared", "first_node"] = "shared"
     """shared: all nodes must see folder; this is checked before the first step. first_node: rank 0 saves into the
     folder on its own node, and the other ranks send it their data. At startup the newest checkpoint on any node is used
@@ -43,89 +43,92 @@ class Checkpoint:
     initial_load_in_hf_quantized: bool = False
     """The weights are fp8 with a scale per block, as DeepSeek-V3 is published."""
     initial_load_legacy_bin: bool = False
-    """With initial_load_in_hf, load pytorch_model.bin, a pickle, from a folder without safetensors; it is read as data,
-    and no code in it runs (shardtrain)."""
+    """With initial_load_in_hf, load pytorch_model.bin, a pickle, from a folder without safetensors. No code in the file
+    runs (shardtrain)."""
     last_save_model_only: bool = False
     """Save only the weights at the last step. Such a run cannot be continued, so the default is false (torchtitan's is
     true)."""
     last_save_in_hf: bool = False
-    """Also write the last save in Hugging Face format, as step-N-hf beside it."""
+    """Also write the last save in Hugging Face format, as folder step-N-hf next to step-N."""
     hf_interval: int = 0
-    """Steps between two saves that are also written in Hugging Face format, as step-N-hf, which is deleted with step-N;
-    0: none (shardtrain)."""
+    """Steps between two saves that are also written in Hugging Face format, as folder step-N-hf, which is deleted with
+    step-N; 0: none (shardtrain)."""
     export_dtype: Literal["auto", ComputeDtype] = "auto"
-    """Type of the weights in a weights-only save and in Hugging Face format. "auto": float32 in a save; in Hugging Face
-    format the type of the folder that the run started from."""
+    """dtype of the weights in a weights-only save and in Hugging Face format. auto: float32 in a save; in Hugging Face
+    format the dtype of the folder that the run started from."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write checkpoints in the background: training waits only for the copy into host memory. Pinned memory makes the
     copy from CUDA faster."""
     max_stall_seconds: float = 60.0
-    """With async_mode, how long a save waits for the one before it; then it is skipped (shardtrain)."""
+    """With async_mode, maximum time that a save waits for the previous one. After that it is skipped (shardtrain)."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """After a failed save: exit with 8 (stop), or warn and continue, with at most two in a row; a failed last save
-    always stops (shardtrain)."""
+    """After a failed save: exit with 8 (stop), or warn and continue. Three failures in a row, or a failed last save,
+    always stop (shardtrain)."""
     compare_replicas: bool = True
-    """Before a save, compare the bits of tensors that several ranks hold; if they differ, stop without saving
+    """Before a save, compare replicated tensors bitwise between ranks; if they differ, stop without saving
     (shardtrain)."""
     keep_latest_k: int = 10
     """Number of newest checkpoints to keep; 0 keeps all."""
     keep_every_n_steps: int = 0
-    """Also keep, for ever, checkpoints whose step is a multiple of this; 0: none (shardtrain)."""
+    """Never delete checkpoints whose step is a multiple of this; 0: none (shardtrain)."""
     keep_best: str = ""
-    """"validation.loss", "validation.perplexity" or another metric of the task, such as "validation.accuracy": save at
-    every new best of it, and keep that one (shardtrain)."""
+    """Metric of the validation, such as "validation.loss", "validation.perplexity" or another metric of the task. Save
+    at every new best value, and keep that checkpoint (shardtrain)."""
     best_mode: Literal["auto", "min", "max"] = "auto"
-    """Whether less (min) or more (max) of it is better; auto: as the task defines the metric (shardtrain)."""
+    """Best value of keep_best: the lowest (min) or the highest (max); auto: as the task defines the metric
+    (shardtrain)."""
     load_step: int = -1
     """Step to continue from; -1 is the newest."""
     exclude_from_loading: list[str] = field(default_factory=list)
     """Parts not to load: "optimizer", "lr_scheduler", "dataloader", "train_state"."""
     accept_changes: list[str] = field(default_factory=list)
-    """Options that may differ from those of the checkpoint, such as "optimizer.lr", or "all". Without it, a change of
-    an option that affects what the run learns stops the run (shardtrain)."""
+    """Options that may differ from those of the checkpoint, such as "optimizer.lr", or "all". Any other change of an
+    option that affects results stops the run (shardtrain)."""
     enable_first_step_checkpoint: bool = False
-    """Save after step 1 too."""
+    """Also save after step 1."""
     create_seed_checkpoint: bool = False
-    """Save the initial state as step-0 and stop. Equal starts do not need it: initial weights do not depend on the
-    mesh."""
+    """Save the initial state as step-0 and stop. It is not required for equal starts, because initial weights do not
+    depend on the mesh."""
     load_only: bool = False
     """Load, never save."""
     allow_shared_writable: bool = False
-    """Use a checkpoint folder that every user of the machine can write; anybody may have made its checkpoints
-    (shardtrain)."""
+    """Allow a checkpoint folder that every user of the machine can write to, and whose checkpoints anybody may have
+    written (shardtrain)."""
     grace_seconds: int = 30
-    """Time from a request to stop (SIGTERM and others) to the end of the last process; a save that would take longer is
-    skipped. Set what your platform allows (Kubernetes: 30 s), or less (shardtrain)."""
+    """Time limit from a request to stop (SIGTERM and others) until the last process ends. A save that would take longer
+    is skipped. Set at most the grace period of your platform (Kubernetes: 30 s) (shardtrain)."""
     stop_exit_code: int = 75
-    """Exit status of the command if it was asked to stop and has saved everything: what your scheduler queues again, or
-    0 for success. exit.json has 75 in any case (shardtrain)."""
+    """Exit code after a request to stop, if everything is saved: the code that your scheduler requeues, or 0 for
+    success. exit.json always has 75 (shardtrain)."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What happens when numbers go wrong: the last options of [training]."""
+    """Handling of non-finite values and loss spikes: the last options of [training]."""
 
     nonfinite_policy: Literal["stop", "skip"] = "stop"
     """On a loss or gradient that is not finite: stop before the update, or skip the update (shardtrain)."""
     nonfinite_max_skips: int = 10
-    """Skipped updates in a row after which the run stops (shardtrain)."""
+    """Number of consecutive skipped updates after which the run stops (shardtrain)."""
     nonfinite_max_skip_fraction: float = 0.01
-    """Share of the last 1000 steps whose update may be skipped, 0..1; one more stops the run (shardtrain)."""
+    """Fraction of the last 1000 steps whose update may be skipped, 0..1; one more stops the run (shardtrain)."""
     spike_policy: Literal["log", "off", "skip", "rewind"] = "log"
-    """On a loss or gradient norm far above those before: warn (log), do nothing (off), skip the update (skip), or go
-    back to an older checkpoint and leave out the data of the last steps (rewind) (shardtrain)."""
+    """If the loss or gradient norm is far above previous values: warn (log), do nothing (off), skip the update (skip),
+    or load an older checkpoint and skip the data of the last steps (rewind) (shardtrain)."""
     spike_window: int = 128
-    """Steps that a loss is compared with; half of them, and at least 20, must be there (shardtrain)."""
+    """Number of previous steps that a value is compared with. Detection starts after half of them, and at least 20
+    (shardtrain)."""
     spike_sigmas: float = 6.0
-    """Standard deviations above the mean of the window that make a spike (shardtrain)."""
+    """A spike is this many standard deviations above the mean of the window (shardtrain)."""
     spike_rewind_steps: int = 100
-    """Steps to go back on a spike; the run takes the newest good checkpoint that is at least so old (shardtrain)."""
+    """Minimum number of steps to rewind on a spike. The newest valid checkpoint that is old enough is loaded
+    (shardtrain)."""
     spike_skip_steps: int = 100
-    """Steps up to the spike whose data are left out after going back (shardtrain)."""
+    """Number of steps before and including the spike whose data are skipped after a rewind (shardtrain)."""
     max_rewinds: int = 2
     """Rewinds from spikes within spike_rewind_steps of each other; the next one stops the run (shardtrain)."""
     replica_check_interval: int = 0
-    """Steps between two comparisons of tensors that several ranks hold; a difference stops the run; 0: only before
+    """Steps between two comparisons of replicated tensors between ranks; a difference stops the run; 0: only before
     saves, see checkpoint.compare_replicas (shardtrain)."""
 
 
@@ -173,7 +176,7 @@ class FaultTolerance:
     sync_steps: int = 5
     """Steps between synchronisations."""
     should_quantize: bool = False
-    """Quantize what is exchanged."""
+    """Quantize the exchanged tensors."""
     fragment_sync_delay: int = 0
     """Steps by which a fragment's synchronisation is delayed."""
     fragment_update_alpha: float = 0.0

@@ -1,4 +1,4 @@
-"""The options of what is learned. The package's docstring has the rules for options."""
+"""Options of tasks: rows, labels, losses and metrics. The docstring of the package explains the conventions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OF_PAIRS = ("preference", "orpo", "simpo", "reward_model")
 
 @dataclass(frozen=True)
 class Task:
-    """What a batch means: its rows, loss, metrics and predictions."""
+    """The task to train: format of rows, loss, metrics and predictions."""
 
     name: str = "language_model"
     """A file of shardtrain/tasks without ".py", or the path of a task file of yours (``my_task.py``) (shardtrain)."""
@@ -28,8 +28,8 @@ class Task:
     pair_field: str = ""
     """Column of a second text that follows the first; empty: none (shardtrain)."""
     beta: float = 0.1
-    """With preference and kto: how strongly the model is held to the reference (lower: may differ more). With simpo:
-    scale of the rewards (2 to 10 in the paper). With orpo: weight of the odds ratio beside the loss of the answers
+    """With preference and kto: strength of the penalty on deviations from the reference. With simpo: scale of the
+    rewards (2 to 10 in the paper). With orpo: weight of the odds ratio relative to the loss of the answers
     (shardtrain)."""
     gamma: float = 0.5
     """With simpo, the margin by which the chosen answer's reward should exceed the other's (shardtrain)."""
@@ -41,7 +41,7 @@ class Task:
     """With kto, rows among which completions are exchanged to estimate KL; a batch is made of such groups
     (shardtrain)."""
     chosen_field: str = "chosen"
-    """Column of the preferred answer, beside data.prompt_field (shardtrain)."""
+    """Column of the preferred answer. data.prompt_field is the column of its prompt (shardtrain)."""
     rejected_field: str = "rejected"
     """Column of the rejected answer (shardtrain)."""
     teacher_path: str = ""
@@ -55,10 +55,10 @@ class Task:
     """With distillation: KL(teacher || student), KL(student || teacher), or the generalised Jensen-Shannon divergence
     (shardtrain)."""
     jsd_beta: float = 0.5
-    """With jsd, the teacher's weight in the mixture that both models are compared with: beta of GKD (shardtrain)."""
+    """With jsd, the teacher's weight in the mixture of both distributions: beta of GKD (shardtrain)."""
     test_dataset_path: str | None = None
     """File or folder of the test set, of the kind validation.dataset (shardtrain)."""
     test_split: str = "test"
     """Split of a Hugging Face dataset that is the test set (shardtrain)."""
     options: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Options of your own for a task file of yours (shardtrain)."""
+    """Options for your own task file (shardtrain)."""

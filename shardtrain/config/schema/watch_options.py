@@ -1,4 +1,4 @@
-"""The options of watching a run. The package's docstring has the rules for options."""
+"""Options of profiling, metrics and logs. The docstring of the package explains the conventions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Profiling:
     profiler_warmup: int = 3
     """Steps before each trace in which the profiler runs but does not record."""
     profile_memory: bool = True
-    """Record in each trace what is allocated and freed, for `shardtrain profile` and Perfetto (shardtrain)."""
+    """Record allocations in each trace, for `shardtrain profile` and Perfetto (shardtrain)."""
     enable_memory_snapshot: bool = False
     """Write a snapshot of the CUDA allocator every profile_freq steps, and when memory runs out."""
     save_memory_snapshot_folder: str = "memory_snapshot"
@@ -29,14 +29,14 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What is measured, how often, and where it is written. ``metrics.jsonl`` is always written."""
+    """Metrics, their interval and their destinations. ``metrics.jsonl`` is always written."""
 
     log_freq: int = 10
     """Steps between two lines of metrics; step 1 is always logged."""
     enable_tensorboard: bool = False
     """Write TensorBoard event files."""
     disable_color_printing: bool = False
-    """No colours on the console; they are off anyway if the output is not a terminal or SLURM_JOB_ID is set."""
+    """No colours on the console. They are always off if the output is not a terminal or SLURM_JOB_ID is set."""
     save_tb_folder: str = "tb"
     """Folder of TensorBoard files, below job.dump_folder."""
     save_for_all_ranks: bool = False
@@ -65,7 +65,7 @@ class Metrics:
     peak_flops: float | None = None
     """Dense peak of one device in FLOP/s for the MFU, if the device is not in the table (shardtrain)."""
     legacy_tags: bool = False
-    """Also write the 2024 tag ``wps`` beside ``throughput(tps)`` (shardtrain)."""
+    """Also write ``throughput(tps)`` with its tag of 2024, ``wps`` (shardtrain)."""
     save_log_file: str = "logs/rank-{rank}.log"
     """Log file of each rank below job.dump_folder; ``{rank}`` is the global rank (shardtrain)."""
 
