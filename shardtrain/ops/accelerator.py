@@ -1,8 +1,8 @@
-"""Work for a device and numbers from it, asked in one place, so that no code asks for its name.
+"""Device-independent access to accelerators, so no other module checks the name of a device.
 
-A device that is not the host has a queue of its own: the host gives it work and continues, until it asks for a number.
-Such a wait leaves the device without work for as long as the host then needs to give it more, so a training step has
-one, and each is made by ``read``. ``docs/performance.md`` names them.
+An accelerator has its own queue: the host enqueues kernels and continues until it reads a value.
+Reading waits for the queue, and the device is then idle until the host enqueues more. A training
+step therefore reads once, with ``read``. ``docs/performance.md`` lists the reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ HOST = ("cpu", "meta")
 
 
 def found() -> str:
-    """The type of the accelerator that PyTorch finds here, such as "cuda" (ROCm's too) or "xpu"; empty without one."""
+    """Return the type of the accelerator that PyTorch finds, such as "cuda" (also ROCm) or "xpu";
+    "" without one.
+    """
     if not torch.accelerator.is_available():
         return ""
     device = torch.accelerator.current_accelerator()
@@ -26,31 +28,32 @@ def found() -> str:
 
 
 def is_accelerator(device: torch.device | str) -> bool:
-    """Whether a device (or a type of devices) has a queue and a memory of its own."""
+    """True if a device (or a type of devices) has its own queue and memory."""
     return torch.device(device).type not in HOST
 
 
 def module(device: torch.device | str) -> ModuleType:
-    """What PyTorch has for a type of devices: ``torch.cuda``, ``torch.xpu``, ..."""
+    """Return PyTorch's module for a type of devices: ``torch.cuda``, ``torch.xpu``, ..."""
     return torch.get_device_module(torch.device(device).type)  # type: ignore[no-any-return]
 
 
 def of_rank(kind: str, local_rank: int) -> torch.device:
-    """The device of a rank of this host, which is the current one from now on.
+    """Return the device of a rank on this host, and make it the current device.
 
-    That of its number among them; or the only one that it sees, where the launcher gives each rank one of its own, as
-    ``srun --gpus-per-task=1`` does. A launcher that counts the ranks of a host (LOCAL_WORLD_SIZE) lets all see all.
+    Its index is the local rank. If the launcher makes only one device visible to each rank, as
+    ``srun --gpus-per-task=1`` does, it is 0. Launchers that set LOCAL_WORLD_SIZE make all devices
+    visible to all ranks.
     """
     if not is_accelerator(kind):
         return torch.device(kind)
-    has_own = "LOCAL_WORLD_SIZE" not in os.environ and module(kind).device_count() == 1
-    device = torch.device(kind, 0 if has_own else local_rank)
+    sees_only_its_device = "LOCAL_WORLD_SIZE" not in os.environ and module(kind).device_count() == 1
+    device = torch.device(kind, 0 if sees_only_its_device else local_rank)
     module(device).set_device(device)
     return device
 
 
 def collectives(device: torch.device | str) -> str:
-    """The backends of a process group whose ranks have such a device; what the host alone counts travels by gloo."""
+    """Return the backends of a process group for this type of device. Tensors on the CPU always use gloo."""
     kind = torch.device(device).type
     if not is_accelerator(kind):
         return "gloo"
@@ -59,14 +62,18 @@ def collectives(device: torch.device | str) -> str:
 
 
 def pins_memory(device: torch.device | str | None = None) -> bool:
-    """Whether page-locked memory of the host helps: it does where there is an accelerator to copy to."""
-    return is_accelerator(device) if device is not None else bool(found())
+    """True if host memory should be pinned: with an accelerator to copy to. None checks for any
+    accelerator.
+    """
+    if device is None:
+        return bool(found())
+    return is_accelerator(device)
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on a device, copied behind the work that the device was given, without waiting for that work.
+    """Return the tensor on a device. The copy is enqueued, and the host does not wait for it.
 
-    Only from page-locked memory: before it reads any other, CUDA waits for the queue to be empty.
+    The tensor is pinned first: before CUDA copies from pageable memory, it waits until the queue is empty.
     """
     if is_accelerator(device) and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
@@ -74,61 +81,70 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 class Reading:
-    """Numbers of a device on their way to the host: ``get`` waits for them, and for nothing that was queued later."""
+    """An asynchronous copy of a tensor to the host. ``get`` waits for the copy, but not for kernels
+    enqueued later.
+    """
 
     def __init__(self, tensor: Tensor, what: str) -> None:
         self.what = what
-        """For whoever asks why a step waits."""
+        """Description of the value, to find out why a step waits."""
         self._event: Any = None
         self._numbers = tensor.detach()
         if is_accelerator(tensor.device):
-            # The event is behind the copy in the queue: to wait for it is not to wait for what was queued later
-            self._numbers = self._numbers.to("cpu", non_blocking=True)  # into page-locked memory
+            # The copy goes to pinned memory. The event follows it in the queue
+            self._numbers = self._numbers.to("cpu", non_blocking=True)
             self._event = module(tensor.device).Event()
             self._event.record()
 
     def get(self) -> list[Any]:
-        """The numbers, as ``Tensor.tolist`` gives them."""
+        """Wait for the copy, and return the result of ``Tensor.tolist``."""
         if self._event is not None:
             self._event.synchronize()
         return self._numbers.tolist()  # type: ignore[no-any-return]
 
 
 def read(tensor: Tensor, what: str) -> list[Any]:
-    """The numbers of a tensor; on an accelerator the host waits for them, and ``what`` says for which."""
+    """Return the values of a tensor as nested lists. The host waits for an accelerator. ``what``
+    describes the value.
+    """
     return Reading(tensor, what).get()
 
 
 def finish(device: torch.device | str) -> None:
-    """Wait until a device has done all that it was given; nothing to do on the host."""
+    """Wait until a device has finished all its streams. A no-op for the CPU."""
     if is_accelerator(device):
         module(device).synchronize(device)
 
 
 def finish_stream(device: torch.device) -> None:
-    """Wait until a device has done what its current stream was given; nothing to do on the host."""
+    """Wait until a device has finished its current stream. A no-op for the CPU."""
     if is_accelerator(device):
         module(device).current_stream(device).synchronize()
 
 
 def name(device: torch.device) -> str:
-    """What the device calls itself; "cpu" on the host."""
-    return module(device).get_device_name(device) if is_accelerator(device) else "cpu"  # type: ignore[no-any-return]
+    """Return the product name of an accelerator; "cpu" for the CPU."""
+    if not is_accelerator(device):
+        return "cpu"
+    return module(device).get_device_name(device)  # type: ignore[no-any-return]
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Memory of an accelerator."""
+    """Return the total memory of an accelerator in bytes."""
     return int(module(device).mem_get_info(device)[1])
 
 
 def records_memory_history(device: torch.device | str) -> bool:
-    """Whether the allocator can write down every allocation (``profiling.enable_memory_snapshot``)."""
+    """True if the allocator can record its history of allocations (``profiling.enable_memory_snapshot``)."""
     return torch.device(device).type == "cuda"
 
 
 def profiler_activity(device: torch.device | str) -> Any:
-    """What PyTorch's profiler calls work on such a device; None on the host, or where it has no word for it."""
+    """Return the profiler's activity for kernels of a device; None for the CPU, or if PyTorch has
+    no such activity.
+    """
     kind = torch.device(device).type
+    if not is_accelerator(kind):
+        return None
     names = {"cuda": "CUDA", "xpu": "XPU", "mtia": "MTIA", "hpu": "HPU"}
-    word = names.get(kind, "PrivateUse1") if is_accelerator(kind) else "CPU"
-    return None if word == "CPU" else getattr(torch.profiler.ProfilerActivity, word, None)
+    return getattr(torch.profiler.ProfilerActivity, names.get(kind, "PrivateUse1"), None)

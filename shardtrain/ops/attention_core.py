@@ -1,10 +1,12 @@
-"""The contract of an attention core, held against a core of a user's file: docs/models.md says it in full.
+"""Check that a user's attention core satisfies the contract of docs/models.md, before parallelism
+replaces the core.
 
-A core is a module without weights, called as ``core(q, k, v)`` or ``core(q, k, v, documents_BT)``, and with scores of
-sinks as a fifth argument where its attribute ``has_sinks`` is true. It computes
-``softmax(cap(scale q k) - slope distance) v`` for causal attention; its attributes ``window``, ``chunk``, ``scale``,
-``softcap``, ``alibi_slopes`` and ``heads_first`` say what differs from the plain one. Where parallelism computes it in
-its place, a core that does anything else would change numbers: it is tried on small tensors before training.
+A core is a module without weights that computes ``softmax(cap(scale q k) - slope distance) v`` with
+a causal mask. It is called as ``core(q, k, v)`` or ``core(q, k, v, documents_BT)``; with the
+attribute ``has_sinks`` the scores of sinks are a fifth argument. The attributes ``window``,
+``chunk``, ``scale``, ``softcap``, ``alibi_slopes`` and ``heads_first`` specify the function.
+Parallelism computes that function instead of calling the core. A core that computes anything else
+would silently give other results, so it is tested on small tensors.
 Shape suffixes: B batch, T tokens, N heads, K key-value heads, H head.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,75 +27,86 @@ from shardtrain.ops import document_mask as documents
 from shardtrain.ops.user_state import trial
 
 CLOSE = 1e-4
-"""Relative error of float32 arithmetic in another order, with room."""
+"""Tolerated relative error: float32 arithmetic in another order, with a margin."""
 _TOKENS = 13
-"""Of a row that is tried, and of one that is traced: a number that heads and batches seldom have."""
-_LONG_NUMBERS = 1 << 24
-"""Scores of the row that shows a window: few enough to be computed in about a second."""
+"""Length of the test rows. Numbers of heads and batch sizes are seldom 13, so the dimension of
+tokens is recognizable.
+"""
+_MAX_SCORES = 1 << 24
+"""Number of attention scores of the longest test row, which detects windows. It takes about a second."""
 
 
 class Broken(NamedTuple):
-    """What a core does that cannot be carried, and how to fix it."""
+    """A violation of the contract, and its fix."""
 
     rule: str
     fix: str
 
 
 @dataclass(frozen=True)
-class Given:
-    """How the model calls a core: shapes of queries, keys and values, and what comes with them."""
+class CoreCall:
+    """The arguments with which a model calls a core. ``shapes`` are those of queries, keys and values."""
 
     shapes: tuple[tuple[int, ...], ...]
-    more: int
-    """Arguments after the documents."""
-    documents: bool
-    """Whether the core is given the documents."""
-    strange: bool
-    """Whether the fourth argument is a tensor other than the documents: a mask, or a bias."""
+    num_extra: int
+    """Number of arguments after the documents."""
+    has_documents: bool
+    """True if the core receives the documents."""
+    has_mask: bool
+    """True if the fourth argument is a tensor other than the documents: a mask or a bias."""
+
+    @property
+    def has_heads(self) -> bool:
+        """True if queries, keys and values are three tensors with a dimension of heads."""
+        return len(self.shapes) == 3 and all(len(shape) == 4 for shape in self.shapes)
 
 
-def trace(model: nn.Module, layout: Layout) -> dict[str, Given]:
-    """How each core is called, by its path, found by a forward pass on the meta device; those not reached are left out.
+def trace(model: nn.Module, layout: Layout) -> dict[str, CoreCall]:
+    """Return the call of each core by its path, from a forward pass on the meta device.
 
-    Experts, whose work depends on numbers, are passed by.
+    Cores that the pass does not reach are missing. Experts are skipped, because their shapes depend
+    on values.
     """
-    calls: dict[str, Given] = {}
-    # A copy, since a forward may keep what it has made, such as rotary angles. Documents are a tensor of their own, by
-    # which a hook knows them again among the arguments
+    calls: dict[str, CoreCall] = {}
+    # Trace a copy, because a forward pass may store tensors, such as rotary angles. Documents and
+    # positions are separate tensors, so the hook can identify the documents
     model = copy.deepcopy(model)
     tokens_BT = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     documents_BT = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
 
-    def note(path: str, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    def record(path: str, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        core = model.get_submodule(path)
         values = [*inputs, *keywords.values()]
         shapes = tuple(tuple(value.shape) for value in values[:3] if isinstance(value, Tensor))
         fourth = values[3] if len(values) > 3 else None
-        strange = isinstance(fourth, Tensor) and fourth is not documents_BT
-        # Scores of sinks, one per query head, are the one argument that may follow the documents
-        rest = [value for value in values[4:] if value is not None]
-        if getattr(model.get_submodule(path), "has_sinks", False) and len(rest) == 1 and len(shapes[0]) == 4:
-            heads = shapes[0][1 if getattr(model.get_submodule(path), "heads_first", False) else 2]
-            rest = [] if tuple(rest[0].shape) == (heads,) else rest
-        calls[path] = Given(shapes, len(rest), fourth is documents_BT, strange)
+        has_mask = isinstance(fourth, Tensor) and fourth is not documents_BT
+        # Only the scores of sinks, one per query head, may follow the documents
+        extra = [value for value in values[4:] if value is not None]
+        if getattr(core, "has_sinks", False) and len(extra) == 1 and len(shapes[0]) == 4:
+            heads = shapes[0][1 if getattr(core, "heads_first", False) else 2]
+            if tuple(extra[0].shape) == (heads,):
+                extra = []
+        calls[path] = CoreCall(shapes, len(extra), fourth is documents_BT, has_mask)
 
-    # A hook on each core; experts give back what they are given
+    def recorder_of(path: str) -> Callable[..., None]:
+        return lambda _, inputs, keywords: record(path, inputs, keywords)
+
+    # Hook each core, and replace each block of experts by the identity
     handles = []
     experts = []
     for path, module in model.named_modules():
         if layout.context and matches(path, layout.context):
-            handles.append(
-                module.register_forward_pre_hook(
-                    lambda _, inputs, keywords, path=path: note(path, inputs, keywords), with_kwargs=True
-                )
-            )
+            handles.append(module.register_forward_pre_hook(recorder_of(path), with_kwargs=True))
         elif layout.expert and matches(path, layout.expert) and "forward" not in vars(module):
             module.forward = lambda x, *_, **__: x  # type: ignore[method-assign]
             experts.append(module)
-    knows_documents = "documents_BT" in inspect.signature(model.forward).parameters
+    options = {}
+    if "documents_BT" in inspect.signature(model.forward).parameters:
+        options["documents_BT"] = documents_BT
     try:
         with trial(model), torch.no_grad(), torch.device("meta"):
-            model(tokens_BT, tokens_BT, **({"documents_BT": documents_BT} if knows_documents else {}))
-    except Exception:  # what cannot run without numbers shows when it runs with them
+            model(tokens_BT, tokens_BT, **options)
+    except Exception:  # a forward that requires values fails here; its errors are reported when it runs with values
         pass
     finally:
         for handle in handles:
@@ -103,12 +116,16 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, Given]:
     return calls
 
 
-def broken_when_split(core: nn.Module, given: Given | None, seq_len: int) -> Broken | None:
-    """Why attention over a sequence that is split over ranks cannot take the place of a core; None where it can."""
-    wrong = _broken_call(core, given)
-    if wrong:
-        return wrong
-    heads, key_heads, width = _sizes(core, given)
+def broken_when_split(core: nn.Module, call: CoreCall | None, seq_len: int) -> Broken | None:
+    """Return the reason why context parallelism cannot replace a core, or None if it can.
+
+    ``call`` is None if the model was not traced. Windows up to ``seq_len`` tokens are detected, if
+    memory allows.
+    """
+    broken = _broken_call(core, call)
+    if broken:
+        return broken
+    heads, key_heads, width = _sizes(core, call)
     heads_first = bool(getattr(core, "heads_first", False))
     window = int(getattr(core, "window", 0) or 0)
     scoring = attention_scores.scores_of(core)
@@ -116,77 +133,90 @@ def broken_when_split(core: nn.Module, given: Given | None, seq_len: int) -> Bro
         return Broken(f"has {len(scoring.slopes)} alibi_slopes for {heads} query heads", "give one per query head")
     core = copy.deepcopy(core)
 
-    # The core against attention written out in terms of its attributes, both in float32 on random tensors
+    # Compare the core with attention computed from its attributes, in float32 on random tensors
     def difference(tokens: int, heads: int, key_heads: int, documents_BT: Tensor | None) -> Broken | None:
         rows = 2 if tokens == _TOKENS else 1
         q, k, v = _random(rows, tokens, heads, key_heads, width)
-        seen_BT = documents.chunked(documents_BT, int(getattr(core, "chunk", 0) or 0), (rows, tokens), q.device)
-        expected = attention_scores.attention(q, k, v, seen_BT, window, scoring, _sinks(core, heads))
-        got = run(core, q, k, v, documents_BT, heads_first)
-        if isinstance(got, Broken):
-            return got
-        if tuple(got.shape) != tuple(expected.shape):
+        chunk = int(getattr(core, "chunk", 0) or 0)
+        chunks_BT = documents.chunked(documents_BT, chunk, (rows, tokens), q.device)
+        expected = attention_scores.attention(q, k, v, chunks_BT, window, scoring, _sinks(core, heads))
+        output = run(core, q, k, v, documents_BT, heads_first)
+        if isinstance(output, Broken):
+            return output
+        if tuple(output.shape) != tuple(expected.shape):
             names = {(rows, heads, tokens, width): "(B, N, T, H)", (rows, tokens, heads * width): "(B, T, N H)"}
-            shape = names.get(tuple(got.shape), str(tuple(got.shape)))
-            return Broken(f"gives {shape} for queries (B, T, N, H)", "give the shape of the queries")
-        if _error(got, expected) > CLOSE:
-            return _diagnose(core, q, k, v, documents_BT, scoring, heads_first) or Broken(
-                f"computes something else than its attributes window, chunk, scale, softcap and alibi_slopes say "
-                f"(off by {_error(got, expected):.0e})",
-                "write it in these terms, as docs/models.md says",
-            )
+            shape = names.get(tuple(output.shape), str(tuple(output.shape)))
+            return Broken(f"returns {shape} for queries (B, T, N, H)", "return the shape of the queries")
+        error = _error(output, expected)
+        if error <= CLOSE:
+            return None
+        return _diagnose(core, q, k, v, documents_BT, scoring, heads_first) or Broken(
+            "does not compute the function of its attributes window, chunk, scale, softcap and alibi_slopes "
+            f"(off by {error:.0e})",
+            "express it by these attributes, as docs/models.md explains",
+        )
+
+    # Test without documents and with two documents
+    broken = difference(_TOKENS, heads, key_heads, None)
+    if broken is None and call is not None and call.has_documents:
+        two_documents_BT = (torch.arange(_TOKENS) >= 5).long().expand(2, -1)
+        broken = difference(_TOKENS, heads, key_heads, two_documents_BT)
+    if broken is not None:
+        return broken
+
+    # Test one long row, to detect a window. One group of heads is enough unless heads have different slopes
+    few_heads, few_key_heads = (heads, key_heads) if scoring.slopes else (heads // key_heads, 1)
+    longest = min(seq_len, int((_MAX_SCORES / few_heads) ** 0.5))
+    if longest <= _TOKENS:
+        return None
+    return difference(longest, few_heads, few_key_heads, None)
+
+
+def broken_when_heads_are_dealt(core: nn.Module, call: CoreCall | None) -> Broken | None:
+    """Return the reason why tensor parallelism cannot call a core with some of its heads, or None if it can.
+
+    A call with additional arguments is not tested, because only the model can split them.
+    """
+    if call is None or call.num_extra or call.has_mask or not call.has_heads:
+        return None
+    heads_first = bool(getattr(core, "heads_first", False)) or _looks_heads_first(call)
+    heads, key_heads, width = _sizes(core, call, heads_first)
+    if key_heads % 2 or call.shapes[2][-1] != width:
         return None
 
-    # Without documents, with two of them, and on one long row with few heads, where a window shows that is shorter
-    wrong = difference(_TOKENS, heads, key_heads, None)
-    if wrong is None and given is not None and given.documents:
-        wrong = difference(_TOKENS, heads, key_heads, (torch.arange(_TOKENS) >= 5).long().expand(2, -1))
-    if wrong is None:
-        few = (heads, key_heads) if scoring.slopes else (heads // key_heads, 1)
-        longest = min(seq_len, int((_LONG_NUMBERS / few[0]) ** 0.5))
-        if longest > _TOKENS:
-            wrong = difference(longest, *few, None)
-    return wrong
-
-
-def broken_when_heads_are_dealt(core: nn.Module, given: Given | None) -> Broken | None:
-    """Why a core may not be given some of its heads alone, as tensor parallelism does; None where it may."""
-    if given is None or given.more or given.strange or len(given.shapes) < 3 or any(len(s) != 4 for s in given.shapes):
-        return None  # more arguments are the model's own to deal
-    heads_first = bool(getattr(core, "heads_first", False)) or _looks_heads_first(given)
-    heads, key_heads, width = _sizes(core, given, heads_first)
-    if key_heads % 2 or given.shapes[2][-1] != width:
-        return None
+    # Each half of the heads must have the same output as among all heads
     slopes = getattr(core, "alibi_slopes", None)
     q, k, v = _random(2, _TOKENS, heads, key_heads, width)
-    # All heads at once, and each half of them alone: they must give the same
     core = copy.deepcopy(core).eval()
-    whole = run(core, q, k, v, None, heads_first)
-    if isinstance(whole, Broken):
-        return whole
-    fix = "take counts from shapes, and what differs between heads from the attribute alibi_slopes, one per query head"
+    full_output = run(core, q, k, v, None, heads_first)
+    if isinstance(full_output, Broken):
+        return full_output
+    sinks_N = _sinks(core, heads)
+    fix = "take counts from shapes, and differences between heads from the attribute alibi_slopes, one per query head"
     for half in (0, 1):
         if slopes:
             core.alibi_slopes = tuple(slopes[half * heads // 2 : (half + 1) * heads // 2])  # type: ignore[assignment]
         half_q, half_k, half_v = (x.chunk(2, dim=2)[half] for x in (q, k, v))
-        sinks_N = _sinks(core, heads)
-        part = run(core, half_q, half_k, half_v, None, heads_first, None if sinks_N is None else sinks_N.chunk(2)[half])
-        if isinstance(part, Broken):
-            rule = "cannot be given half of its heads" + part.rule.removeprefix("cannot be tried on small tensors")
+        half_sinks = None if sinks_N is None else sinks_N.chunk(2)[half]
+        output = run(core, half_q, half_k, half_v, None, heads_first, half_sinks)
+        if isinstance(output, Broken):
+            rule = "cannot be given half of its heads" + output.rule.removeprefix("cannot be tried on small tensors")
             return Broken(rule, fix)
-        expected = whole.chunk(2, dim=2)[half]
-        if part.shape != expected.shape or _error(part, expected) > CLOSE:
-            rule = "gives other numbers for some of its heads than for the same heads among all"
+        expected = full_output.chunk(2, dim=2)[half]
+        if output.shape != expected.shape or _error(output, expected) > CLOSE:
+            rule = "returns other values for some of its heads than for the same heads among all"
             return Broken(rule, fix)
     return None
 
 
-def broken_number_of_heads(core: nn.Module, given: Given | None, ranks: int) -> Broken | None:
-    """Why the heads of a core cannot be dealt evenly to ranks, which no size of the configuration may show."""
-    if given is None or len(given.shapes) < 3 or any(len(shape) != 4 for shape in given.shapes):
+def broken_number_of_heads(core: nn.Module, call: CoreCall | None, ranks: int) -> Broken | None:
+    """Return a problem if ranks cannot divide the heads of a core equally. The configuration may
+    not have the number.
+    """
+    if call is None or not call.has_heads:
         return None
-    heads_first = bool(getattr(core, "heads_first", False)) or _looks_heads_first(given)
-    key_heads = _sizes(core, given, heads_first)[1]
+    heads_first = bool(getattr(core, "heads_first", False)) or _looks_heads_first(call)
+    key_heads = _sizes(core, call, heads_first)[1]
     if key_heads % ranks == 0:
         return None
     return Broken(f"has {key_heads} key-value heads, which {ranks} ranks cannot share", "use fewer ranks")
@@ -201,71 +231,79 @@ def run(
     heads_first: bool,
     sinks_N: Tensor | None = None,
 ) -> Any:
-    """What a core gives for (B, T, heads, H), in that layout; or why it gives none."""
-    inputs = [x.transpose(1, 2) if heads_first else x for x in (q, k, v)]
+    """Return the output of a core for inputs (B, T, heads, H) in the same layout, or a Broken if it fails."""
+    inputs: list[Tensor | None] = [x.transpose(1, 2) if heads_first else x for x in (q, k, v)]
+    if getattr(core, "has_sinks", False):
+        inputs += [documents_BT, _sinks(core, q.size(2)) if sinks_N is None else sinks_N]
+    elif documents_BT is not None:
+        inputs.append(documents_BT)
     try:
         with trial(core), torch.no_grad():
-            if getattr(core, "has_sinks", False):
-                out = core(*inputs, documents_BT, _sinks(core, q.size(2)) if sinks_N is None else sinks_N)
-            else:
-                out = core(*inputs) if documents_BT is None else core(*inputs, documents_BT)
-    except Exception as error:  # a user's code may raise anything
+            output = core(*inputs)
+    except Exception as error:  # a user's code may raise any exception
         text = str(error).splitlines() or [""]
-        fix = "correct it; it must run on a CPU in float32 too, and hold no tensor (the model is built without memory)"
+        fix = "correct it; it must run on a CPU in float32, and store no tensor (the model is built on the meta device)"
         return Broken(f"cannot be tried on small tensors: {type(error).__name__}: {text[0]}", fix)
-    if not isinstance(out, Tensor):
-        return Broken(f"gives {type(out).__name__}, not a tensor", "give (B, T, N, H) alone")
-    return out.transpose(1, 2) if heads_first and out.ndim == 4 else out
+    if not isinstance(output, Tensor):
+        return Broken(f"returns {type(output).__name__}, not a tensor", "return only (B, T, N, H)")
+    return output.transpose(1, 2) if heads_first and output.ndim == 4 else output
 
 
 def _sinks(core: nn.Module, heads: int) -> Tensor | None:
-    """Scores of sinks that differ between heads, for a core that takes some."""
+    """Return different scores of sinks per head, (N,), or None for a core without sinks."""
     return torch.linspace(-1.0, 3.0, heads) if getattr(core, "has_sinks", False) else None
 
 
-def _broken_call(core: nn.Module, given: Given | None) -> Broken | None:
-    """Why a call of a core is not one that can be taken over."""
-    if any(True for _ in core.parameters()):
-        return Broken(
-            "holds parameters", "move them out: a core has no weights (sinks are its fifth argument, see has_sinks)"
-        )
-    if given is None:
+def _broken_call(core: nn.Module, call: CoreCall | None) -> Broken | None:
+    """Return the first violation of the calling convention, or None."""
+    if next(core.parameters(), None) is not None:
+        fix = "move them out: a core has no weights (sinks are its fifth argument, see has_sinks)"
+        return Broken("holds parameters", fix)
+    if call is None:
         return None
-    if given.more or given.strange:
+    if call.num_extra or call.has_mask:
         rule = "is given more than queries, keys, values and documents_BT, such as a mask or a bias"
-        return Broken(rule, "let it follow from the attributes window and alibi_slopes; no other bias can be carried")
-    if len(given.shapes) < 3 or any(len(shape) != 4 for shape in given.shapes):
-        return Broken(f"is given shapes {given.shapes}, not (B, T, heads, H) three times", "unflatten the heads before")
-    if _looks_heads_first(given) and not getattr(core, "heads_first", False):
+        return Broken(rule, "use the attributes window and alibi_slopes; no other bias is supported")
+    if not call.has_heads:
+        return Broken(f"is given shapes {call.shapes}, not (B, T, heads, H) three times", "unflatten the heads before")
+    if _looks_heads_first(call) and not getattr(core, "heads_first", False):
         rule = "is given (B, N, T, H), heads before tokens"
         return Broken(rule, "set the attribute heads_first = True of the core, or transpose within it")
-    if len({shape[-1] for shape in given.shapes}) > 1:
-        rule = f"is given heads of different widths {[shape[-1] for shape in given.shapes]}"
+    widths = [shape[-1] for shape in call.shapes]
+    if len(set(widths)) > 1:
+        rule = f"is given heads of different widths {widths}"
         return Broken(rule, "pad values with zeros to the width of queries, and cut the output")
     return None
 
 
-def _looks_heads_first(given: Given) -> bool:
-    return all(shape[2] == _TOKENS and shape[1] != _TOKENS for shape in given.shapes)
+def _looks_heads_first(call: CoreCall) -> bool:
+    return all(shape[2] == _TOKENS and shape[1] != _TOKENS for shape in call.shapes)
 
 
-def _sizes(core: nn.Module, given: Given | None, heads_first: bool | None = None) -> tuple[int, int, int]:
-    """Query heads, key-value heads and the width of a head; a guess where the model was not traced."""
-    if given is None:
+def _sizes(core: nn.Module, call: CoreCall | None, heads_first: bool | None = None) -> tuple[int, int, int]:
+    """Return query heads, key-value heads and the width of a head. They are guessed if the model
+    was not traced.
+    """
+    if call is None:
         heads = len(getattr(core, "alibi_slopes", None) or ()) or 4
         return heads, heads, 16
-    place = 1 if (getattr(core, "heads_first", False) if heads_first is None else heads_first) else 2
-    return given.shapes[0][place], given.shapes[1][place], given.shapes[0][-1]
+    if heads_first is None:
+        heads_first = getattr(core, "heads_first", False)
+    dim = 1 if heads_first else 2
+    return call.shapes[0][dim], call.shapes[1][dim], call.shapes[0][-1]
 
 
 def _random(rows: int, tokens: int, heads: int, key_heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(rows, tokens, count, width, generator=generator) for count in (heads, key_heads, key_heads))
-    return 4.0 * q, k, v  # large scores, so that a soft cap shows
+    # Large scores reveal a soft cap
+    return 4.0 * q, k, v
 
 
-def _error(mine: Tensor, theirs: Tensor) -> float:
-    return float((mine.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30))
+def _error(output: Tensor, expected: Tensor) -> float:
+    """Return the relative error in the Euclidean norm."""
+    difference = output.double() - expected.double()
+    return float(difference.norm() / expected.double().norm().clamp_min(1e-30))
 
 
 def _diagnose(
@@ -277,55 +315,61 @@ def _diagnose(
     scoring: attention_scores.Scores,
     heads_first: bool,
 ) -> Broken | None:
-    """Name what a core does that its attributes do not say, by experiments on it."""
+    """Find the property of a core that its attributes do not specify, by experiments. Return None
+    if none fits.
+    """
 
-    def got(k: Tensor = k, v: Tensor = v, documents_BT: Tensor | None = documents_BT) -> Tensor:
+    def output_of(k: Tensor = k, v: Tensor = v, documents_BT: Tensor | None = documents_BT) -> Tensor:
         return run(core, q, k, v, documents_BT, heads_first)  # type: ignore[no-any-return]
 
     # Random numbers: two calls differ
-    first = got()
-    if _error(got(), first) > 0:
-        return Broken("gives other numbers each time, as with dropout", "leave dropout out of the core")
-    # A type of its own: inputs that are rounded to it before change nothing
-    for short in (torch.bfloat16, torch.float16):
-        rounded = [x.to(short).float() for x in (q, k, v)]
+    first = output_of()
+    if _error(output_of(), first) > 0:
+        return Broken("returns other values each time, as with dropout", "remove dropout from the core")
+
+    # A fixed dtype: rounding the inputs to it first does not change the output
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = [x.to(dtype).float() for x in (q, k, v)]
         if _error(run(core, rounded[0], rounded[1], rounded[2], documents_BT, heads_first), first) == 0:
-            rule = f"computes in {str(short).removeprefix('torch.')}, whatever the type of what it is given"
-            return Broken(rule, "cast nothing: training.mixed_precision_param is the type in which a model computes")
+            rule = f"computes in {str(dtype).removeprefix('torch.')} regardless of the dtype of its inputs"
+            return Broken(rule, "remove the cast: training.mixed_precision_param is the compute dtype of a model")
+
     # No causal mask: another value of the last token changes earlier outputs
-    later = torch.cat((torch.zeros_like(v[:, :-1]), torch.ones_like(v[:, -1:])), dim=1)
-    if float(got(v=v + later)[:, :-1].sub(first[:, :-1]).abs().max()) > CLOSE:
+    last_token = torch.cat((torch.zeros_like(v[:, :-1]), torch.ones_like(v[:, -1:])), dim=1)
+    if float(output_of(v=v + last_token)[:, :-1].sub(first[:, :-1]).abs().max()) > CLOSE:
         return Broken("lets tokens see later ones", "use a causal mask; a core without one cannot be split")
-    # Values of one give one, where weights sum to one
-    if float(got(v=torch.ones_like(v)).sub(1.0).abs().max()) > CLOSE:
+
+    # Weights that do not sum to one: values of one have another output than one
+    if float(output_of(v=torch.ones_like(v)).sub(1.0).abs().max()) > CLOSE:
         rule = "has weights that do not sum to one, as with an attention sink or dropout"
-        return Broken(rule, "leave it out of the core; it can be given sinks as its fifth argument (has_sinks = True)")
-    # Documents that change nothing, of a core that is else what its attributes say
-    if documents_BT is not None and _error(got(documents_BT=None), run(core, q, k, v, None, heads_first)) == 0:
+        return Broken(rule, "remove it from the core; sinks can be its fifth argument (has_sinks = True)")
+
+    # Documents without effect: without them, the core has the function of its attributes
+    if documents_BT is not None:
         plain = attention_scores.attention(q, k, v, None, int(getattr(core, "window", 0) or 0), scoring)
-        if _error(got(documents_BT=None), plain) <= CLOSE:
-            return Broken("lets documents see each other", "use documents_BT, or leave that argument out")
-    return _fit(core, got, q, k, scoring)
+        if _error(output_of(documents_BT=None), plain) <= CLOSE:
+            return Broken("lets documents see each other", "use documents_BT, or remove that argument")
+    return _fit(core, output_of, q, k, scoring)
 
 
-def _fit(core: nn.Module, got: Any, q: Tensor, k: Tensor, scoring: attention_scores.Scores) -> Broken | None:
-    """Scores are logarithms of weights up to a number per query: fit a scale and a slope of the distance to them.
+def _fit(core: nn.Module, output_of: Any, q: Tensor, k: Tensor, scoring: attention_scores.Scores) -> Broken | None:
+    """Measure scale, slope, chunk, window and soft cap of a core, and compare them with its attributes.
 
-    Token 1 sees two tokens: log(p_0 / p_1) = scale q (k_0 - k_1) - slope, and values of one and zero show p_0.
+    Token 1 attends to two tokens, with log(p_0 / p_1) = scale q (k_0 - k_1) - slope. A value of one
+    for token 0, and of zero for token 1, makes p_0 the output.
     """
-    tokens, heads, width = q.shape[1:]
+    heads, width = q.shape[2:]
     k = k.repeat_interleave(heads // k.size(2), dim=2)
     first = torch.zeros_like(k)
-    last = torch.zeros_like(k)
     first[:, 0] = 1.0
-    last[:, -1] = 1.0
 
     def differences(size: float) -> tuple[Tensor, Tensor]:
-        p_BN = got(k=k * size, v=first)[:, 1, :, 0].double()
+        p_BN = output_of(k=k * size, v=first)[:, 1, :, 0].double()
         dots_BN = (q[:, 1].double() * (k[:, 0] - k[:, 1]).double() * size).sum(-1)
         return dots_BN, p_BN.log() - (1.0 - p_BN).log()
 
-    # A line through log(p_0 / p_1) over the dot products, for each head. Small scores, so that a soft cap does not show
+    # Fit a line to log(p_0 / p_1) over the dot products, for each head. A soft cap does not affect
+    # small scores
     points = [differences(size) for size in (0.01, 0.02, 0.04)]
     x = torch.cat([dots_BN for dots_BN, _ in points])
     y = torch.cat([logs_BN for _, logs_BN in points])
@@ -335,39 +379,62 @@ def _fit(core: nn.Module, got: Any, q: Tensor, k: Tensor, scoring: attention_sco
     if not bool(torch.isfinite(scale_N).all()) or residual > 1e-2:
         return None
 
-    # Its scale, and the slope of the distance
-    stated = width**-0.5 if scoring.scale is None else scoring.scale
-    if float((scale_N / stated - 1).abs().max()) > 0.02:
+    # Compare scale and slope with the attributes
+    expected_scale = width**-0.5 if scoring.scale is None else scoring.scale
+    if float((scale_N / expected_scale - 1).abs().max()) > 0.02:
         measured = f"{float(scale_N.mean()):.4g}"
-        rule = f"scales q k by {measured}, and not by {stated:.4g}"
+        rule = f"scales q k by {measured}, and not by {expected_scale:.4g}"
         return Broken(rule, f"set the attribute scale of the core, here to {measured}")
     slopes_N = torch.tensor(scoring.slopes or [0.0] * heads, dtype=torch.float64)
     if float((slope_N - slopes_N).abs().max()) > max(1e-3, 3.0 * residual):
-        rule = "adds a bias that depends on the distance, as ALiBi does, of which its attribute alibi_slopes "
-        rule += "says something else" if scoring.slopes else "says nothing"
-        return Broken(rule, "set alibi_slopes to a tuple of one number per query head; no other bias can be carried")
+        state = "has other values" if scoring.slopes else "is not set"
+        rule = f"adds a bias that depends on the distance, as ALiBi does, but its attribute alibi_slopes {state}"
+        return Broken(rule, "set alibi_slopes to a tuple of one number per query head; no other bias is supported")
 
-    # Which tokens see which: with keys of zero all that are seen weigh alike, and a value of one marks a token
-    window = int(getattr(core, "window", 0) or 0)
-    chunk = int(getattr(core, "chunk", 0) or 0)
-    reach = int((got(k=torch.zeros_like(k), v=first)[0, :, 0, 0] > 0).sum())  # tokens that see the first
-    if not scoring.slopes and 1 < reach < tokens and reach != chunk:
-        # The token after those that see the first one sees itself alone: a new chunk begins with it
-        next_one = torch.zeros_like(k)
-        next_one[:, reach] = 1.0
-        if round(float(got(k=torch.zeros_like(k), v=next_one)[:, reach].mean()), 3) == 1.0:
-            rule = (
-                f"lets a token see its chunk of {reach} tokens alone, and its attribute chunk says {chunk or 'nothing'}"
-            )
-            return Broken(rule, f"set the attribute chunk of the core, here to {reach}")
-    seen = round(1.0 / max(float(got(k=torch.zeros_like(k), v=last)[:, -1].mean()), 1.0 / (tokens + 1)))
-    if not scoring.slopes and seen != min(window or tokens, tokens):
-        how = f"{seen} tokens" if seen < tokens else "all tokens before it"
-        rule = f"lets a token see {how}, and its attribute window says {window or 'nothing'}"
-        return Broken(rule, f"set the attribute window of the core, here to {seen if seen < tokens else 0}")
+    # Slopes make weights unequal, so the tests of chunk and window do not work with them
+    if not scoring.slopes:
+        broken = _broken_range(core, output_of, k)
+        if broken is not None:
+            return broken
 
-    # A soft cap: large scores are smaller than the line says
-    x, y = differences(2.5)  # larger differences of scores than 10 leave no digits of the smaller weight
-    if not scoring.softcap and bool(((y.abs() < 0.99 * (scale_N * x).abs()) & (y.abs() < 10)).any()):
+    # A soft cap makes large scores smaller than those of the line. A difference of scores above 10
+    # leaves no digits of the smaller weight
+    x, y = differences(2.5)
+    is_below_line = y.abs() < 0.99 * (scale_N * x).abs()
+    if not scoring.softcap and bool((is_below_line & (y.abs() < 10)).any()):
         return Broken("bounds its scores", "set the attribute softcap of the core to the bound")
     return None
+
+
+def _broken_range(core: nn.Module, output_of: Any, k: Tensor) -> Broken | None:
+    """Compare the tokens that a token attends to with the attributes ``chunk`` and ``window``.
+
+    Keys of zero make the weights of all these tokens equal. A value of one marks a token.
+    """
+    tokens = k.size(1)
+    zero_keys = torch.zeros_like(k)
+    window = int(getattr(core, "window", 0) or 0)
+    chunk = int(getattr(core, "chunk", 0) or 0)
+
+    def output_with_mark(token: int) -> Tensor:
+        marked = torch.zeros_like(k)
+        marked[:, token] = 1.0
+        return output_of(k=zero_keys, v=marked)  # type: ignore[no-any-return]
+
+    # If the first token after those that attend to token 0 only attends to itself, it begins a new chunk
+    reach = int((output_with_mark(0)[0, :, 0, 0] > 0).sum())
+    if 1 < reach < tokens and reach != chunk:
+        weight_of_itself = float(output_with_mark(reach)[:, reach].mean())
+        if round(weight_of_itself, 3) == 1.0:
+            rule = f"lets a token see only its chunk of {reach} tokens, but its attribute chunk is {chunk}"
+            return Broken(rule, f"set the attribute chunk of the core, here to {reach}")
+
+    # The weight of the last token in its own row is 1 / number of tokens that it attends to
+    weight = float(output_with_mark(-1)[:, -1].mean())
+    num_seen = round(1.0 / max(weight, 1.0 / (tokens + 1)))
+    if num_seen == min(window or tokens, tokens):
+        return None
+    sees_all = num_seen >= tokens
+    seen = "all tokens before it" if sees_all else f"{num_seen} tokens"
+    rule = f"lets a token see {seen}, but its attribute window is {window}"
+    return Broken(rule, f"set the attribute window of the core, here to {0 if sees_all else num_seen}")

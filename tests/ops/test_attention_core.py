@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from shardtrain.models.layers import AttentionCore, SinkAttentionCore
 from shardtrain.ops import attention_core
-from shardtrain.ops.attention_core import Given
+from shardtrain.ops.attention_core import CoreCall
 
 SLOPES = (0.5, 0.25, 0.125, 0.0625)
 N, K, T, H = 4, 2, 13, 8
-GIVEN = Given(((1, T, N, H), (1, T, K, H), (1, T, K, H)), 0, True, False)
-HEADS_FIRST = Given(((1, N, T, H), (1, K, T, H), (1, K, T, H)), 0, True, False)
+GIVEN = CoreCall(((1, T, N, H), (1, T, K, H), (1, T, K, H)), 0, True, False)
+HEADS_FIRST = CoreCall(((1, N, T, H), (1, K, T, H), (1, K, T, H)), 0, True, False)
 
 
 class User(nn.Module):
@@ -73,7 +73,7 @@ class Chunked(AttentionCore):
         return super().forward(q, k, v, chunks_BT if documents_BT is None else documents_BT * 100 + chunks_BT)
 
 
-KEPT: dict[str, tuple[nn.Module, Given]] = {
+KEPT: dict[str, tuple[nn.Module, CoreCall]] = {
     "plain": (User(), GIVEN),
     "scale": (User(0.2, scale=0.2), GIVEN),
     "soft cap": (User(cap=50.0, softcap=50.0), GIVEN),
@@ -88,25 +88,25 @@ KEPT: dict[str, tuple[nn.Module, Given]] = {
     "sinks and a window": (SinkAttentionCore(5), GIVEN),
     "sinks and a soft cap": (SinkAttentionCore(0, 0.3, 4.0), GIVEN),
 }
-BROKEN: dict[str, tuple[nn.Module, Given, str]] = {
+BROKEN: dict[str, tuple[nn.Module, CoreCall, str]] = {
     "scale": (User(0.2), GIVEN, "scales q k by 0.2, and not by 0.3536"),
     "other scale": (User(0.2, scale=0.3), GIVEN, "scales q k by 0.2, and not by 0.3"),
     "soft cap": (User(cap=50.0), GIVEN, "bounds its scores"),
-    "slopes": (User(slopes=True), GIVEN, "alibi_slopes says nothing"),
+    "slopes": (User(slopes=True), GIVEN, "alibi_slopes is not set"),
     "too few slopes": (User(slopes=True, alibi_slopes=SLOPES[:2]), GIVEN, "has 2 alibi_slopes for 4 query heads"),
-    "short window": (User(sees=5), GIVEN, "lets a token see 5 tokens, and its attribute window says nothing"),
+    "short window": (User(sees=5), GIVEN, "lets a token see 5 tokens, but its attribute window is 0"),
     "long window": (User(sees=40), GIVEN, "lets a token see 40 tokens"),
     "later tokens": (User(causal=False), GIVEN, "lets tokens see later ones"),
-    "dropout": (User(drop=0.1), GIVEN, "other numbers each time, as with dropout"),
+    "dropout": (User(drop=0.1), GIVEN, "other values each time, as with dropout"),
     "sink": (User(sink=True), GIVEN, "weights that do not sum to one, as with an attention sink"),
-    "chunks": (Chunked(), GIVEN, "its chunk of 5 tokens alone, and its attribute chunk says nothing"),
+    "chunks": (Chunked(), GIVEN, "only its chunk of 5 tokens, but its attribute chunk is 0"),
     "documents": (User(documents=False), GIVEN, "lets documents see each other"),
-    "another shape": (Flat(), GIVEN, r"gives (B, T, N H) for queries (B, T, N, H)"),
+    "another shape": (Flat(), GIVEN, r"returns (B, T, N H) for queries (B, T, N, H)"),
     "weights": (Weighted(), GIVEN, "holds parameters"),
     "heads first": (User(), HEADS_FIRST, "is given (B, N, T, H), heads before tokens"),
-    "a mask": (User(), Given(GIVEN.shapes, 0, False, True), "such as a mask or a bias"),
-    "more": (User(), Given(GIVEN.shapes, 1, True, False), "such as a mask or a bias"),
-    "widths": (User(), Given((*GIVEN.shapes[:2], (1, T, K, 6)), 0, True, False), "different widths [8, 8, 6]"),
+    "a mask": (User(), CoreCall(GIVEN.shapes, 0, False, True), "such as a mask or a bias"),
+    "more": (User(), CoreCall(GIVEN.shapes, 1, True, False), "such as a mask or a bias"),
+    "widths": (User(), CoreCall((*GIVEN.shapes[:2], (1, T, K, 6)), 0, True, False), "different widths [8, 8, 6]"),
 }
 
 
@@ -135,7 +135,7 @@ def test_heads_that_differ_by_more_than_their_slopes_cannot_be_dealt() -> None:
             return super().forward(q, k, v, documents_BT)
 
     broken = attention_core.broken_when_heads_are_dealt(FromCount(slopes=True), GIVEN)
-    assert broken is not None and "other numbers for some of its heads" in broken.rule
+    assert broken is not None and "other values for some of its heads" in broken.rule
     fixed = attention_core.broken_when_heads_are_dealt(User(slopes=True), GIVEN)
     assert fixed is not None and "cannot be given half of its heads" in fixed.rule
 
