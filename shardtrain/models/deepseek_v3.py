@@ -131,8 +131,8 @@ class LatentAttention(nn.Module):
         self.v_dim = c.v_head_dim
         qk_dim = self.nope_dim + self.rope_dim
         if c.q_lora_rank > 0:
-            self.wq_a = nn.Linear(c.dim, c.q_lora_rank, bias=False)
-            self.q_norm = build_norm("rmsnorm", c.q_lora_rank, _LATENT_NORM_EPS)
+            self.wq_a: nn.Module = nn.Linear(c.dim, c.q_lora_rank, bias=False)
+            self.q_norm: nn.Module = build_norm("rmsnorm", c.q_lora_rank, _LATENT_NORM_EPS)
             self.wq_b = nn.Linear(c.q_lora_rank, c.num_heads * qk_dim, bias=False)
         else:
             self.wq_a = nn.Identity()
@@ -183,8 +183,8 @@ class DeepseekV3Block(nn.Module):
         self.attn = LatentAttention(c)
         self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         if is_dense:
-            self.ffn = FeedForward(c.dim, c.ffn_dim)
-            self.moe = nn.Identity()
+            self.ffn: nn.Module = FeedForward(c.dim, c.ffn_dim)
+            self.moe: nn.Module = nn.Identity()
         else:
             self.ffn = nn.Identity()
             # Every token uses all shared experts, so they are one wide feed-forward

@@ -181,8 +181,8 @@ class Llama4Block(nn.Module):
         self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         is_dense = (index + 1) % c.interleave_moe_layer_step != 0
         if is_dense:
-            self.ffn = FeedForward(c.dim, c.ffn_dim)
-            self.moe = nn.Identity()
+            self.ffn: nn.Module = FeedForward(c.dim, c.ffn_dim)
+            self.moe: nn.Module = nn.Identity()
         else:
             self.ffn = nn.Identity()
             shared_dim = c.num_shared_experts * c.moe_ffn_dim

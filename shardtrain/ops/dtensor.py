@@ -1,4 +1,4 @@
-"""Which part of a parameter this rank holds: the one place that reads DTensor placements."""
+"""Local parts of parameters. This is the only module that reads DTensor placements."""
 
 from __future__ import annotations
 
@@ -16,56 +16,66 @@ if TYPE_CHECKING:
 
 
 def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor. Where nobody has imported them, which takes half a second, nobody has made one."""
+    """True if a tensor is a DTensor.
+
+    Their module is not imported here, which takes half a second: if nothing has imported it, no
+    DTensor exists.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The memory that this rank holds of a tensor; the tensor itself when it is not distributed."""
+    """Return this rank's part of a tensor, without a copy; the tensor itself if it is not distributed."""
     return tensor.to_local() if is_distributed(tensor) else tensor
 
 
 def sharded_dim(placement: Placement) -> int | None:
-    """The tensor dimension that a placement splits, or None when every rank of the axis holds all of it."""
+    """Return the tensor dimension that a placement shards, or None for other placements."""
     from torch.distributed.tensor.placement_types import Shard
 
-    # FSDP over tensor parallelism is a private placement (_StridedShard), a subclass of Shard or not by version
-    splits = isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard"
-    return int(placement.dim) if splits else None  # type: ignore[attr-defined]
+    # FSDP over tensor parallelism has the private placement _StridedShard, which is a subclass of
+    # Shard in some versions
+    is_sharded = isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard"
+    return int(placement.dim) if is_sharded else None  # type: ignore[attr-defined]
 
 
 def split_axes(tensor: Tensor) -> tuple[int, ...]:
-    """Axes of the tensor's own mesh, with more than one rank, over which it is split."""
+    """Return the axes of the tensor's mesh, with more than one rank, over which it is sharded."""
     if not is_distributed(tensor):
         return ()
-    placements = enumerate(tensor.placements)
-    return tuple(i for i, p in placements if sharded_dim(p) is not None and tensor.device_mesh.size(i) > 1)
+    axes = []
+    for axis, placement in enumerate(tensor.placements):
+        if sharded_dim(placement) is not None and tensor.device_mesh.size(axis) > 1:
+            axes.append(axis)
+    return tuple(axes)
 
 
 def local_slices(tensor: Tensor, place: Sequence[int] | None = None) -> tuple[slice, ...]:
-    """Where a rank's part lies in the whole tensor, one slice per dimension.
+    """Return the position of a rank's part in the full tensor, one slice per dimension.
 
-    ``place`` is the rank's coordinate on the tensor's mesh, one number per axis; this rank's unless given.
+    ``place`` is the rank's coordinate on the tensor's mesh, one number per axis; it defaults to
+    this rank's.
 
-    Splits are those of ``torch.chunk``. Where two axes split one dimension, plain shards come first, left to right,
-    and strided ones cut what those left: FSDP cuts what tensor parallelism left, though its axis is further left.
+    A dimension is split as by ``torch.chunk``. If two axes shard one dimension, plain shards are
+    applied first, from left to right, and strided shards split the result: FSDP splits the part of
+    a tensor-parallel rank, although its axis is further left.
     """
     if not is_distributed(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
     slices = [(0, size) for size in tensor.shape]
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate() if place is None else place
-    assert coordinate is not None, "a rank asks about a tensor of a mesh that it is not part of"
+    assert coordinate is not None, "this rank is not part of the tensor's mesh"
 
-    # The sort is stable: plain shards keep the order of their axes, and strided ones come after them
+    # A stable sort keeps the order of the axes of plain shards, and moves strided ones to the end
     placements = list(enumerate(tensor.placements))
     strided_last = sorted(placements, key=lambda item: type(item[1]).__name__ == "_StridedShard")
     for axis, placement in strided_last:
         dim = sharded_dim(placement)
         if dim is None:
             continue
-        # As torch.chunk: equal parts rounded up, so that the last ranks may have less or nothing
+        # Like torch.chunk, round the size of the parts up. The last ranks may have smaller or empty parts
         start, stop = slices[dim]
         chunk = -(-(stop - start) // mesh.size(axis))
         first = min(start + chunk * coordinate[axis], stop)
@@ -74,11 +84,14 @@ def local_slices(tensor: Tensor, place: Sequence[int] | None = None) -> tuple[sl
 
 
 def to_full(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank (a collective when it is distributed); for tests, export and verification."""
+    """Return the full tensor on every rank. A collective if the tensor is distributed. For tests,
+    export and verify.
+    """
     if not is_distributed(tensor):
         return tensor
-    # Two gathers where FSDP cuts what tensor parallelism left are right here, and PyTorch's hint about their speed is
-    # noise. The level is set once only, because setting it empties the caches of all loggers
+    # Parameters sharded by FSDP and tensor parallelism require two gathers. Silence PyTorch's
+    # warning about their speed. Set the level only once, because setting it clears the caches of
+    # all loggers
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     if logger.level != logging.ERROR:
         logger.setLevel(logging.ERROR)
@@ -86,21 +99,22 @@ def to_full(tensor: Tensor) -> Tensor:
 
 
 NORM_CHUNK_NUMEL = 1 << 16
-"""Numbers that are squared at a time on a CPU: 512 KiB in float64, which a core's second-level cache holds."""
+"""Elements per chunk on a CPU: 512 KiB in float64, which fit into the L2 cache of a core."""
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
-    """Sum of squares of local tensors, a float64 scalar on their device; there must be one tensor at least.
+    """Return the sum of squares of local tensors, a float64 scalar on their device. At least one
+    tensor is required.
 
-    As accurate as float64 on a CPU, in chunks, so that no copy of a tensor is made. PyTorch's own norm adds float32
-    squares up in a few chains there: 4e-6 off at half a million numbers, 5e-3 at 67 million, by an amount that depends
-    on how a tensor is split. Accelerators add in a tree, which keeps float32 sums within 1e-6; their squares are added
-    over tensors in float64.
+    On a CPU, squares are added in float64, in chunks without a copy of a tensor. PyTorch's norm
+    adds float32 squares in a few long chains: its error is 4e-6 for half a million elements and
+    5e-3 for 67 million, and depends on how a tensor is split. Accelerators add in a tree, with an
+    error within 1e-6 in float32. Only the sum over tensors is in float64.
     """
     device = tensors[0].device
     if device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32)).double().square().sum()
-    # One buffer in float64 for all chunks of all tensors: the copy converts, the dot product squares and adds
+    # Copy each chunk into one float64 buffer, which converts it. The dot product squares and adds
     total = torch.zeros((), dtype=torch.float64)
     buffer = torch.empty(min(NORM_CHUNK_NUMEL, max(tensor.numel() for tensor in tensors)), dtype=torch.float64)
     for tensor in tensors:

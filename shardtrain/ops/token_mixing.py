@@ -1,7 +1,8 @@
-"""Where tokens meet outside of the attention core, or are counted: on a part of a sequence that gives other numbers.
+"""Find operations that mix or count tokens outside of the attention core. On a part of a sequence
+they are wrong.
 
-A forward pass on the meta device is watched, where shapes alone are known. The row has a number of tokens that no
-weight has, so a dimension of that size is the tokens'.
+A TorchFunctionMode observes a forward pass on the meta device. The number of tokens divides no
+dimension of a weight, so a dimension of that size is the dimension of tokens.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from shardtrain.ops.user_state import trial
 
 _LENGTHS = (13, 17, 19, 23, 29, 31, 37)
 _ALONG = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "softmax", "log_softmax", "flip", "roll", "sort")
-"""Functions that mix along one dimension: their second argument, or ``dim``; roll's third, or ``dims``."""
+"""Functions that mix along one dimension, their second argument or ``dim``; for roll the third, or
+``dims``.
+"""
 _ALWAYS = ("conv1d", "scaled_dot_product_attention")
 
 
 def outside_of_cores(whole: nn.Module, layout: Layout) -> Broken | None:
-    """The first place where a model mixes tokens outside of its attention cores, or counts them, as cp cannot have it.
+    """Return the first place where a model mixes or counts tokens outside of its attention cores.
 
-    None too where the model does not run without numbers, or where a weight has every length that could be tried.
+    Context parallelism does not support that. Return None if there is none, if the model does not
+    run on the meta device, or if no test length is unique.
     """
     modules = dict(whole.named_modules())
     cores = {path for path in modules if matches(path, layout.context)}
@@ -42,9 +46,12 @@ def outside_of_cores(whole: nn.Module, layout: Layout) -> Broken | None:
 
 
 def outside_of_gathered(whole: nn.Module, layout: Layout) -> Broken | None:
-    """The same for modules in which a tensor-parallel rank has all tokens: the word "gather" says which."""
+    """Return the first place where a model mixes tokens outside of modules with the style "gather".
+
+    Only in these modules a tensor-parallel rank has all tokens.
+    """
     gathered = {path for path, _ in whole.named_modules() if style_of(layout, path) == "gather"}
-    return _first_mix(whole, layout, gathered, 'modules with the word "gather"', "do it in one of these")
+    return _first_mix(whole, layout, gathered, 'modules with the style "gather"', "do it in one of these")
 
 
 def _first_mix(whole: nn.Module, layout: Layout, allowed: set[str], where: str, fix: str) -> Broken | None:
@@ -53,7 +60,7 @@ def _first_mix(whole: nn.Module, layout: Layout, allowed: set[str], where: str, 
     if length is None:
         return None
 
-    # A copy whose cores and experts do nothing, and whose modules say when they are entered and left
+    # In a copy of the model, replace cores and experts by no-ops, and record the module that is running
     model = copy.deepcopy(whole)
     watch = _Watch(length, allowed, where, fix)
 
@@ -66,22 +73,27 @@ def _first_mix(whole: nn.Module, layout: Layout, allowed: set[str], where: str, 
     for path, module in model.named_modules():
         if layout.context and matches(path, layout.context):
             module.forward = lambda q, *_, **__: torch.empty_like(q)  # type: ignore[method-assign]
-        elif layout.expert and matches(path, layout.expert):  # their work depends on numbers, and is each token's own
+        elif layout.expert and matches(path, layout.expert):
+            # The shapes of experts depend on values. They do not mix tokens
             module.forward = lambda x, *_, **__: x  # type: ignore[method-assign]
         module.register_forward_pre_hook(lambda *_, path=path: enter(path))
         module.register_forward_hook(leave, always_call=True)
 
-    # Tokens and positions are zeros: no number is looked at
+    # On the meta device, tokens and positions have no values
     row_1T = torch.zeros(1, length, dtype=torch.int64, device="meta")
     try:
         with trial(model), torch.no_grad(), torch.device("meta"), watch:
             model(row_1T, row_1T)
-    except Exception:  # what cannot run without numbers shows when it runs with them
+    except Exception:  # a forward that requires values fails here; its errors are reported when it runs with values
         pass
     return watch.found
 
 
 class _Watch(TorchFunctionMode):
+    """Record in ``found`` the first violation outside of the ``allowed`` modules. ``stack`` has the
+    running modules.
+    """
+
     def __init__(self, length: int, allowed: set[str], where: str, fix: str) -> None:
         super().__init__()
         self._allowed = allowed
@@ -94,40 +106,59 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if self.found is None and self._allowed.isdisjoint(self.stack):
-            self._look(getattr(function, "__name__", ""), args, kwargs or {}, result)
+            self._check(getattr(function, "__name__", ""), args, kwargs or {}, result)
         return result
 
-    def _look(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        given = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        # The model's own forward has all tokens under tensor parallelism, and may count them
-        may_not_count = "core" in self._where or len(self.stack) > 1
+    def _check(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        inputs = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         place = f"in {self.stack[-1]}" if self.stack and self.stack[-1] else "in the model's forward"
-        if made and not given and any(self._length in x.shape for x in made) and may_not_count:
+
+        # A new tensor with the length of the sequence counts tokens. With tensor parallelism the
+        # model's own forward has all tokens, and may count them
+        may_count = "core" not in self._where and len(self.stack) <= 1
+        is_counted = not inputs and any(self._length in x.shape for x in outputs)
+        if is_counted and not may_count:
             rule = f"counts the tokens that it is given, by {name} {place}: a rank has a part of them"
             self.found = Broken(rule, "take positions from the argument of forward")
-        floats = [x for x in given if x.is_floating_point() and self._length in x.shape]
-        if floats and made and self._mixes(name, floats[0], args, kwargs, made):
+
+        token_inputs = [x for x in inputs if x.is_floating_point() and self._length in x.shape]
+        if token_inputs and outputs and self._mixes(name, token_inputs[0], args, kwargs, outputs):
             rule = f"mixes tokens outside of {self._where}, by {name} {place}: a rank has a part of them"
             self.found = Broken(rule, self._fix)
 
-    def _mixes(self, name: str, x: Tensor, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> bool:
+    def _mixes(self, name: str, x: Tensor, args: Any, kwargs: dict[str, Any], outputs: list[Tensor]) -> bool:
+        """True if a function of ``x`` mixes its tokens, judged by its name and the shapes of its outputs."""
         if name in _ALWAYS:
             return True
-        if name.startswith("new_"):  # of its type and device alone
+        # new_zeros and others only use dtype and device of x
+        if name.startswith("new_"):
             return False
-        if name == "pad":  # pairs from the last dimension on
+        if name == "pad":
+            # Pairs of sizes, from the last dimension on
             pads = list(args[1] if len(args) > 1 else kwargs.get("pad", ()))
             return any(pad and x.shape[-1 - i // 2] == self._length for i, pad in enumerate(pads))
         if name in _ALONG:
-            place = 2 if name == "roll" else 1
-            dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else None))
-            if isinstance(dims, int):
-                dims = [dims]
-            elif not isinstance(dims, tuple | list):
-                dims = []
-            return any(isinstance(dim, int) and x.shape[dim] == self._length for dim in dims)
-        results = [y for y in made if y.is_floating_point()]
-        # Tokens that are summed or left out, or a product of tokens with tokens
-        lost = any(not any(size and size % self._length == 0 for size in y.shape) for y in results)
-        return lost or any(list(y.shape).count(self._length) > 1 for y in results)
+            return any(x.shape[dim] == self._length for dim in _dims_of(name, args, kwargs))
+
+        # An output without tokens has summed or dropped them. Two dimensions of tokens are a
+        # product of tokens
+        for y in outputs:
+            if not y.is_floating_point():
+                continue
+            has_tokens = any(size and size % self._length == 0 for size in y.shape)
+            if not has_tokens or list(y.shape).count(self._length) > 1:
+                return True
+        return False
+
+
+def _dims_of(name: str, args: Any, kwargs: dict[str, Any]) -> list[int]:
+    """Return the dimensions that a call of a function of _ALONG works on."""
+    index = 2 if name == "roll" else 1
+    positional = args[index] if len(args) > index else None
+    dims = kwargs.get("dim", kwargs.get("dims", positional))
+    if isinstance(dims, int):
+        return [dims]
+    if not isinstance(dims, tuple | list):
+        return []
+    return [dim for dim in dims if isinstance(dim, int)]

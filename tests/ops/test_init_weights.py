@@ -100,7 +100,7 @@ def test_blocks_that_an_accelerator_transforms_together_are_those_of_one_by_one(
     alone = drawn((700, 1000), draw)
     monkeypatch.setattr(init_weights, "is_accelerator", lambda _: True)
     for together in (1, 200_000, 1 << 22):  # one, some and all of the eleven blocks
-        monkeypatch.setattr(init_weights, "TOGETHER_NUMEL", together)
+        monkeypatch.setattr(init_weights, "GROUP_NUMEL", together)
         assert torch.equal(drawn((700, 1000), draw), alone)
 
 
