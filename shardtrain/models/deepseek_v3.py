@@ -112,7 +112,7 @@ LAYOUT = Layout(
     context="layers.*.attn.core",
     expert="layers.*.moe",
     buffers=EXPERT_BIAS,
-    # Models may have no dense layer, only dense layers, or no shared expert
+    # Optional because a model may have no dense layer, only dense layers, or no shared expert
     optional=("layers.*.ffn", "layers.*.moe"),
 )
 

@@ -104,7 +104,7 @@ LAYOUT = Layout(
     context="layers.*.attn.core",
     expert="layers.*.moe",
     buffers=EXPERT_BIAS,
-    # Models may have experts in every layer, in no layer, or no shared expert
+    # Optional because a model may have experts in every layer, in no layer, or no shared expert
     optional=("layers.*.ffn", "layers.*.moe"),
 )
 

@@ -68,7 +68,7 @@ class Config:
             count = getattr(self._text, name, None)
             if isinstance(count, int):
                 counts[name] = count
-        # BART's num_hidden_layers is its encoder_layers again, and must not be added to decoder_layers
+        # BART has both: num_hidden_layers equals encoder_layers and must not be counted again
         if {"encoder_layers", "decoder_layers"} <= counts.keys():
             return counts["encoder_layers"] + counts["decoder_layers"]
         return counts.get("num_hidden_layers", 0) + counts.get("num_decoder_layers", 0)

@@ -33,7 +33,7 @@ def check_float8(loaded: Loaded) -> Iterator[Problem]:
     if not {LINEAR, MX, GROUPED} & set(converters):
         return
 
-    # 8 bits with adapters, and with float16
+    # Float8 and MX are supported neither with adapters nor with float16
     if config.lora.enable:
         rule = "is not supported with adapters, whose frozen weights stay in high precision"
         yield problem(loaded, OPTION, rule, "set model.converters = [], or lora.enable = false")

@@ -152,7 +152,7 @@ def pareto_without_memory_budget(loaded: Loaded) -> Iterator[Problem]:
     """Only the mode ``memory_budget`` computes the trade-off that this option plots."""
     activation = loaded.config.activation_checkpoint
     if activation.visualize_memory_budget_pareto and activation.mode != "memory_budget":
-        rule = "plots the trade-off of memory_budget, which is not the mode"
+        rule = "plots the trade-off of the mode memory_budget, which is not selected"
         fix = 'set activation_checkpoint.mode = "memory_budget", or remove it'
         yield problem(loaded, "activation_checkpoint.visualize_memory_budget_pareto", rule, fix)
 
@@ -345,7 +345,7 @@ def steps_and_epochs(loaded: Loaded) -> Iterator[Problem]:
 
 
 def float32_compute(loaded: Loaded) -> Iterator[Problem]:
-    """Parameters stored in bfloat16 are computed with in bfloat16."""
+    """With parameters stored in bfloat16, forward and backward compute in bfloat16."""
     t = loaded.config.training
     if t.dtype == "bfloat16" and t.mixed_precision_param == "float32":
         rule = 'has no effect with training.dtype = "bfloat16", which computes in bfloat16'

@@ -64,17 +64,20 @@ def check_own_files(loaded: Loaded) -> Iterator[Problem]:
 
 
 def schedule_options(name: str) -> tuple[str, ...] | None:
-    """Return the options that a schedule reads; None if the name is unknown or the text of the file does not tell."""
+    """Return the options that a schedule reads, or None if the name or the file is not valid."""
     if name in lr_schedules.SCHEDULES:
         return lr_schedules.options_of(lr_schedules.SCHEDULES[name])
     if not name.endswith(".py") or own_file.fault(name, own_file.SCHEDULE):
         return None
     for node in own_file.parse(name).body:
         if isinstance(node, ast.FunctionDef) and node.name == "factor":
-            given = node.args
-            by_name = [*given.posonlyargs, *given.args, *given.kwonlyargs][2:]
-            several = [argument for argument in (given.vararg, given.kwarg) if argument]  # *args and **kwargs
-            return tuple(argument.arg for argument in (*by_name, *several))
+            # All parameters after step and total_steps, including *args and **kwargs
+            signature = node.args
+            parameters = [*signature.posonlyargs, *signature.args, *signature.kwonlyargs][2:]
+            for variadic in (signature.vararg, signature.kwarg):
+                if variadic is not None:
+                    parameters.append(variadic)
+            return tuple(parameter.arg for parameter in parameters)
     return None
 
 

@@ -22,26 +22,29 @@ BELOW_DUMP_FOLDER = (
     "profiling.save_memory_snapshot_folder",
     "profiling.save_traces_folder",
 )
-"""Where a run writes, as paths below ``job.dump_folder``; that folder itself is the user's to choose."""
+"""Options with paths that a run writes to. They must be below ``job.dump_folder``, which may be any folder."""
 
 ALWAYS_BELOW = ("logs", "mlruns", "trackio", "wandb")
-"""Folders below ``job.dump_folder`` without an option: output of ranks, and files of metrics libraries."""
+"""Folders below ``job.dump_folder`` that no option sets: output of ranks, and files of metrics libraries."""
 
 ALSO_ELSEWHERE = ("checkpoint.folder",)
-"""Checkpoints are often on a filesystem of their own, which an absolute path names."""
+"""Options that may also be absolute paths, because checkpoints are often on a separate filesystem."""
 
 ONE_NAME = ("comm.save_traces_file_prefix",)
-"""Beginnings of a file's name."""
+"""Options that are the beginning of a file name."""
 
 _MAX_CHARACTERS = 200
 
 
 def check_paths(loaded: Loaded) -> Iterator[Problem]:
-    """Names of files and folders that would lead out of ``job.dump_folder``, or are none."""
+    """Yield paths that lead out of ``job.dump_folder``, and names that are not valid."""
     fix = "give a relative path without .., and choose the place by job.dump_folder"
     for option in (*BELOW_DUMP_FOLDER, *ONE_NAME):
         value = loaded.value(option)
-        if value is None or (option in ALSO_ELSEWHERE and PurePath(value).is_absolute() and ".." not in value):
+        if value is None:
+            continue
+        is_absolute = PurePath(value).is_absolute() and ".." not in value
+        if is_absolute and option in ALSO_ELSEWHERE:
             continue
         rule = _path_rule(value, option in ONE_NAME)
         if rule:
@@ -57,6 +60,7 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _path_rule(text: str, one_name: bool) -> str | None:
+    """Return the rule that a path violates, or None. With ``one_name`` it must be the beginning of a file name."""
     path = PurePath(text)
     if not text.isprintable() or "\\" in text:
         return "has a character that no name should have"
@@ -64,26 +68,29 @@ def _path_rule(text: str, one_name: bool) -> str | None:
         return f"is longer than {_MAX_CHARACTERS} characters"
     if path.is_absolute() or text.startswith("~") or ".." in path.parts:
         return "leads out of job.dump_folder"
-    if one_name:
-        return "is the beginning of one name, and no path" if "/" in text else None
-    return "is not a name of a file or folder" if not path.parts else None
+    if one_name and "/" in text:
+        return "is the beginning of one name, and no path"
+    if not one_name and not path.parts:
+        return "is not a name of a file or folder"
+    return None
 
 
 def code_of_a_run(loaded: Loaded) -> list[Problem]:
-    """Python files that the resolved configuration in a run's folder names: they run only if the user names them too.
+    """Return a problem for each Python file that only the resolved configuration in a run's folder names.
 
-    A configuration that a user gives is the user's own word; one that lies in a folder may be anybody's.
+    Anybody may have written the folder, so its files run only if the user names them on the command line too.
     """
     rule = "is code that the folder of a run names, and opening a folder runs none"
-    return [
-        Problem(option, value, rule, f"if you trust that file, say so: --{option} {value}", loaded.where(option))
-        for option, value in named_files(loaded.config)
-        if value.endswith(".py") and loaded.origins.get(option) != COMMAND_LINE
-    ]
+    problems = []
+    for option, value in named_files(loaded.config):
+        if value.endswith(".py") and loaded.origins.get(option) != COMMAND_LINE:
+            fix = f"if you trust that file, say so: --{option} {value}"
+            problems.append(Problem(option, value, rule, fix, loaded.where(option)))
+    return problems
 
 
 def check_secrets(loaded: Loaded) -> Iterator[Problem]:
-    """Options that hold a secret of the environment: they are written to files, logs and W&B."""
+    """Yield options that contain a secret of the environment, because options are written to files, logs and W&B."""
     for name in options():
         if loaded.is_set(name) and redact_all(loaded.value(name)) != loaded.value(name):
             rule = "holds a secret, and options are written to files and logs"

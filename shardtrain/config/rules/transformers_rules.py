@@ -1,4 +1,4 @@
-"""Rules of ``model.name = "transformers"``: what its folder must hold, and which options such a network cannot follow.
+"""Rules of ``model.name = "transformers"``: requirements on its folder, and options that it does not support.
 
 The folder's config.json is read as data; torch and transformers are not imported.
 """
@@ -27,7 +27,7 @@ _FEATURES = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim
 
 
 def check_transformers(loaded: Loaded) -> Iterator[Problem]:
-    """The folder, the mesh and the options of an architecture that is taken as it is."""
+    """Yield problems of the folder, the mesh and the options of a transformers model."""
     c = loaded.config
     if c.model.name != NAME:
         return
@@ -62,7 +62,7 @@ def _folder(config: Config) -> tuple[str, str]:
 
 
 def _read(folder: str) -> Mapping[str, Any] | str:
-    """The folder's config.json, or what is wrong with it."""
+    """Return the folder's config.json, or the rule that it violates."""
     path = Path(folder) / "config.json"
     try:
         found = checked_json.parse(bounded_reads.whole(path, _MAX_BYTES))
