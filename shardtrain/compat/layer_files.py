@@ -29,7 +29,7 @@ STEP = re.compile(r"global_step(\d{1,12})")
 
 @dataclass(frozen=True)
 class Family:
-    """What the files of one architecture are, in the names of Hugging Face."""
+    """Layout of the files of one architecture, with names of Hugging Face."""
 
     embed: str
     layers: str
@@ -41,7 +41,7 @@ class Family:
     """Modules of a layer whose weights are divided by columns, the input dimension."""
 
     def prefix(self, number: int, num_layers: int) -> str:
-        """What the names in one file have before them in a Hugging Face folder."""
+        """Return the prefix of the names in one file in a Hugging Face folder."""
         if number == 0:
             return self.embed
         if number <= num_layers:
@@ -49,7 +49,11 @@ class Family:
         return self.norm if number == num_layers + 1 else self.head
 
     def place(self, name: str, num_layers: int) -> tuple[int, str]:
-        """The number of the file that holds a tensor, and its name there; raises KeyError where it has no place."""
+        """Return the number of the file that contains a tensor, and its name there.
+
+        Raises:
+            KeyError: no file contains it.
+        """
         if name.startswith(self.layers):
             number, _, rest = name.removeprefix(self.layers).partition(".")
             if number.isdecimal() and int(number) < num_layers:
@@ -60,7 +64,7 @@ class Family:
         raise KeyError(name)
 
     def divided(self, name: str) -> int | None:
-        """The dimension along which model-parallel ranks divide a tensor; None where each holds all of it."""
+        """Return the dimension along which model-parallel ranks split a tensor. None if it is replicated."""
         module, _, kind = name.rpartition(".")
         if f"{module}." in (self.embed, self.head) or module.endswith(self.rows):
             return 0
@@ -85,7 +89,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def family_of(folder: Path) -> tuple[Family, int]:
-    """The family and the number of layers that config.json of a folder names; raises CheckpointError for others."""
+    """Return the architecture and the number of layers from config.json of a folder.
+
+    Raises:
+        CheckpointError: the architecture is not supported.
+    """
     config = read_json(folder / CONFIG)
     kind = config.get("model_type")
     count = config.get("num_hidden_layers")
@@ -100,7 +108,7 @@ def family_of(folder: Path) -> tuple[Family, int]:
 
 
 def steps_of(folder: Path) -> list[Path]:
-    """The steps of a folder that have files per layer, in order; ``folder`` itself where it is one."""
+    """Return the step folders with files per layer, in order, or ``folder`` itself if it is one."""
     try:
         inside = sorted((p for p in folder.iterdir() if STEP.fullmatch(p.name)), key=_number)
     except OSError:
@@ -114,7 +122,11 @@ def _number(step: Path) -> int:
 
 
 def step_of(folder: Path) -> Path:
-    """The step that ``latest`` names, or the last; raises CheckpointError where there is none."""
+    """Return the step that ``latest`` names, or the last step.
+
+    Raises:
+        CheckpointError: there is no step.
+    """
     steps = steps_of(folder)
     try:
         name = bounded_reads.start(folder / LATEST, 200).decode("ascii", "replace").strip()
@@ -133,7 +145,7 @@ def step_of(folder: Path) -> Path:
 
 
 def files_of(step: Path) -> dict[tuple[int, int], Path]:
-    """The files of a step by the number of their layer and of their model-parallel rank."""
+    """Return the files of a step by layer number and model-parallel rank."""
     found: dict[tuple[int, int], Path] = {}
     try:
         for path in sorted(step.iterdir()):
@@ -148,7 +160,7 @@ def files_of(step: Path) -> dict[tuple[int, int], Path]:
 
 
 class LayerWeights(HubWeights):
-    """The weights of such a folder, under the names that a Hugging Face folder has for them."""
+    """Weights of such a folder, with the names of a Hugging Face folder."""
 
     def __init__(self, folder: Path, step: Path | None = None) -> None:
         """Read what the files of a step describe, that of ``latest`` unless one is named.
@@ -162,7 +174,8 @@ class LayerWeights(HubWeights):
         files = files_of(self.step)
         self.num_shards = 1 + max((shard for _, shard in files), default=-1)
 
-        # Refuse files that are not those of a model of so many layers: embedding, layers, last norm and head
+        # Refuse files that are not those of a model of so many layers: embedding, layers, last norm
+        # and head
         wanted = {(number, shard) for number in range(count + 3) for shard in range(self.num_shards)}
         missing = [f"layer_{n:02d}-model_{s:02d}-model_states.pt" for n, s in sorted(wanted - files.keys())]
         surplus = [files[place].name for place in sorted(files.keys() - wanted)]
@@ -231,7 +244,7 @@ class LayerWeights(HubWeights):
         return getattr(torch, self._parts[name][0][1].dtype)  # type: ignore[no-any-return]
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        """Raise CheckpointError where the copies of a tensor that is not divided are not the same."""
+        """Raise CheckpointError if the copies of a replicated tensor differ."""
         if self._last is None or self._last[0] != name:
             self._last = None  # one tensor at a time is in memory
             self._last = name, self._read(name)

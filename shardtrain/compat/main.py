@@ -25,7 +25,7 @@ command runs on each, with a current_node of its own. Options of this package (`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the file asks for; gives the exit status of ``shardtrain``."""
+    """Run the verb that the file needs, and return the exit status of ``shardtrain``."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         process.own_process()
@@ -42,11 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read(words: list[str]) -> tuple[str, str, list[str]]:
-    """The verb, the file, and what follows them; raises ConfigError."""
+    """Return the verb, the file, and all other arguments.
+
+    Raises:
+        ConfigError: the file is missing or invalid.
+    """
     from shardtrain.compat import migrate
     from shardtrain.compat.migrate import universal_trainer
 
-    # the one option of the other program; all others are this package's
+    # --params is the only option of the other program. All others are options of this package.
     rest = list(words)
     path = None
     for place, word in enumerate(words):

@@ -15,7 +15,7 @@ from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, requi
 
 
 def from_fmengine(words: Sequence[str]) -> int:
-    """Run ``from-fmengine``; gives the exit status."""
+    """Run ``from-fmengine`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain checkpoint from-fmengine",
         "Write a folder of FMEngine (latest, global_stepN with a file per layer and model-parallel rank) as a "
@@ -44,7 +44,7 @@ def from_fmengine(words: Sequence[str]) -> int:
 
 
 def to_fmengine(words: Sequence[str]) -> int:
-    """Run ``to-fmengine``; gives the exit status."""
+    """Run ``to-fmengine`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain checkpoint to-fmengine",
         "Write a checkpoint, or a Hugging Face folder, with a file per layer and model-parallel rank, as FMEngine's "
@@ -61,7 +61,7 @@ def to_fmengine(words: Sequence[str]) -> int:
     require_new(found.output)
     from shardtrain.compat.fmengine import folders
 
-    # A checkpoint is exported first, into a folder that is there within the block.
+    # First export the checkpoint to a temporary folder.
     with contextlib.ExitStack() as stack:
         folder = found.checkpoint
         if not is_hub_folder(folder) or (folder / manifest.MANIFEST).is_file():
@@ -89,7 +89,10 @@ def to_fmengine(words: Sequence[str]) -> int:
 
 
 def to_hf_format(words: Sequence[str]) -> int:
-    """``cli/to_hf_format.py`` with its own flags; gives the exit status. Its input may be a shardtrain run as well."""
+    """Run ``cli/to_hf_format.py`` with its own flags and return its exit status.
+
+    The input may also be a shardtrain run.
+    """
     parser = StrictArgumentParser(
         "to_hf_format.py", "Write a folder of FMEngine, or a shardtrain run, as a Hugging Face folder."
     )
@@ -114,7 +117,7 @@ def to_hf_format(words: Sequence[str]) -> int:
     from shardtrain.compat.fmengine import folders
     from shardtrain.lora import FACT
 
-    # The steps that are asked for: of a shardtrain run, under the names that FMEngine would give them, or of FMEngine.
+    # Find the requested steps of a shardtrain run, by FMEngine's names, or of an FMEngine folder.
     ours = _steps_of_run(found.in_model_path)
     names = list(ours) if ours else folders.steps(found.in_model_path)
     chosen = names if found.step == "all" else [found.step]
@@ -139,7 +142,7 @@ def to_hf_format(words: Sequence[str]) -> int:
 
 
 def from_hf(words: Sequence[str]) -> int:
-    """``scripts/conversions/llama/from_hf.py`` with its own flags; gives the exit status."""
+    """Run ``scripts/conversions/llama/from_hf.py`` with its own flags and return its exit status."""
     parser = StrictArgumentParser("from_hf.py", "Write a Hugging Face folder as FMEngine's --init_ckpt takes it.")
     parser.add_argument("--model_name_or_path", required=True, metavar="HF_DIR", help="config.json and safetensors")
     parser.add_argument("--output_dir", required=True, metavar="DIR", help="a new folder")
@@ -167,7 +170,10 @@ def _adapters(folder: Path, output: Path, step: str, alpha: float | None, asked:
 
 
 def _export(checkpoint: Path, output: Path, base: Path | None, adapters: bool) -> int:
-    """Export a checkpoint. ``base`` is the model that adapters name, or the folder of an entire model's tokenizer."""
+    """Export a checkpoint.
+
+    ``base`` is the model that adapters name, or the folder of an entire model's tokenizer.
+    """
     from shardtrain.tools.convert.convert_command import export_main
 
     words = [str(checkpoint), f"--to={output}"]
@@ -179,7 +185,7 @@ def _export(checkpoint: Path, output: Path, base: Path | None, adapters: bool) -
 
 
 def _steps_of_run(folder: Path) -> dict[str, Path]:
-    """The checkpoints of a shardtrain run, in order, by the name that FMEngine would give them."""
+    """Return the checkpoints of a shardtrain run in order, by FMEngine's names."""
     inside = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
     try:
         found = [p for p in inside.iterdir() if p.name.startswith("step-") and (p / manifest.MANIFEST).is_file()]
@@ -190,7 +196,7 @@ def _steps_of_run(folder: Path) -> dict[str, Path]:
 
 
 def _dashed(word: str) -> str:
-    """FMEngine's scripts write dashes in these flags; underscores are taken as well, as in its other flags."""
+    """Accept underscores in flags that FMEngine's scripts write with dashes, as in its other flags."""
     name, equals, value = word.partition("=")
     plain = {"--in_model_path", "--out_model_path", "--base_model", "--is_lora_tuned"}
     return f"{name.replace('_', '-')}{equals}{value}" if name in plain else word

@@ -1,4 +1,4 @@
-"""Folders of a file per layer, as FMEngine begins and ends with them: written, and put together from two places."""
+"""Write FMEngine's folders with one file per layer, and assemble folders from several places."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
         if found.hub is None:
             raise ConfigError(f"{folder} holds a {found.config.class_name}, which has no files per layer")
 
-        # Which tensor goes into the file of which layer. A tied head is written out: FMEngine has one always.
+        # Assign each tensor to the file of its layer. A tied head is written too, because FMEngine
+        # always has one.
         translation = translation_of(models.find(found.name), found.config, str(folder))
         mapping.check(translation, weights, found.passed_over)
         sources = {name: name for name in translation.their_shapes()}
@@ -73,7 +74,8 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
             rule = f"does not divide the {heads[0]} heads of queries, or the {heads[1]} of keys and values"
             raise ConfigError(Problem("--mp_world_size", num_shards, rule, "use a divisor of both", "command line"))
 
-        # The files of a step, for each model-parallel rank a state without weights, and what lies beside them.
+        # Write the files of a step, a state without weights for each model-parallel rank, and other
+        # files.
         with files.new_folder(output) as temporary:
             step = temporary / _STEP
             step.mkdir()
@@ -91,7 +93,7 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
             (temporary / LATEST).write_text(_STEP)
             _copy_beside(folder, temporary)
 
-            # Read back, before the folder has its name.
+            # Verify the files before the folder gets its final name.
             with LayerWeights(temporary) as written:
                 for name, where in sources.items():
                     if not torch.equal(_bits(_read(written, name)), _bits(_read(weights, where))):
@@ -110,7 +112,7 @@ def errors_name(folder: Path, temporary: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def staged(folder: Path, base: Path | None, step: str, beside: Path) -> Iterator[Path]:
-    """A folder of one step, with config.json and tokenizer of ``base`` where it is given, within the block.
+    """Within the block, provide a folder of one step, with config.json and tokenizer of ``base`` if given.
 
     ``step`` is "latest" or the name of one. It is made next to ``beside``, and holds links to the weights.
 
@@ -130,7 +132,8 @@ def staged(folder: Path, base: Path | None, step: str, beside: Path) -> Iterator
         (temporary / where.name).symlink_to(where.resolve(), target_is_directory=True)
         (temporary / LATEST).write_text(where.name)
 
-        # FMEngine adds tokens that a tokenizer lacks, and rows for them, of which the base's config.json knows nothing.
+        # FMEngine adds missing tokens and embedding rows for them, which config.json of the base
+        # does not include.
         facts = dict(read_json(temporary / CONFIG))
         family, _ = family_of(temporary)
         with LayerWeights(temporary) as weights:
@@ -144,7 +147,11 @@ def staged(folder: Path, base: Path | None, step: str, beside: Path) -> Iterator
 
 
 def steps(folder: Path) -> list[str]:
-    """The names of all steps of a folder; raises CheckpointError where it has none."""
+    """Return the names of all steps of a folder.
+
+    Raises:
+        CheckpointError: it has no steps.
+    """
     found = [path.name for path in layer_files.steps_of(folder)]
     if not found:
         layer_files.step_of(folder)
@@ -166,7 +173,7 @@ def write_adapters(folder: Path, output: Path, step: str, alpha: float, base: st
     require_new(output)
     where = _step(folder, step)
 
-    # Layers count from the embedding, which is file 0: the first layer of the model is in file 1.
+    # File 0 is the embedding, and the first layer is in file 1.
     tensors: dict[str, Tensor] = {}
     ranks: set[int] = set()
     for (number, shard), path in sorted(layer_files.files_of(where).items()):

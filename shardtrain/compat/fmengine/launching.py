@@ -1,4 +1,4 @@
-"""FMEngine's two ways of starting a run: ``deepspeed ... cli/train.py ...`` and ``torchrun ... cli/train.py ...``."""
+"""FMEngine's two ways to start a run: ``deepspeed ... cli/train.py ...`` and ``torchrun ... cli/train.py ...``."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from shardtrain.utils import atomic_io, python_child, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
 
 HOSTFILE = "/job/hostfile"
-"""What DeepSpeed takes where no --hostfile is given."""
+"""Hostfile that DeepSpeed uses without --hostfile."""
 _PROGRAM = re.compile(r"(^|.*/)cli/train\.py|train\.py")
 _VALUES = (
     *("--hostfile", "--include", "--exclude", "--num_nodes", "--num_gpus", "--master_port", "--master_addr"),
     *("--launcher", "--launcher_args", "--ssh_port"),
 )
 _ALSO = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "--num_accelerators": "--num_gpus"}
-"""Other names of some of them."""
+"""Aliases of options."""
 _FLAGS = {"--force_multi", "--no_local_rank", "--enable_each_rank_log", "--save_pid", "--no_ssh_check"}
-"""Options of DeepSpeed's launcher that change nothing of what is trained here."""
+"""Options of DeepSpeed's launcher without effect on training."""
 _CARRIED = ("NCCL_", "UCX_", "PYTHONPATH")
-"""Variables that DeepSpeed hands on to other hosts."""
+"""Prefixes of environment variables that DeepSpeed passes to other hosts."""
 
 
 def train(words: list[str]) -> int:
-    """``cli/train.py``; gives the exit status."""
+    """Run ``cli/train.py`` and return its exit status."""
     if "--help" not in words and "-h" not in words and not any(word.partition("=")[0] == FLAG for word in words):
         rule = "is needed: the JSON file that says optimizer, batch and precision"
         raise ConfigError(Problem(FLAG, None, rule, f"write it like {FLAG} ./configs/llama.json", "command line"))
@@ -40,7 +40,7 @@ def train(words: list[str]) -> int:
 
 
 def deepspeed(words: list[str]) -> int:
-    """DeepSpeed's launcher in front of ``cli/train.py``; gives the exit status.
+    """Run DeepSpeed's launcher with ``cli/train.py`` and return its exit status.
 
     Raises:
         ConfigError: for an option that it does not have, or another program.
@@ -57,7 +57,7 @@ def deepspeed(words: list[str]) -> int:
                 Problem(f"--{name}", text, "must be a whole number above 0", "correct it", "command line")
             )
 
-    # On the hosts of a hostfile, or on this machine alone, as DeepSpeed decides it.
+    # Like DeepSpeed, run on the hosts of a hostfile, or only on this machine.
     several = _hosts(options)
     if several:
         return _on_hosts(options, flags, several)
@@ -69,17 +69,18 @@ def deepspeed(words: list[str]) -> int:
 
 
 def torchrun(words: list[str]) -> int:
-    """``torchrun``, which starts our ``cli/train.py`` where the program is FMEngine's; gives the exit status."""
+    """Run ``torchrun`` and return its exit status. FMEngine's ``cli/train.py`` is replaced by ours."""
     at = next((n for n, word in enumerate(words) if word.endswith("cli/train.py")), None)
     if at is not None and any(word.partition("=")[0] == FLAG for word in words[at:]):
         words = [*words[:at], "-m", "shardtrain.compat.fmengine", "train", *words[at + 1 :]]
-    # this process becomes PyTorch's launcher: signals and the exit status are its own, and nothing is flushed later
+    # This process is replaced by PyTorch's launcher, which then gets its signals. So output must be
+    # flushed now.
     sys.stdout.flush()
     os.execv(sys.executable, python_child.command("torch.distributed.run", *words))
 
 
 def commands(words: list[str]) -> int:
-    """Write ``deepspeed`` and ``torchrun`` for PATH into a folder; gives the exit status.
+    """Write ``deepspeed`` and ``torchrun`` into a folder for PATH, and return the exit status.
 
     Raises:
         ConfigError: where the folder has other files of these names.
@@ -104,7 +105,7 @@ def commands(words: list[str]) -> int:
 
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The launcher's options by name, without their dashes, and the program's flags."""
+    """Return the launcher's options by name without dashes, and the program's flags."""
     at = next((n for n, word in enumerate(words) if _PROGRAM.fullmatch(word)), len(words))
     taken = take(words[:at], dict.fromkeys((*_VALUES, *_ALSO), VerbOption()), sorted(_FLAGS))
     for word in ("--help",) if taken.help else taken.rest:
@@ -123,7 +124,7 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _hosts(options: dict[str, str]) -> list[str]:
-    """The options of ``launch ssh`` where there are other hosts than this one; else nothing."""
+    """Return options of ``launch ssh`` if there are other hosts. Empty for this host only."""
     given = options.get("hostfile")
     file = given or HOSTFILE
     is_local = any(options.get(name, "").startswith("localhost") for name in ("include", "exclude"))
@@ -152,10 +153,10 @@ def _hosts(options: dict[str, str]) -> list[str]:
 
 
 def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -> int:
-    """Write the configuration that the flags ask for where all hosts see it, and start it on them by ssh."""
+    """Write the configuration of the flags to the shared output folder, and start it on all hosts by ssh."""
     from shardtrain.launch import hostfile, launch_command
 
-    # The hosts, chosen as `launch ssh` will choose them, to know how many processes there are.
+    # Select the hosts as `launch ssh` will, to know the number of processes.
     named: dict[str, str] = {"hostfile": words[1]}
     named.update({name: options[name] for name in ("include", "exclude") if name in options})
     launch = config.load(None, [f"--launch.ssh.{name}={text}" for name, text in named.items()]).config.launch
@@ -163,20 +164,20 @@ def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -
     chosen = hostfile.chosen(launch, count)
     each = int(options.get("num_gpus", chosen[0].slots or 1))
 
-    # DeepSpeed takes a single host for this machine, whatever its name, and uses no ssh.
+    # DeepSpeed treats a single host as this machine, whatever its name, and uses no ssh.
     if len(chosen) == 1:
         if chosen[0].devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, chosen[0].devices))
         return train(["--nproc", str(each), *flags])
 
-    # --num_gpus means the first devices of each host.
+    # --num_gpus selects the first devices of each host.
     if "num_gpus" in options and chosen[0].slots and each < chosen[0].slots and "include" not in options:
         devices = ",".join(map(str, range(each)))
         words = [*words, "--include", "@".join(f"{host.name}:{devices}" for host in chosen)]
     elif "num_gpus" in options:
         words = [*words, "--nproc", options["num_gpus"]]
 
-    # The flags as a file of ours in the output folder, which all hosts see.
+    # Write the flags as a TOML file to the output folder, which all hosts share.
     loaded = migrate.load_flags(flags, each * len(chosen), follow=False)
     folder = Path(loaded.config.job.dump_folder)
     file = folder / "fmengine.toml"
@@ -185,7 +186,7 @@ def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -
     for notice in loaded.notices:
         print(notice, file=sys.stderr)
 
-    # Folder, interpreter and variables as here.
+    # Use the same folder, interpreter and environment variables as here.
     carried = sorted(name for name in os.environ if name.startswith(_CARRIED))
     words = [*words, "--launch.workdir", os.getcwd(), "--launch.python", sys.executable]
     if carried:
@@ -194,7 +195,7 @@ def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -
 
 
 def _local_devices(options: dict[str, str]) -> str:
-    """Devices of this machine that ``--include localhost:0,1`` names; empty where it names none."""
+    """Return the devices of this machine in ``--include localhost:0,1``. Empty if there are none."""
     for name in ("include", "exclude"):
         text = options.get(name, "")
         if not text:

@@ -1,4 +1,4 @@
-"""``accelerate config`` files: how many processes, how parameters are sharded, precision."""
+"""``accelerate config`` files: number of processes, sharding of parameters, precision."""
 
 from __future__ import annotations
 
@@ -104,18 +104,18 @@ KEYS: Mapping[str, Rule] = {
 
 
 def looks(values: Mapping[str, Any]) -> bool:
-    """Whether this is such a file."""
+    """True if the keys are those of this system."""
     return "distributed_type" in values or {"compute_environment", "num_processes"} <= values.keys()
 
 
 def _fsdp(found: FileMigration, name: str) -> str:
-    """The key of an FSDP option, which has a prefix or none."""
+    """Return the key of an FSDP option, which may have a prefix."""
     key = f"fsdp_config\0fsdp_{name}"
     return key if key in found.values else f"fsdp_config\0{name}"
 
 
 def finish(found: FileMigration) -> None:
-    """Join what several keys say."""
+    """Translate keys that depend on each other."""
     machines = found.get("num_machines", int, 1)
     count = found.get("num_processes", int)
     if count is not None:
@@ -126,7 +126,7 @@ def finish(found: FileMigration) -> None:
             f"{count} over {machines} nodes",
         )
 
-    # How the processes share the model. YAML reads an unquoted NO as false.
+    # Sharding. YAML reads an unquoted NO as false.
     kind = "NO"
     if found.values.get("distributed_type") is not False:
         kind = str(found.get("distributed_type", str, "NO"))
@@ -175,7 +175,7 @@ def _precision(found: FileMigration) -> None:
 
 
 def _strategy(found: FileMigration) -> None:
-    """FSDP: what is sharded, what is freed after forward, offload and recomputation."""
+    """Translate FSDP options: sharding, resharding after forward, offload and recomputation."""
     key = _fsdp(found, "sharding_strategy")
     names = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
     given = str(found.get(key, str, "FULL_SHARD"))
@@ -199,7 +199,7 @@ def _strategy(found: FileMigration) -> None:
         text = "strategies are FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2"
         found.answer(key, "honoured" if strategy == "NO_SHARD" else "unsupported", text)
 
-    # FSDP 2 says it by a key of its own, which goes before the strategy.
+    # FSDP 2 has its own key, which takes precedence over the strategy.
     again = _fsdp(found, "reshard_after_forward")
     value = found.values.get(again)
     if isinstance(value, bool):
@@ -215,7 +215,7 @@ def _strategy(found: FileMigration) -> None:
 
 
 def _zero(found: FileMigration, count: int | None) -> None:
-    """The stages of ZeRO as FSDP; keys are written flat or as in a DeepSpeed file."""
+    """Translate ZeRO stages to FSDP. Keys are flat or nested as in a DeepSpeed file."""
     key = "deepspeed_config\0zero_stage"
     key = key if key in found.values else "deepspeed_config\0zero_optimization\0stage"
     stage = found.get(key, int, 2)

@@ -1,4 +1,4 @@
-"""axolotl's YAML: datasets by type, adapters, batches, schedule, precision."""
+"""axolotl's YAML: datasets, adapters, batches, schedule, precision."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ LEAVES = frozenset(
 )
 _WANDB = Idle("set WANDB_PROJECT, WANDB_RUN_NAME and the like in the environment")
 _HUB = Idle("nothing is uploaded while it trains: `shardtrain export RUN --to HF_DIR --push ORG/NAME` does")
-_KERNEL = Idle("attention and fused operations take the fastest kernels that there are")
+_KERNEL = Idle("attention and fused operations use the fastest available kernels")
 _PREPARED = Idle("tokenized data are kept by `shardtrain data prepare`")
-_FOLDER = Idle("the folder of model.hf_assets_path says it")
+_FOLDER = Idle("determined by the folder model.hf_assets_path")
 _RELORA = Cannot("adapters are not restarted")
-_SHARDS = Idle("how rows are read, which changes none")
+_SHARDS = Idle("only affects how rows are read, not their content")
 _SAVES = Idle("checkpoint.interval counts steps; checkpoint.keep_best saves the best")
 
 
 def looks(values: Mapping[str, Any]) -> bool:
-    """Whether this is such a file."""
+    """True if the keys are those of this system."""
     return "base_model" in values and bool(
         {"datasets", "micro_batch_size", "sequence_len", "pretraining_dataset"} & values.keys()
     )
@@ -58,8 +58,8 @@ KEYS: Mapping[str, Rule] = {
     "base_model": JOINED,
     "base_model_config": _FOLDER,
     "base_model_ignore_patterns": _FOLDER,
-    "model_revision": Idle("it names what is downloaded"),
-    "revision_of_model": Idle("it names what is downloaded"),
+    "model_revision": Idle("only selects the files to download"),
+    "revision_of_model": Idle("only selects the files to download"),
     "model_type": _FOLDER,
     "tokenizer_type": _FOLDER,
     "tokenizer_config": _FOLDER,
@@ -80,8 +80,8 @@ KEYS: Mapping[str, Rule] = {
     "overrides_of_model_config": JOINED,
     "bnb_config_kwargs": Idle("nf4 is taken with double quantization of nothing: lora.base_dtype"),
     "gptq": Cannot("weights that were quantized for inference are not trained on"),
-    "gptq_groupsize": Idle("it is read with gptq alone"),
-    "gptq_model_v1": Idle("it is read with gptq alone"),
+    "gptq_groupsize": Idle("only read with gptq"),
+    "gptq_model_v1": Idle("only read with gptq"),
     "load_in_8bit": JOINED,
     "load_in_4bit": JOINED,
     "bf16": JOINED,
@@ -92,8 +92,8 @@ KEYS: Mapping[str, Rule] = {
     "gpu_memory_limit": Idle("all of the device's memory may be used"),
     "lora_on_cpu": Cannot("adapters are where the model is"),
     "max_memory": Idle("all of the device's memory may be used"),
-    "device_map": Idle("[parallelism] says where layers are"),
-    "strict": Idle("every key is answered for"),
+    "device_map": Idle("[parallelism] distributes the model"),
+    "strict": Idle("every key is reported"),
     "datasets": JOINED,
     "test_datasets": JOINED,
     "pretraining_dataset": Cannot(
@@ -105,7 +105,7 @@ KEYS: Mapping[str, Rule] = {
     "dataset_processes": _SHARDS,
     "dataset_keep_in_memory": _SHARDS,
     "dataset_shard_num": Cannot("use a part of the file"),
-    "dataset_shard_idx": Idle("it is read with dataset_shard_num alone"),
+    "dataset_shard_idx": Idle("only read with dataset_shard_num"),
     "hub_model_id": _HUB,
     "hub_strategy": _HUB,
     "hf_use_auth_token": Idle("a token is read from HF_TOKEN"),
@@ -114,14 +114,14 @@ KEYS: Mapping[str, Rule] = {
     "rl_beta": To("task.beta", float),
     "dpo_beta": To("task.beta", float),
     "chat_template": JOINED,
-    "chat_template_jinja": Idle("chat_template says what becomes of it"),
-    "default_system_message": Cannot("the chat template has the words of the system"),
+    "chat_template_jinja": Idle("see chat_template"),
+    "default_system_message": Cannot("the chat template contains the system message"),
     "sequence_len": To("training.seq_len", int),
     "pad_to_sequence_len": Idle("padding has no loss; data.packing says what shares a sequence"),
     "sample_packing": JOINED,
     "eval_sample_packing": Idle("held-out rows are packed as those of training"),
-    "sample_packing_eff_est": Idle("nothing is estimated"),
-    "total_num_tokens": Idle("nothing is estimated"),
+    "sample_packing_eff_est": Idle("no estimate is needed"),
+    "total_num_tokens": Idle("no estimate is needed"),
     "excess_length_strategy": JOINED,
     "adapter": JOINED,
     "lora_model_dir": To("lora.initial_load_path", str),
@@ -151,16 +151,16 @@ KEYS: Mapping[str, Rule] = {
     "warmup_ratio": JOINED,
     "learning_rate": To("optimizer.lr", float),
     "lr_scheduler": JOINED,
-    "lr_scheduler_kwargs": Cannot("its words are those of lr_scheduler here"),
+    "lr_scheduler_kwargs": Cannot("use the options of [lr_scheduler]"),
     "cosine_min_lr_ratio": JOINED,
     "cosine_constant_lr_ratio": Cannot("lr_scheduler.decay_ratio of warmup_stable_decay is the nearest"),
-    "lr_div_factor": Cannot("one-cycle schedules are not here"),
+    "lr_div_factor": Cannot("one-cycle schedules are not supported"),
     "lr_quadratic_warmup": Cannot("the warmup is linear"),
-    "log_sweep_min_lr": Cannot("rates are not searched for"),
-    "log_sweep_max_lr": Cannot("rates are not searched for"),
+    "log_sweep_min_lr": Cannot("there is no search for learning rates"),
+    "log_sweep_max_lr": Cannot("there is no search for learning rates"),
     "optimizer": JOINED,
     "optim_args": JOINED,
-    "optim_target_modules": Cannot("GaLore is not here"),
+    "optim_target_modules": Cannot("GaLore is not supported"),
     "adam_beta1": To("optimizer.beta1", float),
     "adam_beta2": To("optimizer.beta2", float),
     "adam_epsilon": To("optimizer.eps", float),
@@ -174,7 +174,7 @@ KEYS: Mapping[str, Rule] = {
     "early_stopping_patience": JOINED,
     "resume_from_checkpoint": Idle("a run continues by itself from the newest checkpoint of its folder"),
     "auto_resume_from_checkpoints": Idle("a run continues by itself from the newest checkpoint of its folder"),
-    "local_rank": Idle("where a rank is belongs to its launcher"),
+    "local_rank": Idle("the launcher sets the local rank"),
     "output_dir": To("job.dump_folder", str),
     "logging_steps": To("metrics.log_freq", int, lambda steps: max(1, steps)),
     "eval_steps": JOINED,
@@ -228,8 +228,8 @@ KEYS: Mapping[str, Rule] = {
     "sequence_parallel_degree": To("parallelism.context_parallel_degree", int),
     "context_parallel_size": To("parallelism.context_parallel_degree", int),
     "tensor_parallel_size": To("parallelism.tensor_parallel_degree", int),
-    "heads_k_stride": Idle("how keys and values travel, which changes no number"),
-    "ring_attn_func": Idle("how keys and values travel, which changes no number"),
+    "heads_k_stride": Idle("only affects how keys and values are exchanged, not numbers"),
+    "ring_attn_func": Idle("only affects how keys and values are exchanged, not numbers"),
     "plugins": Cannot("code of a plugin is not run"),
     "llmcompressor": Cannot("weights are not pruned"),
 }
@@ -243,7 +243,7 @@ _FORMATS = {
 
 
 def finish(found: FileMigration) -> None:
-    """Join what several keys say, and set what axolotl does where nothing is said."""
+    """Translate keys that depend on each other, and set the defaults of axolotl."""
     get = found.get
 
     # The model.
@@ -292,7 +292,7 @@ def finish(found: FileMigration) -> None:
     if get("wandb_project", str):
         found.set("wandb_project", "metrics.enable_wandb", True, "and WANDB_PROJECT in the environment")
 
-    # Tables and files beside, which matter where something is in them.
+    # Tables and other files only matter if they are not empty.
     if found.values.get("deepspeed"):
         found.answer("deepspeed", "honoured", "give that file beside this one")
     found.answer("deepspeed", "ignored", "it is empty")
@@ -304,16 +304,19 @@ def finish(found: FileMigration) -> None:
         if any(field not in (None, "") for field in fields):
             found.answer(key, "unsupported", "fields of a model are model.overrides.FIELD")
         found.answer(key, "ignored", "it is empty")
-    asks_of_peft = _asks(found.values.get("peft"))
-    found.answer("peft", "unsupported" if asks_of_peft else "ignored", "weights of adapters start as lora.init says")
+    has_peft_options = _has_value(found.values.get("peft"))
+    found.answer("peft", "unsupported" if has_peft_options else "ignored", "lora.init initializes adapters")
 
 
-def _asks(value: Any) -> bool:
-    return any(map(_asks, value.values())) if isinstance(value, dict) else value not in (None, "", False)
+def _has_value(value: Any) -> bool:
+    """True if a value or any value of a nested table is set."""
+    if isinstance(value, dict):
+        return any(map(_has_value, value.values()))
+    return value not in (None, "", False)
 
 
 def _optimizer_args(found: FileMigration) -> None:
-    """Constants of the optimizer: those that are options of ours are taken, where all of them are."""
+    """Set options of the optimizer, if all of them have a counterpart."""
     value = found.values.get("optim_args")
     known = {"eps": "optimizer.eps", "weight_decay": "optimizer.weight_decay"}
     if isinstance(value, dict) and value and set(value) <= known.keys():
@@ -333,7 +336,7 @@ def _optimizer_args(found: FileMigration) -> None:
 
 
 def _adapter(found: FileMigration) -> None:
-    """LoRA, on weights of 4 or 8 bits or on those of the folder; without an adapter its keys say nothing."""
+    """Set LoRA on quantized or full weights. Without an adapter, its keys are ignored."""
     kind = found.get("adapter", str)
     if kind in ("lora", "qlora"):
         found.set("adapter", "lora.enable", True)
@@ -366,7 +369,7 @@ def _adapter(found: FileMigration) -> None:
 
 
 def _data(found: FileMigration) -> None:
-    """One dataset of a known type, what of its rows is learned, and how they share sequences."""
+    """Set one dataset of a known type, its learned tokens, and packing."""
     sets = [entry for entry in found.get("datasets", list, []) if isinstance(entry, dict) and entry.get("path")]
     first = sets[0] if sets else {}
     kind = first.get("type")
@@ -389,7 +392,7 @@ def _data(found: FileMigration) -> None:
         if form == "text" and isinstance(first.get("field"), str):
             found.default("data.text_field", first["field"])
 
-        # A field that is not among these would change the rows, and so would loss on another role.
+        # Any other field would change the rows, and other roles would change the learned tokens.
         known = {"path", "type", "split", "train_on_split", "name", "field_messages", "field", "data_files", "ds_type"}
         known |= {"roles_to_train", "shards", "conversation"}
         strange = sorted(key for key, value in first.items() if key not in known and value not in (None, "", []))
@@ -412,10 +415,10 @@ def _data(found: FileMigration) -> None:
     found.answer("datasets", "ignored", "it names none")
 
     inputs = found.get("train_on_inputs", bool, False)
-    found.answer("train_on_inputs", "unsupported" if inputs else "honoured", "the answer alone has loss")
+    found.answer("train_on_inputs", "unsupported" if inputs else "honoured", "only the answer has a loss")
     template = found.get("chat_template", str)
     if template in (None, "tokenizer_default"):
-        found.answer("chat_template", "honoured", "the tokenizer's own is taken")
+        found.answer("chat_template", "honoured", "the tokenizer's own template is used")
     else:
         found.answer(
             "chat_template",
@@ -433,7 +436,7 @@ def _data(found: FileMigration) -> None:
     else:
         found.answer("excess_length_strategy", "unsupported", "it is drop or truncate: data.long_documents")
 
-    # Tasks of preferences make their own batches of rows, which packing says nothing of.
+    # Preference tasks build batches of rows, without packing.
     tasks = {"dpo": "preference", "ipo": None, "kto": "kto", "orpo": "orpo", "simpo": "simpo"}
     rl = found.get("rl", str)
     if rl is not None and tasks.get(rl):
@@ -447,7 +450,7 @@ def _data(found: FileMigration) -> None:
 
 
 def _validation(found: FileMigration) -> None:
-    """Held-out rows of a file of their own, and when they are measured."""
+    """Set validation data from a separate file, and the interval of validation."""
     if found.get("val_set_size", float, 0.0):
         text = "no rows are taken from training: write them to a file, and name that in validation.dataset_path"
         found.answer("val_set_size", "unsupported", text)

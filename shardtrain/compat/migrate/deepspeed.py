@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, FMEngine's keys among it: batches, optimizer, schedule, precision, ZeRO."""
+"""DeepSpeed's JSON, including FMEngine's keys: batches, optimizer, schedule, precision, ZeRO."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardtrain.utils.errors import Problem
 SYSTEM = "DeepSpeed"
 OPEN = ""
 LEAVES: frozenset[str] = frozenset()
-_BUFFER = Idle("the size or the order of a transfer, which changes no number")
-_LOGGED = Idle("what is measured beside training; see [profiling] and `shardtrain goodput`")
-_FMENGINE_DEAD = Idle("its own system did not read it either: the schedule is that of scheduler alone")
+_BUFFER = Idle("only affects the size or order of transfers, not numbers")
+_LOGGED = Idle("only measures training; see [profiling] and `shardtrain goodput`")
+_FMENGINE_DEAD = Idle("FMEngine did not read it either: only scheduler sets the schedule")
 
 
 def looks(values: Mapping[str, Any]) -> bool:
-    """Whether this is such a file."""
+    """True if the keys are those of this system."""
     marks = {"train_micro_batch_size_per_gpu", "zero_optimization", "train_batch_size", "steps_per_print"}
     return bool(marks & values.keys()) and "distributed_type" not in values
 
@@ -54,7 +54,7 @@ KEYS: Mapping[str, Rule] = {
     "fp16.consecutive_hysteresis": Idle("the loss scale halves at the first overflow"),
     "fp16.min_loss_scale": Idle("the run stops after training.nonfinite_max_skips steps without an update"),
     "amp.enabled": Cannot("apex is not used; bf16 or fp16 say the precision"),
-    "amp.*": Idle("it is read with amp.enabled alone"),
+    "amp.*": Idle("only read with amp.enabled"),
     "data_types.grad_accum_dtype": JOINED,
     "optimizer.type": JOINED,
     "optimizer.params.lr": JOINED,
@@ -63,7 +63,7 @@ KEYS: Mapping[str, Rule] = {
     "optimizer.params.weight_decay": To("optimizer.weight_decay", float),
     "optimizer.params.adam_w_mode": JOINED,
     "optimizer.params.bias_correction": Cannot("the moments' bias is always corrected", off=(True, None, "auto")),
-    "optimizer.params.torch_adam": Idle("which kernel computes the same update"),
+    "optimizer.params.torch_adam": Idle("only selects a kernel for the same update"),
     "scheduler.type": JOINED,
     "scheduler.params.warmup_min_lr": JOINED,
     "scheduler.params.warmup_max_lr": JOINED,
@@ -75,8 +75,8 @@ KEYS: Mapping[str, Rule] = {
     "zero_optimization.stage": JOINED,
     "zero_optimization.offload_optimizer.device": JOINED,
     "zero_optimization.offload_param.device": JOINED,
-    "zero_optimization.offload_optimizer.*": Idle("offloading has one way of doing it here"),
-    "zero_optimization.offload_param.*": Idle("offloading has one way of doing it here"),
+    "zero_optimization.offload_optimizer.*": Idle("offloading has no such options here"),
+    "zero_optimization.offload_param.*": Idle("offloading has no such options here"),
     "zero_optimization.offload_optimizer": Idle("it is empty"),
     "zero_optimization.offload_param": Idle("it is empty"),
     "zero_optimization.cpu_offload": JOINED,
@@ -112,14 +112,14 @@ KEYS: Mapping[str, Rule] = {
         ]
     },
     "zero_allow_untested_optimizer": Idle("no optimizer is refused for its sharding"),
-    "zero_force_ds_cpu_optimizer": Idle("which kernel computes the same update"),
-    "offload_optimizer.*": Idle("DeepSpeed reads it within zero_optimization alone"),
+    "zero_force_ds_cpu_optimizer": Idle("only selects a kernel for the same update"),
+    "offload_optimizer.*": Idle("DeepSpeed only reads it in zero_optimization"),
     "activation_checkpointing.partition_activations": Idle(
         "tensor parallel ranks hold a part of each activation anyway (sequence parallelism)"
     ),
     "activation_checkpointing.cpu_checkpointing": JOINED,
     **{
-        f"activation_checkpointing.{name}": Idle("how recomputation is carried out, which changes no number")
+        f"activation_checkpointing.{name}": Idle("only affects how layers are recomputed, not numbers")
         for name in (
             ["contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile"]
         )
@@ -142,17 +142,18 @@ KEYS: Mapping[str, Rule] = {
     "wandb.enabled": To("metrics.enable_wandb", bool),
     "wandb.*": Idle("set WANDB_PROJECT, WANDB_TEAM and the like in the environment"),
     "csv_monitor.*": Idle("metrics.jsonl is always written"),
-    "checkpoint.*": Idle("checkpoints have a format of their own here"),
+    "checkpoint.*": Idle("checkpoints have another format here"),
     "zero3_init_flag": Idle("parameters are always made in shards"),
 }
 
 
 def _k(name: str) -> str:
+    """Return the key of ``values`` for a dotted name."""
     return name.replace(".", "\0")
 
 
 def finish(found: FileMigration) -> None:
-    """Join what several keys say, and set what DeepSpeed does where nothing is said."""
+    """Translate keys that depend on each other, and set the defaults of DeepSpeed."""
     _batches(found)
     _precision(found)
     _optimizer(found)
@@ -177,6 +178,7 @@ def finish(found: FileMigration) -> None:
 
 
 def _batches(found: FileMigration) -> None:
+    """Set micro-batch and global batch. DeepSpeed derives the third of its batch options from two of them."""
     micro = found.get("train_micro_batch_size_per_gpu", int)
     total = found.get("train_batch_size", int)
     accumulated = found.get("gradient_accumulation_steps", int)
@@ -210,12 +212,16 @@ def _batches(found: FileMigration) -> None:
 
 
 def _precision(found: FileMigration) -> None:
-    """bf16, fp16 with its loss scale, and the type in which gradients are summed."""
+    """Set the compute dtype, the loss scale of fp16, and the dtype of gradient reductions."""
     bf16 = found.get(_k("bf16.enabled"), bool, found.get(_k("bfloat16.enabled"), bool, False))
     fp16 = found.get(_k("fp16.enabled"), bool, False)
     asked = [found.values.get(_k(name)) for name in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")]
     auto = "auto" in asked and not (bf16 or fp16)
-    precision = "bfloat16" if bf16 else "float16" if fp16 else "float32"
+    precision = "float32"
+    if bf16:
+        precision = "bfloat16"
+    elif fp16:
+        precision = "float16"
     key = _k("bf16.enabled") if found.has(_k("bf16.enabled")) else _k("bfloat16.enabled")
     if fp16 and not bf16:
         key = _k("fp16.enabled")
@@ -260,7 +266,10 @@ def _precision(found: FileMigration) -> None:
 
 
 def _optimizer(found: FileMigration) -> None:
-    """Adam or AdamW with its constants; without one the trainer that reads the file has its own."""
+    """Set Adam or AdamW with its options.
+
+    Without an optimizer, the trainer that reads the file has its own.
+    """
     kind = found.get(_k("optimizer.type"), str)
     if kind is None:
         return
@@ -299,7 +308,7 @@ _WARMUP = "scheduler.params.warmup_"
 
 
 def _schedule(found: FileMigration) -> None:
-    """One of DeepSpeed's own schedules; without one the rate of its optimizer stays."""
+    """Set one of DeepSpeed's schedules. Without a schedule, the learning rate is constant."""
     kind = found.get(_k("scheduler.type"), str)
     if kind in _SCHEDULES:
         found.set(_k("scheduler.type"), "lr_scheduler.name", *_SCHEDULES[kind])
@@ -322,7 +331,7 @@ def _schedule(found: FileMigration) -> None:
 
 
 def _warmup(found: FileMigration) -> None:
-    """How long the warmup is, and its shape."""
+    """Set the length and shape of the warmup."""
     steps = _k(f"{_WARMUP}num_steps")
     shape = _k(f"{_WARMUP}type")
     if found.values.get(steps) == "auto":
@@ -337,7 +346,7 @@ def _warmup(found: FileMigration) -> None:
 
 
 def _rates(found: FileMigration) -> None:
-    """The first rate and the peak, which overrules that of the optimizer."""
+    """Set the first rate and the peak, which overrides the rate of the optimizer."""
     first = _k(f"{_WARMUP}min_lr")
     peak = _k(f"{_WARMUP}max_lr")
     own = _k("optimizer.params.lr")
@@ -363,7 +372,7 @@ def _rates(found: FileMigration) -> None:
 
 
 def _shares(found: FileMigration) -> None:
-    """The first and the last rate of a cosine, whose peak is the optimizer's rate."""
+    """Set the first and the last rate of a cosine. Its peak is the rate of the optimizer."""
     first = _k(f"{_WARMUP}min_ratio")
     last = _k("scheduler.params.cos_min_ratio")
     share = found.get(last, float, 0.0001)
@@ -377,7 +386,7 @@ def _shares(found: FileMigration) -> None:
 
 
 def _length(found: FileMigration) -> None:
-    """The steps of a schedule that ends; "auto" is the length of the run, as the Trainer writes it."""
+    """Set the length of a schedule. "auto" is the length of the run, as the Trainer writes it."""
     key = _k("scheduler.params.total_num_steps")
     steps = found.get(key, int)
     if found.values.get(key) == "auto":
@@ -391,7 +400,7 @@ def _length(found: FileMigration) -> None:
 
 
 def _zero(found: FileMigration) -> None:
-    """The stages of ZeRO as FSDP: what is sharded, and what is freed after forward."""
+    """Translate ZeRO stages to FSDP: sharding, and resharding after forward."""
     stage = found.get(_k("zero_optimization.stage"), int, 0)
     world = found.num_processes
     key = _k("zero_optimization.stage")
@@ -426,6 +435,7 @@ def _zero(found: FileMigration) -> None:
 
 
 def _recompute(found: FileMigration) -> None:
+    """Set full recomputation if the file has its block of options."""
     if not any(key.startswith("activation_checkpointing") for key in found.values):
         return
     found.default("activation_checkpoint.mode", "full", "the block makes each layer recompute")

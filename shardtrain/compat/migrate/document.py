@@ -1,4 +1,4 @@
-"""Reading a JSON or YAML file that a stranger may have written: bounded, and each key with its line."""
+"""Read untrusted JSON or YAML files with limits on size, and record the line of each key."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class ForeignDocument:
-    """What a file says: nested tables, and the line of each key."""
+    """Content of a file: nested tables, and the line of each key."""
 
     path: Path
     values: Mapping[str, Any]
     lines: Mapping[Key, int]
 
     def where(self, key: Key) -> str:
-        """The place of a key, as ``llama.json:12``."""
+        """Return the place of a key, such as ``llama.json:12``."""
         line = self.lines.get(key)
         return f"{self.path.name}:{line}" if line else self.path.name
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of at most ``MAX_BYTES``; raises ConfigError."""
+    """Read a text file.
+
+    Raises:
+        ConfigError: it cannot be read, is larger than ``MAX_BYTES``, or is not UTF-8.
+    """
     try:
         with path.open("rb") as opened:
             content = opened.read(MAX_BYTES + 1)
@@ -59,13 +63,17 @@ def facts_of_folder(folder: str | None) -> dict[str, Any]:
 
 
 def read(path: Path) -> ForeignDocument:
-    """Read a JSON or YAML file, as its ending or its first character says; raises ConfigError."""
+    """Read a JSON or YAML file. The format is determined by the ending and the first character.
+
+    Raises:
+        ConfigError: the file is invalid.
+    """
     text = read_text(path)
     as_json = path.suffix.lower() == ".json" or text.lstrip()[:1] == "{"
     reader = _Json(path, text) if as_json else _Yaml(path, text)
     values = reader.read()
     if not isinstance(values, dict):
-        raise _wrong(path, 1, "holds no table of options", "name a configuration file")
+        raise _wrong(path, 1, "contains no table of options", "name a configuration file")
     return ForeignDocument(path, values, reader.lines)
 
 

@@ -1,4 +1,4 @@
-"""FMEngine's command line: the flags of ``cli/train.py``, and of the launcher before it, beside a DeepSpeed JSON."""
+"""FMEngine's command line: flags of ``cli/train.py`` and of its launcher, used with a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SYSTEM = "FMEngine"
 _LAUNCHER = Idle("where ranks are belongs to `shardtrain train` and `launch`")
 _UNREAD = Idle("FMEngine does not read it either")
 FLAG = "--deepspeed_config"
-"""What FMEngine's command line has, and no other's that a shell script here might hold."""
+"""Flags that identify FMEngine's command line in a shell script."""
 
 KEYS: Mapping[str, Rule] = {
     "init_ckpt": JOINED,
@@ -62,7 +62,7 @@ KEYS: Mapping[str, Rule] = {
 
 @dataclass
 class FlagLine:
-    """A command line: its flags, and where each is."""
+    """A command line: its flags and their places."""
 
     path: Path
     flags: dict[str, str] = field(default_factory=dict)
@@ -70,13 +70,13 @@ class FlagLine:
 
     @property
     def num_processes(self) -> int | None:
-        """Ranks that the launcher starts, where the line says so."""
+        """Number of ranks that the launcher starts, if the line sets it."""
         per_node = self._number("launcher\0num_gpus") or self._number("launcher\0nproc_per_node")
         nodes = self._number("launcher\0num_nodes") or self._number("launcher\0nnodes") or 1
         return per_node * nodes if per_node else None
 
     def num_copies(self, num_processes: int | None) -> int | None:
-        """Data parallel ranks: those that pipeline and tensor parallelism leave of all."""
+        """Return the number of data-parallel ranks: all ranks divided by the pipeline and tensor degrees."""
         each = (self._number("pipe_parallel_size") or 1) * (self._number("model_parallel_size") or 1)
         return num_processes // each if num_processes and num_processes % each == 0 else None
 
@@ -85,7 +85,7 @@ class FlagLine:
         return int(text) if text.isdecimal() and 0 < len(text) < 8 else None
 
     def documents(self, given: Sequence[ForeignDocument]) -> list[ForeignDocument]:
-        """The DeepSpeed file that the line names, unless one was given."""
+        """Return the DeepSpeed file that the line names, unless one was given."""
         name = self.flags.get("deepspeed_config")
         if given or not name:
             return []
@@ -99,7 +99,7 @@ class FlagLine:
         return [read(found)]
 
     def refuse_stray(self, words: Sequence[str]) -> None:
-        """Stop at a word that no flag takes, and at a flag that is given twice with two values."""
+        """Raise ConfigError for an argument without a flag, and for a flag with two different values."""
         taken = ""
         given: dict[str, str] = {}
         for word in words:
@@ -119,7 +119,7 @@ class FlagLine:
                 raise ConfigError(Problem("the word", word, rule, "write --flag value", "command line"))
 
     def read(self, num_processes: int | None, parts: Sequence[FileMigration]) -> FileMigration:
-        """Answer for each flag."""
+        """Translate each flag."""
         found = FileMigration(ForeignDocument(self.path, self.flags, self.lines), SYSTEM, num_processes)
         found.values = dict(self.flags)
         apply(found, KEYS, "")
@@ -129,8 +129,13 @@ class FlagLine:
 
 
 def command_line(path: Path, text: str) -> FlagLine:
-    """The command that a shell script gives to FMEngine; raises ConfigError where there is none."""
-    # Commands, whose lines a backslash joins; a zero byte keeps them apart, so that each word has its line.
+    """Find the command of a shell script that starts FMEngine.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    # A backslash joins the lines of a command. Replace it with a zero byte, so the line of each
+    # argument stays known.
     joined: list[str] = []
     numbers: list[int] = []
     for number, piece in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
@@ -160,8 +165,11 @@ def command_line(path: Path, text: str) -> FlagLine:
 
 
 def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Sequence[int] = ()) -> FlagLine:
-    """Read ``--flag value`` words; those before the program are the launcher's. A flag alone is true."""
-    # runner ... program.py flags: what lies before the program is of the launcher, and before that of the shell
+    """Parse ``--flag value`` arguments.
+
+    Flags before the program are the launcher's. A flag without a value is true.
+    """
+    # In "runner ... program.py flags", arguments before the program belong to the launcher or the shell.
     line = FlagLine(path or Path(where))
     end = next((number for number, word in enumerate(words) if word.partition("=")[0] == FLAG), len(words))
     programs = [number for number, word in enumerate(words[:end]) if word.endswith(".py")]
@@ -192,7 +200,7 @@ def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Seq
 
 
 def require_deepspeed(document: ForeignDocument, system: str) -> None:
-    """Stop at a file of another system where the flags name that of DeepSpeed."""
+    """Raise ConfigError if the flags name a DeepSpeed file, but the file is from another system."""
     if system != deepspeed.SYSTEM:
         rule = f"was taken for a file of {system}, and not for DeepSpeed's JSON"
         fix = "name the one that has train_micro_batch_size_per_gpu"
@@ -200,7 +208,7 @@ def require_deepspeed(document: ForeignDocument, system: str) -> None:
 
 
 def before(found: FileMigration) -> None:
-    """Say what FMEngine's flags decide, and the DeepSpeed file does not: the logging, and how the ranks are divided."""
+    """Translate keys of the DeepSpeed file that FMEngine's flags override: logging, and the division of ranks."""
     if found.has("steps_per_print"):
         found.settings = [s for s in found.settings if s.option != "metrics.log_freq"]
         found.entries = [entry for entry in found.entries if entry.key != "steps_per_print"]
@@ -208,7 +216,7 @@ def before(found: FileMigration) -> None:
 
 
 def _finish(found: FileMigration, parts: Sequence[FileMigration]) -> None:
-    """Join what several flags say with the DeepSpeed file beside them, and set what FMEngine does by default."""
+    """Translate flags that depend on each other or on the DeepSpeed file, and set the defaults of FMEngine."""
     get = found.get
     stages = get("pipe_parallel_size", int, 1)
     tensor = get("model_parallel_size", int, 1)
@@ -222,7 +230,7 @@ def _finish(found: FileMigration, parts: Sequence[FileMigration]) -> None:
         )
         return
 
-    # Nodes and processes, which are options of the launcher.
+    # Nodes and processes are options of the launcher.
     for key, option in (
         ("num_nodes", "launch.nodes"),
         ("nnodes", "launch.nodes"),
@@ -261,7 +269,7 @@ def _finish(found: FileMigration, parts: Sequence[FileMigration]) -> None:
     found.answer("use_deepspeed", "ignored", "it had to be true")
     found.default("checkpoint.enable", True)
 
-    # The data, as FMEngine read them: without end, joined by line breaks.
+    # FMEngine repeats the data endlessly and joins documents with line breaks.
     data = get("data_path", str)
     if data:
         local = "jsonl" in data
@@ -281,7 +289,7 @@ def _finish(found: FileMigration, parts: Sequence[FileMigration]) -> None:
 
 
 def _batches(found: FileMigration, parts: Sequence[FileMigration], stages: int, tensor: int) -> None:
-    """In a pipeline a rank passes all its rows of a step, in micro-batches of DeepSpeed's size."""
+    """Set the batch of a pipeline: a rank passes all its rows of a step, in micro-batches of DeepSpeed's size."""
     settings = {setting.option: setting.value for part in parts for setting in part.settings}
     micro = settings.get("training.local_batch_size")
     total = settings.get("training.global_batch_size")

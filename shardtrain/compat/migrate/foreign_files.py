@@ -1,4 +1,7 @@
-"""From one or several foreign files to a configuration: which system each is of, and the answers of its reader."""
+"""Translate configuration files of other systems.
+
+Each file is recognized by its keys and translated by its reader.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 class SystemReader(Protocol):
-    """What a module of a system has."""
+    """Interface of a reader module."""
 
     SYSTEM: str
     OPEN: str
@@ -32,19 +35,29 @@ class SystemReader(Protocol):
     LEAVES: frozenset[str]
 
     def looks(self, values: Any) -> bool:
-        """Whether a file's keys are those of this system."""
+        """True if a file's keys are those of this system."""
 
     def finish(self, found: FileMigration) -> None:
-        """Answer for the keys that mean something together."""
+        """Translate keys that depend on each other."""
 
 
 READERS: tuple[Any, ...] = (universal_trainer, accelerate, torchtune, axolotl, deepspeed, training_arguments)
-"""In the order in which they are asked; each knows its own by keys that the later ones do not have."""
+"""Readers in the order of recognition. Each is recognized by keys that later ones do not have."""
 
 
 @dataclass(frozen=True)
 class Migration:
-    """What files of other systems ask for: the settings, the answer to each key, and how they were taken."""
+    """Result of a migration.
+
+    Attributes:
+        files: The files.
+        systems: The system of each document.
+        settings: Options to set.
+        entries: The result for each key.
+        notices: Further notes.
+        launch: Options of the command line of ``train`` that the files set, by field name.
+        verb: The verb that the files need: train or test.
+    """
 
     files: tuple[Path, ...]
     systems: tuple[str, ...]
@@ -52,13 +65,11 @@ class Migration:
     entries: tuple[Entry, ...]
     notices: tuple[str, ...] = ()
     launch: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the command line of ``train`` that a file answers, by the names of their fields."""
     verb: str = "train"
-    """What the files ask for: train, or test."""
 
     @property
     def unsupported(self) -> tuple[Entry, ...]:
-        """The keys that change what is learned or saved, and cannot be followed."""
+        """Keys that affect training or checkpoints and have no counterpart."""
         return tuple(entry for entry in self.entries if entry.verdict == "unsupported")
 
 
@@ -68,16 +79,22 @@ def migrate(
     flags: Sequence[str] = (),
     machine: ThisMachine | None = None,
 ) -> Migration:
-    """Read files that configure one run together; raises ConfigError with every problem of them all.
+    """Translate files that configure one run together.
 
-    ``num_processes`` is the number of ranks, where a batch per step is written per rank; ``here`` says what else is
-    known of it before ranks are chosen. ``flags`` are those of FMEngine's command line.
+    Args:
+        files: The files.
+        num_processes: Number of ranks, for files with a batch size per rank.
+        flags: FMEngine's command-line flags.
+        machine: Requested processes and available devices, used if the number of ranks is unknown.
+
+    Raises:
+        ConfigError: with all problems of all files.
     """
     machine = machine or ThisMachine()
     if len(files) == 1 and files[0].suffix.lower() == ".toml" and not flags:
         return _toml(files[0])
 
-    # The files, and what command lines of FMEngine name: its JSON and the number of processes.
+    # Read the files. Command lines of FMEngine also name its JSON file and the number of processes.
     documents = [read(file) for file in files if not _is_script(file)]
     lines = [fmengine.command_line(file, read_text(file)) for file in files if _is_script(file)]
     if flags:
@@ -89,8 +106,8 @@ def migrate(
         for document in named:
             fmengine.require_deepspeed(document, reader_of(document).SYSTEM)
 
-    # How many ranks the run has, which batches of others are written per: what is given, what accelerate's file names,
-    # or those of this machine. A file of the universal trainer names its nodes itself.
+    # Number of ranks, for batch sizes per rank: as given, from accelerate's file, or from this
+    # machine. A file of the universal trainer has its own number of nodes.
     chosen = [(reader_of(document), document) for document in documents]
     for reader, document in chosen:
         named_processes = document.values.get("num_processes") if accelerate.looks(document.values) else None
@@ -99,7 +116,7 @@ def migrate(
         if num_processes is None and machine.nproc and reader is not universal_trainer:
             num_processes = machine.nproc * (machine.nodes or 1)
 
-    # The answers to each key, and the settings of all files together.
+    # Translate each file, and join the settings.
     copies = next((line.num_copies(num_processes) for line in lines), num_processes)
     parts: list[FileMigration] = [_read(reader, document, copies, bool(lines), machine) for reader, document in chosen]
     parts += [line.read(num_processes, parts) for line in lines]
@@ -116,7 +133,7 @@ def migrate(
 
 
 def load(path: Path, arguments: Sequence[str] = (), num_processes: int | None = None) -> config.Loaded:
-    """As ``open_file``, without what the file says of nodes and processes."""
+    """Same as ``open_file``, but return only the configuration."""
     return open_file(path, arguments, num_processes)[0]
 
 
@@ -127,23 +144,23 @@ def open_file(
     machine: ThisMachine | None = None,
     verb: str = "train",
 ) -> tuple[config.Loaded, Mapping[str, Any]]:
-    """The configuration of a foreign file, for ``train`` or ``test``, and what it says of nodes and processes.
+    """Return the configuration of a foreign file for ``train`` or ``test``, and its launch options.
 
     Raises:
-        ConfigError: where a key of it cannot be followed, or it asks for a test in place of training.
+        ConfigError: a key is not supported, or the file is for a test instead of training.
     """
     found = migrate([path], num_processes, machine=machine)
     if verb == "train" and found.verb != verb:
-        rule = "asks for a test, and this trains"
+        rule = "is for a test, and this command trains"
         fix = f"run shardtrain {found.verb} {path}"
         raise ConfigError(Problem("mode", found.verb, rule, fix, path.name))
     return _followed(found, arguments, path), found.launch
 
 
 def load_flags(words: Sequence[str], num_processes: int | None = None, follow: bool = True) -> config.Loaded:
-    """The configuration of FMEngine's flags, and of overrides of ours (which have a dot) between them: as ``load``.
+    """Return the configuration of FMEngine's flags, mixed with overrides (flags with a dot).
 
-    Without ``follow`` the model stays as the flags name it, so that a file can be written of it.
+    Without ``follow``, the model keeps the name in the flags, so a file can be written from the result.
     """
     flags: list[str] = []
     own: list[str] = []
@@ -157,9 +174,13 @@ def load_flags(words: Sequence[str], num_processes: int | None = None, follow: b
 
 
 def _followed(found: Migration, arguments: Sequence[str], path: Path | None, follow: bool = True) -> config.Loaded:
-    """The configuration of what was read; raises ConfigError where a key of it cannot be followed."""
+    """Return the configuration of a migration.
+
+    Raises:
+        ConfigError: a key is not supported.
+    """
     problems = [
-        Problem(entry.key, entry.value, f"cannot be followed: {entry.text}", "take it out", entry.where)
+        Problem(entry.key, entry.value, f"is not supported: {entry.text}", "remove it", entry.where)
         for entry in found.unsupported
     ]
     if problems:
@@ -172,7 +193,7 @@ def _followed(found: Migration, arguments: Sequence[str], path: Path | None, fol
 
 
 def unnamed(loaded: config.Loaded) -> list[str]:
-    """What a run needs and its files do not say: lines that tell which default is taken."""
+    """Return notes on required options that no file sets, with their defaults."""
     found = []
     named = {
         "data": ("training.dataset", "training.dataset_path", "data.sources"),
@@ -186,14 +207,20 @@ def unnamed(loaded: config.Loaded) -> list[str]:
 
 
 def reader_of(document: ForeignDocument) -> Any:
-    """The reader of a document; raises ConfigError where it is of no system that is known here."""
+    """Return the reader of a document.
+
+    Raises:
+        ConfigError: no reader recognizes it.
+    """
     for reader in READERS:
         if reader.looks(document.values):
             return reader
     names = ", ".join(reader.SYSTEM for reader in READERS)
     seen = ", ".join(list(document.values)[:4]) or "nothing"
-    rule = f"is of no system that is known here (it begins with {seen})"
-    raise ConfigError(Problem("the file", str(document.path), rule, f"known are {names}, torchtitan and FMEngine"))
+    rule = f"is not from a known system (its first keys are {seen})"
+    raise ConfigError(
+        Problem("the file", str(document.path), rule, f"known systems are {names}, torchtitan and FMEngine")
+    )
 
 
 def _is_script(file: Path) -> bool:
@@ -203,7 +230,7 @@ def _is_script(file: Path) -> bool:
 def _read(
     reader: Any, document: ForeignDocument, num_processes: int | None, beside_flags: bool, machine: ThisMachine
 ) -> FileMigration:
-    """Answer for each key of a document."""
+    """Translate each key of a document."""
     found = FileMigration(document, reader.SYSTEM, num_processes, machine)
     found.values = dict(flatten(document.values, reader.LEAVES))
     if hasattr(reader, "prepare"):
@@ -215,13 +242,13 @@ def _read(
         reader.finish(found)
     if not found.problems:
         for key in found.values:
-            found.answer(key, "ignored", "it is read together with keys that this file does not have")
+            found.answer(key, "ignored", "only read together with keys that this file does not have")
     return found
 
 
 def _join(parts: Sequence[FileMigration], problems: list[Problem]) -> list[Setting]:
-    """The settings of all files; what one says itself goes before what another does by default."""
-    # each option's setting, and whether its file says it itself
+    """Join the settings of all files. A setting in one file takes precedence over a default of another."""
+    # The setting of each option, and True if its file sets it explicitly.
     settings: dict[str, tuple[Setting, bool]] = {}
     for part in parts:
         own = {entry.option for entry in part.entries if entry.verdict != "default"}
@@ -237,7 +264,7 @@ def _join(parts: Sequence[FileMigration], problems: list[Problem]) -> list[Setti
 
 
 def _toml(file: Path) -> Migration:
-    """A TOML file of torchtitan's or of ours: the configuration itself knows the older names."""
+    """Translate a TOML file of torchtitan or of this package. The configuration itself knows older names."""
     settings = config.read_settings(file)
     loaded = config.load_settings(settings, path=file, follow=False)
     new = {where: option for option, where in loaded.origins.items() if where != "default"}

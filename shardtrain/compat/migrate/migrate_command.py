@@ -1,4 +1,4 @@
-"""``shardtrain config migrate``: files of other systems, written as one TOML, with an answer to each of their keys."""
+"""``shardtrain config migrate``: translate files of other systems to one TOML, with a report on each key."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from shardtrain.utils.errors import ConfigError, Problem
 USAGE = """\
 usage: shardtrain config migrate FILE... [-o NEW.toml] [--nproc N] [-- FLAG ...]
 
-Files of other systems become one TOML. Known are parameters.yml of pytorch_universal_trainer, DeepSpeed's JSON, shell
-scripts that start FMEngine, Hugging Face TrainingArguments (JSON or YAML), `accelerate config`, torchtune and axolotl
-YAML, and TOML of torchtitan of any age. Files that configure one run together are given together.
+Translate files of other systems to one TOML. Supported are parameters.yml of pytorch_universal_trainer, DeepSpeed's
+JSON, shell scripts that start FMEngine, Hugging Face TrainingArguments (JSON or YAML), `accelerate config`, torchtune
+and axolotl YAML, and TOML of any version of torchtitan. Give all files that configure one run together.
 
-  -o NEW.toml   where to write; without it the TOML goes to standard output, and the report to standard error
-  --nproc N     processes of the run, where the files write a batch per process
-  -- FLAG ...   flags of FMEngine's command line, beside its DeepSpeed JSON
+  -o NEW.toml   output file; without it the TOML goes to standard output, and the report to standard error
+  --nproc N     number of processes of the run, for files with a batch size per process
+  -- FLAG ...   flags of FMEngine's command line, used with its DeepSpeed JSON
 
-Each key is honoured, renamed, ignored (it changes no number) or unsupported, with the reason and the nearest way.
+Each key is honoured, renamed, ignored (it does not change numbers) or unsupported, with a reason or an alternative.
 """
 
 
 def main(words: Sequence[str]) -> int:
-    """Read, report and write; raises ConfigError where a file cannot be taken."""
-    # what follows "--" are flags of FMEngine's
+    """Run the verb and return its exit status.
+
+    Raises:
+        ConfigError: a file is invalid or its system is unknown.
+    """
+    # Arguments after "--" are flags of FMEngine.
     words = list(words)
     flags: list[str] = []
     if "--" in words:
@@ -55,7 +59,7 @@ def main(words: Sequence[str]) -> int:
                 nproc = int(text)
             elif not text:
                 raise ConfigError(
-                    Problem(name, text, "needs the name of a file", "write it like -o new.toml", "command line")
+                    Problem(name, text, "requires the name of a file", "write it like -o new.toml", "command line")
                 )
             else:
                 output = Path(text)
@@ -68,7 +72,7 @@ def main(words: Sequence[str]) -> int:
         fix = "write it like shardtrain config migrate parameters.yml -o new.toml"
         raise ConfigError(Problem("shardtrain config migrate", None, "needs a file", fix, "command line"))
 
-    # Folders of the machine that trains need not be here, so nothing that the files name is followed.
+    # Folders that the files name may not exist on this machine, so do not read them.
     found = migrate(files, nproc, flags)
     loaded = config.load_settings(found.settings, path=files[0], follow=False)
     text = f"{json_schema.DIRECTIVE}\n{config.set_toml(loaded)}"
@@ -80,7 +84,7 @@ def main(words: Sequence[str]) -> int:
         print("\n".join(lines), file=sys.stderr)
         return 0
     if any(os.path.realpath(output) == os.path.realpath(file) for file in files):
-        raise ConfigError(Problem("-o", str(output), "is the file that is read", "name another one", "command line"))
+        raise ConfigError(Problem("-o", str(output), "is an input file", "name another file", "command line"))
     with storage_errors.writing(output, "name another file"):
         atomic_io.write(output, text, create_folder=True)
         json_schema.write_schema_next_to(output)
@@ -89,7 +93,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def report(found: Migration, loaded: config.Loaded) -> list[str]:
-    """The lines of the report: how each file was taken, the answer to each key, and what is left to do."""
+    """Return the report: the system of each file, the result of each key, and remaining problems."""
     lines = [
         f"{file} was taken for a file of {system}" for file, system in zip(found.files, found.systems, strict=False)
     ]
@@ -100,13 +104,13 @@ def report(found: Migration, loaded: config.Loaded) -> list[str]:
     done = {entry.where for entry in found.entries}
     lines += [f"note: {notice}" for notice in loaded.notices if notice.partition(": ")[0] not in done]
     lines += [f"note: {line}" for line in unnamed(loaded)]
-    # whether a check complains of the flavor that the folder will name: the folder is looked into by `train`
+    # `train` reads the flavor from the folder, so a missing flavor is no problem.
     lines += [
         f"before training: {problem}"
         for problem in config.check(loaded)
         if not (problem.option == "model.flavor" and problem.value == "from_folder")
     ]
-    # what a system does by default is the answer to no key of the files
+    # Defaults of a system belong to no key of the files.
     del by_verdict["default"]
     counts = ", ".join(f"{len(entries)} {verdict}" for verdict, entries in by_verdict.items())
     return [*lines, f"{sum(map(len, by_verdict.values()))} keys: {counts}"]

@@ -81,7 +81,10 @@ JOINED = Joined()
 
 
 def of_kind(value: Any, kind: type) -> Any:
-    """Convert a value to the type of its key; raises Unfit. Strings are parsed: YAML 1.1 reads 2e-05 as a string."""
+    """Convert a value to the type of its key; raises Unfit.
+
+    Strings are parsed: YAML 1.1 reads 2e-05 as a string.
+    """
     if kind is bool:
         words = {
             "true": True,
@@ -231,7 +234,10 @@ def _dotted(key: str) -> str:
 
 
 def flatten(values: Mapping[str, Any], leaves: frozenset[str] | set[str], start: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested keys, joined by NUL because keys may contain dots, and values. Tables in ``leaves`` are values."""
+    """Yield nested keys, joined by NUL because keys may contain dots, and values.
+
+    Tables in ``leaves`` are values.
+    """
     for name, value in values.items():
         key = f"{start}{name}"
         if isinstance(value, dict) and value and key not in leaves:

@@ -122,12 +122,15 @@ KEYS: Mapping[str, Rule] = {
 
 
 def looks(values: Mapping[str, Any]) -> bool:
-    """Whether this is such a file."""
+    """True if the keys are those of this system."""
     return any(isinstance(part, dict) and "_component_" in part for part in values.values())
 
 
 def prepare(found: FileMigration) -> None:
-    """Replace references by what they refer to; a key that is only referred to is answered for by that."""
+    """Replace references by their values.
+
+    A key that is only used in references gets the result of its users.
+    """
     used: set[str] = set()
 
     def value_of(match: re.Match[str]) -> str:
@@ -145,7 +148,7 @@ def prepare(found: FileMigration) -> None:
 
 
 def finish(found: FileMigration) -> None:
-    """Join what several keys say, and set what torchtune does where nothing is said."""
+    """Translate keys that depend on each other, and set the defaults of torchtune."""
     get = found.get
     _model(found)
     _data(found)
@@ -209,7 +212,7 @@ def finish(found: FileMigration) -> None:
 
 
 def _model(found: FileMigration) -> None:
-    """The folder says which model it holds; its builder says adapters and the bits of the weights beside them."""
+    """Set the model from its folder, and adapters and quantized weights from its builder."""
     key = "model\0_component_"
     component = found.get(key, str, "")
     folder = found.get("checkpointer\0checkpoint_dir", str)
@@ -235,7 +238,7 @@ def _model(found: FileMigration) -> None:
 
 
 def _data(found: FileMigration) -> None:
-    """A dataset by its builder: from files, from the hub, or a set that the builder names itself."""
+    """Set a dataset from its builder: files, a dataset of the hub, or a dataset that the builder determines."""
     key = "dataset\0_component_"
     builder = found.get(key, str, "").rpartition(".")[2]
     forms = {
@@ -301,7 +304,7 @@ def _data(found: FileMigration) -> None:
 
 
 def _optimizer(found: FileMigration) -> None:
-    """AdamW or Adam with its constants, and the schedule."""
+    """Set AdamW or Adam with its options, and the schedule."""
     key = "optimizer\0_component_"
     kind = found.get(key, str, "torch.optim.AdamW").rpartition(".")[2]
     if kind in ("AdamW", "Adam"):

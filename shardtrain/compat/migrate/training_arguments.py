@@ -1,4 +1,4 @@
-"""Hugging Face ``TrainingArguments`` (and SFTConfig, and the arguments beside them) as JSON or YAML."""
+"""Hugging Face ``TrainingArguments``, SFTConfig and the arguments of their example scripts, as JSON or YAML."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from shardtrain.compat.migrate.migration_report import JOINED, Cannot, FileMigra
 from shardtrain.facts.file_kinds import dataset_of
 
 SYSTEM = "Hugging Face TrainingArguments"
-OPEN = "no argument of TrainingArguments: it belongs to the program that reads this file"
+OPEN = "not an argument of TrainingArguments; the program that reads this file defines it"
 LEAVES = frozenset(
     {"dataset_mixture", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "fsdp_config", "accelerator_config"}
 )
 _HUB = Cannot("nothing is uploaded while it trains: `shardtrain export RUN --to HF_DIR --push ORG/NAME` does")
-_WATCH = Idle("what is printed or named, which changes no number")
-_LOADER = Idle("how batches reach the trainer, which changes no number")
+_WATCH = Idle("only affects output, not numbers")
+_LOADER = Idle("only affects how batches are loaded, not numbers")
 
 
 def looks(values: Mapping[str, Any]) -> bool:
-    """Whether this is such a file."""
+    """True if the keys are those of this system."""
     marks = {
         "per_device_train_batch_size",
         "num_train_epochs",
@@ -37,7 +37,7 @@ def looks(values: Mapping[str, Any]) -> bool:
 
 
 def model_folder(name: str) -> tuple[str, str]:
-    """The folder of a model, and how it comes there where the name is that of a repository."""
+    """Return the folder of a model, and a note on how to download it if the name is a repository."""
     path = Path(name).expanduser()
     if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         return str(path), "a local folder"
@@ -141,7 +141,7 @@ KEYS: Mapping[str, Rule] = {
     "auto_find_batch_size": Cannot("`shardtrain train --comm.mode fake_backend` shows what fits"),
     "use_liger_kernel": Idle("which kernels compute the same"),
     "eval_accumulation_steps": _LOADER,
-    # beside them: models, data and adapters, as the Trainer's own example programs and TRL call them
+    # Arguments of the Trainer's example scripts and of TRL: models, data and adapters.
     "model_name_or_path": JOINED,
     "model_name": JOINED,
     "model_revision": Idle("it names what is downloaded: `shardtrain data download --revision`"),
@@ -181,7 +181,7 @@ KEYS: Mapping[str, Rule] = {
 
 
 def modules(found: FileMigration, key: str, option: str) -> None:
-    """Modules of adapters: a list of names, or one name as "all-linear" is."""
+    """Set the modules of adapters from a list of names, or from one name such as "all-linear"."""
     value = found.values.get(key)
     names = [value] if isinstance(value, str) and value else found.get(key, list)
     if names:
@@ -190,7 +190,7 @@ def modules(found: FileMigration, key: str, option: str) -> None:
 
 
 def finish(found: FileMigration) -> None:
-    """Join what several keys say, and set what the Trainer does where nothing is said."""
+    """Translate keys that depend on each other, and set the defaults of the Trainer."""
     _length(found)
     rows = found.get("per_device_train_batch_size", int, 8)
     found.set("per_device_train_batch_size", "training.local_batch_size", rows)
@@ -219,7 +219,7 @@ def finish(found: FileMigration) -> None:
         found.answer("logging_steps", "ignored", "a share of the steps; metrics.log_freq counts them")
     _reports(found)
 
-    # Options of the DataLoader that it refuses without workers.
+    # The DataLoader rejects these options without workers.
     workers = found.get("dataloader_num_workers", int, 0)
     prefetch = found.get("dataloader_prefetch_factor", int)
     persistent = found.get("dataloader_persistent_workers", bool, False)
@@ -236,7 +236,7 @@ def finish(found: FileMigration) -> None:
 
 
 def _length(found: FileMigration) -> None:
-    """The length of the run: steps, if there are any, before epochs."""
+    """Set the length of the run. Steps take precedence over epochs."""
     steps = found.get("max_steps", int, -1)
     epochs = found.get("num_train_epochs", float, 3.0)
     if steps > 0:
@@ -251,7 +251,7 @@ def _length(found: FileMigration) -> None:
 
 
 def accumulate(found: FileMigration, rows: int) -> None:
-    """Set the rows of a step, which a batch per device, accumulation and the number of devices make."""
+    """Set the global batch: the batch per device times accumulation and devices."""
     accumulated = found.get("gradient_accumulation_steps", int, 1)
     world = found.num_processes
     if accumulated > 1:
@@ -262,13 +262,13 @@ def accumulate(found: FileMigration, rows: int) -> None:
 
 
 def schedule(found: FileMigration, kind: str, key: str) -> None:
-    """The schedules of transformers, from 0 at the first step."""
+    """Set a schedule of transformers. The rate is 0 at the first step."""
     steps = found.get("warmup_steps", float, 0.0)
     ratio = found.get("warmup_ratio", float, 0.0)
     if 0 < steps < 1:  # a share of the steps, as transformers 5 reads it
         ratio = steps
         steps = 0.0
-    # name -> shape, the last rate over the peak, and the warmup where the name decides it
+    # Name -> shape, last rate relative to the peak, and the warmup if the name determines it.
     known = {
         "linear": ("linear", 0.0, None),
         "cosine": ("cosine", 0.0, None),
@@ -294,14 +294,14 @@ def schedule(found: FileMigration, kind: str, key: str) -> None:
 
 
 def precision(found: FileMigration) -> None:
-    """bf16 and fp16 of the Trainer: float32 parameters, computed in one of them."""
+    """Set the compute dtype from bf16 and fp16. Parameters are float32."""
     bf16 = found.values.get("bf16") == "auto" or found.get("bf16", bool, False)
     fp16 = found.get("fp16", bool, False)
     if bf16 and fp16 and found.values.get("bf16") != "auto":
         found.answer("fp16", "unsupported", "bf16 is set too, and one is to be chosen")
     name = "bf16" if bf16 else "fp16"
     wanted = "bfloat16" if bf16 else "float16" if fp16 else "float32"
-    # where neither is set, a DeepSpeed file may say it
+    # If neither is set, a DeepSpeed file may set the precision.
     if bf16 or fp16 or not found.document.values.get("deepspeed"):
         found.set(name, "training.mixed_precision_param", wanted, "" if bf16 or fp16 else "computed in float32")
     for other in ("bf16", "fp16"):
@@ -316,7 +316,7 @@ def precision(found: FileMigration) -> None:
 
 
 def optimizer(found: FileMigration, kind: str, key: str) -> None:
-    """The names that the Trainer has for AdamW; those of 8 bits have one byte per number of state here too."""
+    """Set the optimizer from the Trainer's names of AdamW, including those with 8-bit states."""
     if kind.startswith(("adamw_torch", "adamw_hf", "adamw_apex")) and not kind.endswith(("8bit", "4bit", "fp8")):
         found.set(key, "optimizer.name", "AdamW")
     elif "adamw" in kind and kind.endswith("8bit"):  # of bitsandbytes or torchao, paged or not
@@ -330,7 +330,7 @@ def optimizer(found: FileMigration, kind: str, key: str) -> None:
 
 
 def _saving(found: FileMigration) -> None:
-    """When to save, and how many checkpoints stay. YAML reads an unquoted ``no`` as false."""
+    """Set the interval and number of checkpoints. YAML reads an unquoted ``no`` as false."""
     strategy = "no"
     if found.values.get("save_strategy") is not False:
         strategy = str(found.get("save_strategy", str, "steps"))
@@ -367,7 +367,7 @@ def _saving(found: FileMigration) -> None:
 
 
 def _validation(found: FileMigration) -> None:
-    """When held-out rows are measured, which rows they are, and what the best checkpoint is chosen by."""
+    """Set the interval and data of validation, and the metric of the best checkpoint."""
     key = "eval_strategy" if found.has("eval_strategy") else "evaluation_strategy"
     strategy = "no"
     if found.values.get(key) is not False:
@@ -383,7 +383,7 @@ def _validation(found: FileMigration) -> None:
         if strategy == "epoch":
             found.default("validation.per_epoch", 1)
         else:
-            # logging_steps unless set, as the Trainer has it
+            # The Trainer's default is logging_steps.
             steps = found.get("eval_steps", float, found.get("logging_steps", float, 500.0))
             found.set("eval_steps", "validation.freq", int(max(1, steps)))
     for name in ("eval_strategy", "evaluation_strategy"):
@@ -411,7 +411,7 @@ def _validation(found: FileMigration) -> None:
 
 
 def _model_and_data(found: FileMigration) -> None:
-    """What scripts beside the Trainer name: the model, the data, and TRL's and PEFT's options."""
+    """Translate the arguments of example scripts: model, data, and options of TRL and PEFT."""
     key = "model_name_or_path" if found.has("model_name_or_path") else "model_name"
     name = found.get(key, str)
     if name:
@@ -454,7 +454,7 @@ def _model_and_data(found: FileMigration) -> None:
 
 
 def _reports(found: FileMigration) -> None:
-    """Where metrics go beside metrics.jsonl: one name or several."""
+    """Set the metric sinks from one name or several."""
     given = found.values.get("report_to")
     names = []
     if isinstance(given, list):

@@ -23,7 +23,7 @@ _N = "dist-params."
 
 
 def looks(values: Mapping[str, Any]) -> bool:
-    """Whether this is such a file."""
+    """True if the keys are those of this system."""
     return "transformers-params" in values or {"data-params", "dist-params"} <= values.keys()
 
 
@@ -70,7 +70,7 @@ def _key(section: str, name: str) -> str:
 
 
 def prepare(found: FileMigration) -> None:
-    """Answer for a user's own keys, which are hooks' to read: the only ones that a rule cannot know."""
+    """Translate a user's own keys, which only hooks read. No rule can know them."""
     hooks = found.get(_key(_T, "hooks_file"), str)
     own = [key for key in found.values if key.replace("\0", ".") not in KEYS]
     if not hooks:
@@ -91,7 +91,7 @@ def prepare(found: FileMigration) -> None:
 
 
 def finish(found: FileMigration) -> None:
-    """Join what several keys say, and set what the program itself fixed."""
+    """Translate keys that depend on each other, and set options that the program hard-coded."""
     get = found.get
     world = _processes(found)
     task = _hooks(found)
@@ -153,8 +153,9 @@ def finish(found: FileMigration) -> None:
     ):
         found.default(option, value)
 
-    # Names that the program left without decay, each pattern of which must fit a parameter. BART's norms are called
-    # layer_norm and layernorm_embedding, and decay, as they did there.
+    # The program excludes these names from weight decay. BART's norms are called layer_norm and
+    # layernorm_embedding and match none of them, so they decay as in the program. Each pattern must
+    # match a parameter.
     patterns = ["*bias*"]
     if network:
         kind = _facts(folder).get("model_type") if folder else "encoder"
@@ -177,11 +178,11 @@ _CLASSIFIERS = {
         "mpnet": "MPNet", "deberta": "Deberta", "deberta-v2": "DebertaV2",
     }.items()
 }  # fmt: skip
-"""Kinds of config.json that a class of transformers trains, where this package has no model of its own."""
+"""Values of model_type for which a class of the transformers library trains, because no native model exists."""
 
 
 def _processes(found: FileMigration) -> int:
-    """Processes of the run, and what a node's command line has to say of them."""
+    """Set the processes of the run, and note the required options of each node's command line."""
     nodes = found.get(_key(_N, "nodes"), int, 1)
     gpus = found.get(_key(_N, "gpus"), int, 1)
     node = found.get(_key(_N, "current_node"), int, 0)
@@ -197,7 +198,8 @@ def _processes(found: FileMigration) -> int:
         return 1
     machine = found.machine
 
-    # One process with DataParallel over local devices: a process each here, which share the batch.
+    # One process with DataParallel over local devices becomes one process per device. They share
+    # the batch.
     if not distributed:
         text = "all local devices share the batch, as DataParallel did, each as a process of its own"
         found.answer(_key(_T, "is_distributed"), "honoured", text)
@@ -206,7 +208,7 @@ def _processes(found: FileMigration) -> int:
         batch = found.get(_key(_T, "batch_size"), int, 8)
         batch = max(1, batch // max(1, found.get(_key(_T, "gradient_accumulation_steps"), int, 1)))
         devices = found.num_processes or machine.nproc or machine.devices or 1
-        # the batch is that of all devices together, so as many of them share it as it can be dealt to evenly
+        # The batch is that of all devices, so use the largest number of devices that divides it.
         used = found.num_processes or max(count for count in range(1, devices + 1) if batch % count == 0)
         found.launch = {"nproc": used}
         if used < devices:
@@ -218,7 +220,7 @@ def _processes(found: FileMigration) -> int:
             )
         return used
 
-    # A process per device of every node, which meet at the first node.
+    # One process per device of every node. They rendezvous at the first node.
     found.set(_key(_N, "nodes"), "launch.nodes", nodes)
     found.set(_key(_N, "gpus"), "launch.nproc_per_node", gpus)
     found.answer(_key(_T, "is_distributed"), "honoured", "a process per device")
@@ -246,7 +248,7 @@ def _wrong(found: FileMigration, name: str, value: Any, rule: str, fix: str) -> 
 
 
 def _hooks(found: FileMigration) -> bool:
-    """Follow the file of hooks, by the classes in it; whether the rows are those of a text with a label."""
+    """Translate the file of hooks, by its classes. Return True if rows are texts with labels."""
     key = _key(_T, "hooks_file")
     given = found.get(key, str)
     if not given:
@@ -278,7 +280,7 @@ def _hooks(found: FileMigration) -> bool:
 
 
 def _classes(file: Path) -> set[str]:
-    """Names that a Python file gives a value at its top, without running it."""
+    """Names assigned at module level of a Python file, found by parsing it."""
     module = own_file.parse(file)
     names: set[str] = set()
     for node in module.body:
@@ -292,7 +294,7 @@ def _classes(file: Path) -> set[str]:
 
 
 def _continue(found: FileMigration) -> None:
-    """``continue_training``: a checkpoint-N file of the program, or a shardtrain checkpoint."""
+    """Translate ``continue_training``: a checkpoint-N file of the program, or a shardtrain checkpoint."""
     key = _key(_T, "continue_training")
     place = _key(_T, "continue_training_path")
     path = found.get(place, str)
@@ -316,7 +318,7 @@ _OF_FOLDER = ("checkpoint.initial_load_in_hf", "checkpoint.initial_load_legacy_b
 
 
 def _batch(found: FileMigration, world: int) -> int:
-    """Rows per process, as options; gives the rows of a step for each process."""
+    """Set the batch of each process, and return the rows of a step per process."""
     batch = found.get(_key(_T, "batch_size"), int, 8)
     accumulated = found.get(_key(_T, "gradient_accumulation_steps"), int, 1)
     distributed = found.get(_key(_T, "is_distributed"), bool, True)
@@ -340,7 +342,7 @@ def _batch(found: FileMigration, world: int) -> int:
 
 
 def _sharding(found: FileMigration, world: int) -> None:
-    """The four switches of fairscale: FSDP for the model, or its optimizer that is sharded over replicas."""
+    """Translate the four options of fairscale: FSDP, or an optimizer that is sharded over replicas."""
     names = ("optimizer_sharding", "model_sharding", "autowrap", "reshard_forward")
     place = {name: _key(_T, f"use_fairscale_{name}") for name in names}
     is_on = {name: found.get(place[name], bool, False) for name in names}
@@ -359,7 +361,7 @@ def _sharding(found: FileMigration, world: int) -> None:
         if is_on["optimizer_sharding"]:
             found.set(place["optimizer_sharding"], "parallelism.shard_optimizer_states", True)
 
-    # the rest, which has no answer yet
+    # All keys without a result.
     text = "one process has nothing to shard"
     if world > 1 or is_on["model_sharding"]:
         text = "nothing is sharded by it"
@@ -368,7 +370,7 @@ def _sharding(found: FileMigration, world: int) -> None:
 
 
 def _data(found: FileMigration, step_rows: int) -> None:
-    """The files of data_dir, or the rows of a file of hooks, and what is counted in epochs of them."""
+    """Set the data from files in data_dir or from hooks, and options that are counted in epochs."""
     folder = found.get(_key(_D, "data_dir"), str)
     key = _key(_D, "is_dev_file")
     evaluates = found.get(key, bool, True)
@@ -383,7 +385,7 @@ def _data(found: FileMigration, step_rows: int) -> None:
             found.answer(name, "ignored", "there is no data_dir")
         return
 
-    # The files that the program's users have: a part each of training, development and test.
+    # Users of the program have one file each for training, development and test.
     base = Path(_home(folder or ""))
     if not own_rows:
         train = str(_file(base, "train"))
@@ -404,7 +406,7 @@ def _data(found: FileMigration, step_rows: int) -> None:
         found.settings = [s for s in found.settings if s.option != "checkpoint.keep_best"]
         found.entries = [entry for entry in found.entries if entry.option != "checkpoint.keep_best"]
 
-    # Ratios of an epoch become steps, where the rows of the file can be counted.
+    # Fractions of an epoch become steps if the rows of the file can be counted.
     rows = 0 if own_rows else _rows(_file(base, "train"))
     steps = -(-rows // max(1, step_rows))
     for name, option in (("log_steps_ratio", "metrics.log_freq"), ("save_steps_ratio", "checkpoint.interval")):
@@ -417,7 +419,7 @@ def _data(found: FileMigration, step_rows: int) -> None:
 
 
 def _file(base: Path, part: str) -> Path:
-    """The file of one part: of the names that the program's users have, the one that is there."""
+    """Return the file of one part: the first that exists of the usual names."""
     names = [f"sentiment-{part}", f"sentiment-{part}.tsv", f"{part}.tsv"]
     return next((base / name for name in names if (base / name).is_file()), base / names[0])
 
@@ -438,11 +440,11 @@ def _rows(file: Path) -> int:
 
 
 def _positions(folder: str | None) -> int:
-    """Tokens that the model of a folder can see, 1024 (BART's) where the folder does not say."""
+    """Return the largest number of tokens of a folder's model, or 1024 (BART's) if it is unknown."""
     most = _facts(folder).get("max_position_embeddings")
     return most if isinstance(most, int) and not isinstance(most, bool) and 0 < most <= 8192 else 1024
 
 
 def _facts(folder: str | None) -> dict[str, Any]:
-    """What config.json of a folder says; the program's own model is a BART, where there is no folder yet."""
+    """Return config.json of a folder. Without a folder, return that of BART, the program's own model."""
     return facts_of_folder(folder) or {"model_type": "bart"}

@@ -1,4 +1,4 @@
-"""``shardtrain merge`` and ``shardtrain export --adapter``: adapters into their weights, or into a folder of PEFT."""
+"""``shardtrain merge`` and ``shardtrain export --adapter``: merge adapters into weights, or export a PEFT folder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def main(words: Sequence[str]) -> int:
-    """``shardtrain merge ADAPTERS --to CHECKPOINT``; gives the exit status."""
+    """Run ``shardtrain merge ADAPTERS --to CHECKPOINT`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain merge",
-        "Add adapters to the weights beside which they were trained.",
+        "Merge adapters into the weights with which they were trained.",
         "shardtrain merge outputs --to outputs/merged",
     )
     parser.add_argument("adapters", type=Path, metavar="ADAPTERS", help="a run, a step-N folder, or a PEFT folder")
@@ -28,8 +28,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
     parser.add_argument("--base", type=Path, help="checkpoint or Hugging Face folder of the weights (the run's own)")
     parser.add_argument("--keep_generation_config", action="store_true", help=KEEP_HELP)
-    parser.add_argument("--config", type=Path, help="the run's TOML; found beside the checkpoint unless given")
-    of_weights = "type of the sum (default: that of the weights)"
+    parser.add_argument("--config", type=Path, help="the run's TOML (default: that next to the checkpoint)")
+    of_weights = "dtype of the sum (default: that of the weights)"
     parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help=of_weights)
     found = parser.read(words)
     from shardtrain.hf.folder_config import is_hub_folder
@@ -40,11 +40,11 @@ def main(words: Sequence[str]) -> int:
     if is_peft:
         reject_step(found.step, found.adapters)
     elif is_hub_folder(found.adapters):
-        raise ConfigError(f"{found.adapters} is a whole model and no adapters; use it as it is")
+        raise ConfigError(f"{found.adapters} is a full model without adapters; use it as it is")
     else:
         found.adapters = step_of(found.adapters, found.config, found.step)
     _merge(found, is_peft)
-    print(f"{found.to} holds the whole model; shardtrain export {found.to} --to HF_DIR writes it for other programs")
+    print(f"{found.to} contains the full model; shardtrain export {found.to} --to HF_DIR exports it")
     return 0
 
 
@@ -57,10 +57,10 @@ def _merge(found: Any, is_peft: bool) -> None:
     from shardtrain.tools.convert.checkpoint_path import tokens_of_run
     from shardtrain.tools.generate.locate_checkpoint import load_config
 
-    # A PEFT folder does not record which weights it was trained beside: the user names them with --base
+    # A PEFT folder does not record the weights of its base model, so the user gives them with --base.
     where = found.base if is_peft else found.adapters
     if where is None:
-        raise ConfigError(f"{found.adapters} does not say where its weights are; name them with --base")
+        raise ConfigError(f"{found.adapters} does not name the weights of its base model; give them with --base")
     adapters: peft.PeftFolder | merging.Adapters | None = None if is_peft else merging.Adapters(where)
     config = None
     if is_peft and (where / "config.json").exists():
@@ -84,7 +84,7 @@ def _merge(found: Any, is_peft: bool) -> None:
             adapters.check_copies({name: weights.read(name) for name in copies})
         begun = origin.of_path(weights.path, module, shape) if weights.path is not None else None
         if begun is not None and config is not None and not is_peft and not found.keep_generation_config:
-            # Nothing but these files remembers the run's data, so they get its end tokens now
+            # Only these files keep the end tokens of the run's data, so add the tokens now.
             begun, _ = with_tokens(begun, tokens_of_run(config, found.config is not None))
         merging.merge(weights, adapters.spec, adapters.read, found.to, found.dtype, model, begun)
 
@@ -98,11 +98,14 @@ def _model_facts(config: Config) -> dict[str, Any]:
 
 
 def export_adapter(found: Any, checkpoint: Path, module: Any, shape: Any, begun: str) -> None:
-    """Write a folder of PEFT, and print what it holds and what it cannot hold.
+    """Write a PEFT folder, and print its files and the options that it cannot store.
 
     Args:
-        found: the arguments of ``export``.
-        begun: the checkpoint or folder of the run's base model, or "".
+        found: Arguments of ``export``.
+        checkpoint: The checkpoint of the adapters.
+        module: The model file.
+        shape: Sizes of the model.
+        begun: Checkpoint or folder of the run's base model, or "".
     """
     from shardtrain.hf import origin
     from shardtrain.hf.hub_model import changed_fields

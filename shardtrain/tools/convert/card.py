@@ -1,7 +1,7 @@
-"""A model card: README.md with YAML front matter, made of what a run's folder and its checkpoint say.
+"""Model card: README.md with YAML front matter, from the run folder and the checkpoint.
 
-What nobody said is left out: no license, base model or dataset is guessed. Options that change no number (where a job
-runs, what it logs) are left out too, and with them the names of machines; secrets are taken out.
+Unknown facts are omitted: no license, base model or dataset is guessed. Options that do not change numbers, such as
+launch or log options, are omitted too, and with them the names of machines. Secrets are redacted.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _OF_A_MACHINE = {
     "job", "launch", "comm", "metrics", "profiling", "memory_estimation", "fault_tolerance", "report", "watch",
     "compile", "validation.dataloader", "training.dataloader",
 }  # fmt: skip
-"""Sections that change no number."""
+"""Sections without effect on numbers."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a card says; where a fact is not known it is empty."""
+    """Facts of a card. Unknown facts are empty."""
 
     name: str
     library: str
@@ -58,7 +58,7 @@ class Card:
     made_by: str = field(default_factory=versions)
 
     def text(self, of: str) -> str:
-        """The file; ``of`` is what the exported weights are known by, a SHA-256 in hex."""
+        """Return the text of the file. ``of`` is the identity of the exported weights, a SHA-256 in hex."""
         tags = ["shardtrain", *([self.task] if self.task else [])]
         front: dict[str, Any] = {"library_name": self.library}
         if self.library == "transformers" and self.task not in ("classification", "reward_model"):
@@ -91,13 +91,16 @@ class Card:
 
 
 def is_own(text: str) -> bool:
-    """Whether a card was written here and nobody has changed it since."""
+    """True if shardtrain has written the card and it was not changed since."""
     mark = _MARK.search(text)
     return mark is not None and _digest(text[: mark.start()].removesuffix("\n")) == mark[2]
 
 
 def exported(folder: Path) -> str:
-    """What the weights of an exported folder are known by, as its card says; "" where that is not shardtrain's."""
+    """Return the identity of the weights of an exported folder from its card.
+
+    "" if the card is not from shardtrain.
+    """
     try:
         mark = _MARK.search(bounded_reads.whole(folder / CARD, _MAX_BYTES).decode("utf-8", "replace"))
     except OSError:
@@ -106,14 +109,14 @@ def exported(folder: Path) -> str:
 
 
 def identity(checkpoint: Path, *options: object) -> str:
-    """What an export is known by: the checkpoint, all of whose bytes its manifest knows, and how it was written."""
+    """Return the identity of an export: a hash of the options and of the manifest, which has hashes of all files."""
     found = hashlib.sha256(manifest.read_bytes(checkpoint))
     found.update(repr(options).encode())
     return found.hexdigest()
 
 
 def of_folder(folder: Path, base_model: str = "") -> Card:
-    """The card of a Hugging Face folder of which no run is known."""
+    """Return the card of a Hugging Face folder without a known run."""
     adapter = (folder / "adapter_config.json").is_file()
     return Card(
         os.path.basename(os.path.realpath(folder)), "peft" if adapter else "transformers", base_model=base_model
@@ -123,11 +126,11 @@ def of_folder(folder: Path, base_model: str = "") -> Card:
 def of_checkpoint(
     checkpoint: Path, name: str, source: FolderSource | None, base_model: str = "", adapter: bool = False
 ) -> Card:
-    """The card of an exported checkpoint, by its manifest and, where they are there, the files of its run."""
+    """Return the card of an exported checkpoint, from its manifest and, if they exist, the files of its run."""
     run = RunFolder(Path(os.path.realpath(checkpoint)).parent.parent)
     state: Mapping[str, Any] = manifest.read(checkpoint).facts.get("state", {})
 
-    # What the run's configuration says of the model, the data and the task.
+    # Facts from the run's configuration.
     config = None
     facts = []
     if run.config.is_file():
@@ -263,7 +266,7 @@ def _options(config: Config) -> str:
     text = text.replace(f'"{Path.home()}/', '"~/')
     try:
         tomllib.loads(text)
-    except tomllib.TOMLDecodeError:  # a value of several lines: all of it, then
+    except tomllib.TOMLDecodeError:  # a value has several lines, so use the full configuration
         return configs.resolved_toml(config)
     return text
 

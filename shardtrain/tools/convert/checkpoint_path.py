@@ -1,4 +1,4 @@
-"""Which checkpoint a path means, and what model it holds."""
+"""Find the checkpoint that a path refers to, and its model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardtrain.utils.errors import ConfigError, ShardtrainError
 if TYPE_CHECKING:
     from shardtrain.config import Config
 
-KEEP_HELP = "leave bos, eos and pad of config.json and generation_config.json as they were before training"
+KEEP_HELP = "keep bos, eos and pad of config.json and generation_config.json from before training"
 
 
 def step_of(path: Path, config: Path | None, step: str | None) -> Path:
-    """Return ``path`` if it is a checkpoint; else print and return the one of a run that ``step`` names."""
+    """Return ``path`` if it is a checkpoint. If it is a run, print and return the checkpoint of ``step``."""
     if (path / manifest.MANIFEST).is_file() or not path.is_dir():
         reject_step(step, path)
         return path
@@ -31,7 +31,11 @@ def step_of(path: Path, config: Path | None, step: str | None) -> Path:
 
 
 def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
-    """The model of a checkpoint: by the configuration given, by what an import noted, or by the run beside it."""
+    """Return the model of a checkpoint: from ``config``, from notes of an import, or from the run that contains it.
+
+    Raises:
+        ConfigError: none of them exists.
+    """
     run = Path(os.path.realpath(checkpoint)).parent.parent / RESOLVED_CONFIG
     if config is None and not run.is_file():
         from shardtrain.hf import source
@@ -82,5 +86,5 @@ def tokens_of_run(config: Config, is_trusted: bool, folder: Path | None = None) 
             return trained_tokens(tokenizer_of(config), config)
         except ShardtrainError as error:
             reason = f"cannot be opened ({error})"
-    print(f"bos, eos and pad stay those before training: the tokenizer {path} {reason}")
+    print(f"bos, eos and pad keep their values from before training: the tokenizer {path} {reason}")
     return {}

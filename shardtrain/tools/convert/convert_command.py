@@ -115,7 +115,8 @@ def export_main(words: Sequence[str]) -> int:
 
         push = Push(found.push, found.private, found.overwrite_card)
 
-    # The repository has been looked at before anything is written: a token that may not write it ends the command here.
+    # The repository has been looked at before anything is written: a token that may not write it
+    # ends the command here.
     status = _to_folder(found, push)
     if push is not None and status == 0:
         address = push.send(found.to or found.checkpoint)
@@ -135,7 +136,8 @@ def _to_folder(found: Any, push: Any) -> int:
         return 0
     if not 0.001 <= found.shard_gigabytes <= 1000:
         raise ConfigError(f"--shard_gigabytes={found.shard_gigabytes} must lie between 0.001 and 1000; use 5")
-    # An upload that was cut off is continued: the folder that it wrote knows by its card of which checkpoint it is.
+    # An upload that was cut off is continued: the folder that it wrote knows by its card of which
+    # checkpoint it is.
     if found.to.exists():
         of = "" if is_folder else _identity(found, step_of(found.checkpoint, found.config, found.step))
         if push is not None and of and card.exported(found.to) == of:
@@ -199,8 +201,8 @@ def _export(found: Any, path: Path) -> int:
         rule = "holds adapters and no model"
         raise ConfigError(f"{checkpoint} {rule}; add --adapter, or merge it first (shardtrain merge)")
 
-    # Where the weights began: what an import noted, or the folder that the run's configuration names. It gives types,
-    # config.json and tokenizer.
+    # Where the weights began: what an import noted, or the folder that the run's configuration
+    # names. It gives types, config.json and tokenizer.
     begun = source.of_checkpoint(checkpoint, manifest.read(checkpoint))
     if begun is None and "loaded" in options:
         from shardtrain.hf import origin

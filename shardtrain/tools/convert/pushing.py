@@ -1,7 +1,7 @@
-"""``shardtrain export --push``: a Hugging Face folder as one commit of a repository, read back by its hashes.
+"""``shardtrain export --push``: upload a Hugging Face folder as one commit, and verify it by its hashes.
 
-The requests are ``huggingface_hub``'s. What can be refused is refused before a byte is sent. Large files are stored one
-by one before the commit, so that the same command continues where it was interrupted, and nobody sees half a model.
+Requests use ``huggingface_hub``. Errors that can be foreseen are raised before the upload. Large files are uploaded
+before the commit. So an interrupted command can continue, and nobody sees an incomplete model.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _WEIGHTS = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
-"""What ``from_pretrained`` would open in place of, or beside, the new weights."""
+"""Files that ``from_pretrained`` would load instead of the new weights, or with them."""
 
 
 class Push:
-    """A repository that may be written, as it was found before anything is sent.
+    """A writable repository, in its state before the upload.
 
     Raises:
-        ConfigError: without a token, or for a repository that may not be written or is not as private as asked for.
-        StorageError: when the hub cannot be reached.
+        ConfigError: there is no token, the repository is not writable, or it is public although ``private`` is set.
+        StorageError: the hub cannot be reached.
     """
 
     def __init__(self, repo_id: str, private: bool = False, overwrite_card: bool = False) -> None:
@@ -50,42 +50,42 @@ class Push:
         except HFValidationError:
             raise self._wrong("is not the name of a repository", "write it like ORGANISATION/NAME") from None
         if repo_id.count("/") != 1:
-            raise self._wrong("does not say whose repository it is", "write it like ORGANISATION/NAME")
+            raise self._wrong("has no organisation", "write it like ORGANISATION/NAME")
         self._hub = Hub(repo_id)
         if not self._hub.token:
             fix = f"set HF_TOKEN to one that may write ({TOKENS_PAGE}), or log in with hf auth login"
-            raise ConfigError(Problem("--push", repo_id, "needs a token, and none was found", fix))
+            raise ConfigError(Problem("--push", repo_id, "requires a token, and none was found", fix))
         self._api: HfApi = HfApi(
             self._hub.endpoint, token=self._hub.token, library_name="shardtrain", library_version=__version__
         )
-        # the token's own word on itself; a fine-grained one may be refused later all the same
-        said = self._ask(self._api.whoami)
-        role = ((said.get("auth") or {}).get("accessToken") or {}).get("role")
+        # The role of a fine-grained token is unknown, so it may still be rejected later.
+        account = self._ask(self._api.whoami)
+        role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
         if role == "read":
-            raise self._wrong("cannot be written with the token that was found, which may only read", self._write_fix())
+            raise self._wrong("is not writable with the token that was found, which can only read", self._write_fix())
         self.head, self.theirs, self.card = self._look()
 
     def _wrong(self, rule: str, fix: str) -> ConfigError:
         return ConfigError(Problem("--push", self.repo_id, rule, fix))
 
     def _write_fix(self) -> str:
-        return f"set HF_TOKEN to a token that may write it ({TOKENS_PAGE})"
+        return f"set HF_TOKEN to a token with write access ({TOKENS_PAGE})"
 
     def _look(self) -> tuple[str | None, list[str], str | None]:
-        """Commit, files and card of the repository; no commit where it does not exist yet."""
+        """Return commit, files and card of the repository. The commit is None if it does not exist."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
         def look() -> Any:
             try:
                 return self._api.model_info(self.repo_id, files_metadata=True, timeout=self._hub.answer_seconds)
-            except RepositoryNotFoundError:  # which is also said of others' private ones: creating it will tell
+            except RepositoryNotFoundError:  # or a private one of others: then creating it fails
                 return None
 
         info = self._ask(look)
         if info is None:
             return None, [], None
         if self._private and info.private is False:
-            fix = "leave --private out, or make it private in its settings on the hub"
+            fix = "remove --private, or make it private in its settings on the hub"
             raise self._wrong("exists and is public", fix)
         names = [str(file.rfilename) for file in info.siblings or []]
         text = None
@@ -97,29 +97,29 @@ class Push:
 
     @property
     def keeps_card(self) -> bool:
-        """Whether the repository's card stays: somebody wrote or changed it, and nobody asked to replace it."""
+        """True if the repository's card is kept: somebody else wrote or changed it, and ``overwrite_card`` is off."""
         return self.card is not None and not card.is_own(self.card) and not self._overwrite_card
 
     def send(self, folder: Path, tell: Callable[[str], None] = print) -> str:
-        """Send the files of a folder as one commit, and read it back; gives its address.
+        """Upload the files of a folder as one commit, and verify it. Return the address of the repository.
 
         Raises:
-            ConfigError: when the hub refuses to create or write the repository.
-            StorageError: when a file or the commit does not arrive; it says what did.
-            DataError: when the repository does not hold what was sent.
+            ConfigError: the hub refuses to create or write the repository.
+            StorageError: the upload fails. The message names the stored files.
+            DataError: the repository does not have the uploaded files.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
 
         names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if _is_sent(path, folder))
         if self.keeps_card and CARD in names:
             names.remove(CARD)
-            tell(f"{CARD} of {self.repo_id} was not written here and stays; --overwrite_card replaces it")
+            tell(f"{CARD} of {self.repo_id} was not written by shardtrain and is kept; --overwrite_card replaces it")
         if self.head is None:
             self._ask(lambda: self._api.create_repo(self.repo_id, private=self._private or None, exist_ok=False))
             tell(f"{self.repo_id}: created{', private' if self._private else ''}")
 
-        # Large files are stored one by one before the commit, which refers to them. If one fails, nothing of the upload
-        # can be seen in the repository, and the same command finds what is stored.
+        # Upload large files before the commit that refers to them. If an upload fails, nothing is
+        # visible in the repository, and the same command continues.
         additions: list[CommitOperationAdd] = []
         stored: list[str] = []
         for name in names:
@@ -133,11 +133,11 @@ class Push:
                 stored.append(name)
                 tell(f"{name}: {format_bytes((folder / name).stat().st_size)}")
 
-        # One commit: the new files in, weights of an earlier upload out. It fails where somebody has changed the
-        # repository since it was looked at.
+        # One commit adds the new files and deletes weights of an earlier upload. It fails if
+        # somebody has changed the repository in between.
         stale = [name for name in self.theirs if _WEIGHTS.fullmatch(name) and name not in names]
         for name in stale:
-            tell(f"{name}: taken out of {self.repo_id}, whose weights these replace")
+            tell(f"{name}: deleted from {self.repo_id}, because the new weights replace it")
         operations: list[CommitOperationAdd | CommitOperationCopy | CommitOperationDelete]
         operations = [*additions, *(CommitOperationDelete(name) for name in stale)]
         try:
@@ -149,7 +149,7 @@ class Push:
         except ShardtrainError as error:
             raise self._not_all(error, stored, names) from error
 
-        # Every file at that commit, by the hash that the hub has of it.
+        # Compare the hash of every file at that commit.
         info = self._ask(lambda: self._api.model_info(self.repo_id, revision=done.oid, files_metadata=True))
         there = {str(file.rfilename): file for file in info.siblings or []}
         for name in names:
@@ -170,7 +170,7 @@ class Push:
         return self._call(lambda: self._hub.ask(call))
 
     def _call(self, call: Callable[[], T]) -> T:
-        """A call of the library, whose errors become one line each."""
+        """Call the library, and turn its errors into one-line errors."""
         try:
             return call()
         except ShardtrainError:
@@ -180,21 +180,19 @@ class Push:
 
     def _explain(self, error: Exception) -> ShardtrainError:
         if isinstance(error, ValueError) and "metadata in README.md" in str(error):
-            return ConfigError(
-                f"{CARD} has front matter that the hub does not take ({describe_error(error)}); correct it"
-            )
+            return ConfigError(f"{CARD} has front matter that the hub rejects ({describe_error(error)}); correct it")
         response = getattr(error, "response", None)
         status = response.status_code if response is not None else None
         if status in (401, 403):
-            return self._wrong(f"may not be written with the token that was found (status {status})", self._write_fix())
+            return self._wrong(f"is not writable with the token that was found (status {status})", self._write_fix())
         if status == 404:
-            return self._wrong("does not exist, or may not be seen with the token that was found", self._write_fix())
+            return self._wrong("does not exist, or is not visible with the token that was found", self._write_fix())
         if status in (409, 412):
-            return self._wrong("was changed by somebody else meanwhile", "look at it, and give the same command again")
-        if status is not None and 400 <= status < 500 and status != 429:
-            return StorageError(
-                f"{self._hub.endpoint} refused what was sent to {self.repo_id} ({describe_error(error)})"
+            return self._wrong(
+                "was changed by somebody else during the upload", "check it, and run the same command again"
             )
+        if status is not None and 400 <= status < 500 and status != 429:
+            return StorageError(f"{self._hub.endpoint} rejected the upload to {self.repo_id} ({describe_error(error)})")
         return self._hub.explain(error)
 
 

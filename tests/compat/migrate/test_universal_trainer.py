@@ -342,7 +342,7 @@ def refused(rank: int, config: Config, words: str) -> bool:
 
 WRONG = {
     "unknown key": ({"own": "    batch_sizes: 3\n"}, r"yml:29: transformers-params\.batch_sizes=3 .*did you mean"),
-    "own key without hooks": ({"own": "    margin: 0.3\n"}, r"yml:29: .*margin=0\.3 cannot be followed: nothing here"),
+    "own key without hooks": ({"own": "    margin: 0.3\n"}, r"yml:29: .*margin=0\.3 is not supported: nothing here"),
     "own table": ({"own": "    hooks_file: '{hooks}'\n    pairs: [1, 2]\n"}, "pairs must be a number, a text"),
     "no number": ({"batch_size": "'many'"}, r"yml:19: transformers-params\.batch_size=.many. must be a number"),
     "no truth": ({"is_distributed": "maybe"}, r"yml:12: .*is_distributed=.maybe. must be true or false"),
@@ -510,7 +510,7 @@ def test_wrong_files_are_reported_in_one_line(tmp_path: Path) -> None:
     trained = forked.run(
         [sys.executable, "-m", "shardtrain", "train", "parameters.yml"], cwd=tmp_path, capture_output=True, text=True
     )
-    assert trained.returncode == 2 and "asks for a test, and this trains" in trained.stderr
+    assert trained.returncode == 2 and "is for a test, and this command trains" in trained.stderr
 
 
 HOOKS = {

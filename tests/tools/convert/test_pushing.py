@@ -144,7 +144,7 @@ def test_a_card_that_somebody_wrote_stays_unless_asked(hub, folder, monkeypatch,
     before = hub.files["README.md"]
     assert push(str(folder), "--push", "org/name", *(["--overwrite_card"] if overwrite else [])) == 0
     assert (hub.files["README.md"] != before) == overwrite
-    assert ("was not written here and stays" in capsys.readouterr().out) != overwrite
+    assert ("was not written by shardtrain and is kept" in capsys.readouterr().out) != overwrite
     if overwrite:  # now it is ours, and is replaced without being asked
         (folder / "README.md").write_text(dataclasses.replace(card.of_folder(folder), name="new").text("0" * 64))
         assert push(str(folder), "--push", "org/name") == 0
@@ -161,14 +161,14 @@ def test_somebody_else_s_commit_meanwhile_is_not_overwritten(hub, folder, monkey
 
     hub.fault, before = fault, dict(hub.files)
     assert push(str(folder), "--push", "org/name") != 0
-    assert "was changed by somebody else meanwhile" in capsys.readouterr().err and hub.files == before
+    assert "was changed by somebody else during the upload" in capsys.readouterr().err and hub.files == before
 
 
 REFUSED = {
-    "no token": ({}, "", [], "needs a token, and none was found"),
-    "a token that reads": ({"role": "read"}, TOKEN, [], "which may only read"),
+    "no token": ({}, "", [], "requires a token, and none was found"),
+    "a token that reads": ({"role": "read"}, TOKEN, [], "which can only read"),
     "a public repository": ({}, TOKEN, ["--private"], "exists and is public"),
-    "a name without owner": ({}, TOKEN, ["--push", "name"], "does not say whose repository it is"),
+    "a name without owner": ({}, TOKEN, ["--push", "name"], "has no organisation"),
     "no name": ({}, TOKEN, ["--push", "a/b/c"], "is not the name of a repository"),
     "a token as a word": ({}, TOKEN, ["--dtype", TOKEN], "looks like an access token"),
     "private alone": ({}, TOKEN, ["--push", "", "--private"], "has no effect without --push"),
@@ -194,7 +194,7 @@ def test_what_the_hub_refuses_is_reported_and_what_it_lost_is_found(hub, folder,
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.fault = lambda handler, path: "/preupload/" in path and handler.refuse(403)
     assert push(str(folder), "--push", "org/name") != 0
-    assert "may not be written with the token that was found (status 403)" in capsys.readouterr().err
+    assert "is not writable with the token that was found (status 403)" in capsys.readouterr().err
     hub.fault = lambda handler, path: False
     real = type(hub).facts
 
@@ -211,7 +211,7 @@ def test_a_card_that_the_hub_does_not_take_is_reported(hub, folder, monkeypatch,
     (folder / "README.md").write_text("# mine\n")
     before = dict(hub.files)
     assert push(str(folder), "--push", "org/name", "--overwrite_card") != 0
-    assert "README.md has front matter that the hub does not take" in error_of(capsys.readouterr().err)
+    assert "README.md has front matter that the hub rejects" in error_of(capsys.readouterr().err)
     assert hub.files == before
 
 

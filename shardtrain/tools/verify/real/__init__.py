@@ -65,7 +65,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Check:
-    """A check that has not run yet. ``needs`` is in bytes over all ranks; ``limit`` is the largest allowed error."""
+    """A check that has not run yet.
+
+    ``needs`` is in bytes over all ranks; ``limit`` is the largest allowed error.
+    """
 
     name: str
     size: str
@@ -289,8 +292,8 @@ def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
     """Yield the checks of one piece: loss, norm and gradients on each mesh, against one float64 reference."""
     from shardtrain.tools.verify.real import real_layers
 
-    # The loss check of a mesh runs its step; the other two checks of the mesh read the results of that step. The loss
-    # check of the first mesh also computes the reference.
+    # The loss check of a mesh runs its step; the other two checks of the mesh read the results of
+    # that step. The loss check of the first mesh also computes the reference.
     expected: dict[str, float] = {}
     step: dict[str, Any] = {}
     size = f"{piece.numel:,} float32"

@@ -1,8 +1,8 @@
-"""Rotary angles at far positions, in float32 as models are trained and published with them, beside float64.
+"""Compare rotary angles at large positions in float32 with float64.
 
-An angle is position times frequency. In float32 the product of a position near 2^17 and a frequency near one is off by
-2^-8, whatever computes it: the convention of ``transformers`` and of the weights published with it, which is kept. The
-row says how far off it is, and fails where it is further off than the rounding of that convention.
+An angle is position times frequency. In float32, the product of a position near 2^17 and a frequency near one is off by
+2^-8. Models are trained and published with this error by ``transformers``, so it is kept. The row shows the error, and
+fails if it is larger than this rounding explains.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from shardtrain.models.layers import RotaryAngles
 
 
 def lengths(config: Config) -> list[int]:
-    """Sequence lengths whose last position is looked at."""
+    """Return the sequence lengths whose last positions are checked."""
     return sorted({config.training.seq_len, 1 << 17, 1 << 20})
 
 
 def limit(length: int) -> float:
-    """Largest error of a cosine: frequency and product are rounded, and the power behind a frequency costs two bits."""
+    """Return the largest allowed error of a cosine.
+
+    Frequency and product are rounded, and the power that computes a frequency loses two bits.
+    """
     return min(2.0, length * 2.0**-22)
 
 
 class _Double(TorchFunctionMode):
-    """Float64 wherever code asks for float32."""
+    """Mode that replaces float32 by float64."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -41,7 +44,10 @@ class _Double(TorchFunctionMode):
 
 
 def error(rank: int, num_ranks: int, config: Config, length: int) -> dict[str, Any]:
-    """Largest error of a cosine or sine at the last 64 positions, over the model's rotary modules; None without any."""
+    """Return the largest error of a cosine or sine at the last 64 positions, over all rotary modules of the model.
+
+    None if there are no such modules.
+    """
     module = models.find(config.model.name)
     if getattr(module, "AS_IS", False):
         return {"error": None, "note": ""}

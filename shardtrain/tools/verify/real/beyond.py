@@ -1,7 +1,7 @@
-"""Tensors of more numbers than 32 bits count: what is drawn, read, scaled, updated and stored at their far end.
+"""Checks at the end of tensors with more than 2^31 elements, whose index does not fit into 32 bits.
 
-Each check takes ``rows`` of ``COLUMNS`` numbers, so that a test can run it small; at ``ROWS`` there are more than 2^31.
-Where the far end alone matters, no memory is touched but there.
+Each check has a parameter ``rows`` (of ``COLUMNS`` elements), so tests can run it on small tensors. Checks that only
+need the end of a tensor do not touch other memory.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from shardtrain.tools.verify.real import tile
 
 COLUMNS = 2048
 ROWS = (1 << 20) + 3
-"""2^31 + 6,144 numbers of bfloat16 are 4.3 GB; the last rows are those whose numbers 32 bits cannot count."""
+"""2^31 + 6,144 elements, which are 4.3 GB in bfloat16. Indices in the last rows do not fit into 32 bits."""
 TAIL = 8
-"""Rows at the far end that are looked at one by one."""
+"""Rows at the end that are checked individually."""
 
 
 def _places(rows: int) -> list[int]:
-    """Rows at both ends, in the middle, and where an index of 31 bits would turn over."""
+    """Return rows at both ends, in the middle, and where an index of 31 bits would overflow."""
     return sorted({0, 1, rows // 2, rows - 4, rows - 3, rows - 2, rows - 1})
 
 
 def scaled(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
-    """Scaling gradients in place, as clipping does: by a half, which is exact in every type."""
+    """Check the scaling of gradients in place, as in clipping. The factor 0.5 is exact in every dtype."""
     parameter = nn.Parameter(torch.empty(rows, COLUMNS, dtype=torch.bfloat16))
     tile.fill_(parameter, "scaled")
     before = {row: parameter[row].detach().clone() for row in _places(rows)}
@@ -55,7 +55,10 @@ def scaled(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
 
 
 def updated(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
-    """One AdamW update by the default implementation: from zero moments each number moves by lr times its sign."""
+    """Check one AdamW update of the default implementation.
+
+    From zero moments, each element moves by lr in its sign.
+    """
     parameter = nn.Parameter(torch.zeros(rows, COLUMNS, dtype=torch.bfloat16))
     parameter.grad = torch.empty_like(parameter)
     tile.fill_(parameter.grad, "updated")
@@ -63,7 +66,8 @@ def updated(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
     optim.build([("weight", parameter)], options, ["weight"]).step()
     wrong = 0
     for row in _places(rows):
-        # bfloat16 rounds each step of the kernel: two digits are left, and a number that was left out is off by 100 %
+        # bfloat16 rounds each step of the kernel: two digits are left, and a number that was left
+        # out is off by 100 %
         moved = parameter[row].detach().float()
         gradient = parameter.grad[row].float()
         wrong += int(((moved + 0.5 * gradient.sign()).abs() > 0.05).sum())
@@ -71,14 +75,17 @@ def updated(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
 
 
 def looked_up(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
-    """Embedding rows at the far end, and the gradient of their lookup: only these rows of the table have memory."""
+    """Check embedding rows at the end and the gradient of their lookup.
+
+    Only these rows of the table use memory.
+    """
     table = torch.empty(rows, COLUMNS, dtype=torch.bfloat16)
     ids = torch.tensor(_places(rows))
     for row in ids.tolist():
         table[row] = (row % 251) + torch.arange(COLUMNS) % 4
     table.requires_grad_()
     found = F.embedding(ids, table)
-    # numbers up to 254, which bfloat16 holds exactly
+    # Numbers up to 254 are exact in bfloat16.
     expected = (ids % 251)[:, None] + torch.arange(COLUMNS)[None] % 4
     wrong = int((found.detach() != expected.to(torch.bfloat16)).sum())
 
@@ -92,7 +99,10 @@ def looked_up(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
 
 
 def scored(rank: int, num_ranks: int, vocabulary: int, tokens: int) -> dict[str, Any]:
-    """The loss of more logits than 2^31, of which the last tokens alone have targets: by far the likeliest and not."""
+    """Check the loss of more than 2^31 logits.
+
+    Only the last tokens have targets, both likely and unlikely ones.
+    """
     logits = torch.empty(1, tokens, vocabulary, dtype=torch.bfloat16)
     targets = torch.full((1, tokens), IGNORE)
     for place in (0, tokens // 2, tokens - 2, tokens - 1):
@@ -107,11 +117,11 @@ def scored(rank: int, num_ranks: int, vocabulary: int, tokens: int) -> dict[str,
 
 
 def drawn(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
-    """Initial numbers of the last of 64 ranks of a tensor, beside a draw of the same blocks written out here."""
+    """Check the initial weights on the last of 64 ranks against an independent draw of the same blocks."""
     draw = Draw("normal", std=0.02)
     ranks = 64
     rows_per_block = init_weights.BLOCK_NUMEL // COLUMNS
-    # a process group of 64 in which this process is the last rank and nobody else is there
+    # A fake process group of 64 ranks, in which this process is the last.
     with fake_backend.join(ranks - 1, ranks):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
         first = -(-rows // ranks) * (ranks - 1)
@@ -132,17 +142,17 @@ def drawn(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
 
 
 def ordered(rank: int, num_ranks: int, samples: int) -> dict[str, Any]:
-    """The order of more samples than 32 bits count, beside the same network in Python's integers, at far positions."""
+    """Check the order of more than 2^32 samples at large positions, against the same network in Python integers."""
     positions = [0, 1, 2**31 - 1, 2**31, 2**32 + 1, samples - 1, samples, 3 * samples + 2**31]
     found = sample_at(positions, samples, seed=3).tolist()
     near = sample_at(range(samples - 4096, samples), samples, seed=3)
     wrong = sum(a != _sample(position, samples, 3) for a, position in zip(found, positions, strict=True))
-    # a permutation gives no sample twice and none that is not there
+    # A permutation has no duplicates and no values out of range.
     return {"wrong": wrong + 4096 - len(set(near.tolist())) + int((near >= samples).sum())}
 
 
 def _sample(position: int, samples: int, seed: int) -> int:
-    """The sample at a position: the Feistel network of ``data/order.py`` once more, in Python's integers."""
+    """Return the sample at a position, by the Feistel network of ``data/order.py`` in Python integers."""
     epoch, value = divmod(position, samples)
     pool = b"".join(hashlib.sha256(f"shardtrain order {seed} {epoch} {part}".encode()).digest() for part in range(2))
     keys = [int.from_bytes(pool[8 * i : 8 * i + 8], "little") for i in range(8)]
@@ -153,7 +163,8 @@ def _sample(position: int, samples: int, seed: int) -> int:
         right = value & mask
         for key in keys:
             left, right = right, left ^ (_mixed(right ^ key) & mask)
-        # The network permutes a power of two. A value beyond the samples goes through it again (cycle walking).
+        # The network permutes a power of two. A value beyond the samples goes through it again
+        # (cycle walking).
         value = left << half | right
         if value < samples:
             return value
@@ -166,7 +177,10 @@ def _mixed(value: int) -> int:
 
 
 def stored_far(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, Any]:
-    """The last rows of a checkpoint's tensor whose bytes begin beyond 2^32: a file with holes, so it takes no space."""
+    """Check the last rows of a checkpoint's tensor, which start after 2^32 bytes.
+
+    The sparse file needs no space.
+    """
     path = Path(folder) / "rank-00000.bin"
     row_bytes = COLUMNS * 2
     expected = torch.arange(TAIL * COLUMNS).view(TAIL, COLUMNS).remainder(251).to(torch.bfloat16)
@@ -182,7 +196,7 @@ def stored_far(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, A
 
 
 def written(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, Any]:
-    """A tensor written whole and read back: the size of its file, and every number."""
+    """Write a full tensor, then check the size of its file and every element."""
     tensor = torch.empty(rows, COLUMNS, dtype=torch.bfloat16)
     tile.fill_(tensor, "written")
     path = Path(folder) / "written"

@@ -1,8 +1,8 @@
-"""A model's forward and backward in float64 where a float64 copy of its weights would not fit.
+"""Forward and backward of a model in float64 without a float64 copy of its weights.
 
-Large matrices stay in float32 and are widened block by block where ``linear`` uses them. Their gradients are not
-formed: that of y = x W^T is dy^T x, and the two factors are small when there are few tokens. Whoever compares forms the
-rows that it needs. All else (norms, attention, routers, biases) runs as PyTorch runs it, on float64 tensors.
+Large matrices stay in float32, and ``linear`` converts them block by block. Their gradients are stored as factors: the
+gradient of y = x W^T is dy^T x, and both factors are small for few tokens. The comparison computes only the rows that
+it needs. All other operations (norms, attention, routers, biases) run in PyTorch on float64 tensors.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 FACTORED_NUMEL = 1 << 22
-"""Matrices of so many numbers and more stay in float32."""
+"""Smallest number of elements of a matrix that stays in float32."""
 BLOCK_NUMEL = 1 << 24
-"""Numbers of a matrix that are widened at a time: 128 MiB."""
+"""Elements of a matrix that are converted at a time: 128 MiB."""
 
 
 @dataclass
 class Use:
-    """One use of a matrix, or of some of its rows: the gradient of rows ``first`` and after is ``left^T right``.
+    """One use of a matrix or of some of its rows. The gradient of rows from ``first`` on is ``left^T right``.
 
-    Of an embedding ``ids`` are the rows, and ``left`` is the gradient of what was looked up.
+    For an embedding, ``ids`` are the rows and ``left`` is the gradient of the lookup.
     """
 
     first: int
@@ -37,13 +37,13 @@ class Use:
 
 @dataclass
 class Gradients:
-    """The gradients of one backward pass in float64: factors of large matrices, and whole ones of all else."""
+    """Gradients of one backward pass in float64: factors of large matrices, and full gradients of other parameters."""
 
     factors: dict[str, list[Use]] = field(default_factory=dict)
     whole: dict[str, Tensor] = field(default_factory=dict)
 
     def rows(self, name: str, first: int, stop: int, columns: slice) -> Tensor:
-        """Rows of a gradient, seen as a matrix whose rows are the last dimension; some of its columns."""
+        """Return a block of a gradient, viewed as a matrix with the last dimension as columns."""
         if name in self.whole:
             matrix = self.whole[name]
             return matrix.reshape(-1, matrix.shape[-1])[first:stop, columns]
@@ -54,7 +54,8 @@ class Gradients:
                 found.index_add_(0, use.ids[in_block] - first, use.left[in_block, columns])
                 continue
             assert use.right is not None
-            # a matrix may be used in parts, as that of queries, keys and values: what this use says of these rows
+            # a matrix may be used in parts, as that of queries, keys and values: what this use says
+            # of these rows
             low = max(first, use.first)
             high = min(stop, use.first + use.left.size(1))
             if low < high:
@@ -86,7 +87,8 @@ class _WideLinear(torch.autograd.Function):
 
 
 class _WideEmbedding(torch.autograd.Function):
-    # The table takes no gradient, and autograd asks only for what depends on something that does: the anchor, a zero.
+    # The table takes no gradient, and autograd asks only for what depends on something that does:
+    # the anchor, a zero.
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, ids: Tensor, weight: Tensor, note: Callable[[Tensor], None]) -> Tensor:
         ctx.note = note
@@ -103,7 +105,7 @@ def _blocks(weight: Tensor) -> Iterator[Tensor]:
 
 
 class _Wide(TorchFunctionMode):
-    """Linear layers and lookups whose matrix is one of the large ones, wherever a model's code calls them."""
+    """Mode that computes linear layers and lookups of large matrices, wherever a model's code calls them."""
 
     def __init__(self, large: Mapping[str, Tensor], gradients: Gradients) -> None:
         super().__init__()
@@ -126,7 +128,7 @@ class _Wide(TorchFunctionMode):
             return _WideEmbedding.apply(
                 anchor, ids, args[1].detach(), lambda left: uses.append(Use(0, left, ids=ids.reshape(-1)))
             )
-        # code that computes in float32 at least must not fall back to it from float64
+        # Code that computes in at least float32 must not convert float64 to it.
         narrows = function is torch.Tensor.float or (
             function is torch.Tensor.to and torch.float32 in (*args[1:], *kwargs.values())
         )
@@ -135,7 +137,7 @@ class _Wide(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _find(self, weight: Any) -> tuple[str, int] | None:
-        """Which large parameter a matrix is, or is a part of, and its first row there."""
+        """Return the large parameter that contains a matrix, and the matrix's first row in it."""
         if not isinstance(weight, Tensor) or weight.dtype != torch.float32 or weight.ndim != 2:
             return None
         for start, numel, name in self._starts:
@@ -146,13 +148,15 @@ class _Wide(TorchFunctionMode):
 
 
 def loss_and_gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> tuple[float, Gradients]:
-    """``loss_of(model)`` in float64 and all its gradients; the model's own parameters are float32, and change their
-    type where they are small.
+    """Compute ``loss_of(model)`` and all gradients in float64.
+
+    Small parameters of the float32 model are converted in place.
 
     Raises:
-        RuntimeError: a large matrix is used in another way than ``linear`` and ``embedding``, and took no part.
+        RuntimeError: a large matrix is used by another operation than ``linear`` and ``embedding``.
     """
-    # Large matrices stay as they are and take no gradient of autograd's; all else becomes float64 in place.
+    # Large matrices stay as they are and take no gradient of autograd's; all else becomes float64
+    # in place.
     gradients = Gradients()
     large: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
@@ -184,7 +188,7 @@ def loss_and_gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor])
 
 
 def write(gradients: Gradients, path: str) -> None:
-    """Put gradients into a file of plain tensors."""
+    """Write gradients to a safetensors file."""
     from safetensors.torch import save_file
 
     parts: dict[str, Tensor] = {f"whole/{name}": tensor.contiguous() for name, tensor in gradients.whole.items()}
@@ -199,7 +203,7 @@ def write(gradients: Gradients, path: str) -> None:
 
 
 def read(path: str) -> Gradients:
-    """The gradients that ``write`` left."""
+    """Read gradients that ``write`` has written."""
     from safetensors.torch import load_file
 
     parts = load_file(path)

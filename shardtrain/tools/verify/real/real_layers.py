@@ -1,7 +1,7 @@
-"""One layer and the vocabulary of a configured model at their real width, a step of the trainer beside float64.
+"""Compare a training step with float64, on one layer and the vocabulary of the configured model at their real width.
 
-Where the whole does not fit into memory it is cut into pieces: the layer under a small vocabulary, the vocabulary over
-a small layer. What a piece leaves out is said in its row.
+A model that does not fit into memory is split into pieces: the layer with a small vocabulary, and the vocabulary with a
+small layer. The row of a piece names the reduced sizes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ from shardtrain.tools.verify.real.sums import copies_of, float64_squares
 from shardtrain.utils.units import GIB
 
 SEQUENCES, TOKENS = 4, 4
-"""Of a step, in all: arithmetic grows with them, and rounding does with the width."""
+"""Sequences of a step and tokens of each.
+
+More tokens only cost time, because rounding grows with the width.
+"""
 FEW_ROWS = 1024
-"""Rows of an embedding that is cut, or of a vocabulary that is not looked at."""
+"""Rows of a reduced embedding or vocabulary."""
 INNER = {
     "ffn_dim": 1024,
     "moe_ffn_dim": 64,
@@ -44,12 +47,22 @@ INNER = {
     "q_lora_rank": 64,
     "kv_lora_rank": 64,
 }
-"""Largest inner size of a layer that is not looked at, by the name of the field."""
+"""Largest value of each size field in a reduced layer."""
 
 
 @dataclass(frozen=True)
 class PartialModel:
-    """A model to train one step of: overrides of the configured one, what they leave out, and its numbers."""
+    """A reduced model that trains one step.
+
+    Attributes:
+        name: Name of the piece.
+        loaded: Its configuration.
+        said: The reduced sizes, for the row.
+        cut_embedding: The embedding has only ``FEW_ROWS`` rows.
+        numel: Number of parameters.
+        largest_unit: Parameters of the largest unit that FSDP gathers.
+        widest: Longest side of a matrix, which is the number of terms of its longest sum.
+    """
 
     name: str
     loaded: Loaded
@@ -57,25 +70,24 @@ class PartialModel:
     cut_embedding: bool
     numel: int = 0
     largest_unit: int = 0
-    """Numbers of the layer or end that FSDP gathers at once."""
     widest: int = 0
-    """Longest side of a matrix: terms of its longest sum."""
 
     def bytes_on(self, degrees: Mapping[str, int], num_ranks: int) -> int:
-        """Weights and gradients of all ranks, and what FSDP gathers, reduces and copies on the way."""
+        """Return the bytes of weights, gradients and FSDP buffers over all ranks."""
         replicas = num_ranks // degrees.get("tp", 1)
-        # FSDP's copy of a unit's weights, its gradient as the layers sum it up, and what is reduced of it; with one
-        # rank too. Among several, what is sent as well.
-        gathered = (16 * replicas if replicas > 1 else 12) * self.largest_unit
+        # FSDP has a copy of a unit's weights, its unreduced gradient and its reduced gradient.
+        # Several ranks also need a send buffer.
+        bytes_per_element = 16 * replicas if replicas > 1 else 12
+        gathered = bytes_per_element * self.largest_unit
         return 8 * self.numel + gathered + GIB // 4 * num_ranks
 
 
 def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialModel]) -> Iterator[PartialModel]:
-    """The whole where it fits into ``budget`` bytes, else pieces of it, each with as much as fits.
+    """Yield the full layer with its vocabulary if it fits into ``budget`` bytes, or else pieces that fit.
 
-    ``count`` fills in the numbers of a piece.
+    ``count`` returns a piece with its numbers of parameters.
     """
-    # One layer of each kind: of two layers the second has experts, or has no positions.
+    # One layer of each kind. With two layers, the second has experts or no positions.
     sizes = model_shape(loaded) or {}
     shallow: dict[str, Any] = {"num_layers": 1} if "num_layers" in sizes else {}
     if sizes.get("no_rope_layer_interval"):
@@ -91,13 +103,14 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialM
     if "dropout" in sizes and loaded.config.model.name == "transformers":
         shallow.pop("dropout")
 
-    # The whole, if it fits or if its vocabulary cannot be told apart.
+    # Everything together, if it fits or if the size of the vocabulary is unknown.
     whole = count(_piece("layer and vocabulary", loaded, shallow, layers, False))
     if whole.bytes_on({}, 1) <= budget or "vocab_size" not in sizes:
         yield whole
         return
 
-    # The layer under a small vocabulary. Where dense layers and layers of experts alternate, each is a piece.
+    # The layer with a small vocabulary. A model with dense layers and layers of experts has a piece
+    # for each.
     few = {**shallow, "vocab_size": min(FEW_ROWS, sizes["vocab_size"])}
     said = f"{layers}, vocabulary {sizes['vocab_size']} -> {few['vocab_size']}"
     if dense_layers({**sizes, **shallow}):
@@ -107,7 +120,7 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialM
         said += f", ffn_dim {sizes['ffn_dim']} -> {few['ffn_dim']}"
     yield _layer(sizes, loaded, few, said, budget, count)
 
-    # The vocabulary over a small layer: the output is of real size, and the embedding too where they are tied.
+    # The vocabulary with a small layer. The output has its real size, and a tied embedding too.
     small = {**shallow, **_inner(sizes, tuple(INNER))}
     tied = bool(sizes.get("tied_embeddings"))
     said = f"{layers}, a small layer" + ("" if tied else f", embedding of {FEW_ROWS} rows")
@@ -115,10 +128,11 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialM
 
 
 def _inner(sizes: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    found = {name: min(sizes[name], INNER[name]) for name in names if isinstance(sizes.get(name), int)}
-    if "num_heads" in found and "num_kv_heads" in found:
-        found["num_kv_heads"] = min(found["num_kv_heads"], found["num_heads"])
-    return found
+    """Return reduced sizes of a layer for some fields."""
+    reduced = {name: min(sizes[name], INNER[name]) for name in names if isinstance(sizes.get(name), int)}
+    if "num_heads" in reduced and "num_kv_heads" in reduced:
+        reduced["num_kv_heads"] = min(reduced["num_kv_heads"], reduced["num_heads"])
+    return reduced
 
 
 def _layer(
@@ -129,7 +143,7 @@ def _layer(
     budget: int,
     count: Callable[[PartialModel], PartialModel],
 ) -> PartialModel:
-    """The layer with as many of its experts as fit."""
+    """Return the layer with the largest number of experts that fits."""
     experts = sizes.get("num_experts", 0)
     groups: dict[str, int] = {}
     while True:
@@ -143,7 +157,8 @@ def _layer(
         if not experts or piece.bytes_on({}, 1) <= budget or experts // 2 < sizes.get("top_k", 1):
             return piece
 
-        # Half as many. A router that chooses groups first must find enough experts in those, or there is one group.
+        # Halve the number. A router that first selects groups needs enough experts in them.
+        # Otherwise use one group.
         experts //= 2
         of_group = experts // sizes.get("num_groups", 1)
         if sizes.get("top_groups", 1) * of_group < sizes.get("top_k", 1):
@@ -151,7 +166,7 @@ def _layer(
 
 
 def _piece(name: str, loaded: Loaded, overrides: dict[str, Any], said: str, cut: bool) -> PartialModel:
-    """A piece in float32 on a CPU, with nothing on that would change a number or stop the one step."""
+    """Return a piece in float32 on a CPU, without options that change numbers or stop the step."""
     model = {"overrides": {**loaded.config.model.overrides, **overrides}, "converters": []}
     sections: dict[str, dict[str, Any]] = {
         "model": model,
@@ -194,7 +209,7 @@ def _piece(name: str, loaded: Loaded, overrides: dict[str, Any], said: str, cut:
 
 
 def on_mesh(piece: PartialModel, degrees: Mapping[str, int]) -> Loaded:
-    """The piece's configuration on a mesh; ``dp_shard`` takes the ranks that are left."""
+    """Return the piece's configuration on a mesh. ``dp_shard`` takes the remaining ranks."""
     options = {
         "tensor_parallel_degree": degrees.get("tp", 1),
         "data_parallel_replicate_degree": degrees.get("dp_replicate", 1),
@@ -203,7 +218,10 @@ def on_mesh(piece: PartialModel, degrees: Mapping[str, int]) -> Loaded:
 
 
 def build(config: Config, cut_embedding: bool) -> tuple[Any, Any, nn.Module]:
-    """The model's file, its shape, and the model on the meta device; ``cut_embedding`` leaves it few rows."""
+    """Return the model file, the sizes, and the model on the meta device without dropout.
+
+    ``cut_embedding`` reduces the embedding to ``FEW_ROWS`` rows.
+    """
     module, shape = models.configured(config.model)
     model = models.build(module, shape)
     for path, one in list(model.named_modules()):
@@ -216,13 +234,14 @@ def build(config: Config, cut_embedding: bool) -> tuple[Any, Any, nn.Module]:
 
 
 def count(rank: int, num_ranks: int, config: Config, cut_embedding: bool) -> list[int]:
-    """Numbers of the model, of the largest unit that FSDP would gather, and the longest side of a matrix."""
+    """Return the parameters of the model and of its largest FSDP unit, and the longest side of a matrix."""
     module, _, model = build(config, cut_embedding)
 
     def numel(part: nn.Module) -> int:
         return sum(p.numel() for p in part.parameters())
 
-    # FSDP gathers each layer and each end of the model by itself; ends that share weights are one unit.
+    # FSDP gathers each layer and each first or last module separately. Modules with tied weights
+    # are one unit.
     layers = [numel(layer) for layer in getattr(model, module.LAYOUT.layers).values()]
     ends = [numel(getattr(model, name)) for name in (*module.LAYOUT.first, *module.LAYOUT.last)]
     if tied_names(model):
@@ -232,29 +251,29 @@ def count(rank: int, num_ranks: int, config: Config, cut_embedding: bool) -> lis
 
 
 def gradient_limit(widest: int) -> float:
-    """Relative distance (Frobenius) of a gradient from float64 that rounding explains.
+    """Return the largest relative error (Frobenius norm) of a gradient that rounding explains.
 
-    Rounding errors of n terms grow with the root of n where signs are random; a step has some four such sums in a row
-    between a loss and a gradient.
+    With random signs, the rounding error of a sum of n terms grows with the square root of n. About four such sums
+    follow each other between the loss and a gradient.
     """
     return 4 * 2.0**-24 * math.sqrt(widest)
 
 
 def fill(parameters: Mapping[str, Tensor], module: Any, shape: Any, num_layers: int) -> None:
-    """Give this rank's parameters values of a trained model's size: matrices of unit gain, and nothing zero."""
+    """Fill this rank's parameters with values as large as in a trained model: matrices at unit gain, and no zeros."""
     draws = init_weights.plan(parameters, module.initial(shape), module.LAYOUT, num_layers)
     for name, parameter in parameters.items():
         if parameter.ndim in (2, 3):
             tile.fill_(parameter, name, parameter.shape[-1] ** -0.5)
             continue
-        # a vector: around zero, or around one as the weight of a norm is
+        # Vectors are around zero, and weights of norms around one.
         init_weights.draw_(parameter, name, replace(draws[name], distribution="normal", std=0.05, depth="none"), 0)
         if draws[name].distribution == "ones":
             local_tensor(parameter).detach().add_(1.0)
 
 
 class _Stream(SyntheticStream):
-    """Synthetic batches whose tokens lie in the rows that the embedding has."""
+    """Synthetic batches whose tokens are in the range of a reduced embedding."""
 
     def __init__(self, rows: int, *arguments: int) -> None:
         super().__init__(*arguments)
@@ -270,7 +289,10 @@ def _rows(piece: PartialModel, vocabulary: int) -> int:
 
 
 def reference(rank: int, num_ranks: int, piece: PartialModel, path: str) -> dict[str, float]:
-    """Loss sum and gradients in float64 on one process, with the weights that the ranks have; leaves the gradients."""
+    """Compute the loss sum and gradients in float64 on one process. Write the gradients to ``path``.
+
+    The weights are the same as those of the ranks.
+    """
     config = piece.loaded.config
     if config.debug.deterministic:
         set_determinism(config.debug.deterministic_warn_only)
@@ -282,7 +304,8 @@ def reference(rank: int, num_ranks: int, piece: PartialModel, path: str) -> dict
     whole = whole_batch(config.debug.seed, 0, SEQUENCES, TOKENS, shape.vocab_size)
     tokens_BT = whole.tokens_BT % _rows(piece, shape.vocab_size)
 
-    # The trainer's divisor is a float32 number: the gradients have its rounding, the loss sum has not.
+    # The trainer divides in float32. Gradients have the rounding error of that divisor, but the
+    # loss sum does not.
     weight = torch.tensor(1.0 / whole.num_targets, dtype=torch.float32)
     expert_parallel.before_step([model], weight)
 
@@ -299,7 +322,12 @@ def reference(rank: int, num_ranks: int, piece: PartialModel, path: str) -> dict
 
 
 class _Compared(torch.optim.Optimizer):
-    """Takes the place of the optimizer: where an update was due, it compares the gradients and changes nothing."""
+    """Optimizer that compares gradients with the reference instead of updating weights.
+
+    Attributes:
+        errors: This rank's share of the squared difference and of the squared reference, by parameter name.
+        squares: This rank's share of the squared norm of all gradients.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor], path: str, num_ranks: int) -> None:
         super().__init__(list(parameters.values()), {"lr": 0.0})
@@ -307,7 +335,6 @@ class _Compared(torch.optim.Optimizer):
         self._path = path
         self._num_ranks = num_ranks
         self.errors: dict[str, tuple[float, float]] = {}
-        """Name -> this rank's share of the squared difference, and of the squared reference."""
         self.squares = 0.0
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -316,7 +343,7 @@ class _Compared(torch.optim.Optimizer):
             gradient = parameter.grad
             if gradient is None:
                 continue
-            # several ranks may hold the same part: each has its share of it, so that shares add up over all ranks
+            # Ranks with the same part divide it among themselves, so shares add up over all ranks.
             copies = copies_of(gradient, self._num_ranks)
             self.squares += float64_squares(local_tensor(gradient)) / copies
             difference, size = _distance(gradient, name, expected)
@@ -324,7 +351,7 @@ class _Compared(torch.optim.Optimizer):
 
 
 def _distance(gradient: Tensor, name: str, expected: float64.Gradients) -> tuple[float, float]:
-    """Squared distance of this rank's part of a gradient from float64, and the squared size of that."""
+    """Return the squared difference of this rank's part of a gradient from float64, and its squared norm in float64."""
     local = local_tensor(gradient).detach()
     slices = local_slices(gradient)
     if local.numel() == 0:
@@ -333,8 +360,8 @@ def _distance(gradient: Tensor, name: str, expected: float64.Gradients) -> tuple
         wanted = expected.whole[name][slices]
         return float((local.double() - wanted).square().sum()), float(wanted.square().sum())
 
-    # A block of rows at a time, of which alone the reference is formed. Matrices of experts lie in one tensor, and the
-    # reference counts their rows through.
+    # Compute the reference only for one block of rows at a time. Matrices of experts are stacked in
+    # one tensor, and the reference numbers their rows consecutively.
     difference = []
     size = []
     step = max(1, (1 << 22) // local.shape[-1])
@@ -351,7 +378,10 @@ def _distance(gradient: Tensor, name: str, expected: float64.Gradients) -> tuple
 
 
 def step(rank: int, num_ranks: int, trainer: Any, config: Config, piece: PartialModel, path: str) -> dict[str, Any]:
-    """One step of the trainer as one rank: what it says of loss and norm, and how far its gradients are off."""
+    """Run one training step as one rank.
+
+    Return its loss and norm, and the errors of its gradients. Collective.
+    """
     if config.debug.deterministic:
         set_determinism(config.debug.deterministic_warn_only)
     mesh = distributed.build(config, World(rank, num_ranks, rank, torch.device("cpu")))
@@ -390,10 +420,10 @@ def step(rank: int, num_ranks: int, trainer: Any, config: Config, piece: Partial
 
 
 def errors(found: list[dict[str, Any]], expected: Mapping[str, float]) -> dict[str, Any]:
-    """Relative errors of loss, of the norm beside that of the same gradients in float64, and of the worst gradient.
+    """Return the relative errors of the loss, of the norm and of the worst gradient, from the results of all ranks.
 
-    A gradient that is all but zero, as that of a bias of keys, which softmax cancels, is judged by a thousandth of the
-    norm of all.
+    The norm is compared with that of the same gradients in float64. The error of an almost zero gradient, such as that
+    of a key bias, is relative to a thousandth of the norm of all gradients.
     """
     loss = math.fsum(one["loss"] for one in found)
     norm = math.sqrt(math.fsum(one["squares"] for one in found))
@@ -406,7 +436,7 @@ def errors(found: list[dict[str, Any]], expected: Mapping[str, float]) -> dict[s
         difference = math.fsum(share[0] for share in shares)
         size = math.fsum(share[1] for share in shares)
         error = math.sqrt(difference / max(size, floor))
-        # written so that an error that is not a number is the worst
+        # Negated, so NaN counts as the worst error.
         if not error <= worst:
             worst = error
             where = name

@@ -1,5 +1,7 @@
-"""Sums that grow with a model: the gradient norm over millions of numbers and the loss over a real vocabulary, as one
-rank of a mesh computes them, beside the same sum in float64 by other code."""
+"""Compare sums of real size with float64: the gradient norm over millions of numbers, and the loss over a vocabulary.
+
+The functions run on the ranks of a mesh. Separate code computes the float64 reference.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from shardtrain.ops.dtensor import local_slices, local_tensor, split_axes
 from shardtrain.tools.verify.real import tile
 
 BLOCK_NUMEL = 1 << 22
-"""Numbers of which the reference has a float64 copy at a time."""
+"""Elements per block of the float64 reference."""
 
 VALUES = {
     "normal": "normal numbers",
@@ -31,11 +33,11 @@ VALUES = {
     "tiny": "numbers of 1e-25, whose squares float32 cannot hold",
     "one large": "normal numbers, and a last row of 100",
 }
-"""What gradients are filled with, each a way in which a sum in float32 goes wrong."""
+"""Distributions of gradients. Each causes another kind of error in a float32 sum."""
 
 
 def mesh_of(rank: int, num_ranks: int, degrees: dict[str, int]) -> tuple[Mesh, Config]:
-    """A mesh of CPU ranks with the degrees of some axes; ``dp_shard`` takes the ranks that are left."""
+    """Build a mesh of CPU ranks with the degrees of some axes. ``dp_shard`` takes the remaining ranks."""
     config = Config()
     options = replace(
         config.parallelism,
@@ -47,12 +49,12 @@ def mesh_of(rank: int, num_ranks: int, degrees: dict[str, int]) -> tuple[Mesh, C
 
 
 def float64_squares(tensor: Tensor) -> float:
-    """Sum of the squares of a local tensor: float64 in blocks, and the blocks added exactly."""
+    """Return the sum of squares of a local tensor, in float64 per block and added exactly."""
     return math.fsum(float(block.double().square().sum()) for block in tensor.detach().reshape(-1).split(BLOCK_NUMEL))
 
 
 def copies_of(tensor: Tensor, num_ranks: int) -> int:
-    """How many ranks hold the same part of a tensor."""
+    """Return the number of ranks with the same part of a tensor."""
     if not isinstance(tensor, DTensor):
         return num_ranks
     parts = math.prod(tensor.device_mesh.size(axis) for axis in split_axes(tensor))
@@ -60,14 +62,15 @@ def copies_of(tensor: Tensor, num_ranks: int) -> int:
 
 
 def gradient(shape: tuple[int, ...], placements: list[Placement], mesh: Mesh, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter whose gradient has memory, split over the mesh; the parameter itself is that gradient."""
+    """Return a parameter that is split over the mesh and is its own gradient, so only the gradient needs memory."""
     device_mesh = mesh.submesh(*(mesh.device_mesh.mesh_dim_names or ()))
     with torch.device("meta"):
         whole = torch.empty(shape, dtype=dtype)
     local_shape = list(shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            # as PyTorch shards: chunks of equal size rounded up, of which the last may be shorter or empty
+            # as PyTorch shards: chunks of equal size rounded up, of which the last may be shorter
+            # or empty
             size = device_mesh.size(axis)
             place = device_mesh.get_local_rank(axis)
             chunk = -(-local_shape[placement.dim] // size)
@@ -84,9 +87,9 @@ def gradient(shape: tuple[int, ...], placements: list[Placement], mesh: Mesh, dt
 def gradient_norm(
     rank: int, num_ranks: int, degrees: dict[str, int], rows: int, columns: int, values: str, dtype: str
 ) -> dict[str, Any]:
-    """The trainer's norm of a matrix (rows, columns) that the mesh splits and of a vector that every rank holds.
+    """Compute the trainer's gradient norm of a matrix (rows, columns) that is split and a replicated vector.
 
-    Gives the norm, and this rank's share of the sum of squares in float64: shares of all ranks add up to the whole.
+    Return the norm, and this rank's share of the sum of squares in float64. The shares of all ranks add up to the sum.
     """
     mesh, _ = mesh_of(rank, num_ranks, degrees)
     names = mesh.device_mesh.mesh_dim_names or ()
@@ -99,8 +102,8 @@ def gradient_norm(
     for name, parameter in (("matrix", matrix), ("vector", vector)):
         tile.fill_(parameter.grad, name, std, mean)  # type: ignore[arg-type]
     if values == "one large":
-        # The very last row, on the ranks that hold a part of it: one that stops short of the end, or counts it twice,
-        # is seen.
+        # The very last row, on the ranks that hold a part of it: one that stops short of the end,
+        # or counts it twice, is seen.
         mine = local_slices(matrix.grad)[0]  # type: ignore[arg-type]
         if mine.stop == rows and mine.start < rows:
             local_tensor(matrix.grad)[-1:].fill_(100.0)  # type: ignore[arg-type]
@@ -114,13 +117,13 @@ def gradient_norm(
 
 
 def norm_error(answers: list[dict[str, Any]]) -> float:
-    """Relative distance of the worst rank's norm from the root of the sum in float64."""
+    """Return the relative error of the worst rank's norm."""
     whole = math.sqrt(math.fsum(answer["squares"] for answer in answers))
     return max(abs(answer["norm"] / whole - 1) for answer in answers)
 
 
 class _Bigrams(nn.Module):
-    """The smallest language model: the logits of the next token are a row of a table."""
+    """Smallest language model: the logits of the next token are a row of a table."""
 
     def __init__(self, table_PV: Tensor) -> None:
         super().__init__()
@@ -131,11 +134,11 @@ class _Bigrams(nn.Module):
 
 
 PREFIXES = 64
-"""Rows of the table of logits: as many distributions over the vocabulary as there are."""
+"""Rows of the table of logits, which is the number of distinct distributions."""
 
 
 class _Batches:
-    """Micro-batches of random tokens and targets that are made when they are asked for, and a float64 sum over them."""
+    """Micro-batches of random tokens and targets, generated on access, and the float64 sum of their losses."""
 
     def __init__(self, count: int, size: int, table_PV: Tensor, seed: int) -> None:
         self._count = count
@@ -164,9 +167,9 @@ class _Batches:
 def loss_sum(
     rank: int, num_ranks: int, degrees: dict[str, int], vocabulary: int, tokens: int, batches: int
 ) -> dict[str, Any]:
-    """The runner's loss over ``batches`` micro-batches of all data ranks together, of ``tokens`` targets in all.
+    """Compute the runner's loss over ``batches`` micro-batches with ``tokens`` targets in total, over all data ranks.
 
-    The ranks of dp share the tokens, those of tp the vocabulary. Gives the loss sum over all ranks, and this rank's
+    Ranks of dp divide the tokens, and ranks of tp the vocabulary. Return the loss sum over all ranks, and this rank's
     share of it in float64.
     """
     mesh, config = mesh_of(rank, num_ranks, degrees)
@@ -188,6 +191,6 @@ def loss_sum(
 
 
 def loss_error(answers: list[dict[str, Any]]) -> float:
-    """Relative distance of the worst rank's loss sum from that in float64."""
+    """Return the relative error of the worst rank's loss sum."""
     whole = math.fsum(answer["sum"] for answer in answers)
     return max(abs(answer["loss"] / whole - 1) for answer in answers)

@@ -1,7 +1,7 @@
-"""Numbers for tensors of real size: a table of normal numbers, read again and again at moving places.
+"""Random numbers for tensors of real size, copied from a table of normal numbers with moving offsets.
 
-Drawing two billion numbers takes minutes; copying rows of a table takes seconds. A number depends on its place in the
-whole tensor alone, so that every mesh starts from the same values.
+Drawing two billion numbers takes minutes, but copying rows of a table takes seconds. A number only depends on its place
+in the full tensor, so every mesh starts from the same values.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from shardtrain.ops.dtensor import local_slices, local_tensor
 
 _ROWS = 1024
-"""Rows before the table is used from its beginning again."""
+"""Number of rows after which the table is reused."""
 _STEP = 1021
-"""How far apart rows begin in the table: a prime number."""
+"""Offset in the table between consecutive rows, a prime number."""
 
 
 def fill_(tensor: Tensor, name: str, std: float = 1.0, mean: float = 0.0) -> None:
     """Fill this rank's part of a tensor of two or three dimensions in place.
 
-    Row r is a window of the table, ``std`` wide around ``mean``; its strength changes a little from one run through the
-    table to the next, so that no two rows far apart are equal.
+    Row r is a window of the table, with ``std`` and ``mean``. The scale changes slightly with each reuse of the table,
+    so distant rows differ.
     """
     local = local_tensor(tensor).detach()
     slices = local_slices(tensor)
@@ -49,7 +49,7 @@ def fill_(tensor: Tensor, name: str, std: float = 1.0, mean: float = 0.0) -> Non
 
 
 def _row_blocks(local: Tensor, slices: tuple[slice, ...], shape: torch.Size) -> Iterator[tuple[Tensor, int]]:
-    """Rows that lie one after the other, with the number of the first in the whole tensor seen as a matrix."""
+    """Yield blocks of consecutive rows, with the number of the first row in the full tensor as a matrix."""
     if local.ndim == 2:
         yield local, slices[0].start
         return
