@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from shardtrain.utils.heartbeat import last_said, not_silent, silent_since
 from shardtrain.utils.log import redraw_allowed
@@ -72,7 +72,7 @@ class Progress:
         if self.is_live:
             self._live.stop()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         """Return itself."""
         return self
 
