@@ -98,7 +98,7 @@ class TrainingAgent(NodeAgent):
             with contextlib.suppress(OSError):
                 (self._folder / "exit.json").unlink(missing_ok=True)
         pids = super()._start_workers(worker_group)
-        self._watch.begin({self._first_rank + local_rank: pid for local_rank, pid in pids.items()})
+        self._watch.begin({self._first_rank + local_rank: pid for local_rank, pid in pids.items()}, self._reaped)
         self._are_running = True
         self.cause = None
         return pids
@@ -129,8 +129,13 @@ class TrainingAgent(NodeAgent):
     def _explain(self, signal_name: str = "") -> None:
         """Find the failure that ended the attempt; print it in one line and write ``exit.json``."""
         failures, all_done, last_step = local.failures_of(self._watch.statuses, self._watch, self._record_of)
-        if signal_name and not failures and not all_done:
-            failures = [local.stopped(self._training, self._first_rank, signal_name)]
+        if signal_name and not failures:
+            statuses = set(self._watch.statuses.values())
+            if statuses and statuses <= {PREEMPTED, -signal.Signals[signal_name]}:
+                # a rank that saves leaves a record, so these ranks ended while they were starting
+                failures = [failure.stopped(self._first_rank, signal_name, run_end=run_ends.BEFORE_FIRST_STEP)]
+            elif not all_done:
+                failures = [local.stopped(self._training, self._first_rank, signal_name)]
         cause = self._reports.explain(failures, all_done, self._folder)
         if cause is None:
             failure.write_exit(self._folder, None, 0, last_step)
@@ -141,6 +146,12 @@ class TrainingAgent(NodeAgent):
         self.cause = cause
         log_path = local.log_path(self._training, cause.rank or 0)
         exit_report.tell(cause, log_path, self._folder, self._worker_group.workers[0].world_size)
+
+    def _reaped(self, rank: int) -> int | None:
+        """Return the exit status of a rank that PyTorch has reaped, as it does when this process receives a signal."""
+        handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
+        handler = handlers.get(rank - self._first_rank)
+        return handler.proc.poll() if handler else None
 
     def _record_of(self, rank: int) -> Path:
         assert self._pcontext is not None

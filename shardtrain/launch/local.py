@@ -427,10 +427,9 @@ def _forked(loaded: Loaded, main: Main, parent: int) -> NoReturn:
 
 
 def leave_refused(error: ShardtrainError) -> None:
-    """Exit after failed checks if the agent of this node reports the error. ``exit.json`` is written already."""
+    """Exit after failed checks if the agent of this node reports the error, and writes ``exit.json``."""
     if exit_report.AGENT in os.environ:
         report = failure.describe(error, int(os.environ["RANK"]))
-        report = dataclasses.replace(report, leaves_folder_alone=True)
         failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
         leave(report.exit_code)
 

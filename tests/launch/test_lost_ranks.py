@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -144,6 +145,21 @@ def test_a_node_whose_agent_is_killed_is_named_by_the_other_one(tmp_path, victim
     assert f"rank {victim} (host " in line and "is lost with its node" in line and f"logs/rank-{victim}.log" in line
     end = record(tmp_path / "run")
     assert (end["code"], end["rank"], end["retryable"]) == (6, victim, True)
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_rank_that_a_limit_of_its_host_refuses_is_in_exit_json(tmp_path, refused):
+    """Only ranks look at limits of their host. Each agent has removed the exit.json of an earlier run by then."""
+    (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=0, fault="pass"))
+    with started("train --nnodes 2", tmp_path) as hosts:
+        resource.prlimit(hosts[refused].pid, resource.RLIMIT_NOFILE, (63, 63))
+        told = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [7, 7], told
+    for text in told:
+        (line,) = [line for line in text.splitlines() if "error[" in line]
+        assert f"rank {refused} (host " in line and "ulimit -n=63 must be at least 64" in line
+    end = record(tmp_path / "run")
+    assert (end["code"], end["rank"]) == (7, refused) and "ulimit -n=63 must be at least 64" in end["message"]
 
 
 # exit.json before the start, and what another node writes meanwhile -> the code that is left

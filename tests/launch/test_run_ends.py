@@ -182,6 +182,26 @@ def test_a_node_that_waits_for_the_others_ends_as_the_table_says(tmp_path, name,
     assert f"stopped[75]: {line}\n" in (tmp_path / "err").read_text()
 
 
+@pytest.mark.nightly(
+    "a node starts interpreters",
+    by="tests/launch/test_run_ends.py::test_a_node_that_waits_for_the_others_ends_as_the_table_says",
+)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_node_whose_ranks_are_starting_ends_as_the_table_says(tmp_path, name, monkeypatch):
+    """Its ranks import PyTorch: they have not begun to save when they receive the signal."""
+    monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=1")
+    (tmp_path / "run.toml").write_text(RUN)
+    words = ["--nnodes", "1:2", "--node_rank", "0", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--nproc", "1"]
+    process = fork(_command, tmp_path, "none", [*words, "--training.global_batch_size", "4"])
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for(lambda: children.read_text())
+    time.sleep(0.5)
+    send(process.pid, name)
+    assert end(process) == record(tmp_path / "run")["code"] == TABLE[name]["ranks starting"].code
+    line = run_ends.BEFORE_FIRST_STEP.line.format(reason=name)
+    assert (tmp_path / "err").read_text().count(f"stopped[75]: {line}\n") == 1
+
+
 @pytest.mark.parametrize("name", cases(["SIGINT"], nightly=sorted({*REQUESTS} - {"SIGINT", "SIGHUP"})))
 def test_a_signal_after_the_end_stops_the_sample_and_not_the_status(tmp_path, name):
     process = start(tmp_path, "sample", "--nproc", "1", "--metrics.sample_prompt", "a")
