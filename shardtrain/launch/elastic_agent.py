@@ -66,6 +66,7 @@ class TrainingAgent(NodeAgent):
         self._watch = ChildWatch(stopped_seconds=stopped_seconds)
         self._first_rank = 0
         self._are_running = False
+        self._is_first_attempt = True
         self._reports: NodeReports
 
     def explain_stop(self, signal_name: str) -> None:
@@ -83,7 +84,9 @@ class TrainingAgent(NodeAgent):
         assert number is not None and count is not None
         if number == 0:
             with local.refusals_in_exit_json(self._training):
-                local.prepare(self._folder)
+                # ranks that restart because a node came or left have written no exit.json
+                local.prepare(self._folder, self._is_first_attempt and not local.has_live_run(self._training))
+        self._is_first_attempt = False
         self._first_rank = worker_group.workers[0].global_rank
         try:
             self._reports = NodeReports(
@@ -151,7 +154,8 @@ class TrainingAgent(NodeAgent):
         """Return the exit status of a rank that PyTorch has reaped, as it does when this process receives a signal."""
         handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
         handler = handlers.get(rank - self._first_rank)
-        return handler.proc.poll() if handler else None
+        status: int | None = handler.proc.poll() if handler else None
+        return status
 
     def _record_of(self, rank: int) -> Path:
         assert self._pcontext is not None

@@ -51,11 +51,14 @@ def log_path(loaded: Loaded, rank: int | None) -> Path:
     return Path(config.job.dump_folder) / config.metrics.save_log_file.replace("{rank}", str(rank))
 
 
-def prepare(run_folder: Path) -> None:
+def prepare(run_folder: Path, note_killed: bool = True) -> None:
     """Create the run's folders, and reserve disk space for ``exit.json``.
 
     Removes temporary files of a killed run and the ``exit.json`` of an earlier run. Prints a note if the earlier run
     was killed: then the reserved space exists, and ``exit.json`` does not.
+
+    Args:
+        note_killed: False if that may also mean that a run is in progress.
 
     Raises:
         StorageError: the folder cannot be made or written.
@@ -63,7 +66,7 @@ def prepare(run_folder: Path) -> None:
     try:
         atomic_io.guard(run_folder)
         atomic_io.make_folder(run_folder / OUTPUTS)
-        if (run_folder / failure.RESERVED).exists() and not (run_folder / "exit.json").exists():
+        if note_killed and (run_folder / failure.RESERVED).exists() and not (run_folder / "exit.json").exists():
             print(failure.killed_before(run_folder), file=sys.stderr, flush=True)
         (run_folder / "exit.json").unlink(missing_ok=True)
         atomic_io.sweep(run_folder)
@@ -118,12 +121,16 @@ def write_exit_before_ranks(loaded: Loaded, report: failure.Failure) -> None:
     Under torchrun or srun only rank 0 writes it.
     """
     folder = Path(loaded.config.job.dump_folder)
-    checkpoints = folder_of(loaded.config.job.dump_folder, loaded.config.checkpoint.folder)
-    is_free = not isinstance(checkpoints, Path) or not lease.is_held(checkpoints)
-    if _reports_before_ranks() and is_free:
+    if _reports_before_ranks() and not has_live_run(loaded):
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
         failure.write_exit(folder, dataclasses.replace(report, rank=None), report.exit_code)
+
+
+def has_live_run(loaded: Loaded) -> bool:
+    """True if a run that is alive, as far as this host can see, holds the folder of checkpoints."""
+    checkpoints = folder_of(loaded.config.job.dump_folder, loaded.config.checkpoint.folder)
+    return isinstance(checkpoints, Path) and lease.is_held(checkpoints)
 
 
 def _reports_before_ranks() -> bool:

@@ -240,6 +240,32 @@ def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
         local.prepare(tmp_path / "file" / "outputs")
 
 
+def test_a_killed_run_is_noted_unless_a_run_may_be_in_progress(tmp_path, capfd):
+    from shardtrain.launch import local
+
+    local.prepare(tmp_path)
+    local.prepare(tmp_path, note_killed=False)
+    assert not capfd.readouterr().err
+    local.prepare(tmp_path)
+    assert "was killed after step 0" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_run_is_alive_if_its_lease_is_held(tmp_path, monkeypatch, is_alive):
+    from shardtrain.checkpoint import lease
+    from shardtrain.config import load
+    from shardtrain.launch import local
+
+    loaded = load(None, [f"--job.dump_folder={tmp_path}"], preset="debug")
+    (tmp_path / "checkpoint").mkdir()
+    assert not local.has_live_run(loaded)
+    held = lease.Lease(tmp_path / "checkpoint")
+    held.acquire()
+    monkeypatch.setattr(lease, "why_free", lambda holder: "" if is_alive else lease.DEAD)
+    assert local.has_live_run(loaded) == is_alive
+    held.release()
+
+
 def test_an_exit_file_of_an_earlier_run_is_removed_at_the_start(tmp_path):
     from shardtrain.launch import local
 
