@@ -44,6 +44,9 @@ from search_case import (
     T,
 )
 
+from shardtrain.config.schema import Optimizer
+from shardtrain.facts.optimizers import OPTIMIZERS
+
 
 def draw_any(seed: int, number: int) -> Case:
     """Options as they come, of which one in five breaks a rule; another sequence than ``draw``."""
@@ -243,7 +246,10 @@ def _newer(rng: random.Random, family: str) -> dict[str, str]:
 def _training(rng: random.Random, family: str) -> dict[str, str]:
     options: dict[str, str] = {}
     if rng.random() < 0.3:
-        options["optimizer.name"] = rng.choice(("Adam", "Muon", "Muon"))
+        drawn = ("Adam", "Muon", "Muon")
+        # the default needs no option, and search_more draws AdamW8bit with its own options
+        others = (name for name in OPTIMIZERS if name not in (*drawn, Optimizer().name, "AdamW8bit"))
+        options["optimizer.name"] = rng.choice((*drawn, *others))
         if options["optimizer.name"] == "Muon":
             options["optimizer.lr"] = "1e-3"  # its update is as large as its matrix's noise where that has little else
     if rng.random() < 0.3:

@@ -25,6 +25,13 @@ SHARED = 4
 SHARE = 0.8
 """A literal that has so many elements, and this share, of a table in ``facts`` repeats it."""
 
+LARGEST_AMBIGUOUS = 128
+"""Numbers up to this occur in many roles."""
+UNITS = (1000, 3600)
+"""Numbers that convert units."""
+OTHER_ROLES = {("calibrate.py", 2**24): "bytes of a file, where kernels count elements"}
+"""Numbers of plans that a kernel has in another role."""
+
 DESCRIBES_ITSELF = ("models/", "hub_formats/", "compat/")
 """Each file describes one model family or one other system in full, so that it can be read without the others."""
 
@@ -172,3 +179,44 @@ def at_top(statement: ast.stmt) -> Iterator[ast.AST]:
 
 def is_count(value: object) -> bool:
     return isinstance(value, int | float) and abs(value) <= LARGEST_COUNT
+
+
+def test_plans_import_the_constants_of_kernels() -> None:
+    """A plan must not copy a size at which a kernel changes: the copy would stay when the kernel changes."""
+    kernels = {
+        value: f"{folder}/{file}:{name}"
+        for folder in ("ops", "optim")
+        for file, name, value in named_numbers(PACKAGE / folder)
+        if value > LARGEST_AMBIGUOUS and value not in UNITS
+    }
+    copied = []
+    for path in sorted((PACKAGE / "tools" / "plan").glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        sizes_of_caches = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
+        for node in ast.walk(tree):
+            value = number_of(node) if isinstance(node, ast.expr) and id(node) not in sizes_of_caches else None
+            if value in kernels and (path.name, value) not in OTHER_ROLES:
+                copied.append(f"tools/plan/{path.name}:{node.lineno} writes {value}, as {kernels[value]}")
+    assert copied == []
+
+
+def named_numbers(folder: Path) -> Iterator[tuple[str, str, float]]:
+    """Yield file, name and value of the numbers that modules of a folder name."""
+    for path in sorted(folder.rglob("*.py")):
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+                value = number_of(statement.value)
+                if value is not None:
+                    yield path.name, statement.targets[0].id, value
+
+
+def number_of(node: ast.expr) -> float | None:
+    """Return the value of a number, or of a shift or power of two numbers."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift | ast.Pow):
+        left = number_of(node.left)
+        right = number_of(node.right)
+        if left is not None and right is not None:
+            return int(left) << int(right) if isinstance(node.op, ast.LShift) else left**right
+    return None
