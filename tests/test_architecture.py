@@ -45,6 +45,12 @@ def rooms_imported() -> dict[str, set[str]]:
             for word in call.args:
                 if isinstance(word, ast.Constant) and str(word.value).startswith("shardtrain."):
                     found[room_of(f"shardtrain.{file.partition('/')[0].removesuffix('.py')}")].add(room_of(word.value))
+    # The verbs of cli.py name their modules below the package as text: "tools.plan.plan_command".
+    modules = imports().keys()
+    for node in ast.walk(trees()["cli.py"]):
+        text = node.value.partition(":")[0] if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if f"shardtrain.{text}" in modules:
+            found["cli"].add(room_of(f"shardtrain.{text}"))
     return {room: names - {room, ""} for room, names in found.items()}
 
 

@@ -197,7 +197,7 @@ def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Confi
         _check_core(path, core, call, mesh, config)
 
 
-def _check_core(path: str, core: nn.Module, call: attention_core.Given | None, mesh: Mesh, config: Config) -> None:
+def _check_core(path: str, core: nn.Module, call: attention_core.CoreCall | None, mesh: Mesh, config: Config) -> None:
     """Raise ConfigError if a core cannot be split by the mesh."""
     rule = f"needs an attention core that can be split, and {path}"
 
