@@ -49,7 +49,7 @@ def rooms_imported() -> dict[str, set[str]]:
     modules = imports().keys()
     for node in ast.walk(trees()["cli.py"]):
         text = node.value.partition(":")[0] if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-        if f"shardtrain.{text}" in modules:
+        if "." in text and f"shardtrain.{text}" in modules:
             found["cli"].add(room_of(f"shardtrain.{text}"))
     return {room: names - {room, ""} for room, names in found.items()}
 

@@ -251,7 +251,7 @@ def _actions_of_step(runner: pipeline_parallel.PipelineRunner, mesh: Mesh) -> li
     # The attribute depends on the class of the schedule.
     schedule: Any = runner._schedule
     by_rank = getattr(schedule, "pipeline_order", None) or getattr(schedule, "pipeline_order_with_comms", None) or {}
-    actions = []
+    actions: list[Any] = []
     for action in by_rank.get(mesh.rank(pipeline_parallel.AXIS), []):
         if action:
             actions.extend(action.sub_actions or (action,))
