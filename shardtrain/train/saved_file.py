@@ -29,7 +29,7 @@ from shardtrain.hf.weights import without_wrappers
 from shardtrain.hub_formats.format import HubFormat
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.optim.grad_scaler import LARGEST, SMALLEST
-from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.errors import CheckpointError, fix_first
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
@@ -248,8 +248,12 @@ def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str,
     if not is_fitting or len(numbers) != len(names):
         sizes = ", ".join(str(len(group["params"])) for group in groups)
         raise CheckpointError(
-            f"{path}: the optimizer has groups of {sizes} parameters, and the model has {len(names)}; two groups must "
-            f"be divided by {' and '.join(_WITHOUT_DECAY)} (training on shards of the model changes groups); {fix}"
+            fix_first(
+                f"{path}: the optimizer has groups of {sizes} parameters, and the model has {len(names)}",
+                fix,
+                f"two groups must be divided by {' and '.join(_WITHOUT_DECAY)}",
+                "training on shards of the model changes groups",
+            )
         )
 
     states: dict[str, dict[str, Any]] = {}

@@ -125,4 +125,4 @@ def test_the_number_of_rows_is_asked_for(tmp_path: Path) -> None:
         given.model, overrides={k: v for k, v in given.model.overrides.items() if k != "vocab_size"}
     )
     told = "\n".join(map(str, check(Loaded(dataclasses.replace(given, model=model)))))
-    assert "needs the number of rows" in told
+    assert "requires the number of rows" in told

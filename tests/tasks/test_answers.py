@@ -180,7 +180,7 @@ def test_both_sides_are_shown_with_what_is_learned(tmp_path: Path, capsys: pytes
         ({"name": "orpo", "rejected_field": "chosen"}, "name three columns"),
         (
             {"name": "reward_model", "beta": 0.3},
-            '"preference" or "orpo" or "simpo" or "kto" alone',
+            'is only read by task.name = "preference" or "orpo" or "simpo" or "kto"',
         ),
     ],
 )

@@ -193,8 +193,8 @@ def test_a_row_that_is_not_a_pair_is_named(row: dict[str, str], told: str, tmp_p
 def test_what_cannot_work_is_refused(file: Path) -> None:
     one = config(file)
     cases = [
-        (dataclasses.replace(one, parallelism=Parallelism(pipeline_parallel_degree=2)), "cuts the model"),
-        (dataclasses.replace(one, parallelism=Parallelism(context_parallel_degree=2)), "cuts each sequence"),
+        (dataclasses.replace(one, parallelism=Parallelism(pipeline_parallel_degree=2)), "splits the model"),
+        (dataclasses.replace(one, parallelism=Parallelism(context_parallel_degree=2)), "splits each sequence"),
         (dataclasses.replace(one, task=Task(name="preference", beta=0.0)), "task.beta=0.0 must be above 0"),
         (dataclasses.replace(one, task=Task(name="preference", rejected_field="chosen")), "name three columns"),
     ]

@@ -91,7 +91,7 @@ def test_an_end_that_the_tokenizer_has_not_is_refused(tmp_path: Path) -> None:
     bare = open_tokenizer(str(bpe_folder(tmp_path, (), bos_token=None, eos_token=None)))
     assert ends_of(bare, Data(add_bos=False, add_eos=False)).prefix == ()
     for option, kind in (("add_bos", "begins"), ("add_eos", "ends")):
-        with pytest.raises(ConfigError, match=f"data.{option}=true asks for .* a token that {kind} a text"):
+        with pytest.raises(ConfigError, match=f"data.{option}=true requires .*a token that {kind} a text"):
             ends_of(bare, Data(**{option: True}))
 
 

@@ -204,7 +204,7 @@ def test_the_verb_refuses_data_whose_documents_are_not_kept_apart(words: list[st
 
 
 def test_the_verb_refuses_sequences_of_one_document(words: list[str]) -> None:
-    told = 'data.packing="padded": .*; reason: it gives each document a sequence of its own'
+    told = 'data.packing="padded": .*; reason: it gives each document its own sequence'
     with pytest.raises(ConfigError, match=told):
         main([*words, "--data.packing", "padded"])
 

@@ -190,7 +190,7 @@ def test_what_cannot_be_read_is_told_apart(tmp_path):
         tool.main(words)
     with pytest.raises(ConfigError, match="--input=.*absent.* does not exist"):
         tool.main([*words, "--input", str(tmp_path / "absent")])
-    with pytest.raises(ConfigError, match='--dataset="tokens" holds tokens and no text'):
+    with pytest.raises(ConfigError, match='--dataset="tokens" contains tokens and no text'):
         tool.main([*words, "--input", str(tmp_path), "--dataset", "tokens"])
 
 

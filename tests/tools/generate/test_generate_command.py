@@ -219,7 +219,7 @@ def test_a_conversation_is_written_by_the_template_and_ends_with_its_turn(traine
     rows.write_text('{"m": [{"role": "user", "content": "Hello"}]}\n{"m": [{"role": "assistant", "content": "x"}]}\n')
     one, two = read_rows(rows, "m", "prediction")
     assert answers._encoder.row(one, "m", "tools") == ids
-    with pytest.raises(DataError, match=r"in\.jsonl:2: .*nothing to answer"):
+    with pytest.raises(DataError, match=r"in\.jsonl:2: .*nothing to generate"):
         answers._encoder.row(two, "m", "tools")
     code, _, err = answer(capfd, "--from", str(trained), "--chat", "--prompt", "Hello")
     assert code == 2 and "data.chat_template is not set" in err
