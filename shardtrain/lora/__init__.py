@@ -7,6 +7,6 @@ weights. ``quantize.py`` holds frozen weights in 4 or 8 bits. ``train/base_weigh
 """
 
 FACT = "lora"
-"""Name of what a checkpoint says of its adapters, among its facts."""
+"""Key of the adapters among the facts of a checkpoint."""
 PATH = "checkpoint.initial_load_path"
 """The option that names the frozen weights."""

@@ -1,4 +1,4 @@
-"""The adapters of a checkpoint as a folder that PEFT opens: read back, and all of it or none."""
+"""Export of a checkpoint's adapters to a folder in PEFT's format. The export is verified and atomic."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from shardtrain.utils.errors import CheckpointError, require_new
 def export(
     checkpoint: Path, output: Path, module: ModuleType, shape: Any, base: str, dtype: str = "float32"
 ) -> list[str]:
-    """Write the folder, read it back, and give its files. ``base`` is what it says of the model that it is for.
+    """Write the folder, read it back, and return the names of its files.
+
+    Args:
+        base: Name or path of the base model, for ``base_model_name_or_path``.
 
     Raises:
-        ConfigError: when ``output`` exists, or an adapter has no form in this format.
-        CheckpointError: when the checkpoint is damaged or holds no adapters.
-        StorageError: when the folder cannot be written.
+        ConfigError: ``output`` exists, or PEFT's format cannot represent an adapter.
+        CheckpointError: the checkpoint is damaged or has no adapters.
+        StorageError: the folder cannot be written.
     """
     from safetensors.torch import save
 
@@ -35,7 +38,7 @@ def export(
     labels = adapters.num_labels(module)
     names = peft.names_of(adapters.spec, module, shape, labels)
 
-    # What PEFT's files hold: configuration, and each factor as PEFT lays it out
+    # The content of PEFT's files: the configuration, and each factor in PEFT's layout.
     model = models.build(module, shape, labels)
     linears = list(their_names(linears_of(model), module, shape).values())
     fields = peft.config_fields(adapters.spec, names, linears, base)
@@ -44,7 +47,7 @@ def export(
     ours = {name: adapters.read(first.get(name, name)).to(kind) for name in names.tensors}
     tensors = {their: names.theirs(name, ours[name]).contiguous().clone() for name, their in names.tensors.items()}
 
-    # Write, read back and compare; renamed into place when all of it is equal
+    # Write to a temporary folder, read it back and compare. Only an equal copy is renamed to ``output``.
     with files.new_folder(output) as temporary:
         files.write_durable(temporary / peft.WEIGHTS, save(tensors, metadata={"format": "pt"}))
         files.write_durable(temporary / peft.CONFIG, (json.dumps(fields, indent=2) + "\n").encode())

@@ -1,4 +1,4 @@
-"""Which modules of a model get an adapter: ``lora.target_modules`` against the model, its layout and its HUB."""
+"""Selection of the modules to adapt: match ``lora.target_modules`` with the model, its layout and its HUB names."""
 
 from __future__ import annotations
 
@@ -21,21 +21,27 @@ OPTION = "lora.target_modules"
 PARAMETERS = "lora.target_parameters"
 SAVED = "lora.modules_to_save"
 SCORE = "score"
-"""The head of a decoder that classifies, in transformers."""
+"""Name of the classification head of a decoder in transformers."""
 ALL = "all-linear"
-"""Every linear module but the head and routers: PEFT's word."""
+"""PEFT's name for all linear modules except the head and routers."""
 _WORDS = ("colwise", "rowwise", "head", "replicate")
 
 
 def find(
     model: nn.Module, module: ModuleType, shape: Any, wanted: Sequence[str], saved: Sequence[str] = ()
 ) -> list[str]:
-    """Paths of the modules that get an adapter, in the order of the model; none of those that are ``saved`` whole.
+    """Return the paths of the modules to adapt, in model order.
+
+    Args:
+        wanted: Values of ``lora.target_modules``. The default is the linear modules of attention, or "all-linear" for
+            a transformers class.
+        saved: Paths of fully trained modules, which get no adapter.
 
     Raises:
-        ConfigError: for a name that fits no module or one that cannot be adapted; names the nearest.
+        ConfigError: a name matches no module, or a module that cannot be adapted. The message suggests the nearest
+            name.
     """
-    # Linear modules by the word of the layout; of a class of transformers all but the head are alike
+    # Classify linear modules by their layout style. A transformers class has no layout, only a head.
     layout: Layout = module.LAYOUT
     foreign = getattr(model, "hf", None)
     paths = linears_of(model)
@@ -49,7 +55,7 @@ def find(
     if not wanted and foreign is not None:
         wanted = [ALL]
 
-    # By default what attention cores lie in; else what the names fit, ours or those of the Hugging Face format
+    # The default is the linear modules of attention. Names may be ours or those of the Hugging Face format.
     if not wanted:
         parent = layout.context.rpartition(".")[0]
         found = {path for path in linears if parent and matches(path.rpartition(".")[0], parent)}
@@ -77,7 +83,7 @@ def find(
         if problems:
             raise ConfigError(problems)
 
-    # A head that is the embedding's own weight
+    # Reject a head that is tied to the embedding: a merge would change both.
     tied = {id(parameter) for path in embeddings for parameter in model.get_submodule(path).parameters()}
     for path in found:
         if id(model.get_submodule(path).weight) in tied:
@@ -87,15 +93,15 @@ def find(
 
 
 def linears_of(model: nn.Module) -> list[str]:
-    """Paths of the modules that are linear, in the order of the model."""
+    """Return the paths of the linear modules, in model order."""
     return [path for path, module in model.named_modules() if is_linear(module)]
 
 
 def find_stacks(model: nn.Module, wanted: Sequence[str]) -> list[Stack]:
-    """The stacks of experts' weights that ``lora.target_parameters`` names, in the order of the model.
+    """Return the stacks of expert weights that ``lora.target_parameters`` names, in model order.
 
     Raises:
-        ConfigError: for a name that fits none.
+        ConfigError: a name matches no stack.
     """
     if not wanted:
         return []
@@ -115,10 +121,15 @@ def find_stacks(model: nn.Module, wanted: Sequence[str]) -> list[Stack]:
 
 
 def find_saved(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequence[str], head: str = "") -> list[str]:
-    """Paths of the modules that ``lora.modules_to_save`` names, and ``head``, a new one; tied ones bring each other.
+    """Return the paths of the modules that ``lora.modules_to_save`` names, in model order.
+
+    Modules that share a tied weight with a selected module are selected too.
+
+    Args:
+        head: Path of a new head, which is also selected. Empty if there is no new head.
 
     Raises:
-        ConfigError: for a name that fits no module with weights.
+        ConfigError: a name matches no module with weights.
     """
     paths = [path for path, m in model.named_modules() if path and any(True for _ in m.parameters())]
     theirs = {path: "" for path in paths} | their_names(paths, module, shape)
@@ -135,7 +146,7 @@ def find_saved(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequenc
         found |= ends
     if problems:
         raise ConfigError(problems)
-    # Modules of which a tied one is named
+    # Add the modules that share a tied weight with a selected module.
     for names in tied_names(model):
         owners = {name.rpartition(".")[0] for name in names}
         if any(_within(owner, list(found)) for owner in owners):
@@ -144,11 +155,12 @@ def find_saved(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequenc
 
 
 def their_names(paths: Iterable[str], module: ModuleType, shape: Any) -> dict[str, str]:
-    """Map each of our modules to the module of the Hugging Face format that holds its weight, if there is one.
+    """Map each of our modules to the module of the Hugging Face format that contains its weight, if one exists.
 
-    That module may hold several of ours, such as q, k and v (``Heads``).
+    That module may contain several of our modules, such as q, k and v (``Heads``).
     """
-    if getattr(module, "AS_IS", False):  # their own names, below the attribute that holds the network
+    # Transformers classes keep their names, below the attribute that holds the network.
+    if getattr(module, "AS_IS", False):
         return {path: path.partition(".")[2] for path in paths}
     hub = getattr(module, "HUB", None)
     sources = {path: hub.source(f"{path}.weight", shape) for path in paths} if hub is not None else {}
@@ -157,7 +169,7 @@ def their_names(paths: Iterable[str], module: ModuleType, shape: Any) -> dict[st
 
 
 def stack_name(path: str) -> str:
-    """The path of a stack of experts' weights in transformers.
+    """Return the path of a stack of expert weights in transformers.
 
     >>> stack_name("layers.3.moe.experts.down_proj"), stack_name("hf.model.layers.3.mlp.experts.down_proj")
     ('model.layers.3.mlp.experts.down_proj', 'model.layers.3.mlp.experts.down_proj')
@@ -172,7 +184,7 @@ def _within(path: str, modules: Sequence[str]) -> bool:
 
 
 def _fits(path: str, name: str) -> bool:
-    """Whether a name is a path, or the end of one, with globs.
+    """True if a name, which may contain globs, matches a path or its last components.
 
     >>> _fits("layers.0.attn.wq", "layers.*.attn.w[qv]"), _fits("layers.0.attn.wq", "wq"), _fits("layers.0.wq", "q")
     (True, True, False)

@@ -1,7 +1,8 @@
-"""The frozen weights of adapters outside a run: found again, known by their fingerprint, and read by name.
+"""Frozen base weights of adapters outside a run: finding, verifying by fingerprint, and reading by name.
 
-A fingerprint is of what is in the files, and not of where they lie: a checkpoint's is made of the hash of its manifest,
-which holds the hashes of all its files, a Hugging Face folder's of those of its weights and its config.json.
+A fingerprint depends on the content of the files and not on their location. The fingerprint of a checkpoint is a hash
+of its manifest, which has the hashes of all its files. The fingerprint of a Hugging Face folder combines the hashes of
+its weights and its config.json.
 """
 
 from __future__ import annotations
@@ -39,7 +40,16 @@ from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
 
 class FrozenWeights:
-    """A whole model's weights: of a checkpoint, of a Hugging Face folder, or as initialised. A context manager."""
+    """Unsharded weights from a checkpoint, a Hugging Face folder or the initializer. Use as a context manager.
+
+    Attributes:
+        path: Checkpoint or Hugging Face folder. None for initial weights.
+        shapes: Shape of each parameter and buffer of the model.
+        transposed: Names of the weights of linear modules that are (I, O).
+        stacks: Stacks of expert weights, by path.
+        dtype: dtype of the weights in the source.
+        dtypes: dtype of each tensor in the source.
+    """
 
     def __init__(
         self,
@@ -50,15 +60,16 @@ class FrozenWeights:
         kind: str = quantize.WHOLE,
         num_labels: int = 0,
     ) -> None:
-        """Open ``path``, all bytes of a checkpoint read; without one, ``config`` says how weights start.
+        """Open ``path``. All files of a checkpoint are hashed, and ranks share that work (a collective).
 
-        With a ``kind`` of low bits, what is read is what the bits stand for, as a run sees it. With ``num_labels`` the
-        shapes are those of a model with a classification head, which is saved with the adapters.
-
-        Ranks share the reading (a collective), and so does the fingerprint.
+        Args:
+            path: Checkpoint or Hugging Face folder. If None, ``config`` determines the initial weights.
+            kind: Value of ``lora.base_dtype``. With "nf4" or "int8", ``read`` and ``fill`` quantize and dequantize the
+                weights, as the run does.
+            num_labels: Number of rows of a classification head, or 0. The head is saved with the adapters.
 
         Raises:
-            CheckpointError: for a file that is missing, damaged or of another model.
+            CheckpointError: a file is missing, damaged or belongs to another model.
         """
         self.path = path
         self._stack = ExitStack()
@@ -66,7 +77,6 @@ class FrozenWeights:
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
         self.transposed = {f"{path}.weight" for path, m in model.named_modules() if is_transposed(m)}
-        """Weights of linear modules that are (I, O)."""
         self.stacks = stacks.find(model)
         self._kind = kind
         self._rounded = set()
@@ -78,7 +88,7 @@ class FrozenWeights:
         self._draws = {}
         self._seed = 0
 
-        # Weights as initialised: drawn again when they are read
+        # Initial weights are drawn again on each read.
         if path is None:
             assert config is not None
             layers = len(getattr(model, module.LAYOUT.layers))
@@ -86,7 +96,7 @@ class FrozenWeights:
             self._draws = init_weights.plan(self.shapes, rules, module.LAYOUT, layers)
             self._seed = config.debug.seed
             self.dtype = config.training.dtype
-        # A checkpoint of ours, of which each rank checks the hashes of a share of the files
+        # Checkpoint of this package: each rank verifies the hashes of some of the files.
         elif (path / manifest.MANIFEST).exists():
             self._stored = manifest.read(path)
             if FACT in self._stored.facts:
@@ -99,7 +109,7 @@ class FrozenWeights:
             self.dtype = next(
                 (t.dtype for n, t in self._stored.tensors.items() if n.startswith(WEIGHTS_PREFIX)), "float32"
             )
-        # A Hugging Face folder of a class of transformers, whose names are those of the model
+        # Hugging Face folder for a transformers class: its tensor names are those of the model.
         elif as_is.is_as_is(module):
             as_is.check_same(shape, path)
             self._weights = self._stack.enter_context(open_weights(path, None))
@@ -109,7 +119,7 @@ class FrozenWeights:
             self._translation, passed = as_is.fit(model, shape, self._weights)
             mapping.check(self._translation, self._weights, passed)
             self.dtype = str(self._weights.dtype(self._weights.names()[0])).removeprefix("torch.")
-        # A Hugging Face folder of a model of this package
+        # Hugging Face folder for a model of this package.
         else:
             recognised = recognise(path)
             resized = config is not None and config.checkpoint.initial_load_resize_embeddings
@@ -123,13 +133,12 @@ class FrozenWeights:
             first = self._weights.dtype(next(iter(self._translation.their_shapes())))
             self.dtype = str(first).removeprefix("torch.")
         self.dtypes = dict.fromkeys(self.shapes, self.dtype)
-        """Type of each tensor where it lies."""
         if path is not None:
             noted = self._translation if self._weights is not None else translation_of(module, shape, str(path))
             self.dtypes |= dtypes_of(path, noted)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill this rank's part of our tensors, by their names in the model, in place."""
+        """Fill this rank's part of the tensors in place. Keys are names in our model."""
         for name in self._rounded & tensors.keys():
             tensor = tensors[name]
             local_tensor(tensor).detach().copy_(self.read(name)[local_slices(tensor)])
@@ -148,12 +157,12 @@ class FrozenWeights:
                 init_weights.draw_(tensor, name, self._draws[name], self._seed)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """One tensor, whole, in the type of the file, or in float32 what its low bits stand for."""
+        """Return an unsharded tensor in the dtype of the file. A weight held in low bits is returned as float32."""
         tensor = torch.zeros(self.shapes[name], dtype=getattr(torch, self.dtypes[name]), device=device)
         self._fill({name: tensor})
         if name not in self._rounded:
             return tensor
-        # Rounded from the type that a run holds, and turned as a run turns it: blocks are then of the same numbers
+        # Quantize from the dtype and orientation that the run uses, so that blocks contain the same values.
         weight = tensor.to(self._packed_from)
         if name in self.transposed:
             return quantize.Packed(weight.t().contiguous(), self._kind).restored(torch.float32).t()
@@ -175,11 +184,14 @@ def find(
     shape: Any,
     num_labels: int = 0,
 ) -> FrozenWeights:
-    """The weights beside which the adapters of a checkpoint were trained: where the run had them, or where ``named``.
+    """Return the base weights that the adapters of a checkpoint were trained on.
+
+    Args:
+        named: Path of the base weights. If None, the path in the run's configuration.
 
     Raises:
-        ConfigError: when they are not there, or are others.
-        CheckpointError: when they cannot be read.
+        ConfigError: the path does not exist, or its fingerprint differs.
+        CheckpointError: the weights cannot be read.
     """
     mark = facts[FACT].get("base")
     expected = mark.get("fingerprint") if isinstance(mark, dict) else None
@@ -201,7 +213,10 @@ def find(
 
 
 def random_fingerprint(config: Config, device_type: str) -> str:
-    """Initial weights are a function of these; the draws of a GPU are not those of the CPU."""
+    """Return the fingerprint of initial weights: a hash of the seed, the model and the device type.
+
+    The device type counts because a GPU draws other random numbers than the CPU.
+    """
     model = config.model
     overrides = sorted(model.overrides.items())
     facts = (config.debug.seed, device_type, model.name, model.flavor, overrides, model.norm_type)
@@ -209,7 +224,13 @@ def random_fingerprint(config: Config, device_type: str) -> str:
 
 
 def fingerprint(path: Place, in_hub: bool, rank: int = 0, size: int = 1) -> dict[str, str]:
-    """Hashes of what is at a path, by file; of a Hugging Face folder this rank's share. Raises CheckpointError."""
+    """Return the hash of each file of a checkpoint or Hugging Face folder.
+
+    For a Hugging Face folder, only this rank's share of the files is hashed.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
     if not in_hub:
         return {manifest.MANIFEST: hashlib.sha256(manifest.read_bytes(path)).hexdigest()}
     folder = Path(str(path))
@@ -221,12 +242,12 @@ def fingerprint(path: Place, in_hub: bool, rank: int = 0, size: int = 1) -> dict
 
 
 def joined(hashes: Mapping[str, str]) -> str:
-    """One fingerprint of all files."""
+    """Combine the hashes of all files into one fingerprint."""
     return f"sha256-{hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()}"
 
 
 def fingerprint_of(path: Path) -> str:
-    """As a run notes it; ranks share the reading (a collective)."""
+    """Return the fingerprint that a run records for these weights. Ranks share the reading (a collective)."""
     in_hub = not (path / manifest.MANIFEST).exists()
     rank, size = collectives.rank_and_size() if in_hub else (0, 1)
     hashes: dict[str, str] = {}

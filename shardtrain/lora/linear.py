@@ -1,7 +1,7 @@
-"""A linear module with frozen weights and a trained product of two thin matrices beside them (Hu et al. 2021).
+"""Linear module with frozen weights and a trained low-rank update (Hu et al. 2021).
 
-Shape suffixes: I inputs, O outputs, R rank. The names of the frozen weights stay as they were, so that a checkpoint of
-the model without adapters loads by name. GPT-2's ``Conv1D`` of transformers is a linear module whose weight is (I, O).
+Shape suffixes: I inputs, O outputs, R rank. The frozen weights keep their names, so a checkpoint of the model without
+adapters loads by name. GPT-2's ``Conv1D`` in transformers is a linear module whose weight is (I, O).
 """
 
 from __future__ import annotations
@@ -16,29 +16,35 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn import functional as F
 
 NAMES = ("lora_a", "lora_b", "lora_magnitude")
-"""Ends of the names of what adapters add to a module: (R, I) and (O, R), and with DoRA (O,)."""
+"""Suffixes of the adapter parameters of a module: (R, I), (O, R) and, with DoRA, (O,)."""
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module is linear with a weight (I, O): ``Conv1D`` of transformers, which need not be installed."""
+    """True if a module is linear with a weight (I, O), such as ``Conv1D``. Transformers need not be installed."""
     if isinstance(module, FrozenLinear):
         return module.transposed
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module can have an adapter; a subclass of nn.Linear may compute something else."""
+    """True if a module can have an adapter. Subclasses of nn.Linear are excluded: they may compute something else."""
     return type(module) is nn.Linear or (is_transposed(module) and not isinstance(module, FrozenLinear))
 
 
 class FrozenLinear(nn.Linear):
-    """W x + b, neither of which is trained; ``low_bits`` holds W in their place, see ``quantize.py``."""
+    """W x + b with frozen W and b.
+
+    Attributes:
+        transposed: True if the weight is (I, O).
+        low_bits: Quantized W, which replaces ``weight`` if it is set. See ``quantize.py``.
+    """
 
     weight: Any
     bias: Any
 
     def __init__(self, base: nn.Module) -> None:
-        nn.Module.__init__(self)  # not nn.Linear's, which would make weights of its own
+        # Skip nn.Linear's constructor, which would allocate new weights.
+        nn.Module.__init__(self)
         self.transposed = is_transposed(base)
         self.weight = base.weight
         self.bias = base.bias
@@ -54,13 +60,13 @@ class FrozenLinear(nn.Linear):
         return product if self.bias is None else product + self.bias
 
     def product(self, x: Tensor) -> Tensor:
-        """W x, of plain tensors."""
+        """Compute W x with this rank's local tensors."""
         if self.low_bits is not None:
             return self.low_bits(x)
         return F.linear(x, _local(self.weight).t() if self.transposed else _local(self.weight))
 
     def weight_OI(self, dtype: torch.dtype) -> Tensor:
-        """This rank's part of W, of what its bits stand for where it is held in low ones."""
+        """Return this rank's part of W, dequantized if it is held in low bits."""
         if self.low_bits is not None:
             return self.low_bits.restored(dtype)  # type: ignore[attr-defined,no-any-return]
         weight = _local(self.weight).detach()
@@ -68,10 +74,10 @@ class FrozenLinear(nn.Linear):
 
 
 class LoraLinear(FrozenLinear):
-    """W x + b + scale * B A dropout(x), of which A (``lora_a``) and B (``lora_b``) are trained.
+    """W x + b + scale * B A dropout(x) with trained A (``lora_a``) and B (``lora_b``).
 
-    With ``use_dora`` (Liu et al. 2024, arXiv 2402.09353) the rows of W + scale * B A are brought to the trained lengths
-    ``lora_magnitude``; the lengths that they have are a constant in backward (section 4.3).
+    With ``use_dora`` (Liu et al. 2024, arXiv 2402.09353), each row of W + scale * B A is normalized and multiplied by
+    its trained magnitude (``lora_magnitude``). Backward treats the norm as a constant (section 4.3).
     """
 
     def __init__(self, base: nn.Module, rank: int, scale: float, dropout: float = 0.0, use_dora: bool = False) -> None:
@@ -102,16 +108,15 @@ class LoraLinear(FrozenLinear):
     def _lengthened(
         self, x: Tensor, a_RI: Tensor, b_OR: Tensor, magnitude_O: Tensor, group: dist.ProcessGroup | None = None
     ) -> Tensor:
-        """What DoRA computes, without the bias; ranks of ``group`` hold some of the inputs of each row."""
-        # The length that rows have is a constant in backward. It is a sum over all inputs, of which a rank may hold
-        # some: then all ranks of the group enter this
+        """Return DoRA's output without the bias. If ``group`` is set, its ranks shard the inputs (a collective)."""
+        # The norm of a row is a constant in backward. With sharded inputs it is a sum over the ranks of the group.
         with torch.no_grad():
             squares_O = merged(self.weight_OI(torch.float32), a_RI, b_OR, self.scale).square().sum(1)
             if group is not None:
                 dist.all_reduce(squares_O, group=group)
             length_O = squares_O.sqrt()
         factor_O = (magnitude_O.float() / length_O).to(x.dtype)
-        # As in PEFT: W x is of the whole input, and all that is added to it is of what dropout leaves
+        # As in PEFT, W x uses the input without dropout, and all added terms use the input after dropout.
         if self.dropout and self.training:
             dropped = F.dropout(x, self.dropout)
             added = self.product(dropped) * (factor_O - 1)
@@ -119,11 +124,12 @@ class LoraLinear(FrozenLinear):
         return (self.product(x) + F.linear(F.linear(x, a_RI), b_OR) * self.scale) * factor_O
 
     def _split(self, x: Tensor, a_RI: DTensor, b_OR: DTensor, magnitude_O: DTensor | None) -> Tensor:
-        """This rank's part of the output, placed as the module's own is; activations are not sent in forward.
+        """Return this rank's part of the output, with the placement of the frozen module's output.
 
-        Outputs split: the input is whole, A is whole and B has some rows. Inputs split: A has some columns, B is whole,
-        and each rank's result is a share of the sum that the module's own output is too. Where a factor is whole on
-        every rank, a rank's gradient of it is a share of the sum.
+        With sharded outputs, the input and A are replicated and B is sharded by rows; the output is sharded. With
+        sharded inputs, A is sharded by columns and B is replicated; the output is a partial sum. Gradients of
+        replicated tensors are partial sums over ranks. The update needs no communication in forward, except for DoRA's
+        norms with sharded inputs.
         """
         assert isinstance(x, DTensor)
         by_outputs = isinstance(b_OR.placements[0], Shard)
@@ -145,13 +151,13 @@ class LoraLinear(FrozenLinear):
         lengths = magnitude_O.to_local(grad_placements=of_whole_outputs)
         group = None if by_outputs else mesh.get_group()
         out = self._lengthened(x_local, a_local, b_local, lengths, group)
-        # Where outputs are shares of a sum, one rank adds the bias
+        # Only one rank adds the bias to an output that is a partial sum.
         if self.bias is not None and (by_outputs or mesh.get_local_rank() == 0):
             out = out + _local(self.bias)
         return placed(out)
 
     def extra_repr(self) -> str:
-        """As nn.Linear's, with the rank."""
+        """Return nn.Linear's representation followed by the rank."""
         return f"{super().extra_repr()}, rank={self.lora_a.shape[0]}"
 
 
@@ -160,14 +166,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """The adapted modules of a model with their paths, in its order."""
+    """Yield the path and module of each adapted linear module, in model order."""
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
             yield path, module
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is one that an adapter has added.
+    """True if a parameter belongs to an adapter.
 
     >>> is_adapter("layers.0.attn.wq.lora_a"), is_adapter("layers.0.attn.wq.weight")
     (True, False)
@@ -179,9 +185,9 @@ def is_adapter(name: str) -> bool:
 
 @torch.no_grad()
 def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, magnitude_O: Tensor | None = None) -> Tensor:
-    """W + scale * B A in float32: what the module computes without dropout, as one matrix.
+    """Return W + scale * B A in float32: the matrix that the module applies without dropout.
 
-    With DoRA its rows are as long as ``magnitude_O`` says.
+    With ``magnitude_O`` (DoRA), each row is rescaled to this norm.
     """
     whole = torch.addmm(weight_OI.float(), b_OR.float(), a_RI.float(), alpha=scale)
     if magnitude_O is None:

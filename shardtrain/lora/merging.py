@@ -1,6 +1,6 @@
-"""Adapters added to the weights beside which they were trained: a checkpoint of the model as it was before it had any.
+"""Merging of adapters into their base weights, written as a checkpoint of the model without adapters.
 
-The sum is made in float32 and rounded once, to the type of the checkpoint that is written. One tensor is in memory at a
+The sum is computed in float32 and rounded once, to the dtype of the new checkpoint. Only one tensor is in memory at a
 time.
 """
 
@@ -25,10 +25,19 @@ from shardtrain.utils.errors import CheckpointError
 
 
 class Adapters:
-    """The factors of a checkpoint, all its bytes read."""
+    """The adapters of a checkpoint.
+
+    Attributes:
+        stored: Manifest of the checkpoint.
+        spec: Description of the adapters.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
-        """Raises CheckpointError when it is damaged, or holds no adapters."""
+        """Verify the hash of every file, and the shapes of the factors.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or has no adapters.
+        """
         self._folder = checkpoint
         self.stored = manifest.read(checkpoint)
         for file in self.stored.files:
@@ -42,7 +51,8 @@ class Adapters:
         for path, begin in pairs:
             a = self._shape(f"{begin}lora_a")
             b = self._shape(f"{begin}lora_b")
-            dims = 2 if begin.endswith(".") else 3  # a stack has one more, that of the experts
+            # The factors of a stack have one more dimension: the experts.
+            dims = 2 if begin.endswith(".") else 3
             if not len(a) == len(b) == dims or not a[-2] == b[-1] == spec.rank:
                 raise CheckpointError(f"checkpoint {checkpoint} holds no adapter of rank {spec.rank} for {path}")
         missing = [name for name in spec.factors() if not self._shape(name)]
@@ -59,7 +69,7 @@ class Adapters:
         return stored.shape if stored is not None else ()
 
     def read(self, name: str) -> Tensor:
-        """One factor, whole, on the CPU."""
+        """Return an unsharded tensor of the adapters on the CPU."""
         return tensors.read_whole(self.stored, self._folder, WEIGHTS_PREFIX + name)
 
 
@@ -72,20 +82,20 @@ def merge(
     model: dict[str, Any],
     source: FolderSource | None = None,
 ) -> None:
-    """Write the sum as a checkpoint that holds weights only.
+    """Write the merged weights as a checkpoint without optimizer state.
 
     Args:
-        factor: reads a tensor of the adapters by its name in the model.
-        dtype: of all weights; if empty, each keeps the dtype that it has in ``frozen``.
-        model: the facts about the model that the checkpoint records.
-        source: the folder that the weights came from; its other files are kept.
+        factor: Returns a tensor of the adapters by its name in the model.
+        dtype: dtype of all weights. If empty, each keeps its dtype in ``frozen``.
+        model: Facts about the model for the checkpoint.
+        source: Hugging Face folder of the base weights. The checkpoint keeps its other files.
 
     Raises:
         ConfigError: ``output`` exists.
-        CheckpointError: the adapters are of another model.
+        CheckpointError: the adapters belong to another model.
         StorageError: the checkpoint cannot be written.
     """
-    # Which weights change: those of linear modules, and those that a stack is made of
+    # Collect the weights that the merge changes: those of linear modules and of stacks.
     adapted = {f"{path}.weight" for path in spec.modules}
     stacked: dict[str, tuple[stacks.Stack, int]] = {}
     unknown = sorted(set(spec.parameters) - frozen.stacks.keys())

@@ -1,8 +1,7 @@
-"""Adapters in the format of PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``, opened without running
-anything in them.
+"""Adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``, read as data.
 
-What the file asks for is read key by key. A key whose meaning is not known stops the reading unless it is off, because
-it could change what the adapters compute.
+Each key of the configuration is checked. An unknown key is an error unless its value is false or empty, because it
+could change the result of the adapters.
 """
 
 from __future__ import annotations
@@ -49,25 +48,30 @@ _IGNORED = {
     "lora_dropout", "qalora_group_size", "runtime_config", "ensure_weight_tying", "fan_in_fan_out",
     "megatron_core", "layers_to_transform", "layers_pattern", "exclude_modules",
 }  # fmt: skip
-"""Keys that change nothing of what trained adapters compute: which modules have one, their tensors say themselves, and
-PEFT sets fan_in_fan_out by the module itself."""
+"""Keys that do not change the result of trained adapters.
+
+The names of the tensors show the adapted modules, and PEFT derives fan_in_fan_out from the class of the module.
+"""
 _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian"),  # others change the weights that the adapters are added to
+    # Other initializations change the base weights.
+    "init_lora_weights": (True, False, "gaussian"),
 }
+"""Allowed values of keys that would otherwise change the result of the adapters."""
 
 
 def is_folder(path: object) -> bool:
-    """Whether a place is a local folder in this format."""
+    """True if a path is a local folder in PEFT's format."""
     return isinstance(path, Path) and (path / CONFIG).exists()
 
 
 def config_fields(spec: Spec, names: Names, linears: list[str], base: str) -> dict[str, Any]:
-    """The keys of ``adapter_config.json``.
+    """Return the content of ``adapter_config.json``.
 
-    ``linears`` are all linear modules of theirs: where every module of a name is adapted the short name is written, and
-    whole paths where not.
+    Args:
+        linears: Paths in transformers of all linear modules. ``target_modules`` has short names if every linear module
+            with such a name is adapted, and full paths otherwise.
     """
     paths = {names.modules[path] for path in spec.modules}
     ends = sorted({path.rpartition(".")[2] for path in paths})
@@ -96,22 +100,25 @@ def config_fields(spec: Spec, names: Names, linears: list[str], base: str) -> di
 
 @dataclass(frozen=True)
 class Names:
-    """Names and layouts of our adapters in PEFT's format. "Here" means our model, "there" means PEFT."""
+    """Names and layouts of our adapters in PEFT's format.
+
+    Attributes:
+        tensors: Our name -> name in ``adapter_model.safetensors``.
+        modules: Our path of an adapted module -> PEFT's path.
+        saved: PEFT's paths of the fully trained modules.
+        transposed: True if adapted modules have weights (I, O).
+        experts: Our name of each factor of a stack -> number of experts.
+        rows: Our name -> row indices in PEFT's tensor, if ours is a part of that tensor or has another row order.
+        shapes: Name in ``adapter_model.safetensors`` -> shape in that file.
+    """
 
     tensors: Mapping[str, str]
-    """Name here -> name in ``adapter_model.safetensors``."""
     modules: Mapping[str, str]
-    """Path of an adapted module here -> there."""
     saved: tuple[str, ...]
-    """Paths there of the modules that are saved whole."""
     transposed: bool
-    """Whether the adapted modules have weights (I, O)."""
     experts: Mapping[str, int]
-    """Name here of each factor beside a stack -> its experts."""
     rows: Mapping[str, Tensor]
-    """Our name -> row indices in PEFT's tensor, if ours is a part of that tensor or has another row order."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Name in ``adapter_model.safetensors`` -> shape in that file."""
 
     def theirs(self, name: str, tensor: Tensor) -> Tensor:
         """Convert one of our tensors to its form in PEFT's file."""
@@ -127,9 +134,9 @@ class Names:
 def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, reads: bool = False) -> Names:
     """Return the PEFT name of every adapter tensor. If ``num_labels`` is not 0, the model has a classification head.
 
-    A module of the Hugging Face format may be several of ours (q, k and v of GPT-NeoX). With ``reads`` its adapter can
-    be read: our modules get the same A, and each gets its rows of B. It cannot be written, because our modules may
-    differ in A.
+    A module of the Hugging Face format may be several of ours (q, k and v of GPT-NeoX). With ``reads``, its adapter can
+    be read: our modules get the same A, and each gets its rows of B. Such an adapter cannot be written, because our
+    modules may differ in A.
 
     Raises:
         ConfigError: PEFT's format cannot represent an adapter.
@@ -152,7 +159,7 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, re
     experts = {}
     rows = {}
 
-    # Two factors, and with DoRA lengths, for each linear module
+    # Each linear module has two factors and, with DoRA, magnitudes.
     for path in spec.modules:
         linear: Any = FrozenLinear(known[path])
         outputs = linear.out_features * (parts[path].parts if path in parts else 1)
@@ -169,14 +176,14 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, re
                 heads = torch.arange(outputs).unflatten(0, (-1, parts[path].parts, shape.head_dim))
                 rows[name] = heads[:, parts[path].part].flatten()
 
-    # Two factors for each stack of experts. PEFT has a module inside another for two stacks of one owner
+    # Each stack of experts has two factors. PEFT nests wrappers if one owner has two adapted stacks.
     all_stacks = stacks.find(model)
     _check_experts(spec.parameters, hub, "merge the adapters (shardtrain merge) and export the sum")
     for path in spec.parameters:
         stack = all_stacks[path]
         source = hub.source(f"{stack.owner}.{stack.weights[0]}", shape) if hub is not None else None
         owned = [other for other in all_stacks if all_stacks[other].owner == stack.owner and other in spec.parameters]
-        # One wrapper lies in the next, in the order of the module's parameters
+        # The first parameter of the module has the innermost wrapper.
         inner = ".base_layer" * (len(owned) - 1 - owned.index(path))
         for own in NAMES[:2]:
             name = f"{path}_{own}"
@@ -187,7 +194,7 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, re
         if isinstance(source, Stacked) and source.interleaved:
             rows[f"{path}_lora_b"] = torch.arange(stack.outputs).unflatten(0, (-1, source.parts)).t().flatten()
 
-    # Modules that are saved whole
+    # Add the fully trained modules.
     saved = _saved_names(module, shape, model, spec.task_type == CLASSIFIES, spec)
     for name, word in saved.items():
         found[name] = PREFIX + word
@@ -208,9 +215,9 @@ def _check_experts(parameters: tuple[str, ...], hub: HubFormat | None, fix: str)
 def _saved_names(
     module: ModuleType, shape: Any, model: torch.nn.Module, classifies: bool, spec: Spec | None = None
 ) -> dict[str, str]:
-    """Names of what is saved whole, those of tied tensors too -> names there, without the prefix.
+    """Map the tensors of fully trained modules to their PEFT names without the prefix.
 
-    Without a spec, of each tensor that has a name there.
+    Every name of a tied tensor is included. Without a ``spec``, all tensors that have a PEFT name are mapped.
     """
     found = {}
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if spec is None or spec.holds(name)]
@@ -236,14 +243,24 @@ def _saved_names(
 
 
 class PeftFolder:
-    """Adapters of a folder, checked against a model of this package."""
+    """Adapters of a folder, checked against a model of this package.
+
+    Attributes:
+        spec: Description of the adapters.
+        names: PEFT names of their tensors.
+        copies: Our name -> PEFT name of frozen weights that the file contains, such as the weight of an adapted
+            ``lm_head``.
+    """
 
     def __init__(self, folder: Path, module: ModuleType, shape: Any, num_labels: int = 0) -> None:
-        """Read the configuration and the header of the weights; ``num_labels`` are the rows of a new head.
+        """Read the configuration and the header of the weights.
+
+        Args:
+            num_labels: Number of rows of a classification head, or 0.
 
         Raises:
-            ConfigError: when it asks for what is not known here.
-            CheckpointError: for a file that is missing, cut or no safetensors, or adapters of another model.
+            ConfigError: the configuration uses an unsupported option or module.
+            CheckpointError: a file is missing, truncated or not safetensors, or the adapters belong to another model.
         """
         self.folder = folder
         fields = read_json(folder / CONFIG)
@@ -255,14 +272,13 @@ class PeftFolder:
         self.spec, self.names = self._recognise(rest, begun, module, shape, num_labels)
         keys = {f"{path}.weight": f"{PREFIX}{theirs}{_BASE}" for path, theirs in self.names.modules.items()}
         self.copies = {name: key for name, key in keys.items() if key in copies}
-        """Frozen weights that the file has copies of, as PEFT saves adapters on ``lm_head``: name here -> there."""
 
     def _recognise(
         self, shapes: Mapping[str, tuple[int, ...]], begun: Spec, module: Any, shape: Any, num_labels: int
     ) -> tuple[Spec, Names]:
-        """What the adapters are beside, by the names of the tensors in the file; all of them must be known."""
+        """Find the adapted modules by the names of the tensors in the file. An unknown tensor is an error."""
         _check_experts(begun.parameters, getattr(module, "HUB", None), "merge them with PEFT (merge_and_unload)")
-        # Linear modules and stacks that have factors there
+        # Find linear modules and stacks that have factors in the file.
         model = models.build(module, shape, num_labels)
         linears = linears_of(model)
         theirs = their_names([path for path, _ in model.named_modules()], module, shape)
@@ -276,7 +292,7 @@ class PeftFolder:
             )
         stacked = [path for path in stacks.find(model) if self._has_stack(path, begun.parameters)]
 
-        # Modules that are there whole
+        # Find the fully trained modules in the file.
         kind = CLASSIFIES if num_labels else begun.task_type
         all_names = _saved_names(module, shape, model, kind == CLASSIFIES)
         present = {name for name, word in all_names.items() if PREFIX + word in shapes}
@@ -303,7 +319,7 @@ class PeftFolder:
         return spec, names
 
     def _check_tied(self, group: Mapping[str, str], present: set[str]) -> None:
-        """Modules that are one tensor here must be in the file all of them, and be equal."""
+        """Raise CheckpointError if the file has only some names of a tied tensor, or different values for them."""
         theirs = [their for name, their in group.items() if name in present]
         tensors = [self._file.get_tensor(name) for name in theirs]
         if tensors and (len(tensors) < len(group) or not all(torch.equal(tensor, tensors[0]) for tensor in tensors)):
@@ -319,7 +335,7 @@ class PeftFolder:
         return any(theirs == name or theirs.endswith(f".{name}") for name in wanted)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, by its name in our model, whole."""
+        """Return an unsharded tensor by its name in our model."""
         return self.names.ours(name, self._file.get_tensor(self.names.tensors[name]))
 
     def check_copies(self, weights: Mapping[str, Tensor]) -> None:
@@ -344,9 +360,9 @@ class PeftFolder:
                 )
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill this rank's part of each tensor of the folder, by its name in our model, in place.
+        """Fill this rank's part of the adapters in place. Keys are names in our model.
 
-        Load the frozen weights among ``tensors`` before: they are compared by ``check_copies``.
+        Load the frozen weights among ``tensors`` first, because ``check_copies`` compares them.
         """
         self.check_copies(tensors)
         for name in self.names.tensors.keys() & tensors.keys():
@@ -357,15 +373,15 @@ class PeftFolder:
 
 
 def load(config: Config, facts: Mapping[str, Any], parameters: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill a run's adapters from a folder (a collective): all ranks do, or none.
+    """Fill a run's adapters from a folder (a collective). An error on one rank is raised on all ranks.
 
     Args:
-        facts: the facts about the run's adapters, as ``Spec.facts`` returns them.
-        parameters: the parameters of the run by name.
+        facts: Facts about the run's adapters, as returned by ``Spec.facts``.
+        parameters: Parameters of the run by name.
 
     Raises:
-        ConfigError: rank, scale or modules differ from those of ``[lora]``.
-        CheckpointError: the folder is damaged, or holds adapters of another model.
+        ConfigError: rank, scale or modules differ from ``[lora]``.
+        CheckpointError: the folder is damaged, or its adapters belong to another model.
     """
     module, shape = models.configured(config.model)
     labels = tasks.open_task(config).num_labels
@@ -401,7 +417,7 @@ def _open(folder: Path) -> Any:
 
 
 def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
-    """Adapters of which the modules are not known yet."""
+    """Parse ``adapter_config.json``. The modules of the returned spec are empty: they follow from the tensors."""
     for key, allowed in _ONLY.items():
         if fields.get(key) is not None and not any(fields[key] is a or fields[key] == a for a in allowed):
             rule = f"asks for {key}={fields[key]!r}, which is not known here"

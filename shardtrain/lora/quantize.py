@@ -1,8 +1,9 @@
-"""Frozen weights in 4 or 8 bits beside adapters (QLoRA: Dettmers et al. 2023): torchao's formats, restored at each use.
+"""Frozen weights in 4 or 8 bits (QLoRA: Dettmers et al. 2023), in torchao's formats, dequantized at each use.
 
-The linear modules of the layers are held so; embedding, norms and head are not. A weight is restored for its product
-and let go, in forward and again in backward, so that no more than one is in memory. Each rank holds those of its
-layers whole: at half a byte or a byte per weight they are cheaper to hold than to gather.
+Only the linear modules of the layers are quantized, not the embedding, norms and head. A weight is dequantized for its
+product and freed after it, in forward and again in backward. Only one dequantized weight is in memory at a time. Each
+rank stores the unsharded weights of its layers: at 0.5 or 1 byte per weight, storing them is cheaper than gathering
+them.
 """
 
 from __future__ import annotations
@@ -25,38 +26,38 @@ if TYPE_CHECKING:
 
 OPTION = "lora.base_dtype"
 WHOLE = "training"
-"""The word for weights that are held as ``training.dtype`` says."""
+"""Value of ``lora.base_dtype`` for weights in ``training.dtype``, without quantization."""
 _BLOCK = 64
-"""Weights with a scale in common, as in the paper."""
+"""Number of weights per scale, as in the paper."""
 _SCALES = 256
-"""Scales that are themselves kept in 8 bits together, as in the paper."""
+"""Maximum number of scales per block of 8-bit scales, as in the paper."""
 
 
 class Packed:
-    """A weight (O, I) in low bits."""
+    """Quantized weight (O, I)."""
 
     def __init__(self, weight_OI: Tensor, kind: str) -> None:
         self._packed: Any = _nf4(weight_OI) if kind == "nf4" else _int8(weight_OI)
         self._shape = tuple(weight_OI.shape)
 
     def restored(self, dtype: torch.dtype) -> Tensor:
-        """The weight that the bits stand for."""
-        # torchao's NF4 tensors have a name of their own for it
+        """Return the dequantized weight."""
+        # torchao's NF4 tensors have a separate method for a full dequantization.
         get = getattr(self._packed, "get_original_weight", None) or self._packed.dequantize
         return get().reshape(self._shape).to(dtype)  # type: ignore[no-any-return]
 
     @property
     def bytes(self) -> int:
-        """Memory of all that is held."""
+        """Size of the quantized weight and its scales in bytes."""
         return _bytes(self._packed)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product with an input (..., I): (..., O)."""
+        """Map an input (..., I) to its product (..., O)."""
         return _Product.apply(x, self)  # type: ignore[no-any-return]
 
 
 class DryRunWeight(Packed):
-    """A weight in low bits as a dry run has it: its bytes are known, and what it restores has a shape alone."""
+    """Quantized weight of a dry run. Its size is known, and its dequantized weight is uninitialized."""
 
     def __init__(self, shape_OI: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
         self._shape = shape_OI
@@ -71,7 +72,7 @@ class DryRunWeight(Packed):
 
 
 class _Product(torch.autograd.Function):
-    """x W^T, of which only x has a gradient; W is restored again for it."""
+    """x W^T with a gradient for x only. Backward dequantizes W again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Packed) -> Tensor:
@@ -84,7 +85,7 @@ class _Product(torch.autograd.Function):
 
 
 def names(model: nn.Module, layout: Layout) -> list[str]:
-    """Paths of the modules whose weights are held in low bits, those that are trained left out."""
+    """Return the paths of the linear modules that can be quantized: those of the layers, in model order."""
     words = ("colwise", "rowwise", "replicate")
     if hasattr(model, "hf"):
         return [
@@ -98,33 +99,36 @@ def names(model: nn.Module, layout: Layout) -> list[str]:
 
 
 def packed_bytes(shape_OI: tuple[int, int], kind: str, dtype: torch.dtype) -> int:
-    """What ``Packed`` holds of a weight (O, I) that had this dtype: bits, scales, and scales of scales."""
+    """Return the size in bytes of a ``Packed`` weight (O, I) that had this dtype: data, scales and their scales."""
     rows = shape_OI[0]
     numel = shape_OI[0] * shape_OI[1]
     if kind == "int8":
-        return numel + rows * (torch.float32.itemsize + 1)  # a scale and a zero point for each row
+        # Each row has a scale and a zero point.
+        return numel + rows * (torch.float32.itemsize + 1)
     blocks = numel // _BLOCK
-    table = 16  # what four bits can say
+    # Number of values of four bits.
+    table = 16
     return numel // 2 + blocks + dtype.itemsize * (blocks // _together(blocks) + 1 + table)
 
 
 def check_installed(kind: str) -> None:
-    """Raise ConfigError where weights are to be held in low bits and torchao is missing."""
+    """Raise ConfigError if weights are to be quantized and torchao is not installed."""
     if kind != WHOLE:
         _torchao()
 
 
 def take_out(model: nn.Module, layout: Layout, kind: str) -> None:
-    """Leave the weights that will be held in low bits out of a model on the meta device, in place.
+    """Remove the weights that will be quantized from a model on the meta device, in place.
 
     Raises:
-        ConfigError: when a weight does not divide into blocks.
+        ConfigError: the size of a weight is not a multiple of the block size.
     """
     if kind == WHOLE:
         return
     for path in names(model, layout):
         linear: Any = model.get_submodule(path)
-        if linear.weight.requires_grad:  # lora.modules_to_save
+        # Modules in lora.modules_to_save are trained and keep their weights.
+        if linear.weight.requires_grad:
             continue
         if kind == "nf4" and linear.weight.numel() % _BLOCK:
             rule = (
@@ -139,13 +143,13 @@ def take_out(model: nn.Module, layout: Layout, kind: str) -> None:
 
 
 def held(module: nn.Module) -> list[FrozenLinear]:
-    """The modules below this one whose weights were taken out."""
+    """Return the modules below this one whose weights ``take_out`` has removed."""
     linears = [inner for inner in module.modules() if isinstance(inner, FrozenLinear)]
     return [linear for linear in linears if linear.weight is None]
 
 
 def count(module: nn.Module, config: Config) -> int:
-    """For a dry run, let what was taken out be there in shape alone; the bytes that it would hold."""
+    """Add a ``DryRunWeight`` for each removed weight, and return the total size in bytes."""
     dtype = getattr(torch, config.training.dtype)
     total = 0
     for linear in held(module):
@@ -166,7 +170,7 @@ def _nf4(weight_OI: Tensor) -> Any:
 
 
 def _together(blocks: int) -> int:
-    """How many scales are kept together: the largest power of two up to 256 that divides the number of blocks."""
+    """Number of scales per block: the largest power of two up to 256 that divides the number of weight blocks."""
     return next(size for size in (_SCALES >> shift for shift in range(9)) if blocks % size == 0)
 
 
@@ -176,7 +180,8 @@ def _to_nf4() -> Any:
     if hasattr(torchao, "to_nf4"):
         return torchao.to_nf4
     with without_torchao_warnings():
-        from torchao.dtypes.nf4tensor import to_nf4  # where it was before torchao 0.18
+        # Location before torchao 0.18.
+        from torchao.dtypes.nf4tensor import to_nf4
 
     return to_nf4
 
@@ -190,6 +195,6 @@ def _int8(weight_OI: Tensor) -> Any:
 
 
 def _bytes(tensor: Any) -> int:
-    # A tensor subclass names the plain tensors that it is made of
+    # A tensor subclass lists the plain tensors that it contains.
     inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     return sum(_bytes(getattr(tensor, name)) for name in inner) if inner else int(tensor.nbytes)

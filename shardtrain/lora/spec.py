@@ -1,4 +1,4 @@
-"""What the adapters of a model are: their rank, their scale and the modules that have them."""
+"""Description of a model's adapters: rank, scale and adapted modules."""
 
 from __future__ import annotations
 
@@ -24,33 +24,36 @@ if TYPE_CHECKING:
 CAUSAL = "CAUSAL_LM"
 CLASSIFIES = "SEQ_CLS"
 TASK_TYPES = {"causal": CAUSAL, "classification": CLASSIFIES, "sequence_to_sequence": "SEQ_2_SEQ_LM"}
-"""What a network of transformers is for, and PEFT's word for it."""
+"""PEFT's task type for each kind of transformers model."""
 _MAX_MODULES = 100_000
 _SCORES = ("score", "classifier")
-"""Names of heads that classify, as PEFT looks for them among the children of a network."""
+"""Names of classification heads, which PEFT looks for among the children of a network."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The adapters of a model, without their numbers."""
+    """Adapters of a model, without their tensors.
+
+    Attributes:
+        modules: Paths of the adapted linear modules.
+        parameters: Paths of the adapted stacks of expert weights.
+        saved: Paths of the fully trained modules: PEFT's ``modules_to_save``.
+        task_type: PEFT's task type. None if PEFT has none for the model.
+    """
 
     rank: int
     alpha: float
     rank_stabilized: bool
     modules: tuple[str, ...]
-    """Paths in the model."""
     dropout: float = 0.0
     use_dora: bool = False
     parameters: tuple[str, ...] = ()
-    """Paths of the stacks of experts' weights that have adapters."""
     saved: tuple[str, ...] = ()
-    """Paths of the modules that are trained whole: ``modules_to_save`` of PEFT."""
     task_type: str | None = "CAUSAL_LM"
-    """PEFT's word for what the model is for; None where it has none."""
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by.
+        """Factor of the product B A.
 
         >>> Spec(4, 8.0, False, ()).scale, Spec(4, 8.0, True, ()).scale
         (2.0, 4.0)
@@ -58,7 +61,7 @@ class Spec:
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON."""
+        """Return the facts for a checkpoint, as JSON values."""
         return {
             "rank": self.rank,
             "alpha": self.alpha,
@@ -72,7 +75,7 @@ class Spec:
         }
 
     def holds(self, name: str) -> bool:
-        """Whether a tensor of the model is trained, and lies in a checkpoint.
+        """True if a tensor of the model is trained, and therefore saved in checkpoints.
 
         >>> spec = Spec(4, 8.0, False, ("wq",), saved=("head",))
         >>> [spec.holds(name) for name in ("wq.lora_a", "head.weight", "wq.weight", "header.weight")]
@@ -81,7 +84,7 @@ class Spec:
         return is_adapter(name) or any(name.startswith(f"{path}.") for path in self.saved)
 
     def factors(self) -> list[str]:
-        """Names of all that adapters add."""
+        """Return the names of all adapter parameters."""
         names = NAMES if self.use_dora else NAMES[:2]
         return [f"{path}.{name}" for path in self.modules for name in names] + [
             f"{path}_{name}" for path in self.parameters for name in NAMES[:2]
@@ -89,7 +92,11 @@ class Spec:
 
 
 def read_facts(facts: Mapping[str, Any], where: object) -> Spec | None:
-    """What a checkpoint says of its adapters; None where it holds a whole model. Raises CheckpointError."""
+    """Return the description of a checkpoint's adapters. None if the checkpoint has a full model.
+
+    Raises:
+        CheckpointError: the description is invalid.
+    """
     found = facts.get(FACT)
     if found is None:
         return None
@@ -124,20 +131,23 @@ def read_facts(facts: Mapping[str, Any], where: object) -> Spec | None:
 def adapt(
     model: nn.Module, module: ModuleType, shape: Any, options: Lora, new_head: bool = False
 ) -> tuple[Spec | None, dict[str, Draw]]:
-    """Freeze a model that is on the meta device and add the adapters that ``[lora]`` asks for, in place.
+    """Freeze a model on the meta device and add the adapters of ``[lora]``, in place.
 
-    Gives what they are and how each new parameter starts; nothing where lora.enable is off. With ``new_head`` the task
-    has given the model a head of its own, which is trained whole.
+    Args:
+        new_head: True if the task has added a head, which is fully trained.
+
+    Returns:
+        The description of the adapters, and the initializer of each new parameter. (None, {}) without lora.enable.
 
     Raises:
-        ConfigError: for a target that cannot be one, or a rank above the size of a module.
+        ConfigError: a target cannot be adapted, or the rank exceeds the size of a module.
     """
     if not options.enable:
         return None, {}
     head = head_of(model, module) if new_head else ""
     saved = adapter_targets.find_saved(model, module, shape, options.modules_to_save, head)
     stacked = adapter_targets.find_stacks(model, options.target_parameters)
-    # Beside stacks alone, where no module is named
+    # If only stacks are named, no module is adapted by default.
     named = options.target_modules or not stacked
     modules = adapter_targets.find(model, module, shape, options.target_modules, saved) if named else []
     within = [stack.path for stack in stacked if any(stack.path.startswith(f"{path}.") for path in saved)]
@@ -159,7 +169,11 @@ def adapt(
 
 
 def head_of(model: nn.Module, module: ModuleType) -> str:
-    """Path of the head that gives the scores of labels."""
+    """Return the path of the classification head.
+
+    Raises:
+        ConfigError: a transformers class has no head with a known name.
+    """
     network = getattr(model, "hf", None)
     if network is None:
         return str(module.LAYOUT.last[-1])
@@ -171,9 +185,9 @@ def head_of(model: nn.Module, module: ModuleType) -> str:
 
 
 def draws(model: nn.Module, start: str = "kaiming") -> dict[str, Draw]:
-    """How each factor of an adapted model starts; nothing where none is adapted.
+    """Return the initializer of each adapter parameter of a model.
 
-    The lengths of DoRA follow from the frozen weights, see ``start_magnitudes``.
+    ``start_magnitudes`` replaces the values of DoRA's magnitudes once the frozen weights are loaded.
     """
     inputs = {f"{path}.lora_a": linear.in_features for path, linear in adapted(model)}
     inputs |= {f"{path}_lora_a": factor.shape[2] for path, factor in stacks.adapted(model)}
@@ -181,7 +195,7 @@ def draws(model: nn.Module, start: str = "kaiming") -> dict[str, Draw]:
     found = {}
     for name, size in inputs.items():
         rank = parameters[name].shape[-2]
-        # Uniform within 1 / sqrt(inputs) is kaiming_uniform with a = sqrt(5), the start that the paper's code has
+        # Uniform within 1 / sqrt(inputs) is kaiming_uniform with a = sqrt(5), the initialization of the paper's code.
         kaiming = Draw("uniform", std=(3 * size) ** -0.5)
         found[name] = kaiming if start == "kaiming" else Draw("normal", std=1 / rank)
         found[f"{name[:-1]}b"] = Draw("zeros", std=0.0)
@@ -190,7 +204,7 @@ def draws(model: nn.Module, start: str = "kaiming") -> dict[str, Draw]:
 
 @torch.no_grad()
 def start_magnitudes(model: nn.Module) -> None:
-    """Give each magnitude of DoRA the lengths of the frozen weight's rows, which is loaded (a collective)."""
+    """Set DoRA's magnitudes to the row norms of the frozen weights, which must be loaded (a collective)."""
     for _, linear in adapted(model):
         if linear.lora_magnitude is not None:
             whole = linear.weight_OI(torch.float32) if linear.weight is None else to_full(linear.weight.detach())
@@ -201,10 +215,10 @@ def start_magnitudes(model: nn.Module) -> None:
 
 
 def apply(model: nn.Module, spec: Spec) -> None:
-    """Freeze every parameter but those of modules that are saved, and put the adapters beside them, in place.
+    """Freeze all parameters except those of ``spec.saved``, and add the adapters, in place.
 
     Raises:
-        CheckpointError: when the model has no such module.
+        CheckpointError: the model lacks a module of ``spec``.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)

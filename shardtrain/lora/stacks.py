@@ -1,9 +1,10 @@
-"""Adapters beside a stack of experts' weights, one per expert, as PEFT's ``target_parameters`` have them.
+"""Adapters for stacks of expert weights, one adapter per expert, like PEFT's ``target_parameters``.
 
-Shape suffixes: E experts, I inputs, O outputs, R rank. A layer has two stacks, under their names in transformers:
-``gate_up_proj``, which our models hold as ``w1`` and ``w3``, and ``down_proj``, their ``w2``. The factors of our models
-are multiplied with the rows of each expert; in a network of transformers, whose forward is not known here, their
-product is added to the weight for each use, as PEFT does.
+Shape suffixes: E experts, I inputs, O outputs, R rank. A layer has two stacks, which have their names in transformers:
+``gate_up_proj`` (``w1`` and ``w3`` of our models) and ``down_proj`` (``w2``).
+
+In our models, the factors are multiplied with the rows of each expert. The forward of a transformers network is
+unknown, so the product of the factors is added to the weight at each use, as in PEFT.
 """
 
 from __future__ import annotations
@@ -24,25 +25,29 @@ OURS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 @dataclass(frozen=True)
 class Stack:
-    """Weights of all experts that one adapter is beside: ``path`` is its name in the model."""
+    """Weights of all experts that share one adapter.
+
+    Attributes:
+        path: Path of the stack in the model. Its last component is the name in transformers.
+        weights: Parameters of the owner, concatenated along the outputs.
+        transposed: True if the weights are (E, I, O).
+    """
 
     path: str
     weights: tuple[str, ...]
-    """Parameters of the owner, one above the other in the outputs."""
     experts: int
     inputs: int
     outputs: int
     transposed: bool = False
-    """Whether the weights are (E, I, O)."""
 
     @property
     def owner(self) -> str:
-        """Path of the module that holds the weights."""
+        """Path of the module that contains the weights."""
         return self.path.rpartition(".")[0]
 
 
 def find(model: nn.Module) -> dict[str, Stack]:
-    """The stacks of a model that adapters can be beside, by their paths."""
+    """Return the stacks of a model that can be adapted, by path."""
     foreign = hasattr(model, "hf")
     found = {}
     for path, module in model.named_modules():
@@ -63,7 +68,7 @@ def find(model: nn.Module) -> dict[str, Stack]:
 
 
 def apply(model: nn.Module, stacks: list[Stack], rank: int, scale: float) -> None:
-    """Put the factors beside the weights, in place; the other parameters of their owners are frozen already."""
+    """Add the factors to the owners of the stacks, in place. All other parameters must be frozen already."""
     for stack in stacks:
         owner = model.get_submodule(stack.owner)
         name = stack.path.rpartition(".")[2]
@@ -80,17 +85,18 @@ def apply(model: nn.Module, stacks: list[Stack], rank: int, scale: float) -> Non
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The adapted stacks of a model by path, and the factor A of each."""
+    """Yield the path and factor A of each adapted stack."""
     for name, parameter in model.named_parameters():
         if name.endswith("_lora_a"):
             yield name.removesuffix("_lora_a"), parameter
 
 
 class LoraExperts(moe.Experts):
-    """Experts whose weights are frozen, with factors beside one stack or both."""
+    """Experts with frozen weights and adapters for one or both stacks."""
 
     def __init__(self, base: moe.Experts, scale: float) -> None:
-        nn.Module.__init__(self)  # not that of Experts, which would make weights of its own
+        # Skip the constructor of Experts, which would allocate new weights.
+        nn.Module.__init__(self)
         self.w1 = base.w1
         self.w2 = base.w2
         self.w3 = base.w3
@@ -100,11 +106,11 @@ class LoraExperts(moe.Experts):
             self.register_parameter(name, getattr(base, name))
 
     def takes_tokens(self, x_SD: Tensor, top_k: int) -> bool:
-        """No: what the factors add is computed from rows."""
+        """Return False: the adapters require rows sorted by expert."""
         return False
 
     def forward(self, x_RD: Tensor, count_E: Tensor | None, choice: Choice | None = None) -> Tensor:
-        """Map rows (R, D), sorted by expert, to (R, D); ``count_E`` says how many rows each expert has."""
+        """Map rows (R, D), sorted by expert, to (R, D). ``count_E`` is the number of rows per expert."""
         assert count_E is not None
         gate_RF, up_RF = (
             moe.add_bias(moe.product(x_RD, count_E, w), count_E, b)
@@ -135,8 +141,9 @@ def _add_at_each_use(owner: nn.Module, name: str, scale: float, transposed: bool
         parameters = owner._parameters
         weight, a_ERI, b_EOR = (parameters[key] for key in (name, f"{name}_lora_a", f"{name}_lora_b"))
         assert weight is not None and a_ERI is not None and b_EOR is not None
-        assert not isinstance(weight, DTensor)  # such networks are not split over tensor-parallel ranks
-        # An attribute of the instance hides the parameter of the same name, which stays where it is
+        # Transformers networks do not support tensor parallelism.
+        assert not isinstance(weight, DTensor)
+        # An attribute of the instance hides the parameter with the same name during forward.
         owner.__dict__[name] = torch.baddbmm(weight, *_factors(a_ERI, b_EOR, transposed), alpha=scale)
         try:
             return whole_forward(*inputs, **keywords)
@@ -152,7 +159,7 @@ def _factors(a_ERI: Tensor, b_EOR: Tensor, transposed: bool) -> tuple[Tensor, Te
 
 @torch.no_grad()
 def merged(weight: Tensor, stack: Stack, a_ERI: Tensor, b_EOR: Tensor, part: int, scale: float) -> Tensor:
-    """One weight of a stack with what the adapter adds to it, in float32; ``part`` is its place in the stack."""
+    """Return one weight of a stack with its adapter added, in float32. ``part`` is its index in the stack."""
     rows = slice(None)
     if len(stack.weights) > 1:
         size = stack.outputs // len(stack.weights)
@@ -162,14 +169,14 @@ def merged(weight: Tensor, stack: Stack, a_ERI: Tensor, b_EOR: Tensor, part: int
 
 
 def to_peft(name: str, factor: Tensor) -> Tensor:
-    """A factor as PEFT writes it: (R E, I) and (O, R E), in which the expert is the last to change for B alone."""
+    """Convert a factor to PEFT's layout: A to (E R, I) with the expert major, B to (O, R E) with the rank major."""
     if name.endswith("lora_a"):
         return factor.flatten(0, 1)
     return factor.permute(1, 2, 0).flatten(1, 2)
 
 
 def from_peft(name: str, tensor: Tensor, experts: int) -> Tensor:
-    """The opposite of ``to_peft``."""
+    """Convert a factor from PEFT's layout: the inverse of ``to_peft``."""
     if name.endswith("lora_a"):
         return tensor.unflatten(0, (experts, -1))
     return tensor.unflatten(1, (-1, experts)).permute(2, 0, 1)
