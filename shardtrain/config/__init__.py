@@ -1,10 +1,10 @@
 """Configuration: a TOML file and ``--section.key value`` arguments become one frozen ``Config``.
 
-``load`` reads, ``check`` and ``machine_notes`` find problems, ``require`` raises all of them, ``show`` prints every
-value with its origin. None of it imports torch.
+``load`` reads, ``check`` and ``machine_notes`` find problems, ``require`` raises all of them, and ``show``
+prints every value with its origin. This package does not import torch.
 
-Rules and help come when they are asked for: who needs a ``Config`` or a value that follows from it, as every file of
-``distributed/`` does, does not import the rules of all options.
+Rules and help are imported on first use. Modules that only need a ``Config`` or a derived value, such as
+those of ``distributed/``, therefore do not import the rules of all options.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# their names are those of functions: an import of one later would put the module in place of the function
+# Import these modules now, because they share their names with functions. A later import of such a module
+# would replace the function in this namespace.
 from shardtrain.config.load import Loaded, load, load_settings, read_settings
 from shardtrain.config.schema import Config
 from shardtrain.config.toml_writer import resolved_toml, set_toml, show

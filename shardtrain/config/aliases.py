@@ -1,7 +1,8 @@
-"""Names of older files: one table from old options to today's, and the few rules that need more than a name.
+"""Options of older configuration files: a table of renamed options, and rules that combine several options.
 
-Covers torchtrain of February 2024 and torchtitan from then to v0.2.2, its unreleased states included, and the command
-line of v0.3.0. Each use gives one notice; what their program dropped without a word is named and left out here too.
+Covers torchtrain of February 2024, torchtitan from then to v0.2.2 including unreleased states, and the
+command line of v0.3.0. Each use of an old name produces one notice. Options that torchtitan silently ignored
+are reported and ignored.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ FLOAT8_CONVERTER = "quantize.linear.float8"
 
 @dataclass(frozen=True)
 class Alias:
-    """What an older option is called now.
+    """Current name of an older option.
 
-    ``new`` is None for an option without a counterpart; ``why`` says what becomes of it. ``translate`` turns the old
-    value, of type ``kind``, into today's; without it the value stays.
+    Attributes:
+        new: the current option, or None if there is no counterpart.
+        kind: type of the old value.
+        translate: converts the old value to the current one. None keeps the value.
+        why: explanation that the notice adds.
     """
 
     new: str | None
@@ -39,23 +43,23 @@ def _inverted(value: bool) -> bool:
 
 
 def _converter_list(value: bool | str) -> list[str]:
-    """Turn "dynamic" or true, which asked for float8 linear layers, into a list of converters."""
+    """Convert "dynamic" or true, the old switch for float8 linear layers, to a list of converters."""
     if value not in ("", "dynamic", True, False):
         raise Unfit('was "" or "dynamic"', 'use model.converters = ["quantize.linear.float8"]')
     return [FLOAT8_CONVERTER] if value else []
 
 
 def _names(value: str | list[str]) -> list[str]:
-    """Split the comma-separated text that lists used to be."""
+    """Split comma-separated text, the old form of lists."""
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
 class _Cuts(list[str]):
-    """Layers at which pipeline stages begin, until ``_cuts`` knows the model's layers."""
+    """First layers of the second and later pipeline stages, which ``_cuts`` converts to lists of modules."""
 
 
 def _without_path(value: str) -> str | None:
-    """An empty custom_model_path meant the model of model.name."""
+    """Return None for an empty custom_model_path, which meant the model in model.name."""
     return value or None
 
 
@@ -72,7 +76,7 @@ def _dynamic(value: str) -> None:
 
 
 def _recompute(value: bool) -> str:
-    """Torchtrain of February 2024 recomputed every layer, or with this switch all but its expensive operations."""
+    """Return the recomputation mode of torchtrain in February 2024, which always recomputed."""
     return "selective" if value else "full"
 
 
@@ -84,7 +88,7 @@ def _only_fsdp(value: str) -> None:
 
 
 def _rejected(accepted: Any, rule: str, fix: str) -> Callable[[Any], None]:
-    """Return a translation that drops one value and rejects all others."""
+    """Return a translation that drops the value ``accepted`` and rejects all others."""
 
     def translate(value: Any) -> None:
         if value != accepted:
@@ -98,7 +102,7 @@ def _config_file(folder: str) -> str:
 
 
 def _same(prefix: str, new_prefix: str, kinds: Mapping[str, Any]) -> dict[str, Alias]:
-    """Return the aliases of keys that moved to another section under the same name."""
+    """Return aliases for keys that moved to another section and kept their name."""
     return {f"{prefix}.{key}": Alias(f"{new_prefix}.{key}", kind) for key, kind in kinds.items()}
 
 
@@ -199,7 +203,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
             _rejected("manual", "asked for stages cut by a tracer", 'remove it: stages are those of "manual"'),
             "stages are cut by the model's LAYOUT",
         ),
-        # the command line of v0.3.0
+        # The command line of v0.3.0.
         "hf_assets_path": Alias("model.hf_assets_path", str),
         "dump_folder": Alias("job.dump_folder", str),
         "debug.print_config": Alias("job.print_config", bool),
@@ -260,7 +264,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
     }
 )
 
-# Options that keep their name: values which older files spell otherwise.
+# Renamed values of options that keep their name.
 _VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("model.name", "llama"): "llama2",
@@ -290,10 +294,11 @@ _CONVERTERS: Mapping[str, str] = MappingProxyType(
         "quantize.moe.mx": "quantize.grouped_mm.mx",
     }
 )
-# torchtitan's flavors that named a kernel for masks of documents: the model is that of the flavor without the ending.
+# Endings of torchtitan's flavors that selected a kernel for document masks. Without the ending, the flavor
+# names the same model.
 _MASKED_FLAVORS = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
 _IROPE = "here this flavor has layers without positions, and chunks in the others, as the published model"
-# Flavors of other names, by model: what they are called here, and why.
+# Renamed flavors: (model, old flavor) -> (current flavor, reason).
 _FLAVORS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
     {
         ("llama2", "40B"): ("26B", 'torchtrain called these 26 billion parameters "40B"'),
@@ -302,23 +307,23 @@ _FLAVORS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
     }
 )
 TORCHTITAN_DATASETS = ("c4", "c4_mini", "c4_test")
-# torchtitan's flavors of qwen3 that have experts, whose file here is qwen3_moe.
+# Flavors of torchtitan's qwen3 that have experts. Their model file is qwen3_moe.
 _QWEN3_MOE = ("debugmodel_moe", "30B-A3B", "235B-A22B")
-# Lists that used to be one comma-separated text.
+# Lists that used to be comma-separated text.
 _LISTS = frozenset({"model.converters", "quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns"})
 _LISTS_OLD = frozenset({"checkpoint.exclude_from_loading"}) | _LISTS
 
 
 def old_kinds() -> dict[str, Any]:
-    """Return the type of every older option, for the command line."""
+    """Return the type of every older option. The command line parser needs it."""
     return {name: alias.kind for name, alias in ALIASES.items()}
 
 
 @dataclass
 class Rewritten:
-    """Settings under today's names, what was said about it, and what could not be translated.
+    """Settings under current names, with notices and problems of the translation.
 
-    ``changes`` are those of the notices that tell of another result than the older program's, not of a name alone.
+    ``changes`` contains the notices of settings whose results differ from the older program's.
     """
 
     settings: list[Setting]
@@ -328,7 +333,7 @@ class Rewritten:
 
 
 def rewrite(settings: list[Setting]) -> Rewritten:
-    """Give every setting its name and value of today; settings under today's names pass unchanged."""
+    """Convert every setting to its current name and value. Current settings stay unchanged."""
     done = Rewritten([], [], [])
     converters: list[Setting] = []
     for setting in settings:
@@ -345,7 +350,7 @@ def rewrite(settings: list[Setting]) -> Rewritten:
 
 
 def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
-    """Return the setting under its new name, or None where it has no counterpart or cannot be translated."""
+    """Return the setting under its current name, or None if it has no counterpart or cannot be translated."""
     old = setting.option
     where = setting.where
     try:
@@ -377,7 +382,7 @@ def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
 
 
 def _respell(setting: Setting, done: Rewritten) -> Setting:
-    """Return a setting of today's name with its value of today."""
+    """Return a setting with its current value. Its name must be current."""
     option = setting.option
     value = setting.value
     where = setting.where
@@ -399,7 +404,7 @@ def _respell(setting: Setting, done: Rewritten) -> Setting:
 
 
 def _merge_converters(done: Rewritten, added: list[Setting]) -> None:
-    """Append converters that older switches asked for to model.converters; a switch that is off adds nothing."""
+    """Append the converters of older switches to model.converters. A switch that is off adds nothing."""
     added = [setting for setting in added if setting.value]
     if not added:
         return
@@ -414,7 +419,7 @@ def _merge_converters(done: Rewritten, added: list[Setting]) -> None:
 
 
 def _superseded(done: Rewritten, given: list[Setting]) -> None:
-    """Leave out what [training] says of compile beside [compile], as torchtitan did from when it had that section."""
+    """Drop training.compile if compile.enable is also set, as newer versions of torchtitan do."""
     old = next((s for s in given if s.option == "training.compile" and not s.is_text), None)
     new = next((s for s in given if s.option == "compile.enable" and not s.is_text), None)
     if old and new:
@@ -423,10 +428,10 @@ def _superseded(done: Rewritten, given: list[Setting]) -> None:
 
 
 def _finish(done: Rewritten, old: list[Setting]) -> None:
-    """Apply the rules of older files that take more than one option."""
+    """Apply the rules of older files that involve several options."""
     given = {setting.option: setting for setting in old}
     new = {setting.option: setting for setting in done.settings}
-    # In this order: the number of layers, which cuts need, follows from the flavor that _flavor finds
+    # _flavor must run before _cuts, which needs the number of layers of the flavor.
     _warmup(done, given, new)
     _folder(done, given, new)
     _microbatches(done, given, new)
@@ -445,7 +450,7 @@ def _add(done: Rewritten, option: str, value: Value, where: str, why: str) -> No
 
 
 def _warmup(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
-    """Give files of the time of training.warmup_* the schedule, and torchtrain's the AdamW constants, of that time."""
+    """Set the schedule of files with training.warmup_*, and AdamW's old constants for warmup_pct."""
     used = given.get("training.warmup_steps") or given.get("training.warmup_pct")
     if used is None:
         return
@@ -474,7 +479,7 @@ def _integer(setting: Setting) -> int:
 
 
 def _folder(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
-    """Read an empty checkpoint folder as checkpoints off; in files before enable_checkpoint, any other as on."""
+    """Turn checkpoints off for an empty folder. In files of early 2024, any other folder turns them on."""
     folder = new.get("checkpoint.folder")
     if folder is None:
         return
@@ -492,7 +497,7 @@ def _folder(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Set
 
 
 def _tags_of_2024(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
-    """Write the tags that dashboards of that time read, beside today's."""
+    """Add the metric tags that dashboards of early 2024 read to the current ones."""
     names = ("training.data_parallel_degree", "training.warmup_pct", "profiling.run_profiler")
     first = next((given[name] for name in names if name in given), None)
     tensorboard = new.get("metrics.enable_tensorboard")
@@ -501,7 +506,7 @@ def _tags_of_2024(done: Rewritten, given: Mapping[str, Setting], new: Mapping[st
 
 
 def _microbatches(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
-    """Turn a number of micro-batches into a micro-batch size."""
+    """Convert the number of micro-batches to a micro-batch size."""
     used = [s for name, s in given.items() if name.endswith(".pipeline_parallel_microbatches")]
     sizes = [s for s in done.settings if s.option == "parallelism.pipeline_parallel_microbatch_size"]
     count = next((s for s in sizes if used and s.where == used[0].where and isinstance(s.value, int)), None)
@@ -521,7 +526,7 @@ def _microbatches(done: Rewritten, given: Mapping[str, Setting], new: Mapping[st
 
 
 def _one_implementation(done: Rewritten, given: Mapping[str, Setting]) -> None:
-    """Where both optimizer.fused and optimizer.foreach were given, fused wins if true and foreach decides otherwise."""
+    """Keep one of optimizer.fused and optimizer.foreach: fused if it is true, else foreach."""
     if not {"optimizer.fused", "optimizer.foreach"} <= given.keys():
         return
     both = [s for s in done.settings if s.option == "optimizer.implementation"]
@@ -532,7 +537,7 @@ def _one_implementation(done: Rewritten, given: Mapping[str, Setting]) -> None:
 
 
 def _experts_of_qwen3(done: Rewritten, new: Mapping[str, Setting]) -> None:
-    """Find the flavors of torchtitan's qwen3 that have experts in their own model file."""
+    """Replace qwen3 by qwen3_moe for torchtitan's flavors that have experts."""
     name = new.get("model.name")
     flavor = new.get("model.flavor")
     if name and flavor and name.shown == "qwen3" and flavor.shown in _QWEN3_MOE:
@@ -541,7 +546,7 @@ def _experts_of_qwen3(done: Rewritten, new: Mapping[str, Setting]) -> None:
 
 
 def _flavor(done: Rewritten, new: Mapping[str, Setting]) -> None:
-    """Find flavors that only a name tells apart: torchtrain's 40B, and those of torchtitan that chose a kernel."""
+    """Replace renamed flavors, and torchtitan's flavors that selected an attention kernel."""
     name = new.get("model.name")
     flavor = new.get("model.flavor")
     if flavor is None or not isinstance(flavor.shown, str):
@@ -565,7 +570,7 @@ def _flavor(done: Rewritten, new: Mapping[str, Setting]) -> None:
 
 
 def _flavors(model: str) -> Mapping[str, Mapping[str, Any]]:
-    """The flavors of a model, or none where its file cannot be read, which the check of the model reports."""
+    """Return the flavors of a model. Empty if its file is unreadable, which another check reports."""
     try:
         return read_model_file(model).flavors
     except ConfigError:
@@ -573,7 +578,7 @@ def _flavors(model: str) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _cuts(done: Rewritten) -> None:
-    """Turn the layers at which stages begin into the modules of each stage."""
+    """Convert the first layers of stages to lists of the modules in each stage."""
     option = "parallelism.module_fqns_per_model_part"
     for setting in [s for s in done.settings if s.option == option and isinstance(s.value, _Cuts)]:
         points = list(setting.value)
@@ -596,7 +601,7 @@ def _cuts(done: Rewritten) -> None:
 
 
 def _num_layers(new: Mapping[str, Setting]) -> int | None:
-    """Layers of the model that these settings name, None where they name none that is known."""
+    """Return the number of layers of the configured model, or None if it is unknown."""
     given = new.get("model.overrides.num_layers")
     name = new.get("model.name")
     flavor = new.get("model.flavor")
@@ -610,7 +615,7 @@ def _num_layers(new: Mapping[str, Setting]) -> int | None:
 
 
 def _dataset_of_path(done: Rewritten, new: Mapping[str, Setting]) -> None:
-    """Read an empty dataset beside a path as the folder that ``datasets`` saved there, as torchtitan of 2024 did."""
+    """Read an empty dataset with a path as a folder saved by ``datasets``, as torchtitan did in 2024."""
     dataset = new.get("training.dataset")
     path = new.get("training.dataset_path")
     if dataset is None or path is None or dataset.shown != "" or not path.shown:
@@ -620,7 +625,7 @@ def _dataset_of_path(done: Rewritten, new: Mapping[str, Setting]) -> None:
 
 
 def _validation_set(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
-    """Name torchtitan's own held-out set where a file of torchtitan's turns validation on without one."""
+    """Set torchtitan's validation set if a torchtitan file enables validation without naming a set."""
     switch = new.get("validation.enable")
     training = new.get("training.dataset")
     if switch is None or {"validation.dataset", "validation.dataset_path"} & new.keys():

@@ -1,6 +1,6 @@
-"""Options of the schema that are not available yet: one table, so that none of them is ignored in silence.
+"""Options of the schema that are not implemented. Setting one is an error, so that none is silently ignored.
 
-Whoever makes one of them work deletes its line.
+Delete the line of an option when you implement it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from shardtrain.config.load import Loaded
 from shardtrain.config.rules.values import problem
 from shardtrain.utils.errors import Problem
 
-# (option, whether a value of it asks for something that is not here, what is not here, what to do)
+# Columns: option, predicate that is true for unsupported values, the missing feature, the fix.
 UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("job.custom_config_module", bool, "sections of your own", "remove it"),
     (
@@ -36,7 +36,7 @@ UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
 
 
 def unavailable(loaded: Loaded) -> list[Problem]:
-    """Return a problem for every option whose value asks for something that this version does not do."""
+    """Return a problem for every option whose value requires a missing feature."""
     return [
         problem(loaded, option, f"asks for {what}, not available yet", fix)
         for option, asks, what, fix in UNAVAILABLE

@@ -1,7 +1,7 @@
-"""What an option that changed between a checkpoint and the run that continues it means: ignore, warn, data or error.
+"""Classify options that changed between a checkpoint and the resumed run: ignore, warn, data or error.
 
-A continued run is the run that was saved. An option that would make it another run is an error until the change is
-accepted; one that alters nothing but speed, place or what is written is ignored.
+A resumed run must follow the saved run. A change that would alter its results is an error until the user
+accepts it. A change that only affects speed, paths or output is ignored.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ from shardtrain.config.schema import Config
 from shardtrain.utils.errors import ConfigError, Problem
 
 Class = Literal["ignore", "warn", "data", "error"]
-"""ignore: the numbers stay the same, to rounding. warn: meant to be changed, though it bends the schedule. data: the
-data's own fingerprint decides, so that a file that only moved is the same. error: other numbers from the next step
-on."""
+"""Effect of a change.
+
+- ignore: results stay the same, up to rounding.
+- warn: a normal change, although it alters the learning rate schedule.
+- data: the fingerprint of the data decides, so that moving a file is not a change.
+- error: results differ from the next step on.
+"""
 
 ALL = "all"
 ACCEPT = "checkpoint.accept_changes"
@@ -39,7 +43,8 @@ SECTIONS: dict[str, Class] = {
     "lora": "error",
     "optimizer": "error",
     "lr_scheduler": "error",
-    "parallelism": "ignore",  # the mesh changes no number
+    # The mesh does not change results.
+    "parallelism": "ignore",
     "checkpoint": "ignore",
     "activation_checkpoint": "ignore",
     "compile": "ignore",
@@ -51,7 +56,7 @@ SECTIONS: dict[str, Class] = {
     "experimental": "ignore",
     "launch": "ignore",
 }
-"""Sections of which a new option has the class of the others; in those that are not here each option is named."""
+"""Default class of each section. In sections that are missing here, every option needs an ``OPTIONS`` entry."""
 
 OPTIONS: dict[str, Class] = {
     "model.hf_assets_path": "data",
@@ -63,7 +68,8 @@ OPTIONS: dict[str, Class] = {
     "training.dataset_path": "data",
     "training.on_data_end": "ignore",
     "training.last_batch": "data",
-    "training.local_batch_size": "ignore",  # accumulation makes up for it
+    # Gradient accumulation compensates for it.
+    "training.local_batch_size": "ignore",
     "training.global_batch_size": "error",
     "training.seq_len": "data",
     "training.max_norm": "error",
@@ -73,7 +79,8 @@ OPTIONS: dict[str, Class] = {
     "training.dtype": "error",
     "training.mixed_precision_param": "error",
     "training.mixed_precision_reduce": "error",
-    "training.initial_loss_scale": "ignore",  # a continued run has its own
+    # A resumed run loads its loss scale from the checkpoint.
+    "training.initial_loss_scale": "ignore",
     "training.loss_scale_growth_interval": "error",
     "training.nonfinite_policy": "ignore",
     "training.nonfinite_max_skips": "ignore",
@@ -95,7 +102,8 @@ OPTIONS: dict[str, Class] = {
     "training.dataloader.pin_memory": "ignore",
     "training.dataloader.prefetch_factor": "ignore",
     "lora.initial_load_path": "ignore",
-    "lora.random_base": "ignore",  # the base has a fingerprint
+    # The base weights have a fingerprint.
+    "lora.random_base": "ignore",
     "data.mode": "data",
     "data.cache_tokens": "ignore",
     "data.readers": "data",
@@ -136,7 +144,8 @@ OPTIONS: dict[str, Class] = {
     "task.desirable_weight": "error",
     "task.undesirable_weight": "error",
     "task.group_size": "data",
-    "task.teacher_path": "ignore",  # what lies there has a fingerprint
+    # The teacher has a fingerprint.
+    "task.teacher_path": "ignore",
     "task.kd_ratio": "error",
     "task.temperature": "error",
     "task.divergence": "error",
@@ -163,13 +172,14 @@ FREED: dict[str, tuple[str, ...]] = {
     "train_state": ("training.", "lr_scheduler."),
     "dataloader": (),
 }
-"""What a part left out by checkpoint.exclude_from_loading frees: restarted, it has no course to leave. What the data
-decide is compared with the data."""
+"""Prefixes of the options that may change if checkpoint.exclude_from_loading contains a part.
+
+"dataloader" has no prefixes, because options of the class "data" are compared by fingerprint."""
 
 
 @dataclass(frozen=True)
 class OptionChange:
-    """An option that is not what it was in the checkpoint."""
+    """An option whose value differs from the checkpoint's."""
 
     option: str
     old: Any
@@ -177,12 +187,12 @@ class OptionChange:
     kind: Class
 
     def __str__(self) -> str:
-        """As ``optimizer.lr: 0.1 -> 0.2``."""
+        """Format the change like ``optimizer.lr: 0.1 -> 0.2``."""
         return f"{self.option}: {_shown(self.old)} -> {_shown(self.new)}"
 
 
 def class_of(option: str) -> Class | None:
-    """The class of an option, or None where the tables do not know it.
+    """Return the class of an option, or None if the tables do not contain it.
 
     >>> class_of("optimizer.lr"), class_of("metrics.log_freq"), class_of("training.steps")
     ('error', 'ignore', 'warn')
@@ -191,23 +201,23 @@ def class_of(option: str) -> Class | None:
 
 
 FILES = "files"
-"""Key of a record: the SHA-256 of the text of each Python file that decides the course, by the option that names it."""
+"""Key in a record: maps options to the SHA-256 of the Python file that they name, if it affects results."""
 
 
 def file_hashes(config: Config) -> dict[str, str]:
-    """Hash the Python files of model, task, optimizer and schedule that the configuration names."""
+    """Return the SHA-256 of each configured Python file of a model, task, optimizer or schedule."""
     named = {option: path for option, path in named_files(config) if path.endswith(".py")}
     texts = {option: Path(path).read_bytes() for option, path in named.items() if class_of(option) == "error"}
     return {option: hashlib.sha256(text).hexdigest() for option, text in texts.items()}
 
 
 def to_record(config: Config, world_size: int, files: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """What a checkpoint keeps of its configuration: every option whose change matters, as JSON.
+    """Return the options that a checkpoint stores, as JSON: all whose class is not "ignore".
 
-    ``files`` are the ``file_hashes`` of the start of the run.
+    ``files`` is the result of ``file_hashes`` at the start of the run.
     """
     kept = {name: _plain(value_of(config, name)) for name in options() if class_of(name) != "ignore"}
-    # -1 means whatever this mesh gives: kept is the number that it gave, or another mesh would change it unnoticed
+    # Store the resolved batch size instead of -1, so that a resume on another mesh detects a change.
     kept["training.global_batch_size"] = derived.global_batch_size(config, world_size)
     return {**kept, FILES: dict(files)}
 
@@ -219,15 +229,16 @@ def find(
     excluded: Sequence[str] = (),
     files: Mapping[str, str] = MappingProxyType({}),
 ) -> list[OptionChange]:
-    """The options that differ from a checkpoint's record; options that only one of the two versions has are left out.
+    """Return the options that differ from a checkpoint's record.
 
-    A record of another program version, or none at all, is not an error: what it does not name is not compared. A value
-    that says what was so without it, as the number of steps in ``lr_scheduler.total_steps``, is not a change.
+    Options that the record or this version does not have are not compared. A missing record is not an error.
+    Making a default explicit is not a change, such as setting ``lr_scheduler.total_steps`` to the number of
+    steps.
     """
     if not isinstance(saved, Mapping):
         return []
     now = to_record(config, world_size)
-    # An option that no table knows is an error: a new one has to be given a class before its change is let through
+    # An option without a class is an error, so that a new option must be classified before it may change.
     differing = {
         name: OptionChange(name, saved[name], new, class_of(name) or "error")
         for name, new in now.items()
@@ -243,7 +254,7 @@ def find(
     for part in excluded:
         for start in FREED.get(part, ()):
             differing = {name: change for name, change in differing.items() if not name.startswith(start)}
-    # Options that together say one thing, and say the same as before in another way
+    # Different options can describe the same schedule or the same model sizes.
     if _same_schedule(saved, now):
         for name in ("lr_scheduler.total_steps", "training.steps"):
             differing.pop(name, None)
@@ -254,7 +265,7 @@ def find(
 
 
 def _same_schedule(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the schedule is as long as it was, by its own length or by that of the run."""
+    """True if both schedules have the same length, set by total_steps or by the number of training steps."""
     if any(record.get("training.epochs") is not None for record in (saved, now)):
         return False
     lengths = [record.get("lr_scheduler.total_steps") or record.get("training.steps") for record in (saved, now)]
@@ -262,7 +273,7 @@ def _same_schedule(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def _same_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether flavor and overrides give the sizes that they gave, whichever of the two says so."""
+    """True if flavor and overrides together produce the saved model sizes."""
     if saved.get("model.name") != now["model.name"]:
         return False
     try:
@@ -274,7 +285,7 @@ def _same_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def check_accepted(loaded: Loaded) -> Iterator[Problem]:
-    """Names in checkpoint.accept_changes that no change could have."""
+    """Yield a problem for each name in checkpoint.accept_changes that cannot match a change."""
     known = [name for name in options() if class_of(name) == "error"]
     for word in loaded.config.checkpoint.accept_changes:
         if word in known or word == ALL:
@@ -294,7 +305,7 @@ def check_accepted(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it, entries of tables with all their fields."""
+    """Convert a value to JSON types. Dataclasses become dicts with all fields."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -305,6 +316,6 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """One short line, whatever a checkpoint holds."""
+    """Format a value of a checkpoint as one printable line of limited length."""
     text = "".join(c if c.isprintable() else "?" for c in default_text(value))
     return text if len(text) <= 200 else f"{text[:200]}..."

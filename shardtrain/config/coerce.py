@@ -1,4 +1,4 @@
-"""One coercion for the file and the command line: a TOML value or a piece of text becomes a value of the schema."""
+"""Convert TOML values and command-line text to the types of the schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardtrain.config.settings import Kind, Value
 
 
 class Unfit(ValueError):
-    """A value that does not fit its option: the rule that it breaks, and the fix."""
+    """Error for a value that does not fit its option, with the violated rule and the fix."""
 
     def __init__(self, rule: str, fix: str) -> None:
         super().__init__(f"{rule}; {fix}")
@@ -23,9 +23,12 @@ class Unfit(ValueError):
 
 
 def coerce(value: Value, kind: Kind) -> Value:
-    """Turn a TOML value into a value of the type ``kind``; raises Unfit.
+    """Convert a TOML value to the type ``kind``.
 
-    An integer may be written 1e6; a number may be written as an integer; a boolean is never a number.
+    Integers may be written as 1e6, and floats as integers. A boolean is never a number.
+
+    Raises:
+        Unfit: the value does not fit the type.
     """
     origin = get_origin(kind)
     args = get_args(kind)
@@ -50,7 +53,7 @@ def coerce(value: Value, kind: Kind) -> Value:
 
 
 def from_text(text: str, kind: Kind) -> Value:
-    """Turn the text of one command-line value into a value of the type ``kind``; raises Unfit."""
+    """Convert the text of one command-line value to the type ``kind``. Raises Unfit."""
     origin = get_origin(kind)
     args = get_args(kind)
     if origin in (Union, types.UnionType) and type(None) in args:
@@ -71,21 +74,24 @@ def from_text(text: str, kind: Kind) -> Value:
 
 
 def from_texts(texts: Sequence[str], kind: Kind) -> Value:
-    """Turn several command-line values of one list option into its value; raises Unfit."""
+    """Convert the one or more command-line values of an option to the type ``kind``. Raises Unfit."""
     if len(texts) == 1:
         return from_text(texts[0], kind)
     return [item for text in texts for item in from_text(text, kind)]
 
 
 def plain(text: str) -> Value:
-    """Turn text of unknown type into what it looks like: a number, true, false, or itself."""
+    """Convert text of unknown type to a number or a boolean if it looks like one, else return the text."""
     value = _toml_value(text, text)
     return value if isinstance(value, bool | int | float) else text
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises ValueError for invalid TOML, and for a huge integer, which float() and str() would
-    reject later."""
+    """Parse TOML.
+
+    Raises:
+        ValueError: for invalid TOML, and for a huge integer, which float() and str() would reject later.
+    """
     table = tomllib.loads(text)
     for value in _values(table):
         if isinstance(value, int) and value.bit_length() > _MOST_BITS:
@@ -102,7 +108,7 @@ def _values(value: Any) -> Iterator[Any]:
 
 
 def _toml_value(text: str, otherwise: Value) -> Value:
-    """Read text as one TOML value, or give ``otherwise``; 1e6 and 5. are numbers too."""
+    """Parse text as one TOML value, or return ``otherwise``. "1e6" and "5." are numbers."""
     if re.fullmatch(r"[+-]?\d+\.", text):
         text += "0"
     if "\n" in text:
@@ -116,11 +122,11 @@ def _toml_value(text: str, otherwise: Value) -> Value:
 
 _MOST_BITS = 1000
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
-"""Short names of types, as other programs have them."""
+"""Short dtype names of other programs."""
 
 
 def _union(value: Value, kinds: tuple[Any, ...]) -> Value:
-    """Return a value of the first of several types that it fits; the exact type first, so 1 stays an integer."""
+    """Convert a value to an optional type. A value that already has one of several types stays unchanged."""
     kinds = tuple(kind for kind in kinds if kind is not type(None))
     if type(value) in kinds:
         return value
@@ -130,11 +136,12 @@ def _union(value: Value, kinds: tuple[Any, ...]) -> Value:
 
 
 def _integer(value: Value) -> int:
-    """Return a whole number; 1e6 is one, true and "3" are not."""
+    """Convert a value to an integer. Accepts 1e6, rejects true and "3"."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):
-        if not -(2**63) <= value < 2**64:  # a seed may have all of the bits
+        # Seeds may use all 64 bits.
+        if not -(2**63) <= value < 2**64:
             raise Unfit("must be an integer of 64 bits", "write a smaller number")
         return value
     if isinstance(value, float) and math.isfinite(value):
@@ -145,7 +152,7 @@ def _integer(value: Value) -> int:
 
 
 def _number(value: Value) -> float:
-    """Return a number; an integer is one."""
+    """Convert a number to float. Accepts integers, rejects nan and booleans."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         if math.isnan(value):
             raise Unfit("must be a number", "nan is not one")
@@ -154,7 +161,7 @@ def _number(value: Value) -> float:
 
 
 def _boolean(value: Value) -> bool:
-    """Return true or false; 0, 1 and words are neither."""
+    """Return a boolean. Rejects 0, 1 and text."""
     if isinstance(value, bool):
         return value
     text = str(value).lower()
@@ -167,7 +174,7 @@ def _boolean(value: Value) -> bool:
 
 
 def _text(value: Value) -> str:
-    """Return text; a number without quotes is none."""
+    """Return text. Rejects numbers without quotes."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool | int | float):
@@ -176,7 +183,7 @@ def _text(value: Value) -> str:
 
 
 def _unquoted(value: Value, kind: type) -> str | None:
-    """Return the fix for a number that was written in quotes, if it is valid TOML without them."""
+    """Return the fix for a quoted number, or None if the text is not a TOML number of this type."""
     number = _toml_value(value, "") if isinstance(value, str) else ""
     fits = type(number) is int or (kind is float and type(number) is float and math.isfinite(number))
     return f"write it without quotes: {value}" if fits else None

@@ -1,7 +1,7 @@
-"""The command line of a verb that reads a configuration: options of the verb's own, a file, and overrides.
+"""Command lines of verbs that read a configuration: the verb's options, a file, and overrides.
 
-``take`` is for every such verb. ``split`` takes what ``train`` has, and verbs that start ranks like it. A verb that
-has options of its own alone reads them with ``utils.arguments.Arguments``.
+Every such verb uses ``take``. ``split`` parses the command line of ``train`` and of similar verbs that start
+ranks. Verbs without a configuration use ``utils.arguments.Arguments`` instead.
 """
 
 from __future__ import annotations
@@ -20,30 +20,34 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class VerbOption:
-    """An option of a verb's own that has a value."""
+    """An option of a verb that has a value.
+
+    Attributes:
+        read: converts text to the value. Raises ValueError with the violated rule.
+        example: value shown in error messages: ``write it like --nproc 2``.
+        is_list: True if the option takes all words up to the next option, and may be repeated.
+        once: True if repeating the option is an error. Otherwise the last value counts.
+    """
 
     read: Callable[[str], Any] = str
-    """Gives the value of a text, or raises ValueError with the rule that it breaks."""
     example: str = "VALUE"
-    """Told with an error: ``write it like --nproc 2``."""
     is_list: bool = False
-    """Whether it takes all words up to the next option, and may be given again."""
     once: bool = False
-    """Whether a second one is an error; else the last one counts."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A verb's own options by name (without those that were not given), and the words that are left."""
+    """Options of a verb that were given, by name, and the remaining words."""
 
     own: dict[str, Any] = field(default_factory=dict)
     rest: tuple[str, ...] = ()
     help: bool = False
 
     def places(self, most: int = 1) -> tuple[list[str], tuple[str, ...]]:
-        """Words before the first override, such as the configuration file, and the overrides.
+        """Split the remaining words into at most ``most`` positional words and the overrides.
 
-        They come first because an override may take several values.
+        Positional words, such as the configuration file, come first, because an override may take several
+        values.
 
         >>> Taken({}, ("run.toml", "--training.steps", "8")).places()
         (['run.toml'], ('--training.steps', '8'))
@@ -54,7 +58,7 @@ class Taken:
         return list(self.rest[:count]), self.rest[count:]
 
     def configuration(self) -> tuple[str | None, tuple[str, ...]]:
-        """The configuration file and the overrides, as ``config.load`` takes them."""
+        """Return the configuration file and the overrides, the arguments of ``config.load``."""
         files, overrides = self.places()
         return files[0] if files else None, overrides
 
@@ -62,11 +66,11 @@ class Taken:
 def take(
     words: Sequence[str], options: Mapping[str, VerbOption], flags: Sequence[str] = (), usage: str | None = None
 ) -> Taken:
-    """Take a verb's own ``options`` (``--nproc 2`` or ``--nproc=2``) and ``flags`` out of its words.
+    """Extract a verb's ``options`` (``--nproc 2`` or ``--nproc=2``) and ``flags`` from its words.
 
     Raises:
-        ConfigError: an option has no value, or one that its reader refuses, or is given twice and may not be.
-        HelpPrinted: the help was asked for, and ``usage`` is its text.
+        ConfigError: an option has no value, an invalid value, or is repeated although it may not be.
+        HelpPrinted: the words contain --help, and ``usage`` was printed.
 
     >>> take(["run.toml", "--processes", "4", "--training.seq_len", "8"], {"--processes": VerbOption(int)})
     Taken(own={'--processes': 4}, rest=('run.toml', '--training.seq_len', '8'), help=False)
@@ -86,8 +90,8 @@ def take(
             continue
         option = options.get(name)
         if option is None:
-            # A word for the configuration. One that is spelt like an option of this verb is refused, if it cannot be
-            # another's: options of the configuration have a dot, and OWN are those of ``split``
+            # A word for the configuration. Reject a likely misspelling of an option of this verb, unless the
+            # word may be an option of the configuration (with a dot) or one in OWN.
             rest.append(word)
             if name.startswith("--") and "." not in name and name not in OWN:
                 near = difflib.get_close_matches(name, [*options, *flags], 1, 0.8)
@@ -97,8 +101,8 @@ def take(
         if option.once and name in own:
             raise _wrong(name, None, "is given twice", "give it once")
 
-        # Its value is what follows "=", or the next word, which may begin with a dash as a negative number does. A list
-        # takes all words up to the next option
+        # The value follows "=", or is the next word, which may begin with one dash like a negative number. A
+        # list takes all words up to the next option.
         texts = [value] if equals else []
         while not equals and remaining and (option.is_list or not texts):
             if remaining[0].startswith("-" if option.is_list else "--"):
@@ -115,7 +119,9 @@ def take(
 
 
 def number_of(what: str = "", least: int = 1) -> Callable[[str], int]:
-    """A reader of a whole number, with or without underscores; ``what`` names in the error what is counted.
+    """Return a parser of integers of at least ``least``, with optional underscores.
+
+    Its error message contains ``what``, the counted things.
 
     >>> number_of("processes")("1_000")
     1000
@@ -137,7 +143,7 @@ def _wrong(name: str, value: str | None, rule: str, fix: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What follows a verb: the configuration file, shardtrain's options, and overrides of the configuration."""
+    """Parsed words after a verb: the configuration file, the options in ``OWN``, and overrides."""
 
     path: str | None
     nproc: int | None
@@ -158,22 +164,22 @@ OWN = {
     "--job.config_file": VerbOption(example="FILE"),
     "--job.config-file": VerbOption(example="FILE"),
 }
-"""Options that are not the configuration's. The last two are how torchtitan's commands name the file."""
+"""Options that do not belong to the configuration. The last two name the file in torchtitan's commands."""
 
 
 def two_files(named: str, path: str) -> Problem:
-    """Of a command that names one file by ``--job.config_file`` and another by its place."""
+    """Return the problem of a command with both ``--job.config_file`` and a different positional file."""
     rule = f"is a second file, beside {path}"
     return Problem("job.config_file", named, rule, "give one configuration file, and options after it", COMMAND_LINE)
 
 
 def with_variable(arguments: CommandLine, environment: Mapping[str, str]) -> CommandLine:
-    """Take the file of CONFIG_FILE where the command line names none, as torchtitan's scripts and images do."""
+    """Use the file in CONFIG_FILE, which torchtitan's scripts set, if the command line names no file."""
     file = environment.get("CONFIG_FILE")
     is_deepspeed = any(word.partition("=")[0] == "--deepspeed_config" for word in arguments.overrides)
     if not file or arguments.path or is_deepspeed:
         return arguments
-    # One line of the whole run: not of each rank that a launcher starts, nor of a process that we started ourselves
+    # Print the line once per run: only on rank 0, and not in processes that this command started.
     if environment.get("RANK", "0") == "0" and "SHARDTRAIN_PARENT" not in environment:
         shown = "".join(char if char.isprintable() else "?" for char in file)
         print(f"configuration: {shown} (as CONFIG_FILE says)", file=sys.stderr, flush=True)
@@ -181,13 +187,13 @@ def with_variable(arguments: CommandLine, environment: Mapping[str, str]) -> Com
 
 
 def split(words: Sequence[str]) -> CommandLine:
-    """Take the file, the options of ``OWN`` and ``--help`` out of the words; all others are overrides.
+    """Parse the file, the options in ``OWN`` and ``--help``. All other words are overrides.
 
-    The file comes before the first override, because an override may take several values; or it is that of
-    ``--job.config_file``, anywhere.
+    The file must precede the first override, because an override may take several values.
+    ``--job.config_file`` can name the file at any position.
 
     Raises:
-        ConfigError: one of shardtrain's options has no value, or a wrong one, or two files are named.
+        ConfigError: an option in ``OWN`` has no value or an invalid one, or two files are named.
     """
     taken = take(words, OWN)
     path, overrides = taken.configuration()
