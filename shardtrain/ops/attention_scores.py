@@ -1,8 +1,9 @@
-"""Attention whose scores are more than q k / sqrt(H): another scale, a soft cap, a slope per head (ALiBi).
+"""Attention with other scores than q k / sqrt(H): another scale, a soft cap, or a slope per head (ALiBi).
 
-The score of query i and key j is ``cap(scale q_i k_j) - slope (i - j)`` with ``cap(s) = softcap tanh(s / softcap)``
-(Gemma 2, section 2.2; Press et al. 2022). Flash kernels know the scale alone, so the rest is written out, with the
-log-sum-exp by which parts over keys can be merged and its own exact backward pass.
+The score of query i and key j is ``cap(scale q_i k_j) - slope (i - j)``.
+The cap is ``cap(s) = softcap tanh(s / softcap)`` (Gemma 2, section 2.2; Press et al. 2022).
+Flash kernels only support the scale, so the other scores are computed with plain PyTorch operations.
+The log-sum-exp is returned too, to merge results over parts of the keys. The backward pass is exact.
 Shape suffixes: B batch, T tokens, l queries, s keys, N heads, K key-value heads, H head.
 """
 
@@ -16,13 +17,16 @@ from torch import Tensor
 from shardtrain.ops.sliding_window import Band
 
 QUERIES_AT_ONCE = 256
-"""Queries whose scores are in memory at a time: (B, N, this, s) numbers."""
+"""Number of queries with scores in memory at the same time: (B, N, QUERIES_AT_ONCE, s) elements."""
 
 
 class Scores(NamedTuple):
-    """How an attention core scores a query and a key.
+    """Parameters of an attention core's scores.
 
-    ``scale`` None is 1 / sqrt(H), ``softcap`` 0 is none, ``slopes`` has one number per query head, or none.
+    Attributes:
+        scale: Factor of q k. None means 1 / sqrt(H).
+        softcap: Bound of the scores. 0 means no bound.
+        slopes: ALiBi slopes, one per query head. Empty without ALiBi.
     """
 
     scale: float | None = None
@@ -31,7 +35,7 @@ class Scores(NamedTuple):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether flash kernels compute it."""
+        """True if flash kernels support these scores."""
         return not self.softcap and not self.slopes
 
 
@@ -39,7 +43,7 @@ PLAIN = Scores()
 
 
 def scores_of(core: Any) -> Scores:
-    """What an attention core's attributes ``scale``, ``softcap`` and ``alibi_slopes`` say; it may have any of them."""
+    """Return a core's scores from its optional attributes ``scale``, ``softcap`` and ``alibi_slopes``."""
     scale = getattr(core, "scale", None)
     slopes = getattr(core, "alibi_slopes", None)
     softcap = getattr(core, "softcap", None) or 0.0
@@ -49,21 +53,32 @@ def scores_of(core: Any) -> Scores:
 
 
 def with_sinks(out_BlNH: Tensor, lse_BNl: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of attention, once a sink of each head has taken its share (gpt-oss, OpenAI 2025).
+    """Add a sink per head to the result of attention.
 
-    A sink is one more key that every query of a head scores alike and whose value is zero: it takes part in the sum of
-    the softmax, and in nothing else. Given what this gives, the backward pass of attention is what it is without.
+    Return the new output and log-sum-exp (gpt-oss, OpenAI 2025).
+
+    A sink is an additional key with a value of zero and the same score for every query of its head.
+    It only changes the sum of the softmax.
+    The backward pass of attention without sinks remains correct with the returned tensors.
     """
-    # Of all the weights the keys have the share exp(lse) / (exp(lse) + exp(sink)); the rest goes to a value of zero
+    # The keys keep the fraction exp(lse) / (exp(lse) + exp(sink)) of the weights. The sink takes the rest.
     both_BNl = torch.logaddexp(lse_BNl, sinks_N.to(lse_BNl.dtype)[:, None])
     share_BlN1 = (lse_BNl - both_BNl).exp().transpose(1, 2)[..., None]
     return (out_BlNH * share_BlN1).to(out_BlNH.dtype), both_BNl
 
 
 def sinks_gradient(gradient_BlNH: Tensor, out_BlNH: Tensor, lse_BNl: Tensor, sinks_N: Tensor) -> Tensor:
-    """Gradient (N,) of sinks, from the output and log-sum-exp that ``with_sinks`` gave and the output's gradient."""
-    # Of a softmax: ds = p (dp - sum of p dp). The sink's value is zero, and so is its dp. The sum over
-    # all keys is that of gradient times output
+    """Return the gradient (N,) of the sinks.
+
+    Args:
+        gradient_BlNH: Gradient of the output.
+        out_BlNH: Output that ``with_sinks`` returned.
+        lse_BNl: Log-sum-exp that ``with_sinks`` returned.
+        sinks_N: Scores of the sinks.
+    """
+    # The derivative of a softmax is ds = p (dp - sum of p dp).
+    # The dp of a sink is zero, because its value is zero.
+    # The sum over all keys equals the sum of gradient times output.
     sum_BNl = (gradient_BlNH.to(lse_BNl.dtype) * out_BlNH).sum(-1).transpose(1, 2)
     weight_BNl = (sinks_N.to(lse_BNl.dtype)[:, None] - lse_BNl).exp()
     return -(weight_BNl * sum_BNl).sum((0, 2)).to(sinks_N.dtype)
@@ -78,7 +93,10 @@ def attention(
     scores: Scores,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention written out, in documents and a window (0 is none): (B, T, N, H), by (B, N, T, T) scores."""
+    """Return causal attention (B, T, N, H) within documents and a window (0 for none).
+
+    All scores (B, N, T, T) are in memory at the same time.
+    """
     tokens = q_BTNH.size(1)
     seen_1TT = torch.ones(1, tokens, tokens, dtype=torch.bool, device=q_BTNH.device).tril()
     if window:
@@ -95,7 +113,10 @@ def masked_attention(
     scores: Scores,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Attention of queries that end where the keys do: (B, l, N, H). ``seen`` is (B or 1, 1, l, s), None for all."""
+    """Return attention (B, l, N, H) of queries that are the last l tokens of the keys.
+
+    ``seen`` (B or 1, 1, l, s) is true for visible keys. None makes all keys visible.
+    """
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
     score_BNls, _ = _score(q, k, k.size(2) - q.size(2), scores)
     if seen is not None:
@@ -109,7 +130,10 @@ def masked_attention(
 
 
 def attend(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Output (B, l, N, H) of a part of the keys and its log-sum-exp (B, N, l), float32; each query must see a key."""
+    """Attend to a part of the keys. Return the output (B, l, N, H) and the float32 log-sum-exp (B, N, l).
+
+    Each query must see at least one key.
+    """
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
     score_BNls, _ = _score(q, k, band.last, scores, band)
     lse_BNl = score_BNls.logsumexp(-1)
@@ -127,13 +151,17 @@ def attend_backward(
     band: Band,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values from a part of the keys, given output and log-sum-exp over all of them."""
+    """Return the gradients of queries, keys and values from a part of the keys.
+
+    ``out_BlNH`` and ``lse_BNl`` are the output and the log-sum-exp over all keys.
+    """
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
     gradient, out = (x.transpose(1, 2).to(q.dtype) for x in (gradient_BlNH, out_BlNH))
     score_BNls, slope_of_cap = _score(q, k, band.last, scores, band)
     weight_BNls = (score_BNls - lse_BNl[..., None]).exp()
     dv = weight_BNls.transpose(-2, -1) @ gradient
-    # Of a softmax: ds = p (dp - sum of p dp), the sum over all keys being that of gradient times output
+    # The derivative of a softmax is ds = p (dp - sum of p dp).
+    # The sum over all keys equals the sum of gradient times output.
     d_score = weight_BNls * (gradient @ v.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True))
     if slope_of_cap is not None:
         d_score = d_score * slope_of_cap
@@ -149,7 +177,10 @@ def attend_backward(
 def _score(
     q_BNlH: Tensor, k_BNsH: Tensor, offset: int, scores: Scores, band: Band | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores (B, N, l, s), and the derivative of the cap; query 0 is ``offset`` tokens past key 0."""
+    """Return the scores (B, N, l, s), and the derivative of the soft cap (None without one).
+
+    Query 0 is ``offset`` tokens after key 0.
+    """
     score_BNls = (q_BNlH * _scale(q_BNlH, scores)) @ k_BNsH.transpose(-2, -1)
     slope_of_cap = None
     if scores.softcap:
@@ -176,7 +207,10 @@ def _scale(q_BNlH: Tensor, scores: Scores) -> float:
 
 
 def _heads_first(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All with the heads of the queries, (B, N, tokens, H), in float32 at least."""
+    """Return queries, keys and values as (B, N, tokens, H), in float32 or wider.
+
+    Repeat grouped keys and values.
+    """
     groups = q_BlNH.size(2) // k_BsKH.size(2)
     dtype = torch.promote_types(q_BlNH.dtype, torch.float32)
     k, v = (x.repeat_interleave(groups, dim=2) if groups > 1 else x for x in (k_BsKH, v_BsKH))

@@ -1,7 +1,7 @@
-"""Which kernels compute the models of this process on a CPU: the choice, which the kernels themselves ask for.
+"""Choice of the CPU kernels for the models of this process. The kernels read it.
 
-What is fastest depends on the processor; ``kernel_speed.py`` measures it. All ranks of a run take the first rank's
-choice.
+The fastest kernel depends on the processor. ``kernel_speed.py`` measures it.
+All ranks of a run use rank 0's choice.
 """
 
 from __future__ import annotations
@@ -12,44 +12,56 @@ import torch
 from torch import Tensor
 
 WORTH_IT = 1.05
-"""A kernel that is less than this much faster than PyTorch's own is not taken."""
+"""Minimum speedup over PyTorch's kernel. Slower kernels are not used."""
 NARROW_HEAD = 32
-"""Features. The narrower the heads, the more blocks gain in float32 over the flash kernel, so both are measured."""
+"""Features per narrow head. Blocks gain more over the flash kernel in float32 if heads are narrow.
+
+Narrow and wide heads are therefore measured separately.
+"""
 WIDE_HEAD = 128
 LONG_ROW = 1024
-"""Tokens. The flash kernel is as fast as blocks, or faster, on longer rows without documents and windows."""
+"""Tokens. On longer rows without documents and windows, the flash kernel is at least as fast as blocks."""
 FAILED = -1.0
-"""In place of a speed: the kernel, or PyTorch's own beside it, raised an error when it was measured."""
+"""Value of a failed measurement: the kernel, or PyTorch's kernel for the comparison, raised an error."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """For each kernel that can take the place of PyTorch's own, how many times as fast it is; 0 where this build of
-    PyTorch has none, FAILED where it raised an error."""
+    """Speedup of each alternative kernel over PyTorch's kernel.
+
+    The value is 0 if this build of PyTorch lacks the operators, and FAILED if the measurement raised an
+    error.
+
+    Attributes:
+        onednn_linear: Linear layers in float32 with oneDNN: the forward pass and the gradient of the input.
+        onednn_weight_gradient: Gradients of the weights of linear layers in float32 with oneDNN.
+        blocked_attention: Attention in bfloat16 by matrix products.
+        blocked_attention_float32: Attention in float32 for heads of at most NARROW_HEAD features.
+        blocked_attention_float32_wide: Attention in float32 for wider heads, measured with WIDE_HEAD
+            features.
+        rms_norm: RMSNorm in chunks of rows.
+        packed_linear: Linear layers in bfloat16 with few rows and a packed weight, for generation.
+        packed_linear_float32: Linear layers in float32 with few rows and a packed weight.
+    """
 
     onednn_linear: float = 0.0
-    """Linear layers in float32 by oneDNN, forward and the gradient of their input."""
     onednn_weight_gradient: float = 0.0
-    """The gradient of their weight by oneDNN."""
     blocked_attention: float = 0.0
-    """Attention in bfloat16 by matrix products."""
     blocked_attention_float32: float = 0.0
-    """The same in float32, for heads of at most NARROW_HEAD features."""
     blocked_attention_float32_wide: float = 0.0
-    """The same for wider heads, measured at WIDE_HEAD features."""
     rms_norm: float = 0.0
-    """RMSNorm some rows at a time."""
     packed_linear: float = 0.0
-    """Linear layers in bfloat16 with few rows and a packed weight: for generation."""
     packed_linear_float32: float = 0.0
-    """The same in float32."""
 
     def uses(self, name: str) -> bool:
-        """Whether a kernel, by the name of its field, is taken."""
+        """True if a kernel, by the name of its field, is used."""
         return bool(getattr(self, name) >= WORTH_IT)
 
     def describe(self) -> str:
-        """Return a line for the log of training, which packs no weights."""
+        """Return a line for the log of training.
+
+        Packed weights are omitted, because training does not use them.
+        """
         phrases = {
             "onednn_linear": "linear layers in float32 by oneDNN",
             "onednn_weight_gradient": "gradients of their weights too",
@@ -67,17 +79,17 @@ class Kernels:
 
 
 PYTORCH = Kernels()
-"""PyTorch's own kernels alone."""
+"""Only PyTorch's kernels."""
 _chosen = PYTORCH
 
 
 def chosen() -> Kernels:
-    """Those that the models of this process compute with."""
+    """Return the kernels that the models of this process use."""
     return _chosen
 
 
 def use(kernels: Kernels) -> None:
-    """Let the models of this process compute with these; what is built already keeps its linear layers."""
+    """Set the kernels of this process. Models that are already built keep their linear layers."""
     global _chosen
     _chosen = kernels
 

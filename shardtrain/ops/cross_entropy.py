@@ -1,7 +1,8 @@
-"""Cross-entropy as a sum over tokens, in float32, a chunk of tokens at a time; the sum over tokens is in float64.
+"""Cross-entropy as a sum over tokens, computed in chunks of tokens. Chunks are float32, the sum is float64.
 
-The trainer divides once by the global count of target tokens, so that padding, accumulation and the mesh change no
-number. The gradient is computed with the loss, chunk by chunk, so that no float32 copy of all logits ever exists.
+The trainer divides once by the global number of target tokens.
+The result therefore does not depend on padding, gradient accumulation or the mesh.
+The gradient of each chunk is computed with its loss, so the logits are never copied to float32 all together.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shardtrain.ops.targets import IGNORE
 CHUNK_NUMEL = 1 << 24
 """Logits per chunk: 64 MiB in float32."""
 CPU_CHUNK_NUMEL = 1 << 18
-"""On a CPU without a compiler: 1 MiB, which stays in a core's cache while it is read and written several times."""
+"""Logits per chunk on a CPU without a compiler: 1 MiB, which fits into a core's cache."""
 
 
 _most_chunks: int | None = None
@@ -27,9 +28,10 @@ _most_chunks: int | None = None
 
 @contextmanager
 def few_chunks(count: int = 2) -> Iterator[None]:
-    """Work on the first ``count`` chunks alone, inside: for passes that are about memory, and compute nothing.
+    """Process only the first ``count`` chunks within the block, to measure memory without a correct loss.
 
-    All chunks need the same, and each gives it back before the next begins; tracing thousands takes minutes.
+    Every chunk needs the same memory, and frees it before the next chunk. Tracing thousands of chunks takes
+    minutes.
     """
     global _most_chunks
     before = _most_chunks
@@ -45,8 +47,11 @@ def _chunks(num_tokens: int, rows: int) -> list[slice]:
 
 
 ChunkFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Loss sum, a float64 scalar, of logits (n, V) and targets (n,); and its gradient (n, V) times a float32 scalar,
-rounded to the type of the logits or not yet."""
+"""Function of logits (n, V), targets (n,) and a float32 scalar weight.
+
+It returns the sum of the losses, a float64 scalar, and its gradient (n, V) times the weight.
+The gradient is float32 or has the dtype of the logits.
+"""
 
 
 def cross_entropy_sum(
@@ -56,15 +61,19 @@ def cross_entropy_sum(
     vocabulary: Vocabulary | None = None,
     chunk: ChunkFunction | None = None,
 ) -> Tensor:
-    """``weight`` times the sum of -log softmax(logits)[target] over targets that are not IGNORE: a float32 scalar.
+    """Return ``weight`` times the sum of -log softmax(logits)[target] over targets except IGNORE, in float32.
 
-    The weight (one over the count of tokens, times a loss scale) meets the gradient in float32, before it is rounded
-    to the type of the logits. ``vocabulary`` is given when a rank holds only some columns of the logits (loss
-    parallelism; as in Megatron-LM, Shoeybi et al. 2019, section 3): then this is a collective, and one. ``chunk``
-    replaces the function that handles one chunk of whole rows, for example by a compiled one.
+    Args:
+        weight: Loss scale divided by the number of tokens. It multiplies the float32 gradient before
+            rounding.
+        vocabulary: Split of the logits' columns over ranks (loss parallelism, Shoeybi et al. 2019, section
+            3).
+            The call is then one collective.
+        chunk: Replacement of ``chunk_loss``, such as a compiled function. Not used with ``vocabulary``.
     """
     weight = torch.as_tensor(weight, dtype=torch.float32, device=logits_BTV.device)
-    # Small chunks on a CPU, where chunk_loss reads and writes each several times; large ones elsewhere, for fewer calls
+    # On a CPU, chunk_loss reads and writes each chunk several times, so a chunk must fit into the cache.
+    # Elsewhere, large chunks need fewer calls.
     numel = CPU_CHUNK_NUMEL if chunk is None and logits_BTV.device.type == "cpu" else CHUNK_NUMEL
     rows = max(1, numel // max(1, logits_BTV.size(-1)))
     logits_NV = logits_BTV.flatten(0, -2)
@@ -76,19 +85,20 @@ def cross_entropy_sum(
 
 
 def chunk_loss(logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The ChunkFunction that is used unless another is given: in place, where it can be."""
+    """Compute one chunk, in place if possible. This is the default ChunkFunction."""
     log_probabilities_nV = torch.log_softmax(logits_nV.float(), dim=-1)
     kept_n1 = (targets_n != IGNORE).unsqueeze(1)
-    # IGNORE is not a column: such a token takes column 0, and kept_n1 makes its loss and its gradient zero
+    # IGNORE is not a column index. Use column 0 instead. kept_n1 sets the loss and the gradient to zero.
     index_n1 = targets_n.clamp_min(0).unsqueeze(1)
     loss = -(log_probabilities_nV.gather(1, index_n1) * kept_n1).sum(dtype=torch.float64)
-    # The gradient is softmax - one_hot(target), written over the log-probabilities, which nobody needs any longer
+    # The gradient is softmax - one_hot(target). It overwrites the log-probabilities, which are no longer
+    # needed.
     gradient_nV = log_probabilities_nV.exp_().scatter_add_(1, index_n1, -torch.ones_like(index_n1, dtype=torch.float32))
     return loss, gradient_nV.mul_(kept_n1 * weight)
 
 
 def chunk_loss_without_scatter(logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The same to be compiled: all of it can be one kernel, which reads logits and writes their gradient."""
+    """Compute one chunk like ``chunk_loss``, in a form that compiles to a single kernel."""
     log_probabilities_nV = torch.log_softmax(logits_nV.float(), dim=-1)
     kept_n1 = (targets_n != IGNORE).unsqueeze(1)
     index_n1 = targets_n.clamp_min(0).unsqueeze(1)
@@ -103,7 +113,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, weight: Tensor, chunk: ChunkFunction, chunks: list[slice]
     ) -> Tensor:
-        # A million tokens are thousands of chunks: added one by one in float32, they would lose the last digits
+        # A float32 sum over the thousands of chunks of a million tokens would lose the last digits.
         loss = torch.zeros((), dtype=torch.float64, device=logits_NV.device)
         gradient_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
         for part in chunks:

@@ -1,4 +1,4 @@
-"""Which kernels a device has: of attention, of grouped products and of bfloat16."""
+"""Kernels that a device supports: attention, grouped products and bfloat16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from shardtrain.ops.accelerator import is_accelerator
 
 
 def has_flash_attention(device: torch.device) -> bool:
-    """Whether PyTorch's flash attention runs on a device: on CUDA from compute capability 8.0 on, on ROCm as built."""
+    """True if PyTorch's flash attention runs on a device.
+
+    CUDA requires compute capability 8.0. On ROCm it depends on the build.
+    """
     if device.type != "cuda":
         return False
     available = getattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)()
@@ -22,19 +25,20 @@ def has_flash_attention(device: torch.device) -> bool:
 
 
 def prefer_attention(device: torch.device, flash: str = "FA2") -> AbstractContextManager[Any]:
-    """Which kernels of attention PyTorch tries first while the context is open, on a device that has several.
+    """Return a context in which PyTorch prefers the fastest attention kernels of a device.
 
-    cuDNN's from compute capability 9.0 on, unless another flash attention than PyTorch's own (FA2) is asked for, which
-    then is first; the others for what these do not compute, such as float32.
+    cuDNN is first from compute capability 9.0 on. With ``flash`` other than PyTorch's FA2, that kernel is
+    first.
+    The other kernels remain as fallbacks, for example for float32.
 
     Raises:
-        ImportError: the package of the flash attention that was asked for is not installed.
+        ImportError: the package of the requested flash attention is not installed.
     """
     if device.type != "cuda":
         return nullcontext()
     if flash != "FA2":
         attention.activate_flash_attention_impl(flash)  # documents and split sequences take it, too
-    # PyTorch takes the first of these that can compute what it is given
+    # PyTorch uses the first of these kernels that supports the inputs.
     capability = torch.cuda.get_device_capability(device)
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if capability >= (9, 0) and flash == "FA2" and not torch.version.hip:
@@ -43,22 +47,23 @@ def prefer_attention(device: torch.device, flash: str = "FA2") -> AbstractContex
 
 
 def has_bfloat16_units(device: torch.device) -> bool:
-    """Whether a device multiplies bfloat16 itself: NVIDIA's from 8.0 on, AMD's, and Intel's.
+    """True if the hardware multiplies bfloat16: AMD, Intel, and NVIDIA from compute capability 8.0 on.
 
-    ``torch.cuda.is_bf16_supported`` counts emulation too.
+    ``torch.cuda.is_bf16_supported`` is also true for emulation.
     """
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def has_matmul_into_float32(device: torch.device) -> bool:
-    """Whether a device adds products of bfloat16 or float16 to a matrix in float32, without rounding them before."""
+    """True if a device can add an unrounded product of bfloat16 or float16 matrices to a float32 matrix."""
     return device.type == "cuda" and not torch.version.hip and "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def has_grouped_matmul(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the products of all experts are one kernel, which takes the rows per expert from the device.
+    """True if one kernel computes the products of all experts, with the rows per expert in device memory.
 
-    Elsewhere PyTorch's ``grouped_mm`` reads them on the host, once per product, and loops over experts.
+    On other devices, PyTorch's ``grouped_mm`` reads these counts on the host for each product, and loops over
+    experts.
     """
     if not hasattr(F, "grouped_mm"):
         return False

@@ -1,7 +1,8 @@
-"""Attention to a part of the keys with its log-sum-exp, by a device's flash kernel (Dao et al. 2022), and its backward.
+"""Attention to a part of the keys with a device's flash kernel (Dao et al. 2022), forward and backward.
 
-Outputs over parts of the keys can be merged by their log-sum-exps, and each part has its own exact backward pass given
-the merged ones. Shape suffixes: B batch, l queries, s keys, N heads, K key-value heads, H head.
+Outputs over parts of the keys can be merged with their log-sum-exps.
+The backward pass of each part is exact with the merged output and log-sum-exp.
+Shape suffixes: B batch, l queries, s keys, N heads, K key-value heads, H head.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ def attend(
     band: Band | None = None,
     scores: Scores = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """Attention output (B, l, N, H) and its log-sum-exp (B, N, l) in float32, by the device's flash kernel.
+    """Return the attention output (B, l, N, H) and its log-sum-exp (B, N, l), in float32 or wider.
 
-    ``causal`` is for as many keys as queries. With a ``band``, which takes its place, each query must see a key. Scores
-    that no kernel computes need one: it says where the queries lie.
+    Args:
+        causal: Use a causal mask. It requires equally many queries and keys.
+        band: Visible keys of each query, instead of ``causal``. Each query must see at least one key.
+        scores: Parameters of the scores. Scores without a flash kernel require a ``band``.
+
+    Raises:
+        ConfigError: an accelerator has no flash kernel for the dtype.
     """
     if not scores.has_kernel:
         assert band is not None
@@ -64,7 +70,10 @@ def attend_backward(
     band: Band | None = None,
     scores: Scores = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values from one part of the keys, given the output and log-sum-exp over all."""
+    """Return the gradients of queries, keys and values from one part of the keys.
+
+    ``out_BlNH`` and ``lse_BNl`` are the output and the log-sum-exp over all keys.
+    """
     if not scores.has_kernel:
         assert band is not None
         return attention_scores.attend_backward(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl, band, scores)
@@ -102,7 +111,7 @@ def attend_backward(
 
 
 def has_flash(x_BTNH: Tensor) -> bool:
-    """Whether an accelerator has a flash kernel for heads of this type and width."""
+    """True if the accelerator has a flash kernel for this dtype and head width."""
     is_short = x_BTNH.dtype in (torch.float16, torch.bfloat16)
     width = x_BTNH.size(-1)
     return is_short and width % 8 == 0 and width <= 256 and device_kernels.has_flash_attention(x_BTNH.device)
@@ -113,9 +122,9 @@ def _mask(q_BNlH: Tensor, k_BNsH: Tensor, band: Band | None) -> Tensor | None:
 
 
 class _Rows:
-    """Rows of equal stretches of queries and keys as sequences laid end to end.
+    """Arguments for rows of equal length in the ragged layout, in which all rows are concatenated.
 
-    That is how kernels take a window, and how they take grouped heads as they are: keys and values are not repeated.
+    Only this form of the kernels supports windows, and grouped heads without repeating keys and values.
     """
 
     def __init__(self, q_BlNH: Tensor, k_BsKH: Tensor, band: Band | None) -> None:
@@ -126,7 +135,7 @@ class _Rows:
         self.window: dict[str, int] = {}
         if band is None:
             return
-        # Kernels count from where the last query meets the last key; a band counts from the first of both
+        # Kernels align the last query with the last key. A band aligns the first query with the first key.
         past = self.lengths[1] - self.lengths[0]
         self.window = {"window_size_left": past - band.first, "window_size_right": band.last - past}
 
@@ -148,10 +157,16 @@ def attend_ragged(
     window: int = 0,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within each of some sequences laid end to end, on CUDA: output (S, N, H), log-sum-exp (N, S).
+    """Compute causal attention within concatenated sequences on CUDA.
 
-    ``starts`` are where the sequences begin, and S at the end, int32 on the device; ``longest`` is the most tokens of
-    one. This is what ``torch.nn.attention.varlen`` calls, with its log-sum-exp. ``window`` 0 is none.
+    Return output (S, N, H) and log-sum-exp (N, S).
+
+    It calls the same operator as ``torch.nn.attention.varlen``, but also returns the log-sum-exp.
+
+    Args:
+        starts: First token of each sequence, followed by S. An int32 tensor on the device.
+        longest: Number of tokens of the longest sequence.
+        window: Number of tokens that a token sees. 0 for no window.
     """
     q, k, v = (x.contiguous() for x in (q_SNH, k_SKH, v_SKH))
     lengths = (starts, starts, longest, longest)
@@ -174,7 +189,7 @@ def attend_ragged_backward(
     window: int = 0,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values of ``attend_ragged``."""
+    """Return the gradients of queries, keys and values of ``attend_ragged``."""
     gradient, q, k, v, out = (x.contiguous() for x in (gradient_SNH, q_SNH, k_SKH, v_SKH, out_SNH))
     lengths = (starts, starts, longest, longest)
     causal = not window
@@ -195,7 +210,7 @@ def attend_ragged_backward(
 
 
 def repeat_heads(q_BTNH: Tensor, *keys_values: Tensor) -> list[Tensor]:
-    """Keys and values with as many heads as the queries: each serves a group of N / K of them."""
+    """Repeat keys and values to the number of query heads. Each key-value head serves N / K query heads."""
     groups = q_BTNH.size(2) // keys_values[0].size(2)
     return [x.repeat_interleave(groups, dim=2) if groups > 1 else x for x in keys_values]
 
@@ -206,6 +221,6 @@ def _heads_first(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> tuple[Tensor
 
 
 def _no_randomness(q: Tensor) -> tuple[Tensor, Tensor]:
-    # Seed and offset of dropout, which is 0 here. The operation wants tensors and reads nothing of them
+    # Seed and offset of dropout. The operator requires the tensors, but does not read them without dropout.
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return random_state, random_state
