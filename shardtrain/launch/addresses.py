@@ -1,6 +1,6 @@
-"""By which address other machines reach this one: that of the way to where the nodes meet.
+"""Find the address at which other machines reach this one: the source address of the route to the rendezvous.
 
-A name is not an answer: many hosts do not resolve their own, and Debian resolves it to 127.0.1.1.
+A host name is not sufficient. Many hosts do not resolve their own, and Debian resolves it to 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+# SIOCGIFADDR of Linux.
+_GET_ADDRESS = 0x8915
 
 
 def toward(host: str, port: int = 1) -> str | None:
-    """The address of this machine on its way to ``host``, as the kernel would choose it; None where there is no way.
+    """Return this machine's source address toward ``host``, as chosen by the kernel. None without a route.
 
-    Nothing is sent: connecting a datagram socket only looks up the route.
+    Sends no packets: connecting a datagram socket only looks up the route.
     """
     try:
         family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
@@ -30,7 +31,7 @@ def toward(host: str, port: int = 1) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means the machine that reads it. A name is none.
+    """True if an address means the machine that reads it. False for a name.
 
     >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("10.0.0.1"), is_loopback("node1")
     (True, True, False, False)
@@ -42,10 +43,10 @@ def is_loopback(address: str) -> bool:
 
 
 def meeting(reached: Sequence[str | None]) -> str | None:
-    """Where the others reach the first host, from the addresses at which the hosts took their connections.
+    """Return the address of the first host for the others, given the addresses at which hosts were reached.
 
-    The first host's own, unless that is a loopback address: then it is this machine, and the way from here to another
-    host tells. None where nothing is known.
+    If that of the first host is a loopback address, the first host is this machine. Its address is then that
+    of the route to another host. None if unknown.
 
     >>> meeting(["10.0.0.1", "10.0.0.2"]), meeting(["127.0.0.1", "127.0.0.2"]), meeting([None, "10.0.0.2"])
     ('10.0.0.1', '127.0.0.1', None)
@@ -60,13 +61,13 @@ def meeting(reached: Sequence[str | None]) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an address; None where that cannot be found (it can on Linux)."""
+    """Return the network interface that has an address. None if not found (only Linux is supported)."""
     if sys.platform != "linux":
         return None
     if is_loopback(address):
         return "lo"
     if ":" in address:
-        # the kernel lists these addresses as 32 digits without colons
+        # The kernel lists these addresses as 32 digits without colons.
         digits = ipaddress.ip_address(address).exploded.replace(":", "")
         try:
             lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
@@ -79,7 +80,8 @@ def interface_of(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()))
-            except OSError:  # it has no address
+            except OSError:
+                # The interface has no address.
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name

@@ -1,8 +1,8 @@
-"""The agent of one node of several: PyTorch's elastic agent as a library, in the process that the platform started.
+"""Agent of one node of several: PyTorch's elastic agent, run in the process that the platform started.
 
-torchrun would do the same and answer every failure, and every request to stop, with 1. Here the status of the ranks is
-that of the node (75: saved and asked to stop), a failure that would come again is not tried again, and SIGUSR1, which
-Slurm sends to every process of a step, is a request to stop.
+torchrun would exit with 1 after every failure and every request to stop. This agent exits with the status of
+the ranks (75: stopped on request and saved), and does not retry a failure that would occur again. It treats
+SIGUSR1, which Slurm sends to every process of a step, as a request to stop.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ if TYPE_CHECKING:
 def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callable[[int | None, int], None]) -> int:
     """Run this node's ranks of a training and return the exit status.
 
-    ``require`` stops unless the run would begin here, with so many ranks in all and on this node.
+    Args:
+        require: Called with the total number of ranks and that of this node. Raises if the run cannot start
+            with them.
 
     Raises:
         ConfigError: the configuration does not work on these nodes, or the port of the rendezvous is taken.
-        PeerError: too few nodes came in time, or the one that hosts the rendezvous is gone.
+        PeerError: too few nodes joined in time, or the host of the rendezvous is lost.
     """
     environment.set_allocator_default(os.environ)
     choice = choose_processes_here(loaded.config, arguments.nproc, nodes)
@@ -66,7 +68,10 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
 def run_verb(
     verb: str, words: Sequence[str], config: Config, nproc: int | None, arguments: CommandLine | None = None
 ) -> int | None:
-    """Run this node's ranks of a verb other than ``train``. None if it is the only node. Raises as ``train``."""
+    """Run this node's ranks of a verb other than ``train``.
+
+    None if it is the only node. Raises like ``train``.
+    """
     several = nodes_of_platform(arguments or split([]), os.environ)
     if several is None:
         return None
@@ -79,11 +84,12 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
 
     With ``training`` this process reports why a run ended. Ranks of other verbs report their failures themselves.
     """
-    # exit at once before ranks run, as there is nothing to save; training has set its own handlers already
+    # Exit immediately before ranks run, because there is nothing to save. Training has set its own handlers
+    # already.
     if training is None:
         signals.handle_requests(lambda *_: os._exit(NOT_SAVED))
     heard = [number.name for number in signals.GRACEFUL if signal.getsignal(number) is not signal.SIG_IGN]
-    # before the import of PyTorch, which takes seconds: a port that is taken is reported at once
+    # Check the port before the import of PyTorch, which takes seconds, to report a taken port early.
     listener = None
     if nodes.hosts_meeting:
         listener = greeting.claim(nodes.endpoint, nodes.join_seconds)
@@ -95,16 +101,18 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
 
     from shardtrain.launch import meeting
 
-    # after the import, which the host of the meeting does at the same time
+    # Connect after the import, which the host of the rendezvous does at the same time.
     if listener is None:
         greeting.await_store(nodes.endpoint, nodes.join_seconds)
     nodes = _with_address(nodes)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # every failure is reported by its rank
+    # Each rank reports its own failure.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     os.environ[SUPERVISED] = "1"
     if training:
         os.environ[exit_report.AGENT] = str(os.getpid())
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"  # the ranks use the store of the rendezvous
+    # The ranks use the store of the rendezvous.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"
     agent: Any = None
     with temporary_folder() as records:
         rendezvous = None
@@ -125,7 +133,9 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
 
 
 def _with_address(nodes: Nodes) -> Nodes:
-    """Set the address at which the others reach this node. PyTorch would use its name, which they may not resolve.
+    """Set the address at which other nodes reach this node.
+
+    They may not resolve its name, which PyTorch would use.
 
     Also set the interface of that address for gloo, which would look up the same name.
     """
@@ -135,7 +145,8 @@ def _with_address(nodes: Nodes) -> Nodes:
     else:
         host = nodes.endpoint.rpartition(":")[0].strip("[]")
         address = addresses.toward(host)
-        # a name may lead other machines to another address, but a loopback address leads to this one only
+        # Other machines may resolve a name to another address, but a loopback address always means this
+        # machine.
         if address is None or (addresses.is_loopback(address) and not addresses.is_loopback(host)):
             return nodes
     interface = addresses.interface_of(address)
@@ -145,7 +156,9 @@ def _with_address(nodes: Nodes) -> Nodes:
 
 
 def status_of(codes: Sequence[int]) -> int:
-    """Return a node's exit status from those of its ranks: first a failure of its own, then a lost peer, then a stop.
+    """Return a node's exit status from those of its ranks.
+
+    A rank's failure precedes a lost peer, which precedes a stop.
 
     >>> status_of([75, 75]), status_of([1, 76]), status_of([-9, 75]), status_of([0, 0])
     (75, 1, 6, 0)
@@ -157,7 +170,7 @@ def status_of(codes: Sequence[int]) -> int:
 
 
 def _left(agent: LocalElasticAgent) -> list[int]:
-    """Return the exit statuses of the agent's ranks after their end. 76 for a rank that was killed or never started."""
+    """Return the exit statuses of the agent's ended ranks. 76 for a rank that was killed or never started."""
     context: Any = getattr(agent, "_pcontext", None)
     handlers = getattr(context, "subprocess_handlers", {})
     codes = [handler.proc.poll() for handler in handlers.values()]
@@ -184,21 +197,21 @@ def _agent(
         role="shardtrain",
         local_world_size=ranks,
         entrypoint=program,
-        # PyTorch replaces ${local_rank} in arguments, and two dollars by one
+        # PyTorch replaces ${local_rank} in arguments, and "$$" with "$".
         args=tuple(word.replace("$", "$$") for word in words),
         rdzv_handler=rendezvous,
         max_restarts=nodes.max_restarts if training else 0,
-        # a stopped rank is recognized by the number of looks at it, which assumes this interval
+        # A stopped rank is recognized by a number of polls, which assumes this interval.
         monitor_interval=POLL_SECONDS,
         local_addr=nodes.local_address,
     )
     logs = DefaultLogsSpecs(log_dir=records)
     more: dict[str, Any] = {}
-    # newer versions of PyTorch alone let ranks have more than 30 s for their last save
+    # Only newer versions of PyTorch give ranks more than 30 s for their last save.
     if "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters:
         more["shutdown_timeout"] = grace_seconds + NOTICE_SECONDS
     if training is None:
         return NodeAgent(rendezvous, spec, logs, **more)
-    # in a Slurm job ranks may also stop on their own, at the end of the job's time
+    # In a Slurm job, ranks may also stop by themselves at the end of the job's time.
     is_elastic = nodes.least < nodes.most and "SLURM_JOB_END_TIME" not in os.environ
     return TrainingAgent(training, nodes, is_elastic, rendezvous, spec, logs, **more)

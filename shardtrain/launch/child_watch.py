@@ -1,4 +1,4 @@
-"""Waiting for the ranks of one machine: stop all when one fails, pass signals on, leave nothing running."""
+"""Wait for the ranks of one machine, stop all when one fails, and pass signals on."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
 
 POLL_SECONDS = 0.05
 PEERS_SPEAK_SECONDS = 2.0
-"""After a first failure: how long the other ranks have to notice it, so that their logs say what they saw. Then they
-are killed: SIGTERM would ask them to save, and a rank is missing."""
+"""Time for other ranks to notice and log a first failure. They are then killed. SIGTERM would request a save,
+which is impossible without the failed rank."""
 NOTHING_TO_SAVE_SECONDS = 5.0
-"""From a request to stop to SIGKILL, in a run without checkpoints."""
+"""Time between a request to stop and SIGKILL, in a run without checkpoints."""
 FINE = (0, 75)
-"""Statuses of a rank that are not a reason to stop the others: done, and preempted with everything saved."""
+"""Exit statuses of a rank that do not stop the others: finished, or preempted after saving."""
 
 
 class ChildWatch:
@@ -50,11 +50,14 @@ class ChildWatch:
 
     @contextlib.contextmanager
     def passing_signals_on(self) -> Iterator[None]:
-        """Pass requests to stop on to the ranks; a second SIGINT kills them, other repetitions say nothing new."""
+        """Pass requests to stop on to the ranks.
+
+        A second SIGINT kills them. Other repetitions are ignored.
+        """
 
         def handle(number: int, _frame: FrameType | None) -> None:
             now = time.monotonic()
-            # only the first request is passed on: others of the same kind would be new ones to the ranks
+            # Pass on only the first request. The ranks would treat others of the same kind as new requests.
             if not self.signal_number:
                 self.signal_number = number
                 self.reason = signal.Signals(number).name
@@ -75,9 +78,11 @@ class ChildWatch:
                 signal.signal(number, signal.SIG_IGN if self._ends_process else handler)
 
     def begin(self, pids: dict[int, int], reaped: Callable[[int], int | None] = lambda rank: None) -> None:
-        """Watch these processes, by rank; a request that came before they were there reaches them now.
+        """Watch these processes, by rank. A request that arrived earlier is sent to them now.
 
-        ``reaped`` gives the status of a rank that ended while others were still being forked, which reaps it.
+        Args:
+            reaped: Returns the exit status of a rank that ended, and was reaped, while others were being
+                forked.
         """
         self._reaped = reaped
         self.pids = pids
@@ -90,7 +95,7 @@ class ChildWatch:
             self.send(signal.Signals(self.signal_number))
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to each rank that still runs, and remember that its end is our doing."""
+        """Send a signal to each running rank, and record that this process caused its end."""
         for rank in self.pids.keys() - self.statuses.keys():
             self.stopped_by_us.add(rank)
             with contextlib.suppress(ProcessLookupError):
@@ -116,7 +121,7 @@ class ChildWatch:
         self._poll()
         now = time.monotonic()
         if others_have_failed or any(status not in FINE for status in self.statuses.values()):
-            # the moment of the first failure: the others get a little time from then on
+            # Record the time of the first failure. The other ranks may run for a short time from then on.
             self._failed_at = min(self._failed_at, now)
         no_time = self.signal_number and now - self._asked_at > self._grace_seconds
         if now - self._failed_at > PEERS_SPEAK_SECONDS or no_time:
@@ -138,17 +143,18 @@ class ChildWatch:
         """Return the exit status of a child, or the negative number of the signal that killed it. None if it runs."""
         pid = self.pids[rank]
         if not hasattr(os, "waitid"):
-            # macOS before Python 3.13; ranks are fresh processes there, and subprocess copes with one already reaped
+            # macOS before Python 3.13. Ranks are new processes there, and subprocess accepts that a process
+            # is reaped already.
             found, status = os.waitpid(pid, os.WNOHANG)
             return os.waitstatus_to_exitcode(status) if found else None
-        # WNOWAIT leaves the status for PyTorch, which reaps the process in close()
+        # WNOWAIT leaves the status for PyTorch, which reaps the process in close().
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         if result is None:
             self._looks_stopped[rank] = 0
             return None
         if result.si_code in (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED):
             return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-        # count looks instead of seconds: Ctrl-Z stops this process too
+        # Count polls instead of seconds, because Ctrl-Z stops this process, too.
         self._looks_stopped[rank] += 1
         if not self._stopped_seconds or self._looks_stopped[rank] * POLL_SECONDS < self._stopped_seconds:
             return None

@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.1
 
 
 class NodeAgent(LocalElasticAgent):
-    """The agent of one node, with an exit barrier that ends if the store is lost."""
+    """Agent of one node, with an exit barrier that ends if the store is lost."""
 
     def __init__(self, rendezvous: Meeting, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -41,14 +41,16 @@ class NodeAgent(LocalElasticAgent):
         def have_ended() -> bool:
             return self._meeting.others_have_ended(group.store, group.group_rank)
 
-        # if the store is gone or silent, nobody needs this node: its own ranks have ended well
+        # If the store is lost or silent, no other node needs this one, whose ranks have finished.
         with contextlib.suppress(RendezvousError, DistError, TimeoutError):
             while not greeting.within(LOST_SECONDS, have_ended):
                 time.sleep(LOOK_SECONDS)
 
 
 class TrainingAgent(NodeAgent):
-    """The agent of one node of a training run. All nodes find the same cause of a failure, and so agree on a restart.
+    """Agent of one node of a training run.
+
+    All nodes find the same cause of a failure, and so agree on a restart.
 
     In an elastic run, ranks also stop when another node leaves or joins. All ranks save together. A node that received
     no request to stop itself then restarts its ranks with the remaining nodes.
@@ -57,7 +59,7 @@ class TrainingAgent(NodeAgent):
     def __init__(self, training: Loaded, nodes: Nodes, is_elastic: bool, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.cause: Failure | None = None
-        """The failure of a rank, on any node, that ended the last attempt."""
+        """Failure of a rank, on any node, that ended the last attempt."""
         self._training = training
         self._folder = Path(training.config.job.dump_folder)
         self._nodes = nodes
@@ -76,7 +78,8 @@ class TrainingAgent(NodeAgent):
             self._watch.look()
             self._watch.stopped_by_us.update(self._watch.pids)
             self._explain(signal_name)
-        elif self.cause:  # the previous attempt failed, and its ranks were about to restart
+        elif self.cause:
+            # The previous attempt failed, and its ranks were about to restart.
             self._tell(failure.stopped(None, signal_name, run_end=run_ends.BEFORE_FIRST_STEP))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -84,7 +87,7 @@ class TrainingAgent(NodeAgent):
         assert number is not None and count is not None
         if number == 0:
             with local.refusals_in_exit_json(self._training):
-                # ranks that restart because a node came or left have written no exit.json
+                # Ranks that restart because a node joined or left have not written exit.json.
                 local.prepare(self._folder, self._is_first_attempt and not local.has_live_run(self._training))
         self._is_first_attempt = False
         self._first_rank = worker_group.workers[0].global_rank
@@ -93,11 +96,11 @@ class TrainingAgent(NodeAgent):
                 self._store, self._nodes.run_id, number, count, self._first_rank, self._nodes.node_rank
             )
         except ConfigError as error:
-            # the folder is prepared: without exit.json the next start would take this run for a killed one
+            # The folder is prepared. Without exit.json, the next start would assume that this run was killed.
             local.write_exit_before_ranks(self._training, failure.describe(error, 0))
             raise
         if number != 0:
-            # this node may have a disk of its own, with the exit.json of an earlier run
+            # This node may have a separate disk, with the exit.json of an earlier run.
             with contextlib.suppress(OSError):
                 (self._folder / "exit.json").unlink(missing_ok=True)
         pids = super()._start_workers(worker_group)
@@ -109,7 +112,8 @@ class TrainingAgent(NodeAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if not self._watch.look(self._reports.others_have_failed()):
             return RunResult(state=WorkerState.HEALTHY)
-        result = super()._monitor_workers(worker_group)  # all have ended, and it reaps them
+        # All ranks have ended, and this call reaps them.
+        result = super()._monitor_workers(worker_group)
         self._explain()
         self._are_running = False
         if self.cause is None:
@@ -117,25 +121,27 @@ class TrainingAgent(NodeAgent):
         result.state = WorkerState.FAILED
         self._limit_restarts(self.cause.exit_code, worker_group.spec.max_restarts)
         if not self._remaining_restarts:
-            signals.handle_requests(signal.SIG_IGN)  # the run has ended, and exit.json says how
+            # The run has ended, and exit.json is written.
+            signals.handle_requests(signal.SIG_IGN)
         return result
 
     def _limit_restarts(self, code: int, most: int) -> None:
         """Let PyTorch restart the ranks only if that may succeed, and announce it."""
         if self._is_elastic and code in (PREEMPTED, NOT_SAVED):
-            self._remaining_restarts += 1  # PyTorch counts this restart, but nothing has failed
+            # PyTorch counts this restart, but nothing has failed.
+            self._remaining_restarts += 1
         elif code not in RESTARTABLE:
             self._remaining_restarts = 0
         elif self._remaining_restarts:
             print(f"restart {most - self._remaining_restarts + 1} of {most}", file=sys.stderr, flush=True)
 
     def _explain(self, signal_name: str = "") -> None:
-        """Find the failure that ended the attempt; print it in one line and write ``exit.json``."""
+        """Find the failure that ended the attempt, print it in one line, and write ``exit.json``."""
         failures, all_done, last_step = local.failures_of(self._watch.statuses, self._watch, self._record_of)
         if signal_name and not failures:
             statuses = set(self._watch.statuses.values())
             if statuses and statuses <= {PREEMPTED, -signal.Signals[signal_name]}:
-                # a rank that saves leaves a record, so these ranks ended while they were starting
+                # A rank that saves leaves a record, so these ranks ended during their start.
                 failures = [failure.stopped(self._first_rank, signal_name, run_end=run_ends.BEFORE_FIRST_STEP)]
             elif not all_done:
                 failures = [local.stopped(self._training, self._first_rank, signal_name)]

@@ -1,4 +1,4 @@
-"""Read the environment: is this process a rank already, and how many ranks should start on this machine?
+"""Read the environment: detect if this process is a rank, and choose the number of ranks of this machine.
 
 Imports torch only if a device file shows that there is an accelerator to count.
 """
@@ -343,26 +343,31 @@ def rank_environment(
 
 
 def set_allocator_default(environment: MutableMapping[str, str]) -> None:
-    """Let CUDA's allocator grow its segments, unless the user has configured it; before torch is imported."""
+    """Let CUDA's allocator grow its segments, unless the user has configured it.
+
+    Call before torch is imported.
+    """
     if has_device_files() and "PYTORCH_CUDA_ALLOC_CONF" not in environment:
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int, cores: int, alone: bool) -> None:
-    """Fill in variables that torch reads when it is imported; a value that the user has set is kept.
+    """Set defaults of variables that torch reads when it is imported. Values that the user has set are kept.
 
-    Where torch is there already, as in a verb that reads a checkpoint before it knows its ranks, it is given its
-    threads: ranks that each use all cores wait for each other's threads, and round differently from the run.
+    Ranks share the cores evenly. If torch is already imported, as in a verb that reads a checkpoint first,
+    set its thread count. Ranks that each use all cores would wait for each other's threads, and round
+    differently from the run. The C++ traces of a broken connection are hidden, because the rank's own
+    exception reports it in one line.
 
-    Ranks share the cores evenly, and leave C++ traces of a broken connection out of the terminal (the rank's own
-    exception says the same in one line). With ``alone`` all ranks are on this machine and talk over its loopback
-    interface, so that nothing of the run can be reached from outside; and what a platform says of ranks, or another
-    launcher has left, is taken away: a single rank would wait for the others.
+    Args:
+        alone: True if all ranks are on this machine. They then communicate over loopback, so nothing of the
+            run is reachable from outside. Variables of ranks from a platform or launcher are removed, because
+            a single rank would wait for the others.
 
     Raises:
-        ConfigError: GLOO_SOCKET_IFNAME names an interface that is not there.
+        ConfigError: GLOO_SOCKET_IFNAME names an interface that does not exist.
     """
-    # PyTorch takes one thread per core otherwise, in each of the ranks of a machine
+    # By default each rank of a machine would use one thread per core.
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // local_ranks)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -374,7 +379,7 @@ def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int
             environment.pop(name, None)
     for name, value in defaults.items():
         environment.setdefault(name, value)
-    # a verb may have imported torch before it knew its ranks
+    # A verb may have imported torch before the number of ranks was known.
     threads = environment["OMP_NUM_THREADS"]
     if environment is os.environ and "torch" in sys.modules and threads.isdecimal() and int(threads):
         sys.modules["torch"].set_num_threads(int(threads))
@@ -396,11 +401,11 @@ def _at_least_one(name: str, value: int | str, where: str) -> int:
 
 
 def _fit_batch(config: Config, count: int, multiple: int) -> int:
-    """The largest number of ranks up to ``count`` over which the global batch divides; ``count`` where none does."""
+    """Return the largest number of ranks up to ``count`` that divides the global batch, else ``count``."""
     batch = config.training.global_batch_size
     if batch == -1:
         return count
-    # ranks that hold one copy of the model read the same rows
+    # Ranks that share one replica of the model read the same rows.
     model_ranks = multiple // config.parallelism.data_parallel_replicate_degree
     for candidate in range(count, 0, -multiple):
         if batch % (config.training.local_batch_size * (candidate // model_ranks)) == 0:

@@ -1,4 +1,4 @@
-"""How a failure is reported, by the rank itself or by the process that watches it, and how a process exits at once."""
+"""Report a failure from the rank or from the process that watches it, and exit a process immediately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ AGENT = "SHARDTRAIN_AGENT"
 
 
 def is_left_to_parent() -> bool:
-    """True if a shardtrain process watches this rank. It reads the rank's record and reports how the run ended."""
+    """True if a shardtrain process watches this rank.
+
+    It reads the rank's record and reports the end of the run.
+    """
     return PARENT in os.environ or AGENT in os.environ
 
 

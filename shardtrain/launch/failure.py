@@ -1,4 +1,4 @@
-"""How a failure is reported: one line on the terminal, the full trace in the rank's log, ``exit.json`` for machines."""
+"""Report failures: one line on the terminal, the trace in the rank's log, and ``exit.json`` for programs."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ OUT_OF_MEMORY = 7
 PREEMPTED = 75
 NOT_SAVED = 76
 MEANINGS = frozenset({0, 2, 3, 4, 5, PEER, OUT_OF_MEMORY, 8, PREEMPTED, NOT_SAVED, 93})
-"""Statuses that say what happened, to people and to schedulers."""
+"""Exit statuses with a documented meaning for users and schedulers."""
 RETRYABLE = frozenset({6, 8, 75, 76})
 MESSAGE_LENGTH = 500
 END_LINES = ("error[", "stopped[")
 """Prefixes of the lines that report how a run ended."""
 SUPERVISED = "SHARDTRAIN_SUPERVISED"
-"""Variable of commands and ranks whose supervisor is another command or script of ours, which expects 75."""
+"""Variable set if the supervisor of this process is another command or script of ours, which expects 75."""
 RESERVED = ".exit.json.reserved"
 _RESERVED_BYTES = 16 * 1024
 IN = "in "
-"""How the note of an exception begins that tells the step."""
+"""Prefix of the exception note that contains the step."""
 
 _KILLED: dict[int, str] = {
     signal.SIGKILL: "was killed by signal 9 (the kernel does that when memory runs out)",
@@ -52,17 +52,28 @@ _KILLED: dict[int, str] = {
     "twice comm.hang_timeout_seconds, and then killed by its launcher",
 }
 _PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "ForgedError", "PeerError"}
-# what gloo, NCCL and the store say when the other end has gone; a rank that says so is not the cause
+# Messages of gloo, NCCL and the store about a lost peer. A rank that raises one of them is not the cause.
 _PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was abort")
 _OF_RANK = re.compile(r"rank (\d+) on (\S+): (.+)")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one rank stopped.
+    """End of one rank.
 
-    ``time_seconds`` is wall-clock time since the epoch, by which the first failure of a run is found; ``where`` is
-    ``file.py:12``; ``is_peer`` says that the rank only noticed another's end; ``problems`` are a ConfigError's lines.
+    Attributes:
+        where: Source position of the error, as ``file.py:12``.
+        time_seconds: Time since the epoch. The earliest failure is the first one of a run.
+        is_peer: True if this rank only lost a connection to a rank that had failed.
+        problems: Lines of a ConfigError.
+        place: Step and data of an error in a step: ``step 41 (sequences 320 to 327)``.
+        phase: Activity of a rank that hangs. The message of such a failure is a sentence about the rank.
+        is_sentence: True if the message is written for users, so the exception's class and source line are
+            omitted.
+        leaves_folder_alone: True if another run writes the run's folder. Its exit.json and logs belong to
+            that run.
+        step: The last step that this rank completed, 0 if unknown.
+        lost_lines: Warning about log lines of this rank that could not be written.
     """
 
     rank: int | None
@@ -76,21 +87,18 @@ class Failure:
     trace: str = ""
     problems: tuple[str, ...] = ()
     place: str = ""
-    """Step and data of an error in a step: ``step 41 (sequences 320 to 327)``."""
     phase: str = ""
-    """Of a rank that hangs: what it was doing; its message is a sentence about the rank."""
     is_sentence: bool = False
-    """Whether the message was written for the user, who needs neither the exception's class nor a line of source."""
     leaves_folder_alone: bool = False
-    """Whether another run writes the run's folder, so that exit.json and the logs there are not this run's."""
     step: int = 0
-    """The last step that this rank completed, 0 if unknown."""
     lost_lines: str = ""
-    """Warning about log lines of this rank that could not be written."""
 
 
 def describe(error: BaseException, rank: int) -> Failure:
-    """Turn an exception of this process into a Failure; values of secret environment variables are masked."""
+    """Convert an exception of this process to a Failure.
+
+    Values of secret environment variables are masked.
+    """
     if isinstance(error, KeyboardInterrupt):
         return stopped(rank, str(error) or "SIGINT")
     kind = type(error).__name__
@@ -100,7 +108,7 @@ def describe(error: BaseException, rank: int) -> Failure:
     if isinstance(error, SystemExit):
         text = f"sys.exit({text or 'None'}) was called before the run had ended"
     host = socket.gethostname()
-    # If all ranks raise the same error, its text has the rank on which it occurred.
+    # If all ranks raise the same error, its text contains the rank on which it occurred.
     others = _OF_RANK.fullmatch(text) if isinstance(error, ShardtrainError) else None
     if others is not None:
         rank = int(others[1])
@@ -131,12 +139,12 @@ def describe(error: BaseException, rank: int) -> Failure:
 
 
 def own_end() -> dict[str, Any]:
-    """Return what each rank reports at its end, with or without a failure: ``step`` and ``lost_lines``."""
+    """Return the facts that each rank reports at its end: ``step`` and ``lost_lines``."""
     return {"step": activity.now().done, "lost_lines": "; ".join(log.lost_lines)}
 
 
 def stop_status(config: Config) -> int:
-    """Return the status with which this process answers for a run that was asked to stop and has saved."""
+    """Return the exit status of a run that has saved after a request to stop."""
     return PREEMPTED if SUPERVISED in os.environ else config.checkpoint.stop_exit_code
 
 
@@ -155,7 +163,8 @@ def killed(rank: int | None, signal_number: int, time_seconds: float) -> Failure
 def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
     """Return the failure of a rank that called ``os._exit`` or ``sys.exit`` without an exception.
 
-    If its status is one of shardtrain's exit codes, it is replaced by the general one, because it has another meaning.
+    If the status is one of shardtrain's exit codes, return the general code, because ours have other
+    meanings.
     """
     message = f"ended with status {exit_code} and left no exception"
     status = GENERAL if exit_code in MEANINGS else exit_code
@@ -171,7 +180,7 @@ def lost_with_node(rank: int, host: str) -> Failure:
 def stopped(
     rank: int | None, reason: str, newest: Place | None = None, run_end: run_ends.RunEnd = run_ends.AT_ONCE
 ) -> Failure:
-    """Return the failure of a process that was asked to stop and saved nothing.
+    """Return the failure of a process that stopped on request without saving.
 
     Args:
         rank: None before there are ranks.
@@ -184,7 +193,10 @@ def stopped(
 
 
 def crash_loop(why: str, code: int, newest: Place | None, run_folder: Path) -> Failure:
-    """Return the failure of a run that would only fail again after a restart. ``why`` contains the step if known."""
+    """Return the failure of a run that would fail again after a restart.
+
+    ``why`` contains the step if known.
+    """
     kept = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
     message = f"{why} ({kept}), and each ended with the error above ({code})"
     if step := re.search(r"in step (\d+)", why):
@@ -193,8 +205,7 @@ def crash_loop(why: str, code: int, newest: Place | None, run_folder: Path) -> F
 
 
 def culprit(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that caused the others: the earliest one, but one that only lost a peer comes last.
-
+    """Return the failure that caused the others: the earliest one that did not only lose a peer.
     Its ``step`` is the last step that any of the ranks completed.
     """
     ordered = sorted(failures, key=lambda failure: (failure.is_peer, failure.time_seconds))
@@ -226,7 +237,7 @@ def _lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]
 
 
 def append_trace(failure: Failure, log_path: Path) -> None:
-    """Append the traceback to the rank's log, to which the error line refers. Ignore write errors.
+    """Append the traceback to the rank's log, which the error line names. Ignore write errors.
 
     For errors in the configuration or the data, append only the message, because the traceback does not help there.
     """
@@ -251,12 +262,13 @@ def write_record(failure: Failure, path: str | os.PathLike[str]) -> None:
     extra = {"py_callstack": failure.trace, "timestamp": str(stamp)}
     record = {"message": {"message": f"{failure.kind}: {failure.message}", "errorCode": failure.exit_code}}
     record["message"]["extraInfo"] = extra
-    with contextlib.suppress(OSError):  # on a full disk the parent only has the exit status
+    # On a full disk the parent only gets the exit status.
+    with contextlib.suppress(OSError):
         _replace_file(Path(path), {**record, "shardtrain": asdict(failure)})
 
 
 def read_record(path: str | os.PathLike[str]) -> Failure | None:
-    """Return the failure that a rank has written, or None if there is none or it is incomplete."""
+    """Read the failure that a rank has written. None if the file does not exist or is incomplete."""
     try:
         return from_fields(json.loads(Path(path).read_text(encoding="utf-8"))["shardtrain"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -264,7 +276,7 @@ def read_record(path: str | os.PathLike[str]) -> Failure | None:
 
 
 def from_fields(fields: dict[str, Any]) -> Failure:
-    """Return the failure for a dict from JSON that ``dataclasses.asdict`` made.
+    """Build a failure from JSON fields written with ``dataclasses.asdict``.
 
     Raises:
         TypeError, KeyError, ValueError: ``fields`` does not describe a failure.
@@ -284,7 +296,7 @@ def from_fields(fields: dict[str, Any]) -> Failure:
 
 
 def write_exit(run_folder: Path, failure: Failure | None, code: int, step: int = 0) -> None:
-    """Write ``exit.json``: code, class, message, rank, host, retryable and, where known, the last step.
+    """Write ``exit.json``: code, class, message, rank, host, retryable and, if known, the last step.
 
     ``step`` is the last step that the ranks reported without a failure. If no rank reported a step, the last logged
     step is written.
@@ -379,7 +391,8 @@ def last_step(metrics: Path) -> int | None:
 def _exit_code(error: BaseException, kind: str, text: str, is_peer: bool) -> int:
     if isinstance(error, ShardtrainError):
         return error.exit_code
-    if isinstance(error, SystemExit):  # raised by the user's code or a library, never by shardtrain
+    # The user's code or a library raised it. Shardtrain never does.
+    if isinstance(error, SystemExit):
         return GENERAL if not isinstance(error.code, int) or error.code in MEANINGS else error.code & 0xFF or GENERAL
     if limits.is_out_of_memory(error):
         return OUT_OF_MEMORY

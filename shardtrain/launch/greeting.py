@@ -75,7 +75,8 @@ def check_own(address: str, seconds: float) -> None:
     problem = "this node cannot be reached at its own address (SHARDTRAIN_LOCAL_ADDR)"
 
     def look() -> None:
-        _reach_self(f"{address}:0", open_listener).close()  # any free port
+        # Port 0 selects any free port.
+        _reach_self(f"{address}:0", open_listener).close()
 
     _await(address, seconds, look, problem, _NAME_AN_ADDRESS)
 
@@ -91,13 +92,13 @@ def await_store(endpoint: str, seconds: float) -> None:
 
 
 def find_place(endpoint: str, seconds: float) -> socket.socket | None:
-    """Wait until this node can serve the rendezvous, as ``claim``, or another node does (return None).
+    """Wait until this node can serve the rendezvous, like ``claim``, or another node does (return None).
 
     Raises:
         ConfigError: another program answers there, or ``SHARDTRAIN_LISTEN_ADDR`` is not an IP address.
-        PeerError: as ``await_store``.
+        PeerError: see ``await_store``.
     """
-    # checks the variable: below, a ConfigError means that another node may serve the rendezvous
+    # Check the variable first. Below, a ConfigError means that another node may serve the rendezvous.
     fix = _IS_IT_UP + _check_listen_address()
 
     def look() -> socket.socket | None:
@@ -148,7 +149,10 @@ def _serve(endpoint: str) -> socket.socket:
 
 
 def _reach_self(endpoint: str, listen: Callable[[str, int], socket.socket]) -> socket.socket:
-    """Listen on the port of ``endpoint`` and connect to it; raise OSError if the connection does not arrive."""
+    """Listen on the port of ``endpoint`` and connect to it.
+
+    Raise OSError if the connection does not arrive.
+    """
     host, _, port = endpoint.rpartition(":")
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(listen(host, int(port)))
@@ -158,12 +162,14 @@ def _reach_self(endpoint: str, listen: Callable[[str, int], socket.socket]) -> s
         token = secrets.token_bytes(16)
         connection.sendall(token)
         received = b""
-        while received != token:  # other clients may connect first; they retry
+        # Other clients may connect first. They retry.
+        while received != token:
             try:
                 arrived = server.accept()[0]
             except TimeoutError:
                 raise OSError(f"it leads to another machine ({connection.getpeername()[0]})") from None
-            # a client that sends nothing must not hold this node; the token was sent before the connection is accepted
+            # A client that sends nothing must not block this node. The token is sent before the connection is
+            # accepted.
             with arrived, contextlib.suppress(TimeoutError, ConnectionError):
                 arrived.settimeout(LOOK_SECONDS)
                 received = arrived.recv(len(token))
@@ -172,7 +178,10 @@ def _reach_self(endpoint: str, listen: Callable[[str, int], socket.socket]) -> s
 
 
 def _greet(endpoint: str) -> None:
-    """Greet the store at ``endpoint``; raise OSError if nothing replies, and ConfigError if another program does."""
+    """Greet the store at ``endpoint``.
+
+    Raise OSError without a reply, and ConfigError if another program replies.
+    """
     host, _, port = endpoint.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
         connection.sendall(GREETING)

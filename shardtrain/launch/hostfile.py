@@ -33,10 +33,11 @@ class Host:
 
 
 def chosen(launch: Launch, asked_nodes: int | None) -> list[Host]:
-    """The hosts of a launch, in order; ``asked_nodes`` takes the first so many.
+    """Return the hosts of a launch in order, at most the first ``asked_nodes``.
 
     Raises:
-        ConfigError: there are none or too few, the hostfile cannot be read, or hosts would have unequal ranks.
+        ConfigError: there are no or too few hosts, the hostfile cannot be read, or numbers of ranks
+                differ.
     """
     options = launch.ssh
     if options.hostfile:
@@ -61,7 +62,7 @@ def chosen(launch: Launch, asked_nodes: int | None) -> list[Host]:
 
 
 def to_host(text: str) -> Host:
-    """A host as ``[user@]host[:port]``.
+    """Parse a host written as ``[user@]host[:port]``.
 
     >>> to_host("me@node1:2222")
     Host(name='node1', user='me', port=2222, slots=None, devices=None)
@@ -72,10 +73,10 @@ def to_host(text: str) -> Host:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a hostfile: a line each, ``host`` or ``host slots=N``; ``#`` begins a comment.
+    """Read a hostfile with one host per line: ``host`` or ``host slots=N``. ``#`` starts a comment.
 
     Raises:
-        ConfigError: it cannot be read, or a line is not one of these.
+        ConfigError: the file cannot be read, or a line has another format.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -101,10 +102,10 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def select(hosts: list[Host], include: str, exclude: str) -> list[Host]:
-    """Take hosts, or devices of them, in or out: ``node1@node2:0,2`` is node1 whole and two devices of node2.
+    """Filter hosts and their devices. ``node1@node2:0,2`` is all of node1 and two devices of node2.
 
     Raises:
-        ConfigError: both are given, or they name a host or a device that is not there.
+        ConfigError: both filters are given, or they name a host or a device that does not exist.
 
     >>> [h.devices for h in select([Host("a", slots=2), Host("b", slots=2)], "", "a:0")]
     [(1,), None]
@@ -123,7 +124,8 @@ def select(hosts: list[Host], include: str, exclude: str) -> list[Host]:
             left.append(host)
             continue
         devices = excluded[host.name]
-        if devices is None:  # the whole host
+        # The filter excludes all devices of this host.
+        if devices is None:
             continue
         rest = tuple(device for device in range(host.slots or 0) if device not in devices)
         if rest:
@@ -136,7 +138,7 @@ def _with(host: Host, devices: tuple[int, ...] | None) -> Host:
 
 
 def _filter(option: str, text: str, hosts: list[Host]) -> dict[str, tuple[int, ...] | None]:
-    """Host -> devices of a filter; None for a whole host."""
+    """Return the devices of each host in a filter. None means all devices of the host."""
     by_name = {host.name: host for host in hosts}
     named: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):

@@ -1,7 +1,7 @@
-"""What a platform is asked to run: one command on each of some nodes, with variables, mounts and references to secrets.
+"""Job of a platform: one command on each of some nodes, with variables, mounts and references to secrets.
 
-A ``ClusterJob`` is plain data. Each platform has a file with ``render``, which turns it into text or argument lists
-and does nothing else; nothing here or there imports torch.
+A ``ClusterJob`` is plain data. Each platform has a file with ``render``, a pure function from a job to text
+or argument lists. This module and the platforms do not import torch.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import redact
 
 NOTICE_SECONDS = 10
-"""Added to ``checkpoint.grace_seconds``: from the last moment of the trainer's own end to that of the platform."""
+"""Added to ``checkpoint.grace_seconds``, so the trainer ends by itself before the platform kills it."""
 
 RETRIES = 6
-"""Times that a platform starts lost pods again: the default of Kubernetes' own jobs."""
+"""Number of times that a platform restarts lost pods, equal to the default of Kubernetes jobs."""
 
 FABRICS: Mapping[str, Mapping[str, str]] = {
     "none": {},
-    # AWS's libfabric provider; NCCL finds it by its plugin in the image
+    # AWS's libfabric provider. NCCL finds it through the plugin in the image.
     "efa": {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"},
-    # a busy fabric loses packets for seconds: wait longer before a connection is cancelled. NCCL takes 1 to 22, which
-    # is 4.096 us x 2^22 = 17 s a try (its default is 20, 4.3 s); scripts go round with 50, which the five bits of the
-    # local ack timeout cannot hold (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)
+    # A busy fabric loses packets for seconds, so wait longer before cancelling a connection. NCCL accepts 1
+    # to 22, which is 4.096 us x 2^22 = 17 s per try (its default is 20, 4.3 s). Scripts with 50 exceed the
+    # five bits of the local ack timeout (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
     "infiniband": {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "10", "UCX_RC_TIMEOUT": "4s"},
 }
 
 
 _NAME_LETTERS = 48
-"""Longest name of a job: platforms make names of pods from it, which have 63 letters."""
+"""Longest job name. Platforms derive pod names from it, which have at most 63 letters."""
 
 
 @dataclass(frozen=True)
 class Mount:
-    """A volume claim or a folder of the node, and where the run sees it."""
+    """Mount of a volume claim or a node's folder (``source``) at ``path`` of the run."""
 
     source: str
     path: str
@@ -48,7 +48,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Secret:
-    """A variable whose value the cluster holds: ``key`` of the secret ``name``."""
+    """Variable whose value is stored in the cluster, as ``key`` of the secret ``name``."""
 
     variable: str
     name: str
@@ -57,7 +57,7 @@ class Secret:
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """One run on ``nodes`` nodes. ``command`` is the argument list that each of them starts; no shell reads it."""
+    """One run on ``nodes`` nodes. Each node starts the argument list ``command`` without a shell."""
 
     name: str
     command: tuple[str, ...]
@@ -77,33 +77,37 @@ class ClusterJob:
     max_restarts: int = 0
     retries: int = RETRIES
     grace_seconds: int = 30
-    """Seconds from the request to stop to the last moment at which the platform may kill."""
+    """Seconds between the request to stop and the time at which the platform may kill."""
     stop_exit_code: int = PREEMPTED
-    """Status that the platform shows for a run that was asked to stop and has saved."""
+    """Exit status that the platform shows for a run that has saved after a request to stop."""
     dump_folder: str = "./outputs"
     config_text: str | None = None
-    """Text of the configuration file, for platforms that carry it to the nodes themselves."""
+    """Text of the configuration file, for platforms that transfer it to the nodes."""
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the run may continue with fewer nodes."""
+        """True if the run may continue with fewer nodes."""
         return self.min_nodes < self.nodes
 
 
 def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, verb: str = "train") -> ClusterJob:
-    """The job of a configuration; ``overrides`` are those of its command line, ``path`` is the file as nodes see it.
+    """Build the job of a configuration.
 
-    ``verb`` is "train", or "doctor", which runs once on all nodes and is tried no second time.
+    Args:
+        overrides: Overrides of the command line.
+        path: Path of the configuration file on the nodes.
+        verb: "train", or "doctor", which runs once on all nodes without retries.
 
     Raises:
-        ConfigError: an argument could not be handed on as it is, or would show a secret.
+        ConfigError: an argument would be changed on its way to the nodes, or would expose a secret.
     """
     launch = loaded.config.launch
     words = [launch.python, "-m", "shardtrain", verb]
     where = path or (presets.name_of(loaded.path) if loaded.path else "")
-    # Path has taken the "./" away from which a name that begins with a dash was known to be no option
+    # Restore the "./" that Path has removed. Without it, a name that starts with a dash would be read as an
+    # option.
     words += [f"./{where}" if where.startswith("-") else where] if where else []
-    # options of launch are for this machine; the file is named once, as nodes see it
+    # Options of launch only apply to this machine. The file is named once, by its path on the nodes.
     words += without(overrides, "launch.", "job.config_file")
     ranks = launch.nproc_per_node or launch.devices_per_node
     words += ["--nproc", str(ranks)] if ranks else []
@@ -113,7 +117,7 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
     environment = {**FABRICS[launch.fabric], **launch.env}
     refuse_unsafe([*words, *environment.values()])
     text = loaded.path.read_text(encoding="utf-8") if loaded.path else None
-    # the text of the file may travel to the nodes in a ConfigMap, which many can read
+    # A ConfigMap may carry the text of the file to the nodes, and many users can read it.
     if text is not None and redact(text) != text:
         rule = "holds a secret, perhaps in a comment"
         raise ConfigError(Problem("the configuration file", str(loaded.path), rule, "take it out"))
@@ -143,7 +147,7 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
 
 
 def to_mount(text: str) -> Mount:
-    """A mount as the configuration writes it.
+    """Parse a mount of the configuration.
 
     >>> to_mount("data:/data:ro")
     Mount(source='data', path='/data', read_only=True)
@@ -153,7 +157,9 @@ def to_mount(text: str) -> Mount:
 
 
 def without(overrides: Sequence[str], *names: str) -> list[str]:
-    """Overrides without those of options whose name is, or begins with, one of ``names``.
+    """Return the overrides except those of options with one of ``names``.
+
+    A name that ends with "." is a prefix.
 
     >>> without(["--launch.nodes", "2", "--training.steps=5"], "launch.")
     ['--training.steps=5']
@@ -170,12 +176,13 @@ def without(overrides: Sequence[str], *names: str) -> list[str]:
 
 
 def refuse_unsafe(texts: Sequence[str]) -> None:
-    """Stop at a text that could not be handed on as it is: a control character, or a secret that others would read.
+    """Reject texts with control characters, which would be changed on the way, or with exposed secrets.
 
     Raises:
-        ConfigError: naming the text, with the secret masked.
+        ConfigError: names the text, with the secret masked.
     """
-    # a secret in one of them is one in all of them; and to look for secrets takes longer than all the rest
+    # Search the joined texts first, because a search for secrets is slow. A secret in one of them is found
+    # there too.
     lines = "\n".join(texts)
     is_silent = redact(lines) == lines
     for text in texts:
@@ -189,7 +196,9 @@ def refuse_unsafe(texts: Sequence[str]) -> None:
 
 
 def folder_words(folder: str) -> str:
-    """A folder as ``cd --`` takes it to be nothing else: ``-`` is the folder before, and CDPATH replaces this one.
+    """Return a folder as an argument of ``cd --``.
+
+    ``-`` would be the previous folder, and CDPATH would apply.
 
     >>> folder_words("/data/run"), folder_words("-"), folder_words("run")
     ('/data/run', './-', './run')
@@ -198,10 +207,10 @@ def folder_words(folder: str) -> str:
 
 
 def require_free(job: ClusterJob, taken: Collection[str], platform: str) -> None:
-    """Stop at a variable of ``launch.env`` that would not arrive, because the platform's own comes after it.
+    """Reject variables of ``launch.env`` that the platform overrides with its own.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: names the variable.
     """
     for name in job.environment:
         if name in taken:
@@ -210,10 +219,10 @@ def require_free(job: ClusterJob, taken: Collection[str], platform: str) -> None
 
 
 def require_nothing_lost(wanted: Sequence[str], has: Sequence[str], option: str, platform: str) -> None:
-    """Raise ConfigError for a variable that the platform cannot pass in the way asked for, nor in another.
+    """Raise ConfigError for requested variables that the platform cannot pass by ``option`` or by another.
 
     Raises:
-        ConfigError: naming the variables, and the option that would provide them there.
+        ConfigError: names the variables, and the option that would provide them.
     """
     missing = sorted(set(wanted) - set(has))
     if missing:
@@ -223,15 +232,15 @@ def require_nothing_lost(wanted: Sequence[str], has: Sequence[str], option: str,
 
 
 def require(value: object, option: str, platform: str, fix: str) -> None:
-    """Stop unless an option is set that a platform cannot do without.
+    """Reject an unset option that a platform requires.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the option is not set.
     """
     if value is None or value == "" or value == []:
         raise ConfigError(Problem(option, None, f"is not set, and {platform} needs it", fix))
 
 
 def header(submit: str) -> str:
-    """The first line of what is rendered: what made it, and what to do with it."""
+    """Return the first line of rendered text: the version that created it, and the command to submit it."""
     return f"shardtrain {__version__}. Edit freely; submit with: {submit}"

@@ -62,7 +62,7 @@ def parts_of(name: str) -> tuple[str, list[str]]:
     """Return the platform of an ID and its other parts.
 
     Raises:
-        ConfigError: it is not an id.
+        ConfigError: ``name`` is not an ID.
 
     >>> parts_of("runai/v2/pytorch/-/my-run")
     ('runai', ['v2', 'pytorch', '-', 'my-run'])
@@ -84,7 +84,8 @@ def _run(name: str, verb: str) -> int:
         return {"status": kubectl.status, "logs": kubectl.logs, "stop": kubectl.stop}[verb](*parts)
     words = _runai(parts, verb)
     try:
-        if verb != "logs":  # logs are followed without a timeout
+        # Logs are followed without a timeout.
+        if verb != "logs":
             print(ask(words, fix="ask where the job was launched"), end="")
             return 0
         return subprocess.run(words, check=False).returncode

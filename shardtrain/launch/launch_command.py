@@ -242,7 +242,8 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     launch = loaded.config.launch
     problems = config.check(loaded)
     ranks = launch.nproc_per_node or launch.devices_per_node
-    hosts = launch.ssh.hosts or launch.ssh.hostfile  # with hosts the number of ranks is known later
+    # With hosts, the number of ranks is only known later.
+    hosts = launch.ssh.hosts or launch.ssh.hostfile
     # Check the mesh against the number of ranks if it is known.
     if not problems and ranks and launch.min_nodes is None and (launch.nodes > 1 or not hosts):
         problems = list(mesh_notes(loaded, ranks * launch.nodes))
@@ -291,7 +292,7 @@ def _forwarded(job: ClusterJob) -> None:
 
 
 def _follow_own(action: str, path: str, name: str) -> int:
-    """Call a function of the user's platform with the ID of a job, for its status, its log or its end."""
+    """Call the user's platform with the ID of a job, to show its status or log, or to end it."""
     kind = own_file.FileKind("platform", (action,), f"define {action}(id), as docs/extend.md shows")
     answer = getattr(own_file.load(path, kind, f"launch {action}"), action)(name)
     if answer is not None:
@@ -300,13 +301,13 @@ def _follow_own(action: str, path: str, name: str) -> int:
 
 
 def _submitted(job_id: str, asked: PlatformRequest, shown: str | None = None) -> None:
-    """Print the id of what was submitted, and remember it for ``launch status``."""
+    """Print the ID of a submitted job, and store it for ``launch status``."""
     print(shown or job_id, flush=True)
     launched.note(job_id, asked.loaded.config.job.dump_folder)
 
 
 def _own(path: str, asked: PlatformRequest) -> Submission:
-    """The platform of a file of the user's."""
+    """Load the platform from a user's file and return its submission."""
     module = own_file.load(path, own_file.PLATFORM, "shardtrain launch")
     job = asked.job()
     launch = asked.launch
@@ -329,7 +330,8 @@ def _local(asked: PlatformRequest) -> Submission:
     job = asked.job()
     if job.nodes > 1:
         raise ConfigError(Problem("launch.nodes", job.nodes, "is more than this machine", "launch ssh, or --nodes 1"))
-    # the interpreter and the folder are this shell's: launch.python and launch.workdir are those of other machines
+    # Use this shell's interpreter and folder, because launch.python and launch.workdir refer to other
+    # machines.
     command = python_child.command(*job.command[2:])
     exports = [f"export {k}={shlex.quote(v)}" for k, v in job.environment.items()]
 
@@ -353,7 +355,8 @@ def _ssh(asked: PlatformRequest) -> Submission:
     def submit() -> int:
         folder = job_status.open_folder(os.getpid())
         _submitted(f"ssh/{os.getpid()}", asked)
-        from shardtrain.launch.platforms import ssh_connections  # what the other platforms and --help do not need
+        # Only this platform needs the import, which would slow down --help.
+        from shardtrain.launch.platforms import ssh_connections
 
         return job_status.ended(folder, ssh_connections.SshConnections(plans, launch.ssh, folder))
 

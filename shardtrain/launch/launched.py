@@ -1,4 +1,4 @@
-"""What this user has launched from this machine: ``launch status`` without an id lists it."""
+"""List of the launches of this user from this machine, which ``launch status`` prints without an ID."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _file() -> Path:
 
 
 def note(job_id: str, run_folder: str) -> None:
-    """Remember a launch; where the file cannot be written, the list lacks it."""
+    """Add a launch to the list. Ignore write errors."""
     line = json.dumps({"id": job_id, "run": run_folder, "time": round(time.time(), 3)}) + "\n"
     path = _file()
     with suppress(OSError):
@@ -35,7 +35,7 @@ def note(job_id: str, run_folder: str) -> None:
 
 
 def table() -> list[str]:
-    """The newest launches first, and what to do next."""
+    """Return lines for the launches, newest first, and a hint on the next command."""
     launches = []
     with suppress(OSError):
         for line in _file().read_text(encoding="utf-8", errors="replace").splitlines():

@@ -46,7 +46,7 @@ OUTPUTS = "logs"
 
 
 def log_path(loaded: Loaded, rank: int | None) -> Path:
-    """The log file of a rank, to which the full trace of a failure is appended."""
+    """Return the log file of a rank, to which the full trace of a failure is appended."""
     config = loaded.config
     return Path(config.job.dump_folder) / config.metrics.save_log_file.replace("{rank}", str(rank))
 
@@ -61,7 +61,7 @@ def prepare(run_folder: Path, note_killed: bool = True) -> None:
         note_killed: False if that may also mean that a run is in progress.
 
     Raises:
-        StorageError: the folder cannot be made or written.
+        StorageError: the folder cannot be created or written.
     """
     try:
         atomic_io.guard(run_folder)
@@ -187,9 +187,9 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         stop.end()
         signals.handle_requests(signal.SIG_IGN)
         report = failure.describe(of_storage(error, run_folder), rank)
-        # a rank that lost a peer is not the cause: the peer reports itself
+        # A rank that lost a peer is not the cause. The peer reports itself.
         is_cause = world_size == 1 or not report.is_peer
-        # write the record first: the parent reads it, and may be about to end this rank
+        # Write the record first. The parent reads it, and may be about to kill this rank.
         exit_report.record(report, log_path(loaded, rank), run_folder, world_size, is_cause)
         if not report.leaves_folder_alone:
             failure.append_trace(report, log_path(loaded, rank))
@@ -197,8 +197,9 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     stop.end()
     signals.handle_requests(signal.SIG_IGN)
     if exit_report.is_left_to_parent():
-        # proves that the rank finished: a status of 0 may come from an os._exit(0) in a library
-        with contextlib.suppress(OSError):  # on a full disk the file exists and is empty
+        # Prove that the rank finished. A status of 0 may come from an os._exit(0) in a library. On a full disk the
+        # file is created, but is empty.
+        with contextlib.suppress(OSError):
             _done_path(Path(os.environ["TORCHELASTIC_ERROR_FILE"])).write_text(json.dumps(failure.own_end()))
     elif rank == 0:
         failure.write_exit(run_folder, None, 0, failure.own_end()["step"])
@@ -206,7 +207,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
 
 
 def of_storage(error: BaseException, run_folder: Path) -> BaseException:
-    """An OSError below the run's folder as a StorageError, wherever it was raised; other errors unchanged."""
+    """Convert an OSError below the run's folder to a StorageError. Return other errors unchanged."""
     if not isinstance(error, OSError) or error.errno is None:
         return error
     name = os.path.abspath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else ""
@@ -276,9 +277,10 @@ def launch(
                 check = None
                 code, first = _attempt(loaded, num_processes, main, command, watch, restarts.used, job)
                 if first and code != failure.PREEMPTED:
-                    # the goodput needs the time of death, which a killed rank could not write
+                    # The goodput account needs the time of death, which a killed rank could not write.
                     ledger.note_death(folder, job, first.time_seconds)
-            status = code if watch.signal_number else restarts.after(code, first)  # no restart after a request to stop
+            # Do not restart after a request to stop.
+            status = code if watch.signal_number else restarts.after(code, first)
             if status is None:
                 print(f"restart {restarts.used} of {max_restarts}", file=sys.stderr, flush=True)
                 continue
@@ -302,17 +304,18 @@ def launch_verb(loaded: Loaded, num_processes: int, main: Main, words: Sequence[
 def _attempt(
     loaded: Loaded, count: int, main: Main | None, command: Sequence[str], watch: ChildWatch, restarts: int, job: str
 ) -> tuple[int, failure.Failure | None]:
-    """Start the ranks and wait for them, with a new store: keys of an earlier attempt would mislead them."""
+    """Start the ranks and wait for them. Use a new store, because keys of an earlier attempt are invalid."""
     run_folder = Path(loaded.config.job.dump_folder)
     with refusals_in_exit_json(loaded):
         prepare(run_folder)
     with contextlib.ExitStack() as stack:
         records = stack.enter_context(temporary_folder())
-        # only for forks: a new process does not inherit the descriptor, and has threads before it could enter
+        # Only for forks. A new process does not inherit the descriptor, and has threads before it could enter
+        # the network.
         network = stack.enter_context(private_network.create_network_namespace()) if main and count > 1 else {}
         with refusals_in_exit_json(loaded):
             processes = _start(loaded, count, main, command, records, network, restarts, job)
-        # multiprocessing reaps ended ranks before each fork, so ask it for their status too
+        # multiprocessing reaps ended ranks before each fork, so it also provides their exit statuses.
         watch.begin(processes.pids(), lambda rank: _reaped(processes, rank))
         try:
             statuses = watch.wait()
@@ -334,7 +337,7 @@ def _start(
 ) -> PContext:
     from torch.distributed.elastic.multiprocessing import start_processes
 
-    # the variables of each rank: torchrun's, and where to leave the record of its failure
+    # Set the variables of each rank: torchrun's, and the path of its failure record.
     run_id = secrets.token_hex(8)
     meeting = records / "meeting"
     meeting.mkdir(mode=0o700)
@@ -348,19 +351,22 @@ def _start(
     outputs = contextlib.ExitStack()
     specs = _logs_specs(loaded, count, outputs)
     if not main:
-        # a fresh process gets this environment and nothing else
+        # A new process gets only this environment.
         envs = {rank: {**os.environ, **envs[rank]} for rank in ranks}
-    # the state that ranks inherit by the fork
+    # Prepare the state that ranks inherit by the fork.
     if main:
         _warn_of_threads()
-    sys.stdout.flush()  # else each fork would print what is buffered again
+    # Otherwise each fork would print the buffered output again.
+    sys.stdout.flush()
     sys.stderr.flush()
-    # PContext.start replaces the handlers of four signals and does not restore them
+    # PContext.start replaces the handlers of four signals and does not restore them.
     before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGQUIT)}
     before |= {number: signal.getsignal(number) for number in signals.GRACEFUL}
-    # ranks inherit the blocked mask and unblock when they listen, so that an early signal is neither lost nor fatal
+    # Ranks inherit the blocked mask and unblock it when they listen. An early signal is then neither lost nor
+    # fatal.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals.GRACEFUL)
-    # keep existing objects out of the ranks' garbage collections, which would write to each and so copy shared pages
+    # Exclude existing objects from the ranks' garbage collections, which would write to them and so copy
+    # shared pages.
     gc.freeze()
     try:
         return start_processes("shardtrain", entrypoint, arguments, envs, specs, start_method="fork")
@@ -383,7 +389,8 @@ def _logs_specs(loaded: Loaded, count: int, stack: contextlib.ExitStack) -> Logs
     hidden = [rank for rank in range(count) if rank not in log.console_ranks()]
 
     def output_paths(ending: str) -> dict[int, str]:
-        # for PyTorch an empty path means this process's stream; it opens the other files by the path of our descriptor
+        # PyTorch uses this process's stream for an empty path. It opens the other files by the path of our
+        # descriptor.
         paths = dict.fromkeys(range(count), "")
         for rank in hidden:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -403,14 +410,17 @@ def _logs_specs(loaded: Loaded, count: int, stack: contextlib.ExitStack) -> Logs
 
 
 def _reaped(processes: PContext, rank: int) -> int | None:
-    """The status of a rank that multiprocessing has reaped: it does so with those that ended, before each fork."""
+    """Return the exit status of a rank that multiprocessing reaped, as it does before each fork."""
     started = getattr(getattr(processes, "_pc", None), "processes", None)
     status = started[rank].exitcode if started else None
     return int(status) if status is not None else None
 
 
 def _warn_of_threads() -> None:
-    """Warn of threads in a process that is about to fork: a lock that one of them holds is never free in the ranks."""
+    """Warn of threads in a process that is about to fork.
+
+    A lock held by such a thread is never released in the ranks.
+    """
     names = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     try:
         unnamed = len(os.listdir("/proc/self/task")) - 1 - len(names)
@@ -426,10 +436,11 @@ def _warn_of_threads() -> None:
 
 
 def _forked(loaded: Loaded, main: Main, parent: int) -> NoReturn:
-    """One rank, in a child that fork has just made: run ``main``, record a failure, leave with its status."""
+    """Run ``main`` as one rank in a new fork, record a failure, and exit with its status."""
     private_network.enter_user_namespace()
     detach(parent)
-    gc.freeze()  # keep the parent's pages shared: a garbage collection would write to them
+    # Keep the parent's pages shared, because a garbage collection would write to them.
+    gc.freeze()
     leave(run_rank(loaded, main))
 
 
@@ -448,7 +459,8 @@ def leave(code: int) -> NoReturn:
     PyTorch's wrapper would wait until the parent collects a return value.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a model's own prints to a full disk
+        # The buffer may contain a model's own prints, which a full disk rejects.
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
     atexit._run_exitfuncs()
     os._exit(code)
@@ -461,7 +473,7 @@ def become_rank() -> bool:
     if parent:
         detach(int(parent))
     elif agent:
-        # an agent handles every request to stop, so one that is gone was killed, and its node is lost
+        # An agent handles every request to stop. If it is gone, it was killed, and its node is lost.
         _die_with(int(agent))
     environment.adopt_slurm(os.environ)
     environment.set_allocator_default(os.environ)
@@ -491,7 +503,7 @@ def _die_with(parent: int) -> None:
 
 
 def _done_path(record: Path) -> Path:
-    """The marker that a rank creates, beside the path of its failure record, when it has finished."""
+    """Return the path of the marker that a finished rank creates next to its failure record."""
     return record.with_suffix(".done")
 
 
@@ -540,7 +552,8 @@ def _report(
     failures, all_done, last_step = failures_of(statuses, watch, functools.partial(_record_path, records))
     if failures:
         first = failure.culprit(failures)
-    elif not all_done:  # our signals ended them before they had saved
+    elif not all_done:
+        # Our signals ended the ranks before they had saved.
         first = stopped(loaded, 0, watch.reason or "SIGTERM")
     else:
         code = max(statuses.values())

@@ -79,7 +79,7 @@ def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
         keep_alive_interval=parameters.get_as_int("keep_alive_interval", 5) or 5,
         keep_alive_max_attempt=parameters.get_as_int("keep_alive_max_attempt", 3) or 3,
     )
-    # else PyTorch would serve another store for the ranks, on a random port of every address
+    # Otherwise PyTorch would serve another store for the ranks, on a random port of every address.
     meeting._bootstrap_store_info = RendezvousStoreInfo(host, int(port))
     meeting._shared_tcp_store_server = store
     meeting.counts = counts
@@ -128,7 +128,7 @@ class _NumberedNode(pytorch._NodeDesc):
 
 
 class _SteadyState(pytorch._BackendRendezvousStateHolder):
-    """The shared state as one node sees it. A heartbeat is judged by when it changed, not by its timestamp."""
+    """Shared state as seen by one node. The age of a heartbeat is the time since its last change."""
 
     def __init__(self, backend: Any, settings: Any, own_node: Any) -> None:
         super().__init__(backend, settings)
@@ -139,30 +139,32 @@ class _SteadyState(pytorch._BackendRendezvousStateHolder):
         """Remove nodes whose heartbeats have stopped."""
         told = self._state.last_heartbeats
         now = time.monotonic()
-        # (node, heartbeat) -> monotonic time at which this node first saw that heartbeat
+        # Map (node, heartbeat) to the monotonic time at which this node first saw that heartbeat.
         changes = self._changes = {one: self._changes.get(one, now) for one in told.items()}
-        # PyTorch compares heartbeats with this node's wall clock: convert them to it, then restore the original values
+        # PyTorch compares heartbeats with this node's wall clock. Convert them to it, then restore the
+        # original values.
         wall_clock = datetime.now(UTC)
         own_times = {node: wall_clock - timedelta(seconds=now - changed) for (node, _), changed in changes.items()}
         self._state.last_heartbeats = own_times
         super()._sanitize()
-        # keep this node's own heartbeat converted, because its wall clock may have jumped since it was written
+        # Keep this node's own heartbeat converted, because its wall clock may have jumped since the write.
         own_times.update({node: told[node] for node in own_times if node != self._own_node})
 
 
 class Meeting(pytorch.DynamicRendezvousHandler):
-    """The rendezvous of one node."""
+    """Rendezvous of one node."""
 
     counts: Sequence[int]
     """Node counts that can work, ascending."""
     first_decides = False
     """True if later node counts must divide the first one, which determines the global batch size."""
     number = _NO_NUMBER
-    """The --node_rank of the next meeting that this process opens."""
+    """The --node_rank of the next rendezvous that this process opens."""
 
     def __init__(self, node: Any, settings: Any, backend_name: str, store: dist.Store, state_holder: Any) -> None:
         node = _NumberedNode(node.addr, node.pid, node.local_id)
-        vars(node)["number"] = self.number  # the class is frozen
+        # The class is frozen.
+        vars(node)["number"] = self.number
         steady = _SteadyState(state_holder._backend, settings, node)
         super().__init__(node, settings, backend_name, store, steady)
         self.own_node = node
@@ -170,7 +172,7 @@ class Meeting(pytorch.DynamicRendezvousHandler):
 
     @property
     def state(self) -> Any:
-        """The shared state, as it was read last."""
+        """The shared state as of the last read."""
         return self._state_holder.state
 
     def largest(self, nodes: int) -> int:
@@ -178,7 +180,7 @@ class Meeting(pytorch.DynamicRendezvousHandler):
         return max((count for count in self.counts if count <= nodes), default=0)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes. Repeat as long as this node is one too many for a node count that can work.
+        """Meet the other nodes. Repeat while this node exceeds the largest node count that can work.
 
         Raises:
             RendezvousTimeoutError: too few nodes joined, and there is no active run that this node could wait for.
@@ -193,9 +195,11 @@ class Meeting(pytorch.DynamicRendezvousHandler):
             except RendezvousTimeoutError:
                 if not self.state.complete:
                     raise
-                continue  # a run is active and has no place for this node yet
+                # A run is active and has no place for this node yet.
+                continue
             if self.first_decides:
-                # no prefix of this round in the key, because all nodes and rounds must get the same answer
+                # Omit the prefix of this round from the key, because all nodes and rounds must get the same
+                # value.
                 own_answer = str(self.largest(info.world_size))
                 first_size = int(self._store.compare_set("shardtrain/first-size", "", own_answer))
                 self.counts = [count for count in self.counts if first_size % count == 0]

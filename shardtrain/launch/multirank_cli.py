@@ -1,4 +1,4 @@
-"""A verb other than training, in this process or on ranks that split each layer among them."""
+"""Run a verb other than training, in this process or on ranks that split each layer among them."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ if TYPE_CHECKING:
     from shardtrain.config import Loaded
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as a shell gives it."""
+"""Exit status after Ctrl-C, as in a shell."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verb:
-    """What is run: ``shardtrain NAME WORDS``, by ``nproc`` processes on ``device``."""
+    """Command to run: ``shardtrain NAME WORDS``, by ``nproc`` processes on ``device``."""
 
     name: str
     words: list[str]
     nproc: int
     device: str
     load: Callable[[], Callable[[], object]]
-    """Imports what the verb needs and gives what each rank does: called before a fork, so that no rank pays again."""
+    """Imports the modules of the verb and returns the function of each rank. Called before a fork, to import
+    only once."""
     check_output: Callable[[], None] = lambda: None
-    """Refuses, before any work, an output that cannot be written."""
+    """Raises before any work if the output cannot be written."""
 
 
 def start(verb: Verb) -> int:
-    """Run a verb on its ranks; gives the exit status."""
+    """Run a verb on its ranks. Return the exit status."""
     if environment.is_rank(os.environ):
         _as_rank(verb)
     verb.check_output()
     environment.set_allocator_default(os.environ)
     environment.set_process_defaults(os.environ, verb.nproc, environment.usable_cores(), alone=True)
-    with heartbeat("importing PyTorch"):  # its thread has ended when ranks are forked
-        # imported once: forks share what is there
+    # The heartbeat's thread must end before ranks are forked.
+    with heartbeat("importing PyTorch"):
+        # Import once in the parent. Forks share its memory.
         run = verb.load()
     if verb.nproc == 1:
         try:
@@ -58,7 +60,7 @@ def start(verb: Verb) -> int:
 
 
 def _as_rank(verb: Verb) -> NoReturn:
-    """One rank of several, started by torchrun, by srun, or by ``start`` as a fresh process."""
+    """Run one rank of several, started by torchrun, by srun, or by ``start`` as a new process."""
     local.become_rank()
     action = verb.load()
     folder = temporary.make(verb.name)
@@ -76,7 +78,7 @@ def _as_rank(verb: Verb) -> NoReturn:
 
 
 def _close(folder: Path, code: int) -> None:
-    """Remove the folder of the ranks. After a failure keep it, because it has the traces."""
+    """Remove the folder of the ranks. After a failure keep it, because it contains the traces."""
     if code:
         temporary.keep(folder)
     else:
@@ -84,7 +86,10 @@ def _close(folder: Path, code: int) -> None:
 
 
 def _launched(folder: Path) -> Loaded:
-    """What the launcher needs to know: where logs of ranks go. The run's own folder is left as it is."""
+    """Return a configuration for the launcher, with ``folder`` for the logs of ranks.
+
+    The run's folder is not used.
+    """
     from shardtrain.config import Config, Loaded
 
     config = Config()

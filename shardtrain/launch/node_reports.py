@@ -52,7 +52,7 @@ def _described_node(fields: Any) -> tuple[int, str, int | None]:
 
 
 class NodeReports:
-    """The reports of all nodes on one attempt. ``number`` is this node's position among them.
+    """Reports of all nodes on one attempt. ``number`` is this node's position among them.
 
     Raises:
         ConfigError: two nodes were started with the same ``--node_rank``.
@@ -75,14 +75,15 @@ class NodeReports:
             hosts.setdefault(given_rank, []).append(host)
         for given_rank, same in hosts.items():
             if given_rank is not None and len(same) > 1:
-                # all nodes report this, so the node that serves the store must not leave before they know
+                # All nodes report this error, so the node that serves the store must not leave before they
+                # know it.
                 with contextlib.suppress(DistError, TimeoutError):
                     within(WAIT_SECONDS + LOST_SECONDS, lambda: self._await_all(_MET))
                 rule = f"is the number of {len(same)} nodes ({', '.join(same)})"
                 raise ConfigError(Problem("--node_rank", given_rank, rule, "give each node its own, from 0"))
 
     def others_have_failed(self) -> bool:
-        """True if a rank of another node has failed, or if the store is gone with the node that serves it."""
+        """True if a rank of another node has failed, or if the store is lost with the node that serves it."""
         if self._is_store_lost:
             return True
         if time.monotonic() - self._looked_at < LOOK_SECONDS:
@@ -107,13 +108,15 @@ class NodeReports:
         with contextlib.suppress(OSError):
             atomic_io.write(run_folder / "logs" / f"node-{self._number}.json", json.dumps(report, indent=2) + "\n")
         reports = {self._number: list(failures)}
-        # if all ranks stopped on request, they ended after the same step, and nothing has failed
+        # If all ranks stopped on request, they ended after the same step, and none has failed.
         all_stopped = all(one.exit_code in (PREEMPTED, NOT_SAVED) for one in failures)
         is_failure = not all_done and not (failures and all_stopped)
         if not self._is_store_lost:
-            with contextlib.suppress(DistError, TimeoutError):  # the node that serves the store is gone
+            # Ignore the loss of the node that serves the store.
+            with contextlib.suppress(DistError, TimeoutError):
                 within(WAIT_SECONDS + LOST_SECONDS, lambda: self._exchange(reports, is_failure))
-        reports = dict(reports)  # after a timeout the exchange continues in its thread
+        # After a timeout the exchange continues in its thread.
+        reports = dict(reports)
         all_failures = [one for of_node in reports.values() for one in of_node]
         if is_failure and all(one.is_peer for one in all_failures):
             lost = [node for number, node in enumerate(self._nodes) if number not in reports]
@@ -131,7 +134,7 @@ class NodeReports:
         for number in range(len(self._nodes)):
             if number == self._number or not self._store.check([f"{_KEY}/end/{number}"]):
                 continue
-            # a report that is broken, or that a stranger wrote, counts as missing
+            # A corrupted or unsigned report counts as missing.
             with contextlib.suppress(RendezvousError, ValueError, TypeError, KeyError):
                 reports[number] = [failure.from_fields(fields) for fields in self._read("end", number)]
 
@@ -146,7 +149,8 @@ class NodeReports:
 
         try:
             within(MEET_SECONDS, read)
-        except (TimeoutError, DistStoreError):  # the second is the timeout of the store itself
+        except (TimeoutError, DistStoreError):
+            # DistStoreError is the timeout of the store itself.
             rule = f"joined the rendezvous but did not report its host within {MEET_SECONDS:g} s"
             fix = "is it up, and its network?"
             raise PeerError(f"node {len(nodes)} of {count}, counted from 0, {rule}; {fix}") from None
@@ -162,10 +166,10 @@ class NodeReports:
         self._store.set(f"{_KEY}/{kind}/{self._number}", self._seal.close(json.dumps(value).encode()).decode())
 
     def _read(self, kind: str, number: int) -> Any:
-        """Return what node ``number`` wrote.
+        """Return the value that node ``number`` wrote.
 
         Raises:
-            RendezvousStateError: it is not JSON, or not signed with this node's secret.
+            RendezvousStateError: the value is not JSON, or not signed with this node's secret.
         """
         text = self._seal.open(self._store.get(f"{_KEY}/{kind}/{number}"))
         try:

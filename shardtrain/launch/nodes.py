@@ -24,8 +24,9 @@ from shardtrain.utils.errors import ConfigError, Problem
 DEFAULT_PORT = 29500
 JOIN_SECONDS = 600
 CLOCKS_APART_SECONDS = 5.0
-"""Larger differences between clocks are reported. torchrun's rendezvous sends a heartbeat every 5 s and drops a node
-whose last heartbeat is 15 s old by the reader's wall clock, so it may drop a node that is alive."""
+"""Larger clock differences are reported. torchrun's rendezvous sends a heartbeat every 5 s, and drops a node
+whose last heartbeat is 15 s old by the reader's wall clock. With such a difference it may drop a live
+node."""
 
 NNODES = ("SHARDTRAIN_NNODES", "OVERRIDE_PET_NNODES", "PET_NNODES")
 NODE_RANK = (
@@ -77,7 +78,7 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
     if arguments.nnodes and "TORCHELASTIC_RUN_ID" in names:
         rule = "is for one process a node, and torchrun has started this one as a rank"
         raise ConfigError(Problem("--nnodes", arguments.nnodes, rule, "leave out torchrun or --nnodes", "command line"))
-    # how many nodes there are, and which of them is this
+    # Find the number of nodes, and this node's rank.
     name, text = _count(arguments, names)
     if not text:
         _refuse_half(arguments, names)
@@ -89,7 +90,8 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         )
     least = int(match[1] or match[2])
     most = int(match[2])
-    # a platform may say 1 and mean it, whatever others number; but not where it numbers nodes itself
+    # A platform may report 1 node correctly although other variables number nodes, unless it numbers nodes
+    # itself.
     variables = (name.replace("NNODES", "NODE_RANK"),)
     rank = _number("--node_rank", arguments.node_rank, NODE_RANK if most > 1 else variables, names, least=0)
     if rank is not None and rank >= most:
@@ -107,7 +109,7 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         least=least,
         most=most,
         endpoint=endpoint,
-        # an elastic platform counts again when pods change
+        # An elastic platform renumbers nodes when pods change.
         node_rank=rank if least == most or "SHARDTRAIN_NODE_RANK" in names or arguments.node_rank is not None else None,
         run_id=next((names[one] for one in RUN_ID if names.get(one)), "shardtrain"),
         local_address=names.get("SHARDTRAIN_LOCAL_ADDR") or names.get("PET_LOCAL_ADDR") or _by_suffix(names),
@@ -138,7 +140,8 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
     for name in NNODES:
         if names.get(name):
             return name, names[name]
-    # PyTorchJob and Run:ai count nodes by WORLD_SIZE, torchrun ranks; without their marks nobody knows which it is
+    # PyTorchJob and Run:ai count nodes in WORLD_SIZE, and torchrun counts ranks. Their markers distinguish
+    # them.
     world = names.get("WORLD_SIZE", "")
     if world not in ("", "1") and not environment.is_rank(names):
         if any(name in names for name in _RUNAI):
@@ -151,7 +154,7 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
         return "SLURM_STEP_NUM_NODES", names["SLURM_STEP_NUM_NODES"]
     if names.get("SKYPILOT_NUM_NODES"):
         return "SKYPILOT_NUM_NODES", names["SKYPILOT_NUM_NODES"]
-    # mpirun says nothing that PyTorch reads: each of its processes would train the whole run by itself
+    # mpirun sets no variable that PyTorch reads, so each of its processes would train the full run by itself.
     mpi = next((name for name in _MPI_SIZES if names.get(name, "1") != "1"), "")
     if mpi and not environment.is_rank(names):
         rule = "is of mpirun, whose processes would each train alone: they are not taken for ranks"
@@ -161,7 +164,7 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _refuse_half(arguments: CommandLine, names: Mapping[str, str]) -> None:
-    """Raise ConfigError if there are other nodes but their number is unknown: this node would train without them."""
+    """Raise ConfigError if there are other nodes of unknown number. This node would train without them."""
     flag = "--rdzv_endpoint" if arguments.rdzv_endpoint else "--node_rank"
     given = arguments.rdzv_endpoint or arguments.node_rank
     ranks = {name: names[name] for name in NODE_RANK[:2] if names.get(name, "0") not in ("", "0")}

@@ -34,11 +34,12 @@ BEAT_SECONDS = 5.0
 SILENCE_SECONDS = 30.0
 """Time without a beat after which a host stops its run."""
 POLL_SECONDS = 0.05
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+# PR_SET_PDEATHSIG of Linux.
+_DEATH_SIGNAL = 1
 
 
 class Launcher:
-    """Reader of the launcher's lines from standard input.
+    """Read the launcher's lines from standard input.
 
     ``gone`` is true if the launcher has closed the input or was silent for ``SILENCE_SECONDS``.
     """
@@ -65,7 +66,8 @@ class Launcher:
 
 def main() -> int:
     """Run the command that standard input describes, and return its exit status."""
-    if importlib.util.find_spec("torch") is None:  # report it before any host starts
+    # Report a missing package before any host starts.
+    if importlib.util.find_spec("torch") is None:
         print(f"{sys.executable} has no package torch", flush=True)
         return 2
     address = os.environ.get("SSH_CONNECTION", "").split()
@@ -93,7 +95,7 @@ def main() -> int:
 
 
 def _end_with_parent() -> None:
-    """Make the kernel send SIGTERM to the command if this process is killed, because nothing else would stop it."""
+    """Make the kernel send SIGTERM to the command if this process is killed."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
@@ -105,7 +107,7 @@ def _watch(process: subprocess.Popen[bytes], launcher: Launcher, orders: list[by
         signal.signal(number, lambda *_: process.send_signal(signal.SIGTERM))
     while process.poll() is None:
         orders += launcher.listen(POLL_SECONDS)
-        # Also stop if the launcher is gone, because nobody would notice the end of the run.
+        # Also stop if the launcher is gone, because no process would notice the end of the run.
         if end == float("inf") and (launcher.gone or STOP in orders):
             process.send_signal(signal.SIGTERM)
             end = time.monotonic() + grace_seconds

@@ -1,4 +1,4 @@
-"""Whether a run that failed is started again: as often as ``--max_restarts`` says, while it gains anything."""
+"""Decide if a failed run restarts: up to ``--max_restarts`` times, while it makes progress."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable
 from shardtrain.launch.failure import GENERAL, Failure
 
 RESTARTABLE = frozenset({1, 6, 8})
-"""An error of the program, a lost rank, a full disk. The other codes would come again: wrong input, bad numbers."""
+"""Exit codes of a program error, a lost rank, and a full disk. Other failures, such as wrong input, would
+recur."""
 CRASH_LOOP = 93
 FRUITLESS = 3
-"""Restarts in a row after which no checkpoint is newer: then it is a crash loop."""
+"""Number of consecutive restarts without a newer checkpoint that make a crash loop."""
 
 
 class Restarts:
-    """Counts the restarts of a run, and those in a row that saved nothing new."""
+    """Count the restarts of a run, and the consecutive ones without a newer checkpoint."""
 
     def __init__(self, limit: int, newest_step: Callable[[], int]) -> None:
         self.limit = limit
@@ -24,13 +25,13 @@ class Restarts:
         self._step = newest_step()
         self._cause = ""
         self.why = ""
-        """Why a crash loop is one."""
+        """Reason why the run is in a crash loop, for the message."""
 
     def after(self, code: int, first: Failure | None = None) -> int | None:
-        """The exit status of the run after an attempt that ended with ``code``; None to start it again.
+        """Return the exit status of the run after an attempt that ended with ``code``. None to restart it.
 
-        ``first`` is the failure that came first in that attempt. An error of the program that comes twice in the same
-        step will come again: the same weights met the same data.
+        ``first`` is the first failure of that attempt. A program error that occurs twice in the same step
+        would recur, because the same weights meet the same data.
         """
         if code not in RESTARTABLE or self.used == self.limit:
             return code

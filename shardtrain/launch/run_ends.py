@@ -1,4 +1,4 @@
-"""Table of how a run ends, by signal and phase. Shared by the code, ``docs/launch.md`` and the tests."""
+"""Table of the ends of a run, by signal and phase. Shared by the code, ``docs/launch.md`` and the tests."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from shardtrain.utils.errors import NotSaved, Preempted
 
 REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGALRM")
-"""Signals that ask a run to save and to end. A second SIGINT ends it at once."""
+"""Signals that request a save and the end of the run. A second SIGINT ends it immediately."""
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The exit status, the line on the terminal, and whether ``exit.json`` is written with them."""
+    """Exit status and terminal line of a run's end.
+
+    ``writes_exit_json`` is true if ``exit.json`` is written.
+    """
 
     code: int
     line: str = ""
@@ -22,7 +25,8 @@ class RunEnd:
 UNREAD = RunEnd(
     Preempted.exit_code,
     "stopped by {reason} before the configuration was read; the same command starts the run",
-    writes_exit_json=False,  # the run folder is not known yet
+    # The run folder is not known yet.
+    writes_exit_json=False,
 )
 BEFORE_FIRST_STEP = RunEnd(
     Preempted.exit_code, "stopped by {reason} before the first step; the same command continues from there"
@@ -42,13 +46,13 @@ _REQUESTED = {
 }
 TABLE = {
     **dict.fromkeys(REQUESTS, _REQUESTED),
-    # before ranks start, the first SIGINT already ends the process
+    # Before ranks start, the first SIGINT already ends the process.
     "SIGINT twice": {**dict.fromkeys(_REQUESTED, AT_ONCE), "arguments": UNREAD, "preflight": BEFORE_FIRST_STEP},
-    # the status in a shell; the next start in the folder reports that this run was killed
+    # The exit status as in a shell. The next start in the folder reports that this run was killed.
     "SIGKILL": dict.fromkeys(_REQUESTED, RunEnd(128 + 9, writes_exit_json=False)),
     "SIGSTOP, then SIGCONT": dict.fromkeys(_REQUESTED, DONE),
 }
-"""Signal to the started process -> phase in which it arrives -> end of the run, if checkpoints are enabled.
+"""Ends of a run with checkpoints, by signal to the started process and by the phase in which it arrives.
 
 In ``arguments`` the configuration is read. In ``preflight`` data, tokenizer and model are checked.
 """

@@ -19,7 +19,7 @@ _PREFIX = b"shardtrain-sha256 "
 
 
 class Seal:
-    """Signs messages between the nodes of a run. Without a secret nothing is signed or checked."""
+    """Sign and verify messages between the nodes of a run. Without a secret, messages are unsigned."""
 
     def __init__(self, secret: str, run_id: str) -> None:
         self._key = hashlib.sha256(f"{run_id}\0{secret}".encode()).digest() if secret else b""
@@ -28,7 +28,7 @@ class Seal:
         """Return the state with its signature in front."""
         if not self._key:
             return state
-        # the signature comes first: a node without the secret then fails to unpickle the state
+        # Put the signature first, so a node without the secret fails to unpickle the state.
         return _PREFIX + hmac.new(self._key, state, hashlib.sha256).hexdigest().encode() + b"\n" + state
 
     def open(self, sealed: bytes) -> bytes:
@@ -44,7 +44,7 @@ class Seal:
 
 
 class SignedBackend(RendezvousBackend):
-    """A backend whose state is signed with a secret, for one run."""
+    """Rendezvous backend whose state is signed with a secret, for one run."""
 
     def __init__(self, backend: RendezvousBackend, secret: str, run_id: str) -> None:
         self._backend = backend
@@ -52,7 +52,7 @@ class SignedBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """The name of the wrapped backend."""
+        """Name of the wrapped backend."""
         return self._backend.name
 
     def get_state(self) -> tuple[bytes, Token] | None:

@@ -1,7 +1,7 @@
-"""The lines of ``goodput.jsonl``: what an attempt of a run was doing until when, and when it died.
+"""Read and write ``goodput.jsonl``: start, progress and death of each attempt of a run.
 
-A file is appended to, one write per line, so that a process that is killed loses what it did since its last line and
-nothing else. The launcher may add a line of its own; see ``Death``.
+Each line is appended with one write, so a killed process only loses the time since its last line. The
+launcher may append a line too; see ``Death``.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ from shardtrain.utils.errors import DataError
 
 FILE = "goodput.jsonl"
 MAX_BYTES = 2**28
-"""Of a file: a million events."""
+"""Largest accepted size of a file, enough for a million events."""
 _PHASES = get_args(activity.Phase)
 
 
 @dataclass(frozen=True)
 class Start:
-    """An attempt is about to take its first step, after ``step``; times are seconds since the epoch."""
+    """Start of an attempt, before its first step, which follows ``step``.
+
+    Times are seconds since the epoch.
+    """
 
     attempt: str
     job: str
-    """The command that this attempt belongs to: a gap between two attempts of one is a restart."""
+    """Command of this attempt. A gap between two attempts of one command is a restart."""
     job_started: float
     started: float
-    """When the process of rank 0 began."""
+    """Start time of the process of rank 0."""
     step: int
     world_size: int
     restarts: int
@@ -40,7 +43,7 @@ class Start:
 
 @dataclass(frozen=True)
 class AttemptProgress:
-    """What an attempt has done by now: seconds of each phase since it started."""
+    """Progress of an attempt: seconds of each phase since its start."""
 
     attempt: str
     time: float
@@ -48,14 +51,14 @@ class AttemptProgress:
     saves: int
     seconds: dict[str, float] = field(default_factory=dict)
     ended: bool = False
-    """The last line of an attempt that could still write one."""
+    """True in the last line of an attempt that ended in an orderly way."""
     saved_step: int = 0
-    """The newest step of which there is a checkpoint; one that is written beside training is there some steps later."""
+    """Step of the newest complete checkpoint. A background save completes some steps after its own."""
 
 
 @dataclass(frozen=True)
 class Death:
-    """The launcher saw a rank of this job fail at ``time``."""
+    """Failure of a rank of this job at ``time``, as seen by the launcher."""
 
     job: str
     time: float
@@ -70,7 +73,7 @@ KINDS: dict[str, type[Start] | type[AttemptProgress] | type[Death]] = {
 
 
 def line(event: Event) -> bytes:
-    """One line of the file.
+    """Return one line of the file.
 
     >>> line(Death("a1", 5.0))
     b'{"kind": "death", "job": "a1", "time": 5.0}\\n'
@@ -80,7 +83,7 @@ def line(event: Event) -> bytes:
 
 
 def parse(text: bytes) -> Event:
-    """The event of one line; raises ValueError for anything else than what ``line`` writes.
+    """Parse one line. Raises ValueError unless it has the format of ``line``.
 
     >>> parse(line(Death("a1", 5.0)))
     Death(job='a1', time=5.0)
@@ -100,10 +103,10 @@ def parse(text: bytes) -> Event:
 
 
 def read(folder: Path) -> tuple[list[Event], int]:
-    """The events of a run folder in their order, and how many lines are none (a kill may tear one).
+    """Return the events of a run folder in order, and the number of invalid lines (a kill may tear one).
 
     Raises:
-        DataError: there is no such file, or it cannot be read.
+        DataError: the file does not exist, or it cannot be read.
     """
     path = folder / FILE
     try:
@@ -124,11 +127,11 @@ def read(folder: Path) -> tuple[list[Event], int]:
 
 
 def append(path: Path, event: Event) -> None:
-    """Add one line, on a line of its own whatever a kill or a full disk left; raises OSError."""
-    # the folder may have been deleted during the run
+    """Append a line, after ending one that a kill or a full disk has torn. Raises OSError."""
+    # The folder may have been deleted during the run.
     descriptor = atomic_io.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644, create_folder=True)
     try:
-        # a line that a kill has cut short must not swallow this one
+        # End a line that a kill has cut short, which would otherwise join this one.
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         content = b"\n" * torn + line(event)

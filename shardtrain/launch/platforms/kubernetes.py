@@ -1,7 +1,7 @@
-"""Kubernetes: manifests of a PyTorchJob, a TrainJob or a JobSet, dumped from data and never pasted together.
+"""Kubernetes manifests of a PyTorchJob, a TrainJob or a JobSet, dumped from data without text templates.
 
-The configuration file travels in a ConfigMap. Secrets are references (``secretKeyRef``). Each pod runs ``shardtrain
-train``, which knows what the three operators tell their pods; see ``nodes``.
+A ConfigMap carries the configuration file. Secrets are references (``secretKeyRef``). Each pod runs
+``shardtrain train``, which reads the variables that the three operators set; see ``nodes``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Manifest = dict[str, Any]
 
 
 def render(job: ClusterJob, launch: Launch) -> str:
-    """The manifests of a job as YAML, for ``kubectl create``.
+    """Return the manifests of a job as YAML for ``kubectl create``.
 
     Raises:
-        ConfigError: the job asks for what Kubernetes cannot do.
+        ConfigError: the job requires something that Kubernetes does not support.
     """
     require(
         job.image, "launch.image", "kubernetes", "name an image that holds this package: scripts/containers/Dockerfile"
@@ -37,7 +37,7 @@ def render(job: ClusterJob, launch: Launch) -> str:
     kinds = {"pytorchjob": _pytorchjob, "trainjob": _trainjob, "jobset": _jobset}
     manifests = kinds[launch.kubernetes.kind](job, launch)
     if job.config_text is not None:
-        # before the job, whose pods read it
+        # The ConfigMap precedes the job, because the job's pods read it.
         data = {"config.toml": job.config_text}
         metadata = _metadata(job, launch)
         manifests.insert(0, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
@@ -45,15 +45,16 @@ def render(job: ClusterJob, launch: Launch) -> str:
         rule = "has no effect there: a lost pod ends the whole attempt"
         fix = 'leave out launch.min_nodes, or use "pytorchjob"'
         raise ConfigError(Problem("launch.kubernetes.kind", launch.kubernetes.kind, rule, fix))
-    # a text stays on one line: readers of YAML agree on what quotes hold there, and so do people who search for it
+    # Keep each text on one line. YAML parsers agree on quotes there, and users can search for the text.
     text = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=_NO_FOLD)
     return f"# {header('kubectl create -f FILE')}\n{text}"
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts in quotes unless no reader of YAML could take them for anything else.
+    """Quote texts unless every YAML parser reads them as texts.
 
-    PyYAML leaves ``2e-05`` bare; Kubernetes would read a number, and refuse it in a list of arguments.
+    PyYAML writes ``2e-05`` without quotes. Kubernetes would parse a number, and reject it in a list of
+    arguments.
     """
 
 
@@ -75,7 +76,7 @@ def _metadata(job: ClusterJob, launch: Launch, queued: bool = False) -> Manifest
 
 
 def _container(job: ClusterJob, name: str, more: Mapping[str, str] | None = None) -> Manifest:
-    """The container of a pod; one that is named otherwise would get nothing from its operator."""
+    """Return the container of a pod. The operator ignores a container with another ``name``."""
     variables: list[Manifest] = [{"name": k, "value": v} for k, v in {**job.environment, **(more or {})}.items()]
     for secret in job.secrets:
         reference = {"secretKeyRef": {"name": secret.name, "key": secret.key}}
@@ -93,7 +94,7 @@ def _container(job: ClusterJob, name: str, more: Mapping[str, str] | None = None
     if job.devices:
         resources[job.device_resource] = str(job.devices)
     if resources:
-        # limits equal to requests: such pods are the last that a node evicts
+        # Equal limits and requests: a node evicts such pods last.
         container["resources"] = {"requests": dict(resources), "limits": dict(resources)}
     mounts = [{"name": name, **mount} for name, mount, _ in _volumes(job)]
     if mounts:
@@ -102,12 +103,12 @@ def _container(job: ClusterJob, name: str, more: Mapping[str, str] | None = None
 
 
 def _literal(text: str) -> str:
-    """Text that Kubernetes hands on as it is: ``$(NAME)`` would be replaced, and ``$$`` stands for one dollar."""
+    """Escape text for Kubernetes, which replaces ``$(NAME)``, and ``$$`` with one dollar."""
     return text.replace("$", "$$")
 
 
 def _volumes(job: ClusterJob) -> list[tuple[str, Manifest, Manifest]]:
-    """Name, mount and source of each volume: the configuration, shared memory, the claims."""
+    """Return name, mount and source of each volume: configuration, shared memory and claims."""
     found: list[tuple[str, Manifest, Manifest]] = []
     if job.config_text is not None:
         folder = CONFIG_PATH.rpartition("/")[0]
@@ -151,16 +152,21 @@ def _pod(
 
 
 def _pytorchjob(job: ClusterJob, launch: Launch) -> list[Manifest]:
-    """Of the training operator (kubeflow.org/v1), which Run:ai has below it too; the container is ``pytorch``."""
-    template = _pod(job, launch, "pytorch")  # the operator sets its restartPolicy
+    """Return the job of the training operator (kubeflow.org/v1), which Run:ai also uses.
+
+    Its container is ``pytorch``.
+    """
+    # The operator sets the template's restartPolicy.
+    template = _pod(job, launch, "pytorch")
     spec: Manifest = {"runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.retries}}
     if job.is_elastic:
-        # without a master: the operator sets the rendezvous at worker 0, and may then take any other worker away
+        # Omit the master. The operator puts the rendezvous on worker 0, and may then remove any other worker.
         spec["elasticPolicy"] = {
             "rdzvBackend": "c10d",
             "minReplicas": job.min_nodes,
             "maxReplicas": job.nodes,
-            # each loss of a pod is one; with none the others would end, and be started again by the cluster alone
+            # Each loss of a pod counts as a restart. With 0, the ranks would end, and only the cluster would
+            # restart them.
             "maxRestarts": job.max_restarts or RETRIES,
         }
         replicas = {"Worker": job.nodes}
@@ -175,7 +181,7 @@ def _pytorchjob(job: ClusterJob, launch: Launch) -> list[Manifest]:
 
 
 def _trainjob(job: ClusterJob, launch: Launch) -> list[Manifest]:
-    """Of Kubeflow Trainer: a runtime that says what pods are like, and the job that runs it on some nodes."""
+    """Return the runtime (the pod template) and the job for Kubeflow Trainer."""
     step = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     pod = _pod(job, launch, "node", "Never")
     node = {"name": "node", "template": {"metadata": {"labels": step}, "spec": {"backoffLimit": 0, "template": pod}}}
@@ -201,7 +207,7 @@ _TRAINER = "trainer.kubeflow.org/v1alpha1"
 
 
 def _jobset(job: ClusterJob, launch: Launch) -> list[Manifest]:
-    """Plain jobs with stable names: the first pod's name is where the others meet."""
+    """Return a JobSet: plain jobs with stable host names. The rendezvous is at the first pod's name."""
     own = {
         "SHARDTRAIN_NNODES": str(job.nodes),
         "SHARDTRAIN_RDZV_ENDPOINT": f"{job.name}-node-0-0.{job.name}:{RENDEZVOUS_PORT}",
@@ -225,5 +231,5 @@ def _jobset(job: ClusterJob, launch: Launch) -> list[Manifest]:
 
 
 def _copied(*manifests: Manifest) -> list[Manifest]:
-    """The same data without shared parts, which YAML would write as anchors."""
+    """Copy the manifests without shared parts, which YAML would write as anchors."""
     return list(json.loads(json.dumps(manifests)))

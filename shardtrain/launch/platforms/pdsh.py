@@ -1,7 +1,8 @@
-"""Hosts that are reached by pdsh: it starts the connections, and each has streams and a status of its own all the same.
+"""Connect to hosts through pdsh, with separate streams and a separate exit status for each host.
 
-pdsh gives its remote commands no input, mixes their output, and does not end them with itself. So it is asked to run a
-local program for each host (``-R exec``), ``pdsh_rsh``, which is handed the two ends of one connection.
+pdsh gives its remote commands no input, mixes their output, and does not terminate them when it ends.
+Therefore it starts a local program per host (``-R exec``): ``pdsh_rsh``, which receives the two ends of one
+connection.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ END_SECONDS = 5.0
 
 
 class Reached:
-    """One host's connection as ``subprocess.Popen`` would show it, were it a child of this process."""
+    """Connection to one host, with the interface of ``subprocess.Popen``."""
 
     def __init__(self, plan: HostCommand) -> None:
         self.plan = plan
@@ -45,17 +46,17 @@ class Reached:
         self._control: socket.socket | None = None
 
     def poll(self) -> int | None:
-        """The status of ssh; None while it runs."""
+        """Return the exit status of ssh. None while it runs."""
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Raises ``subprocess.TimeoutExpired``."""
+        """Wait for the end of ssh. Raises ``subprocess.TimeoutExpired``."""
         if not self._ended.wait(timeout) or self._code is None:
             raise subprocess.TimeoutExpired(self.plan.ssh, timeout or 0)
         return self._code
 
     def kill(self) -> None:
-        """End it: its program sees that the launcher is gone."""
+        """Terminate the connection. Its program exits when the launcher closes the socket."""
         with self._lock:
             if self._control is not None:
                 with contextlib.suppress(OSError):
@@ -64,14 +65,14 @@ class Reached:
         self.end(-signal.SIGKILL)
 
     def serve(self, control: socket.socket) -> None:
-        """Hand over the command and its streams, and wait for the status."""
+        """Send the command and its streams to the program, and wait for the exit status."""
         with self._lock:
             if self._code is not None:
                 return
             self._control = control
         with contextlib.suppress(OSError):
-            # the program becomes the reader and writer of the pipes: ssh speaks with the launcher without pdsh
-            # between them
+            # The program becomes the reader and writer of the pipes, so ssh communicates with the launcher
+            # without pdsh.
             socket.send_fds(control, [json.dumps(self.plan.ssh).encode() + b"\n"], self.files)
             self._release()
             text = control.makefile("rb").readline().strip()
@@ -79,7 +80,7 @@ class Reached:
         self.end(LOST)
 
     def end(self, code: int, why: str = "") -> None:
-        """Note its end, unless that is known."""
+        """Record the exit status, unless one is recorded already."""
         with self._lock:
             if self._code is None:
                 if why and self.files:
@@ -96,7 +97,7 @@ class Reached:
 
 
 class Fan:
-    """One pdsh, and the socket at which its programs ask for their connections."""
+    """One pdsh process, and the socket at which its programs request their connections."""
 
     def __init__(self, plans: Sequence[HostCommand]) -> None:
         names = [plan.host.name for plan in plans]
@@ -116,7 +117,7 @@ class Fan:
         inside = [sys.executable, "-I", pdsh_rsh.__file__, str(path)]
         words = ["pdsh", "-R", "exec", "-f", str(len(plans)), "-w", ",".join(names)]
         words += [*(word.replace("%", "%%") for word in inside), "%n"]
-        # hosts that a user has set for pdsh itself are not those of this launch
+        # Ignore hosts that a user has set for pdsh itself.
         names_of_pdsh = {key: value for key, value in os.environ.items() if key not in ("WCOLL", "PDSH_MODULE_DIR")}
         self._process = subprocess.Popen(
             words,
@@ -124,13 +125,15 @@ class Fan:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=names_of_pdsh,
-            start_new_session=True,  # Ctrl-C is for the launcher
+            # Only the launcher receives Ctrl-C.
+            start_new_session=True,
         )
         threading.Thread(target=self._accept, daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the listener is closed at the end
+        # The listener is closed at the end.
+        with contextlib.suppress(OSError):
             while True:
                 control, _ = self._listener.accept()
                 threading.Thread(target=self._serve, args=(control,), daemon=True).start()
@@ -140,19 +143,20 @@ class Fan:
             self.channels[int(control.recv(16))].serve(control)
 
     def _watch(self) -> None:
-        """Tell what pdsh says where it ends without having started all."""
+        """Report the messages of pdsh if it ends before starting all programs."""
         assert self._process.stdout is not None
         last_line = ""
         for line in self._process.stdout:
             last_line = line.decode(errors="replace").strip() or last_line
         self._process.wait()
-        time.sleep(POLL_SECONDS * 10)  # the last status may be on its way
+        # Wait for a last status that may still arrive.
+        time.sleep(POLL_SECONDS * 10)
         for one in self.channels:
             if one.files:
                 one.end(LOST, f"pdsh has ended: {last_line}")
 
     def close(self) -> None:
-        """End pdsh, and remove the socket."""
+        """Terminate pdsh and remove the socket."""
         self._listener.close()
         for one in self.channels:
             one.kill()

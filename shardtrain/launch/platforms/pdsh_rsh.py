@@ -1,7 +1,8 @@
-"""What pdsh starts on the launcher's machine for each host: it runs the ssh that the launcher has planned.
+"""Program that pdsh starts on the launcher's machine for each host. It runs ssh as planned by the launcher.
 
-``python pdsh_rsh.py SOCKET NUMBER`` imports the standard library alone. The command comes over the launcher's
-socket, with input and output of ssh as open files; the status goes back, and ssh is ended when the launcher has gone.
+``python pdsh_rsh.py SOCKET NUMBER`` imports only the standard library. The launcher's socket transfers the
+command, and the input and output of ssh as open files. This program returns the status, and ends ssh when the
+launcher is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NO_SSH = 127
 
 
 def main(path: str, number: str) -> int:
-    """Run one connection; gives 0 when its status has been passed on."""
+    """Run one connection. Return 0 once the launcher has received the exit status."""
     with socket.socket(socket.AF_UNIX) as launcher:
         launcher.connect(path)
         launcher.sendall(f"{number}\n".encode())

@@ -1,7 +1,8 @@
-"""Run:ai: one command line for ``runai``, whose two versions name things differently.
+"""Run:ai: build one command line for ``runai``. Its two versions use different names.
 
-Transcribed from the published references of both (docs.run.ai 2.20, docs.nvidia.com/run-ai 3.0) and not run on a
-cluster. ``--environment`` is never written: it sets a variable in one version and names an asset in another.
+Written from the published references of both (docs.run.ai 2.20, docs.nvidia.com/run-ai 3.0) and never run on
+a cluster. ``--environment`` is never used, because it sets a variable in one version and names an asset in
+the other.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 def render(job: ClusterJob, launch: Launch) -> list[str]:
-    """The argument list that submits a job.
+    """Return the argument list that submits a job.
 
     Raises:
-        ConfigError: the job asks for what the command cannot say.
+        ConfigError: the job requires something that the command does not support.
     """
     fix = "name an image that holds this package: scripts/containers/Dockerfile"
     require(job.image, "launch.image", "runai", fix)
@@ -77,16 +78,19 @@ def _common(job: ClusterJob, launch: Launch) -> list[str]:
 
 
 def _elastic(job: ClusterJob) -> list[str]:
-    """Workers may come and go; the master stays, so its pod is not counted."""
+    """Return options of an elastic job.
+
+    Workers may come and go. The master stays, so its pod is not counted.
+    """
     if not job.is_elastic:
         return []
     return ["--min-replicas", str(job.min_nodes - 1), "--max-replicas", str(job.nodes - 1)]
 
 
 def submit(words: list[str]) -> None:
-    """Run the command.
+    """Run the command that submits a job.
 
     Raises:
-        ConfigError: runai is missing, or refuses the job.
+        ConfigError: runai is not installed, or rejects the job.
     """
     ask(words, "", "install Run:ai's command line and log in, or use --dry-run")

@@ -1,4 +1,4 @@
-"""Hosts that are reached by OpenSSH: the message to each, and the command that reaches it."""
+"""Hosts reached through OpenSSH: build the command for each host, and the message that it receives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class HostCommand:
-    """One host: the command that reaches it, and what that command reads on its standard input."""
+    """Command that reaches one host, and the data for its standard input."""
 
     host: Host
     ssh: tuple[str, ...]
@@ -37,13 +37,16 @@ class HostCommand:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that may be shown: those of the launcher, and before them those of the user."""
+        """Return the variables that may be printed: the user's, which override the launcher's."""
         return {**self.own, **self.given}
 
     def message(self, names: Mapping[str, str], found: Mapping[str, str] = NOTHING) -> bytes:
-        """The line for standard input; forwarded variables are taken from ``names``.
+        """Return the line for standard input.
 
-        ``found`` is what the launcher knows better now that the hosts have answered; the user's own come before it.
+        Args:
+            names: Environment from which forwarded variables are taken.
+            found: Variables that the launcher has determined from the hosts' answers. The user's variables
+                override them.
         """
         environment = {**self.own, **found, **self.given, **{name: names[name] for name in self.forwarded}}
         job = {"command": self.command, "environment": environment, "grace_seconds": self.grace_seconds}
@@ -51,10 +54,12 @@ class HostCommand:
 
 
 def render(job: ClusterJob, launch: Launch, hosts: Sequence[Host], meeting: str, run_id: str) -> list[HostCommand]:
-    """The message to each host; ``meeting`` is the address of the first, as the others reach it.
+    """Return the command and message of each host.
+
+    ``meeting`` is the first host's address for the other hosts.
 
     Raises:
-        ConfigError: the job asks for what ssh cannot do.
+        ConfigError: the job requires something that ssh does not support.
     """
     require_nothing_lost([s.variable for s in job.secrets], job.forwarded, "launch.secrets", "ssh")
     if job.is_elastic:
@@ -71,12 +76,12 @@ def render(job: ClusterJob, launch: Launch, hosts: Sequence[Host], meeting: str,
     inside = f"cd -- {shlex.quote(folder_words(job.workdir))} && {inside}" if job.workdir else inside
     plans = []
     for number, host in enumerate(hosts):
-        # BatchMode asks for no password, and a connection that has broken is noticed after 15 s
+        # BatchMode prevents password prompts. A broken connection is detected after 15 s.
         ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={options.connect_timeout_seconds}"]
         ssh += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
         ssh += ["-F", options.config_file] if options.config_file else []
         ssh += ["-p", str(host.port)] if host.port else []
-        # the variables of one of several nodes: see nodes.py
+        # Set the variables of one node of several; see nodes.py.
         own = {"PYTHONUNBUFFERED": "1", SUPERVISED: "1"}
         if len(hosts) > 1:
             own |= {
@@ -102,7 +107,7 @@ def text(plans: Sequence[HostCommand]) -> str:
 
 
 def address_of(host: Host, launch: Launch) -> str:
-    """The name or address that ssh's own configuration has for a host; other hosts get this one."""
+    """Return the name or address of a host in ssh's own configuration. Other hosts use it, too."""
     words = ["ssh", *(["-F", launch.ssh.config_file] if launch.ssh.config_file else []), "-G", "--", host.address]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
@@ -113,5 +118,5 @@ def address_of(host: Host, launch: Launch) -> str:
 
 
 def new_run_id() -> str:
-    """A name for one rendezvous that nobody can foresee."""
+    """Return an unpredictable name for one rendezvous."""
     return secrets.token_hex(8)

@@ -1,4 +1,4 @@
-"""The connections of one launch by ssh: started together, followed, and ended together whatever happens."""
+"""SSH connections of one launch: open them together, follow their output, and always close them together."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from shardtrain.utils.process import SECRET, allow_open_files
 from shardtrain.utils.redact import visible
 
 START_SECONDS = 20
-"""Added to the time of a connection: Python's own start on a cold file system."""
+"""Time added to the connection timeout for the start of Python on a cold file system."""
 END_SECONDS = 5.0
-"""What the hosts have to end what they run when they are told to kill it, before their connections are cut."""
+"""Time for hosts to end their processes after a kill request, before their connections are closed."""
 FOLLOW_SECONDS = 3.0
-"""Time for the other hosts to end by themselves, and to report why, before they are asked to after one has failed."""
+"""Time for other hosts to end and report by themselves after a failure. They then receive a request to
+stop."""
 FILES_PER_HOST = 5
-"""Open files of a connection: two pipes, the host's log, and both ends of a pipe while ssh starts."""
+"""Open files per connection: two pipes, the host's log, and both ends of a pipe while ssh starts."""
 OTHER_FILES = 100
-"""Open files of all the rest."""
+"""Open files of this process other than those of connections."""
 HOSTS_AT_ONCE = 64
-"""Connections that are being made at a time: a handshake takes some 20 ms of a core of this machine."""
+"""Number of concurrent connection attempts. A handshake takes some 20 ms of one core of this machine."""
 LOST = 255
-"""Exit status of ssh where the connection could not be made, or was lost."""
+"""Exit status of ssh if the connection failed or was lost."""
 HINTS = (
     ("Host key verification failed", "accept its key by hand, after `ssh-keygen -R {name}` if it may have changed;"),
     ("Permission denied", "is your public key in its authorized_keys, and the private one in an agent or in ~/.ssh?"),
@@ -50,7 +51,7 @@ HINTS = (
     ("refused", "is its sshd up?"),
     ("user config file", "correct launch.ssh.config_file;"),
 )
-"""What ssh says, and what helps."""
+"""Pairs of a fragment of ssh's message and advice for the user."""
 
 
 @dataclass
@@ -60,7 +61,7 @@ class _Connection:
     started: float = field(default_factory=time.monotonic)
     ready: bool = False
     problem: Problem | None = None
-    """Why this host cannot take part."""
+    """Reason why this host cannot take part."""
     address: str | None = None
     last: str = ""
     asked: bool = False
@@ -85,7 +86,7 @@ class _Connection:
 
 
 class SshConnections:
-    """The connections of one launch."""
+    """Connections of one launch."""
 
     def __init__(self, plans: Sequence[HostCommand], options: LaunchSSH, folder: Path) -> None:
         self._plans = plans
@@ -101,10 +102,11 @@ class SshConnections:
         self._beats = threading.Thread(target=self._beat, daemon=True)
 
     def __call__(self) -> int:
-        """Run to the end; gives the status of the run.
+        """Run until all hosts have ended. Return the exit status of the run.
 
         Raises:
-            ConfigError: a host cannot be reached, or has no Python with this package; nothing was started anywhere.
+            ConfigError: a host is unreachable, or has no Python with this package. Nothing was started on
+                    any host.
             PeerError: the connection to a host was lost.
         """
         before = signals.handle_requests(self._request)
@@ -112,7 +114,7 @@ class SshConnections:
             self._connect()
             if self._requests:
                 return self._stopped("before anything was started")
-            # hosts sign with it what they tell each other while they meet
+            # Hosts sign the messages of their rendezvous with this secret.
             secret = os.environ.get(SECRET) or secrets.token_hex(32)
             for one, known in zip(self._open, self._found(), strict=True):
                 one.say(one.plan.message(os.environ, {SECRET: secret, **known}))
@@ -123,11 +125,12 @@ class SshConnections:
                 signal.signal(number, handler)
 
     def _request(self, number: int, _frame: object) -> None:
-        self._requests += number == signal.SIGINT or not self._requests  # only a second SIGINT changes something
+        # A second SIGTERM changes nothing, but a second SIGINT does.
+        self._requests += number == signal.SIGINT or not self._requests
 
     def _connect(self) -> None:
-        """Open all connections; no host gets its command before all have answered."""
-        # a thousand hosts take more open files than most systems allow at first
+        """Open all connections. Hosts receive their commands only after all have answered."""
+        # A thousand hosts need more open files than most systems allow by default.
         needed = FILES_PER_HOST * len(self._plans) + OTHER_FILES
         allowed = allow_open_files()
         if needed > allowed:
@@ -139,7 +142,8 @@ class SshConnections:
         starting = zip(self._plans, self._start(), strict=True)
         while not self._requests:
             waiting = [one for one in self._open if not one.ready and one.problem is None]
-            # a wave at a time: this machine encrypts for all of them, and a thousand at once would all be late
+            # Connect in waves. This machine encrypts for all hosts, and a thousand handshakes together would
+            # all time out.
             while len(waiting) < HOSTS_AT_ONCE and (found := next(starting, None)) is not None:
                 waiting.append(self._opened(*found))
             if not waiting:
@@ -148,7 +152,8 @@ class SshConnections:
             self._take()
             for one in ended:
                 if one.reader is not None:
-                    one.reader.join(1.0)  # its last line, which has the reason, may not have arrived yet
+                    # Wait for the last line, which contains the reason.
+                    one.reader.join(1.0)
                 while not self._lines.empty():
                     self._take()
                 if one.ready:
@@ -158,7 +163,7 @@ class SshConnections:
                 if not one.ready and one.problem is None and time.monotonic() > one.started + seconds:
                     rule = f"did not start shardtrain within {seconds:g} s"
                     one.problem = Problem("host", one.name, rule, "is it overloaded, or its disk gone?")
-        # hosts with the same problem share a line
+        # Hosts with the same problem share a line.
         names: dict[tuple[str, str], list[str]] = {}
         for one in self._open:
             if one.problem and not self._requests:
@@ -174,7 +179,7 @@ class SshConnections:
         return one
 
     def _start(self) -> Iterator[pdsh.Reached | subprocess.Popen[bytes]]:
-        """Start what reaches each host."""
+        """Start the process that reaches each host."""
         if self._options.via == "pdsh":
             self._fan = pdsh.Fan(self._plans)
             yield from self._fan.channels
@@ -186,7 +191,8 @@ class SshConnections:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is for the launcher, which asks the hosts to stop
+                    # Only the launcher receives Ctrl-C. It asks the hosts to stop.
+                    start_new_session=True,
                 )
             except FileNotFoundError:
                 raise ConfigError(Problem("ssh", None, "is not on this machine", "install OpenSSH's client")) from None
@@ -214,13 +220,13 @@ class SshConnections:
         self._lines.put((one, None))
 
     def _beat(self) -> None:
-        """Let the hosts hear that somebody is there; a thread of its own, because a terminal may hold up the other."""
+        """Send keep-alives to the hosts, in a separate thread because writing to a terminal can block."""
         while not self._ended.wait(remote_agent.BEAT_SECONDS):
             for one in list(self._open):
                 one.say(remote_agent.BEAT)
 
     def _take(self) -> None:
-        """Take one line of any host, to the terminal and to the host's file; or wait a moment for none."""
+        """Copy one line of any host to the terminal and to the host's file, or wait briefly for one."""
         try:
             one, line = self._lines.get(timeout=0.05)
         except queue.Empty:
@@ -229,7 +235,8 @@ class SshConnections:
             return
         text = line.decode(errors="replace").rstrip("\r\n")
         if not one.ready and text.startswith(remote_agent.READY):
-            # a host's first words: its version, which must be ours, and the address at which it was reached
+            # The first line of a host has its version, which must equal ours, and the address at which it was
+            # reached.
             words = text.removeprefix(remote_agent.READY).split()
             version, address = (*words, "", "")[:2]
             if version != __version__:
@@ -243,7 +250,7 @@ class SshConnections:
         one.last = visible(text.strip()) or one.last
         one.log.write(line)
         one.log.flush()
-        # each host prints the same line about the end of the run: show it once
+        # Each host prints the same line about the end of the run. Show it once.
         is_repeated = text in self._ends
         if text.startswith(failure.END_LINES):
             self._ends.add(text)
@@ -251,7 +258,7 @@ class SshConnections:
             print(f"[{one.name}] {visible(text, colors=True)}", file=sys.stderr, flush=True)
 
     def _found(self) -> list[Mapping[str, str]]:
-        """Variables of each host that are known now: where the others reach the first, however it is called here."""
+        """Return variables of each host that are known after connecting, such as the first host's address."""
         reached = [one.address for one in self._open]
         address = addresses.meeting(reached)
         if len(reached) == 1 or address is None:
@@ -263,7 +270,7 @@ class SshConnections:
         return [{**known, LOCAL_ADDRESS: str(own)} for own in reached]
 
     def _follow(self) -> int:
-        """Wait for all hosts; the first that fails ends the others, and so does a request to stop."""
+        """Wait for all hosts. Stop the others after a failure of one host or a request to stop."""
         failed_at = float("inf")
         while any(one.process.poll() is None for one in self._open) or not self._lines.empty():
             self._take()
@@ -276,17 +283,19 @@ class SshConnections:
                 self._kill_at = time.monotonic() + END_SECONDS
                 for one in self._open:
                     one.say(remote_agent.KILL)
-            if time.monotonic() > self._kill_at:  # a host that does not answer ends by itself: nobody speaks to it
+            # A host that does not answer ends by itself, because it receives no keep-alives.
+            if time.monotonic() > self._kill_at:
                 return self._stopped("at once, while hosts did not answer; those end what they run by themselves")
-        # ssh exits with the status of the remote command, unless ssh lost the connection or was killed
+        # ssh exits with the status of the remote command, unless ssh lost the connection or was killed.
         lost = [one for one in self._open if one.is_lost]
         if lost and not self._requests:
             if len(lost) == len(self._open):
                 raise self._lost(lost[0])
             print(f"note: {self._lost(lost[0])}", file=sys.stderr, flush=True)
-        # the other hosts know how the run has ended, and have written the same into exit.json
+        # The other hosts know how the run ended, and have written it to exit.json.
         codes = [one.process.wait() for one in self._open if not one.is_lost] or [NOT_SAVED]
-        if self._requests:  # a node that was asked before its ranks ran has died of it
+        # A node that received the request before its ranks ran was killed by the signal.
+        if self._requests:
             codes = [NOT_SAVED if code > 128 else code for code in codes]
         return status_of([-code if code > 128 else code for code in codes])
 
@@ -304,14 +313,15 @@ class SshConnections:
             print(f"note: host {failed[0].name} {what}; the others are asked to stop", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
-        """Leave nothing behind: an end of its input makes each host stop what it runs."""
+        """Close all connections. The end of its input makes each host stop its processes."""
         self._ended.set()
         for one in self._open:
-            # first all are asked, then they have their time together
+            # Send all requests first, so all hosts end during the same time.
             if one.process.poll() is None and one.ready:
                 one.say(remote_agent.KILL)
             elif one.process.poll() is None:
-                one.process.kill()  # it waits for its host, which was not asked
+                # This process still waits for its host, which has received no request.
+                one.process.kill()
             with contextlib.suppress(OSError, ValueError):
                 assert one.process.stdin is not None
                 one.process.stdin.close()
