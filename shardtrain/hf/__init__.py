@@ -1,1 +1,1 @@
-"""The Hugging Face hub's format: weights and config in and out, as files; nothing in them is ever run."""
+"""Import and export of models in the Hugging Face format. Files are read as data, and code in them is not run."""

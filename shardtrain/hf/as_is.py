@@ -1,8 +1,8 @@
-"""Weights of an architecture of ``transformers``: a folder in, a folder out, under the names that its files have.
+"""Import and export of weights of a ``transformers`` class, under the names in its files.
 
-Files of the hub differ in two ways that mean nothing: the prefix of the base model may be there or not, and of tensors
-that are one any name may be the one that was written. Where ``transformers`` renames tensors or stacks experts as it
-opens a file, and takes that back as it saves one (``transformers.conversion_mapping``), its rules are read as data.
+Files of the hub may or may not have the prefix of the base model, and may contain any of the names of a tied tensor.
+``transformers`` also renames tensors and stacks experts when it loads a file, and reverses that when it saves one
+(``transformers.conversion_mapping``). Its rules are read as data.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.log import logger
 
 _IGNORED = ("*.inv_freq", "*.position_ids", "*.masked_bias", "*.token_type_ids")
-"""Buffers that files of older versions hold, and that follow from config.json."""
+"""Buffers in files of older versions, which are computed from config.json."""
 _SAID_OF_FILES = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
 def is_as_is(module: Any) -> bool:
-    """Whether a model file stands for any architecture of ``transformers``."""
+    """True if a model file wraps a class of ``transformers``."""
     return bool(getattr(module, "AS_IS", False))
 
 
 def translation(model: Any, config: Any) -> Translation:
-    """Where the tensors of a model lie: under their names in ``transformers``."""
+    """Map the tensors of a model to their names in files, without looking at a file."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     kind = architecture.read(config.path).model_type
@@ -48,7 +48,13 @@ def translation(model: Any, config: Any) -> Translation:
 
 @dataclass(frozen=True)
 class _Rule:
-    """What ``transformers`` calls a tensor, or a part of its name, and what files call that, or each of its parts."""
+    """Conversion between names in ``transformers`` and names in files.
+
+    Attributes:
+        opened: Name of a tensor in ``transformers``, or a part of a name.
+        saved: The same in files, with one entry per tensor that is concatenated.
+        stacks: True if the tensor stacks experts that are separate in files.
+    """
 
     opened: str
     saved: tuple[str, ...]
@@ -56,17 +62,18 @@ class _Rule:
 
 
 def _conversions(model_type: str) -> list[_Rule]:
-    """The rules of an architecture, those that stack experts first; none where one of them says more than names."""
+    """Return the rules of an architecture, starting with those that stack experts. Empty if a rule is unsupported."""
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    except ImportError:  # before transformers 5 files had the names of modules
+    except ImportError:
+        # Before transformers 5, files have the names of modules.
         return []
     found = []
     for conversion in get_checkpoint_conversion_mapping(model_type) or ():
         operations = getattr(conversion, "operations", None) or ()
         steps = [(type(step).__name__, getattr(step, "dim", 0)) for step in operations]
         saved = tuple(pattern.replace("\\.", ".") for pattern in conversion.source_patterns)
-        # Known are: one name for another, experts that are stacked, and two stacks that are joined
+        # Supported: renaming, stacking experts, and stacking experts followed by a concatenation.
         known = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
         plain = len(conversion.target_patterns) == 1 and not any(set(word) & set("\\^$()[]+?|") for word in saved)
         if not plain or (steps and (steps not in known or any(word.count(".*.") != 1 for word in saved))):
@@ -80,7 +87,7 @@ def _conversions(model_type: str) -> list[_Rule]:
 
 
 def _in_files(name: str, rules: Sequence[_Rule]) -> str | MergedExperts:
-    """What files call a tensor of ``transformers``: one name, or those of its parts."""
+    """Return the name in files of a ``transformers`` tensor, or the names of its parts."""
     stacked = next((rule for rule in rules if rule.stacks and name.endswith(rule.opened)), None)
     names = [name.removesuffix(stacked.opened) + part for part in stacked.saved] if stacked else [name]
     for rule in rules:
@@ -90,13 +97,16 @@ def _in_files(name: str, rules: Sequence[_Rule]) -> str | MergedExperts:
 
 
 def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list[str]]:
-    """Where the tensors of a model lie in a file, and regular expressions for those that are skipped.
+    """Map the tensors of a model to those of a file.
 
-    Where ``architecture`` is another one than the file's, what lies outside the base model may be missing, and starts
-    as it is drawn, or surplus.
+    If the file was saved from another class, tensors outside the base model may be missing or surplus. The missing
+    tensors keep their random initialization, and the surplus tensors are skipped.
+
+    Returns:
+        The mapping, and regular expressions for the tensors that are skipped.
 
     Raises:
-        CheckpointError: for two names of one tensor whose values differ, or names that ``transformers`` would convert.
+        CheckpointError: the file has names that only ``transformers`` can convert.
     """
     plain = translation(model, config)
     there = set(weights.names())
@@ -104,13 +114,13 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
     sources = dict(plain.sources)
     again = []
 
-    # For each of ours the spelling that the file has: with or without the prefix of the base model, or of LayerNorm's
-    # older names, and by any name of a tied tensor. What is there under a second name must be the same
+    # Find the name of each tensor in the file: with or without the prefix of the base model, with older names of
+    # LayerNorm, or with any name of a tied tensor. A second name is skipped only if its values are equal.
     prefix = f"{hf.base_model_prefix}."
     aliases = {names[0]: names[1:] for names in tied_names(model)}
     for ours, theirs in plain.sources.items():
         if isinstance(theirs, MergedExperts):
-            # In parts, one for each expert, or stacked as in the module
+            # Experts are separate or stacked in the file.
             whole = next((form for form in _forms(ours.partition(".")[2], prefix) if form in there), None)
             parts = zip(*(_forms(name, prefix) for name in theirs.names), strict=True)
             found = next((names for names in parts if names[0].replace("#", "0") in there), None)
@@ -123,14 +133,14 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
             sources[ours] = spelled[0]
             again += [re.escape(name) for name in spelled[1:] if _same(weights, spelled[0], name)]
 
-    # What transformers itself skips: patterns of its modules, and buffers that follow from config.json
+    # Skip the same tensors as transformers: patterns of its modules, and buffers computed from config.json.
     patterns: set[str] = set()
     for module in hf.modules():
         patterns.update(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
     passed = [f".*(?:{pattern}).*" for pattern in sorted(patterns)]
     passed += [re.escape(form) for name in model.computed for form in _forms(name, prefix)]
 
-    # What is missing, and what is surplus
+    # Find missing and surplus tensors.
     found_at = Translation(plain.hub, plain.shapes, config, sources)
     missing = [ours for ours in sources if any(piece.name not in there for piece in found_at.pieces_of(ours))]
     surplus = there - found_at.their_shapes().keys()
@@ -139,7 +149,7 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
             f"{weights.folder} holds {config.class_name} under names that transformers converts as it opens them, such "
             f"as {min(surplus)}; train it with a model file of this package, where there is one"
         )
-    # A class for another task than the file's: its head is new, and that of the file is left out
+    # A class for another task has a new head, and the head in the file is skipped.
     if config.class_name not in (architecture.read(config.path).architectures or []):
         new = [ours for ours in missing if not ours.partition(".")[2].startswith(prefix)]
         passed += [re.escape(name) for name in surplus if not name.startswith(prefix)]
@@ -151,26 +161,29 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
 
 
 def own_sizes(config: Any) -> Any:
-    """A model's Config with the rows of its folder's vocabulary, where it has more.
+    """Return a model's Config with the vocabulary size of its folder.
 
     Raises:
-        ConfigError: where it has fewer.
+        ConfigError: the model's vocabulary is smaller than that of the folder.
     """
     check_rows(config.vocab_size, config.own_vocab_size)
     return dataclasses.replace(config, vocab_size=config.own_vocab_size)
 
 
 def check_rows(wanted: int, there: int) -> None:
-    """Refuse a vocabulary with fewer rows than the folder that it starts from; raises ConfigError."""
+    """Raise ConfigError if a vocabulary has fewer rows than the folder of the initial weights."""
     if wanted < there:
         rule = f"is below the {there} rows of the folder, and none is ever left out"
         raise ConfigError(Problem("model.overrides.vocab_size", wanted, rule, f"use {there} or more"))
 
 
 def check_same(config: Any, folder: Path) -> None:
-    """Reject weights of another model than the configured folder's; raises ConfigError naming the keys that differ.
+    """Reject weights whose config.json differs from that of the configured folder.
 
-    Keys that ``CHANGEABLE`` matches may differ, with a warning: those of the configured folder are used.
+    Keys that ``CHANGEABLE`` matches may differ, with a warning. The values of the configured folder are used.
+
+    Raises:
+        ConfigError: other keys differ. The message has up to ten of them.
     """
     ours, theirs = (dict(architecture.read(path).to_dict()) for path in (config.path, str(folder)))
     differ = []
@@ -191,7 +204,7 @@ def check_same(config: Any, folder: Path) -> None:
 
 @contextmanager
 def without_progress_bar() -> Iterator[None]:
-    """Let ``transformers`` open files without drawing how far it is: there are lines of our own for that."""
+    """Disable the progress bars of ``transformers`` in the block, because this package logs its own progress."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -205,7 +218,11 @@ def without_progress_bar() -> Iterator[None]:
 
 @torch.no_grad()
 def both_logits(model: Any, read: Mapping[str, Tensor], folder: Path, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of random tokens from weights of ours and from an exported folder, both in float32 on the CPU."""
+    """Return the logits of our weights and of an exported folder for the same tokens, in float32 on the CPU.
+
+    Args:
+        read: Our weights by name.
+    """
     import transformers
 
     to_empty(model)
@@ -215,7 +232,8 @@ def both_logits(model: Any, read: Mapping[str, Tensor], folder: Path, tokens_BT:
     with without_progress_bar():
         opened = theirs.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     eos = getattr(model.hf.config, "eos_token_id", None)
-    if model.kind == "classification" and isinstance(eos, int):  # some, as BART, are read at the only one of a row
+    # Some classifiers, such as BART, read the scores at the EOS token. Each row needs exactly one, at its end.
+    if model.kind == "classification" and isinstance(eos, int):
         tokens_BT = tokens_BT.masked_fill(tokens_BT == eos, 0 if eos else 1)
         tokens_BT[:, -1] = eos
     inputs = {"input_ids": tokens_BT}

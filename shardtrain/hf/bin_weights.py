@@ -1,6 +1,6 @@
-"""``pytorch_model.bin`` of a Hugging Face folder, read as data: no pickle is loaded, see ``checkpoint/torch_file.py``.
+"""``pytorch_model.bin`` of a Hugging Face folder, read as data without unpickling: see ``checkpoint/torch_file.py``.
 
-Weights are read from it only if ``checkpoint.initial_load_legacy_bin`` or ``import --legacy_bin`` asks for that.
+Requires ``checkpoint.initial_load_legacy_bin`` or ``import --legacy_bin``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from shardtrain.utils.errors import CheckpointError, ConfigError
 
 
 class BinWeights(HubWeights):
-    """Tensors by name of files of ``torch.save``; one tensor at a time is in memory."""
+    """Tensors by name from files of ``torch.save``. Only one tensor is in memory at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what each file says it holds. Names lose what ``without_wrappers`` removes.
+        """Read the table of tensors of each file. ``without_wrappers`` removes prefixes of names.
 
         Raises:
             ConfigError: the folder has safetensors.
-            CheckpointError: the folder has no such file, one is missing or damaged, or holds more than a table of
-                tensors.
+            CheckpointError: the folder has no such file, or a file is missing, damaged or not a table of tensors.
         """
         self.folder = folder
         self._files: dict[str, TorchFile] = {}

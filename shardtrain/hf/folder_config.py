@@ -1,4 +1,4 @@
-"""A Hugging Face folder in the place of a run: the configuration that its files amount to."""
+"""Run configuration derived from the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardtrain.hub_formats.config_json import CONFIG, read_json
 from shardtrain.utils.log import logger
 
 _TOKENS = 2048
-"""Tokens of a sequence where config.json does not say how many the model takes."""
+"""Sequence length if config.json does not specify the maximum."""
 
 
 def is_hub_folder(path: Path) -> bool:
-    """Whether a path is a folder as ``transformers`` saves one."""
+    """True if a path is a folder in the format of ``transformers``."""
     return (path / CONFIG).is_file()
 
 
@@ -29,8 +29,8 @@ def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
     ``model.hf_assets_path`` is empty if there is no tokenizer.
 
     Raises:
-        ConfigError: the model is neither ours nor one of ``transformers``.
-        CheckpointError: when ``config.json`` cannot be read.
+        ConfigError: neither this package nor ``transformers`` supports the model.
+        CheckpointError: ``config.json`` cannot be read.
     """
     found = recognise(folder)
     hf_config = read_json(folder / CONFIG)
@@ -45,7 +45,13 @@ def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
 
 
 def loaded_of(model: Mapping[str, Any], hf_config: Mapping[str, Any], assets: str) -> Loaded:
-    """The configuration of a model that its config.json, where there is one, describes further."""
+    """Return the configuration of a model.
+
+    Args:
+        model: Values of ``[model]``: name, flavor, overrides and, optionally, norm_type.
+        hf_config: Content of config.json for dtype and sequence length, or {}.
+        assets: ``model.hf_assets_path``.
+    """
     dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
     tokens = hf_config.get("max_position_embeddings")
     return Loaded(

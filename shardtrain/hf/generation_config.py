@@ -76,16 +76,20 @@ def unused_settings(settings: Mapping[str, Any]) -> str:
 
 
 def trained_tokens(tokenizer: Tokenizer, config: Config) -> dict[str, list[int]]:
-    """Return the special tokens of a run by their keys; ``eos_token_id`` has all that end a document or a turn.
+    """Return the special tokens of a run by key. ``eos_token_id`` has all tokens that end a document or a turn.
 
-    Other tasks than those that train the next token have only padding: transformers finds by it where a row ends.
-    Raises ConfigError if the chat template cannot be used.
+    A task that does not predict the next token has only the padding token. Transformers uses it to find the end of a
+    row.
+
+    Raises:
+        ConfigError: the chat template cannot be used.
     """
     if config.task.name not in OF_TEXT:
         return {} if tokenizer.pad_id in (None, tokenizer.eos_id) else {"pad_token_id": [tokenizer.pad_id]}
     try:
         formats = set(formats_of(config, config.training).values())
-    except ShardtrainError:  # prepared shards that have moved may be of conversations
+    except ShardtrainError:
+        # Prepared shards that were moved may contain conversations.
         formats = {"chat"}
     has_conversations = config.task.name not in OF_NEXT_TOKENS or formats != {"text"}
     tokens: dict[str, list[int | None]] = {

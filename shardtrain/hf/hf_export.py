@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: weights, index, config and tokenizer, read back, and all of it or none."""
+"""Export of a checkpoint to a Hugging Face folder: weights, index, config and tokenizer. Verified and atomic."""
 
 from __future__ import annotations
 
@@ -41,42 +41,51 @@ _OF_TOKENIZERS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """What is written where."""
+    """Options of an export.
+
+    Attributes:
+        config: The model's Config.
+        dtype: dtype of all weights. If empty, each tensor has its dtype in ``source`` or in the checkpoint.
+        shard_bytes: Maximum size of a weights file. A larger tensor has a separate file.
+        source: Origin of the model. Its files are copied, and its config.json is kept except for changed fields.
+        tokenizer: Folder of tokenizer files that replace those of ``source``.
+        max_tokens: ``max_position_embeddings`` of config.json if there is no ``source``. 0 omits it.
+        tokens: Special tokens of the run: see ``generation_config.trained_tokens``. Empty keeps those of ``source``.
+        labels: Labels of a classification head that has replaced the language model head.
+    """
 
     checkpoint: Path
     output: Path
     module: Any
     config: Any
-    """The model's Config."""
     dtype: str = ""
-    """Type of all weights; where empty, each has that which it had in ``source``, or else in the checkpoint."""
     shard_bytes: int = SHARD_BYTES
     source: FolderSource | None = None
-    """What the model came from: its config.json is kept where the model has not changed, its files are copied."""
     tokenizer: Path | None = None
-    """A folder whose tokenizer files are copied in place of those of ``source``."""
     max_tokens: int = 0
-    """What config.json says of positions where there is no ``source``; 0 says nothing."""
     tokens: Mapping[str, list[int]] = dataclasses.field(default_factory=dict)
-    """Special tokens of the run: see ``generation_config.trained_tokens``. Empty leaves those of ``source``."""
     labels: Sequence[str] = ()
-    """Names of the labels of a model whose head has replaced that of the vocabulary."""
 
     def sources(self) -> list[FolderSource]:
-        """Where files beside the weights come from, those that go before others first."""
+        """Return the origins of files other than weights, by descending priority."""
         own = source.of_folder(self.tokenizer) if self.tokenizer is not None else None
         return [one for one in (own, self.source) if one is not None]
 
 
 class Writer:
-    """Writes the files of one export; every file on its own, so that ranks can share them out."""
+    """Writer of the files of one export. Each file is independent, so ranks can write different files.
+
+    Attributes:
+        files: Tensor names of each weights file.
+        notice: Message about special tokens that the export changes, or "".
+    """
 
     def __init__(self, wanted: Export) -> None:
-        """Read what the checkpoint holds, and decide what goes into which file.
+        """Read the manifest of the checkpoint, and assign tensors to files.
 
         Raises:
-            ConfigError: when the model has no form in this format.
-            CheckpointError: when the checkpoint cannot be read, or is of another model.
+            ConfigError: the Hugging Face format cannot represent the model.
+            CheckpointError: the checkpoint cannot be read, or belongs to another model.
         """
         self.wanted = wanted
         self.stored = manifest.read(wanted.checkpoint)
@@ -87,14 +96,14 @@ class Writer:
         fields = config_fields(wanted)
         self._shapes = self.translation.their_shapes()
 
-        # Their tensors in the order in which a forward needs them: which pieces of ours make each
+        # Map each exported tensor to the pieces of our tensors that it consists of, in the order of a forward.
         self._made_of: dict[str, list[tuple[str, Any]]] = {}
         for ours in self.translation.shapes:
             for piece in self.translation.pieces_of(ours):
                 self._made_of.setdefault(piece.name, []).append((ours, piece))
 
-        # The type of each: the one asked for, that of the source's weights, what its config.json says where the weights
-        # are not there, or the checkpoint's own
+        # The dtype of a tensor is the first that exists: the requested dtype, the dtype in the weights of the source,
+        # in the config.json of the source, or in the checkpoint.
         of_source: dict[str, str] = {}
         source_config: Mapping[str, Any] = {}
         if wanted.source is not None:
@@ -111,7 +120,7 @@ class Writer:
             fields["torch_dtype"] = next(iter(self._types.values()))
         self._files = _beside(wanted)
 
-        # The special tokens of the run, in the two files that say which tokens begin and end a text
+        # Write the special tokens of the run to config.json and generation_config.json.
         place = self._files.get(GENERATION)
         settings_file = {} if place is None else {GENERATION: place.files[GENERATION]}
         before = place or FolderSource(wanted.output)
@@ -120,10 +129,13 @@ class Writer:
         self._files |= dict.fromkeys(self._described.files, self._described)
         self.notice = f"special tokens are those of training: {'; '.join(changes)}" if changes else ""
         self.files = self._share_out()
-        """Which of their tensors each file of weights holds."""
 
     def check_source(self, part: int = 0, parts: int = 1) -> None:
-        """Read one part of ``parts`` of the checkpoint's files; raises CheckpointError where bytes have changed."""
+        """Verify the hashes of every ``parts``-th file of the checkpoint, starting at ``part``.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
         for file in self.stored.files[part::parts]:
             if damage := files.find_damage(self.wanted.checkpoint, file):
                 raise CheckpointError(f"checkpoint {self.wanted.checkpoint}: {damage}; use another one")
@@ -131,14 +143,19 @@ class Writer:
     def write_weights(
         self, folder: Path, file: str, check_cancelled: Callable[[], None] = lambda: None, wait_seconds: float = 0.0
     ) -> TensorFile:
-        """Write one file of weights; ``check_cancelled`` is called between pieces, and may raise. Raises OSError.
+        """Write one file of weights.
 
-        ``wait_seconds`` is how long the folder, which another node may have made, may take to be seen from here.
+        Args:
+            check_cancelled: Called between pieces. It may raise to cancel the write.
+            wait_seconds: Time to wait for the folder to become visible, if another node has created it.
+
+        Raises:
+            OSError: the file cannot be written.
         """
         return files.write_hashed(folder / file, self.blocks(file, check_cancelled), wait_seconds)
 
     def blocks(self, file: str, check_cancelled: Callable[[], None]) -> Iterator[memoryview]:
-        """The bytes of one file of weights, in pieces; ``check_cancelled`` is called before each, and may raise."""
+        """Yield the bytes of one file of weights in pieces. ``check_cancelled`` is called for each and may raise."""
         names = self.files[file]
         yield header({name: (self._types[name], self._shapes[name]) for name in names})
         for name in names:
@@ -147,7 +164,11 @@ class Writer:
                 yield from pieces(memoryview(block.reshape(-1).view(torch.uint8).numpy().data), check_cancelled)
 
     def write_rest(self, folder: Path) -> None:
-        """Write all but the weights: index, config.json and the tokenizer's files. Raises OSError."""
+        """Write the index, config.json and the tokenizer's files.
+
+        Raises:
+            OSError: a file cannot be read or written.
+        """
         if len(self.files) > 1:
             sizes = (self._bytes(name) for names in self.files.values() for name in names)
             weight_map = {name: file for file, names in self.files.items() for name in names}
@@ -159,19 +180,19 @@ class Writer:
             files.write_durable(folder / name, place.read(name))
 
     def read_part(self, name: str, box: Sequence[slice]) -> Tensor:
-        """A box of one of our tensors, rounded to the exported type."""
+        """Return a box of one of our tensors in its exported dtype."""
         found = tensors.read_part(self.stored, self.wanted.checkpoint, WEIGHTS_PREFIX + name, box)
         return found.to(self.dtype_of(name))
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The exported type of one of our tensors."""
+        """Return the exported dtype of one of our tensors."""
         return getattr(torch, self._types[next(iter(self.translation.pieces_of(name))).name])  # type: ignore[no-any-return]
 
     def _read_theirs(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """Some rows of one of their tensors."""
+        """Return some rows of an exported tensor."""
         if not box:
             return self.read_part(self._made_of[name][0][0], ())
-        # The same tensor under another name
+        # Read directly if the exported tensor is one of ours under another name.
         rows = box[0]
         ours, piece = self._made_of[name][0]
         whole = piece.theirs[0]
@@ -179,8 +200,8 @@ class Writer:
         if len(self._made_of[name]) == 1 and same and whole.start == 0 == piece.ours[0].start:
             return self.read_part(ours, box)
 
-        # Or put together: of each piece the rows that lie in the box. Where ours has a dimension more, it is the first,
-        # the number of an expert
+        # Otherwise combine the rows of each piece that are in the box. If our tensor has an additional dimension, it is
+        # the first and is the expert.
         block = torch.empty([part.stop - part.start for part in box], dtype=self.dtype_of(self._made_of[name][0][0]))
         for ours, piece in self._made_of[name]:
             whole = piece.theirs[0]
@@ -215,15 +236,17 @@ class Writer:
 
 
 def export(wanted: Export) -> tuple[list[str], str]:
-    """Write the folder, read it back, compare every weight. Return its files, and a notice on changed special tokens.
+    """Write the folder, read it back and compare every weight.
 
-    A block of rows is in memory at a time. Meanwhile one thread checks the checkpoint's own hashes, and another waits
-    for the disk. What is written is renamed into place when it is whole and equal.
+    Only one block of rows is in memory at a time. The folder is renamed to ``output`` once it is complete and verified.
+
+    Returns:
+        The names of its files, and a notice on changed special tokens.
 
     Raises:
-        ConfigError: when ``output`` exists, or the model has no form in this format.
-        CheckpointError: when the checkpoint is damaged, or what was read back differs.
-        StorageError: when the folder cannot be written.
+        ConfigError: ``output`` exists, or the Hugging Face format cannot represent the model.
+        CheckpointError: the checkpoint is damaged, or the folder differs when it is read back.
+        StorageError: the folder cannot be written.
     """
     require_new(wanted.output)
     writer = Writer(wanted)
@@ -246,7 +269,8 @@ def export(wanted: Export) -> tuple[list[str], str]:
             for future in synced:
                 future.result()
         finally:
-            checked.result()  # a damaged checkpoint is the cause of whatever else went wrong
+            # Report a damaged checkpoint first, because it may be the cause of any other error.
+            checked.result()
     return sorted(path.name for path in wanted.output.iterdir()), writer.notice
 
 
@@ -257,10 +281,10 @@ def _stop_if_failed(futures: Iterable[Future[None]]) -> None:
 
 
 def config_fields(wanted: Export) -> dict[str, Any]:
-    """The keys of ``config.json``: those of the source, changed where the model is another one by now.
+    """Return the content of ``config.json``: that of the source with the fields that the run has changed.
 
     Raises:
-        ConfigError: for a model that the format cannot describe.
+        ConfigError: the format cannot describe the model.
     """
     before = dict(wanted.source.config) if wanted.source is not None else {}
     if as_is.is_as_is(wanted.module):
@@ -291,16 +315,16 @@ def config_fields(wanted: Export) -> dict[str, Any]:
 
 
 def _changed(hf_config: dict[str, Any], hub: HubFormat, config: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """The source's config.json with the values of those fields alone that a run has changed."""
-    # What the file would say of the model that it describes, by our own writer: a key that says the same in other words
-    # does not differ. Fields that a file does not say, or that neither model uses, are those of the model now
+    """Return the config.json of the source, updated with only the fields that the run has changed."""
+    # Write the source's Config with our own writer, so that two spellings of the same value do not differ. Fields that
+    # config.json lacks, or that affect neither model, are taken from the current model.
     described = type(config)(**hub.read(Fields(hf_config, CONFIG, hub.defaults)))
     unused = hub.unused(dataclasses.asdict(described)) & hub.unused(dataclasses.asdict(config))
     same = {key: getattr(config, key) for key in {*FREE, *unused} if hasattr(config, key)}
     old = hub.write(dataclasses.replace(described, **same))
     differ = {key: value for key, value in fields.items() if old.get(key) != value}
     rotary = ("rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct")
-    # Files of transformers 5 have one table for all of the rotary angles
+    # Files of transformers 5 have one table of all rotary options.
     if "rope_parameters" in hf_config and differ.keys() & set(rotary):
         table = {**(fields.get("rope_scaling") or {"rope_type": "default"})}
         table["rope_type"] = table.pop("type", None) or table["rope_type"]
@@ -309,13 +333,13 @@ def _changed(hf_config: dict[str, Any], hub: HubFormat, config: Any, fields: dic
             table["partial_rotary_factor"] = fields["rotary_pct"]
         differ = {key: value for key, value in differ.items() if key not in rotary} | {"rope_parameters": table}
     changed = {**hf_config, **differ}
-    # The weights are written as the numbers that the quantised ones stand for
+    # Exported weights are dequantized.
     changed.pop("quantization_config", None)
     return changed
 
 
 def _with_dtype(found: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The fields with another type of weights, at the top and in the parts of a model of several; "" changes none."""
+    """Replace the dtype at the top level and in nested configs. No-op if ``dtype`` is empty."""
     if not dtype:
         return found
     keys = [key for key in ("dtype", "torch_dtype") if key in found] or ["torch_dtype"]
@@ -328,7 +352,7 @@ def _with_dtype(found: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _beside(wanted: Export) -> dict[str, FolderSource]:
-    """The files that are copied, and from where each; a tokenizer is taken from one place alone."""
+    """Map each copied file to its origin. All files of the tokenizer come from one origin."""
     source_of: dict[str, FolderSource] = {}
     for place in wanted.sources():
         has_tokenizer = any(other.has_tokenizer for other in source_of.values())
@@ -339,7 +363,7 @@ def _beside(wanted: Export) -> dict[str, FolderSource]:
 
 
 def _named_as_before(translation: Translation, wanted: Export) -> Translation:
-    """The names that the source's file has, where the library opens a tensor under several."""
+    """Return the translation with the tensor names of the source, because transformers accepts several names."""
     assert wanted.source is not None
     where = wanted.source.where
     if source.has_weights(where):
@@ -348,7 +372,7 @@ def _named_as_before(translation: Translation, wanted: Export) -> Translation:
     else:
         known = manifest.read(where).facts.get(source.NAMES) if (where / manifest.MANIFEST).is_file() else None
         names = known if isinstance(known, dict) and all(isinstance(name, str) for name in known.values()) else {}
-    # Names of another model might make two tensors one
+    # With the names of another model, two tensors could have the same name.
     sources = {ours: names.get(ours, theirs) for ours, theirs in translation.sources.items()}
     if len({*sources.values()}) < len(sources):
         return translation
@@ -368,7 +392,11 @@ def _check_stored(translation: Translation, stored: Manifest, checkpoint: Path) 
 
 
 def _compare(folder: Path, writer: Writer) -> None:
-    """Read the folder as an import would, and compare every weight, bit for bit."""
+    """Read the folder back like an import does, and compare every weight bitwise.
+
+    Raises:
+        CheckpointError: a weight differs.
+    """
     translation = writer.translation
     with HubWeights(folder) as weights:
         mapping.check(translation, weights)
@@ -380,10 +408,10 @@ def _compare(folder: Path, writer: Writer) -> None:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one type hold the same bits, eight bytes at a time; NaNs count as any other."""
+    """True if two tensors have the same shape, dtype and bits."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    # As integers, since NaN is not equal to itself as a number
+    # Compare as integers, because NaN is not equal to itself as a float.
     one = one.contiguous().reshape(-1).view(torch.uint8)
     other = other.contiguous().reshape(-1).view(torch.uint8)
     whole = one.numel() // 8 * 8

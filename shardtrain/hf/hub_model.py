@@ -1,4 +1,4 @@
-"""Which model of ours a Hugging Face folder holds, and how its tensors translate."""
+"""Recognition of the model in a Hugging Face folder, translation of its tensors, and comparison with a Config."""
 
 from __future__ import annotations
 
@@ -24,31 +24,36 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
 TRANSFORMERS = "transformers"
-"""The model file of any class of that library."""
+"""``model.name`` of the model file that wraps classes of ``transformers``."""
 _MISSING_CLASS = "Llama4ForSequenceClassification"
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model as ``config.json`` describes it: one of ours, or a class of ``transformers`` taken as it is."""
+    """Model described by ``config.json``: a model of this package, or a class of ``transformers``.
+
+    Attributes:
+        name: Model file: ``model.name``.
+        flavor: ``model.flavor``.
+        overrides: ``model.overrides``: fields of the model that differ from ``flavor``.
+        config: The model's Config.
+        hub: Hugging Face format. None for a class of ``transformers``.
+        passed_over: Regular expressions for tensors that an import skips.
+        block: Quantization of the weights in the files.
+        notices: Messages for the user about the recognition.
+    """
 
     name: str
-    """The model file: ``model.name``."""
     flavor: str
     overrides: Mapping[str, Any]
-    """What makes ``flavor`` this model: ``model.overrides``."""
     config: Any
     hub: HubFormat | None
-    """None for a class of ``transformers``."""
     passed_over: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """Regular expressions for their tensors that we have no place for, and say so."""
     block: Quantised = dataclasses.field(default=None, compare=False)
-    """How the weights are quantised."""
     notices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """What a user should know of how the folder was understood."""
 
     def toml(self) -> str:
-        """The ``[model]`` section that trains it."""
+        """Return the ``[model]`` section of a configuration that trains this model."""
         lines = ["[model]", f'name = "{self.name}"', f'flavor = "{self.flavor}"']
         if self.overrides:
             lines += ["", "[model.overrides]", *(f"{key} = {_toml(value)}" for key, value in self.overrides.items())]
@@ -56,18 +61,20 @@ class HubModel:
 
 
 def recognise(folder: Path, name: str = "") -> HubModel:
-    """Read a folder's ``config.json``: a model of this package, else what ``transformers`` has for its ``model_type``.
+    """Recognize the model by a folder's ``config.json``.
+
+    Prefer a model of this package. Otherwise use the class of ``transformers`` for its ``model_type``.
 
     Raises:
-        ConfigError: for a model that neither has, weights in a form that is not read, or values that make no sense.
-        CheckpointError: when the file is missing or no JSON object.
+        ConfigError: neither supports the model, its values are invalid, or its quantization is not supported.
+        CheckpointError: the file is missing or not a JSON object.
     """
     try:
         found = describe(folder, name)
     except OnlyInTransformers as reason:
         return _as_it_is(folder, reason)
     config = models.find(found.name).Config(**found.values)
-    # DeepSeek's layers for the tokens after the next lie beyond the last, and are skipped
+    # Skip DeepSeek's layers for multi-token prediction, which follow the last layer.
     layers = config.num_layers
     more = found.config.get("num_nextn_predict_layers") or 0
     beyond = tuple(rf"model\.layers\.{layers + i}\..*" for i in range(min(more, 8)) if isinstance(more, int))
@@ -75,7 +82,11 @@ def recognise(folder: Path, name: str = "") -> HubModel:
 
 
 def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
-    """The class of ``transformers``; raises ConfigError where there is none."""
+    """Return the class of ``transformers`` for a folder.
+
+    Raises:
+        ConfigError: transformers is not installed or has no such class.
+    """
     why = str(reason).split(TRANSFORMERS_HINT)[0]
     if importlib.util.find_spec(TRANSFORMERS) is None:
         raise ConfigError(f"{why}; install shardtrain[hf], whose transformers may have it") from None
@@ -120,7 +131,7 @@ def translation_of(module: ModuleType, config: Any, where: str, num_labels: int 
 
 
 def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path, chosen: Collection[str] = ()) -> None:
-    """Reject a folder whose model differs from the configured one; see ``check_fields``."""
+    """Reject a folder whose model differs from the configured model. See ``check_fields``."""
     if found.hub is None or getattr(module, "HUB", None) != found.hub:
         holds = found.hub.architecture if found.hub else found.config.class_name
         fix = f'set model.name = "{found.name}" and model.flavor = "from_folder"'
@@ -132,10 +143,10 @@ def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path, c
 
 
 def check_noted(model: ModelOptions, path: Place) -> None:
-    """Reject a checkpoint of ``import`` or ``merge`` whose model differs from the run's; see ``check_fields``.
+    """Reject a checkpoint of ``import`` or ``merge`` whose model differs from the run's. See ``check_fields``.
 
-    Checkpoints that a run wrote, and those of the user's own model files, are not checked: the former do not describe
-    their model, and fields of the latter may have any meaning.
+    Checkpoints written by a run are not checked, because they do not describe their model. Checkpoints of custom model
+    files are not checked either, because their fields may have any meaning.
     """
     stored = manifest.read(path)
     described = stored.facts.get("model")
@@ -148,19 +159,20 @@ def check_noted(model: ModelOptions, path: Place) -> None:
         as_is.check_same(config, Path(noted["overrides"]["path"]))
         return
     stored_fields = dataclasses.asdict(models.shape_of(module, noted["flavor"], noted["overrides"], model.norm_type))
-    del stored_fields["vocab_size"]  # loading the weights checks their shapes
+    # Loading the weights checks the vocabulary size by their shapes.
+    del stored_fields["vocab_size"]
     check_fields(module.HUB, config, stored_fields, path, model.overrides.keys())
 
 
 def check_fields(
     hub: HubFormat, config: Any, stored_fields: Mapping[str, Any], where: object, chosen: Collection[str]
 ) -> None:
-    """Reject a Config that differs from the one that the weights were trained with.
+    """Reject a Config that differs from the Config of the weights.
 
     Args:
-        stored_fields: the fields of the weights' Config.
-        where: the weights, for messages.
-        chosen: names in ``model.overrides``. Fields in it that ``CHANGEABLE`` matches may differ, with a warning.
+        stored_fields: Fields of the weights' Config.
+        where: Location of the weights, for messages.
+        chosen: Names in ``model.overrides``. Of these, fields that ``CHANGEABLE`` matches may differ, with a warning.
 
     Raises:
         ConfigError: another field differs. The message names all of them.
@@ -195,7 +207,7 @@ def changed_fields(hub: HubFormat | None, config: Any, base: source.FolderSource
 
 def _differing(hub: HubFormat, config: Any, stored_fields: Mapping[str, Any]) -> list[str]:
     """Return the names of the fields that differ and affect the model."""
-    # Ignore fields that do not affect the model under either Config. The option that turns them off is compared
+    # Ignore fields that either Config disables. The option that disables them is compared.
     ignored = FREE | hub.unused(stored_fields) | hub.unused(dataclasses.asdict(config))
     differ = [name for name, stored in stored_fields.items() if getattr(config, name) != stored and name not in ignored]
     return [name for name in differ if not name.endswith("_coeff")]

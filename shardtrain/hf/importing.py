@@ -1,4 +1,4 @@
-"""A Hugging Face folder into a checkpoint, or straight into the parameters of a run."""
+"""Import of a Hugging Face folder to a checkpoint, or directly to the parameters of a run."""
 
 from __future__ import annotations
 
@@ -28,17 +28,21 @@ from shardtrain.utils.log import logger
 def to_checkpoint(
     folder: Path, output: Path, dtype: str = "", vocab_size: int = 0, legacy_bin: bool = False
 ) -> HubModel:
-    """Write the weights of ``folder`` as a checkpoint that holds weights alone; gives the model that they are of.
+    """Write the weights of ``folder`` as a checkpoint without optimizer state, and return the recognized model.
 
-    Each tensor keeps the type that it has in the file unless ``dtype`` is given. With ``vocab_size`` the vocabulary
-    grows: the new rows are the mean of those that are there, which leaves the old tokens' probabilities nearly as they
-    were (Hewitt 2021). One tensor at a time is in memory. What belongs to the model beside its weights, such as the
-    tokenizer, is kept with them. ``legacy_bin`` reads pytorch_model.bin.
+    Only one tensor is in memory at a time. The checkpoint also keeps the other files of the model, such as the
+    tokenizer.
+
+    Args:
+        dtype: dtype of all weights. If empty, each tensor keeps its dtype in the file.
+        vocab_size: New vocabulary size. New rows are the mean of the existing rows, which hardly changes the
+            probabilities of the old tokens (Hewitt 2021). 0 keeps the size.
+        legacy_bin: Read pytorch_model.bin.
 
     Raises:
-        ConfigError: for an architecture that is not known, or an ``output`` that exists.
-        CheckpointError: when tensors are missing, surplus or of other shapes, or a file is damaged.
-        StorageError: when the checkpoint cannot be written.
+        ConfigError: the architecture is unknown, or ``output`` exists.
+        CheckpointError: tensors are missing, surplus or have other shapes, or a file is damaged.
+        StorageError: the checkpoint cannot be written.
     """
     passed_over: Sequence[str]
     found = recognise(folder)
@@ -76,7 +80,7 @@ def to_checkpoint(
             "model": {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)},
             source.FACT: places,
         }
-        # Of the names that a tensor of transformers may have, those that the file has
+        # Record the names in the file, because a transformers tensor may have several names.
         if found.hub is None:
             names = {ours: theirs for ours, theirs in translation.sources.items() if isinstance(theirs, str)}
             facts[source.NAMES] = names
@@ -96,18 +100,20 @@ def fill(
     legacy_bin: bool = False,
     chosen: Collection[str] = (),
 ) -> None:
-    """Fill this rank's part of a run's tensors (with the prefix ``model.``) straight from a Hugging Face folder.
+    """Fill this rank's part of a run's tensors (with the prefix ``model.``) directly from a Hugging Face folder.
 
-    ``quantized`` says whether its weights are to be quantised; None takes either. With ``resize`` the model may have
-    more rows in its embedding and head than the folder: see ``fill_rows``. ``legacy_bin`` reads pytorch_model.bin.
-    ``chosen`` are the names of ``model.overrides``: see ``hub_model.check_fields``.
+    Args:
+        quantized: True if the folder must have quantized weights, False if it must not. None accepts both.
+        resize: Allow the model to have more rows in its embedding and head than the folder. See ``fill_rows``.
+        legacy_bin: Read pytorch_model.bin.
+        chosen: Names in ``model.overrides``. See ``hub_model.check_fields``.
 
     Raises:
-        ConfigError: when the folder holds another model than the one configured, or is quantised and should not be.
-        CheckpointError: when tensors are missing, surplus or of other shapes, or a file is damaged.
+        ConfigError: the folder has another model than the configured model, or does not match ``quantized``.
+        CheckpointError: tensors are missing, surplus or have other shapes, or a file is damaged.
     """
     passed_over: Sequence[str]
-    # A network of transformers has the names of its own folder: nothing is recognised or renamed
+    # A transformers class uses the names in its folder, so it needs no recognition.
     found = None if as_is.is_as_is(module) else recognise(folder)
     if found is None:
         as_is.check_same(config, folder)
@@ -142,20 +148,20 @@ def fill_as_configured(tensors: Mapping[str, Tensor], folder: Path, config: Conf
 
 
 def sized_as(found: HubModel, config: Any) -> Any:
-    """A model's Config with the rows of a folder's vocabulary, where the folder has fewer.
+    """Return a model's Config with the vocabulary size of a folder.
 
     Raises:
-        ConfigError: where the folder has more.
+        ConfigError: the folder has a larger vocabulary than the model.
     """
     as_is.check_rows(config.vocab_size, found.config.vocab_size)
     return dataclasses.replace(config, vocab_size=found.config.vocab_size)
 
 
 def fill_rows(tensors: Mapping[str, Tensor], translation: mapping.Translation, weights: HubWeights) -> None:
-    """Fill our tensors in place; of one with more rows than its file has, each row beyond is the mean of all there.
+    """Fill our tensors in place. Rows that the file does not have are the mean of its rows.
 
-    The mean is what ``resize_token_embeddings`` of transformers draws around, with a variance of 1e-9 of that of the
-    rows. Here it is added up in float64 in one order, so that it is the same on every mesh.
+    ``resize_token_embeddings`` of transformers draws new rows around the same mean, with a variance of 1e-9 times that
+    of the rows. The mean is accumulated in float64 in a fixed order and is therefore the same on every mesh.
     """
     grown = {
         name: tensor
@@ -164,7 +170,7 @@ def fill_rows(tensors: Mapping[str, Tensor], translation: mapping.Translation, w
     }
     mapping.fill({name: tensor for name, tensor in tensors.items() if name not in grown}, translation, weights)
     for name, tensor in grown.items():
-        # Rows that are there and that this rank holds
+        # Read this rank's rows that the file has.
         rows, *rest = translation.shapes[name]
         local = local_tensor(tensor).detach()
         (own, *others) = local_slices(tensor)
@@ -172,7 +178,7 @@ def fill_rows(tensors: Mapping[str, Tensor], translation: mapping.Translation, w
         if old.start < old.stop:
             part = mapping.read_part(name, (old, *others), translation, weights, tensor.dtype)
             local[: old.stop - own.start].copy_(part)
-        # Rows beyond: every rank that holds some reads the whole tensor for its mean
+        # Each rank with new rows reads the full tensor to compute the mean.
         if own.stop > rows:
             total = torch.zeros(rest, dtype=torch.float64)
             for box in mapping.row_blocks((rows, *rest)):

@@ -1,4 +1,4 @@
-"""Where a run's first weights lie, and what they are known by wherever that is."""
+"""Location and fingerprint of a run's initial weights."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _SAMPLE_BYTES = 2**20
 
 
 def start_of(config: Config) -> Place | None:
-    """Where the run's first weights lie; None where they are drawn."""
+    """Return the location of the run's initial weights. None if they are randomly initialized."""
     named = derived.initial_weights(config)
     return place(named) if config.checkpoint.enable and named is not None else None
 
 
 def identity(config: Config) -> str:
-    """What the first weights are known by, wherever they lie.
+    """Return a fingerprint of the initial weights, which does not depend on their location.
 
-    A checkpoint's manifest holds the hashes of all its bytes; of a Hugging Face folder names, sizes and both ends of
-    each file are taken.
+    For a checkpoint it is the hash of the manifest, which has the hashes of all files. For a Hugging Face folder see
+    ``of_folder``.
 
     Raises:
-        CheckpointError: when there is nothing to read.
+        CheckpointError: the weights do not exist.
     """
     start = start_of(config)
     if start is None:
@@ -44,7 +44,7 @@ def identity(config: Config) -> str:
 
 
 def of_folder(folder: Path) -> str:
-    """What a Hugging Face folder is known by: names, sizes and both ends of its files of weights and of JSON."""
+    """Return a hash of the names, sizes, first and last MiB of the JSON and weights files of a Hugging Face folder."""
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.json"), *weight_files(folder)]):
         size = path.stat().st_size

@@ -15,11 +15,11 @@ from shardtrain.utils.units import format_bytes
 
 INDEX = "model.safetensors.index.json"
 _MOST_CHARACTERS = 100
-"""Of a name. Longer ones are cut, because a file may contain any name."""
+"""Maximum length of a name. Longer names are truncated, because a file may contain any name."""
 _MOST_NAMES = 20
-"""In a line."""
+"""Maximum number of names per list."""
 _MAX_HEADER_BYTES = 100 * 10**6
-"""The limit of the safetensors library."""
+"""Maximum size of a header, as in the safetensors library."""
 
 
 def line(folder: Path) -> str:
@@ -33,7 +33,7 @@ def line(folder: Path) -> str:
     name = named[0] if isinstance(named, list) and named else config.get("model_type")
     architecture = "no architecture" if name is None else _short(str(name))
 
-    # List the files that exist, and those that only the index names
+    # List the files that exist, and the missing files that the index names.
     sizes = 0
     types = Counter[str]()
     wrong: list[str] = []

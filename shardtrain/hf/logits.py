@@ -1,4 +1,4 @@
-"""A Hugging Face folder as transformers opens it: its logits against those of a checkpoint's own weights."""
+"""Comparison of the logits of an exported folder in transformers with the logits of the checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardtrain.utils.errors import ConfigError, ShardtrainError
 from shardtrain.utils.units import format_bytes
 
 TOLERANCE = 1e-4
-"""Of the largest logit, in float32, between two programs that compute the same formulas in another order."""
+"""Maximum error relative to the largest logit, in float32. The implementations differ in the order of operations."""
 _TOKENS = 64
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. In 1905, four papers changed physics; def f(x): return x + 1 is code."
@@ -31,7 +31,7 @@ _TEXT = (
 
 
 def why_not(wanted: Export) -> str:
-    """Why logits cannot be compared here; empty where they can."""
+    """Return the reason why logits cannot be compared, or "" if they can."""
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
     if "quantization_config" in read_json(wanted.output / CONFIG):
@@ -47,15 +47,16 @@ def why_not(wanted: Export) -> str:
 
 @torch.no_grad()
 def largest_error(wanted: Export) -> tuple[float, float]:
-    """Largest difference of logits over a short text, and the largest logit; both models in float32.
+    """Return the largest difference of logits over a short text, and the largest absolute logit.
 
-    The tokens are those of a sentence, or random ones where the folder has no ``tokenizer.json``.
+    Both models run in float32. The input is random if the folder has no usable ``tokenizer.json``.
 
     Raises:
-        ConfigError: transformers raises an exception when it opens the folder or computes with it.
+        ConfigError: transformers raises an exception when it loads or runs the model.
     """
     tokens_BT = _tokens(wanted.output, wanted.config.vocab_size)
-    if wanted.labels:  # transformers reads the scores of one row at its last token that is not padding
+    # Transformers reads the scores of a row at its last token that is not padding, so the input has no padding.
+    if wanted.labels:
         pad = read_json(wanted.output / CONFIG).get("pad_token_id")
         is_padding = tokens_BT[:1] == (-1 if pad is None else pad)
         tokens_BT = tokens_BT[:1].masked_fill(is_padding, 0 if pad else 1)
@@ -76,7 +77,7 @@ def largest_error(wanted: Export) -> tuple[float, float]:
 
 @torch.no_grad()
 def own_model(wanted: Export) -> nn.Module:
-    """The checkpoint's model in float32 on the CPU, its weights rounded to the exported type."""
+    """Return the checkpoint's model in float32 on the CPU, with weights rounded to the exported dtype."""
     read = _reader(wanted)
     model: nn.Module = wanted.module.Model(wanted.config)
     if wanted.labels:
@@ -88,7 +89,7 @@ def own_model(wanted: Export) -> nn.Module:
 
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """An exception of the library is named, with a workaround."""
+    """Convert exceptions of transformers in the block to a ConfigError with a workaround."""
     try:
         yield
     except ShardtrainError:
@@ -118,7 +119,8 @@ def _tokens(folder: Path, vocab_size: int) -> Tensor:
 
         try:
             ids = Tokenizer.from_file(str(file)).encode(_TEXT).ids[:_TOKENS]
-        except Exception:  # a tokenizer that cannot be opened is reported where it is needed, which is not here
+        except Exception:
+            # Random tokens replace those of a broken tokenizer, which other commands report.
             ids = []
         if len(ids) > 1 and max(ids) < vocab_size:
             return torch.tensor([ids])
@@ -128,8 +130,8 @@ def _tokens(folder: Path, vocab_size: int) -> Tensor:
 def _theirs(folder: Path, architecture: str, tokens_BT: Tensor) -> Tensor:
     import transformers
 
-    # A class of the library by its name, and config.json without what asks for code: nothing of the folder is run,
-    # and of a folder with local files only the library asks no hub
+    # Code in the folder is not run: the class is one of transformers, and ``architectures.read`` drops references to
+    # code from config.json. ``local_files_only`` prevents requests to the hub.
     config = architectures.read(str(folder))
     with as_is.without_progress_bar():
         model = getattr(transformers, architecture).from_pretrained(
