@@ -1,4 +1,4 @@
-"""Scripts that let a shell complete the command: verbs, presets, options and their values."""
+"""Shell completion scripts for verbs, presets, options and their values."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ SHELLS: dict[str, Callable[[Sequence[str]], str]] = {"bash": _bash, "zsh": _zsh,
 
 
 def script(shell: str, verbs: Sequence[str]) -> str:
-    """What a shell of this name reads to complete the command; raises KeyError for another."""
+    """Return the completion script of a shell. Raises KeyError for an unsupported shell."""
     return SHELLS[shell](verbs)

@@ -1,4 +1,4 @@
-"""``shardtrain config show``, ``help`` and ``schema``: verbs that need the configuration only."""
+"""``shardtrain config show``, ``help`` and ``schema``: verbs that only need the configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that follow from a config and the number of ranks. Derived values are functions, never stored fields."""
+"""Values derived from a config and the number of ranks. They are functions and are never stored in fields."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from shardtrain.utils.units import format_count
 
 
 def model_label(model: Model, num_params: int | None = None) -> str:
-    """Name a model and its size: "llama3 8B", or with overrides "qwen2 263.17K", from the parameters counted.
+    """Return the name and size of a model: "llama3 8B", or with overrides "qwen2 263.17K".
 
-    With overrides the flavor's name may state another size than the model has. It is omitted if nothing was counted.
+    With overrides the flavor's name may not match the size. The label then contains the parameter count
+    instead, if it is known.
     """
     if not model.overrides:
         return f"{model.name} {model.flavor}"
@@ -22,13 +23,13 @@ def model_label(model: Model, num_params: int | None = None) -> str:
 
 
 def shard_degree(config: Config, world_size: int) -> int:
-    """FSDP ranks: data_parallel_shard_degree, or all ranks that the other degrees leave when it is -1."""
+    """Number of FSDP ranks: data_parallel_shard_degree, or all remaining ranks if that is -1."""
     degree = config.parallelism.data_parallel_shard_degree
     return degree if degree != -1 else world_size // other_degrees(config)
 
 
 def other_degrees(config: Config) -> int:
-    """Product of all mesh degrees but the shard degree."""
+    """Product of all mesh degrees except the shard degree."""
     p = config.parallelism
     return (
         p.pipeline_parallel_degree
@@ -39,39 +40,41 @@ def other_degrees(config: Config) -> int:
 
 
 def packing_kind(data: Data, formats: Iterable[str]) -> str:
-    """data.packing, where "auto" is first_fit as soon as a source has rows of another format than text."""
+    """Return data.packing. "auto" resolves to "concat" if all sources are text, else to "first_fit"."""
     if data.packing != "auto":
         return data.packing
     return "concat" if set(formats) <= {"text"} else "first_fit"
 
 
 def long_documents(data: Data, form: str) -> str:
-    """data.long_documents for rows of a format, where "auto" splits texts and cuts all else."""
+    """Return data.long_documents for a row format. "auto" resolves to "split" for text, else to "cut"."""
     if data.long_documents != "auto":
         return data.long_documents
     return "split" if form == "text" else "cut"
 
 
 def data_parallel_degree(config: Config, world_size: int) -> int:
-    """Ranks that read different samples: replicate times shard degree."""
+    """Number of ranks that read different samples: replicate degree times shard degree."""
     return config.parallelism.data_parallel_replicate_degree * shard_degree(config, world_size)
 
 
 def global_batch_size(config: Config, world_size: int) -> int:
-    """Sequences per optimizer step over all ranks."""
+    """Number of sequences per optimizer step, over all ranks."""
     size = config.training.global_batch_size
     return size if size != -1 else config.training.local_batch_size * data_parallel_degree(config, world_size)
 
 
 def accumulation_steps(config: Config, world_size: int) -> int:
-    """Forward and backward passes per optimizer step on each data-parallel rank."""
+    """Number of forward and backward passes per optimizer step on each data-parallel rank."""
     per_pass = config.training.local_batch_size * data_parallel_degree(config, world_size)
     return global_batch_size(config, world_size) // per_pass
 
 
 def notes_on_rows(config: Config) -> list[str]:
-    """Return a note on the row length that plans and dry runs assume, as they read no data. Empty if the length
-    is fixed."""
+    """Return a note on the row length that plans and dry runs assume, because they read no data.
+
+    Empty if the length is fixed.
+    """
     if config.task.name in OF_NEXT_TOKENS:
         return []
     length = f"training.seq_len={config.training.seq_len}"
@@ -82,18 +85,18 @@ def notes_on_rows(config: Config) -> list[str]:
 
 
 def compute_dtype(config: Config) -> str:
-    """Name of the type in which forward and backward compute."""
+    """Name of the dtype of forward and backward."""
     if config.training.dtype == "bfloat16":
         return "bfloat16"
     return config.training.mixed_precision_param
 
 
 def does_without_fsdp(config: Config, world_size: int, has_experts: bool) -> bool:
-    """Whether there is nothing for FSDP to shard and nobody to sum over: one process, or tensor-parallel peers alone.
+    """True if FSDP has no work: one process or only tensor parallelism, so nothing is sharded or reduced.
 
-    FSDP stays where there is any other axis, pipelines too, and where it shards experts, which it does over all ranks
-    that expert parallelism leaves. It also stays where it is asked for more than a cast: freeing weights after forward,
-    CPU offload, gradients reduced in another type than weights, or weights that are not float32.
+    FSDP is required for every other mesh axis, including pipelines. It also shards experts over the ranks
+    that are not used by expert parallelism. Some options require FSDP even then: resharding after forward,
+    CPU offload, gradients reduced in a dtype other than float32, or weights in another dtype.
     """
     p = config.parallelism
     training = config.training
@@ -107,12 +110,12 @@ def does_without_fsdp(config: Config, world_size: int, has_experts: bool) -> boo
 
 
 def computes_with_copies(config: Config, world_size: int, has_experts: bool) -> bool:
-    """Whether parameters are cast to the compute type by copies of them, without FSDP."""
+    """True if parameters are cast to the compute dtype by copying them, without FSDP."""
     return does_without_fsdp(config, world_size, has_experts) and compute_dtype(config) != "float32"
 
 
 def state_item_bytes(config: Config) -> int:
-    """Return the bytes of an element of optimizer state."""
+    """Return the number of bytes per element of optimizer state."""
     facts = OPTIMIZERS.get(config.optimizer.name)
     if facts is not None and facts.state_bytes is not None:
         return facts.state_bytes
@@ -121,16 +124,16 @@ def state_item_bytes(config: Config) -> int:
 
 
 def state_block(config: Config) -> int:
-    """Return how many columns of a matrix must have their optimizer state on one rank; 1 if any split is possible."""
+    """Number of columns whose optimizer state must be on the same rank. 1 if any split is possible."""
     return STATE_BLOCK if state_item_bytes(config) == 1 else 1
 
 
 def initial_weights(config: Config) -> str | None:
-    """Where a run that has no checkpoint of its own takes its weights; None where it draws them."""
+    """Path of the initial weights of a run without a checkpoint. None if they are randomly initialized."""
     options = config.checkpoint
     return options.initial_load_path or (config.model.hf_assets_path if options.initial_load_in_hf else None)
 
 
 def is_context_balanced(p: Parallelism) -> bool:
-    """Whether a context-parallel rank holds a chunk from the head and one from the tail of each sequence."""
+    """True if each context-parallel rank has a chunk from the head and one from the tail of a sequence."""
     return p.context_parallel_method == "ring" and p.context_parallel_load_balancer == "headtail"

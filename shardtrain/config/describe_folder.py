@@ -1,4 +1,4 @@
-"""Find the native model that the ``config.json`` of a Hugging Face folder describes, without torch."""
+"""Find the native model for the ``config.json`` of a Hugging Face folder, without importing torch."""
 
 from __future__ import annotations
 
@@ -38,45 +38,52 @@ HUBS: dict[str, HubFormat] = {
     "gpt_oss": gpt_oss_format.HUB,
     "neox": neox_format.HUB,
 }
-"""Native model files with a Hugging Face format. Each is the ``HUB`` of the model file."""
+"""Hugging Face format of each native model file that has one."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """A native model, as ``config.json`` describes it."""
+    """A native model that matches a ``config.json``.
+
+    Attributes:
+        name: the model file, for ``model.name``.
+        flavor: the most similar flavor, for ``model.flavor``.
+        overrides: differences from ``flavor``, for ``model.overrides``.
+        values: every field of the model's Config except those in ``FREE``.
+        hub: Hugging Face format of the model.
+        notices: lines about keys that have no effect here.
+        block: quantization of the weights.
+        config: content of config.json, for a multimodal model only the part of the text model.
+    """
 
     name: str
-    """The model file: ``model.name``."""
     flavor: str
     overrides: Mapping[str, Any]
-    """What makes ``flavor`` this model: ``model.overrides``."""
     values: Mapping[str, Any]
-    """Every field of the model's Config but those of ``FREE``."""
     hub: HubFormat
     notices: tuple[str, ...]
-    """Lines on keys that change nothing, although they may look as if they did."""
     block: Quantised
-    """How the weights are quantised."""
     config: Mapping[str, Any]
-    """What config.json says."""
 
 
 def describe(folder: Path, name: str = "") -> Description:
-    """Read a folder's ``config.json``; ``name`` is the model file that is to be used, the nearest one unless given.
+    """Read a folder's ``config.json`` and find its model.
+
+    ``name`` selects the model file. If empty, the most similar model is used.
 
     Raises:
-        OnlyInTransformers: for a model that is not shardtrain's, and may be a class of ``transformers``.
-        ConfigError: for a file that describes no model that can be computed.
-        CheckpointError: when the file is missing or no JSON object.
+        OnlyInTransformers: the model has no native implementation, but may be a class of ``transformers``.
+        ConfigError: the file describes an unsupported model.
+        CheckpointError: the file does not exist or is not a JSON object.
     """
-    # A model of text within one of images and text is described by a part of the file
+    # A multimodal model describes its text model in a part of the file.
     path = folder / CONFIG
     whole_file = read_json(path)
     found = whole_file
     for architecture in HUBS.values():
         found = architecture.text_config(found)
 
-    # Which model files are of this model_type
+    # Find the model files with this model_type.
     kind = found.get("model_type")
     architectures = found.get("architectures") or []
     fitting = [name for name, hub in HUBS.items() if hub.model_type == kind]
@@ -92,7 +99,7 @@ def describe(folder: Path, name: str = "") -> Description:
             f"{path}: architectures={architectures!r} is not {hub.architecture}{TRANSFORMERS_HINT}"
         )
 
-    # Every key that the architecture knows is read; ``rest`` judges those that nobody has asked for
+    # Read every key of the architecture, because ``notices`` reports the keys that were not read.
     block = block_of(found, str(path))
     fields = Fields(found, str(path), hub.defaults)
     values = hub.read(fields)
@@ -112,9 +119,10 @@ def describe(folder: Path, name: str = "") -> Description:
 
 
 def nearest(hub: HubFormat, names: list[str], values: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """The flavor with the fewest fields that differ, and those fields.
+    """Return the model file and flavor with the fewest differing fields, and the overrides for these fields.
 
-    Every field is compared, also those that a folder says nothing of: what is another's own is never taken over.
+    Fields that the folder does not set are compared by their default, so that a flavor's values never replace
+    them.
     """
     candidates = []
     for name in names:
@@ -126,7 +134,7 @@ def nearest(hub: HubFormat, names: list[str], values: Mapping[str, Any]) -> tupl
 
 
 def overrides_of(hub: HubFormat, name: str, flavor: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes a flavor the model of ``values``: every field that differs and takes part in what is computed."""
+    """Return the fields of ``values`` that differ from a flavor and affect the computation."""
     has = shape(read_model_file(name), flavor, {})
     aside = FREE | hub.unused(values)
     return {key: value for key, value in values.items() if has[key] != value and key not in aside}

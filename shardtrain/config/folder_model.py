@@ -1,4 +1,4 @@
-"""Models whose sizes a Hugging Face folder says: ``model.flavor = "from_folder"``, ``model.name = "transformers"``."""
+"""Models defined by a Hugging Face folder: ``flavor = "from_folder"`` or ``name = "transformers"``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shardtrain.utils.errors import Problem, ShardtrainError
 NAME = "transformers"
 FROM_FOLDER = "from_folder"
 _FOLDER_FLAVOR = "folder"
-"""The flavor of any class of ``transformers``."""
+"""Flavor of all ``transformers`` models."""
 
 
 @dataclass(frozen=True)
 class FolderModel:
-    """A configuration with what its folder says, where each value of it comes from, and lines for the user."""
+    """A configuration with the model of a folder, the origins of its values, and notices for the user."""
 
     config: Config
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -30,9 +30,10 @@ class FolderModel:
 
 
 def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Problem:
-    """Take the model from the folder of ``model.hf_assets_path`` where it is asked for, or no flavor is named.
+    """Set the model from the folder in ``model.hf_assets_path``, if requested or if no flavor is set.
 
-    What the user sets in ``model.overrides`` goes before what the folder says.
+    The user's ``model.overrides`` take precedence over the folder. Return a Problem if the folder cannot be
+    used.
     """
     model = config.model
 
@@ -44,7 +45,7 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
     where = origins.get("model.flavor", "") if asked else ""
     has = bool(model.hf_assets_path) and (folder / "config.json").is_file()
 
-    # What asks for a folder, and names none that could say sizes
+    # Reject "from_folder" if the folder has no config.json.
     if asked and model.name.endswith(".py"):
         rule = f"takes sizes from a folder, and {model.name} is a model file of yours"
         return Problem("model.flavor", model.flavor, rule, "name one of its flavors", where)
@@ -53,18 +54,19 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
         what = "has no config.json" if is_there else "does not exist"
         rule = f"takes sizes from model.hf_assets_path={model.hf_assets_path!r}, which {what}"
         fix = "name a Hugging Face folder there, or a flavor"
-        if not is_there:  # as a recipe is before its first command
+        # The folder of a recipe does not exist before the recipe's first command.
+        if not is_there:
             fix = "fetch it (shardtrain data download --repo_id OWNER/NAME), export it, or name a flavor"
         return Problem("model.flavor", model.flavor, rule, fix, where)
 
-    # A class of transformers takes the folder as it is. Where nothing asks for a folder, the model stays as it is named
+    # A transformers model uses the folder unchanged. Without a folder, the configured model stays.
     if named("model.name") and model.name == NAME:
         return _as_it_is(config, {}, _FOLDER_FLAVOR if asked else model.flavor)
     wanted = not named("model.flavor") and named("model.hf_assets_path") and has
     if not asked and (not wanted or model.name.endswith(".py")):
         return FolderModel(config)
 
-    # Imported late, because most configurations name no folder
+    # Import late, because most configurations name no folder.
     from shardtrain.config.describe_folder import HUBS, describe
     from shardtrain.hub_formats.config_json import in_transformers, read_json
     from shardtrain.hub_formats.format import OnlyInTransformers
@@ -94,7 +96,7 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
         fix = f'set it to "{found.name}", or leave it out'
         return Problem("model.name", model.name, rule, fix, origins.get("model.name", ""))
 
-    # The model of the folder, with the user's overrides above what its config.json says
+    # Use the folder's model. The user's overrides take precedence over config.json.
     overrides = {**found.overrides, **model.overrides}
     taken = dataclasses.replace(model, name=found.name, flavor=found.flavor, overrides=overrides)
     file = f"{folder / 'config.json'}"

@@ -38,7 +38,7 @@ Options of the command:
 
 
 def train() -> str:
-    """Return the text of ``train --help``, which ends with the names of the presets."""
+    """Return the text of ``train --help``, including the names of the presets."""
     names = textwrap.wrap(", ".join(presets.names()), 116, initial_indent="  ", subsequent_indent="  ")
     return "\n".join([f"{_TRAIN}\nPresets:", *names]) + "\n"
 

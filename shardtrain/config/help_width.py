@@ -1,4 +1,4 @@
-"""Help for terminals that are narrower than it was written for."""
+"""Wrap help texts for narrow terminals."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import textwrap
 from dataclasses import dataclass
 
 _DEEP = 20
-"""Spaces from which on a line continues the second column of the line above."""
+"""Minimum indentation of a line that continues the second column of the previous line."""
 _LEAST_COLUMN = 36
-"""Characters in which a second column still reads well; with fewer it goes below the first."""
+"""Minimum width of the second column. If it is narrower, its text moves below the first column."""
 
 
 @dataclass
 class _Entry:
-    """One paragraph, one row of two columns, or one line that stands alone."""
+    """A paragraph, a row with two columns, or a single line."""
 
     first: str
     second: str = ""
@@ -23,7 +23,7 @@ class _Entry:
 
 
 def fitted(text: str, width: int) -> str:
-    """The same text with no line wider than ``width``; a text that fits stays as it is.
+    """Wrap a text to ``width`` columns. A text that already fits stays unchanged.
 
     >>> print(fitted("Trains here, or elsewhere.\\n\\n  --nproc N     processes, one for each device\\n", 24))
     Trains here, or
@@ -45,10 +45,11 @@ def _entries(text: str) -> list[_Entry]:
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
         before = found[-1] if found and found[-1].first else None
-        # Columns are apart by the widest gap within an indented line
+        # The widest gap within an indented line separates the columns.
         gaps = [gap for gap in re.finditer(r" {2,}(?=\S)", line) if gap.start()] if indent else []
         gap = max(gaps, key=lambda gap: len(gap[0]), default=None)
-        # A line that continues the one above (a usage, a second column, a paragraph), or a row, or one alone
+        # A line continues the previous usage, second column or paragraph, or it starts a row or a single
+        # line.
         if line.strip() and before and indent >= _DEEP and before.first.startswith("usage:"):
             before.first += f" {line.strip()}"
         elif line.strip() and before and indent >= _DEEP:

@@ -1,4 +1,4 @@
-"""The verb ``init``: write a configuration to begin with, each option with a line that explains it."""
+"""The verb ``init``: write an initial configuration with a comment for each option."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FIRST = (
     "checkpoint.enable", "checkpoint.interval", "checkpoint.keep_latest_k",
     "metrics.log_freq",
 )  # fmt: skip
-"""What most runs set."""
+"""Options that most runs set."""
 QUESTIONS = (
     ("preset", "which preset? ({presets})", presets.FIRST),
     ("--training.dataset_path", "files to train on: text or .jsonl (empty: those of the preset)", ""),
@@ -57,7 +57,12 @@ _WIDTH = 100
 
 
 def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
-    """Write the file; raises ConfigError for wrong words and options, StorageError where it cannot be written."""
+    """Write the file and its schema, and return the exit status.
+
+    Raises:
+        ConfigError: an argument or option is invalid.
+        StorageError: the file cannot be written.
+    """
     arguments = [word for word in words if word not in ("--help", "-h")]
     if len(arguments) < len(words):
         known = textwrap.fill(f"presets: {', '.join(presets.names())}", 100, subsequent_indent="  ")
@@ -95,10 +100,15 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
 
 
 def _with_folder_model(loaded: Loaded) -> Loaded:
-    """Replace a preset's model by that of the Hugging Face folder on the command line, if no flavor is named there.
+    """Replace the preset's model by that of a Hugging Face folder.
 
-    The preset's description and sample prompt are about the preset's model and text, so they become unset.
-    Raises ConfigError if the folder describes no model.
+    This applies if the command line names a folder and no flavor.
+
+    The preset's description and sample prompt become unset, because they refer to the preset's model and
+    data.
+
+    Raises:
+        ConfigError: the folder does not describe a supported model.
     """
     given = {option for option, origin in loaded.origins.items() if origin == COMMAND_LINE}
     folder = ""
@@ -154,7 +164,7 @@ def _asked(ask: Callable[[str], str]) -> list[str]:
 
 
 def _explained(loaded: Loaded) -> Iterator[str]:
-    """The options as TOML, each below the first sentence of its help."""
+    """Yield the lines of the options as TOML, each option below the first sentence of its help."""
     section = ""
     for line in set_toml(loaded, FIRST).rstrip().splitlines():
         if line.startswith("["):

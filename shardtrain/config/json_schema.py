@@ -1,4 +1,4 @@
-"""The options as a JSON Schema, with which editors complete and check a TOML file as it is written."""
+"""JSON Schema of the options, which editors use to complete and check TOML files."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from shardtrain.config.options import options, options_of, sections
 from shardtrain.utils import atomic_io
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
-"""What Taplo and the editors built on it (VS Code's Even Better TOML, Helix, Neovim) read."""
+"""Dialect that Taplo and editors built on it (VS Code's Even Better TOML, Helix, Neovim) support."""
 FILE = "shardtrain.schema.json"
-"""The file that the first line of a TOML names, ``#:schema ./shardtrain.schema.json``; presets have it beside them."""
+"""Name of the schema file, which is in the same folder as the TOML files that refer to it."""
 DIRECTIVE = f"#:schema ./{FILE}"
-"""That first line."""
+"""First line of a TOML file, which refers to the schema."""
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of a whole configuration; a key that the options do not have is an error in it."""
+    """Return the schema of a full configuration. It rejects unknown keys."""
     root: dict[str, Any] = {"$schema": DIALECT, "title": "shardtrain", **_table("")}
     return root
 
 
 def json_schema_text() -> str:
-    """The schema as the text of a file."""
+    """Return the content of the schema file."""
     return json.dumps(json_schema(), indent=1) + "\n"
 
 
 def write_schema_next_to(toml: Path) -> None:
-    """Write the schema into the folder of a TOML file. Keep a file that has it, and report on stderr what is replaced.
+    """Write the schema into the folder of a TOML file, unless it is already there.
+
+    Replacing a different file is reported on stderr.
 
     Raises:
         OSError: the file cannot be written.
@@ -48,7 +50,7 @@ def write_schema_next_to(toml: Path) -> None:
 
 
 def _reads(path: Path, text: str) -> bool:
-    """True if a file contains this text."""
+    """True if the file contains exactly this text."""
     try:
         return path.stat().st_size == len(text.encode()) and path.read_bytes() == text.encode()
     except OSError:
@@ -56,7 +58,7 @@ def _reads(path: Path, text: str) -> bool:
 
 
 def _table(section: str) -> dict[str, Any]:
-    """A section with its options and the sections below it."""
+    """Return the schema of a section with its options and subsections."""
     properties = {
         name.rpartition(".")[2]: _option(option)
         for name, option in options().items()
@@ -77,7 +79,7 @@ def _option(option: Any) -> dict[str, Any]:
 
 
 def _kind(kind: Any) -> dict[str, Any]:
-    """The schema of one type; None needs no word, for in TOML a value that is not set is not there."""
+    """Return the schema of a type. None is omitted, because TOML has no null: an unset key is absent."""
     origin = get_origin(kind)
     args = [arg for arg in get_args(kind) if arg is not type(None)]
     if origin is Literal:

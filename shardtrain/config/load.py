@@ -1,4 +1,7 @@
-"""Loads a TOML file and arguments into a ``Config``; reports all problems at once, and keeps each value's origin."""
+"""Load a TOML file and arguments into a ``Config`` with the origin of each value.
+
+All problems are reported at once.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,23 @@ from shardtrain.config.toml_lines import key_lines
 from shardtrain.utils.errors import ConfigError, Problem
 
 MAX_PROBLEMS = 100
-"""Stop looking for mistakes after this many: a file with more is not a configuration of shardtrain."""
+"""Maximum number of reported problems. A file with more is probably not a configuration."""
 
 
 @dataclass(frozen=True)
 class Loaded:
     """A config with the origin of every value.
 
-    ``origins`` maps each dotted option (and each key of a table option, and of each entry of a table of tables) to
-    "run.toml:12", "command line" or "default". ``notices`` are lines for the user about older names; ``renames`` are
-    those where only the name has changed, and results have not. ``problems`` are those of reading, if they were to be
-    kept; the options that they are about have their defaults.
+    Attributes:
+        config: the configuration.
+        origins: maps each dotted option to "run.toml:12", "command line" or "default". Also has each key of a
+        table
+            option, and each key of the entries of nested tables.
+        notices: lines for the user about older names.
+        path: the TOML file, or None.
+        renames: the notices about options whose name changed but whose results did not.
+        problems: problems of reading, if ``load`` was called with ``keep_problems``. Their options have
+        default values.
     """
 
     config: Config
@@ -51,21 +60,21 @@ class Loaded:
         return value_of(self.config, option)
 
     def is_set(self, option: str) -> bool:
-        """Whether the file or the command line gives this option."""
+        """True if the file or the command line sets this option."""
         return self.origins.get(option, DEFAULT) != DEFAULT
 
     def is_from_preset(self, option: str) -> bool:
-        """True if a preset of the package sets this option, and no override does."""
+        """True if a preset of the package sets this option and the command line does not."""
         is_preset = self.path is not None and self.path.parent == presets.FOLDER
         return is_preset and self.is_set(option) and self.origins[option] != COMMAND_LINE
 
     def where(self, option: str) -> str:
-        """Return the origin for an error message: empty for a default."""
+        """Return the origin for an error message. Empty for a default value."""
         return self.origins[option] if self.is_set(option) else ""
 
 
 def value_of(config: Config, option: str) -> Value:
-    """Return the value of a dotted option of a config, or of an entry: ``data.sources.web.weight``."""
+    """Return the value of a dotted option, or of a key of a nested table: ``data.sources.web.weight``."""
     value: Any = config
     for part in option.split("."):
         if isinstance(value, Mapping):
@@ -78,17 +87,24 @@ def value_of(config: Config, option: str) -> Value:
 def load(
     path: str | Path | None, arguments: Sequence[str] = (), preset: str | None = None, keep_problems: bool = False
 ) -> Loaded:
-    """Read a TOML file (or none) and ``--section.key value`` arguments; command line beats file beats default.
+    """Load an optional TOML file and ``--section.key value`` arguments, which take precedence over the file.
 
-    ``--job.config_file F`` says the same as ``path``, and either may be a preset's name; ``preset`` is taken, with a
-    notice, where no file is named at all. Raises ConfigError with all problems of both at once, and where two files
-    are named. Rules between options are checked by ``check``. With ``keep_problems`` a wrong key or value is not an
-    error: it is in ``Loaded.problems``, and ``problems_of`` reports it with all others.
+    ``check`` validates combinations of options. This function does not.
+
+    Args:
+        path: a TOML file or the name of a preset. ``--job.config_file`` in the arguments is equivalent.
+        arguments: words of the command line.
+        preset: preset to use, with a notice, if no file is named.
+        keep_problems: store invalid keys and values in ``Loaded.problems`` instead of raising an error.
+            ``problems_of`` then reports them with all other problems.
+
+    Raises:
+        ConfigError: with all problems of file and arguments at once, or if two files are named.
     """
     line = read_arguments(arguments, old_kinds())
     problems = list(line.problems)
 
-    # Which file: that of --job.config_file, that of ``path``, or the preset where neither is given
+    # Choose the file: --job.config_file, ``path``, or the preset if neither is given.
     named = [setting for setting in line.settings if setting.option == CONFIG_FILE]
     file: Path | None = None
     if named:
@@ -103,7 +119,7 @@ def load(
     if file is not None:
         file = presets.find(file)
 
-    # A file that cannot be read at all is an error even where problems are kept: all of it would be defaults
+    # An unreadable file is an error even with keep_problems, because all its options would have defaults.
     unread: list[Problem] = []
     settings = _read_file(file, unread) if file is not None else []
     problems += unread
@@ -117,16 +133,16 @@ def load(
 def load_settings(
     settings: Sequence[Setting], arguments: Sequence[str] = (), path: Path | None = None, follow: bool = True
 ) -> Loaded:
-    """As ``load``, from settings that were read from a file of another kind.
+    """Like ``load``, but with settings from a file in another format.
 
-    Without ``follow`` the model stays as the settings name it, and no folder is looked into.
+    Without ``follow``, the model is not read from a Hugging Face folder.
     """
     line = read_arguments(arguments, old_kinds())
     return _resolve(list(settings), line.settings, list(line.problems), path, follow)
 
 
 def read_settings(path: Path) -> list[Setting]:
-    """The settings of a TOML file as they are in it, older names too; raises ConfigError."""
+    """Return the settings of a TOML file without translating older names. Raises ConfigError."""
     problems: list[Problem] = []
     settings = _read_file(path, problems)
     if problems:
@@ -142,20 +158,20 @@ def _resolve(
     follow: bool = True,
     keep_problems: bool = False,
 ) -> Loaded:
-    """Rename, type and merge the settings of the file and of the command line; raise all problems, or keep them."""
-    # The command line replaces the file's value of the same name; a list, with all its entries
+    """Rename, convert and merge the settings of file and command line. Raise or keep all problems."""
+    # The command line replaces a value of the file. For a list it replaces all entries.
     given = {setting.option for setting in from_line}
     lists = tuple(f"{name}." for name in given if nested.names_list(name))
     kept = [s for s in from_file if s.option not in given and not s.option.startswith(lists)]
     spread = [part for setting in from_line for part in nested.spread_text(setting)]
 
-    # Older names become the current ones
+    # Translate older names.
     rewritten = rewrite([*kept, *spread])
     problems += rewritten.problems
     renames = tuple(notice for notice in rewritten.notices if notice not in rewritten.changes)
 
-    # Type and store each setting, the file's first, so that the command line overwrites them. One that comes twice from
-    # the same of the two was given under an older name and the current one
+    # Convert and store each setting. The file comes first, so that the command line overwrites it. A repeated
+    # option within the file or the command line was set under an older and the current name.
     values: dict[str, Any] = {}
     origins: dict[str, str] = dict.fromkeys(options(), DEFAULT)
     seen: dict[tuple[str, bool], Setting] = {}
@@ -177,7 +193,7 @@ def _resolve(
         raise ConfigError(problems)
     config = _build("", values)
 
-    # The model may be that of a Hugging Face folder, whose config.json sets options that nobody has given
+    # The config.json of a Hugging Face folder may set the model options that the user left unset.
     followed = with_folder(config, origins) if follow else FolderModel(config)
     if isinstance(followed, Problem):
         if not keep_problems:
@@ -190,17 +206,17 @@ def _resolve(
 
 
 def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], problems: list[Problem]) -> None:
-    """Convert one setting to its option's type and store it, or add a problem."""
+    """Convert a setting to its option's type and store it, or add a problem."""
     name = setting.option
     table, _, key = name.rpartition(".")
     option = options().get(name)
     try:
         place = nested.find(name)
         if place is not None:
-            # A key of an entry of a table of tables, as data.sources.web.weight
+            # A key of an entry of nested tables, such as data.sources.web.weight.
             nested.take(place, setting, values.setdefault(place.option.name, {}))
             if place.entry:
-                # An entry has many keys: its origin is that of the first one
+                # The origin of an entry is that of its first key.
                 origins.setdefault(f"{place.option.name}.{place.entry}", setting.where)
             if origins[place.option.name] == DEFAULT or setting.where == COMMAND_LINE:
                 origins[place.option.name] = setting.where
@@ -213,7 +229,7 @@ def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], pro
             else:
                 values[name] = value
         elif table in options() and options()[table].is_table:
-            # A key of a free table, as model.overrides.dim: text of the command line becomes what it looks like
+            # A key of a free table, such as model.overrides.dim. The type of command-line text is inferred.
             kind = get_args(options()[table].kind)[1]
             value = setting.value
             if setting.is_text:
@@ -230,7 +246,7 @@ def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], pro
 
 
 def _unknown(setting: Setting) -> Problem:
-    """Return the problem of a name that no option has."""
+    """Return the problem of an unknown option."""
     name = setting.option
     if isinstance(setting.value, dict) and not setting.is_text:
         tables = [option.name for option in options().values() if option.entry]
@@ -247,7 +263,7 @@ def _unknown(setting: Setting) -> Problem:
 
 
 def _build(section: str, values: Mapping[str, Any]) -> Value:
-    """Build the dataclass of a section from the values that are set; the others keep their defaults."""
+    """Build the dataclass of a section. Fields without a value keep their defaults."""
     cls = sections()[section]
     prefix = f"{section}." if section else ""
     given: dict[str, Any] = {}
@@ -262,7 +278,7 @@ def _build(section: str, values: Mapping[str, Any]) -> Value:
 
 
 def _read_file(file: Path, problems: list[Problem]) -> list[Setting]:
-    """Read a TOML file into settings; enters a problem where it cannot be read."""
+    """Read a TOML file into settings. Add a problem if it cannot be read."""
     table, text = parse_file(file, problems)
     return list(_flatten(table, (), key_lines(text), file.name))
 
@@ -270,7 +286,7 @@ def _read_file(file: Path, problems: list[Problem]) -> list[Setting]:
 def _flatten(
     table: Mapping[str, Any], prefix: tuple[str, ...], lines: Mapping[tuple[str, ...], int], file: str
 ) -> list[Setting]:
-    """Turn nested tables into dotted settings; a table that is not a section stays one setting."""
+    """Flatten tables into dotted settings. A table that is not a section stays a single setting."""
 
     def where(path: tuple[str, ...]) -> str:
         return f"{file}:{lines[path]}" if path in lines else file

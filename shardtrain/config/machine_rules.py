@@ -1,4 +1,4 @@
-"""Rules that depend on this machine: its number of ranks and devices, its files, its installed programs."""
+"""Rules that depend on this machine: number of ranks, devices, files and installed packages."""
 
 from __future__ import annotations
 
@@ -31,21 +31,29 @@ from shardtrain.utils import checked_json
 from shardtrain.utils.errors import Problem
 
 MAX_RANKS = 65_536
-"""Four times what was measured: there the ranks that judge heartbeats would need half a core each (docs/scale.md)."""
+"""Maximum world size, four times the largest measured one.
+
+At this size, each rank that checks heartbeats would need half a core (docs/scale.md)."""
 BEATS_PER_HANG_TIMEOUT = 10.0
-"""Heartbeats of a node within the time in which a hang is named."""
+"""Number of heartbeats that a node sends within the hang timeout."""
 NODES_PER_SECOND = 700.0
-"""Of how many nodes a store hears in a second."""
-BYTE_TOKENIZER_IDS = 258  # 256 bytes, begin and end of a document
+"""Number of node heartbeats per second that a store can receive."""
+# 256 bytes, and the begin and end of a document.
+BYTE_TOKENIZER_IDS = 258
 
 
 def machine_notes(
     loaded: Loaded, world_size: int | None = None, device: str | None = None, num_devices: int | None = None
 ) -> list[Problem]:
-    """Return the problems that a config has on this machine.
+    """Return the problems of a config on this machine.
 
-    ``device`` is "cpu", "cuda" or "xpu", where training would run; ``num_devices`` counts such devices of this host.
-    What is None is unknown, and no rule about it is applied.
+    Args:
+        loaded: the configuration.
+        world_size: number of ranks.
+        device: type of the training device: "cpu", "cuda" or "xpu".
+        num_devices: number of such devices on this host.
+
+    Rules for an argument that is None are skipped.
     """
     return [
         *(mesh_notes(loaded, world_size) if world_size is not None else ()),
@@ -61,7 +69,7 @@ def machine_notes(
 
 
 def watching_problem(loaded: Loaded, world_size: int, local_ranks: int) -> Problem | None:
-    """The problem of more nodes than one store hears as often as a hang that is named in time asks for."""
+    """Return a problem if the hang timeout is too short for one store to receive all heartbeats."""
     option = "comm.hang_timeout_seconds"
     limit = loaded.config.comm.hang_timeout_seconds
     nodes = math.ceil(world_size / max(1, local_ranks))
@@ -77,7 +85,7 @@ _FOLDERS_OF_A_RUN = ("job.dump_folder", "checkpoint.folder")
 
 
 def is_for_training(problem: Problem) -> bool:
-    """Whether a model can be built without what this problem misses: a file, a package, another format of weights."""
+    """True if a model can be built despite the problem, such as a missing file, which only training needs."""
     if problem.rule.startswith("needs the package ") or problem.option in _FOLDERS_OF_A_RUN:
         return True
     if problem.option.endswith(".dataset_path") or problem.option in _FOR_TRAINING:
@@ -86,13 +94,13 @@ def is_for_training(problem: Problem) -> bool:
 
 
 def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
-    """The degrees multiply to the number of ranks, and the global batch divides over them."""
+    """Check that the degrees multiply to the number of ranks and that the global batch is divisible."""
     p = loaded.config.parallelism
     others = other_degrees(loaded.config)
     if others < 1 or world_size < 1:
         return
 
-    # The degrees multiply to the number of ranks
+    # The product of the degrees must be the number of ranks.
     shard = p.data_parallel_shard_degree
     option = "parallelism.data_parallel_shard_degree"
     if world_size > MAX_RANKS:
@@ -101,7 +109,7 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         return
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     if shard == -1 and world_size % others:
-        # Named is the other degree that asks for most: it is what a user would lower
+        # Report the largest other degree, which a user would lower first.
         names = ("tensor_parallel_degree", "data_parallel_replicate_degree", "context_parallel_degree")
         degrees = [f"parallelism.{name}" for name in (*names, "pipeline_parallel_degree")]
         name = max(degrees, key=loaded.value)
@@ -118,7 +126,7 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         yield problem(loaded, option, rule, fix)
         return
 
-    # Rules of the file that could not be checked while the number of ranks was unknown
+    # Check rules that require the number of ranks.
     yield from check_experts_of_world(loaded, world_size)
     if p.pipeline_parallel_degree > 1 and p.data_parallel_shard_degree == -1:
         layers = (model_shape(loaded) or {}).get("num_layers")
@@ -126,7 +134,7 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         if known_rows(loaded) is None and rows and isinstance(layers, int):
             yield from check_microbatches(loaded, rows, num_stages(loaded.config.parallelism, layers))
 
-    # The global batch divides over the data-parallel ranks
+    # The global batch must be a multiple of the sequences per pass.
     shard = world_size // others if shard == -1 else shard
     yield from _accumulation(loaded, p.data_parallel_replicate_degree * shard)
     t = loaded.config.training
@@ -140,7 +148,7 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
 
 
 def _accumulation(loaded: Loaded, data_ranks: int) -> Iterator[Problem]:
-    """An update in backward sees the gradients of one pass alone."""
+    """Reject gradient accumulation with early_step_in_backward, which updates after every pass."""
     config = loaded.config
     size = loaded.config.training.global_batch_size
     if config.optimizer.early_step_in_backward and size > config.training.local_batch_size * data_ranks >= 1:
@@ -149,7 +157,7 @@ def _accumulation(loaded: Loaded, data_ranks: int) -> Iterator[Problem]:
 
 
 def _device(loaded: Loaded, device: str | None, num_devices: int | None) -> Iterator[Problem]:
-    """What the config asks of the device is there."""
+    """Check that the device exists and supports the configured features."""
     c = loaded.config
     if c.training.device not in ("auto", "cpu") and (num_devices == 0 or device == "cpu"):
         yield problem(loaded, "training.device", "finds no such device here", 'use "cpu" or "auto"')
@@ -175,7 +183,7 @@ def _device(loaded: Loaded, device: str | None, num_devices: int | None) -> Iter
 
 
 def without_effect_on_a_cpu(config: Config) -> list[str]:
-    """Return a note for each option that is set and does nothing on a CPU."""
+    """Return a note for each option that is set and has no effect on a CPU."""
     of_memory = {
         "training.enable_cpu_offload": config.training.enable_cpu_offload,
         "activation_checkpoint.cpu_offload": config.activation_checkpoint.cpu_offload,
@@ -189,7 +197,7 @@ def without_effect_on_a_cpu(config: Config) -> list[str]:
 
 
 def _split_sequences(loaded: Loaded) -> Iterator[Problem]:
-    """Attention to a part of the keys needs a flash kernel, which accelerators have for 16-bit types alone."""
+    """Reject ring attention in float32 on accelerators, whose flash kernels support only 16-bit dtypes."""
     p = loaded.config.parallelism
     option = "training.mixed_precision_param"
     ring = p.context_parallel_degree > 1 and p.context_parallel_method == "ring"
@@ -200,12 +208,12 @@ def _split_sequences(loaded: Loaded) -> Iterator[Problem]:
 
 
 def has_cpp_compiler() -> bool:
-    """Whether this machine has what inductor makes kernels for CPUs with."""
+    """True if a C++ compiler is installed, which inductor needs for CPU kernels."""
     return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "c++"))
 
 
 def _compiler(loaded: Loaded, device: str | None) -> Iterator[Problem]:
-    """On CPU, inductor writes C++ and needs a compiler."""
+    """Check that a C++ compiler exists if inductor compiles for the CPU."""
     c = loaded.config.compile
     if device != "cpu" or not c.enable or c.backend != "inductor":
         return
@@ -214,7 +222,7 @@ def _compiler(loaded: Loaded, device: str | None) -> Iterator[Problem]:
 
 
 def _paths(loaded: Loaded) -> Iterator[Problem]:
-    """Files and folders that the config names are there."""
+    """Check that the configured files and folders exist."""
     for name, source in datasets(loaded).items():
         path = source.dataset_path
         option = f"{name}.dataset_path"
@@ -230,7 +238,7 @@ def _paths(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _folders(loaded: Loaded) -> Iterator[Problem]:
-    """The folders that a run writes can be made: what is in the way, and what must not be written, is known now."""
+    """Check that the run can create and write its folders, so that it does not fail later."""
     c = loaded.config
     written = {"job.dump_folder": c.job.dump_folder}
     if c.checkpoint.enable and not c.checkpoint.load_only and os.path.isabs(c.checkpoint.folder):
@@ -238,7 +246,8 @@ def _folders(loaded: Loaded) -> Iterator[Problem]:
     for option, folder in written.items():
         if not folder or "://" in folder:
             continue
-        if folder.startswith("~"):  # --job.dump_folder=~/runs: shells expand it after a blank alone
+        # Shells expand ~ only at the start of a word, so not in --job.dump_folder=~/runs.
+        if folder.startswith("~"):
             yield problem(loaded, option, "begins with ~, which is not expanded", f"write {os.path.expanduser(folder)}")
             continue
         rule = _why_not_writable(Path(folder).absolute())
@@ -265,17 +274,20 @@ def _linked_folders(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _why_not_writable(path: Path) -> str:
-    """Why a folder cannot be made or written; empty where it can, and where storage does not answer now."""
+    """Return the reason why a folder cannot be created or written.
+
+    Empty if the folder is writable, or if the storage returns another error.
+    """
     try:
-        # The system itself tells whether the longest path of a run is too long: that it does not exist is fine
+        # Let the system check the length of the longest path of a run. The path need not exist.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(path / _LONGEST_BELOW)
-        # The deepest folder that exists decides; a link to nothing exists and is not a folder
+        # Check the deepest existing ancestor. A dangling link counts as existing, but is not a folder.
         there = next(folder for folder in (path, *path.parents) if folder.exists() or folder.is_symlink())
         if not there.is_dir():
             return f"cannot be made: {there} is {'a file' if there.exists() else 'a link to nothing'}"
         read_only = hasattr(os, "statvfs") and bool(os.statvfs(there).f_flag & os.ST_RDONLY)
-        # In the kernel's own folders nobody makes others, whatever their permissions say
+        # Folders cannot be created in /proc and /sys, even if their permissions allow it.
         virtual = there != path and (there.is_relative_to("/proc") or there.is_relative_to("/sys"))
         if not os.access(there, os.W_OK | os.X_OK) or read_only or virtual:
             return f"cannot be written: {there} is not writable here"
@@ -286,7 +298,7 @@ def _why_not_writable(path: Path) -> str:
 
 _ABSENT = ("does not exist", "correct the path")
 _LONGEST_BELOW = "checkpoint/step-1000000.tmp-0123456789ab/.rank-00000.bin.01234567.tmp"
-"""As long as what a run writes below its folder, of which the system limits the whole path."""
+"""Example of the longest path inside a run folder, used to check the system's limit on path length."""
 
 
 def _is_pattern(path: str) -> bool:
@@ -294,7 +306,7 @@ def _is_pattern(path: str) -> bool:
 
 
 def _found(path: str, on_hub: bool) -> bool:
-    """Whether a dataset's path leads to something; a name on the hub, and a URL, cannot be known here."""
+    """True if a dataset's path matches a file. URLs and names on the hub are not checked."""
     if "://" in path or _exists(path) or (_is_pattern(path) and glob.glob(os.path.expanduser(path), recursive=True)):
         return True
     return on_hub and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.startswith(".")
@@ -305,7 +317,7 @@ def _exists(path: str) -> bool:
 
 
 def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
-    """The tokenizer can be read and has no more ids than the model has rows in its embedding."""
+    """Check that the tokenizer exists and its number of ids does not exceed the model's vocab_size."""
     model = loaded.config.model
     option = "model.tokenizer_path" if model.tokenizer_path else "model.hf_assets_path"
     value = str(loaded.value(option))
@@ -317,7 +329,8 @@ def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, option, rule, f"set model.overrides.vocab_size to {BYTE_TOKENIZER_IDS} or more")
         return
     if model.tokenizer_path and value.endswith(".py"):
-        return  # code of the user's: the trainer opens it, and compares its ids with the model's
+        # The user's code is not executed here. The trainer compares its ids with the model's.
+        return
     path = tokenizer_folder(value)
     fix = 'download the tokenizer of the model\'s Hugging Face repository ("shardtrain data download"), or use "bytes"'
     if not path.exists():
@@ -330,7 +343,8 @@ def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, option, what, fix)
         return
     if file.suffix == ".model":
-        return  # its number of ids takes its library to tell; the trainer compares it with the model's
+        # Counting the ids requires the tokenizer's library. The trainer compares them with the model's.
+        return
     ids = _count_ids(file)
     if ids is None:
         yield problem(loaded, option, "has a tokenizer.json that cannot be read", fix)
@@ -340,7 +354,7 @@ def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _count_ids(file: Path) -> int | None:
-    """Return one more than the largest id of a tokenizer.json, or None where it cannot be read."""
+    """Return the largest id of a tokenizer.json plus one, or None if it cannot be read."""
     try:
         content: Any = checked_json.parse(file.read_text(encoding="utf-8"))
         vocab = content["model"]["vocab"]
@@ -352,7 +366,7 @@ def _count_ids(file: Path) -> int | None:
 
 
 def _packages(loaded: Loaded) -> Iterator[Problem]:
-    """Optional packages that the config needs are installed."""
+    """Check that the optional packages of the configured features are installed."""
     c = loaded.config
     for option, needed, package, name in (
         ("metrics.enable_wandb", c.metrics.enable_wandb, "wandb", "wandb"),
