@@ -1,1 +1,1 @@
-"""``shardtrain evaluate``: the loss of a model on named sets of rows, and tasks of the lm-eval library."""
+"""``shardtrain evaluate``: loss of a model on named datasets, and tasks of the lm-eval library."""

@@ -1,4 +1,4 @@
-"""``shardtrain evaluate``: in this process, or on ranks that split each layer among them."""
+"""Verb ``evaluate``: run in this process, or on several tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardtrain.tools.evaluate import evaluate_request
 
 
 def main(words: list[str]) -> int:
-    """Measure what the words ask for; gives the exit status."""
+    """Run the verb with its command-line arguments. Return the exit status."""
     asked = evaluate_request.read(words)
     from shardtrain.launch.multirank_cli import Verb, start
     from shardtrain.tools.generate import prompts

@@ -1,4 +1,4 @@
-"""Measure a model as one rank, and print the results as JSON."""
+"""Evaluate a model as one rank. Rank 0 prints the results as JSON."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(asked: EvaluateOptions) -> None:
 
 
 def _sections(asked: EvaluateOptions, opened: OpenedModel) -> dict[str, Validation]:
-    """Return the sets by name: those of ``--data``, or the run's own if neither sets nor tasks are named."""
+    """Return the datasets by name: those of ``--data``, or [validation] without ``--tasks``."""
     config = opened.config
     if asked.data:
         seq_len = sets.seq_len_of(opened, asked)

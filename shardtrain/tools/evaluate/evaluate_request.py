@@ -1,6 +1,7 @@
-"""Options of ``shardtrain evaluate`` and ``shardtrain.evaluate``. No torch, so that errors are reported at once.
+"""Options of ``shardtrain evaluate`` and ``shardtrain.evaluate``.
 
-Each option is one field. The command line is made from ``EvaluateOptions``, the Python function from ``RowOptions``.
+Import no torch, so that errors appear at once. Each option is one field. ``EvaluateOptions`` defines the
+command line, and ``RowOptions`` the Python function.
 """
 
 from __future__ import annotations
@@ -24,22 +25,25 @@ _DATA_OPTIONS = (
     "format", "prompt_field", "completion_field", "messages_field", "tools_field", "chat_template",
     "learn_turn_separator", "turn_end", "add_eos", "packing", "long_documents", "bad_rows", "bad_rows_max_fraction",
 )  # fmt: skip
-"""Options of [data] that --data accepts, next to --text_field and --add_bos."""
+"""Options of [data] that the verb accepts in addition to --text_field and --add_bos."""
 
 
 @dataclass(frozen=True)
 class SetOptions(ModelOptions):
-    """The sets of rows of the command line."""
+    """Command-line options for the datasets.
+
+    Attributes:
+        data_options: [data] options that override the run's, by name without "data.".
+    """
 
     data: Mapping[str, Path] = option((), "a set of rows; may be repeated", action="append", metavar="NAME=FILE")
     add_bos: bool | None = option(None, "begin texts with bos (as in training)", rare=True)
     data_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, kw_only=True)
-    """Options of [data] that replace those of the run, by their names without "data."."""
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How rows are measured: the options that the command line and Python share."""
+    """Options for reading rows, shared by the command line and the Python function."""
 
     seq_len: int | None = option(2048, "tokens per sequence in --data (the run's, at most 2048)", positional=True)
     text_field: str | None = option(
@@ -65,8 +69,8 @@ def read(words: list[str]) -> EvaluateOptions:
     """Parse a command line.
 
     Raises:
-        ConfigError: with all problems of the options.
-        HelpPrinted: the help was requested.
+        ConfigError: the options are invalid. It lists all problems.
+        HelpPrinted: the command line requests the help.
     """
     values = vars(_parser().read(words))
     values["data"], problems = _sets(values["data"])
@@ -97,7 +101,10 @@ def read(words: list[str]) -> EvaluateOptions:
 
 
 def data_options(loaded: configs.Loaded) -> dict[str, Any]:
-    """Return the options of [data] that were given, by their names without "data.". Raises ConfigError for others."""
+    """Return the [data] options that are set, by name without "data.".
+
+    Raise ConfigError for other options.
+    """
     names = [name for name in all_options() if loaded.is_set(name)]
     others = [name for name in names if not name.startswith("data.")]
     if others:

@@ -1,4 +1,4 @@
-"""What the lm-eval library asks of a model, answered by our engine. Imported only where lm-eval is there.
+"""Adapter that exposes a trained model to lm-eval. Import it only if lm-eval is installed.
 
 Shape suffixes: B rows, T tokens, V vocabulary.
 """
@@ -24,11 +24,11 @@ from shardtrain.tools.generate.trained_model import OpenedModel
 from shardtrain.utils.errors import ConfigError, Problem
 
 _NEW_TOKENS = 256
-"""Most new tokens where a task does not say; lm-eval's own."""
+"""Default maximum of new tokens, as in lm-eval."""
 
 
 class Engine(TemplateLM):
-    """An opened model. Every rank answers every request, since each layer is split over all of them."""
+    """lm-eval model. Every rank computes every request, because each layer is split over all ranks."""
 
     def __init__(self, opened: OpenedModel, batch_size: int, is_first: bool = True) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Engine(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a document."""
+        """EOS token, or BOS if the tokenizer has no EOS. Raises ConfigError without both."""
         tokenizer = self._opened.tokenizer
         found = tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.bos_id
         if found is None:
@@ -52,17 +52,23 @@ class Engine(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has nothing before it."""
+        """BOS token, or the end-of-document token if the tokenizer has no BOS.
+
+        Prefix of a text without context.
+        """
         bos = self._opened.tokenizer.bos_id
         return self.eot_token_id if bos is None else bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Tokens of a text, special tokens that are spelled out among them."""
+        """Tokenize a text. Special tokens spelled in the text are recognized."""
         ids: list[int] = self._opened.tokenizer.encode_spans([string])[0][0].tolist()
         return ids if add_special_tokens is False else self._ends.begin(ids)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts: every token once, in windows of at most ``max_length`` tokens."""
+        """Return the log-likelihood of each text.
+
+        Every token counts once, in windows of at most ``max_length`` tokens.
+        """
         windows: list[tuple[tuple[str, str], list[int], list[int]]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
@@ -80,18 +86,18 @@ class Engine(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Of each continuation its log-likelihood after the context, and whether it is what greedy decoding gives."""
-        # The input is all but the last token, and the last of it are the targets of the continuation.
+        """Return each continuation's log-likelihood, and True if greedy decoding would produce it."""
+        # The input is the text without its last token. The targets are the tokens of the continuation.
         rows = []
         for _texts, context, continuation in requests:
             whole = [*context, *continuation][-(self.max_length + 1) :]
             rows.append((whole[:-1], continuation[-self.max_length :]))
         found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-        # rows of like length together: a pass costs what its longest row does
+        # Batch rows of similar length, because the longest row of a batch determines the cost of a pass.
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
         for start in range(0, len(order), self._batch_size):
             numbers = order[start : start + self._batch_size]
-            # logits from the first token on that predicts one of a continuation
+            # Position of the earliest input token that predicts a token of a continuation.
             first = min(len(rows[i][0]) - len(rows[i][1]) for i in numbers)
             logits_BtV = self._logits([rows[i][0] for i in numbers], first)
             for i, logits_tV in zip(numbers, logits_BtV, strict=True):
@@ -104,15 +110,15 @@ class Engine(TemplateLM):
         return found
 
     def _logits(self, rows: Sequence[Sequence[int]], first: int) -> Tensor:
-        """Logits (B, T - first, V) of rows filled up to the right, where causal attention cannot see it."""
+        """Return logits (B, T - first, V) of right-padded rows. Causal attention cannot see the padding."""
         width = self._opened.width
         size = max(map(len, rows))
         T = -(-size // width) * width
         tokens_BT = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=self._device)
         positions_BT = torch.arange(T, device=self._device).expand(len(rows), -1)
 
-        # The head computes no others: with a large vocabulary it costs as much as several layers. What it is given has
-        # strides of its own, without which PyTorch may make a batched product and copies of its weight
+        # Skip the earlier logits, because a head with a large vocabulary costs as much as several layers.
+        # Copy its input: for a view PyTorch may run a batched product, which copies the head's weight.
         def cut(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (inputs[0][:, first:].clone(memory_format=torch.contiguous_format), *inputs[1:])
 
@@ -129,14 +135,14 @@ class Engine(TemplateLM):
         return logits_BTV[:, first:] if logits_BTV.size(1) == T else logits_BTV
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, up to what a task ends it with."""
+        """Generate a continuation of each context, up to a stop text of the task."""
         opened = self._opened
         found = [""] * len(requests)
         passes = sum(_asked(request.args[1])[2] for request in requests) // self._batch_size
         packed_linear.use_where_it_pays(opened.model, passes, min(len(requests), self._batch_size))
         generator = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size, width=opened.width)
 
-        # Requests with the same options are sampled together, rows of like length in a batch.
+        # Group requests by their options. Batch prompts of similar length within a group.
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
@@ -166,7 +172,7 @@ class Engine(TemplateLM):
 
 
 def _asked(options: dict[str, Any]) -> tuple[Sampling, list[str], int]:
-    """How to sample, what ends a text, and how many tokens it may have, by the options of a task."""
+    """Return the sampling, stop texts and maximum of new tokens from a task's generation options."""
     until = options.get("until") or []
     names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
     limit = next((int(options[name]) for name in names if options.get(name) is not None), _NEW_TOKENS)

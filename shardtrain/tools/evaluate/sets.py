@@ -1,4 +1,4 @@
-"""Measure the loss of a model on a set of rows: read once from its beginning, every target token counted once."""
+"""Measure the loss of a model on a dataset. The dataset is read once, and every target token counts once."""
 
 from __future__ import annotations
 
@@ -28,21 +28,25 @@ from shardtrain.utils.errors import ConfigError, DataError, NumericalError, Prob
 
 _TOKENS_AT_ONCE = 2**22
 _MOST_SEQ_LEN = 2048
-"""Longest sequence unless the user requests a longer one: models are made for longer ones than are needed here."""
+"""Maximum of the default sequence length. Many models support much longer sequences than an evaluation
+needs."""
 _MOST_TOKENS = 2**26
-"""Most tokens of a batch. They take 1.5 GiB before the model sees them."""
+"""Maximum number of tokens in a batch. The input tensors of such a batch take 1.5 GiB."""
 
 
 @dataclass
 class RowsRead:
-    """How far a set has been read."""
+    """Progress of reading a dataset.
+
+    Attributes:
+        total: Number of sequences, or None if it is unknown before reading.
+    """
 
     rows: int = 0
     total: int | None = None
-    """None where it is not known before reading."""
 
     def far(self) -> str:
-        """Empty before the first batch.
+        """Format the progress. Empty before the first batch.
 
         >>> RowsRead(1200, 14594).far(), RowsRead(1200).far(), RowsRead().far()
         ('1,200 of 14,594 sequences', '1,200 sequences', '')
@@ -52,7 +56,7 @@ class RowsRead:
 
 
 def section_of(path: Path, batch_size: int, seq_len: int) -> Validation:
-    """Return the options of [validation] for a file, or a folder of prepared tokens."""
+    """Return [validation] options for a file, or for a folder of prepared tokens."""
     dataset = (dataset_of(path.name) or "") if path.is_file() else "tokens"
     return Validation(
         dataset=dataset, dataset_path=str(path), split="train", local_batch_size=batch_size, seq_len=seq_len
@@ -60,7 +64,7 @@ def section_of(path: Path, batch_size: int, seq_len: int) -> Validation:
 
 
 def seq_len_of(opened: OpenedModel, rows: RowOptions) -> int:
-    """Return the requested sequence length, or that of the run's training: at most 2048, divisible over the ranks."""
+    """Return the requested sequence length, or the run's, limited to 2048 and a multiple of the ranks."""
     if rows.seq_len is not None:
         return rows.seq_len
     width = opened.width
@@ -68,7 +72,7 @@ def seq_len_of(opened: OpenedModel, rows: RowOptions) -> int:
 
 
 def section_of_run(opened: OpenedModel) -> Validation:
-    """Return the run's [validation] for a single reader, which reads the rows of all data-parallel ranks."""
+    """Return the run's [validation] for one reader, which reads the rows of all its data-parallel ranks."""
     section = validation.section(opened.config, opened.num_ranks)
     if section.steps < 0:
         return section
@@ -77,10 +81,11 @@ def section_of_run(opened: OpenedModel) -> Validation:
 
 
 def row_by_row(opened: OpenedModel, section: Validation, options: Mapping[str, Any]) -> OpenedModel:
-    """Return the model with the [data] options for a set that is not the run's own (a collective).
+    """Return the model with the [data] options for a dataset other than the run's (a collective).
 
-    Each row has a sequence of its own, so the order of the rows does not matter. A row longer than a sequence
-    continues in the next one. ``data.format`` is detected by the columns of the rows. ``options`` override all this.
+    Each row has its own sequence, so the order of the rows does not matter. A row longer than a sequence
+    continues in the next one. ``data.format`` is detected from the columns. ``options`` override these
+    defaults.
     """
     opened = opened.with_data(**{"packing": "padded", "long_documents": "split", "document_mask": "auto", **options})
     if "format" in options:
@@ -91,18 +96,18 @@ def row_by_row(opened: OpenedModel, section: Validation, options: Mapping[str, A
 
 
 def measure(opened: OpenedModel, section: Validation, read: RowsRead | None = None) -> dict[str, float | int | None]:
-    """Return the mean loss per target token in nats, perplexity, and bits per byte of the text that the targets spell.
+    """Return the mean loss per target token in nats, the perplexity, and bits per byte of the target text.
 
-    Every rank reads all rows, because each layer is split over all ranks (a collective). ``read`` counts the
-    rows. At most
-    ``section.steps`` batches are read, all if negative. A perplexity too large for a float is None.
+    Every rank reads all rows, because each layer is split over all ranks (a collective). ``read`` receives
+    the progress. At most ``section.steps`` batches are read, all if negative. A perplexity too large for a
+    float is None.
 
     Raises:
-        ConfigError: when sequences cannot be split over the ranks, or the set cannot be opened.
-        DataError: when the set has no target token.
-        NumericalError: when the loss is not finite.
+        ConfigError: sequences cannot be split over the ranks, or the dataset cannot be opened.
+        DataError: the dataset has no target token.
+        NumericalError: the loss is not finite.
     """
-    text = _Bytes(opened.tokenizer)  # a model without a tokenizer is reported before its data are opened
+    text = _Bytes(opened.tokenizer)  # report a missing tokenizer before opening the data
     if section.seq_len % opened.width:
         rule = f"is not a multiple of the {opened.width} ranks, over which sequences are split"
         raise ConfigError(Problem("validation.seq_len", section.seq_len, rule, "give --data and --seq_len"))
@@ -123,7 +128,7 @@ def measure(opened: OpenedModel, section: Validation, read: RowsRead | None = No
     rows = 0
     read = read or RowsRead()
     read.total = stream.num_samples
-    # the sum is kept on the device, in float64: reading it in each step would wait for the device
+    # Keep the sum on the device, in float64. Reading it in each step would synchronize with the device.
     with torch.inference_mode():
         for batch in itertools.islice(stream, None if section.steps < 0 else section.steps):
             there = _without_filler(batch, opened.width).to(device)
@@ -152,7 +157,10 @@ def measure(opened: OpenedModel, section: Validation, read: RowsRead | None = No
 
 
 def _without_filler(batch: data.Batch, width: int) -> data.Batch:
-    """Cut a batch to its longest row, rounded up to a multiple of ``width``. Causal models cannot see what is cut."""
+    """Trim a batch to its longest row, rounded up to a multiple of ``width``.
+
+    Causal attention ignores padding.
+    """
     if batch.lengths_B is None or batch.documents_BT is not None:
         return batch
     length = -(-int(batch.lengths_B.max()) // width) * width
@@ -165,7 +173,7 @@ def _without_filler(batch: data.Batch, width: int) -> data.Batch:
 
 
 class _Bytes:
-    """Counts the bytes of the text that target tokens spell; a character may be cut between two rows."""
+    """Counts the bytes of the target text. A character may be split between two rows."""
 
     def __init__(self, tokenizer: data.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -175,7 +183,7 @@ class _Bytes:
     def add(self, ids: Iterable[int]) -> None:
         for number in ids:
             self._ids.append(number)
-            # at the end of a document no character is cut
+            # Decode at the end of a document, where no character is incomplete, or to bound memory.
             if number == self._tokenizer.eos_id or len(self._ids) >= _TOKENS_AT_ONCE:
                 self._spell()
 

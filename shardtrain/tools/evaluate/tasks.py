@@ -1,4 +1,4 @@
-"""Tasks of the lm-eval library (Gao et al., github.com/EleutherAI/lm-evaluation-harness) over our own engine."""
+"""Run lm-eval tasks (Gao et al., github.com/EleutherAI/lm-evaluation-harness) on a trained model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shardtrain.tools.generate.trained_model import OpenedModel
 from shardtrain.utils.errors import ConfigError, Problem
 
 _BOOTSTRAP = 1000
-"""Draws for the standard error of a metric that has no formula for it."""
+"""Number of bootstrap samples for the standard error of metrics without a formula."""
 
 
 def measure(opened: OpenedModel, asked: EvaluateOptions, is_first: bool = True) -> dict[str, Any]:
-    """The results of the tasks by their names, as lm-eval gives them to the first rank of a node (a collective).
+    """Return the results by task name (a collective). lm-eval returns them only on the first rank of a node.
 
     Raises:
-        ConfigError: when lm-eval is not installed, or does not know a task.
+        ConfigError: lm-eval is not installed, or does not have a task.
     """
     if importlib.util.find_spec("lm_eval") is None:
         rule = "needs the lm-eval library, which is not installed"
@@ -30,7 +30,7 @@ def measure(opened: OpenedModel, asked: EvaluateOptions, is_first: bool = True) 
     from shardtrain.tools.evaluate.harness import Engine
 
     include = str(asked.include_path) if asked.include_path is not None else None
-    # the library's own thousands of files take half a minute to look through
+    # Try the user's folder first, because indexing the library's thousands of files takes half a minute.
     manager = TaskManager(include_path=include, include_defaults=False) if include else None
     if manager is None or not set(asked.tasks) <= set(manager.all_tasks):
         manager = TaskManager(include_path=include)
@@ -48,7 +48,7 @@ def measure(opened: OpenedModel, asked: EvaluateOptions, is_first: bool = True) 
 
 
 def check_known(tasks: Sequence[str], known: Sequence[str]) -> None:
-    """Raise ConfigError for a task that is not known, and offer the nearest."""
+    """Raise ConfigError for an unknown task. The message suggests a similar name."""
     unknown = [name for name in tasks if name not in known]
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, 1)
@@ -57,7 +57,7 @@ def check_known(tasks: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Results as JSON has them: a number that is not finite is null."""
+    """Convert results for JSON. NaN becomes None, and other types become str."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, float) and value != value:

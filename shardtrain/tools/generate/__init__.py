@@ -1,6 +1,6 @@
-"""Text from a trained model: ``shardtrain generate``. Start with ``generate_command.py``.
+"""Generate text with a trained model: ``shardtrain generate``. Start with ``generate_command.py``.
 
-``trained_model.py`` opens a checkpoint as a model with its tokenizer, and ``prompts.py`` turns requests into rows of
-tokens. ``engine.py`` continues the rows: ``forward_passes.py`` runs the model, ``cache.py`` keeps keys and values, and
-``sampling.py`` chooses tokens. ``generated_text.py`` turns new tokens into text.
+``trained_model.py`` opens a checkpoint as a model with its tokenizer. ``prompts.py`` encodes the prompts.
+``engine.py`` generates new tokens: ``forward_passes.py`` runs the model, ``cache.py`` stores keys and values,
+and ``ops/sampling.py`` chooses tokens. ``generated_text.py`` decodes the new tokens.
 """

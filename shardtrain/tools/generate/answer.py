@@ -1,4 +1,4 @@
-"""Answer a request with a model that is opened for it: print one prompt's text as it comes, or write a file of rows."""
+"""Run ``shardtrain generate`` as one rank: stream one continuation, or write a file of predictions."""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ from shardtrain.utils.redact import visible
 
 
 def run(asked: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
-    """Open the model and answer, as one rank of the job that the environment describes.
+    """Open the model and generate, as one rank of the job that the environment describes.
+
+    Args:
+        rows: Rows of ``--input``, or None to continue ``--prompt``.
 
     Raises:
-        ShardtrainError: for what a user can fix.
+        ShardtrainError: for problems that the user can fix.
     """
     config = load_config(asked.source, asked.config, asked.tokenizer).config
     with join(asked.device or config.training.device) as world:
@@ -73,7 +76,7 @@ def run(asked: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
 
 @contextlib.contextmanager
 def join(device: str) -> Iterator[World]:
-    """The world that a launcher describes; a process alone needs no process group."""
+    """Join the process group that the launcher describes. A single process needs no process group."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         with process_group.join(Comm(), device) as world:
             yield world
@@ -95,8 +98,8 @@ class Answers:
         self._generator = Generator(
             opened.model, opened.layout, tokenizer.vocab_size, not options.no_cache, opened.width
         )
-        # A row ends at an end token, at the end of a turn, or at a text of --stop. A --stop that spells a special token
-        # becomes an end token, because special tokens do not appear in the text.
+        # A row ends at an end token, at the end of a turn, or at a stop text. A stop text that spells a
+        # special token becomes an end token, because decoded text does not contain special tokens.
         turn_end = None if conversations is None else conversations.turn_end()
         ends = opened.end_ids if turn_end is None else opened.end_ids | {turn_end}
         texts = []
@@ -110,7 +113,7 @@ class Answers:
         self._stops = tuple(texts)
 
     def print_one(self, prompt: str) -> None:
-        """Print the text that follows the prompt, token by token."""
+        """Print the continuation of the prompt, token by token."""
         try:
             ids = self._encoder.value(prompt, "--prompt")
         except Unusable as error:
@@ -130,12 +133,12 @@ class Answers:
         self._print(printer.rest(new) + "\n")
 
     def of(self, rows: Sequence[PromptRow], field: str) -> list[str]:
-        """Return the text that follows the prompt of each row, which is in ``field``."""
+        """Return the continuation of each row's prompt. ``field`` is the name of the prompt field."""
         prompts = [self._encoder.row(row, field, self._opened.config.data.tools_field) for row in rows]
         self._tell_length(prompts)
         texts = [self._text(prompt) for prompt in prompts]
         found = [""] * len(rows)
-        # Rows of similar length share a batch, because its longest row determines the cost of a pass
+        # Batch rows of similar length, because the longest row of a batch determines the cost of a pass.
         order = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
         batch_size = self._options.batch_size
         for start in range(0, len(order), batch_size):
@@ -155,7 +158,8 @@ class Answers:
         )
 
     def _text(self, prompt: list[int]) -> Text:
-        # A special token has no text, and the text of any other end token is kept, as transformers does.
+        # Do not strip end tokens: special tokens decode to nothing, and transformers keeps the text of other
+        # end tokens.
         return Text(self._opened.tokenizer, prompt, frozenset(), self._stops)
 
     def _tell_length(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -170,5 +174,5 @@ class Answers:
 
     def _print(self, text: str) -> None:
         if self._is_first:
-            # a terminal would obey control characters, and a model may write any
+            # Generated text may contain control characters, which a terminal would execute.
             print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)

@@ -1,13 +1,14 @@
-"""Keys and values of earlier tokens, kept by the attention cores, so that a new token costs one token's work.
+"""Key-value cache in the attention cores, so that a new token costs one token of work.
 
-The models know nothing of it: positions are an argument, and the core named by ``LAYOUT.context`` computes what its
-attributes say and nothing else, so replacing it is all that is needed. Rows of a batch end in the same column of the
-cache: prompts are read with padding to the right, where causal attention cannot see it, and each row is then moved to
-end where the longest does. From there on all rows write the same column, and the columns left of a row's first token
-are masked.
+Models need no change: positions are an argument, and the cache replaces the attention cores that
+``LAYOUT.context`` names. This requires cores that compute only the attention described by their attributes.
 
-Shape suffixes: B rows, T tokens of this pass, N heads, K key-value heads, G = N / K, H head, S columns, P = B K pairs
-of a row and a key-value head, R = T G queries of one.
+All rows of a batch end in the same cache column. The prompt pass pads rows on the right, where causal
+attention cannot see the padding. Each row then moves right so that it ends with the longest row. Later passes
+write the same column for all rows, and mask the columns before a row's first token.
+
+Shape suffixes: B rows, T tokens of this pass, N heads, K key-value heads, G = N / K, H head dimension, S
+columns, P = B K pairs of row and key-value head, R = T G queries per pair.
 """
 
 from __future__ import annotations
@@ -27,28 +28,36 @@ from shardtrain.ops.chosen_kernels import attends_in_blocks
 from shardtrain.utils.errors import ConfigError, Problem
 
 BLOCK = 64
-"""A cache has a multiple of so many columns, and grows by an eighth: products read those that are not filled, too."""
+"""The number of cache columns is a multiple of this. It stays small, because products also read unused
+columns."""
 _SMALLEST_BY_PRODUCTS = 1 << 18
-"""Numbers of cached keys below which calling oneDNN takes longer than its products save."""
+"""Minimum number of cached key elements for matrix products. Below it, the call overhead of oneDNN exceeds
+the gain."""
 
 
 class Cache:
-    """The position of all cores of a model: columns that are filled, and where each row begins."""
+    """Position state shared by all cores of a model.
+
+    Attributes:
+        lengths: Prompt length of each row during the prompt pass, empty afterwards.
+        filled: Number of filled columns.
+        limit: Maximum number of columns that this batch needs.
+    """
 
     def __init__(self, cores: Sequence[CachedCore]) -> None:
         self._cores = cores
         self.lengths: list[int] = []
-        """Tokens of each row's prompt, while prompts are read; empty afterwards."""
         self.filled = 0
-        """Columns that hold what will be attended to."""
         self.limit = 0
-        """Columns that will ever be needed."""
         self._first_B = torch.zeros(0, dtype=torch.int64)
         self._padded = False
         self._masks: dict[tuple[int, int], Tensor | None] = {}
 
     def begin(self, lengths: Sequence[int], limit: int, device: torch.device) -> None:
-        """Forget all, and expect one pass over prompts of these lengths, padded to the right."""
+        """Clear the cache and prepare for the prompt pass.
+
+        ``lengths`` are those of the right-padded prompts.
+        """
         self.lengths = list(lengths)
         self.filled = 0
         self.limit = limit
@@ -58,18 +67,18 @@ class Cache:
             core.keys_BKSH = core.values_BKSH = None
 
     def prompts_read(self) -> None:
-        """The pass over the prompts is done: what follows is appended."""
+        """End the prompt pass. Later passes append to the cache."""
         self.filled = max(self.lengths)
         self.lengths = []
         self._masks = {}
 
     def advance(self) -> None:
-        """One more column counts; what a pass wrote right of it is written over by the next."""
+        """Count one more column as filled. The next pass overwrites the columns to its right."""
         self.filled += 1
         self._masks = {}
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Continue with some of the rows."""
+        """Keep only these rows."""
         index = torch.tensor(rows, device=self._first_B.device)
         self._first_B = self._first_B[index]
         self._padded = bool((self._first_B != self._first_B[:1]).any() or self._first_B[:1].any())
@@ -78,14 +87,17 @@ class Cache:
             core.keep(index)
 
     def mask(self, tokens: int, window: int, chunk: int = 0) -> Tensor | None:
-        """What each of the tokens after ``filled`` may attend to, (B or 1, 1, T, S); None where it is everything."""
+        """Return the attention mask (B or 1, 1, T, S) of the tokens after ``filled``.
+
+        None if nothing is masked.
+        """
         if (window, chunk) not in self._masks:
             self._masks[window, chunk] = self._mask(tokens, window, chunk)
         return self._masks[window, chunk]
 
     def _mask(self, tokens: int, window: int, chunk: int) -> Tensor | None:
         columns = self.filled + tokens
-        # without a mask PyTorch has faster kernels
+        # PyTorch has faster kernels for attention without a mask.
         is_limited = 0 < window < columns or 0 < chunk < columns
         if tokens == 1 and not self._padded and not is_limited:
             return None
@@ -106,7 +118,7 @@ class Cache:
 
 
 class CachedCore(nn.Module):
-    """An attention core that remembers keys and values; prompts go through the core that it stands for."""
+    """Attention core with a key-value cache. Prompts go through the original core."""
 
     def __init__(self, core: nn.Module) -> None:
         super().__init__()
@@ -128,11 +140,11 @@ class CachedCore(nn.Module):
         documents_BT: Tensor | None = None,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
-        """Attention of new queries (B, T, N, H) to all that is remembered and to the new keys and values.
+        """Return the attention of new queries (B, T, N, H) to the cached and the new keys and values.
 
-        All are (B, N, T, H) where the core that it stands for says ``heads_first``.
+        Arguments and result are (B, N, T, H) if the original core has ``heads_first``.
         """
-        # Prompts go through the model's own core; what is remembered of them is moved to end in one column.
+        # Prompt pass: store aligned keys and values, then call the original core.
         if self.cache.lengths:
             k_BKTH = k_BTKH if self.heads_first else k_BTKH.transpose(1, 2)
             v_BKTH = v_BTKH if self.heads_first else v_BTKH.transpose(1, 2)
@@ -140,15 +152,15 @@ class CachedCore(nn.Module):
             self._by_products = self._scores.has_kernel and sinks_N is None and _has_fast_products(q_BTNH, numel)
             self.keys_BKSH = self._aligned(k_BKTH, self._by_products)
             self.values_BKSH = self._aligned(v_BKTH)
-            # a core of a user's may take neither of the last two arguments, and is given those that there are
+            # Pass optional arguments only if set, because a user's core may accept neither of them.
             if sinks_N is not None:
                 return self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT, sinks_N)  # type: ignore[no-any-return]
             if documents_BT is not None:
                 return self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT)  # type: ignore[no-any-return]
             return self.core(q_BTNH, k_BTKH, v_BTKH)  # type: ignore[no-any-return]
 
-        # New tokens are appended. Under tensor parallelism some of them are padding, whose columns are written over by
-        # the next pass.
+        # Append new tokens. Under tensor parallelism some of them are padding. The next pass overwrites their
+        # columns.
         if self.heads_first:
             q_BTNH, k_BTKH, v_BTKH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         k_BKTH = k_BTKH.transpose(1, 2)
@@ -166,14 +178,17 @@ class CachedCore(nn.Module):
         return out_BTNH.transpose(1, 2) if self.heads_first else out_BTNH
 
     def keep(self, index: Tensor) -> None:
-        """Continue with some of the rows."""
+        """Keep only the keys and values of these rows."""
         if self.keys_BKSH is not None and self.values_BKSH is not None:
-            # The features of keys stay where they lie
+            # Index the transposed keys, so that their memory layout does not change.
             self.keys_BKSH = self.keys_BKSH.mT[index].mT if self._by_products else self.keys_BKSH[index]
             self.values_BKSH = self.values_BKSH[index]
 
     def _aligned(self, x_BKTH: Tensor, turned: bool = False) -> Tensor:
-        """A cache whose rows end in the same column, with room to grow; what is left of a row is zero."""
+        """Return a cache with room to grow whose rows end in the same column.
+
+        Columns before a row are zero.
+        """
         lengths = self.cache.lengths
         longest = max(self.cache.lengths)
         cached_BKSH = _zeros(x_BKTH, min(self.cache.limit, longest + BLOCK), turned)
@@ -185,12 +200,12 @@ class CachedCore(nn.Module):
         return cached_BKSH
 
     def _room(self, columns: int) -> tuple[Tensor, Tensor]:
-        """Keys and values with at least so many columns, copied into larger ones where they have fewer."""
+        """Return the keys and values, grown to at least ``columns`` columns."""
         keys = self.keys_BKSH
         values = self.values_BKSH
         assert keys is not None and values is not None, "prompts come first"
         size = keys.size(2)
-        # Larger by an eighth: a copy costs two passes over what is cached, which an eighth more tokens read each
+        # Grow by an eighth. A copy costs two passes over the cache, and each new token one.
         if columns > size:
             larger = max(columns, min(self.cache.limit, size + size // 8))
             keys = self.keys_BKSH = _grown(keys, larger, self._by_products)
@@ -205,17 +220,23 @@ def _grown(old_BKSH: Tensor, columns: int, turned: bool) -> Tensor:
 
 
 def _zeros(like_BKSH: Tensor, columns: int, turned: bool) -> Tensor:
-    """A cache with a multiple of BLOCK columns, at least so many; ``turned`` ones lie as (B, K, H, S) in memory."""
+    """Return a zero cache with ``columns`` rounded up to BLOCK.
+
+    If ``turned``, its memory layout is (B, K, H, S).
+    """
     B, K, _, H = like_BKSH.shape
     room = -(-columns // BLOCK) * BLOCK
-    # never uninitialised: a weight of 0 times NaN is NaN
+    # Uninitialized memory may contain NaN, and an attention weight of 0 times NaN is NaN.
     return like_BKSH.new_zeros(B, K, H, room).mT if turned else like_BKSH.new_zeros(B, K, room, H)
 
 
 def _attend(
     q_BTNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, scores: Scores, sinks_N: Tensor | None
 ) -> Tensor:
-    """Attention of few queries to many keys; heads that share keys are queries of one, so nothing is repeated."""
+    """Return the attention of new queries.
+
+    Query heads are grouped by key-value head, so that keys are not repeated.
+    """
     if not scores.has_kernel or sinks_N is not None:
         return masked_attention(q_BTNH, k_BKSH.transpose(1, 2), v_BKSH.transpose(1, 2), mask, scores, sinks_N)
     q_BKRH, rows = _grouped(q_BTNH, k_BKSH.size(1), mask)
@@ -226,10 +247,10 @@ def _attend(
 def _attend_by_products(
     q_BTNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, columns: int, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """The same of the first ``columns`` of a whole cache, whose keys lie as (B, K, H, S), by two products.
+    """Return the attention to the first ``columns`` columns, with two batched matrix products.
 
-    Products take the cache with its columns that are not filled: of a part of it PyTorch would make a copy, and oneDNN
-    generates code for each size that it meets.
+    The products read the full cache, including unused columns. PyTorch would copy a slice, and oneDNN
+    generates code for each new size. Keys have the memory layout (B, K, H, S).
     """
     q_BKRH, rows = _grouped(q_BTNH, k_BKSH.size(1), mask)
     q_BKRH = q_BKRH * (q_BTNH.size(-1) ** -0.5 if scale is None else scale)
@@ -242,16 +263,19 @@ def _attend_by_products(
 
 
 def _has_fast_products(q_BTNH: Tensor, numel: int) -> bool:
-    """Whether products are faster than the flash kernel for as many keys as will be cached.
+    """True if matrix products are faster than the flash kernel for ``numel`` cached key elements.
 
-    In bfloat16, where attention by blocks of products is: 1.4 times as fast with four query heads to a key head of 64,
-    3.5 times with one to one of 128 (1,088 columns). In float32 0.7 to 1.3 times.
+    Speedup in bfloat16 with 1,088 columns: 1.4 for four query heads per key head of size 64, and 3.5 for one
+    query head per key head of size 128. In float32 it is 0.7 to 1.3.
     """
     return q_BTNH.dtype == torch.bfloat16 and numel >= _SMALLEST_BY_PRODUCTS and attends_in_blocks(q_BTNH)
 
 
 def _grouped(q_BTNH: Tensor, K: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Queries (B, K, R, H) and their mask (B or 1, 1, R, S): heads that share keys stand as tokens would."""
+    """Return queries (B, K, R, H) and their mask (B or 1, 1, R, S).
+
+    Heads with the same keys become extra tokens.
+    """
     B, T, N, H = q_BTNH.shape
     G = N // K
     if T == 1:
@@ -261,7 +285,7 @@ def _grouped(q_BTNH: Tensor, K: int, mask: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def _ungrouped(out_BKRH: Tensor, q_BTNH: Tensor) -> Tensor:
-    """As the queries were given, (B, T, N, H)."""
+    """Return the output in the shape of the queries, (B, T, N, H)."""
     B, T, N, H = q_BTNH.shape
     if T == 1:
         return out_BKRH.reshape(B, 1, N, H)
@@ -270,10 +294,10 @@ def _ungrouped(out_BKRH: Tensor, q_BTNH: Tensor) -> Tensor:
 
 @contextmanager
 def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
-    """Let a model remember keys and values within the block; afterwards its own cores are back.
+    """Replace a model's attention cores with cached ones inside the block, and restore them afterwards.
 
     Raises:
-        ConfigError: when the layout names no attention core, or a core does more than its attributes say.
+        ConfigError: the layout names no attention core, or a core computes more than its attributes describe.
     """
     paths = [path for path, _ in model.named_modules() if layout.context and matches(path, layout.context)]
     if not paths:
@@ -295,10 +319,11 @@ def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
 
 
 def _check_core(path: str, core: nn.Module) -> None:
-    """Refuse a core of a user's file that does something else than what is done here in its place."""
+    """Raise ConfigError for a user-defined core that ``CachedCore`` cannot replace."""
     if type(core) in (AttentionCore, SinkAttentionCore):
         return
-    broken = broken_when_split(core, None, seq_len=0)  # to keep keys and values asks of a core what splitting does
+    # Caching has the same requirements as splitting a sequence.
+    broken = broken_when_split(core, None, seq_len=0)
     if broken:
         rule = f"{broken.rule}, so its keys and values cannot be kept"
         raise ConfigError(Problem("LAYOUT.context", path, rule, f"add --no_cache, or {broken.fix}"))

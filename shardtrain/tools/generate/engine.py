@@ -1,4 +1,4 @@
-"""From prompts to new tokens: one pass over the prompts, then one pass per token, until every row has ended."""
+"""Generation loop: one pass over the prompts, then one pass per token until every row has ended."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from shardtrain.ops.sampling import Draws, Sampling, choose, penalise_
 from shardtrain.tools.generate.forward_passes import Cached, FullForward, Passes
 
 Watch = Callable[[int, list[int]], bool]
-"""Told of a row and its new tokens after each; gives whether the row has ended."""
+"""Callback after each new token, with the row and its new tokens. Returns True if the row has ended."""
 
 
 class Generator:
-    """A model that continues rows of tokens.
+    """Generates continuations of rows of tokens.
 
-    ``vocab_size`` is the number of ids that may be chosen: those that the tokenizer knows, where the model has rows for
-    more. Without ``use_cache`` every token costs a pass over all before it: for attention that no cache can keep, such
-    as that of a class of ``transformers``, and as the reference that the cache is held to. ``width`` is the number of
-    tensor-parallel ranks.
+    Args:
+        vocab_size: Number of token IDs of the tokenizer, if the model has more. Other IDs are never chosen.
+        use_cache: Keep keys and values. Otherwise each new token costs a pass over the row. This supports any
+            attention, such as ``transformers`` classes, and is the reference for tests of the cache.
+        width: Number of tensor-parallel ranks.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class Generator:
         self._layout = layout
         self._vocab_size = vocab_size
         self._width = width
-        self._use_cache = use_cache and not hasattr(model, "hf")  # whose attention is inside the library's blocks
+        self._use_cache = use_cache and not hasattr(model, "hf")  # transformers computes attention itself
 
     @torch.inference_mode()
     def generate(
@@ -44,13 +45,15 @@ class Generator:
         stop_ids: frozenset[int] = frozenset(),
         watch: Watch | None = None,
     ) -> list[list[int]]:
-        """New tokens of each prompt; one of ``stop_ids``, with which a row ends, is the last of them.
+        """Return the new tokens of each prompt, including the ID of ``stop_ids`` that ended the row.
 
-        ``numbers`` are the numbers of the rows, which with the seed decide what is drawn; 0, 1, 2... unless given.
+        Args:
+            numbers: Row numbers, which determine the random draws together with the seed. 0, 1, 2, ... by
+                default.
 
         Raises:
-            ValueError: when a prompt has no token.
-            NumericalError: when the logits are not finite.
+            ValueError: a prompt has no token.
+            NumericalError: the logits are not finite.
         """
         if not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt has no token")
@@ -60,7 +63,7 @@ class Generator:
         live = list(range(len(prompts))) if max_new_tokens > 0 else []
         reader: type[Passes] = Cached if self._use_cache else FullForward
         with reader(self._model, self._layout, self._width) as passes:
-            # the prompts first, then the token that each row was given last
+            # The first pass reads the prompts. Later passes read the newest token of each row.
             feed: Sequence[Sequence[int]] = prompts
             while live:
                 logits_BV = passes.logits(feed, max_new_tokens)[:, : self._vocab_size]
@@ -72,7 +75,8 @@ class Generator:
                 ended = {row for row in live if new[row][-1] in stop_ids or len(new[row]) >= max_new_tokens}
                 ended |= {row for row in live if watch is not None and watch(row, new[row])}
 
-                # Rows that have ended leave the batch; places are those within it, rows those of the caller.
+                # Remove ended rows from the batch. "place" is an index into the batch, "row" one into the
+                # prompts.
                 going = [place for place, row in enumerate(live) if row not in ended]
                 if going and len(going) < len(live):
                     passes.keep(going)

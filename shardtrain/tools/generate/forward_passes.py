@@ -1,8 +1,8 @@
-"""Passes of a model over rows of tokens, of which only the logits after each row's last token are wanted.
+"""Forward passes that return only the logits after each row's last token.
 
-Under tensor parallelism the model splits the sequence between its layers, so a pass has a multiple of ``width`` tokens:
-what follows the last real one is filled up; causal attention cannot see it, and the cache writes over it next time.
-Shape suffixes: B rows, T tokens of this pass, D model, V vocabulary.
+Tensor parallelism splits the sequence between layers, so a pass has a multiple of ``width`` tokens. Padding
+follows the last token: causal attention cannot see it, and the cache overwrites it in the next pass. Shape
+suffixes: B rows, T tokens of this pass, D model dimension, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Rows = Sequence[Sequence[int]]
 
 
 class Passes(ABC):
-    """Reads rows bit by bit; a context manager that leaves the model as it was."""
+    """Incremental passes over growing rows. Use as a context manager, which restores the model on exit."""
 
     def __init__(self, model: nn.Module, layout: Layout, width: int = 1) -> None:
         self._model = model
@@ -34,7 +34,7 @@ class Passes(ABC):
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        # the head is computed for the last tokens alone: with all it may cost more than the rest of the model
+        # Compute the head only for last tokens. For all tokens it may cost more than the rest of the model.
         head = self._model.get_submodule(self._layout.last[-1])
         self._stack.callback(head.register_forward_pre_hook(self._select, prepend=True).remove)
         return self
@@ -44,34 +44,36 @@ class Passes(ABC):
 
     @abstractmethod
     def logits(self, rows: Rows, max_new_tokens: int) -> Tensor:
-        """Logits (B, V) after what was read so far and these tokens of each row: first the prompts, then one each.
+        """Append tokens to each row and return the logits (B, V) after its last token.
 
-        ``max_new_tokens`` bounds how many passes may follow the prompts.
+        The first call passes the prompts, later calls one token per row. ``max_new_tokens`` is the maximum
+        number of later calls.
         """
 
     @abstractmethod
     def keep(self, places: Sequence[int]) -> None:
-        """Continue with some of the rows."""
+        """Keep only the rows at these indices of the batch."""
 
     def _run(self, rows: Rows, starts: Sequence[int]) -> Tensor:
-        """One pass: rows of several lengths, the first token of each at position ``starts``."""
+        """Run one pass over rows of different lengths. ``starts`` are the positions of their first tokens."""
         lengths = [len(row) for row in rows]
         longest = max(lengths)
-        T = -(-longest // self._width) * self._width  # a multiple of the ranks that share the sequence
+        T = -(-longest // self._width) * self._width  # tensor-parallel ranks split the sequence evenly
         tokens_BT = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=self._device)
         positions_BT = torch.tensor(starts, device=self._device)[:, None] + torch.arange(T, device=self._device)
         same = min(lengths) == longest
         self._last_B = longest - 1 if same else torch.tensor(lengths, device=self._device) - 1
         logits_BTV: Tensor = self._model(tokens_BT, positions_BT)
-        # a head that is also the embedding is not a module of its own: then all tokens have logits
+        # A head tied to the embedding is not a separate module, so the hook did not run and all tokens have
+        # logits.
         return (logits_BTV if logits_BTV.size(1) == 1 else self._at_last(logits_BTV))[:, 0]
 
     def _select(self, head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Of what goes into the head, each row's last token: (B, 1, D)."""
+        """Reduce the head's input to each row's last token, (B, 1, D)."""
         x_BTD = inputs[0]
         weight = getattr(head, "weight", None)
-        # With sequence parallelism this rank has its part of the sequence, as a plain tensor or a DTensor. The whole of
-        # it is gathered, since a row's last token may lie with any rank.
+        # With sequence parallelism this rank has its part of the sequence, as a plain tensor or a DTensor.
+        # Gather the full sequence, because any rank may have a row's last token.
         if isinstance(weight, DTensor) and not isinstance(x_BTD, DTensor):
             mesh = weight.device_mesh
             x_BTD = DTensor.from_local(x_BTD, mesh["tp"] if mesh.ndim > 1 else mesh, (Shard(1),), run_check=False)
@@ -82,8 +84,8 @@ class Passes(ABC):
         return (self._at_last(x_BTD), *inputs[1:])
 
     def _at_last(self, x_BTD: Tensor) -> Tensor:
-        # A tensor of its own: of a view with other strides PyTorch makes a batched product, for which it copies the
-        # whole weight of the head for each row. contiguous() would keep the strides of a single row
+        # Copy. For a view with other strides PyTorch runs a batched product, which copies the head's weight
+        # for each row. contiguous() would keep the strides of a single row.
         if isinstance(self._last_B, int):
             last_B1D = x_BTD[:, self._last_B : self._last_B + 1]
             return last_B1D.clone(memory_format=torch.contiguous_format)
@@ -91,7 +93,7 @@ class Passes(ABC):
 
 
 class Cached(Passes):
-    """Reads each token once, and remembers its keys and values."""
+    """Passes with a key-value cache: each token is read once."""
 
     def __enter__(self) -> Self:
         self._cache: Cache = self._stack.enter_context(installed(self._model, self._layout))
@@ -116,7 +118,7 @@ class Cached(Passes):
 
 
 class FullForward(Passes):
-    """Reads everything again in every pass, through the model's own attention."""
+    """Passes without a cache: each pass reads the full rows with the model's own attention."""
 
     def __enter__(self) -> Self:
         self._rows: list[list[int]] = []

@@ -1,6 +1,7 @@
-"""Options of ``shardtrain generate`` and ``shardtrain.generate``. No torch, so that a wrong option is reported at once.
+"""Options of ``shardtrain generate`` and ``shardtrain.generate``.
 
-Each option is one field. The command line is made from ``GenerateOptions``, the Python function from ``TextOptions``.
+Import no torch, so that errors appear at once. Each option is one field. ``GenerateOptions`` defines the
+command line, and ``TextOptions`` the Python function.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ of a file every field is kept and the prediction added, and the output is there 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model of a verb, and the devices that it runs on."""
+    """Options for the model and its devices, shared by several verbs."""
 
     source: Path = option(..., "run folder, checkpoint, or HF_DIR", flag="--from", metavar="RUN")
     step: str | None = option(None, HELP, type=step_name)
@@ -35,7 +36,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class PromptOptions(ModelOptions):
-    """The prompts of the command line, and where their continuations go."""
+    """Command-line options for prompts and the output file."""
 
     base: Path | None = option(None, "frozen weights of a run with adapters, if they have moved", rare=True)
     adapter: Path | None = option(None, "PEFT folder whose adapters are added to the model", rare=True)
@@ -49,7 +50,7 @@ class PromptOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How text is written: the options that the command line and Python share."""
+    """Options for generation, shared by the command line and the Python function."""
 
     chat: bool = option(False, "render the prompt, a text or messages, with the chat template")
     max_new_tokens: int = option(128, "at most this many new tokens per prompt (128)", positional=True)
@@ -64,7 +65,7 @@ class TextOptions:
 
     @property
     def stops(self) -> list[str]:
-        """The stop texts; a plain str is one text."""
+        """Stop texts as a list. A plain str is one text."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
 
@@ -77,8 +78,8 @@ def read(words: list[str]) -> GenerateOptions:
     """Parse a command line.
 
     Raises:
-        ConfigError: with all problems of the options.
-        HelpPrinted: the help was requested.
+        ConfigError: the options are invalid. It lists all problems.
+        HelpPrinted: the command line requests the help.
     """
     parser = StrictArgumentParser(
         "shardtrain generate", ABOUT, 'shardtrain generate outputs --prompt "def "', first="--from"
@@ -93,7 +94,7 @@ def read(words: list[str]) -> GenerateOptions:
 
 
 def check(options: TextOptions) -> None:
-    """Raise ConfigError with all problems of the options that Python has."""
+    """Raise ConfigError with all problems of the Python function's options."""
     problems = list(_text_problems(options))
     if problems:
         raise ConfigError(problems)
@@ -127,7 +128,7 @@ _BOUNDS: tuple[tuple[str, float, float, str, str], ...] = (
     ("seed", 0, math.inf, "must be 0 or above", "use a whole number"),
     ("batch_size", 1, math.inf, "must be at least 1", "write it like 8"),
 )
-"""Option, least and greatest value, rule and fix."""
+"""Option, minimum, maximum, rule and fix."""
 
 
 def _text_problems(o: TextOptions) -> Iterator[Problem]:

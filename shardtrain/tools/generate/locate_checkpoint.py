@@ -1,4 +1,4 @@
-"""Where a trained model lies: the configuration that says what it is, and a checkpoint of it that is good."""
+"""Find a trained model: its configuration, and a verified checkpoint."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from shardtrain.hf.folder_config import config_of, is_hub_folder, loaded_of
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
 _LEVELS = 4
-"""A checkpoint lies at most so deep below its run's folder: job.dump_folder, checkpoint.folder, step-N."""
+"""Number of folders searched for the configuration, from step-N up to job.dump_folder."""
 
 
 def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str | None = None) -> Loaded:
-    """The configuration of a run, from its checkpoint's or its own folder, unless the user names it."""
+    """Load a model's configuration from ``config_file``, or find it from a run, checkpoint or hub folder."""
     if is_hub_folder(path):
         if config_file is not None:
             rule = f"has no effect: {path} is a Hugging Face folder, which says what it is"
             raise ConfigError(Problem("--config", str(config_file), rule, "leave it out"))
         return config_of(path, tokenizer_path)
 
-    # What import or merge wrote: the model that it noted, and the tokenizer that it kept.
+    # A checkpoint written by import or merge records its model and may contain the tokenizer.
     noted = source.noted_model(path, manifest.read(path)) if (path / MANIFEST).is_file() else None
     if noted is not None and config_file is None:
         kept = source.of_checkpoint(path, manifest.read(path))
@@ -44,7 +44,7 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
     if not path.exists():
         raise ConfigError(Problem("--from", str(path), "does not exist", "name a run's folder or a checkpoint"))
 
-    # The configuration that a run left in its folder.
+    # A run writes its configuration to its folder. Search the path and its parents.
     whole = Path(os.path.realpath(path))
     levels = [whole, *whole.parents][:_LEVELS]
     found = next((level / RESOLVED_CONFIG for level in levels if (level / RESOLVED_CONFIG).is_file()), None)
@@ -52,7 +52,8 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
         rule = f"has no {RESOLVED_CONFIG} in it or above it, nor the config.json of a Hugging Face folder"
         raise ConfigError(Problem("--from", str(path), rule, "name the run's configuration with --config"))
     loaded = configs.load(found)
-    # A folder from elsewhere may name a file of code, which is run only where the user has named the configuration.
+    # A downloaded folder may refer to a Python file. Run it only if the user passed the configuration
+    # explicitly.
     model = loaded.config.model
     for option, value in (("model.name", model.name), ("model.tokenizer_path", model.tokenizer_path)):
         if value and value.endswith(".py"):
@@ -62,11 +63,11 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
 
 
 def find_checkpoint(path: Path, config: Config, step: str | None = None) -> ChosenCheckpoint:
-    """Return the checkpoint that ``path`` is, or that ``step`` names in a run, verified (a collective).
+    """Return a verified checkpoint: ``path`` itself, or the one selected by ``step`` in a run (a collective).
 
     Raises:
         ConfigError: ``step`` is given and ``path`` is a checkpoint.
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: the checkpoint does not exist, or it is damaged.
     """
     if (path / MANIFEST).exists() or retention.step_of(path) is not None:
         choice.reject_step(step, path)

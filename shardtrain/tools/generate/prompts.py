@@ -1,4 +1,4 @@
-"""What is asked: the rows of a file, each field kept to the byte, or one text; and the tokens of each."""
+"""Read and encode prompts, and write predictions. All other fields of a row are preserved byte for byte."""
 
 from __future__ import annotations
 
@@ -21,27 +21,32 @@ from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One line of a file of prompts."""
+    """One line of a file of prompts.
+
+    Attributes:
+        place: File and line number, for messages.
+        line: JSON object as read from the file.
+    """
 
     place: str
     line: str
-    """The object as it was written."""
     values: Mapping[str, Any]
 
     def with_prediction(self, field: str, prediction: str) -> str:
-        """The object as it was written, with one field more."""
-        # the closing brace is moved: writing the values again would change numbers, spaces and escapes
+        """Return the original JSON object with one more field."""
+        # Insert before the closing brace. Serializing the values again would change numbers, spaces and
+        # escapes.
         comma = ", " if self.values else ""
         return f"{self.line[:-1].rstrip()}{comma}{json.dumps(field)}: {json.dumps(prediction, ensure_ascii=False)}}}"
 
 
 def read_rows(path: Path, field: str, prediction_field: str) -> list[PromptRow]:
-    """The rows of a JSONL file; empty lines are skipped.
+    """Return the rows of a JSONL file. Empty lines are skipped.
 
     Raises:
-        ConfigError: when the file cannot be read.
-        DataError: naming file and line, where a line is not an object, has no such field, or has the field of
-        predictions.
+        ConfigError: the file cannot be read.
+        DataError: a line is not an object, lacks ``field``, or already has ``prediction_field``. The message
+            names the file and line.
     """
     try:
         content = path.read_bytes()
@@ -57,7 +62,7 @@ def read_rows(path: Path, field: str, prediction_field: str) -> list[PromptRow]:
 
 
 def read_row(data: bytes, place: str, field: str, prediction_field: str) -> PromptRow:
-    """Read one line of JSON. Raise DataError, which begins with ``place``, if it has no prompt."""
+    """Parse one line of JSON. Raise DataError if it has no prompt. The message begins with ``place``."""
     try:
         line = data.decode("utf-8-sig").strip()
         values = json.loads(line)
@@ -79,7 +84,7 @@ def read_row(data: bytes, place: str, field: str, prediction_field: str) -> Prom
 
 
 class GenerationPrompts:
-    """Prompts to tokens: a text as training begins one, or a conversation by a chat template."""
+    """Encodes prompts: texts begin with BOS as in training, conversations use the chat template."""
 
     def __init__(self, tokenizer: Tokenizer, data: Data, conversations: Conversations | None) -> None:
         self._tokenizer = tokenizer
@@ -87,7 +92,7 @@ class GenerationPrompts:
         self._ends = ends_of(tokenizer, replace(data, add_eos=None, separator=None))
 
     def row(self, row: PromptRow, field: str, tools_field: str) -> list[int]:
-        """Tokens of a row's prompt; raises DataError naming its place."""
+        """Return the tokens of a row's prompt. Raise DataError with the row's place if it is unusable."""
         try:
             value = column(row.values, field)
             if self._conversations is None:
@@ -97,14 +102,17 @@ class GenerationPrompts:
             raise DataError(f"{row.place}: {error.reason}") from None
 
     def value(self, value: Any, field: str, variables: Variables = NO_VARIABLES) -> list[int]:
-        """Tokens of a text, or with a chat template of a text that a user says, or of a list of messages."""
+        """Return the tokens of a text.
+
+        With a chat template, ``value`` is a user message or a list of messages.
+        """
         if self._conversations is not None:
             messages = [{"role": "user", "content": value}] if isinstance(value, str) else messages_of(value, field)
             ids = self._conversations.prompt(messages, variables).tolist()
         elif isinstance(value, str):
             ids = self._ends.begin(self._tokenizer.encode(value).tolist())
             if not ids and self._tokenizer.bos_id is not None:
-                ids = [self._tokenizer.bos_id]  # something has to be continued
+                ids = [self._tokenizer.bos_id]  # the model needs at least one token
         else:
             raise Unusable(f"column {field!r} holds a list of messages, which needs a chat template: give --chat")
         if not ids:
@@ -113,7 +121,7 @@ class GenerationPrompts:
 
 
 def check_output(path: Path | None) -> None:
-    """Refuse, before any work, an output that exists or cannot be written. None is stdout."""
+    """Raise ConfigError if the output exists or cannot be written. None is stdout."""
     if path is None:
         return
     if path.exists():
@@ -123,7 +131,7 @@ def check_output(path: Path | None) -> None:
 
 
 def write_rows(path: Path, rows: Sequence[PromptRow], predictions: Sequence[str], field: str) -> None:
-    """Write all rows with their predictions, or nothing."""
+    """Write all rows with their predictions atomically."""
     lines = [row.with_prediction(field, text) for row, text in zip(rows, predictions, strict=True)]
     try:
         atomic_io.write(path, "".join(f"{line}\n" for line in lines), durable=True)

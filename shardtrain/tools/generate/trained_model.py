@@ -1,8 +1,8 @@
-"""A trained model with its tokenizer, from the folder of a run, of a checkpoint, or in Hugging Face format.
+"""Open a trained model with its tokenizer from a run folder, a checkpoint, or a Hugging Face folder.
 
-The checkpoint's bytes are verified before they are used. The model is that of the run's ``config.resolved.toml``, found
-beside the checkpoint; a Hugging Face folder has its own ``config.json`` and tokenizer. A model file of a user's is
-code, so a path to one is followed only where the user names the configuration: what lies in a folder from elsewhere is
+The checkpoint is verified before use. Its model is defined by the run's ``config.resolved.toml``, found near
+the checkpoint. A Hugging Face folder has its own ``config.json`` and tokenizer. A model file of the user is
+code, so it is loaded only if the user passes the configuration explicitly. Code in downloaded folders is
 never run.
 """
 
@@ -44,20 +44,24 @@ from shardtrain.utils.python_api import python_function
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A trained model, and its tokenizer if it has one."""
+    """A trained model and its tokenizer, if any.
+
+    Attributes:
+        name: Description of the model and checkpoint for messages.
+        width: Number of ranks over which each layer is split.
+        settings: Generation settings of the Hugging Face folder, or of the folder that a checkpoint was
+            imported from.
+        num_ranks: Number of ranks of the run that saved the checkpoint.
+    """
 
     model: nn.Module
     layout: Layout
     open_tokenizer: Callable[[], data.Tokenizer]
     config: Config
     name: str
-    """Model and checkpoint in words."""
     width: int = 1
-    """Ranks over which each layer is split."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Generation settings of a Hugging Face folder, or of the one that a checkpoint was imported from."""
     num_ranks: int = 1
-    """Ranks of the run that saved the checkpoint."""
 
     def __repr__(self) -> str:
         return f"OpenedModel({self.name})"
@@ -65,24 +69,24 @@ class OpenedModel:
     @property
     @python_function
     def tokenizer(self) -> data.Tokenizer:
-        """The tokenizer. Only text needs one, so the model's weights can be used without.
+        """Tokenizer, opened on first use. Uses of the weights without text do not require one.
 
         Raises:
-            ConfigError: there is none, or it does not fit the model.
+            ConfigError: the model has no tokenizer, or its vocabulary exceeds the model's.
         """
         return self.open_tokenizer()
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text: those that the folder's files list, else those that end a text in training."""
+        """End tokens: those listed in the Hugging Face folder, or those that end a text in training."""
         listed = end_ids(self.settings)
         try:
             return frozenset(listed or trained_tokens(self.tokenizer, self.config)[EOS])
-        except ConfigError:  # the run's chat template has moved, which only --chat needs
+        except ConfigError:  # the chat template file was moved, which matters only with --chat
             return frozenset(() if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,))
 
     def with_data(self, **options: Any) -> OpenedModel:
-        """Return the same model with other options of [data]. An option that is None stays as it is."""
+        """Return the same model with some [data] options replaced. None keeps an option."""
         given = {name: value for name, value in options.items() if value is not None}
         return replace(self, config=replace(self.config, data=replace(self.config.data, **given)))
 
@@ -99,17 +103,20 @@ def open_model(
     step: str | None = None,
     needs_text: bool = True,
 ) -> OpenedModel:
-    """Open a Hugging Face folder, a checkpoint, or the checkpoint of a run that ``step`` names (``checkpoint.choice``).
+    """Open a Hugging Face folder, a checkpoint, or the checkpoint ``step`` of a run (``checkpoint.choice``).
 
-    ``dtype`` is the type to hold and compute in; that in which the run computed unless given. The model is on the
-    device of ``world``, and with more than one rank each layer is split over all (a collective); else on the CPU.
-    ``tokenizer_path`` is for a Hugging Face folder without a tokenizer. Unless ``needs_text``, the model's own
-    tokenizer is opened when it is first used. ``base`` is where the weights beside a run's adapters are now,
-    ``adapter`` a folder of PEFT to add to a model.
+    Args:
+        dtype: Type of weights and computation. Defaults to the run's compute type.
+        world: Ranks and device. Each layer is split over all ranks (a collective). Defaults to one rank on
+            the CPU.
+        tokenizer_path: Tokenizer of a Hugging Face folder without one.
+        base: Current path of the frozen weights that a run's adapters were trained on.
+        adapter: PEFT folder with adapters to add to the model.
+        needs_text: Open the tokenizer now. Otherwise the model's own tokenizer is opened on first use.
 
     Raises:
-        ConfigError: when the configuration is missing or does not fit.
-        CheckpointError: when there is no checkpoint, or it is damaged or of another model.
+        ConfigError: the configuration is missing or does not fit.
+        CheckpointError: the checkpoint does not exist, is damaged, or belongs to another model.
     """
     config = load_config(path, config_file, tokenizer_path).config
     if config.task.name not in OF_TEXT:
@@ -127,8 +134,9 @@ def open_model(
     if needs_text or tokenizer_path is not None:
         open_tokenizer()
 
-    # On the meta device: the type, the kernels, and this rank's part of each layer. Buffers keep their type, since
-    # biases of routers change by steps too small for another; they are made again, as to_empty leaves them undefined.
+    # Set the dtype and kernels and split the layers on the meta device. Buffers keep their dtype, because
+    # updates of router biases are too small for a narrower one. Save them here, because to_empty leaves them
+    # undefined.
     dtype = dtype or derived.compute_dtype(config)
     buffers = [(owner, name, b) for owner in model.modules() for name, b in owner.named_buffers(recurse=False)]
     model.to(getattr(torch, dtype))
@@ -138,7 +146,7 @@ def open_model(
     if world is not None and world.size > 1:
         _split(model, module.LAYOUT, config, getattr(shape, "num_experts", 0), world)
 
-    # Memory, and the weights.
+    # Allocate memory and load the weights.
     to_empty(model, device)
     for owner, name, buffer in buffers:
         owner._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
@@ -170,14 +178,18 @@ def _open_tokenizer(path: Path, config: Config, vocab_size: int) -> data.Tokeniz
 
 
 def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, world: World) -> None:
-    """Split each layer over all ranks, as in training; experts are dealt out where their number allows it."""
+    """Split each layer over all ranks, as in training.
+
+    Use expert parallelism if the number of experts is divisible.
+    """
     degrees = Parallelism(
         tensor_parallel_degree=world.size,
         data_parallel_shard_degree=1,
         disable_loss_parallel=True,  # every rank needs all logits, to choose the same token
         expert_parallel_degree=world.size if num_experts and num_experts % world.size == 0 else 1,
     )
-    training = Training(seq_len=64 * world.size, local_batch_size=1)  # the rules of a run ask for some batch
+    # The checks of a run's configuration require a batch.
+    training = Training(seq_len=64 * world.size, local_batch_size=1)
     config = Config(model=config.model, parallelism=degrees, training=training)
     problems = list(configs.check(Loaded(config)))
     if problems:
@@ -190,7 +202,10 @@ def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, w
 
 
 class _StoredWeights:
-    """What lies at a path, found good; filled into a model in two steps, because adapters are modules of their own."""
+    """Verified weights at a path.
+
+    ``adapt`` adds adapter modules to the model, then ``fill`` loads the weights.
+    """
 
     _stored: Manifest | None
 
@@ -204,7 +219,7 @@ class _StoredWeights:
         base: Path | None,
         adapter: Path | None,
     ) -> None:
-        """Find and check it (a collective); for what is raised see ``open_model``."""
+        """Find and verify the weights (a collective). Raises the errors of ``open_model``."""
         self.where = path
         self.name = str(path)
         self.num_ranks = 1
@@ -231,22 +246,22 @@ class _StoredWeights:
         self._peft = None if adapter is None else PeftFolder(adapter, module, shape)
 
     def settings(self) -> dict[str, Any]:
-        """Return the generation settings of the weights' Hugging Face folder: the opened folder, or that of an import.
+        """Return the generation settings of the opened Hugging Face folder, or of the folder of an import.
 
-        {} if there is no such folder.
+        Empty if neither exists.
         """
         origin = source.of_path(self.where)
         return {} if origin is None else read_settings(origin)
 
     def adapt(self, model: nn.Module) -> None:
-        """Put adapters beside the weights of a model on the meta device, where there are some."""
+        """Add adapter modules, if any, to a model on the meta device."""
         wanted = self._peft.spec if self._peft is not None else self._spec
         if wanted is not None:
             spec.apply(model, wanted)
 
     @torch.no_grad()
     def fill(self, model: nn.Module) -> None:
-        """Read this rank's part of the model's tensors."""
+        """Load this rank's shards of the model's tensors."""
         named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         wanted = self._peft.spec if self._peft is not None else self._spec
         adapters = {name: tensor for name, tensor in named.items() if wanted is not None and wanted.holds(name)}

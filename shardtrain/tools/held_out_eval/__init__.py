@@ -1,1 +1,4 @@
-"""``shardtrain test``: evaluate a checkpoint on the held-out sets of its task; write metrics and predictions."""
+"""``shardtrain test``: evaluate a checkpoint on the held-out sets of its task.
+
+Write metrics and predictions.
+"""

@@ -1,4 +1,4 @@
-"""``shardtrain test``: in this process, or on ranks that share the rows."""
+"""Verb ``test``: run in this process, or on several ranks that split the rows."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ A test set without labels gets predictions only.
 
 
 Opener = Callable[[CommandLine], tuple[Loaded, CommandLine]]
-"""The configuration of a command line, and the command line with what its file says of nodes and processes."""
+"""Loads the configuration of a command line. Also returns the command line, with nodes and processes from the
+file."""
 
 
 def main(words: list[str], open_config: Opener | None = None) -> int:
-    """Test what the words ask for; gives the exit status."""
+    """Run the verb with its command-line arguments. Return the exit status."""
     asked = _read(words, open_config or _open_toml)
     from shardtrain.launch import agent, environment, local
 
     if environment.is_rank(os.environ):
         _as_rank(asked)
 
-    # On several nodes a launcher of ours runs the verb on each; else the ranks are started here.
+    # On several nodes our launcher runs the verb on each node. Otherwise start the ranks here.
     code = agent.run_verb("test", words, asked.loaded.config, asked.nproc, asked.arguments)
     if code is not None:
         return code
@@ -58,7 +59,7 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
     choice = environment.choose_processes_here(config, asked.nproc)
     _require(asked.loaded, choice.count, accelerators)
     environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=True)
-    with heartbeat("importing PyTorch"):  # before a fork, so that no rank pays for the imports again
+    with heartbeat("importing PyTorch"):  # before the fork, so that ranks share the imports
         from shardtrain.tools.held_out_eval import held_out_eval_rank
 
     if choice.count == 1:
@@ -71,7 +72,7 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
 
 
 def _as_rank(asked: HeldOutOptions) -> NoReturn:
-    """One rank of several, started by torchrun, by srun, or by ``main`` as a fresh process."""
+    """Run as one of several ranks, started by torchrun, by srun, or by ``main`` as a new process."""
     from shardtrain.launch import environment, local
 
     has_parent = local.become_rank()
@@ -96,7 +97,7 @@ def _open_toml(arguments: CommandLine) -> tuple[Loaded, CommandLine]:
 
 
 def _read(words: list[str], open_config: Opener) -> HeldOutOptions:
-    """Read the words of a command line. Raises ConfigError, and HelpPrinted if the help was asked for."""
+    """Parse a command line. Raise ConfigError for invalid options, and HelpPrinted for ``--help``."""
     options = {
         "--step": VerbOption(step_name, "best"),
         "--checkpoint": VerbOption(),
@@ -107,7 +108,7 @@ def _read(words: list[str], open_config: Opener) -> HeldOutOptions:
     arguments = split(taken.rest)
     loaded, arguments = open_config(arguments)
     config = loaded.config
-    # no step is made: the batch of one says nothing here, and need not be one that these ranks could make
+    # No training step runs, so the global batch size does not need to fit these ranks.
     training = dataclasses.replace(config.training, global_batch_size=-1)
     loaded = dataclasses.replace(loaded, config=dataclasses.replace(config, training=training))
     if not sets_of(loaded.config):

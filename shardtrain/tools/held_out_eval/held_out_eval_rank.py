@@ -1,4 +1,4 @@
-"""A trained model on the sets of its task, as one rank: weights in, each row once, files out when all is known."""
+"""Evaluate a checkpoint on the held-out sets of its task as one rank. Write the result files."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ from shardtrain.utils.log import logger
 
 
 def main(asked: HeldOutOptions) -> None:
-    """Evaluate the sets and write their files (the first rank); raises ShardtrainError for what a user can fix."""
+    """Evaluate the sets.
+
+    Rank 0 writes the files. Raise ShardtrainError for problems that the user can fix.
+    """
     config = asked.loaded.config
-    # weights are measured, in the type of the run; float8 is how they were trained
+    # Evaluate in the run's dtype. Converters such as float8 apply only to training.
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, converters=[]))
     with process_group.join(config.comm, config.training.device) as world:
         console = world.rank in log.console_ranks()
@@ -38,7 +41,7 @@ def main(asked: HeldOutOptions) -> None:
         often = None if world.rank == 0 else 0
         with heartbeat("building the model and loading its weights", often):
             built = build_model(config, mesh)
-            if isinstance(built.task, tasks.RowTask):  # a teacher takes no part in what is measured
+            if isinstance(built.task, tasks.RowTask):  # does not affect the metrics
                 reference_models.hold(built.task, built.runner, config, mesh)
             load(built, config, asked.checkpoint)
         files: dict[str, str | None] = {}
@@ -53,13 +56,14 @@ def main(asked: HeldOutOptions) -> None:
 
 
 def load(built: BuiltModel, config: Config, wanted: str | None) -> Place:
-    """Fill the model with the weights of a checkpoint, and return and log its path (a collective).
+    """Load the weights of a checkpoint, and return and log its path (a collective).
 
     Args:
-        wanted: a step of the run (``checkpoint.choice``), or the path of a checkpoint.
+        wanted: A step of the run (``checkpoint.choice``), the path of a checkpoint, or None for the default
+            step.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged or of another model.
+        CheckpointError: the checkpoint does not exist, is damaged, or belongs to another model.
     """
     options = dataclasses.replace(config.checkpoint, enable=True, load_only=True, load_step=-1)
     checkpoints = Checkpoints(dataclasses.replace(config, checkpoint=options))
@@ -81,7 +85,7 @@ def load(built: BuiltModel, config: Config, wanted: str | None) -> Place:
 
 
 def measure(built: BuiltModel, config: Config, mesh: Mesh, split: str) -> tuple[Evaluation, bool]:
-    """What the model scores on a set, each row once (a collective), and whether the set has what it predicts."""
+    """Evaluate the model on each row of a set (a collective). Also return True if the set has labels."""
     task = built.task
     options = {}
     labelled = True
@@ -101,14 +105,14 @@ def measure(built: BuiltModel, config: Config, mesh: Mesh, split: str) -> tuple[
     task.check(stream, built.module, built.shape)
     require_same_data(stream, f"the data of {split}")
     found = validation.evaluate(built.runner, stream, mesh, labelled=labelled)
-    assert found is not None  # nobody was asked to stop
+    assert found is not None  # evaluate returns None only when interrupted
     return found, labelled
 
 
 def files_of(
     name: str, task: tasks.LanguageModel | tasks.RowTask, found: Evaluation, labelled: bool
 ) -> dict[str, str | None]:
-    """The text of each result file of a set, by name; None for one of an earlier test, which is removed."""
+    """Return the text of each result file by name. None removes a file of an earlier test."""
     results = None
     if labelled:
         values = task.results(found.values) if isinstance(task, tasks.RowTask) else found.values

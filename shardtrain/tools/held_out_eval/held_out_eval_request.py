@@ -1,4 +1,4 @@
-"""What ``shardtrain test`` is asked for."""
+"""Options of ``shardtrain test``."""
 
 from __future__ import annotations
 
@@ -11,29 +11,33 @@ from shardtrain.config.command_line import CommandLine
 from shardtrain.config.schema import Config
 
 FOLDER = "testing"
-"""Folder of the logs, below job.dump_folder: those of the run stay as they are."""
+"""Log folder below job.dump_folder, separate from the run's logs."""
 SPLITS = {"dev": "validation", "test": "test"}
-"""Names of the files of a set -> what the task calls it."""
+"""Prefix of a set's result files -> the task's name of the split."""
 
 
 @dataclass(frozen=True)
 class HeldOutOptions:
-    """A config, which checkpoint of it, how many ranks, and where the files go."""
+    """Parsed options.
+
+    Attributes:
+        checkpoint: A step name (``checkpoint.choice``), a path, or None.
+        output: Folder of the result files.
+    """
 
     loaded: Loaded
     checkpoint: str | None
-    """A step name (``checkpoint.choice``), a path, or None."""
     arguments: CommandLine
     output: Path
 
     @property
     def nproc(self) -> int | None:
-        """The ranks of this node that were asked for."""
+        """Requested number of ranks on this node."""
         return self.arguments.nproc
 
     @property
     def launched(self) -> Loaded:
-        """What the launcher needs to know: a folder for logs of its own, and that nothing is to be saved."""
+        """Configuration for the launcher, with a separate log folder and without saving checkpoints."""
         config = self.loaded.config
         job = dataclasses.replace(config.job, dump_folder=str(Path(config.job.dump_folder) / FOLDER))
         checkpoint = dataclasses.replace(config.checkpoint, enable=False)
@@ -41,7 +45,7 @@ class HeldOutOptions:
 
 
 def sets_of(config: Config) -> list[str]:
-    """The sets that the config names: "dev", "test"."""
+    """Return the names of the configured sets: "dev", "test"."""
     dev = config.validation.enable or config.validation.dataset != ""
     test = config.task.test_dataset_path is not None
     return [name for name, is_set in (("dev", dev), ("test", test)) if is_set]
