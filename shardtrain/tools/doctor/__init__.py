@@ -1,8 +1,8 @@
-"""``shardtrain doctor``: what is wrong with this machine or cluster, before a run is.
+"""``shardtrain doctor``: find problems of a machine or cluster before a run.
 
-Each area is one file with two functions: ``collect`` notes plain facts on every rank, within a limit of time, and
-``judge`` is a pure function of what all ranks noted. ``rank`` carries both out, ``report`` prints, ``command`` starts
-the ranks.
+Each area is one file with two functions. ``collect`` records facts on every rank, within a time limit.
+``judge`` is a pure function of the facts of all ranks. ``rank`` calls both, ``doctor_report`` prints the
+findings, and ``doctor_command`` starts the ranks.
 """
 
 from shardtrain.tools.doctor.doctor_command import main

@@ -1,4 +1,4 @@
-"""Clocks: how far the hosts' clocks are apart, and what they follow."""
+"""Clocks: differences between hosts, clock source, and synchronization."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ AREA = "clock"
 
 ROUNDS = 4
 WARN_SECONDS = 1.0
-"""How far clocks may differ: beyond it logs do not show who was first."""
+"""Maximum clock difference. Beyond it, timestamps in logs do not show the order of events."""
 _TIME_ERROR = 5
-"""What adjtimex(2) returns where the clock is not synchronized."""
+"""Return value of adjtimex(2) for an unsynchronized clock."""
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Note the time of this rank at moments at which all ranks meet."""
+    """Record the clock source, and the time of this rank at moments when all ranks meet."""
     facts["source"] = kernel_text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     facts["synchronized"] = synchronized()
     facts["moments"] = []
@@ -31,12 +31,13 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 
 def synchronized() -> bool | None:
-    """Whether the kernel holds its clock for synchronized (NTP, PTP); None where it does not say."""
+    """True if the kernel reports a synchronized clock (NTP, PTP). None if it does not report the state."""
     if sys.platform != "linux":
         return None
     try:
         libc = ctypes.CDLL(None, use_errno=True)
-        # modes, the first field of struct timex, is 0: read, change nothing; 512 bytes are more than it has anywhere
+        # modes, the first field of struct timex, is 0, which only reads. The struct is smaller than 512
+        # bytes.
         state = libc.adjtimex(ctypes.create_string_buffer(512))
     except (OSError, AttributeError):
         return None
@@ -44,9 +45,10 @@ def synchronized() -> bool | None:
 
 
 def offsets(moments: dict[int, list[float]]) -> dict[int, float]:
-    """Seconds by which each rank's clock is ahead of the middle one.
+    """Return the seconds by which each rank's clock is ahead of the median clock.
 
-    A rank notes each moment a little late, by its distance to the store; of some rounds the least late one counts.
+    A rank records each moment slightly late, depending on its latency to the store. The smallest difference
+    counts.
     """
     answered = {rank: times for rank, times in moments.items() if times}
     rounds = min((len(times) for times in answered.values()), default=0)
@@ -58,7 +60,7 @@ def offsets(moments: dict[int, list[float]]) -> dict[int, float]:
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
-    """Each rank's clock against the middle one of all."""
+    """Compare each rank's clock with the median clock."""
     by_rank = reports.of(AREA)
     found = offsets({rank: facts["moments"] for rank, facts in by_rank.items()})
     if found:
@@ -74,7 +76,7 @@ def judge(reports: Reports) -> Iterator[Finding]:
         else:
             yield Finding(AREA, "skew", "pass", f"{1000 * apart:.0f} ms apart", expected)
 
-    # the clock of one host alone need follow nothing
+    # A single host does not need a synchronized clock.
     several = len(reports.hosts()) > 1
     rules = {"synchronized": lambda facts: _synchronized(facts, several), "source": _source}
     yield from each(reports, AREA, rules)

@@ -1,4 +1,4 @@
-"""The configuration of the run against this machine: what ``train`` would refuse, and how large the model is."""
+"""Configuration: problems that ``train`` would report on this machine, and the size of the model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ AREA = "config"
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Note problems and notes of the configuration here; the first rank also counts what the model needs."""
+    """Record problems and notes of the configuration. Rank 0 also computes the memory needs of the model."""
     from shardtrain.launch import environment
 
     loaded = context.loaded
     found = environment.count_accelerators(loaded.config.training.device)
     problems = config.problems_of(loaded, context.size, context.device, found)
-    problems = [one for one in problems if one.option != "job.dump_folder"]  # storage tells more of it
+    problems = [one for one in problems if one.option != "job.dump_folder"]  # reported by storage
     facts["problems"] = [redact(str(problem)) for problem in problems]
     facts["notes"] = [redact(note) for note in (*loaded.notices, *config.notes(loaded))]
     facts["path"] = str(loaded.path or "")
@@ -28,7 +28,7 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 
 def needs(context: RankContext) -> Facts:
-    """Bytes of weights, gradients and optimizer states on a rank, and of a checkpoint; lower bounds of what is used.
+    """Return minimum bytes of a rank's weights, gradients and optimizer states, and of a checkpoint.
 
     Activations are not counted (see ``docs/dry_run.md``).
     """
@@ -47,10 +47,10 @@ def needs(context: RankContext) -> Facts:
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
-    """A row for each problem and note, with the ranks that have it where not all do."""
+    """Yield a finding per problem and note. It names the affected ranks unless all are affected."""
     by_rank = reports.of(AREA)
     verdicts: tuple[tuple[str, Verdict], ...] = (("problems", "fail"), ("notes", "warn"))
-    # a problem ends with its fix, after the last semicolon
+    # The text of a problem ends with its fix, after the last semicolon.
     clean = True
     for kind, verdict in verdicts:
         texts = list(dict.fromkeys(text for facts in by_rank.values() for text in facts[kind]))

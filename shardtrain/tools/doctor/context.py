@@ -1,4 +1,4 @@
-"""What a check knows about the rank that it runs on."""
+"""Context of a check: its rank, and the connection to other ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank: its place, its device, the configuration of the run, and its line to the other ranks."""
+    """One rank of the doctor.
+
+    Attributes:
+        device: "cpu", "cuda" or "xpu".
+        limit_seconds: Time limit of one check.
+        store: Store shared by all ranks.
+        line: ``StoreChannel`` over the store.
+        num_ranks: Number of ranks of the planned run, if the doctor runs on part of its hosts. 0 for
+            ``size``.
+        has_config: True if the user passed a configuration. Otherwise folders and mesh axes are not relevant.
+    """
 
     loaded: Loaded
     rank: int
@@ -21,25 +31,19 @@ class RankContext:
     local_rank: int
     local_size: int
     device: str
-    """ "cpu", "cuda" or "xpu"."""
     limit_seconds: float
-    """How long one check may take."""
     store: Any
-    """In which the ranks meet."""
     line: Any
-    """A ``StoreChannel`` over it."""
     num_ranks: int = 0
-    """Of the run that is planned, for which this is a look at some of its hosts; 0 for as many as are here."""
     has_config: bool = True
-    """Whether the user named a configuration: the folders and axes of the defaults are of no interest else."""
 
     @property
     def kind(self) -> str:
-        """ "cpu" or "accelerator", by which sizes are chosen."""
+        """Kind of device, "cpu" or "accelerator", which determines the size of tests."""
         return "cpu" if self.device == "cpu" else "accelerator"
 
     def torch_device(self) -> torch.device:
-        """The device of this rank, made the current one of this thread: each check has a thread of its own."""
+        """Return this rank's device and make it current in this thread. Each check has its own thread."""
         from shardtrain.ops import accelerator
 
         return accelerator.of_rank(self.device, self.local_rank)

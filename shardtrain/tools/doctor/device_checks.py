@@ -1,4 +1,4 @@
-"""Devices: which each rank has, how fast it multiplies matrices, and whether the products are right."""
+"""Devices: type, health, speed and correctness of matrix products."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ CPU_SIZE = 512
 CUDA_SIZE = 8192
 REPEATS = 9
 LOAD_SECONDS = 5.0
-"""How long a device is kept busy at most while the driver is asked about it."""
+"""Maximum time to keep a device busy while querying its driver."""
 GOOD_SHARE = 0.5
-"""Of the peak in the data sheet. A large product in bf16 reaches 0.6 to 0.85 of it where power allows; small cards that
-hold their clocks down reach half."""
+"""Minimum fraction of the data sheet's peak. A large bf16 product reaches 0.6 to 0.85 without a power limit,
+and 0.5 on small cards with reduced clocks."""
 BAD_SHARE = 0.2
-"""Of the same: below it is a failure."""
+"""Fraction of the data sheet's peak below which the check fails."""
 TERA = 1e12
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Note the device, its rate, whether its products are exact, and what the driver says of its health."""
+    """Record the device, its speed, the correctness of its products, and its health from the driver."""
     from shardtrain.ops import accelerator
 
     device = context.torch_device()
@@ -45,7 +45,7 @@ def collect(context: RankContext, facts: Facts) -> None:
     context.line.mark("a matrix product")
     a, b = operands(device, dtype)
     facts["exact"] = is_exact(a, b)
-    # its health is asked while it multiplies, and its rate measured after that, when it is warm
+    # Query the health under load. Then measure the speed, when the device is warm.
     if context.device != "cpu":
         facts["uuid"] = health.uuid_of(device)
         facts["health"] = _under_load(facts["uuid"], a, b)
@@ -64,7 +64,7 @@ def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _dtype(device: torch.device, name: str) -> torch.dtype:
-    """The type that training would use: bf16 where the device has units for it."""
+    """Return the dtype to test: float32 on the CPU, bf16 on devices with bf16 units, otherwise float16."""
     import torch
 
     from shardtrain.ops import device_kernels
@@ -76,9 +76,10 @@ def _dtype(device: torch.device, name: str) -> torch.dtype:
 
 
 def operands(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two matrices of -1, 0 and 1, mostly 0: sums of products are whole numbers that every type holds exactly.
+    """Return two sparse matrices of -1, 0 and 1. Every dtype represents their product exactly.
 
-    bf16 holds whole numbers to 256. With one in four not 0, a sum of 8192 products has a standard deviation of 23.
+    bf16 represents integers up to 256. With one nonzero in four, a sum of 8192 products has a standard
+    deviation of 23.
     """
     import torch
 
@@ -93,9 +94,9 @@ def operands(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def is_exact(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the device's product is right, tested against a vector as Freivalds did (1977): (a b) v = a (b v).
+    """True if the product is correct. Freivalds' test (1977) compares (a b) v with a (b v) for a vector v.
 
-    All numbers are whole and small, so both sides are exact in float64 whatever the order of the sums.
+    All numbers are small integers, so both sides are exact in float64 for any order of summation.
     """
     import torch
 
@@ -105,12 +106,15 @@ def is_exact(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product under test."""
+    """Return the product under test."""
     return a @ b
 
 
 def rate(a: torch.Tensor, b: torch.Tensor) -> float:
-    """FLOP per second of the product; the best of some: other work slows some of them, a slow device all."""
+    """Return the FLOP/s of the fastest of several products.
+
+    Other work slows some of them, a slow device all.
+    """
     from shardtrain.ops import accelerator
 
     seconds = []
@@ -121,19 +125,20 @@ def rate(a: torch.Tensor, b: torch.Tensor) -> float:
             multiply(a, b)
         accelerator.finish(a.device)
         seconds.append((time.perf_counter() - started) / inner)
-    # the first also loads the library; a product of n x n matrices is 2 n^3 operations
+    # Skip the first product, which also loads the library. A product of n x n matrices takes 2 n^3
+    # operations.
     return float(2 * a.shape[0] ** 3 / min(seconds[1:]))
 
 
 def num_threads() -> int:
-    """Threads that a product on a CPU has here."""
+    """Return the number of CPU threads that PyTorch uses for a product."""
     import torch
 
     return torch.get_num_threads()
 
 
 def _under_load(uuid: str, a: torch.Tensor, b: torch.Tensor) -> Facts:
-    """What the driver says while the device works: an idle one has low clocks and a narrow link, and is not ill."""
+    """Return the health of a busy device. An idle healthy device has low clocks and a narrow link."""
     from shardtrain.ops import accelerator
 
     with health.asking(uuid) as asked:
@@ -149,14 +154,14 @@ def _under_load(uuid: str, a: torch.Tensor, b: torch.Tensor) -> Facts:
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
-    """One device for each rank, of one kind, as fast as the others and as its data sheet, right, and in good health."""
+    """Check that each rank has its own device, and that devices are equal, fast, correct and healthy."""
     by_rank = reports.of(AREA)
     if not by_rank:
         return
     fix = "use hosts of one kind: the slowest device sets the pace of all"
     yield equal(reports, AREA, "kind", {rank: str(facts["name"]) for rank, facts in by_rank.items()}, "warn", fix)
 
-    # Two ranks of a host on one device.
+    # Find ranks of a host that share one device.
     used: dict[tuple[str, str], list[int]] = {}
     for rank, facts in by_rank.items():
         if facts.get("uuid"):
@@ -177,7 +182,7 @@ def judge(reports: Reports) -> Iterator[Finding]:
 
 
 def _rates(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
-    """Ranks with one kind of device are compared with each other, and each with its data sheet."""
+    """Compare the speed of equal devices with each other and with their data sheet."""
     kinds: dict[tuple[str, str], dict[int, float]] = {}
     for rank, facts in by_rank.items():
         kinds.setdefault((facts["name"], facts["dtype"]), {})[rank] = facts["rate"] / TERA

@@ -1,4 +1,4 @@
-"""The verb ``doctor``: read the words, start ranks as ``train`` does or be one of a launcher's, print the report."""
+"""Verb ``doctor``: start ranks like ``train``, or join those of a launcher, and print the report."""
 
 from __future__ import annotations
 
@@ -48,19 +48,23 @@ or network, 7 memory, 8 storage, 1 anything else.
 """
 
 FOLDER = "SHARDTRAIN_DOCTOR"
-"""Environment variable: where a rank that this command started leaves the report."""
+"""Environment variable with the folder to which a started rank writes the report."""
 REPORT = "report.json"
 LIMIT_SECONDS = 30.0
 MOST_RANKS = 1_000_000
 _OWN_WORDS = ("TORCH_CPP_LOG_LEVEL", "FATAL")
-"""Failures are in the report: PyTorch need not print its C++ traces."""
+"""Suppress PyTorch's C++ traces, because the report contains the failures."""
 LEAVE_SECONDS = 5.0
-"""How long the first rank stays for the others to hear the exit status."""
+"""Maximum time for which rank 0 serves the exit status to the other ranks."""
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What the words ask for."""
+    """Parsed options.
+
+    Attributes:
+        num_ranks: Number of ranks of the run for which to judge limits. 0 for the doctor's own ranks.
+    """
 
     loaded: Loaded
     nproc: int | None
@@ -69,11 +73,10 @@ class DoctorOptions:
     limit_seconds: float
     has_config: bool
     num_ranks: int = 0
-    """Of the run for which limits are judged; 0 for as many as are here."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the verb; gives the status, see USAGE. Raises ConfigError."""
+    """Run the verb and return its exit status, see USAGE. Raise ConfigError for invalid options."""
     from shardtrain.launch import agent, environment
 
     help_if_asked(words, USAGE)
@@ -85,7 +88,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def read(words: Sequence[str]) -> DoctorOptions:
-    """Take the doctor's own options out of the words; the rest are those of ``train``. Raises ConfigError."""
+    """Parse the doctor's own options and those of ``train``. Raise ConfigError for invalid options."""
     options = {"--limit_seconds": VerbOption(_seconds, "30"), "--for_ranks": VerbOption(_num_ranks, "4096")}
     taken = take(words, options, ("--json", "--strict"))
     arguments = split(taken.rest)
@@ -125,7 +128,7 @@ def _num_ranks(text: str) -> int:
 
 
 def _here(request: DoctorOptions, words: list[str]) -> int:
-    """Start the ranks of this machine through the launcher of ``train``, and print what the first one found."""
+    """Start the ranks of this machine with the launcher of ``train``, and print rank 0's report."""
     from shardtrain.launch import environment, local
 
     environment.set_allocator_default(os.environ)
@@ -137,12 +140,12 @@ def _here(request: DoctorOptions, words: list[str]) -> int:
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: doctor with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
 
-    # The launcher writes logs and exit.json to the run's folder; those of the doctor go where they are removed.
+    # The launcher writes logs and exit.json to the run's folder. Use a temporary folder instead.
     with temporary.temporary_folder("doctor") as folder:
         launched = _with_folder(loaded, folder)
         os.environ[FOLDER] = str(folder)
         try:
-            if accelerators == 0:  # forked ranks share the modules imported here
+            if accelerators == 0:  # forked ranks share imported modules
                 with heartbeat("importing PyTorch"):
                     from shardtrain.tools.doctor import rank  # noqa: F401
 
@@ -165,12 +168,12 @@ def _with_folder(loaded: Loaded, folder: Path) -> Loaded:
 
 
 def _as_rank(request: DoctorOptions) -> NoReturn:
-    """One rank of several, started by torchrun, by srun, or by ``_here`` as a fresh process."""
+    """Run as one of several ranks, started by torchrun, by srun, or by ``_here`` as a new process."""
     import signal
 
     from shardtrain.launch import environment, local
 
-    # set by our own launcher, with which this rank ends
+    # Set by our own launcher. This rank ends with its parent process.
     parent = os.environ.get("SHARDTRAIN_PARENT")
     if parent:
         local.detach(int(parent))
@@ -194,7 +197,7 @@ def _print(request: DoctorOptions, result: dict[str, Any]) -> int:
 
 
 def _run(request: DoctorOptions) -> dict[str, Any]:
-    """Examine this rank, and judge all on the first; gives the report there, and its exit status on all ranks."""
+    """Examine this rank. Rank 0 judges all ranks and returns the report, other ranks only its exit status."""
     from shardtrain.distributed.process_group import pick_device_type
     from shardtrain.tools.doctor import rank, store_channel
     from shardtrain.tools.doctor.context import RankContext
@@ -221,7 +224,7 @@ def _run(request: DoctorOptions) -> dict[str, Any]:
         with heartbeat("shardtrain doctor", 0 if place else None):
             facts = rank.examine(context)
 
-        # Other ranks have sent their facts, and end with the status that the first one finds.
+        # Other ranks exit with the status that rank 0 determines.
         if place:
             code = line.receive("exit_code", 2 * line.patience_seconds)
             line.send(f"left-{place}", True)
@@ -234,7 +237,7 @@ def _run(request: DoctorOptions) -> dict[str, Any]:
         result["exit_code"] = exit_code(findings, request.strict)
         line.send("exit_code", result["exit_code"])
 
-        # With srun, the store that the others ask lives in this process: it stays until they have left.
+        # With srun this process serves the store. Wait until the other ranks have left.
         end = time.monotonic() + LEAVE_SECONDS
         for other in set(range(1, size)) - set(reports.missing):
             line.receive(f"left-{other}", max(0.0, end - time.monotonic()))
@@ -244,7 +247,10 @@ def _run(request: DoctorOptions) -> dict[str, Any]:
 
 
 def _local_size() -> int:
-    """Ranks of this host; Slurm writes "8(x2),4" for two hosts of eight and one of four."""
+    """Return the number of ranks on this host.
+
+    Slurm's "8(x2),4" is two hosts with eight and one with four.
+    """
     if os.environ.get("LOCAL_WORLD_SIZE"):
         return int(os.environ["LOCAL_WORLD_SIZE"])
     tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))

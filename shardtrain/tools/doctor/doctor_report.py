@@ -1,4 +1,4 @@
-"""The report: a table for people, a document for programs, and the exit status."""
+"""Report: a table for people, JSON for programs, and the exit status."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any, get_args
 from shardtrain.tools.doctor.result import Finding, Reports, Verdict, worst
 
 EXIT_CODES = {"config": 2, "versions": 2, "environment": 2, "ranks": 6, "network": 6, "memory": 7, "storage": 8}
-"""With what a run would end that meets such a failure; 1 for other areas. See ``errors.py``."""
+"""Exit status of a run with a failure of this area, see ``errors.py``. Other areas have 1."""
 
 WIDTH = 118
 
 
 def exit_code(findings: Sequence[Finding], strict: bool = False) -> int:
-    """0 where nothing failed, else the status of the first area that did; with ``strict`` a warning is a failure."""
+    """Return 0, or the status of the first area with a failure. ``strict`` counts warnings as failures."""
     bad = [one for one in findings if one.verdict == "fail" or (strict and one.verdict == "warn")]
     return EXIT_CODES.get(bad[0].area, 1) if bad else 0
 
 
 def document(reports: Reports, findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
-    """What ``--json`` prints: all findings, and who is slow, odd or failing."""
-    from shardtrain.tools.doctor import rates  # which knows torch, and --help need not
+    """Return the document of ``--json``: all findings, and the hosts or ranks that they name."""
+    from shardtrain.tools.doctor import rates  # imports torch, which --help does not need
 
     names = {str(facts["name"]) for facts in reports.of("devices").values()}
-    # ranks that some row is about, and those rows: the nodes to look at first
+    # Group the findings by the ranks that they name. These are the first nodes to inspect.
     named: dict[str, list[str]] = {}
     for one in findings:
         if one.ranks and one.verdict != "pass":
@@ -46,7 +46,7 @@ def document(reports: Reports, findings: Sequence[Finding], seconds: float) -> d
 
 
 def text_of(document: dict[str, Any]) -> str:
-    """The same document as a table; a fix is below each row that needs one."""
+    """Format the document as a table. A fix follows its finding in a separate line."""
     hosts = len(document["hosts"])
     device = document["device"]
     ranks = f"{document['ranks']} rank{'s' if document['ranks'] > 1 else ''}"
@@ -83,5 +83,5 @@ def _row(row: dict[str, Any], area: str) -> list[str]:
 
 
 def to_json(document: dict[str, Any]) -> str:
-    """The document as text."""
+    """Serialize the document."""
     return json.dumps(document, indent=1)

@@ -1,4 +1,4 @@
-"""Environment variables that change what NCCL, gloo, CUDA and PyTorch do: different ones on ranks, and costly ones."""
+"""Environment variables of NCCL, gloo, CUDA and PyTorch: differences between ranks, and costly settings."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ COSTLY: tuple[tuple[str, str, str], ...] = (
     ("NCCL_PROTO", r".+", "one protocol is pinned for all sizes; LL128 forced where it is unsafe gives wrong sums"),
     ("NCCL_NET_GDR_LEVEL", r"0|LOC", "the network card does not read the device's memory"),
 )
-"""Name, what its value looks like, and what it costs. Sources: NVIDIA NCCL User Guide, Environment Variables; PyTorch,
-Torch Distributed Debug."""
+"""Name, pattern of costly values, and cost. Sources: NVIDIA NCCL User Guide, Environment Variables, and
+PyTorch, Torch Distributed Debug."""
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Note variables by prefix (no others: they may be secrets), and what the values refer to."""
+    """Record variables with known prefixes, network interfaces and cores."""
     import socket
 
     from shardtrain.launch.environment import unseen_devices, usable_cores
     from shardtrain.utils.log import redact
 
-    # other variables may be secrets, and even of these a value may hold one
+    # Other variables may be secrets. Redact these too, because their values may contain a secret.
     names = [name for name in sorted(os.environ) if name.startswith(PREFIXES) and name not in _HARMLESS]
     facts["variables"] = {name: redact(os.environ[name])[:80] for name in names}
     facts["interfaces"] = [name for _, name in socket.if_nameindex()]
@@ -54,7 +54,7 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
-    """Equal on all ranks; interfaces that exist; no switch of debugging left on; threads that fit the cores."""
+    """Check that variables are equal, interfaces exist, debugging is off, and threads fit the cores."""
     by_rank = {rank: facts["variables"] for rank, facts in reports.of(AREA).items()}
     names = sorted({name for variables in by_rank.values() for name in variables} - set(_OWN_TO_A_RANK))
     rows = [
@@ -80,7 +80,7 @@ def _interface(name: str, facts: Facts) -> Judged | None:
     if not value:
         return None
     there = facts["interfaces"]
-    # NCCL: a list of prefixes, "=" for exact names, "^" for all but; gloo: a list of exact names
+    # NCCL lists prefixes, with "=" exact names, and with "^" excluded prefixes. Gloo lists exact names.
     exact = name.startswith("GLOO") or value.startswith("=")
     wanted = [word for word in value.lstrip("=").split(",") if word]
     if value.startswith("^"):

@@ -1,4 +1,4 @@
-"""Which ranks talk to each other: along the axes of the run's mesh, within a host, between hosts, and in pairs."""
+"""Groups of ranks to measure: along mesh axes, within a host, between hosts, and in pairs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ Groups = dict[str, list[list[int]]]
 
 
 def of_mesh(sizes: Mapping[str, int]) -> Groups:
-    """Groups along each axis of more than one rank; the last axis runs fastest, as in ``distributed.mesh``.
+    """Return the groups along each axis of size > 1.
+
+    The last axis varies fastest, as in ``distributed.mesh``.
 
     >>> of_mesh({"dp_shard": 2, "cp": 1, "tp": 2})
     {'dp_shard': [[0, 2], [1, 3]], 'tp': [[0, 1], [2, 3]]}
     """
     size = math.prod(sizes.values())
     groups = {}
-    # ranks that are neighbours along an axis are as far apart as the axes behind it have ranks
+    # Neighbours along an axis differ by the product of the sizes of all later axes.
     stride = size
     for axis, degree in sizes.items():
         stride //= degree
@@ -29,10 +31,10 @@ def of_mesh(sizes: Mapping[str, int]) -> Groups:
 
 
 def of_run(loaded: Loaded, hosts: Sequence[str]) -> Groups:
-    """All groups to be measured, each division of the ranks once, under all its names.
+    """Return all groups to measure. Equal divisions of the ranks are merged under a joined name.
 
-    ``hosts`` are the hosts of the ranks in order. A mesh that does not fit the number of ranks is left out: the
-    configuration is refused elsewhere.
+    ``hosts`` are the hosts of the ranks in order. A mesh that does not fit the number of ranks is skipped,
+    because the configuration check reports it.
     """
     from shardtrain.distributed import mesh
 
@@ -43,7 +45,8 @@ def of_run(loaded: Loaded, hosts: Sequence[str]) -> Groups:
     for rank, host in enumerate(hosts):
         own.setdefault(host, []).append(rank)
 
-    # The axes of the mesh, all ranks together, and where hosts have equal numbers of ranks, within and across them.
+    # Divide by mesh axes, into one group of all ranks and, if hosts have equally many ranks, within and
+    # across hosts.
     try:
         sizes = mesh.sizes_of(loaded.config, size)
     except ZeroDivisionError:
@@ -56,7 +59,7 @@ def of_run(loaded: Loaded, hosts: Sequence[str]) -> Groups:
         divisions["one host"] = list(own.values())
         divisions["across hosts"] = [list(ranks) for ranks in zip(*own.values(), strict=True)]
 
-    # Names of one division are joined: "dp_shard (all ranks)".
+    # Join the names of equal divisions, such as "dp_shard (all ranks)".
     names: dict[str, list[str]] = {}
     for name, groups in divisions.items():
         if len(groups[0]) > 1:
@@ -65,7 +68,7 @@ def of_run(loaded: Loaded, hosts: Sequence[str]) -> Groups:
 
 
 def pairs(members: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Two rounds of pairs in which each member meets its neighbours; an odd number leaves one out of each round.
+    """Return two rounds of pairs of neighbours. With an odd number, each round skips one member.
 
     >>> pairs([0, 1, 2, 3])
     [[(0, 1), (2, 3)], [(1, 2), (3, 0)]]
@@ -77,9 +80,9 @@ def pairs(members: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def pair_rounds(hosts: Sequence[str]) -> dict[str, list[list[tuple[int, int]]]]:
-    """Rounds of pairs between neighbours of each host, and between the first ranks of neighbouring hosts.
+    """Return rounds of pairs within each host, and between the first ranks of neighbouring hosts.
 
-    A rank is judged by its better pair, so it takes three to tell which of a slow pair it is.
+    A rank is judged by its faster pair. Identifying the slow rank of a pair therefore requires three ranks.
     """
     own: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):

@@ -1,7 +1,7 @@
-"""Health of NVIDIA devices, as nvidia-smi tells it: memory errors, clocks held down, heat, and the width of links.
+"""Health of NVIDIA devices from nvidia-smi: memory errors, throttled clocks, heat, and link width.
 
-Names of fields are those of ``nvidia-smi --help-query-gpu``; a driver that does not know one names it, and is asked
-again without it.
+Field names are those of ``nvidia-smi --help-query-gpu``. A driver reports an unknown field by name. The query
+is then repeated without this field.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ FIELDS = (
 )
 OLD_NAMES = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
 SECONDS = 10.0
-"""Longest for one answer of the driver."""
+"""Timeout of one query of the driver."""
 _HARD = {0x08: "hardware slowdown", 0x40: "heat (hardware)", 0x80: "power brake"}
 _SOFT = {0x20: "heat (driver)"}
-"""Bits of nvmlClocksEventReasons in NVIDIA's NVML reference. 0x1 is idle, 0x4 the power cap, which a large product
-reaches on a healthy device."""
+"""Bits of nvmlClocksEventReasons in NVIDIA's NVML reference. Bit 0x1 is idle. Bit 0x4 is the power cap, which
+a large product reaches on a healthy device."""
 _MANY_CORRECTED = 1000
 
 
 def uuid_of(device: Any) -> str:
-    """The device's UUID as nvidia-smi writes it, empty where PyTorch does not tell."""
+    """Return the device's UUID in the format of nvidia-smi, or "" if PyTorch does not report it."""
     from shardtrain.ops import accelerator
 
     found = str(getattr(accelerator.module(device).get_device_properties(device), "uuid", ""))
@@ -61,7 +61,7 @@ def _query(uuid: str, fields: Sequence[str]) -> list[str]:
 
 
 class _Nothing:
-    """Stands for a question where there is nobody to ask."""
+    """Placeholder for the process of a query that cannot run."""
 
     def poll(self) -> int:
         return 1
@@ -69,7 +69,7 @@ class _Nothing:
 
 @contextlib.contextmanager
 def asking(uuid: str) -> Iterator[Any]:
-    """A question to the driver under way; nothing of it is left running."""
+    """Start a query of the driver, and terminate it on exit."""
     if not uuid or shutil.which("nvidia-smi") is None:
         yield _Nothing()
         return
@@ -82,11 +82,11 @@ def asking(uuid: str) -> Iterator[Any]:
 
 
 def answer(asked: Any, uuid: str) -> Facts:
-    """What the driver said; raises OSError and subprocess.SubprocessError."""
+    """Return the result of a query. Raise OSError or subprocess.SubprocessError if it failed."""
     if isinstance(asked, _Nothing):
         return {"error": "no nvidia-smi here, or a device without UUID"}
     text, _ = asked.communicate(timeout=SECONDS)
-    # A driver names the first field that it does not know. It is asked again with the old name, or without it.
+    # A driver names the first unknown field. Repeat the query with its old name, or without it.
     fields = list(FIELDS)
     for _ in FIELDS:
         unknown = re.search(r'Field "([^"]+)" is not a valid field', text)
@@ -97,7 +97,7 @@ def answer(asked: Any, uuid: str) -> Facts:
         text = _ask(_query(uuid, fields))
     found = parse(fields, text)
     if len(fields) < len(FIELDS) or set(fields) - set(FIELDS):
-        found.pop("pcie.link.gen.current", None)  # asked again without load, when an idle link saves power
+        found.pop("pcie.link.gen.current", None)  # repeated without load, when an idle link is slower
     found["nvlink"] = nvlink_rates(_ask(["nvidia-smi", "nvlink", "--status", "-i", uuid]))
     return found
 
@@ -107,7 +107,7 @@ def _ask(command: Sequence[str]) -> str:
 
 
 def parse(fields: Sequence[str], text: str) -> Facts:
-    """Values by field, as text; those that the device does not have are left out."""
+    """Return the text of each field. Fields that the device does not support are omitted."""
     rows = list(csv.reader(text.strip().splitlines(), skipinitialspace=True))
     if len(rows) != 1 or len(rows[0]) != len(fields):
         return {"error": text.strip().splitlines()[0][:120] if text.strip() else "nvidia-smi printed nothing"}
@@ -117,7 +117,7 @@ def parse(fields: Sequence[str], text: str) -> Facts:
 
 
 def nvlink_rates(text: str) -> list[float]:
-    """GB/s in one direction of each link of one device, 0 for one that is down.
+    """Return the GB/s in one direction of each NVLink of one device, 0 for inactive links.
 
     >>> nvlink_rates("GPU 0: NVIDIA H100\\n  Link 0: 26.562 GB/s\\n  Link 1: <inactive>")
     [26.562, 0.0]
@@ -135,7 +135,7 @@ def _number(facts: Facts, name: str) -> float:
 
 
 def judge(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
-    """A row for each kind of trouble, with the ranks that have it."""
+    """Yield a finding per kind of problem, with the affected ranks."""
     if not by_rank:
         return
     silent = {rank: facts["error"] for rank, facts in by_rank.items() if "error" in facts}

@@ -1,4 +1,4 @@
-"""Hosts: their names, how many ranks each has, which interface they talk over, and the port where ranks meet."""
+"""Hosts: names, ranks per host, addresses and ports."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
 AREA = "hosts"
 
 TORCHRUN_PORT = 29500
-"""The port at which torchrun meets when none is given."""
+"""Default rendezvous port of torchrun."""
 LEAST_PORTS = 2_000
-"""Connections of one rank to each of some thousand others need so many."""
+"""Minimum number of ephemeral ports. One rank may connect to each of a few thousand others."""
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Note name, addresses, ports."""
+    """Record the name, architecture, addresses and ports of this host."""
     name = socket.gethostname()
     facts["hostname"] = name
     facts["architecture"] = platform.machine()
@@ -38,7 +38,7 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on a port of this machine; tried on the loopback address alone."""
+    """True if a server can listen on a port, tested on the loopback address."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -49,7 +49,7 @@ def is_free(port: int) -> bool:
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
-    """Names that resolve to an address others can reach, equal shares of ranks, a free port."""
+    """Check host names, equal numbers of ranks per host, ephemeral ports and the rendezvous port."""
     hosts = reports.hosts()
     by_rank = reports.of(AREA)
     yield _ranks_per_host(reports)
@@ -72,7 +72,8 @@ def _ranks_per_host(reports: Reports) -> Finding:
     )
     text += f" and {len(counts) - 4} more" if len(counts) > 4 else ""
 
-    # Two containers of one name, or a launcher that counts otherwise: groups of one host would be wrong.
+    # Containers may share a name, or a launcher may count differently. Groups within hosts would then be
+    # wrong.
     wrong = {host: count for host, count in counts.items() if count != by_rank[hosts[host][0]]["local_size"]}
     if wrong:
         fix = "give each host or container a name of its own, and start its ranks with one torchrun or srun step"

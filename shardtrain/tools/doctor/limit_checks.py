@@ -1,4 +1,4 @@
-"""Limits of a process and settings of the kernel that end runs late: open files, locked memory, quotas, governors."""
+"""Process limits and kernel settings that slow runs or make them fail late, such as open files and quotas."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from shardtrain.utils.units import GIB, format_bytes
 AREA = "limits"
 
 FEW_FILES = 4096
-"""Open files: a rank holds a socket or two for each peer and a file for each shard that it reads."""
+"""Minimum of open files before a warning. A rank opens a socket or two per peer and a file per shard that it
+reads."""
 TOO_FEW_FILES = 512
-"""With these no run gets far."""
+"""Minimum of open files before a failure."""
 FEW_PROCESSES = 4096
-"""Threads count: a rank starts some for each device, group and worker."""
+"""Minimum of processes, including threads. A rank starts several per device, group and worker."""
 STEAL = 0.05
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Note ulimits, the CPU quota of the cgroup, and how the kernel treats CPUs and pages."""
+    """Record ulimits, the CPU quota of the cgroup, and kernel settings for CPUs and pages."""
     from shardtrain.launch.environment import usable_cores
 
     facts.update(ulimits())
@@ -34,8 +35,8 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["huge_pages"] = _chosen(kernel_text("/sys/kernel/mm/transparent_hugepage/enabled"))
     facts["core_pattern"] = kernel_text("/proc/sys/kernel/core_pattern")
     facts["infiniband"] = os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
-    # Steal, the eighth number of the first line: the share of CPU time since boot that other guests of this machine's
-    # host took.
+    # The eighth number of the first line is steal: CPU time since boot that the hypervisor gave to other
+    # guests.
     words = kernel_text("/proc/stat").split("\n")[0].split()[1:]
     times: list[int] = [int(word) for word in words[:8]]
     total = sum(times)
@@ -43,7 +44,7 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 
 def ulimits() -> dict[str, int]:
-    """Soft limits by name, -1 for unlimited."""
+    """Return the soft limits by name, -1 for unlimited."""
     import resource
 
     names = {
@@ -55,15 +56,15 @@ def ulimits() -> dict[str, int]:
     }
     limits = {}
     for name, constant in names.items():
-        if hasattr(resource, constant):  # not every system has each of them
+        if hasattr(resource, constant):  # depends on the system
             soft, _ = resource.getrlimit(getattr(resource, constant))
             limits[name] = -1 if soft == resource.RLIM_INFINITY else soft
     return limits
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """CPUs that the cgroup of this process allows (version 2, then 1), or 0 without a quota."""
-    # version 2 has both numbers in one file, "max 100000" without a quota; version 1 has -1 for none
+    """Return the CPU quota of this process's cgroup (version 2 or 1) in CPUs, or 0 without a quota."""
+    # Version 2 has both numbers in one file, "max 100000" without a quota. Version 1 has -1 without a quota.
     for quota, period in (("cpu.max", ""), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         words = kernel_text(root / quota).split() + (kernel_text(root / period).split() if period else [])
         if len(words) == 2 and words[0] not in ("max", "-1") and int(words[1]):
@@ -72,7 +73,7 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def _chosen(text: str) -> str:
-    """The word in brackets.
+    """Return the selected value, which the kernel marks with brackets.
 
     >>> _chosen("always [madvise] never")
     'madvise'
@@ -81,7 +82,7 @@ def _chosen(text: str) -> str:
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
-    """Each limit against what a run of this size needs."""
+    """Compare each limit with the needs of a run of this size."""
     rules = {
         "open files": _files,
         "processes": _processes,

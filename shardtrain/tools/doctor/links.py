@@ -1,6 +1,6 @@
-"""What the links of a host should carry: from what the hardware itself says, and rates of its standards.
+"""Expected bandwidth of a host's links, from hardware information and the rates of standards.
 
-Rates are bytes per second in one direction, before the overhead of protocols.
+Rates are bytes per second in one direction, without protocol overhead.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from shardtrain.tools.doctor.result import Facts, Reports, kernel_text
 GIGA = 1e9
 
 PCIE_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""GB/s of one lane by generation. PCI-SIG, PCI Express Base Specification: 2.5, 5, 8, 16, 32 and 64 GT/s with 8b/10b,
-128b/130b (3 to 5) and 242B/256B (6) coding."""
+"""GB/s per lane by PCIe generation. PCI-SIG, PCI Express Base Specification: 2.5, 5, 8, 16, 32 and 64 GT/s
+with 8b/10b, 128b/130b (3 to 5) and 242B/256B (6) coding."""
 GOOD_SHARE = 0.4
-"""Of the expected rate, which nccl-tests come near with buffers of many GiB; those of the doctor are smaller."""
+"""Minimum fraction of the expected rate, which only nccl-tests with buffers of many GiB approach."""
 BAD_SHARE = 0.2
-"""Of the same: below it is a failure. What is to be found is the wrong path (sockets instead of InfiniBand, memory
-instead of NVLink), which costs a factor of five or more; smaller losses show beside other groups."""
+"""Fraction of the expected rate below which the check fails. A wrong path (sockets instead of InfiniBand,
+memory instead of NVLink) costs a factor of five or more. The comparison with other groups finds smaller
+losses."""
 
 
 def network_cards(root: Path = Path("/sys/class")) -> list[Facts]:
-    """InfiniBand and RoCE ports, and Ethernet interfaces that are up: name, kind, bytes per second.
+    """Return InfiniBand and RoCE ports, and active Ethernet interfaces, with name, kind and bytes per second.
 
-    A port's rate is what it negotiated: the kernel writes "400 Gb/sec (4X NDR)". An Ethernet card that is also a RoCE
-    port is counted once, as the port.
+    The rate of a port is the negotiated one, such as "400 Gb/sec (4X NDR)". An Ethernet card that is also a
+    RoCE port is counted once, as a port.
     """
     found: list[Facts] = []
     behind: set[str] = set()
@@ -41,7 +42,7 @@ def network_cards(root: Path = Path("/sys/class")) -> list[Facts]:
         found.append({"name": f"{card.name}:{port.name}", "kind": "infiniband", "up": up, "rate": rate})
     for card in sorted(root.glob("net/*")):
         speed = re.match(r"\d+$", kernel_text(card / "speed"))
-        # bridges, loopback and other interfaces of software have no device behind them
+        # Software interfaces such as bridges and loopback have no device.
         if card.name in behind or not (card / "device").exists():
             continue
         up = kernel_text(card / "operstate") == "up"
@@ -51,7 +52,7 @@ def network_cards(root: Path = Path("/sys/class")) -> list[Facts]:
 
 
 def device_rate(facts: Facts) -> tuple[float, str]:
-    """What one device can send to others of its host, and through what; 0 where nobody knows."""
+    """Return the bandwidth of a device to others on its host, and its source. 0 if unknown."""
     health = facts.get("health", {})
     nvlink = sum(health.get("nvlink", []))
     if nvlink:
@@ -66,10 +67,11 @@ def device_rate(facts: Facts) -> tuple[float, str]:
 
 
 def expected(reports: Reports, group: Sequence[int], groups_at_once: int) -> tuple[float, str]:
-    """Bus bandwidth that a group of ranks should reach while ``groups_at_once`` like it are busy, and why; 0: unknown.
+    """Return the expected bus bandwidth of a group of ranks, and its source. 0 if unknown.
 
-    Within a host it is the device's own links. Between hosts it is the cards of a host, which the groups that cross
-    them at once divide, but no more than a device can send: a ring that crosses a host once uses all of its cards.
+    Within a host, the device's links limit it. Between hosts, ``groups_at_once`` groups share the network
+    cards of a host. A ring that crosses a host once uses all of its cards, but at most the bandwidth of a
+    device.
     """
     devices = {rank: facts for rank, facts in reports.of("devices").items() if rank in group}
     if len(devices) < len(group) or any(facts["type"] != "cuda" for facts in devices.values()):
@@ -87,6 +89,6 @@ def expected(reports: Reports, group: Sequence[int], groups_at_once: int) -> tup
 
 
 def _cards_rate(cards: Sequence[Facts]) -> float:
-    """Of InfiniBand where there is any, which NCCL prefers; else of the fastest Ethernet card alone."""
+    """Return the total rate of InfiniBand ports, which NCCL prefers, or that of the fastest Ethernet card."""
     fast = sum(card["rate"] for card in cards if card["kind"] == "infiniband")
     return fast or max((card["rate"] for card in cards if card["kind"] == "ethernet"), default=0.0)

@@ -1,4 +1,4 @@
-"""Memory: of the host, of its container, of the device, and the shared memory that data workers use."""
+"""Memory of the host, container and device, and shared memory for data workers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from shardtrain.utils.units import GIB, MIB, format_bytes
 AREA = "memory"
 
 LITTLE_SHARED = 256 * MIB
-"""/dev/shm: Docker gives 64 MiB, in which NCCL and data workers fail with a bus error."""
+"""Minimum size of /dev/shm. With Docker's default of 64 MiB, NCCL and data workers fail with a bus error."""
 BUSY_BYTES = 2 * GIB
-"""What a device may hold before the run: contexts take some; more belongs to somebody else."""
+"""Maximum memory in use on a device before the run. Contexts use some, and more belongs to other
+processes."""
 BUSY_SHARE = 0.05
-"""The same as a share of a large device's memory."""
+"""The same limit as a fraction of a large device's memory."""
 SPARE_SHARE = 0.05
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Note what there is, what is free, and the limit of the container; all in bytes."""
+    """Record total and free memory and the limit of the container, in bytes."""
     facts["local_size"] = context.local_size
     facts.update(host_memory())
     facts["limit"], facts["used"] = cgroup_memory()
@@ -39,8 +40,8 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 
 def _oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of processes of this container that the kernel has killed for memory."""
-    # cgroup version 2, then 1
+    """Return the number of OOM kills in this container."""
+    # Try cgroup version 2, then version 1.
     text = kernel_text(root / "memory.events") or kernel_text(root / "memory/memory.oom_control")
     for line in text.splitlines():
         if line.startswith("oom_kill "):
@@ -49,8 +50,8 @@ def _oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
-    """Enough for the states of the model where its size is known; nobody else's memory on the device."""
-    # the first rank has counted the model, in the area of the configuration
+    """Check that memory suffices for the model's states, and that no other process uses the device."""
+    # Rank 0 computed the size of the model in the configuration area.
     needs = reports.facts.get(0, {}).get("config", {}).get("state_bytes_per_rank", 0)
     on_cpu = not any("device_total" in facts for facts in reports.of(AREA).values())
     rules = {

@@ -1,7 +1,8 @@
-"""The network: how fast all-reduce and all-gather are along each axis of the mesh, whether sums are right, who is slow.
+"""Network: speed of all-reduce and all-gather along mesh axes, correctness of sums, and slow ranks.
 
-Bus bandwidth is that of NVIDIA's nccl-tests (doc/PERFORMANCE.md): bytes times 2 (n - 1) / n for all-reduce and
-(n - 1) / n for all-gather, over the seconds: what each link of a ring carries, whatever the number of ranks.
+Bus bandwidth is defined as in NVIDIA's nccl-tests (doc/PERFORMANCE.md): bytes times 2 (n - 1) / n for
+all-reduce and (n - 1) / n for all-gather, divided by seconds. It is the load of each link of a ring for any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ SMALL_REPEATS = 20
 GIGA = 1e9
 
 Row = tuple[str, str]
-"""Axis and name of a collective."""
+"""Mesh axis, and name of a collective."""
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Measure the collectives of each axis, then pairs of neighbours; a world of one has no network."""
+    """Measure the collectives of each axis, then pairs of neighbours. Skip both with one rank."""
     facts["cards"] = links.network_cards()
     facts["collectives"] = []
     facts["pairs"] = []
@@ -46,15 +47,16 @@ def collect(context: RankContext, facts: Facts) -> None:
     hosts = _hosts(context)
 
     context.line.mark("joining the process group")
-    context.torch_device()  # current in this thread before NCCL takes the current device
-    # Longer than any limit of ours: the line says who waits, and PyTorch would end the process.
+    context.torch_device()  # NCCL uses the current device of this thread
+    # Exceed all limits of the doctor. The store channel reports waiting ranks, but PyTorch would end the
+    # process.
     timeout = timedelta(seconds=20 * context.limit_seconds)
     store = dist.PrefixStore("doctor-group", context.store)
     backend = accelerator.collectives(context.device)
     dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.size, timeout=timeout)
 
-    # Every rank makes all groups in the same order, as PyTorch asks, and is in one of each division. They meet before
-    # each measurement: who comes late would be measured as a slow link.
+    # PyTorch requires that every rank creates all groups in the same order. Ranks meet before each
+    # measurement, because a late rank would look like a slow link.
     for axis, divided in groups.of_run(context.loaded, hosts).items():
         context.line.mark(f"making the groups of {axis}")
         subgroups: Any = dist.new_subgroups_by_enumeration(divided, timeout=timeout)
@@ -67,7 +69,7 @@ def collect(context: RankContext, facts: Facts) -> None:
                 {"axis": axis, "name": name, "group": place, "ranks": divided[place], **measured}
             )
 
-    # Exchange a buffer with each neighbour, all pairs of a round at once; of an odd number one is left out.
+    # Exchange a buffer with each neighbour. All pairs of a round run at once.
     for kind, rounds in groups.pair_rounds(hosts).items():
         for number, pairs in enumerate(rounds):
             context.line.meet(f"{kind}, round {number + 1}")
@@ -79,13 +81,13 @@ def collect(context: RankContext, facts: Facts) -> None:
             seconds = _seconds(context, lambda: _exchange(sent, received, peer), REPEATS)  # noqa: B023
             facts["pairs"].append({"kind": kind, "peer": peer, "rate": sent.nbytes / seconds})
 
-    # One that leaves early would break the connections of those that still measure.
+    # A rank that leaves early would break connections of ranks that still measure.
     context.line.meet("leaving the process group")
     dist.destroy_process_group()
 
 
 def _hosts(context: RankContext) -> list[str]:
-    """The host of each rank, in order."""
+    """Return the host of each rank (a collective)."""
     import socket
 
     context.line.send(f"host-{context.rank}", socket.gethostname())
@@ -99,23 +101,26 @@ def _hosts(context: RankContext) -> list[str]:
 
 
 def _seconds(context: RankContext, work: Callable[[], object], repeats: int) -> float:
-    """The shortest of some repetitions after one that connects: other work slows some of them, a slow link all."""
+    """Return the shortest duration.
+
+    Skip the first repetition, which connects, and those slowed by other work.
+    """
     seconds = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
         work()
-        accelerator.finish(context.torch_device())  # a kernel is only queued when the call returns
+        accelerator.finish(context.torch_device())  # the call only queues a kernel
         seconds.append(time.perf_counter() - started)
     return min(seconds[1:])
 
 
 def all_reduce(context: RankContext, group: dist.ProcessGroup) -> Facts:
-    """Check a sum of whole numbers, then time sums of zeros: large ones, and one number alone."""
+    """Check a sum of integers, then time sums of a large buffer of zeros and of one number."""
     size = group.size()
     tensor = torch.full((BYTES[context.kind] // 4,), float(group.rank() + 1), device=context.torch_device())
     dist.all_reduce(tensor, group=group)
     right = bool((tensor == size * (size + 1) // 2).all())
-    # zeros stay zeros however often they are added up; other numbers would grow to infinity
+    # Repeated sums of other numbers would overflow.
     small = tensor[:1].zero_().clone()
     tensor.zero_()
     seconds = _seconds(context, lambda: dist.all_reduce(tensor, group=group), REPEATS)
@@ -124,11 +129,11 @@ def all_reduce(context: RankContext, group: dist.ProcessGroup) -> Facts:
 
 
 def all_gather(context: RankContext, group: dist.ProcessGroup) -> Facts:
-    """Check that each rank's numbers arrive in its place, then time it."""
+    """Check that each rank's numbers arrive at its position, then time the all-gather."""
     size = group.size()
     part = torch.full((BYTES[context.kind] // 4 // size,), float(group.rank() + 1), device=context.torch_device())
     whole = part.new_empty(size * part.numel())
-    # the first is the name since torch 2.13, which warns of the second
+    # Since torch 2.13 the first name is current and the second deprecated.
     gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
     gather(whole, part, group=group)
     wanted = torch.arange(1, size + 1, device=whole.device, dtype=whole.dtype)
@@ -150,9 +155,9 @@ def _exchange(sent: Tensor, received: Tensor, peer: int) -> None:
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
-    """Right sums first; then each axis against its links, its groups against each other, and ranks by their pairs."""
+    """Judge correctness, then the speed of each axis and group, and of ranks by their pairs."""
     yield from _cards(reports)
-    # by axis and collective, then by group, then by rank
+    # Group the measurements by axis and collective, then by group, then by rank.
     rows: dict[Row, dict[int, dict[int, Facts]]] = {}
     for rank, facts in reports.of(AREA).items():
         for one in facts["collectives"]:
@@ -169,8 +174,7 @@ def _collective(reports: Reports, axis: str, name: str, divided: Sequence[dict[i
         fix = "take these hosts out of the job: links or devices change numbers; try NCCL_PROTO unset first"
         return Finding(AREA, subject, "fail", f"wrong numbers on {reports.who(wrong)}", "exact sums", fix, tuple(wrong))
 
-    # The slowest group. A collective ends on all ranks together but for the last hop, so that the median of the ranks
-    # speaks for its group.
+    # Find the slowest group. Its ranks finish a collective at almost the same time, so take their median.
     rates = {min(group): statistics.median(one["rate"] for one in group.values()) for group in divided}
     members = {min(group): next(iter(group.values()))["ranks"] for group in divided}
     least = min(rates, key=lambda rank: (rates[rank], rank))
@@ -179,7 +183,7 @@ def _collective(reports: Reports, axis: str, name: str, divided: Sequence[dict[i
     latencies = [one["latency"] for group in divided for one in group.values() if "latency" in one]
     text += f"; {format_seconds(statistics.median(latencies))} for one number" if latencies else ""
 
-    # What its links should carry, where that is known, and what other groups have reached.
+    # Compare with the expected bandwidth of the links, if known, and with other groups.
     expectations = [
         links.expected(reports, group, _crossing(reports, group, list(members.values()))) for group in members.values()
     ]
@@ -199,15 +203,15 @@ def _collective(reports: Reports, axis: str, name: str, divided: Sequence[dict[i
 
 
 def _crossing(reports: Reports, group: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
-    """How many groups send through the network cards of a host of this group at once, at most."""
+    """Return the maximum number of groups that share the network cards of one of this group's hosts."""
     hosts = [{reports.host(rank) for rank in one} for one in groups]
     own = {reports.host(rank) for rank in group}
     return max(sum(host in others for others in hosts if len(others) > 1) for host in own)
 
 
 def _pairs(reports: Reports) -> Iterator[Finding]:
-    """A rank is as fast as its better pair: a slow one is slow with both neighbours, they with it alone."""
-    # neighbours within a host, and between hosts: other links, so they are not compared with each other
+    """Rate each rank by its faster pair. A slow rank is slow with both neighbours."""
+    # Pairs within a host and between hosts use different links, so compare them separately.
     kinds: dict[str, dict[int, float]] = {}
     for rank, facts in reports.of(AREA).items():
         for one in facts["pairs"]:
@@ -222,10 +226,10 @@ def _pairs(reports: Reports) -> Iterator[Finding]:
 
 
 def _cards(reports: Reports) -> Iterator[Finding]:
-    """Ports of the fabric that are down, or fewer than on other hosts."""
+    """Report hosts with fewer active InfiniBand ports than other hosts."""
     if len(reports.hosts()) < 2:
         return
-    # all ranks of a host see the same cards, and its first one speaks for it
+    # All ranks of a host see the same cards, so use its first rank.
     first = {host: ranks[0] for host, ranks in reports.hosts().items() if ranks[0] in reports.of(AREA)}
     cards = {host: reports.of(AREA)[rank]["cards"] for host, rank in first.items()}
     fabric = {host: [card for card in found if card["kind"] == "infiniband"] for host, found in cards.items()}

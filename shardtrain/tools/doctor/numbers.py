@@ -1,7 +1,7 @@
-"""Numbers: whether long sums come out right on each rank's device, by the functions that the trainer uses.
+"""Numbers: accuracy of long sums on each rank's device, with functions of the trainer.
 
-A processor's or driver's own way of adding decides; a norm that is a millionth off clips weights by another factor.
-``shardtrain verify --real`` looks at more, on more ranks and at larger sizes.
+Accuracy depends on the processor and driver. An inaccurate gradient norm changes the clipping factor.
+``shardtrain verify --real`` tests more functions, at larger sizes and on more ranks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 AREA = "numbers"
 
 NUMBERS = {"cpu": 1 << 23, "accelerator": 1 << 26}
-"""Of the gradient whose norm is taken."""
+"""Number of elements of the gradient."""
 VOCABULARY = 128256
 TOKENS = {"cpu": 32, "accelerator": 512}
 LIMIT = 1e-6
-"""Relative distance from float64 that is allowed."""
+"""Maximum relative error, compared with float64."""
 _BLOCK = 1 << 22
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Note how far a gradient norm and a loss over a real vocabulary are from float64."""
+    """Record the errors of a gradient norm and a loss, compared with float64."""
     import torch
 
     device = context.torch_device()
@@ -44,16 +44,16 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 
 def norm_error(gradient: torch.Tensor) -> float:
-    """Relative distance of the trainer's norm of a gradient from that in float64."""
+    """Return the relative error of the trainer's gradient norm, compared with float64."""
     from shardtrain.ops.dtensor import squared_norm
 
-    # in blocks: a float64 copy of all of it would take twice the memory again
+    # Convert in blocks, because a full float64 copy takes twice the gradient's memory.
     exact = sum(float(block.double().square().sum()) for block in gradient.split(_BLOCK))
     return abs((float(squared_norm([gradient])) / exact) ** 0.5 - 1)
 
 
 def loss_error(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> float:
-    """Relative distance of the trainer's sum of losses from that in float64."""
+    """Return the relative error of the trainer's sum of losses, compared with float64."""
     from shardtrain.ops.cross_entropy import cross_entropy_sum
 
     exact = sum(
@@ -64,7 +64,7 @@ def loss_error(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> float:
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
-    """Both within the limit on every rank; a sum that is not a number is not."""
+    """Check that both errors are within the limit on every rank. NaN fails."""
     rules = {
         "gradient norm": lambda facts: _judge(facts, "norm_error", f"{facts['numbers']:,} numbers"),
         "loss sum": lambda facts: _judge(facts, "loss_error", f"{facts['tokens']:,} tokens x {facts['vocabulary']:,}"),
