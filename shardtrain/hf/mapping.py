@@ -1,4 +1,4 @@
-"""Between a model's tensors and those of a Hugging Face folder: what must be there, and box by box what goes where."""
+"""Mapping between a model's tensors and those of a Hugging Face folder: checks of the folder, and reads by box."""
 
 from __future__ import annotations
 
@@ -22,21 +22,25 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Translation:
-    """One model in one format: where each of its tensors lies in theirs."""
+    """Mapping of a model's tensors to a Hugging Face format.
+
+    Attributes:
+        shapes: Shapes of our tensors by name, without a head that is tied to the embedding.
+        config: The model's Config.
+        sources: Source of each of our tensors in the Hugging Face format.
+    """
 
     hub: HubFormat
     shapes: Mapping[str, Shape]
-    """Our tensors by name; a head that is the embedding is not among them."""
     config: Any
-    """The model's Config."""
     sources: Mapping[str, Source]
 
     def pieces_of(self, name: str) -> Iterable[TensorPiece]:
-        """The boxes that make one of our tensors."""
+        """Return the pieces of Hugging Face tensors that one of our tensors consists of."""
         return pieces(self.sources[name], self.shapes[name], self.config.head_dim)
 
     def their_shapes(self) -> dict[str, Shape]:
-        """All tensors of their format, by name."""
+        """Return the shapes of all tensors in the Hugging Face format, by name."""
         found: dict[str, Shape] = {}
         for name, source in self.sources.items():
             shape = self.shapes[name]
@@ -56,10 +60,10 @@ class Translation:
 
 
 def translate(hub: HubFormat, config: Any, shapes: Mapping[str, Shape]) -> Translation:
-    """Find the place of each tensor of a model, named without a prefix.
+    """Map each tensor of a model to the Hugging Face format. Names have no prefix.
 
     Raises:
-        CheckpointError: for a tensor that their format has no place for.
+        CheckpointError: the format has no place for a tensor.
     """
     found = {name: hub.source(name, config) for name in shapes}
     unmapped = [name for name, source in found.items() if source is None]
@@ -72,13 +76,16 @@ def translate(hub: HubFormat, config: Any, shapes: Mapping[str, Shape]) -> Trans
 
 
 def check(translation: Translation, weights: HubWeights, passed_over: Iterable[str] = ()) -> list[str]:
-    """Refuse a folder that is not exactly this model; gives the names of tensors that are skipped.
+    """Check that a folder has exactly the tensors of a model, and return the names of skipped tensors.
 
-    ``passed_over`` are regular expressions for tensors that the model has no place for on purpose. Where the head is
-    the embedding, their file may hold it twice.
+    A tied head is skipped if its copy in the file equals the embedding.
+
+    Args:
+        passed_over: Regular expressions for further tensors to skip.
 
     Raises:
-        CheckpointError: names the first ten missing, surplus and differently shaped tensors, with their shapes.
+        CheckpointError: tensors are missing, surplus, or have other shapes or an integer or one-byte dtype. The message
+            has the first ten of each.
     """
     hub = translation.hub
     expected = translation.their_shapes()
@@ -87,7 +94,7 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
     surplus: list[str] = []
     ignored: list[str] = []
     for name in sorted(there - set(expected)):
-        # A tied head is in some files a second time, and must then be the embedding
+        # Some files contain a copy of the embedding as a tied head. The copy must equal the embedding.
         known = hub.is_ignored(name) or any(re.fullmatch(pattern, name) for pattern in passed_over)
         if known or _repeats(name, translation, weights):
             ignored.append(name)
@@ -98,7 +105,7 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
         for name, shape in sorted(expected.items())
         if name in there and weights.shape(name) != shape
     ]
-    # Integers and one-byte floats are quantised weights: their scales would be lost
+    # Integers and one-byte floats are quantized weights, and reading them here would ignore their scales.
     integral = [
         f"{name} {weights.dtype(name)}"
         for name in sorted(set(expected) & there)
@@ -123,21 +130,21 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
 
 
 def fill(tensors: Mapping[str, Tensor], translation: Translation, weights: HubWeights) -> None:
-    """Fill this rank's part of our tensors in place: of each only the boxes that the rank holds are read."""
+    """Fill this rank's part of our tensors in place. Only this part of each tensor is read."""
     for name, tensor in tensors.items():
         _fill(local_tensor(tensor).detach(), name, local_slices(tensor), translation, weights)
 
 
 def read_whole(name: str, translation: Translation, weights: HubWeights, dtype: torch.dtype) -> Tensor:
-    """One of our tensors, whole, on the CPU."""
+    """Return one of our tensors, unsharded, on the CPU."""
     return read_part(name, tuple(slice(0, size) for size in translation.shapes[name]), translation, weights, dtype)
 
 
 def read_part(
     name: str, box: tuple[slice, ...], translation: Translation, weights: HubWeights, dtype: torch.dtype
 ) -> Tensor:
-    """A box of one of our tensors, on the CPU."""
-    # Where one piece has all of the box, what is read from the file is the tensor, and nothing is copied
+    """Return a box of one of our tensors on the CPU."""
+    # If one piece covers the box, return the tensor from the file without a copy.
     overlaps = [(piece, _overlap(piece, box)) for piece in translation.pieces_of(name)]
     found = [(piece, overlap) for piece, overlap in overlaps if overlap is not None]
     if len(found) == 1:
@@ -151,7 +158,7 @@ def read_part(
 
 
 def row_blocks(shape: Shape, row_limit_bytes: int = 2**25, item_bytes: int = 4) -> Iterator[tuple[slice, ...]]:
-    """The boxes of whole rows that make a tensor, each of so many bytes at most, or of one row.
+    """Yield boxes of full rows that cover a tensor. A box has at most ``row_limit_bytes``, but at least one row.
 
     >>> [box[0] for box in row_blocks((5, 4), row_limit_bytes=32)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
@@ -176,7 +183,7 @@ def _fill(into: Tensor, name: str, own: tuple[slice, ...], translation: Translat
 
 
 def _read(piece: TensorPiece, theirs: tuple[slice, ...], weights: HubWeights) -> Tensor:
-    """A box of their tensor, its last two dimensions as ours are; files are read without steps."""
+    """Read a box of a Hugging Face tensor, transposed if ours is. Steps are applied after reading a contiguous box."""
     if not theirs:
         return weights.read(piece.name, theirs)
     found = weights.read(piece.name, (*theirs[:-1], slice(theirs[-1].start, theirs[-1].stop)))[..., :: theirs[-1].step]
@@ -184,10 +191,13 @@ def _read(piece: TensorPiece, theirs: tuple[slice, ...], weights: HubWeights) ->
 
 
 def _overlap(piece: TensorPiece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What of a piece lies in a rank's part: where in their tensor, and where in the rank's memory."""
+    """Return the overlap of a piece with a rank's part: its box in the file's tensor, and its box in the rank's part.
+
+    None if they do not overlap.
+    """
     theirs = []
     place = []
-    # Ours may have one dimension more, the first: the number of the expert
+    # Our tensor may have an additional first dimension: the expert.
     extra = len(piece.ours) - len(piece.theirs)
     in_our_order = (*piece.theirs[:-2], *piece.theirs[:-3:-1]) if piece.transposed else piece.theirs
     for dim, (mine, whole) in enumerate(zip(own, piece.ours, strict=True)):
@@ -207,7 +217,7 @@ def _overlap(piece: TensorPiece, own: tuple[slice, ...]) -> tuple[tuple[slice, .
 
 
 def _repeats(name: str, translation: Translation, weights: HubWeights) -> bool:
-    """Whether a tensor of theirs is the embedding once more, bit for bit."""
+    """True if a Hugging Face tensor is a tied head that equals the embedding."""
     hub = translation.hub
     if not translation.config.tied_embeddings or name != hub.source("head.weight", translation.config):
         return False

@@ -1,4 +1,4 @@
-"""Where a run's weights came from, and which checkpoint or folder a path means."""
+"""Origin of a run's weights: the Hugging Face folder that an export copies config.json and other files from."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from shardtrain.utils.errors import ConfigError, ShardtrainError
 from shardtrain.utils.log import logger
 
 _LEVELS = 3
-"""A checkpoint lies at most so deep below its run's folder."""
+"""Maximum depth of a checkpoint below the folder of its run."""
 _RUNS = 8
-"""Runs that may have begun with one another's checkpoints."""
+"""Maximum length of a chain of runs, each of which started from a checkpoint of the previous run."""
 
 
 def of_run(config: Config, module: ModuleType, shape: Any, runs: int = _RUNS) -> FolderSource | None:
-    """The folder that a run's weights came from, through other runs too; else that of its tokenizer, if it fits.
+    """Return the folder that a run's weights came from, directly or through earlier runs.
 
-    None where the weights were drawn and no folder describes this very model.
+    Without such a folder, return ``model.hf_assets_path`` if its config.json describes this model, and None otherwise.
 
     Raises:
-        CheckpointError: when what it began with cannot be read.
+        CheckpointError: the initial weights cannot be read.
     """
     if as_is.is_as_is(module):
         return source.of_folder(Path(shape.path))
@@ -48,7 +48,11 @@ def of_run(config: Config, module: ModuleType, shape: Any, runs: int = _RUNS) ->
 
 
 def of_path(path: Path, module: ModuleType, shape: Any, runs: int = _RUNS) -> FolderSource | None:
-    """The origin of a Hugging Face folder; of a checkpoint what it records, else that of its run's first weights."""
+    """Return the origin of a path. None if it is unknown.
+
+    A Hugging Face folder is its own origin. The origin of a checkpoint is recorded in the checkpoint, or is that of the
+    initial weights of its run.
+    """
     if not (path / MANIFEST).is_file():
         return source.of_folder(path) if (path / "config.json").is_file() else None
     if found := source.of_checkpoint(path, manifest.read(path)):
@@ -59,12 +63,13 @@ def of_path(path: Path, module: ModuleType, shape: Any, runs: int = _RUNS) -> Fo
         return None
     try:
         return of_run(configs.load(resolved).config, module, shape, runs - 1)
-    except ConfigError:  # of another version, or moved: nothing is known of where it came from
+    except ConfigError:
+        # The run has another version or was moved, so its origin is unknown.
         return None
 
 
 def _is_of(folder: Path, module: ModuleType, shape: Any) -> bool:
-    """Whether a folder's config.json describes this model, the rows of its vocabulary aside."""
+    """True if a folder's config.json describes this model. The vocabulary size may differ."""
     if not (folder / "config.json").is_file():
         return False
     try:

@@ -1,13 +1,13 @@
-"""Weights that are quantised in the files of a Hugging Face folder, read as numbers; and opening a folder of any kind.
+"""Dequantization of weights in a Hugging Face folder, and opening of a folder with any kind of weights.
 
-In fp8 with a scale per block, as DeepSeek-V3 is published (DeepSeek-AI 2024, section 3.3): beside ``X.weight`` lies
-``X.weight_scale_inv``, one float32 for each block of ``weight_block_size`` rows and columns, and the number is the fp8
-one times that of its block. The product is made in float32.
+Block-wise fp8 is the format of DeepSeek-V3 (DeepSeek-AI 2024, section 3.3). ``X.weight_scale_inv`` has one float32
+scale for each block of ``weight_block_size`` rows and columns of ``X.weight``. The value is the product of the fp8
+number and the scale of its block, computed in float32.
 
-Experts in MXFP4, as gpt-oss is published (OCP Microscaling Formats specification 1.0, section 5.3): in the place of
-``X`` (E, I, O) lie ``X_blocks`` (E, O, I / 32, 16) and ``X_scales`` (E, O, I / 32), bytes: 32 inputs of an output share
-a power of two, the scale less 127, and each byte of their block holds two numbers of 4 bits, the first in its low half:
-a sign, two bits of exponent and one of fraction.
+MXFP4 is the format of the experts of gpt-oss (OCP Microscaling Formats specification 1.0, section 5.3). ``X_blocks``
+(E, O, I / 32, 16) and ``X_scales`` (E, O, I / 32) replace ``X`` (E, I, O). Both are bytes. Each group of 32 inputs of
+an output shares a power of two, whose exponent is the scale minus 127. Each byte of a block has two 4-bit numbers, the
+first in its low half. A number has a sign bit, two exponent bits and one mantissa bit.
 """
 
 from __future__ import annotations
@@ -23,19 +23,24 @@ from shardtrain.hub_formats.config_json import Quantised
 from shardtrain.utils.errors import CheckpointError
 
 _SCALE = "_scale_inv"
-"""After the name of a weight in fp8: that of its scales."""
+"""Suffix of the scales of an fp8 weight."""
 _BLOCKS = "_blocks"
 _SCALES = "_scales"
 _SHARED = 32
-"""Inputs of MXFP4 that share a scale."""
+"""Number of inputs that share a scale in MXFP4."""
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the 4 bits without the sign, which is the highest."""
+"""MXFP4 values of the lower three bits. The highest bit is the sign."""
 
 
 def open_weights(folder: Path, block: Quantised, prefix: str = "") -> HubWeights:
-    """The weights of a folder, in whichever way they lie there; raises CheckpointError.
+    """Open the weights of a folder: safetensors, optionally quantized, or one file per layer.
 
-    Names may begin with ``prefix``: see ``HubWeights``.
+    Args:
+        block: Quantization of the weights.
+        prefix: Prefix to remove from names. See ``HubWeights``.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
     """
     if (reader := layer_file_reader(folder)) is not None:
         layer_weights: HubWeights = reader.LayerWeights(folder)
@@ -46,14 +51,18 @@ def open_weights(folder: Path, block: Quantised, prefix: str = "") -> HubWeights
 
 
 class BlockFp8Weights(HubWeights):
-    """Weights of which some have scales: those are read as float32, and their scales are not tensors of their own."""
+    """Weights in block-wise fp8. Quantized tensors are read as float32, and their scales are hidden."""
 
     def __init__(self, folder: Path, block: tuple[int, int], prefix: str = "") -> None:
-        """Raises CheckpointError as ``HubWeights`` does, and for scales that do not fit."""
+        """Open every file and check the scales.
+
+        Raises:
+            CheckpointError: like ``HubWeights``, or the shape or dtype of scales is wrong.
+        """
         super().__init__(folder, prefix)
         self._block = block
         self._scaled = {name for name in super().names() if name + _SCALE in self}
-        # The type of the matrices that are not quantised is the one that the model was trained in
+        # The matrices that are not quantized have the dtype of the training.
         others = [n for n in self.names() if n not in self._scaled and len(super(BlockFp8Weights, self).shape(n)) == 2]
         self._plain = super().dtype(others[0]) if others else torch.bfloat16
         for name in self._scaled:
@@ -68,20 +77,20 @@ class BlockFp8Weights(HubWeights):
                 )
 
     def names(self) -> list[str]:
-        """Without the scales of what is there."""
+        """Return the names of all tensors except scales."""
         scales = {name + _SCALE for name in self._scaled}
         return [name for name in super().names() if name not in scales]
 
     def dtype(self, name: str) -> torch.dtype:
-        """For a quantised one that of the other matrices, bfloat16 where there are none."""
+        """Return the dtype of a tensor. For a quantized tensor, that of the other matrices, or bfloat16 without any."""
         return self._plain if name in self._scaled else super().dtype(name)
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        """Float32 for a quantised one."""
+        """Read a box of a tensor. A quantized tensor is returned as float32."""
         found = super().read(name, box)
         if name not in self._scaled:
             return found
-        # The blocks that the box touches, each scale repeated for its rows and columns, and cut to the box
+        # Read the scales of all blocks in the box, repeat them for each row and column, and cut them to the box.
         blocks = [slice(part.start // step, -(-part.stop // step)) for part, step in zip(box, self._block, strict=True)]
         scales = super().read(name + _SCALE, blocks)
         for dim, (part, step) in enumerate(zip(box, self._block, strict=True)):
@@ -91,10 +100,14 @@ class BlockFp8Weights(HubWeights):
 
 
 class Mxfp4Weights(HubWeights):
-    """Weights of which some are in MXFP4: these are read as bfloat16, which holds each of them exactly."""
+    """Weights with tensors in MXFP4, which are read as bfloat16. bfloat16 represents all their values exactly."""
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
-        """Raises CheckpointError as ``HubWeights`` does, and for blocks and scales that do not fit."""
+        """Open every file and check blocks and scales.
+
+        Raises:
+            CheckpointError: like ``HubWeights``, or the shape or dtype of blocks or scales is wrong.
+        """
         super().__init__(folder, prefix)
         there = set(super().names())
         self._packed = {name.removesuffix(_BLOCKS) for name in there if name.endswith(_BLOCKS)}
@@ -111,7 +124,7 @@ class Mxfp4Weights(HubWeights):
                 )
 
     def names(self) -> list[str]:
-        """What blocks and scales stand for in their place."""
+        """Return the names of all tensors, with the dequantized name instead of each pair of blocks and scales."""
         parts = {name + part for name in self._packed for part in (_BLOCKS, _SCALES)}
         return sorted({*super().names(), *self._packed} - parts)
 
@@ -130,13 +143,13 @@ class Mxfp4Weights(HubWeights):
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
         if name not in self._packed:
             return super().read(name, box)
-        # The groups of 32 inputs that the box touches
+        # Read all groups of 32 inputs that overlap with the box.
         experts, inputs, outputs = box
         groups = slice(inputs.start // _SHARED, -(-inputs.stop // _SHARED))
         blocks_EOgb = super().read(name + _BLOCKS, (experts, outputs, groups, slice(0, _SHARED // 2)))
         scales_EOg = super().read(name + _SCALES, (experts, outputs, groups))
 
-        # Two numbers of 4 bits in a byte, the first in its low half; then each times its group's power of two
+        # Unpack two 4-bit numbers per byte, low half first, and multiply them by the power of two of their group.
         codes_EOgi = torch.stack((blocks_EOgb & 15, blocks_EOgb >> 4), dim=-1).flatten(-2).int()
         values = torch.tensor((*_VALUES, *(-value for value in _VALUES)))
         numbers_EOgi = torch.ldexp(values[codes_EOgi], scales_EOg[..., None].int() - 127)

@@ -1,4 +1,4 @@
-"""Hugging Face folders that a run writes next to its checkpoints: ``step-N-hf``, from the checkpoint just saved."""
+"""Export of saved checkpoints to Hugging Face folders ``step-N-hf`` during a run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from shardtrain.utils.log import logger
 
 
 class HubSaves:
-    """Writer of a run's checkpoints in Hugging Face format; an ``Exporter`` of ``checkpoint/exports.py``."""
+    """Writer of a run's checkpoints in Hugging Face format: an ``Exporter`` of ``checkpoint/exports.py``."""
 
     def __init__(self, config: Config, labels: Sequence[str] = ()) -> None:
         """Check before the first step that the model has a Hugging Face format.
 
         Args:
-            labels: the names of the labels of a classification head.
+            labels: Labels of a classification head.
 
         Raises:
             ConfigError: the model has no such format.
@@ -64,7 +64,7 @@ class HubSaves:
     def write_share(
         self, checkpoint: Path, draft: Path, rank: int, size: int, check_cancelled: Callable[[], None]
     ) -> None:
-        """Write this rank's share of the files of weights, and check its share of the source files."""
+        """Write this rank's share of the weights files, and verify its share of the checkpoint's files."""
         writer = self._writer(checkpoint)
         writer.check_source(rank, size)
         wait = files.SEEN_SECONDS if dist.get_world_size() > 1 else 0.0

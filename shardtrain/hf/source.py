@@ -1,8 +1,8 @@
-"""What a model came from: the Hugging Face folder, or the checkpoint that was made of one, that an export goes back to.
+"""Files of a model other than its weights, in a Hugging Face folder or in a checkpoint made from one.
 
-A folder is more than weights: its config.json, tokenizer, chat template and generation settings belong to the model.
-A run names the folder that it began with; ``import`` and ``merge`` put these files into the checkpoint that they write,
-as the bytes of one more file that its manifest knows.
+These are config.json, the tokenizer, the chat template and generation settings. An export copies them. The
+configuration of a run has the path of the folder. ``import`` and ``merge`` store the files in the new checkpoint, as
+one additional file that is listed in its manifest.
 """
 
 from __future__ import annotations
@@ -31,29 +31,37 @@ NAMES = "hub_names"
 TOKENIZERS = re.compile(
     r"tokenizer.*\.(json|model)|[\w-]*\.(model|tiktoken)|tekken\.json|vocab\.(json|txt)|merges\.txt"
 )
-"""Files of which one makes a tokenizer."""
+"""Names of tokenizer files. Any one of them is sufficient, except tokenizer_config.json."""
 _TRAVEL = re.compile(
     TOKENIZERS.pattern + r"|special_tokens_map\.json|added_tokens\.json|(?!\.)[\w.-]*\.jinja|chat_template\.json"
     r"|(additional_)?chat_templates/(?!\.)[\w.-]+\.jinja|(generation|preprocessor|processor|sentence_bert)_config\.json"
     r"|modules\.json|(LICENSE|NOTICE)[\w.-]*|USE_POLICY\.md"
 )
-"""What belongs to a model beside config.json and weights; a name in a checkpoint that does not match is refused."""
+"""Names of a model's files other than config.json and weights. Other names in a checkpoint are rejected."""
 
 
 @dataclass(frozen=True)
 class FolderSource:
-    """A folder, or what a checkpoint keeps of one."""
+    """Files of a model, from a folder or from a checkpoint.
+
+    Attributes:
+        where: The folder or checkpoint.
+        config: Content of config.json. Empty if it does not exist.
+        files: Name of each other file -> path, offset and size in bytes.
+        rewritten: New content of some of these files.
+    """
 
     where: Path
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Its config.json; empty where there is none."""
     files: Mapping[str, tuple[Path, int, int]] = field(default_factory=dict)
-    """What travels with the weights: name -> file, first byte and number of bytes."""
     rewritten: Mapping[str, bytes] = field(default_factory=dict)
-    """New content of some of these files."""
 
     def read(self, name: str) -> bytes:
-        """One of its files. Raises OSError."""
+        """Return the content of a file.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
         if name in self.rewritten:
             return self.rewritten[name]
         path, begin, size = self.files[name]
@@ -63,14 +71,18 @@ class FolderSource:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether one of its files makes a tokenizer."""
+        """True if the files include a tokenizer."""
         return any(TOKENIZERS.fullmatch(name) and name != "tokenizer_config.json" for name in self.files)
 
 
 def of_folder(folder: Path) -> FolderSource:
-    """What a folder holds; it need not have weights, nor a config.json. Raises CheckpointError for a broken one."""
+    """Return the files of a folder. Weights and config.json are optional.
+
+    Raises:
+        CheckpointError: config.json or a weights file is damaged.
+    """
     config = dict(read_json(folder / CONFIG)) if (folder / CONFIG).is_file() else {}
-    # DeepSeek's layer for the second next token lies beyond the last and is not read: an export has none
+    # DeepSeek's multi-token prediction layer follows the last layer. It is not read, so an export does not have it.
     if config.get("num_nextn_predict_layers") and has_weights(folder):
         with open_weights(folder, None) as weights:
             first = f"model.layers.{config.get('num_hidden_layers')}."
@@ -85,13 +97,17 @@ def of_folder(folder: Path) -> FolderSource:
 
 
 def of_checkpoint(folder: Path, stored: Manifest) -> FolderSource | None:
-    """What a checkpoint keeps of the folder that it was made of; None where it keeps nothing."""
+    """Return the files in a checkpoint of the folder that it was made from. None if it has none.
+
+    Raises:
+        CheckpointError: the list of files or config.json is invalid.
+    """
     places = stored.facts.get(FACT)
     file = next((file for file in stored.files if file.name == FILE), None)
     if not isinstance(places, dict) or file is None:
         return None
     files: dict[str, tuple[Path, int, int]] = {}
-    # Names and places are checked as anybody's: a name that leads elsewhere would be written there by an export
+    # Names and offsets are untrusted: an export would write a file with a path in its name outside the output folder.
     for name, place in places.items():
         fits = isinstance(place, list) and len(place) == 2 and all(type(n) is int and n >= 0 for n in place)
         if not fits or sum(place) > file.bytes or not (name == CONFIG or _TRAVEL.fullmatch(name)):
@@ -107,14 +123,14 @@ def of_checkpoint(folder: Path, stored: Manifest) -> FolderSource | None:
 
 
 def of_path(path: Path) -> FolderSource | None:
-    """Of a checkpoint what it keeps, of a folder what it is; None where there is neither."""
+    """Return the files of a checkpoint or a folder. None if the path is neither, or the checkpoint has no files."""
     if (path / MANIFEST).is_file():
         return of_checkpoint(path, manifest.read(path))
     return of_folder(path) if path.is_dir() else None
 
 
 def unpacked(source: FolderSource) -> Path:
-    """A folder with the files of a source, for as long as this process lives."""
+    """Write the files of a source to a temporary folder and return it. The folder is deleted when the process exits."""
     folder = temporary.make("hub")
     atexit.register(temporary.remove, folder)
     for name in source.files:
@@ -126,10 +142,10 @@ def unpacked(source: FolderSource) -> Path:
 
 
 def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
-    """What ``import`` or ``merge`` noted of a checkpoint's model; None where a run wrote it.
+    """Return the description of a checkpoint's model by ``import`` or ``merge``. None if a run wrote the checkpoint.
 
     Raises:
-        CheckpointError: for what is not a model of this package: a path in an artefact is never followed.
+        CheckpointError: the description is invalid, or names a model file. Paths in an artifact are never followed.
     """
     noted = stored.facts.get("model")
     if not isinstance(noted, dict):
@@ -151,11 +167,14 @@ def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
 
 
 def packed(source: FolderSource) -> tuple[bytes, dict[str, list[int]]]:
-    """The bytes of all files of a source, its config.json first, and where each begins and how long it is.
+    """Concatenate all files of a source, starting with its config.json.
+
+    Returns:
+        The bytes, and for each file name a list of its offset and size.
 
     Raises:
-        ConfigError: for more bytes than a model has.
-        StorageError: where one cannot be read.
+        ConfigError: the files are larger than ``MAX_JSON_BYTES``.
+        StorageError: a file cannot be read.
     """
     data = bytearray()
     places = {}
@@ -175,14 +194,14 @@ def packed(source: FolderSource) -> tuple[bytes, dict[str, list[int]]]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has weights that can be opened, by the names of their files."""
+    """True if a folder has files of weights in a supported format. Only names are checked."""
     return has_safetensors(folder) or layer_file_reader(folder) is not None
 
 
 def dtypes_of(path: Path, translation: Translation) -> dict[str, str]:
-    """The type of each of our tensors where a model came from: of a checkpoint, or of a folder's weights.
+    """Return the dtype of each of our tensors in a checkpoint or a folder. Empty if the folder has no weights.
 
-    Empty where there are no weights. Only what the files say at their beginning is read.
+    Only the manifest or the headers of files are read.
     """
     if (path / MANIFEST).is_file():
         stored = manifest.read(path).tensors
@@ -200,7 +219,7 @@ def dtypes_of(path: Path, translation: Translation) -> dict[str, str]:
 
 
 def dtypes_in(weights: HubWeights, translation: Translation) -> dict[str, str]:
-    """Return the type of each of our tensors in opened weights."""
+    """Return the dtype of each of our tensors in opened weights."""
     found = {}
     for name in translation.sources:
         first = next(iter(translation.pieces_of(name))).name

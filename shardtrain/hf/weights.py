@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder: safetensors files and their index, opened without running anything in them."""
+"""Weights of a Hugging Face folder: safetensors files and their index, read as data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SINGLE = "model.safetensors"
 BIN_INDEX = "pytorch_model.bin.index.json"
 BIN = "pytorch_model.bin"
 WRAPPERS = ("module.", "_orig_mod.")
-"""What DataParallel, DistributedDataParallel and torch.compile put before every name of a model."""
+"""Prefixes that DataParallel, DistributedDataParallel and torch.compile add to every name of a model."""
 T = TypeVar("T")
 _TYPES = {word: getattr(torch, name) for name, word in SAFETENSORS_NAMES.items()}
 
@@ -53,7 +53,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def without_wrappers(table: dict[str, T]) -> dict[str, T]:
-    """Remove the ``WRAPPERS`` that all names begin with, once for each time that the model was wrapped.
+    """Remove the ``WRAPPERS`` that all names begin with, repeatedly if the model was wrapped several times.
 
     >>> without_wrappers({"module.module.a": 1, "module.module.b": 2}), without_wrappers({"module.a": 1, "b": 2})
     ({'a': 1, 'b': 2}, {'module.a': 1, 'b': 2})
@@ -83,7 +83,7 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         raise CheckpointError(f"{path}: weight_map is not a table of names")
     for name, file in found.items():
-        # A name with a folder in it could lead anywhere
+        # A name with a folder could point outside the model's folder.
         if not isinstance(file, str) or Path(file).name != file or Path(file).suffix != Path(single).suffix:
             raise CheckpointError(f"{path}: {name} is in {file!r}, which is not a file of this folder like {single}")
         if not (folder / file).exists():
@@ -108,16 +108,17 @@ def _no_weights(folder: Path, index: str) -> CheckpointError:
 
 
 class HubWeights:
-    """Tensors by name, whose bytes are read when they are asked for; a context manager."""
+    """Tensors of a folder by name, read lazily. Use as a context manager."""
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
-        """Open every file and read what they say they hold.
+        """Open every file and read its header.
 
-        A tensor whose name begins with ``prefix`` is known by the rest of it.
+        Args:
+            prefix: Prefix to remove from the names of tensors that have it.
 
         Raises:
-            CheckpointError: for no safetensors, a file that is missing, cut or none of the format, an index that names
-                another place or another file than the one that holds a tensor, or names of a wrapped model.
+            CheckpointError: the folder has no safetensors, a file is missing, truncated or not safetensors, the index
+                is wrong, or the names are those of a wrapped model.
         """
         self.folder = folder
         self._files: dict[str, Any] = {}
@@ -145,7 +146,7 @@ class HubWeights:
 
         path = self.folder / file
         try:
-            # A pipe in the place of a file would be waited for
+            # Opening a pipe would block.
             bounded_reads.check_regular(path)
             opened = safe_open(str(path), framework="pt")
             names = list(opened.keys())
@@ -158,25 +159,29 @@ class HubWeights:
         self._files[file] = opened
 
     def names(self) -> list[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors, sorted."""
         return sorted(self._file_of)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor; raises CheckpointError for one that torch does not have."""
+        """Return the dtype of a tensor.
+
+        Raises:
+            CheckpointError: torch does not support the dtype.
+        """
         word = self._slice(name).get_dtype()
         if word not in _TYPES:
             raise CheckpointError(f"{self.folder / self._file_of[name]}: {name} has the type {word}, unknown here")
         return _TYPES[word]
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        """A box of a tensor, one slice per dimension, in the type of the file, on the CPU."""
+        """Read a box of a tensor (one slice per dimension) in the dtype of the file, on the CPU."""
         part = self._slice(name)
         return part[tuple(box)] if len(box) else part[...]  # type: ignore[no-any-return]
 
