@@ -201,7 +201,7 @@ def _check_core(path: str, core: nn.Module, call: attention_core.CoreCall | None
     """Raise ConfigError if a core cannot be split by the mesh."""
     rule = f"needs an attention core that can be split, and {path}"
 
-    # by sequence
+    # Split by sequence.
     broken = None
     ranks_over_heads = 1
     if mesh.size(AXIS) > 1:
@@ -213,7 +213,7 @@ def _check_core(path: str, core: nn.Module, call: attention_core.CoreCall | None
         option = "parallelism.context_parallel_degree"
         raise ConfigError(Problem(option, mesh.size(AXIS), f"{rule} {broken.rule}", broken.fix))
 
-    # by heads
+    # Split by heads.
     if mesh.size("tp") == 1:
         return
     broken = attention_core.broken_number_of_heads(core, call, mesh.size("tp"))

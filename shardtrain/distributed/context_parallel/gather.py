@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardtrain.distributed.cpu.shared_memory import SequenceExchange
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""The first is the name since torch 2.13, which warns of the second."""
+"""The collective's name since torch 2.13, or its old name, which torch 2.13 deprecates."""
 
 
 def gathered_attention(
@@ -39,15 +39,18 @@ def gathered_attention(
     sinks_N: Tensor | None = None,
     shared: SequenceExchange | None = None,
 ) -> Tensor:
-    """Gather all keys and values, then attend with this rank's queries; the gradients are reduce-scattered back.
+    """Gather all keys and values, then attend with this rank's queries.
 
-    With ``shared`` both go by shared memory in place of the group's collectives. Each chunk of queries attends
-    to the chunks before it in full and to its own causally, as one call each merged by their log-sum-exp, so no mask of
-    (t, T) is ever made.
+    Backward reduce-scatters the gradients.
+
+    ``shared`` replaces the group's collectives with shared memory.
+    Each chunk of queries attends to all earlier chunks, and causally to its own chunk, in two calls.
+    Their results are merged by log-sum-exp, so no mask (t, T) is needed.
     """
     documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
-    if sinks_N is None and scores.has_kernel and chosen_kernels.attends_in_blocks(q_BtNH):  # as in an attention core
-        from shardtrain.distributed.cpu import gathered_blocks  # a run on an accelerator does not import it
+    # Use the same kernel as an attention core. A run on an accelerator does not import it.
+    if sinks_N is None and scores.has_kernel and chosen_kernels.attends_in_blocks(q_BtNH):
+        from shardtrain.distributed.cpu import gathered_blocks
 
         inputs = (q_BtNH, k_BtKH, v_BtKH)
         return gathered_blocks.attention(*inputs, documents_BT, window, scores.scale, group, balanced, shared)
@@ -60,7 +63,8 @@ def gathered_attention(
     for index, chunk in enumerate(chunks):
         q_BlNH = q_BtNH[:, index * length : (index + 1) * length]
         stop = (chunk + 1) * length
-        # causal: keys up to the end of the chunk; with a window from the first that the first query attends to
+        # Keys up to the end of the chunk. With a window, begin at the first key that the first query attends
+        # to.
         keys = slice(max(0, stop - length - window + 1) if window else 0, stop)
         documents_Bs = None if documents_BT is None else documents_BT[:, keys]
         keys_values = k_BTKH[:, keys], v_BTKH[:, keys]
@@ -69,7 +73,7 @@ def gathered_attention(
 
 
 def _natural_order(x_BTKH: Tensor, size: int, balanced: bool) -> Tensor:
-    """Undo the order in which balanced parts lie after a gather: chunks 0, 2P-1, 1, 2P-2, ... become 0, 1, 2, ..."""
+    """Reorder gathered chunks of balanced parts: 0, 2P-1, 1, 2P-2, ... become 0, 1, 2, ..."""
     if not balanced:
         return x_BTKH
     chunks = x_BTKH.chunk(2 * size, dim=1)
@@ -90,7 +94,7 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        # reduced in float32: a sum over ranks in bfloat16 would lose small contributions
+        # Reduce in float32. A bfloat16 sum over ranks would lose small contributions.
         if ctx.shared is not None:
             gradient = ctx.shared.reduce_scatter(gradients[0].flatten(2))
             return gradient.unflatten(2, gradients[0].shape[2:]), None, None

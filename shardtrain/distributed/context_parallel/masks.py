@@ -82,7 +82,7 @@ def prefix_pieces(length: int, total: int, documents_Bs: Tensor | None, window: 
     if window.tokens:
         stretch = (queries, slice(0, total), total - length)
         return _within_window([stretch], query_documents_Bl, documents_Bs, window)
-    # all earlier keys without a mask, and the queries' own keys with a causal mask
+    # Earlier keys have no mask. The keys of the queries' own tokens have a causal mask.
     pieces = [(queries, own_keys, True)]
     if total > length:
         pieces.insert(0, (queries, slice(0, total - length), False))

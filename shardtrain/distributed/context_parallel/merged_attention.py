@@ -19,9 +19,10 @@ from shardtrain.ops.sliding_window import queries_at_once
 
 
 class PrefixAttention(torch.autograd.Function):
-    """Causal attention of queries at the end of a prefix of keys: in full to earlier keys, causally to their own.
+    """Causal attention of queries that are the last tokens of the keys.
 
-    The last query attends to all keys, each query before it to one fewer; with a window, to the nearest ones.
+    The last query attends to all keys, and each earlier query to one fewer. A window limits them to the
+    nearest keys.
     """
 
     @staticmethod
@@ -51,7 +52,8 @@ class PrefixAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl, sinks_N = ctx.saved_tensors
         saved = (gradients[0], q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl)
-        exact = torch.float32 if ctx.blocked else k_BsKH.dtype  # blocks of queries add to the same keys
+        # Several blocks of queries add to the gradients of the same keys, so sum them in float32.
+        exact = torch.float32 if ctx.blocked else k_BsKH.dtype
         dq = torch.zeros_like(q_BlNH, dtype=torch.float32)
         dk = torch.zeros_like(k_BsKH, dtype=exact)
         dv = torch.zeros_like(v_BsKH, dtype=exact)
@@ -70,10 +72,10 @@ def sinks_gradient_of(gradient: Tensor, out: Tensor, lse: Tensor, sinks_N: Tenso
 
 
 def window_of(window: int, tokens: int, q_BtNH: Tensor, scores: Scores) -> Window:
-    """Return how queries are cut into blocks.
+    """Return the window and the number of queries per block.
 
-    Scores without a kernel are computed in blocks too, in a window of all tokens. Blocks are contiguous and know the
-    offset of their queries from their keys, which ALiBi's distances need.
+    Scores without a flash kernel are also computed in blocks. Without a window, the window has all tokens.
+    Blocks are contiguous and have the offset of their queries from their keys, which ALiBi requires.
     """
     if scores.has_kernel:
         return Window(window, queries_at_once(window, q_BtNH.device))
@@ -97,7 +99,7 @@ class Merged:
         v_BsKH = v_BsKH[batch, columns]
         out_BlNH, lse_BNl = attend(q_BlNH, k_BsKH, v_BsKH, causal, band, self._scores)
         old_BNl = self.lse_BNt[batch, :, rows]
-        # both parts are rescaled to the softmax over all keys so far
+        # Rescale both parts to the softmax over all keys so far.
         new_BNl = torch.logaddexp(old_BNl, lse_BNl)
         keep = (old_BNl - new_BNl).exp().transpose(1, 2)[..., None]
         take = (lse_BNl - new_BNl).exp().transpose(1, 2)[..., None]
@@ -105,7 +107,7 @@ class Merged:
         self.lse_BNt[batch, :, rows] = new_BNl
 
     def add_sinks(self, sinks_N: Tensor | None) -> None:
-        """Merge the sink of each head, after all pieces; None does nothing."""
+        """Merge the sink of each head. Call it after all pieces. None is a no-op."""
         if sinks_N is not None:
             self.out_BtNH, self.lse_BNt = with_sinks(self.out_BtNH, self.lse_BNt, sinks_N)
 

@@ -1,6 +1,6 @@
-"""Context parallelism by a ring: keys and values travel from rank to rank, and each rank merges their contributions.
+"""Context parallelism by a ring: ranks pass keys and values on, and each rank merges their contributions.
 
-The split of sequences is that of ``gather.py``.
+Sequences are split as in ``gather.py``.
 Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, n heads after an exchange, H
 head.
 """
@@ -30,7 +30,7 @@ def ring_attention(
     scores: Scores = PLAIN,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Pass keys and values round the ring and merge what each part contributes; memory stays that of one part."""
+    """Attend to all keys by passing parts of them around the ring. Only one part is in memory at a time."""
     documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
     inputs = (q_BtNH, k_BtKH, v_BtKH, group, balanced, documents_BT, window, scores, sinks_N)
     return _Ring.apply(*inputs)  # type: ignore[no-any-return]
@@ -70,7 +70,8 @@ class _Ring(torch.autograd.Function):
         q_BtNH, k_BtKH, v_BtKH, out_BtNH, lse_BNt, sinks_N = ctx.saved_tensors
         dq_BtNH = torch.zeros_like(q_BtNH, dtype=torch.float32)
         keys_values = torch.stack((k_BtKH, v_BtKH))
-        # the gradient of keys and values travels with them: every rank adds to it, and after a whole round it is home
+        # Gradients of keys and values are passed along with them. Every rank adds its contribution.
+        # After a complete round, they are back at the rank that holds the keys and values.
         summed = torch.zeros_like(keys_values, dtype=torch.float32)
         for pieces in ctx.pieces:
             for piece in pieces:
@@ -88,7 +89,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send to the next rank of the ring and receive from the one before."""
+    """Send a tensor to the next rank of the ring. Return the tensor from the previous rank."""
     tensor = tensor.contiguous()
     received = torch.empty_like(tensor)
     next_rank = dist.get_global_rank(group, (group.rank() + 1) % group.size())

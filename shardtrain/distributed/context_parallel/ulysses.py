@@ -1,4 +1,5 @@
 """Context parallelism by exchange of heads (DeepSpeed-Ulysses): each rank attends to all tokens with some heads.
+
 Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, n heads after an exchange, H
 head.
 """
@@ -28,7 +29,7 @@ def ulysses_attention(
     scores: Scores = PLAIN,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Exchange heads for tokens, attend to whole sequences with some of the heads, and exchange back."""
+    """Exchange heads for tokens, attend to full sequences with some of the heads, and exchange back."""
     q_BTnH = _HeadsForTokens.apply(q_BtNH, group)
     k_BTkH = _HeadsForTokens.apply(k_BtKH, group)
     v_BTkH = _HeadsForTokens.apply(v_BtKH, group)
@@ -36,16 +37,17 @@ def ulysses_attention(
     if scores.slopes:
         scores = scores._replace(slopes=scores.slopes[heads])
     sinks_n = None if sinks_N is None else sinks_N[heads]
-    # soft caps and other scores without a kernel are computed in blocks of queries
+    # Scores without a flash kernel, such as soft caps, are computed in blocks of queries.
     if not scores.has_kernel:
         documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
         out_BTnH = PrefixAttention.apply(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores, sinks_n)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
     masked = documents_BT is not None or 0 < window < q_BTnH.size(1) or sinks_n is not None
-    if masked or chosen_kernels.attends_in_blocks(q_BTnH):  # as in an attention core
+    # Use the same kernel as an attention core.
+    if masked or chosen_kernels.attends_in_blocks(q_BTnH):
         out_BTnH = document_mask.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores.scale, sinks_n)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
-    # scaled_dot_product_attention has heads before tokens
+    # scaled_dot_product_attention expects heads before tokens.
     q_BnTH = q_BTnH.transpose(1, 2)
     k_BkTH = k_BTkH.transpose(1, 2)
     v_BkTH = v_BTkH.transpose(1, 2)
@@ -57,7 +59,7 @@ def ulysses_attention(
 
 
 class _HeadsForTokens(torch.autograd.Function):
-    """(B, t, N, H) of all heads and some tokens -> (B, T, N / P, H) of some heads and all tokens."""
+    """Exchange (B, t, N, H), all heads of some tokens, for (B, T, N / P, H), some heads of all tokens."""
 
     @staticmethod
     def forward(ctx: Any, x_BtNH: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -83,7 +85,8 @@ class _TokensForHeads(torch.autograd.Function):
 
 
 def _heads_for_tokens(x_BtNH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts_PBtnH = torch.stack(x_BtNH.chunk(group.size(), dim=2))  # contiguous, as all_to_all_single needs
+    # all_to_all_single requires contiguous memory.
+    parts_PBtnH = torch.stack(x_BtNH.chunk(group.size(), dim=2))
     received_PBtnH = torch.empty_like(parts_PBtnH)
     dist.all_to_all_single(received_PBtnH, parts_PBtnH, group=group)
     return torch.cat(received_PBtnH.unbind(0), dim=1)

@@ -1,1 +1,1 @@
-"""How the ranks of a run find each other: stores, their signatures, and sockets that no other user can use."""
+"""Rendezvous of the ranks: stores, signatures of their values, and sockets protected from other users."""

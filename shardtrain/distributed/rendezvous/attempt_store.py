@@ -40,15 +40,17 @@ _MOST_AT_ONCE = 65_536
 
 @contextmanager
 def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) -> Iterator[dist.Store | None]:
-    """The store to join the process group with, or None where PyTorch's own way is right; leave it when joined.
+    """Yield the store for joining the process group, or None to use PyTorch's default. Exit after joining.
 
-    Where a launcher's store is shared and all ranks are on this machine, they meet in a folder that no other user can
-    enter, and ``environment`` says where.
+    If attempts share the launcher's store and all ranks are on this machine, the ranks use a private folder
+    instead.
+    Its path is then set in ``environment``.
 
     Raises:
+        StorageError: the private folder cannot be used.
         dist.DistError: the launcher's store cannot be reached, or rank 0 does not answer within ``timeout``.
     """
-    # our own launcher makes another folder for each attempt
+    # This package's launcher creates a new folder for each attempt.
     if folder := private_store.folder_of(environment):
         yield private_store.group_store(folder)
         return
@@ -58,20 +60,21 @@ def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) 
             yield None
             return
         place = private_store.folder_of_launcher(environment)
-    # what follows is about a store that attempts share: rank 0 makes a place for this one
+    # Several attempts share this store. Rank 0 creates a separate store for the current attempt.
     shared = _connect(environment, timeout, place)
     done = threading.Event()
 
     def store(name: str) -> dist.Store:
         if place is None:
             assert isinstance(shared, dist.Store)
-            return dist.PrefixStore(f"shardtrain/{name}", shared)  # the key, and so the attempt, is signed
+            # Signatures cover the key, which contains the attempt's name.
+            return dist.PrefixStore(f"shardtrain/{name}", shared)
         environment[STORE] = str(place / name)
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         return private_store.group_store(place / name)
 
     if environment["RANK"] != "0":
-        # the name that rank 0 of this attempt has made up; answers of earlier attempts are to other words
+        # Ask rank 0 for the name of this attempt. The random word excludes answers from earlier attempts.
         word = secrets.token_hex(8)
         shared.set(f"{_ASKED}/{shared.add(_ASKED, 1)}", word)
         shared.wait([f"{_ASKED}/answer/{word}"], timeout)
@@ -81,7 +84,7 @@ def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) 
     if place:
         private_store.sweep(place)
         (place / name).mkdir(mode=0o700)
-    # a connection of its own: a wait on one blocks all who use it
+    # The thread needs its own connection, because a wait blocks all users of a connection.
     thread = threading.Thread(target=_answer, args=(_connect(environment, timeout, place), name, done), daemon=True)
     thread.start()
     try:
@@ -115,7 +118,8 @@ def store_at_address(environment: Mapping[str, str], timeout: timedelta, size: i
         multi_tenant=True,
         master_listen_fd=listener,
     )
-    return signed(store, environment, str(port))  # a port is one attempt's
+    # Each attempt has its own port, so the port identifies the attempt in signatures.
+    return signed(store, environment, str(port))
 
 
 def _listener(address: str, port: int, timeout: timedelta) -> int | None:
@@ -132,7 +136,7 @@ def _listener(address: str, port: int, timeout: timedelta) -> int | None:
         try:
             return rendezvous_listener(address, port).detach()
         except socket.gaierror as error:
-            # the own name of a pod resolves some seconds after its start
+            # A pod's own host name resolves only some seconds after its start.
             if time.monotonic() > end:
                 rule = f"does not resolve on the host of rank 0: {error.strerror}"
                 fix = "set it to a name or address of that host"
@@ -156,18 +160,21 @@ def _connect(environment: Mapping[str, str], timeout: timedelta, place: Path | N
 
 
 def _answer(store: dist.Store | FolderStore, name: str, done: threading.Event) -> None:
-    """Answer everybody who asks, ranks of earlier attempts too, until all have joined."""
+    """Reply with the attempt's name to every request until ``done`` is set, also to earlier attempts."""
     seen = 0
     open_numbers = set[int]()
     while not done.wait(POLL_SECONDS):
         try:
-            count = min(store.add(_ASKED, 0), seen + _MOST_AT_ONCE)  # anybody may count, and must not fill the memory
+            # Any process may increase the counter. The limit keeps it from filling the memory.
+            count = min(store.add(_ASKED, 0), seen + _MOST_AT_ONCE)
             open_numbers.update(range(seen + 1, count + 1))
             seen = count
-            # a rank that was killed between taking a number and asking never does
+            # A rank that was killed after it took a number never sends its request.
             for number in [one for one in open_numbers if store.check([f"{_ASKED}/{one}"])]:
                 open_numbers.discard(number)
-                with contextlib.suppress(ForgedError):  # a stranger asks
+                # Ignore requests that are not signed.
+                with contextlib.suppress(ForgedError):
                     store.set(f"{_ASKED}/answer/{store.get(f'{_ASKED}/{number}').decode()}", name)
         except dist.DistError:
-            return  # the launcher has gone, and joining fails with its own words
+            # The launcher's store is gone. Joining the group fails with its own message.
+            return

@@ -27,26 +27,30 @@ from shardtrain.utils.process import meeting_folder
 
 T = TypeVar("T")
 MOST_IN_A_FULL_MESH = 128
-"""Among more ranks not every pair connects at once: descriptors of a rank would grow with ranks, and the work of the
-store with their square. Pairs then connect when they are needed, which are about 2 log2(ranks) of a rank; for that the
-listeners have to stay open."""
+"""Largest number of ranks for which all pairs connect when the group is created.
+
+With more ranks, a full mesh would need too many descriptors per rank. The store's work is quadratic in the
+ranks.
+Larger groups connect pairs on first use, about 2 log2(ranks) per rank. Their listeners must stay open.
+"""
 _SO_ATTACH_FILTER = 26
 _RETURN = 0x06
-"""BPF_RET | BPF_K: the number of bytes of a packet to keep, here none."""
+"""BPF_RET | BPF_K: return the number of bytes of a packet to keep. The filter returns 0."""
 _TABLES = ("tcp", "tcp6")
 
 
 def private(make: Callable[[], T]) -> T:
-    """Call a function that makes process groups of gloo; the sockets are guarded on Linux alone.
+    """Call a function that creates gloo process groups, and protect their sockets. Only Linux supports this.
 
     Raises:
-        PeerError: the ranks meet on the loopback interface of all users, and another one connected while they did.
+        PeerError: the ranks meet on the shared loopback interface, and another user connected meanwhile.
     """
     if private_network.exists():
         return private_network.call_inside(make)
     if sys.platform != "linux" or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
-        return make()  # lazy pairs connect in the steps that need them
-    # gloo does not tell its sockets: they are those that listen afterwards and did not before
+        # With lazy initialization, pairs connect later, so the listeners must accept connections.
+        return make()
+    # Gloo has no API for its sockets. Compare the listening sockets before and after the call.
     before = _listeners()
     result = make()
     new = {inode: descriptor for inode, descriptor in _listeners().items() if inode not in before}
@@ -58,10 +62,11 @@ def private(make: Callable[[], T]) -> T:
 
 
 def _listeners() -> dict[str, int]:
-    """Descriptors of the TCP sockets on which this process listens, by inode."""
+    """Return the descriptors of this process's listening TCP sockets by inode."""
     listeners = {}
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed since, or not a socket of this family
+        # Skip descriptors that were closed meanwhile, or are not TCP sockets.
+        with contextlib.suppress(OSError):
             link = os.readlink(f"/proc/self/fd/{name}")
             if not link.startswith("socket:["):
                 continue
@@ -80,13 +85,13 @@ def _make_deaf(descriptor: int) -> None:
 
 
 def _refuse_others(inodes: set[str]) -> None:
-    """Stop if a socket of another user is connected to one of these listeners."""
+    """Raise PeerError if a socket of another user is connected to one of these listeners."""
     rows: list[list[str]] = []
     for table in _TABLES:
         path = Path("/proc/net", table)
         if path.exists():
             rows += [line.split() for line in path.read_text().splitlines()[1:]]
-    # local address, remote address, state, user, inode are fields 1, 2, 3, 7 and 9
+    # Local address, remote address, state, user and inode are the fields 1, 2, 3, 7 and 9.
     ours = {row[1].rpartition(":")[2]: row[7] for row in rows if row[9] in inodes}
     for row in rows:
         user = ours.get(row[2].rpartition(":")[2])

@@ -1,8 +1,10 @@
-"""Where the ranks of one machine meet: files in a folder that no other user of the machine can enter.
+"""Rendezvous of the ranks of one machine in a private folder, which other users of the machine cannot enter.
 
-PyTorch's TCPStore knows no password: whoever reaches its port reads and sets its keys, and so ends a run or changes it.
-A file in a folder of mode 0700 is the kernel's to guard. Process groups meet in PyTorch's own FileStore, which keeps
-every value that was ever set; the heartbeat sets new ones for as long as a run takes, and has files of its own.
+PyTorch's TCPStore has no password. Any process that reaches its port can read and set keys, and so disrupt
+the run.
+The kernel protects files in a folder of mode 0700.
+Process groups use PyTorch's FileStore, which never frees old values.
+The heartbeat sets values throughout the run, so it uses ``FolderStore`` instead.
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def folder_of(environment: Mapping[str, str]) -> Path | None:
-    """The folder in which this rank meets the others; None where they meet at an address.
+    """Return the folder in which the ranks meet, or None if they meet at an address.
 
     Raises:
-        StorageError: other users of the machine may enter it, or it is somebody else's.
+        StorageError: the folder does not exist, another user owns it, or other users may enter it.
     """
     return own(Path(folder)) if (folder := meeting_folder(environment)) else None
 
 
 def own(folder: Path) -> Path:
-    """A folder that is to be this user's alone.
+    """Return ``folder`` after checking that only this user can enter it.
 
     Raises:
-        StorageError: other users of the machine may enter it, or it is somebody else's.
+        StorageError: the folder does not exist, another user owns it, or other users may enter it.
     """
     try:
         status = folder.lstat()
@@ -54,12 +56,14 @@ def own(folder: Path) -> Path:
 
 
 def folder_of_launcher(environment: Mapping[str, str]) -> Path | None:
-    """The folder that ranks of a launcher with a store of its own (torchrun) share; None where nodes are several.
+    """Return the folder shared by the ranks of a launcher with its own store (torchrun).
 
-    All of them find the same one: no two launchers of a network listen on one port, so it is that port's.
+    None with several nodes.
+
+    Its name depends on the launcher's port, which is unique within a network namespace.
 
     Raises:
-        StorageError: no place is left in which this user alone can have a folder.
+        StorageError: no candidate folder can be used by this user only.
     """
     if not environment.get("WORLD_SIZE") or environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
         return None
@@ -68,12 +72,12 @@ def folder_of_launcher(environment: Mapping[str, str]) -> Path | None:
 
 
 def folder_of_step(environment: Mapping[str, str]) -> Path | None:
-    """The folder that the tasks of a Slurm step share; None where its nodes are several, or it is declined.
+    """Return the folder shared by the tasks of a Slurm step. None with several nodes or another launcher.
 
     Raises:
-        StorageError: no place is left in which this user alone can have a folder.
+        StorageError: no candidate folder can be used by this user only.
     """
-    # ranks that torchrun or our own launcher has started in a task meet as those do, and have these two
+    # These variables are set if torchrun or this package's launcher started the ranks within a task.
     if environment.get(STORE) or environment.get("LOCAL_WORLD_SIZE") or environment.get("TORCHELASTIC_RUN_ID"):
         return None
     tasks = environment.get("SLURM_STEP_NUM_TASKS")
@@ -90,7 +94,7 @@ def _folder_named(environment: Mapping[str, str], *names: str) -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what other attempts left beside a folder of this launcher, and launchers that were silent for a day."""
+    """Delete the subfolders of earlier attempts, and sibling folders without a write for a day."""
     _sweep_beside(folder)
     for attempt in folder.iterdir():
         if attempt.is_dir():
@@ -104,7 +108,10 @@ def _sweep_beside(folder: Path) -> None:
 
 
 def _newest_write(folder: Path) -> float:
-    """When something in a folder was last written: Unix seconds; now where its owner writes while it is read."""
+    """Return the time of the last write to a folder, in Unix seconds.
+
+    Now if a file disappears during the scan.
+    """
     try:
         return max(one.stat().st_mtime for one in (folder, *folder.glob("*"), *folder.glob("*/*")))
     except FileNotFoundError:
@@ -133,10 +140,10 @@ def _own_folder(environment: Mapping[str, str]) -> Path:
 
 
 def new_folder(environment: Mapping[str, str], name: str) -> Path:
-    """A folder of this user alone for the ranks of one node; what was left there a day ago goes.
+    """Create a private folder for the ranks of one node. Delete sibling folders without a write for a day.
 
     Raises:
-        StorageError: no place is left in which this user alone can have a folder.
+        StorageError: no candidate folder can be used by this user only.
     """
     folder = _own_folder(environment) / f"{name}-{secrets.token_hex(12)}"
     folder.mkdir(mode=0o700)
@@ -145,44 +152,55 @@ def new_folder(environment: Mapping[str, str], name: str) -> Path:
 
 
 def group_store(folder: Path) -> dist.FileStore:
-    """The store of process groups."""
-    # -1: the folder goes as a whole, so nobody has to count who is the last
+    """Return the store of process groups."""
+    # With -1, PyTorch counts no users to delete the file. The entire folder is deleted instead.
     return dist.FileStore(str(folder / "store"), -1)
 
 
 class FolderStore:
-    """The methods of a store that the heartbeat needs: a file holds the newest value of a key, and no older one."""
+    """The subset of a store's methods that the heartbeat needs.
+
+    One file per key holds only the newest value.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key; a reader sees the old value or the new one."""
-        # written beside and renamed: a reader never sees half a value
+        """Set a key atomically. A reader sees the old or the new value."""
+        # Write a temporary file and rename it, so a reader never sees a partial value.
         temporary = self._path(f".{secrets.token_hex(8)}")
         with self._as_store_error():
             temporary.write_bytes(value if isinstance(value, bytes) else value.encode())
             temporary.replace(self._path(key))
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """Return the value of a key.
+
+        Raises:
+            DistStoreError: the key does not exist.
+        """
         with self._as_store_error():
             return self._path(key).read_bytes()
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of keys that are there."""
+        """Return the values of several keys.
+
+        Raises:
+            DistStoreError: a key does not exist.
+        """
         return [self.get(key) for key in keys]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
+        """True if all keys exist."""
         return all(self._path(key).exists() for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Return when all keys are there.
+        """Wait until all keys exist.
 
         Raises:
-            DistStoreError: they are not within ``timeout``.
+            DistStoreError: a key does not exist after ``timeout``.
         """
         end = time.monotonic() + timeout.total_seconds()
         while not self.check(keys):
@@ -191,16 +209,19 @@ class FolderStore:
             time.sleep(_POLL_SECONDS)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, and give the sum."""
+        """Add to a counter and return the new value."""
         return int(self._change(key, lambda old: str(int(old or b"0") + amount).encode()))
 
     def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
-        """Set a key that has the expected value, or none where "" is expected; gives what it has afterwards."""
+        """Set a key if it has the expected value.
+
+        An expected "" matches a missing key. Return the resulting value.
+        """
         return self._change(key, lambda old: wanted.encode() if old == expected.encode() else old)
 
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
         with self._as_store_error():
-            # one lock for all keys: numbers are counted seldom
+            # One lock for all keys is enough, because counters change rarely.
             lock = os.open(self._path(".lock"), _OPEN, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -209,7 +230,8 @@ class FolderStore:
                 self.set(key, value)
                 return value
             finally:
-                # closing is not enough: a process forked at this moment, such as a data worker, has the lock too
+                # Closing is not enough. A process forked meanwhile, such as a data worker, holds the lock
+                # too.
                 fcntl.flock(lock, fcntl.LOCK_UN)
                 os.close(lock)
 
@@ -218,7 +240,7 @@ class FolderStore:
 
     @contextlib.contextmanager
     def _as_store_error(self) -> Iterator[None]:
-        """A folder that has gone is a store that has gone."""
+        """Convert an OSError within the block to a DistStoreError."""
         try:
             yield
         except OSError as error:

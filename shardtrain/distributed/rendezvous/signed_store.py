@@ -1,10 +1,11 @@
-"""A store of several machines in which a rank reads nothing that another has not signed.
+"""A store for several machines with signed values. Ranks reject values without a valid signature.
 
-PyTorch's TCPStore knows no password: whoever reaches its port sets its keys, and so sends a rank to an address of his
-or ends a run with a verdict of his. Ranks that share a secret (the environment's ``SHARDTRAIN_SECRET``) sign what they
-set, HMAC of RFC 2104 over SHA-256, and refuse any other value. The key and the attempt are signed with it, so that a
-value cannot be moved to another key or kept for another attempt. Numbers that are counted are signed by nobody,
-because the store itself adds them up; no decision is made by them alone.
+PyTorch's TCPStore has no password. Any process that reaches its port can set keys.
+It could redirect a rank to another address, or end the run.
+Ranks that share a secret (``SHARDTRAIN_SECRET`` in the environment) sign their values with HMAC-SHA-256 (RFC
+2104).
+The signature covers the key and the attempt, so a value is not valid for another key or a later attempt.
+Counters are not signed, because the store itself adds to them. No decision depends only on counters.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ _SIGNATURE_BYTES = 2 * hashlib.sha256().digest_size
 
 
 _alive: list[SignedStore] = []
-"""PyTorch holds the C++ half of a store, such as within a PrefixStore, which does nothing without its Python half."""
+"""References to the stores.
+
+PyTorch only keeps the C++ object, which cannot work without the Python object.
+"""
 
 
 def release() -> None:
-    """Close the stores of this process that nobody else holds, once its process group has ended."""
+    """Drop the references to the stores of this process. Call it after the process group has ended."""
     _alive.clear()
 
 
@@ -36,7 +40,10 @@ class ForgedError(dist.DistStoreError):
 
 
 def signed(store: dist.Store, environment: Mapping[str, str], attempt: str) -> dist.Store:
-    """Wrap ``store`` so that the values of this attempt are signed; without a secret it is returned unchanged."""
+    """Return a wrapper of ``store`` that signs the values of this attempt.
+
+    Without a secret, return ``store``.
+    """
     secret = environment.get(SECRET, "")
     if not secret:
         return store
@@ -45,7 +52,7 @@ def signed(store: dist.Store, environment: Mapping[str, str], attempt: str) -> d
 
 
 class SignedStore(dist.Store):
-    """A store whose values are signed with a key; counters (``add``) are not."""
+    """A store that signs values with a key. Counters (``add``) are not signed."""
 
     def __init__(self, store: dist.Store, key: bytes) -> None:
         super().__init__()
@@ -57,11 +64,19 @@ class SignedStore(dist.Store):
         self._store.set(key, self._seal(key, value))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """As the store; raises ForgedError where the value is not signed."""
+        """Return the value of a key.
+
+        Raises:
+            ForgedError: the value has no valid signature.
+        """
         return self._opened(key, self._store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """As the store; raises ForgedError where one of the values is not signed."""
+        """Return the values of several keys.
+
+        Raises:
+            ForgedError: a value has no valid signature.
+        """
         found = self._store.multi_get(list(keys))
         return [self._opened(key, value) for key, value in zip(keys, found, strict=True)]
 
@@ -70,8 +85,13 @@ class SignedStore(dist.Store):
             self.set(key, value)
 
     def compare_set(self, key: str, expected: str | bytes, wanted: str | bytes) -> bytes:
-        """As the store; raises ForgedError where the value that it has is not signed."""
-        before = self._seal(key, expected) if expected else b""  # one text has one signature
+        """Set a key if it has the expected value. Return the resulting value.
+
+        Raises:
+            ForgedError: the resulting value has no valid signature.
+        """
+        # Signatures are deterministic, so signed values can be compared.
+        before = self._seal(key, expected) if expected else b""
         found: bytes = self._store.compare_set(key, before, self._seal(key, wanted))  # type: ignore[arg-type]
         return self._opened(key, found)
 
@@ -101,7 +121,7 @@ class SignedStore(dist.Store):
         return self._store.timeout  # type: ignore[attr-defined, no-any-return]
 
     def has_extended_api(self) -> bool:
-        """False: what is appended to a value would end its signature."""
+        """Return False. The extended API can append to a value, which would invalidate its signature."""
         return False
 
     def clone(self) -> SignedStore:
@@ -109,7 +129,7 @@ class SignedStore(dist.Store):
 
     def _seal(self, key: str, value: str | bytes) -> bytes:
         body = value if isinstance(value, bytes) else value.encode()
-        # the length of the key keeps a part of the value from being taken for a part of it
+        # The length of the key separates it from the value, so different pairs never have the same message.
         message = f"{len(key)} {key}\0".encode() + body
         return _PREFIX + hmac.new(self._key, message, hashlib.sha256).hexdigest().encode() + b"\n" + body
 
