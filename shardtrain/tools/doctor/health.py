@@ -49,7 +49,7 @@ _MANY_CORRECTED = 1000
 
 
 def uuid_of(device: Any) -> str:
-    """Return the device's UUID in the format of nvidia-smi, or "" if PyTorch does not report it."""
+    """Return the UUID in the format of nvidia-smi, or "" if PyTorch does not report it."""
     from shardtrain.ops import accelerator
 
     found = str(getattr(accelerator.module(device).get_device_properties(device), "uuid", ""))

@@ -1,9 +1,9 @@
-"""Which ranks differ from the others, and which are slow; pure functions of values by rank.
+"""Find ranks that differ from the majority, and slow ranks. Pure functions of values by rank.
 
-Slow is decided by the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, 1993): the distance
-from the median in units of 1.4826 times the median absolute deviation, of which more than 3.5 is an outlier. Less than
-half of the median is slow whatever the spread: of a few ranks, the slow one itself makes most of it. Of two ranks, one
-is slow that has not half the rate of the other.
+Slow ranks have a modified z-score below -3.5 (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993).
+This is the distance from the median in units of 1.4826 times the median absolute deviation. A rate below half
+of the median is always slow, because with few ranks the slow rank itself causes most of the deviation. With
+two ranks, a rank is slow if its rate is below half of the other rank's.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ T = TypeVar("T", bound=Hashable)
 
 OUTLIER = 3.5
 LEAST_SPREAD = 0.05
-"""Of the median: where all others agree to the last digit, 1 % is still no outlier."""
+"""Minimum spread as a fraction of the median. If rates are almost equal, 1 % below the median is no
+outlier."""
 SLOW = 0.7
-"""Of the median: a rank may be an outlier and be fast enough, which is not a finding."""
+"""Fraction of the median above which an outlier is fast enough and not reported."""
 SURELY_SLOW = 0.5
 
 
 def groups(values: Mapping[int, T]) -> list[tuple[T, list[int]]]:
-    """Ranks of each value: the largest group first, of equal ones that with the lowest rank."""
+    """Return (value, ranks) pairs, the largest group first. Ties are ordered by their lowest rank."""
     found: dict[T, list[int]] = {}
     for rank in sorted(values):
         found.setdefault(values[rank], []).append(rank)
@@ -33,7 +34,7 @@ def groups(values: Mapping[int, T]) -> list[tuple[T, list[int]]]:
 
 
 def odd(values: Mapping[int, T]) -> list[int]:
-    """Ranks that are not of the majority; all of them where there is none.
+    """Return the ranks that differ from the majority. Without a majority, return all ranks.
 
     >>> odd({0: "a", 1: "a", 2: "b"}), odd({0: "a", 1: "b"}), odd({0: "a", 1: "a"})
     ([2], [0, 1], [])
@@ -46,7 +47,7 @@ def odd(values: Mapping[int, T]) -> list[int]:
 
 
 def slow(rates: Mapping[int, float]) -> list[int]:
-    """Ranks whose rate is far below the others', the slowest first.
+    """Return the ranks with a much lower rate than the others, slowest first.
 
     >>> slow({0: 100.0, 1: 101.0, 2: 40.0, 3: 99.0}), slow({0: 100.0, 1: 60.0}), slow({0: 100.0, 1: 40.0})
     ([2], [], [1])
@@ -56,7 +57,8 @@ def slow(rates: Mapping[int, float]) -> list[int]:
     if len(rates) == 2:
         limit = SURELY_SLOW * max(rates.values())
     else:
-        # 1.4826 makes the median absolute deviation the standard deviation of normal numbers
+        # For normally distributed rates, 1.4826 times the median absolute deviation is the standard
+        # deviation.
         median = statistics.median(rates.values())
         deviation = statistics.median(abs(rate - median) for rate in rates.values())
         spread = max(1.4826 * deviation, LEAST_SPREAD * median)
@@ -65,7 +67,7 @@ def slow(rates: Mapping[int, float]) -> list[int]:
 
 
 def equal(reports: Reports, area: str, subject: str, values: Mapping[int, str], verdict: Verdict, fix: str) -> Finding:
-    """A row that passes where all ranks have the same value, and else names those that have another."""
+    """Return a finding that passes if all values are equal. Otherwise it names the ranks that differ."""
     found = groups(values)
     if len(found) == 1:
         return Finding(area, subject, "pass", found[0][0] or "none", EQUAL)
@@ -75,7 +77,7 @@ def equal(reports: Reports, area: str, subject: str, values: Mapping[int, str], 
 
 
 def fastest_first(reports: Reports, rates: Mapping[int, float], unit: str) -> str:
-    """A rate in words: the value of one rank, or the lowest and the highest of several and who has the lowest."""
+    """Format rates: one value, or the minimum and maximum with the slowest rank."""
     if len(rates) == 1:
         return f"{next(iter(rates.values())):.4g} {unit}"
     least = min(rates, key=lambda rank: (rates[rank], rank))

@@ -1,4 +1,4 @@
-"""One rank of the doctor: collect every area within its limit and send it to the first rank, which judges all."""
+"""One rank of the doctor: collect each area within a time limit. Rank 0 judges the facts of all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Collect = Callable[[RankContext, Facts], None]
 
 @dataclass(frozen=True)
 class Area:
-    """What a rank notes, and what it means."""
+    """Collect and judge functions of one area."""
 
     name: str
     collect: Collect
@@ -52,11 +52,14 @@ AREAS = (
     Area(numbers.AREA, numbers.collect, numbers.judge),
     Area(network.AREA, network.collect, network.judge),
 )
-"""In the order in which every rank collects them; those that load the machine come last."""
+"""Areas in the order of collection. Areas that load the machine come last."""
 
 
 def examine(context: RankContext, areas: Iterable[Area] = AREAS) -> dict[str, Facts]:
-    """The facts of this rank by area; a check that raises or outlasts its limit says so in the place of the rest."""
+    """Return the facts of this rank by area.
+
+    A failed or timed-out check records its error or last position.
+    """
     collected: dict[str, Facts] = {}
     for area in areas:
         collected[area.name] = facts = _limited(context, area)
@@ -66,7 +69,10 @@ def examine(context: RankContext, areas: Iterable[Area] = AREAS) -> dict[str, Fa
 
 
 def _limited(context: RankContext, area: Area) -> Facts:
-    """Collect in a thread, which is left behind where it hangs: nothing can end a write to a dead file server."""
+    """Collect in a thread, and abandon it if it hangs.
+
+    A write to a dead file server cannot be interrupted.
+    """
     noted: Facts = {}
 
     def collect() -> None:
@@ -79,15 +85,15 @@ def _limited(context: RankContext, area: Area) -> Facts:
             text = str(error).strip().splitlines() or [""]
             noted[ERROR] = redact(f"{type(error).__name__}: {text[0]}"[:300])
 
-    # The check has a line of its own. One that is left behind may still use it, and disturbs no later area.
+    # Each check has its own channel, so that an abandoned check cannot disturb later areas.
     line = context.line.begin(area.name)
     thread = threading.Thread(target=collect, name=f"doctor-{area.name}", daemon=True)
     thread.start()
     while thread.is_alive() and time.monotonic() < line.deadline:
         thread.join(timeout=min(0.2, max(0.01, line.deadline - time.monotonic())))
     facts = {STOPPED: line.where, "place": line.place} if thread.is_alive() else noted
-    # Others need not wait at the next meeting for a rank that has failed. Where it only waited for one that did not
-    # come, it has not failed itself.
+    # Cancel meetings with a failed rank, so that other ranks do not wait. A rank that timed out waiting for
+    # another rank has not failed itself.
     if (STOPPED in facts or ERROR in facts) and not facts.get("is_peer"):
         line.cancel()
     context.line.timed_out = line.timed_out
@@ -95,7 +101,7 @@ def _limited(context: RankContext, area: Area) -> Facts:
 
 
 def gather(context: RankContext, own: dict[str, Facts], areas: Iterable[Area] = AREAS) -> Reports:
-    """What all ranks have sent, on the first rank; those that do not come to the end in time are missing."""
+    """Return the facts of all ranks (rank 0 only). Ranks that do not finish in time are missing."""
     facts = {context.rank: own}
     missing = {}
     end = time.monotonic() + context.line.patience_seconds
@@ -111,10 +117,10 @@ def gather(context: RankContext, own: dict[str, Facts], areas: Iterable[Area] = 
 
 
 def judge(reports: Reports, areas: Iterable[Area] = AREAS) -> list[Finding]:
-    """All findings, in the order of the areas."""
+    """Return all findings, in the order of the areas."""
     findings: list[Finding] = []
 
-    # Ranks that are not there at all, by where they were last seen.
+    # Group missing ranks by their last position.
     places: dict[str, list[int]] = {}
     for rank, place in reports.missing.items():
         places.setdefault(place, []).append(rank)
@@ -123,7 +129,7 @@ def judge(reports: Reports, areas: Iterable[Area] = AREAS) -> list[Finding]:
         fix = "look at the log of that rank, and whether its host answers"
         findings.append(Finding("ranks", "present", "fail", text, f"{reports.size} ranks", fix, tuple(ranks)))
 
-    # Who waits for a rank in one area does so in the next: that is said once.
+    # A rank that waits for another in one area also waits in the next. Report the same text once.
     for area in areas:
         known = {one.measured for one in findings}
         findings += [one for one in _unfinished(reports, area.name) if one.measured not in known]
@@ -133,7 +139,7 @@ def judge(reports: Reports, areas: Iterable[Area] = AREAS) -> list[Finding]:
 
 
 def _unfinished(reports: Reports, area: str) -> Iterator[Finding]:
-    """Checks that outlasted their limit or raised; those that only waited for others are reported once."""
+    """Report checks that hung, raised, or waited for other ranks."""
     by_rank = {rank: facts[area] for rank, facts in sorted(reports.facts.items()) if area in facts}
     yield from _hung(reports, area, {rank: facts for rank, facts in by_rank.items() if STOPPED in facts})
     waited: dict[str, list[int]] = {}
@@ -152,7 +158,10 @@ def _unfinished(reports: Reports, area: str) -> Iterator[Finding]:
 
 
 def _hung(reports: Reports, area: str, by_rank: dict[int, Facts]) -> Iterator[Finding]:
-    """Who hangs where. What ranks do together is held up by those that are missing, else by those furthest behind."""
+    """Report hanging ranks.
+
+    A collective waits for missing ranks, or for the ranks that are furthest behind.
+    """
     if not by_rank:
         return
     places = {rank: int(facts["place"]) for rank, facts in by_rank.items()}

@@ -1,4 +1,4 @@
-"""What was measured, as numbers for ``plan --calibrate``: the rows of the report say the same in words."""
+"""Measured rates as numbers for ``plan --calibrate``. The findings contain the same rates as text."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from shardtrain.tools.doctor.result import Facts, Reports
 
 
 def of(reports: Reports) -> Facts:
-    """The slowest device's rate of a product, and of each collective on each axis that of the slowest group.
+    """Return the rates of the slowest device, and of the slowest group of each collective and axis.
 
-    ``flops`` are FLOP per second by type, of ``threads`` threads where the device is a CPU; ``bytes_per_second`` is bus
-    bandwidth, of a group of ``ranks`` of which at most ``ranks_per_host`` share a host.
+    ``flops`` are FLOP/s by dtype, with ``threads`` threads on a CPU. ``bytes_per_second`` is the bus
+    bandwidth of a group with ``ranks`` ranks, of which at most ``ranks_per_host`` share a host.
     """
     found = reports.of(device_checks.AREA).values()
     flops: dict[str, float] = {}
     for facts in found:
         flops[facts["dtype"]] = min(facts["rate"], flops.get(facts["dtype"], facts["rate"]))
 
-    # Of each collective on each axis the slowest group, which the others wait for; of a group the median rank.
+    # Find the slowest group of each collective and axis, because the others wait for it. Take a group's
+    # median rank.
     groups: dict[tuple[str, str, int], list[Facts]] = {}
     for facts in reports.of(network.AREA).values():
         for one in facts["collectives"]:

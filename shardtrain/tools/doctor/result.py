@@ -1,4 +1,4 @@
-"""What the doctor finds, and the facts of all ranks in which it finds it."""
+"""Findings of the doctor, and the facts of all ranks."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, Literal
 
 Verdict = Literal["pass", "warn", "fail"]
 Facts = dict[str, Any]
-"""What JSON can hold."""
+"""Facts of one area, serializable as JSON."""
 
 EQUAL = "equal on all ranks"
 STOPPED = "stopped"
-"""Key of an area's facts: the check outlasted its limit, and where."""
+"""Key of an area's facts: last position of a check that exceeded its time limit."""
 ERROR = "error"
-"""Key of an area's facts: the check raised, and what."""
+"""Key of an area's facts: message of the error that the check raised."""
 
 
 @dataclass(frozen=True)
 class Finding:
     """One row of the report.
 
-    ``ranks`` are those that the row is about, where it is not about all: the slow, the odd, the failing ones.
+    ``ranks`` are the slow, different or failing ranks. Empty if the finding concerns all ranks.
     """
 
     area: str
@@ -36,30 +36,35 @@ class Finding:
 
 @dataclass(frozen=True)
 class Reports:
-    """The facts of all ranks that answered: rank -> area -> facts; ``missing`` is rank -> where it was last seen."""
+    """Facts of all ranks that answered.
+
+    Attributes:
+        facts: Rank -> area -> facts.
+        missing: Rank -> last known position.
+    """
 
     size: int
     facts: Mapping[int, Mapping[str, Facts]]
     missing: Mapping[int, str] = field(default_factory=dict)
 
     def of(self, area: str) -> dict[int, Facts]:
-        """Facts of an area by rank, of those that could collect it."""
+        """Return the facts of an area by rank, for ranks whose check succeeded."""
         found = {rank: self.facts[rank][area] for rank in sorted(self.facts) if area in self.facts[rank]}
         return {rank: facts for rank, facts in found.items() if STOPPED not in facts and ERROR not in facts}
 
     def host(self, rank: int) -> str:
-        """The host of a rank, empty where it did not say."""
+        """Return the host of a rank, or "" if unknown."""
         return str(self.facts.get(rank, {}).get("hosts", {}).get("hostname", ""))
 
     def hosts(self) -> dict[str, list[int]]:
-        """Ranks of each host."""
+        """Return the ranks of each host."""
         found: dict[str, list[int]] = {}
         for rank in sorted(self.facts):
             found.setdefault(self.host(rank), []).append(rank)
         return found
 
     def who(self, ranks: Collection[int]) -> str:
-        """Ranks in words, by host where there are several: ``rank 3 (host-b)``, ``host-b (ranks 8-15)``."""
+        """Format ranks, with hosts if there are several: ``rank 3 (host-b)``, ``host-b (ranks 8-15)``."""
         if not ranks:
             return "no rank"
         if len(ranks) == self.size:
@@ -67,7 +72,7 @@ class Reports:
         hosts = self.hosts()
         if len(hosts) < 2:
             return _ranks(ranks)
-        # a host whose ranks are all among them comes first, else its ranks do
+        # Write the host first if all its ranks are included, and otherwise the ranks.
         texts = []
         for host, own in hosts.items():
             named = [rank for rank in own if rank in ranks]
@@ -80,7 +85,7 @@ class Reports:
 
 
 def _ranks(ranks: Collection[int]) -> str:
-    """Ranks as short text.
+    """Format ranks with ranges.
 
     >>> _ranks([3]), _ranks([0, 1, 2, 5])
     ('rank 3', 'ranks 0-2, 5')
@@ -106,7 +111,7 @@ def warn_if(is_bad: bool, measured: str, expected: str, fix: str) -> Judged:
 
 
 def kernel_text(path: str | Path) -> str:
-    """Return the text of a file of the kernel, or an empty text if it cannot be read."""
+    """Return the text of a kernel file, or "" if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -114,7 +119,7 @@ def kernel_text(path: str | Path) -> str:
 
 
 def kernel_numbers(path: str) -> list[int]:
-    """Return the numbers in a file of the kernel; an empty list if it holds anything else or cannot be read."""
+    """Return the numbers in a kernel file. Empty if it has other text or cannot be read."""
     try:
         return [int(word) for word in kernel_text(path).split()]
     except ValueError:
@@ -134,7 +139,7 @@ def each(reports: Reports, area: str, rules: Mapping[str, Callable[[Facts], Judg
                 verdict, _, expected, fix = judged
                 rows.setdefault((verdict, expected, fix), (judged, []))[1].append(rank)
         for (verdict, measured, expected, fix), ranks in rows.values():
-            # name the ranks if something is wrong with them, but not with all ranks
+            # Name the ranks of a problem unless it affects all ranks.
             if verdict != "pass" and len(ranks) < len(reports.of(area)):
                 text = f"{measured} on {reports.who(ranks)}"
                 yield Finding(area, subject, verdict, text, expected, fix, tuple(ranks))
@@ -143,7 +148,7 @@ def each(reports: Reports, area: str, rules: Mapping[str, Callable[[Facts], Judg
 
 
 def worst(verdicts: Collection[Verdict]) -> Verdict:
-    """The worst of some verdicts.
+    """Return the worst verdict.
 
     >>> worst(["pass", "warn"]), worst([])
     ('warn', 'pass')

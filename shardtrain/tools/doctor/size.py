@@ -1,4 +1,4 @@
-"""What a site bears: limits of hosts that runs of thousands of ranks meet, at the number of ranks that is asked for."""
+"""Host limits that matter at thousands of ranks, checked for the requested number of ranks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
 AREA = "size"
 
 STORE_CONNECTIONS = 2
-"""Of each rank to the host of the run's store: one for process groups, one for the heartbeat or its node's folder."""
+"""Connections of a rank to the run's store: process groups, and the heartbeat or its node's folder."""
 OTHER_FILES = 1024
-"""Files that a process has open besides: libraries, devices, shards, sockets of workers."""
+"""Other open files of a process: libraries, devices, shards, sockets of workers."""
 NODES_OF_A_SEGMENT = 0.8
-"""The kernel begins to forget neighbours below its limit."""
+"""Usable fraction of the neighbour table. The kernel evicts entries before the table is full."""
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Note limits of the kernel and of this process that count peers."""
+    """Record kernel and process limits that depend on the number of peers."""
     import resource
 
     facts["num_ranks"] = context.num_ranks or context.size
     facts["local_size"] = context.local_size
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    facts["open_files"] = -1 if hard == resource.RLIM_INFINITY else hard  # the soft one is raised to it
+    facts["open_files"] = -1 if hard == resource.RLIM_INFINITY else hard  # runs raise the soft limit to it
     facts["system_files"] = _number("/proc/sys/fs/file-max")
     facts["backlog"] = _number("/proc/sys/net/core/somaxconn")
     facts["tracked"] = _number("/proc/sys/net/netfilter/nf_conntrack_max")
@@ -38,13 +38,13 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 
 def _number(path: str) -> int:
-    """Return a number of the kernel, or -1 if it does not exist."""
+    """Return the number in a kernel file, or -1 if it does not exist."""
     numbers = kernel_numbers(path)
     return numbers[0] if len(numbers) == 1 else -1
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
-    """Each limit against what that many ranks need of one host, the host of the store where it differs."""
+    """Compare each limit with the needs of one host, or of the store's host."""
     rules = {
         "store connections": _store,
         "connections of a host": _ports,
@@ -63,7 +63,7 @@ def _verdict(value: int, needed: int, what: str, fix: str) -> Judged | None:
 
 
 def _peers(facts: Facts) -> int:
-    """Connections of one rank: gloo's pairs, and those of NCCL's rings and trees over sockets."""
+    """Return the number of connections of one rank: gloo's pairs, and NCCL's rings and trees over sockets."""
     return 16 + 4 * math.ceil(math.log2(max(2, facts["num_ranks"])))
 
 

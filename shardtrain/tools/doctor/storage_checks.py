@@ -1,4 +1,4 @@
-"""Storage: whether folders of the run can be written, how fast, whether all hosts see one folder, and what is free."""
+"""Storage: write access and speed of the run's folders, visibility on all hosts, and free space."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ PIECE_BYTES = 4 * MIB
 MOST_BYTES = 64 * MIB
 MOST_SECONDS = 1.0
 SEEN_SECONDS = 10.0
-"""Time for another host's new file to appear, because network filesystems cache folder contents. A run waits longer,
-and reports the delay."""
+"""Maximum delay until another host's new file appears, because network filesystems cache folders. A run waits
+longer, and reports the delay."""
 LEFT_SECONDS = 3600.0
 ALL_WRITE = 64
-"""With more ranks than this, one of each host signs a folder."""
+"""Maximum number of ranks that all write to a folder. With more, one rank per host writes."""
 
 LITTLE_BYTES = GIB
 FEW_INODES = 10_000
 SLOW_BYTES_PER_SECOND = 20 * MIB
-"""Of one host: below it, a checkpoint of a small model already takes minutes."""
+"""Minimum rate of one host. Below it, even a small model's checkpoint takes minutes."""
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Write to each folder of the run, then look for what the other ranks wrote; removes all of it."""
+    """Write a file to each folder of the run, look for the files of other ranks, then remove the file."""
     folders = writable(context)
     facts["folders"] = {}
 
-    # All ranks name their files after one random word, so that files of another doctor are not taken for theirs.
+    # File names contain a common nonce, so that ranks ignore files of another doctor.
     if context.rank == 0:
         context.line.send("nonce", secrets.token_hex(4))
     nonce = context.line.receive("nonce", context.line.limit_seconds / 2)
@@ -77,7 +77,10 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 
 def writable(context: RankContext) -> dict[str, Place]:
-    """Where the run writes, by option; a folder that is not there yet stands for the nearest one above it."""
+    """Return the folders to which the run writes, by option.
+
+    Use the nearest existing parent of a new folder.
+    """
     config = context.loaded.config
     found: dict[str, Place] = {"job.dump_folder": _existing(Path(config.job.dump_folder))}
     if config.checkpoint.enable:
@@ -88,7 +91,7 @@ def writable(context: RankContext) -> dict[str, Place]:
 
 
 def readable(context: RankContext) -> dict[str, str]:
-    """Local paths of data and weights, by option; addresses and names on the hub are not tried."""
+    """Return local paths of data and weights, by option. URLs and built-in datasets are skipped."""
     paths = {f"{name}.dataset_path": source.dataset_path for name, source in datasets(context.loaded).items()}
     paths["checkpoint.initial_load_path"] = context.loaded.config.checkpoint.initial_load_path
     if context.has_config:
@@ -102,7 +105,7 @@ def _existing(path: Path) -> Path:
 
 
 def _write(place: Place) -> Facts:
-    """Facts of one place: the rate of a durable write, or the error."""
+    """Write to one place. Return its free space, filesystem and durable write rate, or the error."""
     found: Facts = {"place": str(place), "error": "", "rate": 0.0, "seen": [], "signed": False}
     try:
         if isinstance(place, Path):
@@ -122,9 +125,12 @@ def _write(place: Place) -> Facts:
 
 
 def write_rate(folder: Path) -> float:
-    """Bytes per second of a durable write; the file has no name while it is written, so nothing can be left."""
+    """Return the bytes per second of a durable write.
+
+    The file is unlinked first, so that a crash leaves nothing.
+    """
     piece = memoryview(os.urandom(PIECE_BYTES))
-    # random bytes, which no filesystem compresses, to the disk and not to its cache alone
+    # Filesystems cannot compress random bytes, and fsync waits for the disk.
     descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
     try:
         os.unlink(name)
@@ -139,7 +145,7 @@ def write_rate(folder: Path) -> float:
 
 
 def _put_rate(place: Any) -> float:
-    """The same for an object store, by one object of a few MiB."""
+    """Return the bytes per second of writing one object of a few MiB to an object store."""
     trial = place / f"{PREFIX}{secrets.token_hex(4)}"
     started = time.perf_counter()
     try:
@@ -165,10 +171,10 @@ def _sign(place: Place, found: Facts, name: str, signed: list[Place]) -> bool:
 
 
 def _look(context: RankContext, folders: dict[str, Place], by_option: dict[str, Facts], prefix: str) -> None:
-    """Note whose signs this rank sees in each folder, once all ranks have signed."""
+    """Record which ranks' files this rank sees in each folder, after all ranks have written."""
     context.line.send(f"signed-{context.rank}", {option: found["signed"] for option, found in by_option.items()})
     context.line.meet("storage, written")
-    # One list for all: each rank asking each other would be a square of questions to the store.
+    # Rank 0 collects one list, because requests between all pairs of ranks would overload the store.
     if context.rank == 0:
         context.line.send("signers", [context.line.receive(f"signed-{rank}") for rank in range(context.size)])
     all_signed = context.line.receive("signers", context.line.limit_seconds / 2) or []
@@ -194,7 +200,7 @@ def _signs(place: Place, prefix: str) -> set[int]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove signs of a doctor that was killed long ago."""
+    """Remove old files of a killed doctor."""
     for path in folder.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > LEFT_SECONDS:
@@ -202,9 +208,9 @@ def _sweep(folder: Path) -> None:
 
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """Return the type of the filesystem that holds a path, or an empty text if the system does not list it."""
+    """Return the filesystem type of a path, or "" if the system does not list its mount."""
     lines = [line.split() for line in kernel_text(mounts).splitlines()]
-    # The longest mount point holds the path; of two on one folder, the later covers the earlier.
+    # The longest mount point contains the path. A later mount hides an earlier one on the same folder.
     resolved = str(path.resolve())
     holding = [(len(words[1]), number, words[2]) for number, words in enumerate(lines) if _below(resolved, words[1])]
     return max(holding)[2] if holding else ""
@@ -215,7 +221,7 @@ def _below(path: str, mount: str) -> bool:
 
 
 def _survey(path: str) -> str:
-    """What is at a path of data, in words that are equal where the content is."""
+    """Describe the files at a data path. Equal content has equal text."""
     path = os.path.expanduser(path)
     files = sorted(glob.glob(path)) if any(mark in path for mark in "*?[") else [path]
     try:
@@ -232,7 +238,7 @@ def _survey(path: str) -> str:
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
-    """Each folder: written, shared where it has to be, fast as on other hosts, with room; data alike everywhere."""
+    """Check that folders are writable, shared, fast and have space, and that data is equal on all hosts."""
     by_rank = reports.of(AREA)
     options = list(dict.fromkeys(option for facts in by_rank.values() for option in facts["folders"]))
     for option in options:
@@ -240,7 +246,7 @@ def judge(reports: Reports) -> Iterator[Finding]:
         yield from _shared(reports, option)
         yield from _rate(reports, option)
 
-    # the first rank has counted the model, in the area of the configuration
+    # Rank 0 computed the size of the model in the configuration area.
     needs = reports.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
     if needs and any("checkpoint.folder" in facts["folders"] for facts in by_rank.values()):
         yield from each(reports, AREA, {"room for a checkpoint": functools.partial(_room, needs=needs)})
@@ -299,9 +305,12 @@ def _shared(reports: Reports, option: str) -> Iterator[Finding]:
 
 
 def _rate(reports: Reports, option: str) -> Iterator[Finding]:
-    """Written by all ranks at once, so what a host can do is the sum over its ranks."""
+    """Compare the write rates of hosts.
+
+    All ranks write at once, so a host's rate is the sum over its ranks.
+    """
     by_rank = {rank: facts["folders"].get(option, {}) for rank, facts in reports.of(AREA).items()}
-    first: dict[int, str] = {}  # a host by its first rank, which stands for it
+    first: dict[int, str] = {}  # host by its first rank
     rates: dict[int, float] = {}
     for host, ranks_of_host in reports.hosts().items():
         first[ranks_of_host[0]] = host

@@ -1,4 +1,4 @@
-"""How ranks of the doctor talk: through the store alone, which answers also where collectives hang."""
+"""Communication between ranks of the doctor. It uses only the store, which works even if collectives hang."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import meeting_folder
 
 FIRST_POLL_SECONDS = 0.002
-"""Polls begin dense, for ranks that come together."""
+"""Initial poll interval, short because ranks usually arrive together."""
 LAST_POLL_SECONDS = 0.25
-"""They get rare, since thousands of ranks ask one server."""
+"""Maximum poll interval, long because thousands of ranks poll one server."""
 
 
 @contextlib.contextmanager
 def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Store]:
-    """The store in which the ranks of this job meet; no rank waits for another here, so that absent ones are named.
+    """Open the store of this job. No rank waits for another here, so that later steps can name absent ranks.
 
     Raises:
-        PeerError: the address that the launcher gave cannot be reached within ``limit_seconds``, or no longer, or
-            somebody who does not know the run's secret has written there.
-        ConfigError: the launcher gave none.
+        PeerError: the launcher's address cannot be reached within ``limit_seconds``, the connection is lost,
+            or a client without the run's secret wrote to the store.
+        ConfigError: the launcher set no address.
     """
     if size == 1:
         yield dist.HashStore()
@@ -43,8 +43,8 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
         fix = "start it with torchrun or srun, or without RANK and WORLD_SIZE"
         raise ConfigError(Problem("MASTER_ADDR:MASTER_PORT", f"{address}:{port}", "is not a place to meet", fix))
     try:
-        # The store of our own launcher, if it started this rank; else one at the address that torchrun or srun gave,
-        # which the first rank serves unless torchrun's agent does.
+        # Use the store of our own launcher if it started this rank. Otherwise use the address of torchrun or
+        # srun. Rank 0 serves this store unless torchrun's agent does.
         with store_of_attempt(os.environ, timeout) as own:
             store = own
             if store is None:
@@ -62,35 +62,39 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
 
 
 EXTRA_SECONDS = 5.0
-"""How long to wait for other ranks beyond what their checks may take."""
+"""Time to wait for other ranks in addition to the limits of their checks."""
 AGAIN_SECONDS = 1.0
-"""How long to wait once a first wait has had no answer."""
+"""Time to wait after a first wait has timed out."""
 
 
 class StoreChannel:
-    """One rank's connection to the others."""
+    """One rank's connection to the others.
+
+    Attributes:
+        place: Number of marks in this area. Ranks pass the same marks in order, so a lower number is further
+            behind.
+        timed_out: True if this rank has waited in vain for other ranks.
+        deadline: Monotonic time at which the current step exceeds its limit.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, limit_seconds: float) -> None:
-        # a connection of its own: a wait in the process group's store would hold this one too
+        # Use a separate connection, because a wait in the process group's store would block this channel.
         self._store = dist.PrefixStore("doctor", store.clone())
         self.rank = rank
         self.size = size
         self.limit_seconds = limit_seconds
         self.area = self.where = "the start"
         self.place = 0
-        """Marks in this area: ranks come to the same places in the same order, so that less is behind."""
         self.timed_out = False
-        """Whether this rank has waited for others that did not come."""
         self.deadline = time.monotonic() + limit_seconds
-        """When what this rank does now has taken too long."""
 
     @property
     def patience_seconds(self) -> float:
-        """How long to wait for other ranks, which may use up the limit of two checks before they come."""
+        """Time to wait for other ranks, which may exhaust the limits of two checks before they arrive."""
         return AGAIN_SECONDS if self.timed_out else 2 * self.limit_seconds + EXTRA_SECONDS
 
     def begin(self, area: str) -> StoreChannel:
-        """Say that this rank begins an area; gives the line for it, which a check that is left behind may keep."""
+        """Begin an area. Return a separate channel for it, which an abandoned check may keep."""
         line = copy.copy(self)
         line.area = area
         line.place = 0
@@ -98,22 +102,22 @@ class StoreChannel:
         return line
 
     def cancel(self) -> None:
-        """Say that this rank will come to no more meetings of the area, so that others need not wait for it."""
+        """Announce that this rank skips further meetings of the area, so that others do not wait."""
         self._store.set(f"gave-up-{self.area}", json.dumps([self.rank, self.where]))
 
     def mark(self, where: str) -> None:
-        """Say that this rank has come to ``where``, which may take ``limit_seconds`` from now."""
+        """Record that this rank begins the step ``where``, and restart the time limit."""
         self.where = where
         self.deadline = time.monotonic() + self.limit_seconds
         self.place += 1
         self._store.set(f"at-{self.rank}", json.dumps(where))
 
     def meet(self, name: str) -> None:
-        """Wait until all ranks are here; raises PeerError that names who is not when patience ends."""
+        """Wait for all ranks. Raise PeerError with the absent ranks after ``patience_seconds``."""
         self.mark(f"waiting for all ranks before {name}")
         limit_seconds = self.patience_seconds
         self.deadline = time.monotonic() + limit_seconds + 1
-        # The last to come opens the door for all, by one key that they ask for; a key of each rank says who is absent.
+        # The last rank sets one key that all ranks poll. A key per rank identifies absent ranks.
         self._store.set(f"meet-{name}-{self.rank}", "1")
         if self._store.add(f"meet-{name}", 1) == self.size:
             self._store.set(f"met-{name}", "1")
@@ -128,11 +132,11 @@ class StoreChannel:
         self.mark(name)
 
     def send(self, key: str, value: Any) -> None:
-        """Leave a value for the other ranks."""
+        """Store a value for other ranks."""
         self._store.set(key, json.dumps(value))
 
     def receive(self, key: str, limit_seconds: float = 0.0) -> Any:
-        """A value that a rank leaves within the limit, or None."""
+        """Return the value that a rank stores within the time limit, or None."""
         return json.loads(self._store.get(key)) if self._comes(key, limit_seconds) else None
 
     def _comes(self, key: str, limit_seconds: float, unless: str = "") -> bool:

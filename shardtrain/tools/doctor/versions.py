@@ -1,4 +1,4 @@
-"""Versions: a rank with another PyTorch, NCCL or driver computes other numbers, hangs, or cannot join."""
+"""Versions: ranks with a different PyTorch, NCCL or driver may hang or compute different results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIXES = {
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Note the versions of what takes part in a run, and a digest of all options."""
+    """Record software versions, and a digest of all options."""
     import torch
 
     facts["shardtrain"] = __version__
@@ -33,7 +33,7 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["cuda"] = torch.version.cuda or torch.version.hip or ""
     facts["nccl"] = ""
     if context.device == "cuda":
-        # a tuple in builds with NCCL or RCCL, an int in old ones, nothing in others
+        # A tuple in builds with NCCL or RCCL, an int in old builds, and missing in others.
         try:
             version = torch.cuda.nccl.version()
             facts["nccl"] = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
@@ -49,7 +49,7 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
-    """Each name equal on all ranks; those that no rank has are left out."""
+    """Check that each version is equal on all ranks. Versions that no rank has are skipped."""
     by_rank = reports.of(AREA)
     names = [name for name in next(iter(by_rank.values()), {}) if any(facts.get(name) for facts in by_rank.values())]
     for name in names:
