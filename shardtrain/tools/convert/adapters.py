@@ -57,7 +57,7 @@ def _merge(found: Any, is_peft: bool) -> None:
     from shardtrain.tools.convert.checkpoint_path import tokens_of_run
     from shardtrain.tools.generate.locate_checkpoint import load_config
 
-    # A PEFT folder does not record the weights of its base model, so the user gives them with --base.
+    # A PEFT folder does not contain the path of its base weights, so the user passes it with --base.
     where = found.base if is_peft else found.adapters
     if where is None:
         raise ConfigError(f"{found.adapters} does not name the weights of its base model; give them with --base")

@@ -1,7 +1,7 @@
 """Model card: README.md with YAML front matter, from the run folder and the checkpoint.
 
-Unknown facts are omitted: no license, base model or dataset is guessed. Options that do not change numbers, such as
-launch or log options, are omitted too, and with them the names of machines. Secrets are redacted.
+Unknown facts are omitted: no license, base model or dataset is guessed. Options that do not change numbers,
+such as launch or log options, are omitted too, and with them the names of machines. Secrets are redacted.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def of_checkpoint(
     if run.config.is_file():
         try:
             config = configs.load(run.config).config
-        except ShardtrainError:  # of another version: what it says is left out
+        except ShardtrainError:  # written by an incompatible version
             config = None
     if config is not None:
         model = config.model
@@ -148,7 +148,7 @@ def of_checkpoint(
         if data := _data(config):
             facts.append(("Data", ", ".join(data)))
 
-    # How far it came, and how good it was then.
+    # Training progress and the last metrics.
     if state.get("step"):
         facts.append(("Steps", f"{state['step']:,}"))
     if state.get("tokens_seen"):
@@ -157,7 +157,7 @@ def of_checkpoint(
     facts += _measured(run.metrics, step, "Training")
     facts += _measured(run.validation, step, "Validation")
 
-    # How it was computed.
+    # Precision and parallelism.
     if config is not None:
         facts += [
             ("Precision", f"stored {config.training.dtype}, computed in {derived.compute_dtype(config)}"),
@@ -233,13 +233,13 @@ def _hub_datasets(config: Config) -> list[str]:
 
 
 def _base_model(source: FolderSource | None) -> str:
-    """The repository that the first weights' config.json names itself, where it does."""
+    """Return the repository named in config.json of the initial weights, or ""."""
     said = str((source.config if source is not None else {}).get("_name_or_path") or "")
     return said if _REPO.fullmatch(said) and not Path(said).exists() else ""
 
 
 def _license(source: FolderSource | None) -> str:
-    """What the card of the folder that the weights came from says."""
+    """Return the license in the card of the initial weights, or ""."""
     try:
         text = (
             bounded_reads.whole(source.where / CARD, _MAX_BYTES).decode("utf-8", "replace")
@@ -254,7 +254,7 @@ def _license(source: FolderSource | None) -> str:
 
 
 def _options(config: Config) -> str:
-    """The options that are not defaults and may change a number, as a file to be used again."""
+    """Return the changed options that may affect numbers, as a reusable TOML file."""
     plain = {(section, line) for section, lines in _sections(configs.resolved_toml(Config())) for line in lines}
     text = ""
     for section, lines in _sections(configs.resolved_toml(config)):

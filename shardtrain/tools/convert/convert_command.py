@@ -1,4 +1,4 @@
-"""``shardtrain import`` and ``shardtrain export``: between checkpoints and Hugging Face folders, in one process."""
+"""Verbs ``import`` and ``export``: convert between checkpoints and Hugging Face folders, in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHECKS = ("auto", "logits", "weights")
 
 
 def import_main(words: Sequence[str]) -> int:
-    """``shardtrain import HF_DIR --to CHECKPOINT``; gives the exit status."""
+    """Run ``shardtrain import HF_DIR --to CHECKPOINT`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain import",
         "Write the weights of a Hugging Face folder as a checkpoint.",
@@ -56,7 +56,7 @@ def import_main(words: Sequence[str]) -> int:
 
 
 def _check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that the model has no rows for; raises ConfigError."""
+    """Raise ConfigError if the tokenizer has IDs beyond the model's vocabulary."""
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
@@ -65,7 +65,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
         return
     try:
         ids = max(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    except Exception as error:  # whatever the library makes of a broken file
+    except Exception as error:  # any error that the library raises for a broken file
         raise ConfigError(f"{file} cannot be read as a tokenizer ({str(error)[:200]}); fetch it again") from None
     if ids > rows:
         said = f"--vocab_size={vocab_size}" if vocab_size else f"vocab_size={rows} of {CONFIG}"
@@ -76,7 +76,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def export_main(words: Sequence[str]) -> int:
-    """``shardtrain export FROM --to HF_DIR [--push ORG/NAME]``; gives the exit status."""
+    """Run ``shardtrain export FROM --to HF_DIR [--push ORG/NAME]`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain export",
         "Write the weights of a checkpoint as a Hugging Face folder, and check it.",
@@ -115,8 +115,7 @@ def export_main(words: Sequence[str]) -> int:
 
         push = Push(found.push, found.private, found.overwrite_card)
 
-    # The repository has been looked at before anything is written: a token that may not write it
-    # ends the command here.
+    # Push has checked the repository and the token before anything is written.
     status = _to_folder(found, push)
     if push is not None and status == 0:
         address = push.send(found.to or found.checkpoint)
@@ -125,7 +124,7 @@ def export_main(words: Sequence[str]) -> int:
 
 
 def _to_folder(found: Any, push: Any) -> int:
-    """Write the folder, unless FROM is one that is sent as it is; gives the exit status."""
+    """Write the folder, unless FROM is a Hugging Face folder to push unchanged. Return the exit status."""
     from shardtrain.hf.folder_config import is_hub_folder
     from shardtrain.tools.convert import card
 
@@ -136,8 +135,7 @@ def _to_folder(found: Any, push: Any) -> int:
         return 0
     if not 0.001 <= found.shard_gigabytes <= 1000:
         raise ConfigError(f"--shard_gigabytes={found.shard_gigabytes} must lie between 0.001 and 1000; use 5")
-    # An upload that was cut off is continued: the folder that it wrote knows by its card of which
-    # checkpoint it is.
+    # Continue an interrupted upload. The card in the existing folder identifies its checkpoint.
     if found.to.exists():
         of = "" if is_folder else _identity(found, step_of(found.checkpoint, found.config, found.step))
         if push is not None and of and card.exported(found.to) == of:
@@ -147,7 +145,7 @@ def _to_folder(found: Any, push: Any) -> int:
     if not is_hub_folder(found.checkpoint):
         return _export(found, found.checkpoint)
 
-    # From one Hugging Face folder to another, by a checkpoint that is removed at the end.
+    # Convert between Hugging Face folders with a temporary checkpoint.
     from shardtrain.hf import importing
 
     reject_step(found.step, found.checkpoint)
@@ -168,7 +166,7 @@ def _identity(found: Any, checkpoint: Path) -> str:
 
 
 def _write_card(found: Any, checkpoint: Path, source: Any) -> None:
-    """Put README.md into the new folder, where it is asked for and none came with the model."""
+    """Write README.md to the new folder if requested, unless the model already has one."""
     from shardtrain.checkpoint import files
     from shardtrain.tools.convert import card
 
@@ -181,7 +179,7 @@ def _write_card(found: Any, checkpoint: Path, source: Any) -> None:
 
 
 def _export(found: Any, path: Path) -> int:
-    """Write a checkpoint, or the newest of a run; gives the exit status."""
+    """Export a checkpoint, or the selected checkpoint of a run. Return the exit status."""
     from shardtrain import models
     from shardtrain.hf import source
     from shardtrain.hf.hf_export import Export, export
@@ -201,8 +199,8 @@ def _export(found: Any, path: Path) -> int:
         rule = "holds adapters and no model"
         raise ConfigError(f"{checkpoint} {rule}; add --adapter, or merge it first (shardtrain merge)")
 
-    # Where the weights began: what an import noted, or the folder that the run's configuration
-    # names. It gives types, config.json and tokenizer.
+    # Find the folder of the initial weights, from an import or the run's configuration. It provides dtypes,
+    # config.json and the tokenizer.
     begun = source.of_checkpoint(checkpoint, manifest.read(checkpoint))
     if begun is None and "loaded" in options:
         from shardtrain.hf import origin

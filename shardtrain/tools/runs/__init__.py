@@ -1,1 +1,1 @@
-"""Programs that read the folder of a run: its curves, live view, traces, goodput and repeated steps."""
+"""Tools that read run folders: charts, live view, traces, goodput and replay of steps."""

@@ -1,7 +1,7 @@
-"""A trace that PyTorch's profiler wrote, summed up: who took the time, and what communication nothing hid.
+"""Summarize a trace of PyTorch's profiler: time per operation, and exposed communication.
 
-The file is the trace event format of Chrome: complete events (``"ph": "X"``) with a begin ``ts`` and a duration ``dur``
-in microseconds, on a thread ``tid`` of a process ``pid``. Events of one thread nest.
+The file is the trace event format of Chrome: complete events (``"ph": "X"``) with a begin ``ts`` and a
+duration ``dur`` in microseconds, on a thread ``tid`` of a process ``pid``. Events of one thread nest.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import DataError
 
 MOST_BYTES = 1 << 29
-"""Of a trace, unpacked: one step of a large model is some 100 MB."""
+"""Maximum size of an uncompressed trace. One step of a large model takes about 100 MB."""
 MOST_EVENTS = 1_200_000
-"""A step of a large model has some 300,000; each takes three quarters of a kilobyte of memory."""
+"""Maximum number of events. A step of a large model has about 300,000, and each takes about 750 bytes of
+memory."""
 _LARGEST = 10**18
 _PART = 1 << 20
 _BEGIN = re.compile(r'\A\s*\[|"traceEvents"\s*:\s*\[')
@@ -41,7 +42,7 @@ Span = tuple[float, float]
 
 @dataclass
 class Operation:
-    """One name: how often, and how long without the operations that it called, in microseconds."""
+    """Calls and time of all operations with one name. ``self_us`` excludes nested operations."""
 
     name: str
     calls: int = 0
@@ -69,15 +70,15 @@ class Summary:
 
     @property
     def span_us(self) -> float:
-        """Of all recorded steps."""
+        """Total duration of all recorded steps."""
         return sum(self.steps)
 
 
 def read(path: Path) -> Summary:
-    """Sum up one trace.
+    """Summarize one trace.
 
     Raises:
-        DataError: for a file that is not a trace, or one that is larger than it is read here.
+        DataError: the file is not a trace, or exceeds a limit of this module.
     """
     everything = _events(path)
     events = [
@@ -86,7 +87,7 @@ def read(path: Path) -> Summary:
         if one.get("ph") == "X" and _is_number(one.get("ts")) and _is_number(one.get("dur")) and "name" in one
     ]
 
-    # Steps, as the profiler marked them; without marks all is one.
+    # Find the steps marked by the profiler. Without marks, the full trace is one step.
     found = Summary(path)
     steps = [_span(one) for one in events if one.get("cat") == "user_annotation" and _STEP.match(str(one.get("name")))]
     found.steps = [end - begin for begin, end in sorted(steps)]
@@ -94,7 +95,7 @@ def read(path: Path) -> Summary:
         spans = [_span(one) for one in events]
         found.steps = [max(end for _, end in spans) - min(begin for begin, _ in spans)]
 
-    # Kernels of the device where there are some, else operators on the CPU, by thread or stream.
+    # Use device kernels if there are any, otherwise CPU operators, by stream or thread.
     device = [one for one in events if one.get("cat") in _DEVICE]
     found.on_device = bool(device)
     work = device or [one for one in events if one.get("cat") == "cpu_op"]
@@ -135,7 +136,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, each with what is summed up here and no more of it: an event after the other is parsed."""
+    """Return the events of a trace with the required fields. Parse one event at a time to bound memory."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb", opener=atomic_io.without_waiting) as file:
             found = []
@@ -155,7 +156,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 class _Bounded(io.RawIOBase):
-    """A file that may have so many bytes."""
+    """File wrapper that limits the number of bytes."""
 
     def __init__(self, file: Any, path: Path) -> None:
         super().__init__()
@@ -176,7 +177,7 @@ class _Bounded(io.RawIOBase):
 
 
 def _parsed(file: TextIO, path: Path) -> Iterator[Any]:
-    """The values of the list ``traceEvents``, or of a file that is a list."""
+    """Yield the events of the list ``traceEvents``, or of a top-level list."""
     decoder = json.JSONDecoder()
     text = file.read(_PART)
     at = 0

@@ -1,1 +1,1 @@
-"""The verb ``watch``: a live view of runs in a terminal, from their files alone."""
+"""Verb ``watch``: a live view of runs in a terminal. It only reads their files."""

@@ -18,10 +18,10 @@ BINS = {
     "productive": "P", "data": "D", "checkpoint": "C", "validation": "V",
     "compile": "K", "start": "S", "restart": "R", "lost": "L",
 }  # fmt: skip
-"""What goodput divides the time of all attempts into, and the letter of each in the bar."""
+"""Goodput bins, with the letter of each bin in the bar."""
 TITLES = {"loss": "loss", "grad_norm": "grad norm", "tokens_per_second": TOTAL_SPEED, "memory_gib": "memory GiB"}
 _TITLE = len(TOTAL_SPEED) + 1
-"""Columns of a title."""
+"""Width of a title in columns."""
 COUNTS = ("skipped_updates", "spikes", "rewinds", "stragglers")
 Curve = tuple[list[int], list[float]]
 """Steps and values."""
@@ -30,7 +30,7 @@ KEYS = "q quit   tab, arrows, 1-9 next run"
 
 @dataclass(frozen=True)
 class Terminal:
-    """How the frame may look."""
+    """Size and capabilities of the terminal."""
 
     columns: int
     lines: int
@@ -39,16 +39,16 @@ class Terminal:
 
     @property
     def bars(self) -> str:
-        """What curves are drawn with."""
+        """Characters for drawing curves."""
         return BARS if self.unicode else ASCII_BARS
 
     def paint(self, text: str, number: int) -> str:
-        """Text in one of the terminal's colours."""
+        """Return text with an ANSI color code, if supported."""
         return f"\x1b[{number}m{text}\x1b[0m" if self.color else text
 
 
 def frame(followed: Sequence[FollowedRun], selected: int, terminal: Terminal) -> list[str]:
-    """The lines of a frame, none longer than the terminal is wide, and no more than it has."""
+    """Return the lines of a frame that fits the terminal."""
     lines: list[str] = []
     if len(followed) > 1:
         names = [_name(one) for one in followed]
@@ -65,7 +65,7 @@ def frame(followed: Sequence[FollowedRun], selected: int, terminal: Terminal) ->
 
 
 def _details(one: FollowedRun, terminal: Terminal) -> list[str]:
-    """The lines of one run: its state, a bar of its steps, its curves, where the time went, counts and alerts."""
+    """Return the lines of one run: state, progress bar, curves, goodput, counts and alerts."""
     width = terminal.columns
     age = f"{format_seconds(round(one.age_seconds))} ago" if math.isfinite(one.age_seconds) and one.last else ""
     whole = f" of {one.total_steps:,}" if one.total_steps else ""
@@ -114,7 +114,8 @@ def _time(one: FollowedRun, terminal: Terminal) -> list[str]:
     head = f"{'goodput':<{_TITLE}}{100 * one.account.goodput:>6.1f} % "
     bar = ""
     elapsed = 0.0
-    # Round the end of each bin and not its width, so that rounding errors do not add up and the bar fills the line
+    # Round the end of each bin and not its width, so that rounding errors do not add up and the bar fills the
+    # line
     for name, seconds in one.account.seconds.items():
         elapsed += seconds
         end = round((terminal.columns - len(head)) * elapsed / total)
