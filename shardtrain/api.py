@@ -1,7 +1,7 @@
-"""The Python face: what a notebook or a script imports from ``shardtrain`` itself; see ``docs/python.md``.
+"""Python API for notebooks and scripts, exported by ``shardtrain``. See ``docs/python.md``.
 
-Each name does what the verb of the same name does, with the same errors (``shardtrain.utils.errors``), and raises them
-instead of ending the process. The trainer knows nothing of this file.
+Each function corresponds to the verb of the same name. It raises the errors of that verb
+(``shardtrain.utils.errors``) instead of ending the process. The trainer does not depend on this file.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def load_config(path: str | Path | None = None, options: Mapping[str, Any] | Non
 
 
 def _as_list(texts: str | Sequence[str]) -> list[str]:
-    """A plain str is one item, not its letters."""
+    """Convert to a list. A plain str becomes a single item."""
     return [texts] if isinstance(texts, str) else list(texts)
 
 
 def _loaded(config: Loaded | str | Path | None, options: Mapping[str, Any] | None) -> Loaded:
-    """The configuration that an argument names, or is."""
+    """Load the configuration, unless the argument is already loaded."""
     if not isinstance(config, Loaded):
         return configs.load(config, _arguments(options))
     if options:
@@ -99,11 +99,11 @@ class StepResult:
 
 
 class Trainer:
-    """A run in this process: ``train()`` runs it to its end, ``step()`` takes one optimizer step at a time.
+    """A run in this process. ``train()`` completes the run, ``step()`` takes a single optimizer step.
 
-    The process is the only rank, or one of those that torchrun has started. A run continues from the newest checkpoint
-    of its folder, as with ``shardtrain train``. Use it as a context manager, or call ``close()``: it leaves the process
-    group, lets the folder go, and puts logging, environment and PyTorch's switches back as they were.
+    The process is the only rank, or one of the ranks that torchrun started. Like ``shardtrain train``, a run
+    resumes from the newest checkpoint in its folder. Use the trainer as a context manager, or call
+    ``close()``.
 
         with shardtrain.Trainer(shardtrain.load_config("debug", {"training.steps": 20})) as trainer:
             while (result := trainer.step()) is not None:
@@ -112,10 +112,10 @@ class Trainer:
 
     @python_function
     def __init__(self, config: Loaded | str | Path | None = None, options: Mapping[str, Any] | None = None) -> None:
-        """Check the configuration against this machine; nothing is built yet.
+        """Check the configuration on this machine. The model is built on first use.
 
         Raises:
-            ShardtrainError: for what ``shardtrain train`` would refuse, all at once.
+            ShardtrainError: with all problems that ``shardtrain train`` would report.
         """
         self._loaded = _loaded(config, options)
         # undone in the opposite order by close()
@@ -138,7 +138,7 @@ class Trainer:
 
     @property
     def config(self) -> configs.Config:
-        """Every option as it holds."""
+        """The configuration of the run."""
         return self._loaded.config
 
     @property
@@ -148,13 +148,13 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """The model on this rank, sharded as the mesh says; with pipeline parallelism the rank's first stage."""
+        """The sharded model of this rank. With pipeline parallelism, the rank's first stage."""
         return self._opened()[1].runner.parts[0]
 
     def step(self) -> StepResult | None:
-        """Take one optimizer step on all ranks, and save a checkpoint where one is due; None at the end of the run.
+        """Take one optimizer step on all ranks, and save a checkpoint if due. Return None after the last step.
 
-        Metrics are not written: they are those of ``train()``.
+        Only ``train()`` writes metrics.
         """
         _, run, checkpoints = self._opened()
         if run.state.step >= run.total_steps:
@@ -174,10 +174,12 @@ class Trainer:
         return StepResult(run.state.step, total / max(tokens, 1), outcome.grad_norm, outcome.lr, tokens)
 
     def train(self) -> TrainState:
-        """Train to the end, with metrics, validation and checkpoints, and close; gives the counters at the end.
+        """Train to the end with metrics, validation and checkpoints, then close. Return the final counters.
 
         Raises:
-            ShardtrainError: as the command line would end with; ``exit.json`` in the run's folder says the same.
+            ShardtrainError: the error that would end ``shardtrain train``. ``exit.json`` in the run's folder
+            records
+                it, unless the error requires leaving the folder unchanged.
         """
         world, run, checkpoints = self._opened()
         folder = Path(self.config.job.dump_folder)
@@ -200,7 +202,10 @@ class Trainer:
         return state
 
     def close(self) -> None:
-        """Leave the process group and the folder; a second call does nothing."""
+        """Leave the process group, release the folder, and restore logging, environment and PyTorch settings.
+
+        Further calls have no effect.
+        """
         self._closed = True
         self._open = None
         self._stack.close()
@@ -217,7 +222,7 @@ class Trainer:
         if self._closed:
             raise ShardtrainError("this Trainer is closed; make another one, which continues from the last checkpoint")
         if self._open is None:
-            # built at the first use, so that a wrong configuration costs no time
+            # Build on first use, so that an invalid configuration fails early.
             resilience = Resilience()
             try:
                 with self._environment.noted():
@@ -323,10 +328,10 @@ def evaluate(
 
 @python_function
 def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report.html") -> Path:
-    """Write one HTML page of one or several run folders, as ``shardtrain report``; gives its path.
+    """Write an HTML report of one or more run folders, like ``shardtrain report``. Return its path.
 
     Raises:
-        ConfigError: when a folder is not one of a run.
+        ConfigError: a folder is not a run folder or has no metrics, or ``output`` is in a missing folder.
     """
     folders = [runs] if isinstance(runs, str | Path) else list(runs)
     if not folders:
@@ -352,13 +357,18 @@ def plan(
     gpus: int | None = None,
     device: str = "h100",
 ) -> Plan:
-    """Memory, time and what limits a configuration on ``gpus`` devices that need not be here, as ``shardtrain plan``.
+    """Estimate memory, time and bottlenecks of a configuration, like ``shardtrain plan``.
 
-    ``device`` is a name that ``shardtrain plan --help`` lists, or a TOML file with a row of yours (docs/plan.md).
-    Without ``gpus`` it is as many as the configuration's mesh asks for.
+    The devices need not be present on this machine.
+
+    Args:
+        config: a loaded configuration, a TOML file or a preset.
+        options: options that override the file or preset.
+        gpus: number of devices. None is the smallest number that fits the configured mesh.
+        device: a name from ``shardtrain plan --help``, or a TOML file that describes a device (docs/plan.md).
 
     Raises:
-        ConfigError: for what ``shardtrain train`` would refuse on such ranks, or an unknown device.
+        ConfigError: the configuration is invalid for this number of ranks, or the device is unknown.
     """
     loaded = _loaded(config, options)
     row = hardware.find(device)
@@ -378,13 +388,19 @@ def verify(
     meshes: str | Sequence[str] = (),
     steps: int = 3,
 ) -> list[MeshResult]:
-    """Compare meshes with one process, as ``shardtrain verify``; one result per mesh, whose ``verdict`` is "same".
+    """Compare meshes with a single process, like ``shardtrain verify``. Return one result per mesh.
 
-    ``path`` is a TOML file, a preset or a model file; ``meshes`` are like ``"tp=2,pp=2"``. It runs in a separate
-    process, because ranks cannot be forked from one that has computed already.
+    The ``verdict`` of a result is "same" if the mesh matches. The comparison runs in a separate process,
+    because ranks cannot be forked from a process that has already computed.
+
+    Args:
+        path: a TOML file, a preset or a model file.
+        options: options that override the file or preset.
+        meshes: meshes to compare, such as ``"tp=2,pp=2"``.
+        steps: number of training steps.
 
     Raises:
-        ConfigError: when a mesh is not possible, or a promise of the model file is broken.
+        ConfigError: a mesh is not possible, or the model file violates its contract.
     """
     given = [str(path)] if path is not None else []
     if given and given[0].startswith("-"):
@@ -433,7 +449,7 @@ def _switches() -> tuple[bool, bool, bool, bool]:
 
 
 class _EnvironmentChanges:
-    """Variables of the environment that the trainer has set; what the user sets in the meantime is left alone."""
+    """Environment variables that the trainer has set. Later changes by the user are kept."""
 
     def __init__(self) -> None:
         self._changes: dict[str, tuple[str | None, str | None]] = {}
@@ -441,7 +457,7 @@ class _EnvironmentChanges:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Remember what changes inside."""
+        """Record the variables that change inside the block."""
         before = dict(os.environ)
         try:
             yield
@@ -453,7 +469,7 @@ class _EnvironmentChanges:
                     self._changes[name] = (self._changes.get(name, (was, None))[0], now)
 
     def undo(self) -> None:
-        """Put each variable back that still has the value which the trainer gave it."""
+        """Restore each variable that still has the value set by the trainer."""
         for name, (was, now) in self._changes.items():
             if os.environ.get(name) != now:
                 continue

@@ -1,4 +1,4 @@
-"""Rules of ``[launch]``: names that every platform takes, and values that fit into a script or a manifest."""
+"""Rules of ``[launch]``: names that all platforms accept, and values that are safe in scripts."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ FORMS: dict[str, tuple[str, str]] = {
     "launch.runai.project": (_WORD, "one word"),
     "launch.runai.node_pools": (_WORD.replace(",", ""), "names of node pools"),
 }
-"""Option, the form of its value or of each of its values, and the form in words."""
+"""Maps an option to the regular expression of its values and a description for error messages."""
 
 SECRET = rf"{_DNS}/[-._A-Za-z0-9]+"
 
 
 def check_launch(loaded: Loaded) -> Iterator[Problem]:
-    """Values of [launch] that no platform could take, and characters that no script should hold."""
+    """Yield problems for [launch] values that no platform accepts or that are unsafe in a script."""
     for name in (name for name in options() if name.startswith("launch.") and loaded.is_set(name)):
         value = loaded.value(name)
         texts = list(value) if isinstance(value, list) else [value]
@@ -70,7 +70,7 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
     keys = [text.partition("=")[0] for text in launch.kubernetes.node_selector]
     yield from _check_twice(loaded, "launch.kubernetes.node_selector", keys)
 
-    # Variables: a secret's value is never in a file, only where the platform finds it
+    # Secrets must not be in a file, so launch.env rejects them.
     for table in ("launch.env", "launch.secrets"):
         for name in loaded.value(table):
             if not re.fullmatch(VARIABLE, name):
@@ -82,7 +82,7 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
         if not re.fullmatch(SECRET, text):
             yield problem(loaded, "launch.secrets", f"does not say where {name} is", f'write {name} = "SECRET/KEY"')
 
-    # Options of one platform that exclude or need each other
+    # Options of a platform that exclude or require each other.
     if launch.ssh.hosts and launch.ssh.hostfile:
         yield problem(loaded, "launch.ssh.hostfile", "and launch.ssh.hosts both name hosts", "keep one")
     for name in ("include", "exclude"):
