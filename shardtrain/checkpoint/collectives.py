@@ -1,8 +1,8 @@
 """Collectives on JSON values and errors: if an action fails on one rank, all ranks raise the same error.
 
-Values travel as JSON, never as pickles. Flags, first values and broadcasts cost one reduction and at most one
-broadcast, whose bytes do not grow with the number of ranks. Only ``all_gather_json`` holds the values of all ranks on
-every rank: keep those short.
+Values are sent as JSON, never as pickles. Flags, first values and broadcasts cost one reduction and at most
+one broadcast, whose size does not depend on the number of ranks. Only ``all_gather_json`` stores the values
+of all ranks on every rank, so those must be short.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def all_gather_json(value: Any) -> list[Any]:
     """Gather a JSON value of every rank, in order of rank (a collective). One process needs no process group."""
     if _is_alone():
         return [json.loads(json.dumps(value))]
-    # Not an all-reduce of sizes: numbers of a rank that is in another all-reduce would be taken for a size.
+    # Do not reduce sizes with an all-reduce. A rank in another all-reduce would contribute a number that is
+    # not a size.
     data = bytearray(json.dumps(value).encode())
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     dist.all_gather(list(sizes.view(-1, 1)), torch.tensor([len(data)]))
@@ -59,7 +60,8 @@ def gather_json(value: Any) -> list[Any]:
 
 def _padded_texts(data: bytearray, longest: int) -> list[bytes]:
     """Gather the JSON text of every rank, padded with blanks to the length of the longest one (a collective)."""
-    own = torch.full((longest,), ord(" "), dtype=torch.uint8)  # JSON may end in blanks
+    # JSON may end with spaces.
+    own = torch.full((longest,), ord(" "), dtype=torch.uint8)
     own[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
     # Not a gather to the first rank, which would need a connection to every other rank: in an all-gather each rank gets
     # all texts from its neighbour in a ring.
@@ -97,7 +99,7 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
 
 
 def _gather_by_hash(value: Any) -> tuple[list[Any], list[int]]:
-    """As ``gather_distinct_json``, by hashes: gather them, then broadcast each value from its first rank."""
+    """Like ``gather_distinct_json``: gather hashes, then broadcast each value from its first rank."""
     own = torch.frombuffer(bytearray(hashlib.sha256(json.dumps(value).encode()).digest()), dtype=torch.uint8)
     digests = torch.empty(dist.get_world_size(), len(own), dtype=torch.uint8)
     dist.all_gather(list(digests), own)
@@ -119,7 +121,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def any_ranks(flags: Sequence[bool]) -> list[bool]:
-    """For each flag, True if it is set on any rank (a collective)."""
+    """Return for each flag True if it is set on any rank (a collective)."""
     if _is_alone():
         return list(flags)
     totals = torch.tensor(list(map(int, flags)))
@@ -152,19 +154,25 @@ def all_ranks(action: Callable[[], Any]) -> Any:
 
 
 def first_rank(action: Callable[[], Any]) -> Any:
-    """Run an action only on rank 0 and return its JSON result on all (a collective); raises as ``all_ranks``."""
+    """Run an action only on rank 0 and return its JSON result on all (a collective).
+
+    Raises like ``all_ranks``.
+    """
     return all_ranks(action if _own_rank() == 0 else lambda: None)
 
 
 def all_ranks_gather(action: Callable[[], Any]) -> list[Any]:
-    """Run an action on every rank and return all JSON results (a collective); raises as ``all_ranks``."""
+    """Run an action on every rank and return all JSON results (a collective). Raises like ``all_ranks``."""
     answers: list[Any] = []
     all_ranks(lambda: answers.append(action()))
     return all_gather_json(answers[0])
 
 
 def all_ranks_to_first(action: Callable[[], Any]) -> list[Any]:
-    """As ``all_ranks_gather``, but only rank 0 gets the results; other ranks get an empty list (a collective)."""
+    """Like ``all_ranks_gather``, but only rank 0 gets the results.
+
+    Other ranks get an empty list (a collective).
+    """
     answers: list[Any] = []
     all_ranks(lambda: answers.append(action()))
     return gather_json(answers[0])
@@ -179,7 +187,7 @@ def _is_alone() -> bool:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Rank and world size; (0, 1) without a process group."""
+    """Return rank and world size, or (0, 1) without a process group."""
     return (0, 1) if _is_alone() else (dist.get_rank(), dist.get_world_size())
 
 
@@ -188,7 +196,7 @@ def _own_rank() -> int:
 
 
 def _said(value: Any, urgency: int) -> Any:
-    """Return the value of the rank with the lowest ``urgency``, or None if all pass ``_NOBODY`` (a collective).
+    """Return the value of the rank with the lowest ``urgency``. None if all pass ``_NOBODY`` (a collective).
 
     ``urgency`` modulo the world size is the number of the rank that passes it.
     """
@@ -214,7 +222,7 @@ def _broadcast(text: str, source: int) -> str:
 
 def _raise_alike(failure: Exception | None, description: list[str] | None) -> None:
     """Raise the error of one rank on all ranks, if there is one (a collective)."""
-    # Lowest number first: errors of this package, by rank, before unexpected exceptions, which may be consequences.
+    # The lowest number wins. Errors of this package precede unexpected exceptions, which may be consequences.
     is_bug = description is not None and description[0] == "PeerError"
     size = 1 if _is_alone() else dist.get_world_size()
     number = _NOBODY
@@ -223,7 +231,7 @@ def _raise_alike(failure: Exception | None, description: list[str] | None) -> No
     chosen = _said(description, number)
     if chosen is None:
         return
-    # An unexpected exception: its own rank raises it with the traceback.
+    # The rank of an unexpected exception raises it with the traceback.
     if failure and is_bug:
         raise failure
     kind, text = chosen

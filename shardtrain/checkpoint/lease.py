@@ -31,10 +31,10 @@ from shardtrain.utils.log import logger
 LEASE = "lease.json"
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
-"""Six missed beats."""
+"""Time of six missed heartbeats, after which a lease is free."""
 DEAD = "its process no longer exists"
 PATIENCE_SECONDS = 20.0
-"""How long a holder retries reading its lease from storage that does not answer."""
+"""Time for which a holder retries reading its lease from storage that does not answer."""
 
 
 class Lease:
@@ -46,7 +46,7 @@ class Lease:
         self._held = False
         self._pid = 0
         self.dead: set[str] = set()
-        """The nonces of earlier holders whose process is dead."""
+        """Nonces of earlier holders whose process is dead."""
         self._ended = threading.Event()
         self._writing = threading.Lock()
 
@@ -60,8 +60,8 @@ class Lease:
         if self._held:
             return
         atomic_io.make_folder(self._path.parent)
-        # Write the file beside the lease, then link it to the name. The lease is never seen half written, and if two
-        # runs try at once, one link fails.
+        # Write a separate file, then link it to the lease's name. Readers never see a partial lease, and of
+        # two concurrent runs only one can create the link.
         own = self._path.with_name(f"{LEASE}.{self.nonce}")
         files.write_durable(own, (json.dumps(own_fields(self.nonce)) + "\n").encode())
         try:
@@ -133,7 +133,7 @@ class Lease:
             own.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Remove the lease: the next run can start at once."""
+        """Remove the lease, so the next run can start immediately."""
         atexit.unregister(self.release)
         self._ended.set()
         # A forked child inherits the atexit handler and this object, but must not remove its parent's lease.
@@ -160,7 +160,8 @@ class Lease:
         if not reason and must_be_watched(holder):
             silence = self._wait_for_a_beat(own)
             if silence is None:
-                return  # the holder released it
+                # The holder released the lease.
+                return
             reason = silence
         if not reason:
             raise self._taken_by(holder)
@@ -199,7 +200,7 @@ class Lease:
         """Watch a lease whose process cannot be seen from here.
 
         Returns:
-            Why the lease is free, "" if its holder is alive, or None if the holder released it.
+            The reason why the lease is free, "" if its holder is alive, or None if the holder released it.
         """
         logger.info(f"{self._path} belongs to another host: waiting up to {STALE_SECONDS:.0f} s for a sign of life")
         seen = _modified(self._path)
@@ -218,9 +219,11 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # an unreadable lease may still be ours
+            # An unreadable lease may still belong to this run.
+            with contextlib.suppress(OSError):
                 if self._find_own().get("nonce", self.nonce) != self.nonce:
-                    return  # another run has it; the next save reports that
+                    # Another run has the lease. The next save reports it.
+                    return
                 os.utime(self._path)
 
 
@@ -238,7 +241,7 @@ def own_fields(nonce: str) -> dict[str, Any]:
 
 
 def why_free(holder: dict[str, Any]) -> str:
-    """Return why a lease is free, or "" if it is held or can only be judged by watching it."""
+    """Return the reason why a lease is free, or "" if it is held or must be watched."""
     if is_seen_from_here(holder):
         pid = holder.get("pid")
         if not isinstance(pid, int) or not _is_alive(pid) or _process_start(pid) != holder.get("process_start"):
@@ -249,31 +252,31 @@ def why_free(holder: dict[str, Any]) -> str:
 
 
 def must_be_watched(holder: dict[str, Any]) -> bool:
-    """Return whether a holder's death can only be told from a lease that nobody touches.
+    """True if a holder's death can only be detected by watching its heartbeats.
 
-    This is so if its process cannot be seen from here, or if its process ID may have been reused.
+    This is the case if its process is not visible, or if its process ID may have been reused.
     """
     return not is_seen_from_here(holder) or not holder.get("process_start")
 
 
 def is_seen_from_here(holder: dict[str, Any]) -> bool:
-    """Return whether a holder's process is visible: same host, same boot and same PID namespace.
+    """True if a holder's process is visible: same host, same boot and same PID namespace.
 
-    The host name alone is not enough: machines made from one image may share it, and their first PID namespaces have
-    the same number.
+    The host name is not sufficient. Machines made from one image may share it, and their first PID namespaces
+    have the same number.
     """
     own = {"pid_namespace": process_identity.pid_namespace(), "boot": process_identity.boot_id()}
     return holder.get("host") == socket.gethostname() and all(holder.get(key, own[key]) == own[key] for key in own)
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a run holds a folder. Watches nothing, so a holder on another host counts as alive."""
+    """True if a run holds a folder. Does not watch the lease, so a holder on another host counts as alive."""
     holder = read(folder / LEASE)
     return bool(holder) and not why_free(holder)
 
 
 def read(path: Path | ObjectPath) -> dict[str, Any]:
-    """Return the fields of a lease, or {} if there is none, if it cannot be read, or if shardtrain did not write it."""
+    """Return the fields of a lease, or {} if it is missing, unreadable, or not written by shardtrain."""
     try:
         return _read(path)
     except OSError:
@@ -315,7 +318,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _process_start(pid: int) -> int:
-    """Return when a process started, in ticks since boot, or 0 if unknown."""
+    """Return the start time of a process in ticks since boot, or 0 if unknown."""
     stat = process_identity.read_stat(pid)
     return stat.start_ticks if stat is not None else 0
 

@@ -1,8 +1,8 @@
 """Best-effort lease of a folder in an object store: an object that its holder rewrites every few seconds.
 
-A store with conditional writes gives the lease to only one run. In other stores, two runs that start within a second of
-each other may both believe to hold it. Each checks the lease before it writes a manifest, so a checkpoint never mixes
-files of two runs.
+In a store with conditional writes, only one run gets the lease. In other stores, two runs that start within a
+second of each other may both assume that they hold it. Each checks the lease before it writes a manifest, so
+a checkpoint never mixes files of two runs.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class ObjectLease(Lease):
                 time.sleep(min(1.0, lease.BEAT_SECONDS))
                 current = self._found()
                 if not current:
-                    return  # it was released
+                    # The holder released the lease.
+                    return
                 if current != holder:
                     self._refuse(current)
             reason = f"no sign of life for {lease.STALE_SECONDS:.0f} s"
@@ -110,8 +111,10 @@ class ObjectLease(Lease):
 
     def _beat(self) -> None:
         while not self._ended.wait(lease.BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # the next save reports the error of the store
+            # The next save reports the error of the store.
+            with contextlib.suppress(OSError):
                 if self._find_own().get("nonce") != self.nonce or self._ended.is_set():
-                    return  # lost: the next save reports it
+                    # The lease is lost. The next save reports it.
+                    return
                 self._beats += 1
                 self._object.put(self._text(), new=False)

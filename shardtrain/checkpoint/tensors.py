@@ -1,7 +1,9 @@
-"""Tensors to and from the files of a checkpoint: each rank writes its share; a name, type and shape are checked.
+"""Write and read the tensors of a checkpoint.
 
-A tensor is found by name and global shape, so a checkpoint loads onto any mesh: what a rank reads of a stored piece is
-the overlap of two boxes (``tensor_reader.py``).
+Each rank writes its share. Names, dtypes and shapes are checked.
+
+Tensors are found by name and global shape, so a checkpoint loads on any mesh. A rank reads the overlap of its
+box with each stored box (``tensor_reader.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from shardtrain.utils.errors import CheckpointError
 
 
 def write(tensors: Mapping[str, Tensor], shares: SavePlan, folder: Place) -> TensorFile | None:
-    """Write this rank's file into an existing folder; None where it has nothing to write. Raises OSError."""
+    """Write this rank's file into an existing folder. None if this rank has no data. Raises OSError."""
     rank = dist.get_rank()
     names = shares.names_of(rank)
     if not names:
@@ -38,7 +40,7 @@ def write(tensors: Mapping[str, Tensor], shares: SavePlan, folder: Place) -> Ten
 
 
 def write_blocks(blocks: Iterable[memoryview], rank: int, world_size: int, folder: Place) -> TensorFile:
-    """Write a rank's file; needs no process group. Raises OSError."""
+    """Write a rank's file. Requires no process group. Raises OSError."""
     wait = files.SEEN_SECONDS if world_size > 1 else 0.0
     return files.write_hashed(folder / f"rank-{rank:05d}.bin", blocks, wait)
 
@@ -58,13 +60,13 @@ def find_damaged_file(manifest: Manifest, folder: Place, reader: int | None = No
 
 
 def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> None:
-    """Refuse a checkpoint that has not what this run has (a collective).
+    """Reject a checkpoint whose tensors do not fit this run (a collective).
 
     Raises:
-        CheckpointError: for a missing name, another shape, a type that would lose what numbers mean, or a name that the
-            checkpoint has and the run has not, where the run has others of the same section ("model", "optimizer").
+        CheckpointError: a name is missing, a shape differs, a dtype conversion would lose information, or the
+            checkpoint has additional names in a section that the run uses ("model", "optimizer").
     """
-    # What all ranks together hold, since a pipeline stage holds some of the names only.
+    # Combine the tensors of all ranks, because a pipeline stage only has some of the names.
     asked = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
     everyone: dict[str, list[Any]] = {}
     for table in tables_of_ranks(asked)[0]:
@@ -90,7 +92,7 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
 
 
 def read_whole(manifest: Manifest, folder: Place, name: str) -> Tensor:
-    """One tensor, whole, on the CPU; needs no process group. Hashes are not checked here."""
+    """Return one full tensor on the CPU. Requires no process group. Does not verify hashes."""
     stored = manifest.tensors[name]
     tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     tensor_reader.read({name: tensor}, manifest, folder)
@@ -98,14 +100,17 @@ def read_whole(manifest: Manifest, folder: Place, name: str) -> Tensor:
 
 
 def read_part(manifest: Manifest, folder: Place, name: str, wanted: Sequence[slice]) -> Tensor:
-    """A box of one tensor, one slice per dimension, on the CPU; needs no process group. Hashes are not checked here."""
+    """Return a box of one tensor on the CPU. Requires no process group. Does not verify hashes.
+
+    ``wanted`` has one slice per dimension.
+    """
     stored = manifest.tensors[name]
     offsets = tuple(one.start for one in wanted)
     box = offsets, tuple(one.stop - one.start for one in wanted)
     tensor = torch.empty(box[1], dtype=getattr(torch, stored.dtype))
     for chunk, shared in stored.overlapping(box):
         with contextlib.closing(files.open_stored(folder / manifest.files[chunk.file].name)) as reader:
-            # Whole rows of one piece: there is nothing to put together.
+            # The box consists of complete rows of one stored piece, so no copy is needed.
             if shared == box and chunk.sizes[1:] == box[1][1:]:
                 return read_box(reader, chunk, stored.dtype, shared)
             part(tensor, shared, offsets).copy_(read_box(reader, chunk, stored.dtype, shared))
@@ -113,25 +118,25 @@ def read_part(manifest: Manifest, folder: Place, name: str, wanted: Sequence[sli
 
 
 def cast(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Copies of floating-point tensors in another type, for weights-only saves."""
+    """Return the tensors with floating-point ones converted to ``dtype``, for weights-only saves."""
     return {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in tensors.items()}
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of this rank's part, row after row."""
+    """Return the bytes of this rank's part in row-major order."""
     local = local_tensor(tensor).detach().cpu().contiguous()
     return memoryview(local.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def read_box(reader: files.StoredFileReader, chunk: Chunk, dtype: str, wanted: Box) -> Tensor:
-    """The wanted box of a stored piece: only the rows that it touches are read."""
+    """Return the wanted box of a stored piece. Reads only the rows that overlap it."""
     rows = 1
     first = 0
     shape = chunk.sizes
     if shape:
         first = wanted[0][0] - chunk.offsets[0]
         rows = wanted[1][0]
-    # Rows are read whole, along the first dimension, and what is wanted of each is a view.
+    # Read complete rows along the first dimension, and return a view of their wanted elements.
     row_bytes = ITEM_BYTES[dtype] * math.prod(shape[1:])
     data = torch.empty(rows * row_bytes, dtype=torch.uint8)
     if reader.read_into(memoryview(data.numpy().data), chunk.begin + first * row_bytes) != len(data):
@@ -141,7 +146,7 @@ def read_box(reader: files.StoredFileReader, chunk: Chunk, dtype: str, wanted: B
 
 
 def part(tensor: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
-    """A view of a box of a tensor whose first element lies at ``origin`` of the whole."""
+    """Return a view of a box of a tensor whose first element has the global index ``origin``."""
     shape = tensor.shape
     for dim, (offset, size, start) in enumerate(zip(box[0], box[1], origin, strict=True)):
         if size != shape[dim]:

@@ -1,8 +1,8 @@
-"""Files of ``torch.save``, read as data: what the pickle in one describes, and its tensors, one by one.
+"""Read files of ``torch.save`` as data: the values described by the pickle, and tensors one at a time.
 
-The file is an archive of zip: ``data.pkl`` describes a value whose tensors name storages, and each storage is a member
-of the archive, not compressed. Before PyTorch 1.6 it was several pickles in a row, and the bytes of the storages after
-them. Pickles are followed by ``pickled.parse``, which makes no object of a name in them.
+The file is a zip archive. ``data.pkl`` describes a value whose tensors refer to storages. Each storage is an
+uncompressed member. Before PyTorch 1.6, the file consisted of consecutive pickles, followed by the storages.
+``pickled.parse`` interprets the pickles and creates no objects of named classes.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ _UNTYPED = "torch.storage.UntypedStorage"
 REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _PARAMETER = "torch._utils._rebuild_parameter"
 NAMES = frozenset({*_STORAGES, *_TYPES, *REBUILD, _UNTYPED, "collections.OrderedDict"})
-"""What a tensor needs."""
+"""Names that the pickle of a tensor may contain."""
 _NAMES = NAMES | {
     *(_PARAMETER, "torch.Size", "torch.device", "collections.defaultdict", "_codecs.encode", "_io.BytesIO"),
-    # a number of NumPy's, such as a metric, which nothing here needs
+    # NumPy scalars, such as metrics. They are accepted and ignored.
     *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.dtype"),
     *("builtins.dict", "builtins.list", "builtins.set", "__builtin__.dict", "__builtin__.list", "__builtin__.set"),
 }
 _OLD_BEGINNING = b"\x80\x02"
 _OLD_MAGIC = 0x1950A86A20F9469CFC6C
 _MOST_OLD_PICKLES = 64 * 2**20
-"""Bytes before the storages of a file of before PyTorch 1.6."""
+"""Largest size of the pickles in a file from before PyTorch 1.6, in bytes."""
 _MAX_DEPTH = 60
 _MAX_NAMES = 1_000_000
 _FREE_STEPS = 1_000_000
 _BYTES_PER_STEP = 16
 _VIEWS_OF_A_STORAGE = 1024
-"""A storage may be so many times larger than a tensor that is a part of it, as the parts of a divided one are."""
+"""Largest ratio of a storage to a tensor in it. Parts of a split tensor share a large storage."""
 
 
 class TorchStorage(tuple[str, str]):
-    """The name of a storage in its archive, and its type; empty where the tensor says it."""
+    """Name of a storage in its archive, and its dtype. The dtype is "" if the tensor specifies it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in the file: its type and shape, and where in which storage its elements lie."""
+    """Tensor in the file: dtype, shape, and position of its elements in a storage."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -72,12 +72,12 @@ class Stored:
 
     @property
     def last_byte(self) -> int:
-        """How long the storage has to be."""
+        """Number of bytes that the storage must have."""
         reach = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
         return (self.offset + reach + 1) * ITEM_BYTES[self.dtype] if math.prod(self.shape) else 0
 
     def of(self, data: bytearray) -> Tensor:
-        """The tensor in the bytes of its storage, as a view of them."""
+        """Return the tensor as a view of the bytes of its storage."""
         dtype = getattr(torch, self.dtype)
         if not data:
             return torch.empty(self.shape, dtype=dtype)
@@ -87,20 +87,20 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """What else the pickle would make, and nothing here makes: such as a device."""
+    """Other object in the pickle, such as a device. It is never created."""
 
     name: str
 
 
 class TorchFile:
-    """A file; ``value`` is what was saved: tables, lists and plain values, and a ``Stored`` for each tensor."""
+    """File of ``torch.save``. ``value`` is the saved value, with a ``Stored`` for each tensor."""
 
     def __init__(self, path: Path) -> None:
-        """Read what a file describes, and none of its tensors.
+        """Read the description of the file's value without reading tensors. Runs no code of the file.
 
         Raises:
-            CheckpointError: for a file that cannot be read, is damaged, or describes more than plain values and
-                tensors; nothing in it has been run.
+            CheckpointError: the file cannot be read, is damaged, or contains more than plain values and
+                tensors.
         """
         self.path = path
         self._old_places: dict[str, int] = {}
@@ -113,7 +113,10 @@ class TorchFile:
             self.value = _Plain(self._sizes, str(path)).of(described)
 
     def tensor(self, stored: Stored) -> Tensor:
-        """One tensor, on the CPU, with memory of its own; raises CheckpointError where its bytes are damaged."""
+        """Return a tensor on the CPU, with separate memory.
+
+        Raises CheckpointError if its bytes are damaged.
+        """
         with self._opened() as (file, length), damage(str(self.path)):
             if stored.key in self._old_places:
                 file.seek(self._old_places[stored.key])
@@ -134,13 +137,16 @@ class TorchFile:
 
 
 class FlatFile:
-    """A file of one state dict, its tensors by dotted names, such as ``dcp_to_torch`` or ``torch.save`` writes.
+    """File of one state dict with dotted names, as written by ``dcp_to_torch`` or ``torch.save``.
 
-    It answers as a ``DcpFolder`` does.
+    Has the interface of ``DcpFolder``.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError as ``TorchFile``, and where the file holds no table."""
+        """Open the file.
+
+        Raises CheckpointError like ``TorchFile``, and if the file does not contain a dict.
+        """
         self._file = TorchFile(path)
         self.folder = path
         self.tensors: dict[str, Stored] = {}
@@ -167,11 +173,11 @@ class FlatFile:
         return budget
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, whole, on the CPU."""
+        """Return one full tensor, on the CPU."""
         return self._file.tensor(self.tensors[name])
 
     def value(self, name: str) -> Any:
-        """A number, text, or short tuple of them; None for others."""
+        """Return a number, text, or short tuple of them. None for other values."""
         value = self.objects[name]
         plain = value if isinstance(value, tuple) and len(value) < 100 else (value,)
         return value if all(one is None or isinstance(one, bool | int | float | str) for one in plain) else None
@@ -180,10 +186,10 @@ class FlatFile:
 def describe(
     archive: zipfile.ZipFile, length: int, names: Set[str], where: str, max_steps: int = 10_000
 ) -> tuple[Any, dict[str, int]]:
-    """What the pickle of an archive of ``length`` bytes describes, and the bytes of each of its storages.
+    """Return the value described by an archive of ``length`` bytes, and the size in bytes of each storage.
 
     Raises:
-        CheckpointError: it begins with ``where``.
+        CheckpointError: the archive is invalid. The message begins with ``where``.
     """
     with damage(where):
         top, members = _members(archive, length, where)
@@ -197,9 +203,9 @@ def describe(
 def _describe_old(
     file: BinaryIO, length: int, where: str, max_steps: int
 ) -> tuple[Any, dict[str, int], dict[str, int]]:
-    """Describe a file of before PyTorch 1.6: the value, and of each storage its bytes and its first byte.
+    """Describe a file from before PyTorch 1.6: the value, and the size and first byte of each storage.
 
-    There is no checksum: damage shows only where the sizes do not add up.
+    There is no checksum. Damage is only detected if the sizes are inconsistent.
     """
     types: dict[str, str] = {}
 
@@ -220,7 +226,7 @@ def _describe_old(
     value = parse(pickles, _NAMES, where, storage, max_steps=max_steps)
     keys = parse(pickles, NAMES, where, max_steps=max_steps)
 
-    # After the pickles each storage: its number of elements in eight bytes, and the elements
+    # The storages follow the pickles, each with its number of elements in eight bytes and then the elements.
     sizes, places = {}, {}
     end = pickles.tell()
     for key in keys:
@@ -234,7 +240,7 @@ def _describe_old(
 
 
 def _storage(said: Any) -> TorchStorage:
-    """The storage of a persistent id; raises ValueError where it is none."""
+    """Return the storage of a persistent ID. Raises ValueError if the ID is not that of a storage."""
     if not isinstance(said, tuple) or len(said) != 5:
         raise ValueError("a storage is invalid")
     word, kind, key = said[:3]
@@ -246,12 +252,12 @@ def _storage(said: Any) -> TorchStorage:
 
 
 def read_storage(archive: zipfile.ZipFile, length: int, key: str, where: str) -> bytearray:
-    """The bytes of one storage, compared with their CRC-32."""
+    """Return the bytes of one storage after verifying their CRC-32."""
     return _bytes_of(archive, _members(archive, length, where)[1][key])
 
 
 def stored(made: Any) -> Stored:
-    """The tensor that a pickle would make; raises ValueError where it is none."""
+    """Return the tensor that a pickle describes. Raises ValueError if it does not describe one."""
     while isinstance(made, Made) and str(made.name) == _PARAMETER and made.arguments:
         made = made.arguments[0]
     if not isinstance(made, Made) or str(made.name) not in REBUILD or len(made.arguments) < 4:
@@ -259,7 +265,7 @@ def stored(made: Any) -> Stored:
     storage, offset, shape, strides = made.arguments[:4]
     if isinstance(shape, Made) and str(shape.name) == "torch.Size":
         shape = shape.arguments[0] if len(shape.arguments) == 1 else None
-    # An untyped storage says no type: the tensor's own is the seventh argument then (_rebuild_tensor_v3).
+    # An untyped storage has no dtype. The seventh argument of _rebuild_tensor_v3 is the tensor's dtype.
     key, dtype = storage if isinstance(storage, TorchStorage) else ("", None)
     if dtype == "":
         last = made.arguments[6] if len(made.arguments) > 6 else None
@@ -274,7 +280,10 @@ def stored(made: Any) -> Stored:
 
 
 class _Plain:
-    """From what a pickle describes to plain values; parts may be shared, and a part of itself is refused."""
+    """Convert the description in a pickle to plain values.
+
+    Parts may be shared. Reject values that contain themselves.
+    """
 
     def __init__(self, sizes: dict[str, int], where: str) -> None:
         self._sizes = sizes
@@ -292,7 +301,7 @@ class _Plain:
         self._within.add(id(value))
         plain = self._of(value)
         self._within.discard(id(value))
-        # With the value itself, which would else be freed, and its id be that of another.
+        # Keep a reference to the value. Otherwise another value may get its id.
         self._done[id(value)] = (value, plain)
         return plain
 
@@ -304,8 +313,8 @@ class _Plain:
         if isinstance(value, tuple):
             return tuple(self.of(one) for one in value)
         kind = str(value.name)
-        # A tensor must lie in its storage, and a storage may not be much larger than what is in it: whoever reads a
-        # tensor reads all of it.
+        # A tensor must be within its storage. The storage must not be much larger, because reading a tensor
+        # reads all of its storage.
         if kind in REBUILD or kind == _PARAMETER:
             tensor = stored(value)
             size = self._sizes.get(tensor.key)
@@ -320,7 +329,7 @@ class _Plain:
                 raise ValueError(f"a tensor of {own} bytes lies in a storage of {size}")
             return tensor
         if kind in ("collections.OrderedDict", "collections.defaultdict"):
-            # Filled after it was made or, as older Pythons wrote it, made of a list of pairs.
+            # The dict is filled after its creation or, as in older Pythons, created from a list of pairs.
             pairs = value.items
             if not pairs and value.arguments and isinstance(value.arguments[0], list):
                 pairs = [one for pair in value.arguments[0] for one in pair]
@@ -334,7 +343,7 @@ class _Plain:
 
 
 def _members(archive: zipfile.ZipFile, length: int, where: str) -> tuple[str, dict[str, zipfile.ZipInfo]]:
-    """The name of an archive, and its storages."""
+    """Return the name of an archive, and its storages."""
     every = archive.infolist()
     if any(m.compress_type != zipfile.ZIP_STORED or m.file_size > length for m in every):
         raise CheckpointError(f"{where} is compressed, which torch.save does not do; use another checkpoint")
@@ -353,14 +362,14 @@ def _bytes_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytearray:
         opened: IO[bytes] = file
         while view and (count := opened.readinto(view)):  # type: ignore[attr-defined]
             view = view[count:]
-        # The CRC-32 is compared when the end of the member is read.
+        # Reading beyond the last byte of the member verifies the CRC-32.
         opened.read(1)
     return data
 
 
 @contextlib.contextmanager
 def damage(where: str) -> Iterator[None]:
-    """Whatever goes wrong with what a stranger has written is one line that says where."""
+    """Convert errors of the block, which reads untrusted data, to a CheckpointError that begins with ``where``."""
     try:
         yield
     except zipfile.BadZipFile as error:

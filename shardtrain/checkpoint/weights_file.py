@@ -1,4 +1,7 @@
-"""The weights of a checkpoint as one safetensors file, a format that other programs open; streamed, without torch."""
+"""Write the weights of a checkpoint as one safetensors file, for other programs.
+
+Streams, and needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from shardtrain.utils.errors import CheckpointError
 
 
 def write(checkpoint: Place, output: Path) -> int:
-    """Write all weights, whole and verified, under the model's own names; gives their number.
+    """Write all weights, unsharded and verified, under the model's names. Return their number.
 
     Raises:
-        CheckpointError: when the checkpoint is damaged.
-        OSError: when ``output`` exists or cannot be written.
+        CheckpointError: the checkpoint is damaged.
+        OSError: ``output`` exists or cannot be written.
     """
     stored = manifest.read(checkpoint)
     for file in stored.files:
@@ -40,7 +43,7 @@ def write(checkpoint: Place, output: Path) -> int:
 
     if os.path.lexists(output):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(output))
-    # The name is unpredictable: nobody can plant a link there, and no file of the user has it.
+    # An unpredictable name prevents planted links and collisions with files of the user.
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
     try:
         files.write_hashed(temporary, blocks())
@@ -53,12 +56,12 @@ def write(checkpoint: Place, output: Path) -> int:
 
 
 def whole_bytes(stored: Manifest, checkpoint: Place, tensor: StoredTensor) -> bytearray:
-    """The bytes of a whole tensor, row after row, put together from its pieces."""
+    """Return the bytes of a full tensor in row-major order, assembled from its stored pieces."""
     item = ITEM_BYTES[tensor.dtype]
     whole = bytearray(math.prod(tensor.shape) * item)
     for chunk in tensor.chunks():
         with contextlib.closing(files.open_stored(checkpoint / stored.files[chunk.file].name)) as reader:
-            # The last dimensions that a piece holds whole are one run of bytes in both.
+            # The trailing dimensions that a piece covers completely are contiguous in both.
             dims = len(tensor.shape)
             while dims and chunk.sizes[dims - 1] == tensor.shape[dims - 1]:
                 dims -= 1
@@ -73,7 +76,7 @@ def whole_bytes(stored: Manifest, checkpoint: Place, tensor: StoredTensor) -> by
 
 
 def _place(number: int, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...], run_dims: int) -> int:
-    """Element of the whole tensor at which the ``number``-th run of a piece begins."""
+    """Return the index in the full tensor of the first element of a piece's ``number``-th contiguous run."""
     at = list(offsets)
     for dim in reversed(range(run_dims)):
         number, inside = divmod(number, sizes[dim])

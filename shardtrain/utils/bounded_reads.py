@@ -1,4 +1,4 @@
-"""Files of others: read whole within a bound, and storage that fails to answer told apart from a file that is wrong."""
+"""Read files of other programs with a size limit, and distinguish storage failures from invalid files."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def unreadable(
 
 
 def kind(path: str | os.PathLike[str]) -> Literal["folder", "file", "other", ""]:
-    """What a path leads to; empty where it leads nowhere.
+    """Return the kind of a path's target. Empty if it does not exist.
 
-    For ``os.path.isdir`` and its like, storage that does not answer holds nothing.
+    ``os.path.isdir`` and similar functions report that a path on storage that does not answer does not exist.
 
     Raises:
         StorageError: the storage does not answer.
@@ -49,12 +49,12 @@ def kind(path: str | os.PathLike[str]) -> Literal["folder", "file", "other", ""]
 
 
 def whole(path: str | os.PathLike[str], most: int) -> bytes:
-    """The bytes of a regular file that has at most ``most``.
+    """Return the bytes of a regular file of at most ``most`` bytes.
 
-    A pipe in its place would be waited for, and a device has no end: its size is said to be 0.
+    Reading a pipe would block. A device has no end, although its reported size is 0.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or is larger.
+        OSError: the file cannot be read, is not a regular file, or is larger.
     """
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         size = os.fstat(file.fileno()).st_size
@@ -66,17 +66,17 @@ def whole(path: str | os.PathLike[str], most: int) -> bytes:
 def start(path: str | os.PathLike[str], most: int) -> bytes:
     """Return the first bytes of a regular file, at most ``most``. Raises OSError."""
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
-        # read(n) allocates n bytes, however short the file is
+        # read(n) allocates n bytes, even for a short file.
         return file.read(min(most, os.fstat(file.fileno()).st_size))
 
 
 def end(path: str | os.PathLike[str], most: int) -> bytes:
-    """The last bytes of a regular file, at most ``most``. Raises OSError."""
+    """Return the last bytes of a regular file, at most ``most``. Raises OSError."""
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most))
         return file.read(most)
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError where a library would wait for a pipe, or read a device, which has no end."""
+    """Raise OSError for a pipe, on which a library would block, or a device, which has no end."""
     os.close(atomic_io.without_waiting(os.fspath(path), os.O_RDONLY))

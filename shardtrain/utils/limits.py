@@ -69,7 +69,7 @@ def read(ranks: int = 1) -> list[Limit]:
     found = []
     for number, name, in_use, needed, is_count in rows:
         value = resource.getrlimit(number)[0]
-        # root may start as many processes as it wants
+        # Root may start any number of processes.
         is_free = value == resource.RLIM_INFINITY or (name == OF_THREADS and os.geteuid() == 0)
         if not is_free:
             found.append(Limit(name, value, in_use, needed, f"raise it with {name}", is_count))
@@ -101,7 +101,7 @@ def require(ranks: int) -> None:
 def memory_of_ranks(ranks: int) -> tuple[str, int] | None:
     """Return name and bytes of the ulimit that leaves least memory for the models of ``ranks``; None without
     ulimits."""
-    # about a quarter of ``needed`` is for the smallest model, so the rest is overhead
+    # About a quarter of ``needed`` is for the smallest model. The rest is overhead.
     left = [(int(limit.value - 0.75 * limit.needed) * ranks, limit.name) for limit in read() if limit.name in OF_MEMORY]
     size, name = min(left, default=(0, ""))
     return (f"{name} of {ranks} rank{'s' if ranks > 1 else ''}", size) if name else None
@@ -112,7 +112,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN):
-        return not hasattr(error, "characters_written")  # of a non-blocking stream, not of a fork
+        # The error is from a non-blocking stream, not from a fork.
+        return not hasattr(error, "characters_written")
     text = str(error)[:1000].lower()
     return not isinstance(error, ShardtrainError) and any(word in text for word in _WORDS)
 
@@ -121,10 +122,11 @@ def explain(error: BaseException) -> str:
     """Return the message of an error with ``is_out_of_memory``: its own text and the limit that was reached."""
     text = " ".join((getattr(error, "strerror", None) or str(error)).split())
     if "CUDA" in text or "HIP" in text:
-        return text  # device memory: the text includes its size
+        # For device memory the text includes the size.
+        return text
     said = f"memory ran out{text and f' ({text})'}"
     is_thread = "thread" in text or (isinstance(error, OSError) and error.errno == errno.EAGAIN)
-    # a threshold below 1, because memory of the failed attempt may be free again
+    # Use a threshold below 1, because memory of the failed attempt may be free again.
     full = [limit for limit in read() if not limit.is_count and limit.used > 0.6 * limit.value]
     if is_thread:
         full = [limit for limit in read() if limit.name == OF_THREADS] or full
@@ -159,7 +161,7 @@ def host_memory(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
 
 def cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
     """Return memory limit and use of this process's cgroup (version 2 or 1) in bytes. Without a limit it is 0."""
-    # without its own cgroup namespace, as in a Slurm job, this process is in a folder below the root
+    # Without its own cgroup namespace, as in a Slurm job, this process is in a folder below the root.
     own = next((line[len("0::/") :] for line in _lines("/proc/self/cgroup") if line.startswith("0::/")), "")
     found = [
         (value, number_in(folder / used))

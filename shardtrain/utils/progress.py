@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LINE_SECONDS = 4.0
 """Time between two printed lines. It is shorter than that of a heartbeat, which prints if this class does not."""
 REDRAW_SECONDS = 0.1
-"""Minimum time between two updates of the live line, so that fast work does not wait for the terminal."""
+"""Minimum time between two updates of the live line, so fast work does not wait for the terminal."""
 _BAR_COLUMNS = 24
 
 
@@ -51,9 +51,10 @@ class Progress:
             self._live.start()
 
     def show(self, completed: float, words: Sequence[str], at_once: bool = False) -> None:
-        """Show that ``completed`` of the total is done, and ``words``; the last words are dropped if space is short.
+        """Show that ``completed`` of the total is complete, and ``words``.
 
-        Draws or prints only if enough time has passed. ``at_once`` redraws a live line in any case.
+        The last words are dropped if space is short. Draws or prints only if enough time has passed. ``at_once``
+        always redraws a live line.
         """
         self._completed = completed
         self._words = list(words)
@@ -88,7 +89,7 @@ class Progress:
         from rich.table import Table
 
         words = [word for word in (self._title, *self._words) if word]
-        # Drop columns, two cells apart, until the line fits: a wrapped line cannot be redrawn
+        # Drop columns, two cells apart, until the line fits. A wrapped line cannot be redrawn.
         room = self._console.width - 2 * len(words)
         while len(words) > 1 and sum(map(len, words)) > room:
             room += 2

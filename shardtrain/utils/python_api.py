@@ -31,15 +31,17 @@ OPTIONS = {
 }
 """Options that a parameter sets. An error about such an option names the parameter if the value came from it."""
 _VALUE = r'[ =](?:\d[\w.]*|"[^"]*"|[^\s,;:)]*/[^\s,;:)]*|[\w.-]+\.toml)|=(?!true|false)[a-z]\w*'
-"""A value that can be told from the next word: a number, a quoted text, a path, a word after "="."""
+"""Pattern of a value that differs from ordinary text: a number, a quoted text, a path, or a value
+after "=".
+"""
 _FLAG = rf"(?<![\w/-])--([a-z_][\w.]*\w)({_VALUE})?"
 
 
 def python_function(function: F) -> F:
-    """Decorate a function of the API: check its arguments, and let its errors name parameters.
+    """Decorate a function of the API. Check its arguments, and name parameters in its errors.
 
     Raises:
-        ConfigError: with every argument of a wrong type at once.
+        ConfigError: arguments have a wrong type. The error contains all of them.
     """
 
     @functools.wraps(function)
@@ -69,7 +71,7 @@ Returned = TypeVar("Returned")
 def accepts_fields(options: Callable[P, Options]) -> Callable[[Callable[..., Returned]], Callable[..., Returned]]:
     """Decorate a function whose third parameter is a dataclass: callers pass the fields of the dataclass instead.
 
-    So a field that is added to the options of a verb is a parameter of the Python function too.
+    A field that is added to the options of a verb is therefore a parameter of the Python function, too.
     """
 
     def decorate(function: Callable[..., Returned]) -> Callable[..., Returned]:
@@ -95,7 +97,10 @@ def accepts_fields(options: Callable[P, Options]) -> Callable[[Callable[..., Ret
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """True if a value is of an annotated type. An int is a float, a bool is not an int, a str is not a sequence."""
+    """True if a value has the annotated type.
+
+    An int is a float, a bool is not an int, a str is not a sequence.
+    """
     origin = typing.get_origin(hint)
     if hint is Any or isinstance(hint, str):
         return True
@@ -114,7 +119,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """Write an annotation in words.
+    """Describe an annotation for a message.
 
     >>> describe(str | int | None), describe(Sequence[str]), describe(Mapping[str, int])
     ('a str, an int or None', 'a list of str', 'a dict')
@@ -146,7 +151,7 @@ def translated(error: ShardtrainError, arguments: Mapping[str, Any]) -> Shardtra
     values = [str(value) for value in arguments.values() if isinstance(value, str | Path)]
     if not isinstance(error, ConfigError):
         return type(error)(_parameters(str(error), values))
-    # option and value -> parameter
+    # Map option and value to the parameter.
     parameters = {(OPTIONS[name], str(value)): name for name, value in arguments.items() if name in OPTIONS}
     problems: list[Problem | str] = []
     for problem in error.problems:

@@ -14,19 +14,19 @@ from typing import Any
 from urllib.parse import quote, quote_plus
 
 MASK = "***"
-"""What a secret is replaced by."""
+"""Replacement of a secret."""
 
 MIN_SECRET_LENGTH = 8
-"""Shorter values are not masked: they are not secrets, and would blot out ordinary words."""
+"""Shorter values are not masked. They are not secrets, and masking them would hide ordinary text."""
 
 _SECRET_NAME = re.compile(
     r"TOKEN$|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|(^|_)(KEY|PAT|AUTH)$"
     r"|_(PASS|PWD|CREDS|COOKIE|BEARER)$",
     re.IGNORECASE,
 )
-# public, and needed in logs: a commit is 40 hexadecimal digits too
+# Public values that logs need. A commit has 40 hexadecimal digits, too.
 _PUBLIC_NAME = re.compile(r"COMMIT|REVISION|(^|_)SHA\d*($|_)|HASH|DIGEST|(^|_)REF($|_)", re.IGNORECASE)
-# options that may hold a secret, besides those that are named like a secret variable
+# Options that may contain a secret although they are not named like a secret variable.
 _SECRET_OPTION = re.compile(r"(^|_)(WANDB|PWD|PIN|CREDS|COOKIE|BEARER|PASS|PASSCODE)$|AUTH(?!ORS?(_|$))", re.IGNORECASE)
 _NO_SECRET = re.compile(r"None|True|False|[-+.\deE]{0,5}|true|false|</?\w+>|<\|[\w-]+\|>|\[[A-Z]+\]")
 # At least 32 hexadecimal digits. Or at least 32 base64 characters that are not an absolute path, with an upper-case
@@ -92,19 +92,19 @@ def _written_forms(value: str) -> tuple[str, ...]:
 
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
-# controls of ASCII and of Latin 1 but tab and newline; marks that turn the direction of a line; line separators
+# ASCII and Latin-1 controls except tab and newline, marks of text direction, and line separators.
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str, colors: bool = False, lines: bool = True) -> str:
-    """Text of another process or file as a terminal may show it: what it would obey is written as an escape.
+    """Escape the control characters in text of another process or file, for display on a terminal.
 
-    ``colors`` keeps colours, ``lines`` keeps line feeds.
+    ``colors`` keeps color sequences, ``lines`` keeps line feeds.
 
     >>> visible("a\\x1b]0;title\\x07b\\r"), visible("\\x1b[31mred", colors=True) == "\\x1b[31mred"
     ('a\\\\x1b]0;title\\\\x07b\\\\x0d', True)
     """
-    # Colours are cut out, what is between them is made visible, and they are put back.
+    # Cut out the color sequences, escape the text between them, and put them back.
     if colors and "\x1b" in text:
         kept = zip(_COLOR.split(text), [*_COLOR.findall(text), ""], strict=True)
         return "".join(visible(part, lines=lines) + color for part, color in kept)
@@ -113,12 +113,13 @@ def visible(text: str, colors: bool = False, lines: bool = True) -> str:
 
 
 MOST_CHARACTERS = 20_000
-"""Of an error on a terminal: what a file says in it may be a megabyte."""
-_LONG_WORD = re.compile(r"\S{4097,}")  # longer than any path
+"""Maximum length of an error on a terminal. Text from a file in it may have a megabyte."""
+# Longer than any path.
+_LONG_WORD = re.compile(r"\S{4097,}")
 
 
 def one_line(text: str) -> str:
-    """An error as it is shown: one line, without secrets; what no terminal holds is cut and says so.
+    """Format an error as one line without secrets. Long text is shortened, with a note of its length.
 
     >>> one_line(f"of model_type {'a' * 10**6} here")[-30:]
     'a... (1000000 characters) here'
@@ -178,8 +179,8 @@ def redact_all(value: Any) -> Any:
 
 
 def secret_values() -> list[str]:
-    """Values of the secret variables of this process, longest first so that one inside another is masked whole."""
-    # Read again each time: a token may be put into the environment after the log was set up.
+    """Return the values of this process's secret variables, longest first because one may contain another."""
+    # Read the variables each time, because a token may be added after the setup of the log.
     values = {
         value.strip()
         for name, value in os.environ.items()
@@ -189,7 +190,7 @@ def secret_values() -> list[str]:
 
 
 def names_a_secret(name: str) -> bool:
-    """Whether a variable of this name holds a secret, whatever its value.
+    """True if a variable of this name contains a secret, for any value.
 
     >>> names_a_secret("HF_TOKEN"), names_a_secret("HF_HOME")
     (True, False)
@@ -197,7 +198,8 @@ def names_a_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) or name == "AWS_ACCESS_KEY_ID"
 
 
-@functools.lru_cache(maxsize=1024)  # asked for every variable at every line that is logged
+# Called for every variable and logged line.
+@functools.lru_cache(maxsize=1024)
 def _is_secret(name: str, value: str) -> bool:
     if names_a_secret(name):
         return True

@@ -1,4 +1,4 @@
-"""Tables of verbs: the help of a command, the choice of a verb, and the error for an unknown one, in one place."""
+"""Tables of verbs: the help of a command, the selection of a verb, and the error for an unknown verb."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
 BEYOND_THE_CORE = ("shardtrain.tools", "shardtrain.compat", "shardtrain.launch.platforms")
-"""Parts of the package that an installation of the core does not have."""
+"""Parts of the package that a core installation does not contain."""
 
 
 def import_part(name: str) -> Any:
     """Import a module by name.
 
     Raises:
-        ConfigError: it belongs to a part of the package that is not installed.
+        ConfigError: the module belongs to a part of the package that is not installed.
     """
     try:
         with garbage_collection.importing(name):
@@ -67,8 +67,8 @@ class Command:
     Attributes:
         column: the column of the help in which descriptions begin.
         notes: text below the verbs.
-        other_names: what other programs call a verb, and its name here.
-        example: how to write the command, shown if it has no verb.
+            other_names: names of a verb in other programs, and its name here.
+            example: an example of the command, shown if it has no verb.
     """
 
     program: str
@@ -80,7 +80,7 @@ class Command:
 
     @property
     def names(self) -> list[str]:
-        """The verbs without those that begin with a hyphen."""
+        """Names of the verbs, except those that begin with a hyphen."""
         return [name for name in self.verbs if not name.startswith("-")]
 
     def usage(self) -> str:
@@ -98,7 +98,7 @@ class Command:
         return "\n".join([*lines, "", self.notes])
 
     def run(self, words: Sequence[str]) -> int:
-        """Run the verb that comes first, or print the help; return the exit status.
+        """Run the first verb in ``words``, or print the help. Return the exit status.
 
         Raises:
             ConfigError: the verb is missing or unknown. The message suggests a similar one.
@@ -114,7 +114,7 @@ class Command:
             return verb(rest)
 
     def choose(self, words: Sequence[str]) -> tuple[str, list[str]]:
-        """Split the verb, or a word that requests help, from the words after it; raises ConfigError as ``run``."""
+        """Split the verb or help option from the arguments after it. Raises ConfigError like ``run``."""
         if not words:
             fix = f"use one of {', '.join(self.names)}; {self.program} --help says what each does"
             if self.example:
