@@ -1,8 +1,8 @@
-"""Rounding up or down by chance, so that many small changes are not lost (Gupta et al. 2015, arXiv 1502.02551).
+"""Stochastic rounding, which preserves many small updates on average (Gupta et al. 2015, arXiv 1502.02551).
 
-A number between two others becomes the upper one with the probability of its distance from the lower: what it becomes
-is the number itself in expectation. Chance is a hash of (seed, parameter name, step, place in the whole tensor), so
-that a number is rounded alike on every mesh and every device, and again after a resume.
+The probability of rounding up is the relative distance from the lower neighbor, so the expectation is exact.
+The random numbers are a hash of (seed, parameter name, step, position in the full tensor).
+Rounding is therefore equal on every mesh and device, and after a resume.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ _FIRST = -0x40A7B892E31B1A47
 _SECOND = -0x6B2FB644ECCEEE15
 
 LEVELS = 1 << 16
-"""The resolution of the random numbers: 16 bits, as many as a float32 has more than a bfloat16."""
+"""Number of different random numbers: 16 bits, the difference between float32 and bfloat16."""
 
 
 def key_of(seed: int, name: str) -> int:
-    """A number of 64 bits, signed, for a parameter of a run."""
+    """Return a signed 64-bit hash key for a parameter."""
     digest = hashlib.blake2b(f"rounding/{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """SplitMix64's output function: int64 to int64, arithmetic modulo 2^64."""
-    # PyTorch's >> of int64 repeats the sign; the masks clear those bits, as a shift of unsigned numbers would
+    """Apply the output function of SplitMix64 to int64 values, modulo 2^64."""
+    # PyTorch's >> of int64 extends the sign. The masks clear these bits, like an unsigned shift.
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 def places(shape: Sequence[int], strides: Sequence[int], first: Tensor) -> Tensor:
-    """Places of a part of ``shape`` in a whole tensor, int64, of the shape of the part.
+    """Return the int64 positions of a part's elements in the full tensor, in the shape of the part.
 
-    ``strides`` are those of the whole tensor in a row, and ``first``, an int64 scalar, is where the part begins in it.
+    Args:
+        shape: Shape of the part.
+        strides: Strides of the contiguous full tensor.
+        first: Position of the part's first element, an int64 scalar.
     """
     place = first
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
@@ -49,23 +52,24 @@ def places(shape: Sequence[int], strides: Sequence[int], first: Tensor) -> Tenso
 
 
 def chances(key: int | Tensor, step: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Three independent int64 tensors of numbers in [0, 65536) at each place, for one step."""
+    """Return three independent int64 tensors of random numbers in [0, 65536) for these positions and step."""
     stream = _mixed(step.to(torch.int64) * _GOLDEN + key)
     bits = _mixed(place * _GOLDEN + stream)
     return bits & (LEVELS - 1), (bits >> 16) & (LEVELS - 1), (bits >> 32) & (LEVELS - 1)
 
 
 def to_bfloat16(x: Tensor, chance: Tensor) -> Tensor:
-    """Finite float32 numbers as one of the two bfloat16 around them; what is one already stays."""
-    # The lower 16 bits of a float32 are what a bfloat16 lacks. A number from 0 to 65,535 is added to them, so that the
-    # larger they are, the more often they carry into the upper bits; then they are cut off
+    """Round finite float32 numbers to one of the two nearest bfloat16 values. Exact values do not change."""
+    # A bfloat16 lacks the lower 16 bits of a float32. Add a random number from 0 to 65,535 to these bits.
+    # The probability of a carry into the upper bits is proportional to their value. Then clear the lower
+    # bits.
     bits = x.view(torch.int32) + chance.to(torch.int32)
     up_or_down = (bits & -LEVELS).view(torch.float32)
     return torch.where(torch.isfinite(x), up_or_down, x).to(torch.bfloat16)
 
 
 def to_code(x: Tensor, code: Tensor, chance: Tensor) -> Tensor:
-    """Numbers between the first and the last of a sorted table of 256 as indices of the two around them, uint8."""
+    """Round numbers to a sorted table of 256 values. Return uint8 indices of one of the two neighbors."""
     low = (torch.bucketize(x, code, right=True) - 1).clamp_(0, code.numel() - 2)
     below = code[low]
     above = code[low + 1]
