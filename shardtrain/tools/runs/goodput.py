@@ -1,4 +1,4 @@
-"""The verb ``goodput``: where the wall time of a run went."""
+"""Verb ``goodput``: print the wall time of a run by category."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MEANING_COLUMN = 37
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the table of a run folder; raises ConfigError and DataError."""
+    """Print the table of a run folder. Raise ConfigError or DataError for invalid input."""
     help_if_asked(words, USAGE)
     if len(words) != 1 or words[0].startswith("-"):
         given = " ".join(words) or None

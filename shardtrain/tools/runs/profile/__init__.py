@@ -1,1 +1,1 @@
-"""What a profiler trace of a run says: the costliest operations, exposed communication, and memory over time."""
+"""Summary of a profiler trace: costliest operations, exposed communication, and memory over time."""

@@ -23,7 +23,7 @@ _FILE = re.compile(r"^rank(\d+)_trace\.json(\.gz)?$")
 
 
 def main(words: Sequence[str]) -> int:
-    """Print what the traces say; raises ConfigError and DataError."""
+    """Print the summary of the traces. Raise ConfigError or DataError for invalid input."""
     parser = StrictArgumentParser(
         "shardtrain profile",
         "What the profiler traces of a run say (profiling.enable_profiling writes them): the costliest "
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _files(path: Path, step: int | None) -> dict[int, Path]:
-    """The traces of one step by rank."""
+    """Return the traces of one step by rank."""
     if path.is_file():
         return {0: path}
     if not path.is_dir():

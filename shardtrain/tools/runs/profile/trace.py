@@ -52,15 +52,15 @@ class Operation:
 
 @dataclass
 class Summary:
-    """What one rank's trace says. Times are in microseconds, of all recorded steps together."""
+    """Summary of one rank's trace. Times are in microseconds, summed over all recorded steps."""
 
     path: Path
     steps: list[float] = field(default_factory=list)
     """Duration of each recorded step."""
     on_device: bool = False
-    """Whether the times are those of the device's kernels, or of operators on the CPU."""
+    """True if times are those of device kernels, False for CPU operators."""
     operations: list[Operation] = field(default_factory=list)
-    """The longest first."""
+    """Operations, longest first."""
     compute_us: float = 0.0
     communication_us: float = 0.0
     exposed_us: float = 0.0
@@ -264,7 +264,7 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 
 def _overlap(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
-    """What two unions share."""
+    """Return the intersection of two unions."""
     found = []
     i = 0
     j = 0

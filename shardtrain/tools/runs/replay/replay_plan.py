@@ -1,4 +1,4 @@
-"""What a replay makes again: from which checkpoint, to which step, and with which configuration. No torch."""
+"""Plan of a replay: checkpoint, steps and configuration. Import no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReplayPlan:
     """Step of the checkpoint that it starts from; 0 is the start of the run."""
     last: int
     world_size: int | None
-    """Ranks of the run; None where nothing says so."""
+    """Number of ranks of the run, or None if unknown."""
     rewinds: tuple[tuple[int, ...], ...]
     """What the run left out of its data, as its newest checkpoint knows; see ``loss_spikes.Rewind``."""
 
@@ -44,7 +44,7 @@ def plan(config: Config, first: int, last: int) -> ReplayPlan:
         text = f"{run_folder} holds neither metrics.jsonl nor a checkpoint: nothing to compare with"
         raise CheckpointError(f"{text}{'; ' + damages[0] if damages else ''}; name the run's job.dump_folder")
 
-    # The newest whole checkpoint before the steps; a save of weights alone has no state to continue with.
+    # Find the newest complete checkpoint before the steps. A save of only the weights has no state to resume from.
     usable = [step for step, stored in known.items() if step < first and not stored.facts.get("weights_only")]
     usable = [step for step in usable if retention.is_complete(folder / f"step-{step}")]
     base = max(usable, default=0)
@@ -58,7 +58,7 @@ def plan(config: Config, first: int, last: int) -> ReplayPlan:
 
 
 def config_of(config: Config, found: ReplayPlan, output: Path) -> Config:
-    """The run's configuration, reading its checkpoint and writing its own log alone."""
+    """Return the run's configuration, set to load its checkpoint and to write only a log."""
     path = str(found.checkpoints / f"step-{found.base}") if found.base else config.checkpoint.initial_load_path
     # from its start a run takes the weights that it took then, in the way that it took them
     part = {"initial_load_model_only": False, "exclude_from_loading": []} if found.base else {}

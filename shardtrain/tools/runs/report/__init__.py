@@ -1,1 +1,1 @@
-"""The verb ``report``: what runs did, from the files that they leave, as one page that needs nothing else."""
+"""Verb ``report``: summarize runs from their files as one self-contained page."""

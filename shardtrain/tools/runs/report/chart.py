@@ -25,7 +25,7 @@ class ChartLine:
     values: Sequence[float]
     color: int = 0
     dots: bool = False
-    """Whether its points are marked: few values that were measured apart."""
+    """True to mark the points of a sparse series."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Chart:
 
     @property
     def is_logarithmic(self) -> bool:
-        """Whether the axis is logarithmic, which takes values above zero."""
+        """True if the axis is logarithmic, which requires positive values."""
         return self.logarithmic and all(value > 0 for line in self.lines for value in line.values)
 
     def svg(self, label: str) -> str:

@@ -1,4 +1,4 @@
-"""The page: one HTML file that opens from disk, asks the network for nothing, and takes no text as markup."""
+"""Report page: one self-contained HTML file without network requests. All text is escaped."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _MOST_CHARTS = 60
 
 
 def build(runs: Sequence[RunRecord]) -> str:
-    """The page of one run, or of several beside each other."""
-    # Two folders of one name are told apart by their paths
+    """Return the page of one run, or of several runs for comparison."""
+    # Use paths for folders with the same name.
     short = [run.name for run in runs]
     names = [run.name if short.count(run.name) == 1 else str(run.folder) for run in runs]
     charts = _charts(runs, names)
@@ -154,7 +154,7 @@ def _summary(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         )
     speed = TOTAL_SPEED.capitalize()
     head = ("Run", "Step", "Tokens", "Loss", "Best validation loss", speed, "Memory, GiB", "Goodput", "State")
-    # columns of which no run says anything are left out
+    # Skip columns without values.
     kept = [place for place in range(len(head)) if any(row[place] for row in rows)]
     return _table([head[place] for place in kept], [[row[place] for place in kept] for row in rows])
 

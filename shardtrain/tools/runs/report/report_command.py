@@ -1,4 +1,4 @@
-"""The verb ``report``: read the folders of runs, and write the page."""
+"""Verb ``report``: read run folders and write the page."""
 
 from __future__ import annotations
 
