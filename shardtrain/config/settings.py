@@ -1,4 +1,4 @@
-"""One setting: what a line of the file or an argument of the command line says, before it has a type."""
+"""A setting of the file or the command line, before conversion to its type."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Setting:
-    """A dotted option, the value given to it, and where.
+    """A dotted option with its value and origin.
 
-    From the command line ``value`` is a tuple of texts and ``is_text`` holds; from the file it is a TOML value.
+    ``value`` is a TOML value from a file. From the command line it is a tuple of strings, and ``is_text`` is
+    true.
     """
 
     option: str
@@ -28,7 +29,7 @@ class Setting:
 
     @property
     def shown(self) -> Value:
-        """The value as an error message shows it."""
+        """Value for error messages."""
         if not self.is_text:
             return self.value
         return self.value[0] if len(self.value) == 1 else list(self.value)
