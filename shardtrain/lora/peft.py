@@ -283,14 +283,20 @@ class PeftFolder:
         linears = linears_of(model)
         theirs = their_names([path for path, _ in model.named_modules()], module, shape)
         owners = {name.removesuffix(end) for end in _FIRST_FACTORS for name in shapes if name.endswith(end)}
-        modules = [path for path in theirs if PREFIX + theirs[path] in owners]
-        for path in set(modules).difference(linears):
+        adapted = [path for path in theirs if PREFIX + theirs[path] in owners]
+        modules = [path for path in adapted if path in linears]
+        # PEFT names the factors of a stack of experts by the module that contains the stack.
+        all_stacks = stacks.find(model)
+        with_stacks = {path.rpartition(".")[0] for path in all_stacks}
+        for path in adapted:
+            if path in linears or path in with_stacks:
+                continue
             raise ConfigError(
                 f"{self.folder / WEIGHTS} has an adapter on {theirs[path]}, of class "
                 f"{type(model.get_submodule(path)).__name__}, and only nn.Linear and experts can have adapters here; "
                 "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save"
             )
-        stacked = [path for path in stacks.find(model) if self._has_stack(path, begun.parameters)]
+        stacked = [path for path in all_stacks if self._has_stack(path, begun.parameters)]
 
         # Find the fully trained modules in the file.
         kind = CLASSIFIES if num_labels else begun.task_type
