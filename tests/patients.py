@@ -18,7 +18,7 @@ from shardtrain.tools.doctor.store_channel import StoreChannel
 
 END_SECONDS = 60.0
 ABSENT = "absent"
-"""What a spoiled rank says that is not to take part."""
+"""Result of ``spoil`` for a rank that must not take part."""
 
 
 def loaded(folder: Path | str, **sections) -> Loaded:
@@ -30,7 +30,7 @@ def areas(*names):
 
 
 def examined(size, tmp_path, names, spoil=None, loaded_of=None, limit_seconds=20.0):
-    """What forked ranks told the first one about some areas, after ``spoil(rank)`` in each."""
+    """Return the reports of forked ranks on some areas, after ``spoil(rank)`` in each."""
     same = loaded(tmp_path)
     loaded_of = loaded_of or (lambda _: same)
     return run_ranks(size, _examine, size, str(tmp_path), areas(*names), spoil, loaded_of, limit_seconds)[0]
@@ -38,8 +38,8 @@ def examined(size, tmp_path, names, spoil=None, loaded_of=None, limit_seconds=20
 
 def _examine(rank, size, folder, chosen, spoil, loaded_of, limit_seconds):
     dist.barrier()  # a peer may still be joining
-    dist.destroy_process_group()  # the doctor makes its own
-    # what is slow on a busy machine is not what these laws are about
+    dist.destroy_process_group()  # the doctor creates its own group
+    # Keep the measurements short: these tests are not about speed.
     storage_checks.MOST_BYTES = storage_checks.PIECE_BYTES
     network.BYTES = network.PAIR_BYTES = {"cpu": 2**18}
     store = dist.FileStore(f"{folder}/doctor-store", size)
@@ -155,7 +155,7 @@ HEALTHY = {
 
 
 def healthy(num_hosts=2, ranks_per_host=2) -> Reports:
-    """What ranks without any trouble would tell."""
+    """Return the reports of ranks without problems."""
     size = num_hosts * ranks_per_host
     facts = {}
     for rank in range(size):

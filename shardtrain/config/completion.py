@@ -22,31 +22,31 @@ def _bash(verbs: Sequence[str]) -> str:
     for name, option in options().items():
         values = _values(option.kind)
         if values:
-            cases.append(f"        --{name}) words={shlex.quote(' '.join(values))} ;;")
+            cases.append(f"        --{name}) choices={shlex.quote(' '.join(values))} ;;")
     flags = " ".join(f"--{name}" for name in options())
     return "\n".join(
         [
             "_shardtrain() {",
-            '    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD - 1]}" words=""',
+            '    local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD - 1]}" choices=""',
             "    COMPREPLY=()",
             "    if ((COMP_CWORD == 1)); then",
-            f'        COMPREPLY=($(compgen -W {shlex.quote(" ".join(verbs))} -- "$word"))',
+            f'        COMPREPLY=($(compgen -W {shlex.quote(" ".join(verbs))} -- "$current"))',
             "        return",
             "    fi",
-            # bash takes --a.b=c apart at "="
+            # bash splits --a.b=c at "=".
             '    [[ "$before" == "=" ]] && before="${COMP_WORDS[COMP_CWORD - 2]}"',
-            '    [[ "$word" == "=" ]] && before="${COMP_WORDS[COMP_CWORD - 1]}" word=""',
+            '    [[ "$current" == "=" ]] && before="${COMP_WORDS[COMP_CWORD - 1]}" current=""',
             '    case "$before" in',
             *cases,
             "    esac",
-            '    if [[ -n "$words" ]]; then',
-            '        COMPREPLY=($(compgen -W "$words" -- "$word"))',
-            '    elif [[ "$word" == -* ]]; then',
-            f'        COMPREPLY=($(compgen -W {shlex.quote(flags)} -- "$word"))',
+            '    if [[ -n "$choices" ]]; then',
+            '        COMPREPLY=($(compgen -W "$choices" -- "$current"))',
+            '    elif [[ "$current" == -* ]]; then',
+            f'        COMPREPLY=($(compgen -W {shlex.quote(flags)} -- "$current"))',
             "    else",
-            '        COMPREPLY=($(compgen -f -- "$word"))',
+            '        COMPREPLY=($(compgen -f -- "$current"))',
             "        if ((COMP_CWORD == 2)); then",
-            f'            COMPREPLY+=($(compgen -W {shlex.quote(" ".join(presets.names()))} -- "$word"))',
+            f'            COMPREPLY+=($(compgen -W {shlex.quote(" ".join(presets.names()))} -- "$current"))',
             "        fi",
             "    fi",
             "}",

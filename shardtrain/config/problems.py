@@ -1,4 +1,4 @@
-"""Everything that is wrong with a configuration, at once: reading, rules, and the machine it is to run on."""
+"""Collect all problems of a configuration: of parsing, of the rules, and of this machine."""
 
 from __future__ import annotations
 
@@ -13,22 +13,19 @@ from shardtrain.utils.errors import ConfigError, Problem
 def problems_of(
     loaded: Loaded, world_size: int | None = None, device: str | None = None, num_devices: int | None = None
 ) -> list[Problem]:
-    """Return every problem of reading, of the rules and of this machine that can be known without torch.
+    """Return all problems that can be found without torch.
 
-    The other arguments are those of ``machine_notes``. What only follows from a key or value that could not be read is
-    left out: its default, which takes its place, is not what the user wants.
+    A key or value that could not be parsed is replaced by its default, which the user does not want. Problems that
+    only follow from such a default are skipped. The other arguments are those of ``machine_notes``.
     """
-    found = [*check(loaded), *unavailable(loaded), *machine_notes(loaded, world_size, device, num_devices)]
-    return secondary.distinct([*loaded.problems, *secondary.without(loaded.problems, found)])
+    problems = [*check(loaded), *unavailable(loaded), *machine_notes(loaded, world_size, device, num_devices)]
+    return secondary.distinct([*loaded.problems, *secondary.without(loaded.problems, problems)])
 
 
 def require(
     loaded: Loaded, world_size: int | None = None, device: str | None = None, num_devices: int | None = None
 ) -> tuple[str, ...]:
-    """Raise ConfigError with all that ``problems_of`` finds.
-
-    Returns the lines to tell the user instead where there is none: older names, options without effect.
-    """
+    """Raise ConfigError if there are problems. Otherwise return notices: deprecated names, options without effect."""
     problems = problems_of(loaded, world_size, device, num_devices)
     if problems:
         raise ConfigError(problems)
@@ -36,7 +33,7 @@ def require(
 
 
 def require_to_build(loaded: Loaded, world_size: int) -> tuple[str, ...]:
-    """As ``require``, to build the model without memory and train nothing: what only a training misses is a note."""
+    """Like ``require``, for building the model without training. Problems of training only become notices."""
     problems = problems_of(loaded, world_size)
     of_training = [problem for problem in problems if is_for_training(problem)]
     if len(of_training) < len(problems):

@@ -12,7 +12,7 @@ from shardtrain.config.schema import Config
 from shardtrain.config.settings import Value
 
 RESOLVED_CONFIG = "config.resolved.toml"
-"""In a run's folder: every option as it held."""
+"""File in a run's folder with the effective value of every option."""
 
 
 def toml_value(value: Value) -> str:
@@ -42,22 +42,22 @@ def _key(key: str) -> str:
 
 
 def resolved_toml(config: Config) -> str:
-    """Return every option as TOML that loads to an equal config; what is unset is a comment."""
+    """Return all options as TOML that loads to an equal config. Unset options are comments."""
     return _render(config, lambda name, value: "")
 
 
 def set_toml(loaded: Loaded, also: Collection[str] = ()) -> str:
-    """Return the options that are set, and ``also`` some others, as TOML that loads to an equal config."""
+    """Return the options that are set, and those in ``also``, as TOML that loads to an equal config."""
     return _render(loaded.config, lambda name, value: "", lambda name: loaded.is_set(name) or name in also)
 
 
 def show(loaded: Loaded) -> str:
-    """Return every option as TOML, each with its origin: ``steps = 50  # run.toml:3``."""
+    """Return all options as TOML, each with its origin: ``steps = 50  # run.toml:3``."""
     return _render(loaded.config, lambda name, value: f"  # {loaded.origins.get(name, 'default')}")
 
 
 def _render(config: Config, comment: Callable[[str, Any], str], wanted: Callable[[str], bool] | None = None) -> str:
-    """Write all sections that have (wanted) options; tables of free keys come last in theirs, as TOML wants."""
+    """Return the sections with their options, or only the ``wanted`` ones. Tables come last in their section."""
     blocks = []
     for section in sections():
         names = [name for name in options() if name.rpartition(".")[0] == section and (not wanted or wanted(name))]
@@ -68,7 +68,7 @@ def _render(config: Config, comment: Callable[[str, Any], str], wanted: Callable
         for name in names:
             value = value_of(config, name)
             key = name.rpartition(".")[2]
-            # An empty list of tables is written as a value: no header could say that there are none
+            # Write an empty list of tables as a value, because a table header cannot express it.
             if options()[name].entry and (value or isinstance(value, Mapping)):
                 tables += _entries(options()[name], value, comment)
             elif options()[name].is_table:
@@ -88,7 +88,7 @@ def _line(option: Option, key: str, value: Value, comment: Callable[[str, Any], 
 
 
 def _entries(option: Option, value: Value, comment: Callable[[str, Any], str]) -> list[str]:
-    """Write a table or list of tables: every field of every entry."""
+    """Return the lines of a table or a list of tables, with all fields of each entry."""
     assert option.entry is not None
     is_list = isinstance(value, list)
     lines = [] if is_list else ["", f"[{option.name}]"]

@@ -1,4 +1,4 @@
-"""What the first rank asks of the store while it compares all ranks, by their number."""
+"""Rank 0's requests to the store while it compares all ranks do not grow faster than their number."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from shardtrain.utils.errors import ConfigError, PeerError
 
 
 class Store:
-    """What ranks have said, and how often the first one asks."""
+    """Store with the facts of ranks. It counts the requests of rank 0."""
 
-    def __init__(self, ranks: int, said: dict[int, Any]) -> None:
-        self.keys = {f"agreement/facts-{rank}": json.dumps(one) for rank, one in said.items()}
-        self.asked, self.ranks = 0, ranks
+    def __init__(self, ranks: int, facts: dict[int, Any]) -> None:
+        self.keys = {f"agreement/facts-{rank}": json.dumps(one) for rank, one in facts.items()}
+        self.requests = 0
+        self.ranks = ranks
 
     def set(self, key: str, value: str) -> None:
         self.keys[f"agreement/{key}"] = value
 
     def check(self, keys: list[str]) -> bool:
-        self.asked += 1
+        self.requests += 1
         return all(f"agreement/{key}" in self.keys for key in keys)
 
     def get(self, key: str) -> bytes:
-        self.asked += 1
+        self.requests += 1
         return self.keys[f"agreement/{key}"].encode()
 
 
@@ -43,26 +44,26 @@ def facts(ranks: int) -> dict[str, str]:
     return config_consistency.facts_of(Config(), ranks)
 
 
-def test_ranks_that_are_there_are_asked_twice_each() -> None:
+def test_each_rank_that_has_arrived_costs_two_requests() -> None:
     store = Store(4096, {rank: [facts(4096), {}] for rank in range(1, 4096)})
     config_consistency.check(Config(), store, 0, 4096)
-    assert store.asked == 2 * 4095 + 1
+    assert store.requests == 2 * 4095 + 1
 
 
-def test_asking_for_ranks_that_are_awaited_does_not_grow_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each round asks for as many, and a rank that came late is found whatever its place."""
+def test_polling_for_missing_ranks_costs_the_same_for_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round polls a fixed number of ranks, and finds late ranks wherever they are in the order."""
     rounds: list[int] = []
     store = Store(4096, {rank: [facts(4096), {}] for rank in range(1, 4000)})
 
     def sleep(seconds: float) -> None:
-        rounds.append(store.asked)
+        rounds.append(store.requests)
         if len(rounds) == 300:
             store.keys |= {f"agreement/facts-{rank}": json.dumps([facts(4096), {}]) for rank in range(4000, 4096)}
 
     monkeypatch.setattr(config_consistency.time, "sleep", sleep)
     config_consistency.check(Config(), store, 0, 4096)
-    asked = [after - before for before, after in itertools.pairwise(rounds)]
-    assert max(asked) <= 2 * config_consistency._RANKS_PER_POLL and len(rounds) < 320
+    requests_per_round = [after - before for before, after in itertools.pairwise(rounds)]
+    assert max(requests_per_round) <= 2 * config_consistency._RANKS_PER_POLL and len(rounds) < 320
 
 
 def test_a_rank_that_differs_is_named_while_others_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ REJECTED = {"norm_eps": 1e-3, "num_heads": 8}
 
 @functools.cache
 def folders(family: str) -> tuple[Path, Path]:
-    """A Hugging Face folder, and what ``import`` made of it."""
+    """Return a Hugging Face folder and the checkpoint that ``import`` creates from it."""
     root = Path(tempfile.mkdtemp(prefix="shardtrain-tests-"))
     folder = save(build(family), root / "hf")
     assert import_main([str(folder), "--to", str(root / "imported"), "--check", "weights"]) == 0
@@ -98,7 +98,7 @@ def test_a_peft_folder_cannot_hold_the_changed_value_and_export_prints_it(
     assert export_main([str(tmp_path / "run"), "--adapter", "--to", str(tmp_path / "peft")]) == 0
     printed = capsys.readouterr().out
     assert printed.count("no place for it: rope_theta=1000000.0\n") == len(overrides), printed
-    assert printed.count("\n") == 2 + len(overrides)  # the checkpoint, and what was written
+    assert printed.count("\n") == 2 + len(overrides)  # one line for the checkpoint and one for the folder
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_another_field_is_rejected_in_one_line_whose_fix_works(way: str, field: 
     message = str(run(config).error)
     assert f"{field}={REJECTED[field]!r} instead of " in message and "\n" not in message and "\\n" not in message
     assert 'set model.flavor = "from_folder"; only rope_*' in message
-    # the sizes of the folder are what from_folder would give
+    # With the sizes of the folder, as from_folder sets them, the run starts.
     assert run(config_of(way, "llama3", tmp_path / "right", {})).error is None
 
 

@@ -36,12 +36,12 @@ def test_the_doctor_is_submitted_as_the_training_would_be(platform):
     words += ["--hosts", "a,b"] if platform == "ssh" else []
     training, doctor = launch(*words), launch(*words, "--doctor")
     assert training.returncode == doctor.returncode == 0, doctor.stderr
-    # a manifest has a word on each line, the others have them in a row, some in quotes
+    # A manifest has one argument per line. Other platforms have them on one line, some quoted.
     one, other = (re.sub(r'[\s",()]|- ', " ", done.stdout).split() for done in (training, doctor))
     assert one[one.index("train") - 1] == "shardtrain" == other[other.index("doctor") - 1]
     assert "--max_restarts" in one and "--max_restarts" not in other
     assert "doctor" not in one and "train" not in other
-    assert "--training.steps=7" in other, "what is configured is what is examined"
+    assert "--training.steps=7" in other, "the doctor examines the given configuration"
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
@@ -96,5 +96,5 @@ def test_two_hosts_are_examined_together_and_one_report_comes_back(tmp_path):
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "2 ranks on " in line]
-    assert len(lines) == 1, "the first rank, of whichever host, tells of all"
+    assert len(lines) == 1, "only rank 0, on any host, reports on all ranks"
     assert "all_reduce" in done.stderr and "versions" in done.stderr

@@ -149,16 +149,20 @@ def test_a_silent_client_does_not_keep_a_node_from_serving(monkeypatch):
 
 def test_a_client_that_resets_its_connection_does_not_keep_a_node_from_serving(monkeypatch):
     listen = greeting.rendezvous_listener
+    resets = []
 
     def listen_to_a_client(host: str, port: int) -> socket.socket:
         listener = listen(host, port)
         with socket.create_connection(listener.getsockname()[:2], 5) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends RST
+            resets.append(client.getsockname())
         return listener
 
     monkeypatch.setattr(greeting, "rendezvous_listener", listen_to_a_client)
     monkeypatch.setattr(greeting, "_await", lambda endpoint, seconds, look, problem, fix: look())  # one try
-    greeting.claim(f"127.0.0.1:{free_port()}", 600).close()
+    port = free_port()
+    with greeting.claim(f"127.0.0.1:{port}", 600) as served:
+        assert len(resets) == 1 and served.getsockname() == ("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("find", [greeting.claim, greeting.find_place])

@@ -34,7 +34,7 @@ TOLERANCE = 1e-5
 
 
 def config_of(base: Path, output: Path, architecture: str = "", **lora: Any) -> Config:
-    """Four steps beside a folder, of our own model or of the class of transformers that is named."""
+    """Return a run of four steps from a folder, with the native model or the given class of transformers."""
     if architecture:
         model: dict[str, Any] = {"name": "transformers", "flavor": "folder"}
         model["overrides"] = {"path": str(base), "architecture": architecture, "num_labels": 2}
@@ -99,11 +99,11 @@ def test_peft_opens_adapters_and_head_and_scores_alike(family: str, lora: dict[s
         with torch.no_grad():
             logits = model(input_ids=tokens[None, : int(length)]).logits[0]
         torch.testing.assert_close(score, logits, atol=1e-4 if family == "qwen3_moe" else TOLERANCE, rtol=1e-5)
-    # what PEFT writes of it is a start
+    # A run can start from the folder that PEFT writes.
     model.save_pretrained(tmp_path / "theirs")
     again = config_of(base, tmp_path / "again", foreign, **lora, initial_load_path=str(tmp_path / "theirs"))
     torch.testing.assert_close(run_ranks(1, scores, again)[0][1], mine, atol=TOLERANCE, rtol=0)
-    # and two ranks train the same
+    # Two ranks compute the same result.
     split = train(2, config_of(base, tmp_path / "split", foreign, **lora))
     assert split.losses == pytest.approx(ended.losses, abs=1e-5)
     for name, weight in ended.weights.items():
@@ -125,7 +125,7 @@ def test_the_test_verb_reads_adapters_head_and_frozen_weights(tmp_path: Path) ->
     logged = [json.loads(line) for line in (tmp_path / "run" / "validation.jsonl").read_text().splitlines()]
     found = run_ranks(2, measured, one, None)[0]
     assert found["accuracy"] == pytest.approx(logged[-1]["accuracy"])
-    # merged, it is a whole model that classifies
+    # The merged folder is a complete classifier.
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
     whole = dataclasses.replace(one, lora=dataclasses.replace(one.lora, enable=False))

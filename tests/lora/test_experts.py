@@ -1,4 +1,4 @@
-"""Adapters beside the stacked weights of experts: what PEFT computes with ``target_parameters``, on every mesh."""
+"""Adapters of stacked expert weights equal those of PEFT with ``target_parameters``, on every mesh."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_peft_opens_adapters_of_experts_and_merges_equally(family: str, lora: di
     summed = logits(open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, vocab)
     torch.testing.assert_close(summed, beside, atol=3e-5, rtol=0)
     torch.testing.assert_close(summed, merged, atol=1e-4, rtol=0)
-    # and what PEFT writes is read: its own adapters of these
+    # A run can start from the adapters that PEFT writes.
     again = peft.PeftModel.from_pretrained(build(family), tmp_path / "peft")
     again.save_pretrained(tmp_path / "theirs")
     start = adapter_config(

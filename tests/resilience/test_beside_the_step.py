@@ -1,4 +1,4 @@
-"""What is counted, drawn and noted beside the training may fail in any place: the run trains on, and says so once."""
+"""Accounting, plots and logs may fail anywhere: training continues, with one warning."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PLACES = {
     "the account of the time is opened": "shardtrain.launch.goodput.ledger:Ledger._open",
     "the account of the time is added up": "shardtrain.launch.goodput.ledger:account",
     "seconds are put into bins": "shardtrain.launch.goodput.ledger:bins",
-    "a line of the account is made": "shardtrain.launch.goodput.ledger:Ledger._point",
+    "a line of the account is composed": "shardtrain.launch.goodput.ledger:Ledger._point",
     "a line of the account is written": "shardtrain.launch.goodput.events:append",
     "rows of sources are counted": "shardtrain.data.loader:DataLoader.rows_of_sources",
     "spikes are counted": "shardtrain.resilience.resilience:Resilience.measures",
-    "a record is made": "shardtrain.metrics:Metrics._record",
+    "a record is composed": "shardtrain.metrics:Metrics._record",
     "memory is read": "shardtrain.metrics:read_peak",
     "a step is printed": "shardtrain.metrics.sinks.console:Console.write",
     "a line of metrics.jsonl is written": "shardtrain.metrics.sinks.metrics_jsonl:JsonlFiles.write",
@@ -41,15 +41,15 @@ PLACES = {
     "files of metrics are closed": "shardtrain.metrics.sinks.metrics_jsonl:JsonlFiles.close",
     "the header is printed": "shardtrain.metrics.summary:log_header",
     "the summary is printed": "shardtrain.metrics:Metrics._log_summary",
-    "the text of a sample is told": "shardtrain.train.samples:Samples._tell",
+    "the text of a sample is logged": "shardtrain.train.samples:Samples._tell",
     "a step is profiled": "shardtrain.metrics.profiling:_Trace.step",
     "a profile ends": "shardtrain.metrics.profiling:_Trace.close",
-    "a sign of life is made": "shardtrain.resilience.watchdog.watchdog:Watchdog._sign",
+    "a heartbeat is composed": "shardtrain.resilience.watchdog.watchdog:Watchdog._sign",
     "the main thread is sampled": "shardtrain.resilience.watchdog.watchdog:Watchdog._sample",
     "slow ranks are looked for": "shardtrain.resilience.watchdog.watchdog:common",
     "the data are hashed": "shardtrain.data.file_hashes:Contents._hash",
 }
-EVERYTHING = "everything at once"
+EVERYTHING = "everything together"
 
 
 def config_of(folder: Path) -> Config:
