@@ -181,9 +181,9 @@ def box_of(tensor: Tensor) -> Box:
 
 
 def boxes_of(shape: Sequence[int], rule: Any, ranks: Ints) -> tuple[Ints, Ints]:
-    """Return offsets and sizes, (n, dims) each, of the shards of ``ranks`` with the given splits or box.
+    """Return offsets and sizes, (n, dims) each, of the shards of ``ranks``. Sizes may be 0.
 
-    Sizes may be 0.
+    ``rule`` is a list of splits (size, stride, dim), or a dict with the box of all of them.
     """
     starts = np.zeros((len(ranks), len(shape)), np.int64)
     stops = np.broadcast_to(np.asarray(shape, np.int64), starts.shape).copy()
@@ -239,7 +239,7 @@ def _digits(mesh: Ints) -> list[tuple[int, int] | None]:
 def _parts(shape: tuple[int, ...], splits_of_ranks: Sequence[tuple[Ints, Any]]) -> tuple[HeldBoxes, ...]:
     """Return the distinct boxes of a tensor, grouped by their number of holders.
 
-    ``splits_of_ranks`` are ranks with the splits or the box of their shards.
+    ``splits_of_ranks`` are pairs of ranks and the rule of their shards (see ``boxes_of``).
     """
     ranks = np.concatenate([ranks for ranks, _ in splits_of_ranks])
     boxes = [boxes_of(shape, rule, ranks) for ranks, rule in splits_of_ranks]

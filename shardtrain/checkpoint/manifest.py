@@ -103,7 +103,7 @@ class Manifest:
         """Return the content of ``manifest.json``. Raises CheckpointError if it is too large to be read again."""
         body = {
             "format": FORMAT,
-            # The oldest version that can read it: version 1 has no grids of several boxes.
+            # Write the oldest version that can represent the content: version 1 has no grids of several boxes.
             "version": 2 if any(grid.axes for t in self.tensors.values() for grid in t.grids) else 1,
             "created_by": self.created_by,
             "run": self.run,

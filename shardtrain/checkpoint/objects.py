@@ -184,7 +184,7 @@ def unlink_all(paths: Sequence[ObjectPath]) -> None:
     """Delete objects of one store, with one request for many if it supports that.
 
     Raises:
-        OSError: some objects may not be deleted.
+        OSError: an object cannot be deleted. Others may remain.
     """
     if not paths:
         return

@@ -1,7 +1,7 @@
 """Compare replicas before a save: find any bit that differs, and name its rank.
 
-A checkpoint contains each box once. If a rank's replica differs, the save would silently store or drop it. Boxes with
-one holder, as with FSDP, have no replicas to compare.
+A checkpoint contains each box once. If replicas differ, the save would silently store one of them and
+drop the others. Boxes with one holder, as with FSDP, have no replicas to compare.
 """
 
 from __future__ import annotations

@@ -316,8 +316,8 @@ class Saver:
             staged.append(self._staging.copy(local_tensors, shares.bytes_of[rank]))
             return self._prepare(step, sum(shares.bytes_of)) if self._is_first else None
 
-        # From here on every rank has its copy, so training may change the tensors.
-        nonce, token = all_ranks(copy_and_prepare)
+        nonce, token = all_ranks(copy_and_prepare)  # the result of rank 0
+        # Every rank now has its copy, so training may change the tensors.
         draft = self._draft(step, nonce)
         others = [r for r in range(1, size) if shares.bytes_of[r]]
 

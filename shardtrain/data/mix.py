@@ -120,7 +120,7 @@ def _rows_before(cycle: npt.NDArray[np.uint16]) -> npt.NDArray[np.int32]:
 
 
 def _cycle(weights: Sequence[float]) -> npt.NDArray[np.uint16]:
-    """Return the source at each place of a cycle."""
+    """Return the source of each row of a cycle. Sources are spread evenly, in proportion to their weights."""
     # Largest remainder method: round down, and add the missing rows to the sources with the largest
     # remainders. All sorts are stable, because the order of the data must not depend on how a version of
     # NumPy breaks ties.

@@ -50,7 +50,7 @@ def sample_at(position: npt.ArrayLike, num_samples: int, seed: int) -> npt.NDArr
     if num_samples == 1:
         return np.zeros_like(positions)
 
-    # keys (rounds, positions) of each position's epoch; a batch touches one or two epochs
+    # Keys of each position's epoch, (rounds, positions). A batch has one or two epochs, so compute them per epoch.
     epochs, slots = np.divmod(positions.ravel(), num_samples)
     distinct, which = np.unique(epochs, return_inverse=True)
     epoch_keys = np.array([_keys(seed, int(epoch)) for epoch in distinct], dtype=np.uint64).reshape(-1, _ROUNDS)

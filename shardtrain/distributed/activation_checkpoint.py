@@ -122,7 +122,7 @@ def _recompute(
         checkpoint_options["context_fn"] = contexts
     forward = layer.forward
 
-    # A function and not a functools.partial, inside which the compiler silently compiles nothing.
+    # Use a function: the compiler silently compiles nothing inside a functools.partial.
     def recomputed(*inputs: Any, **keywords: Any) -> Any:
         return checkpoint(forward, *inputs, **checkpoint_options, **keywords)
 

@@ -105,7 +105,7 @@ class ComputeCopies:
         if parameter.grad is None:
             parameter.grad = _placed_as(gradient, _local(gradient).to(parameter.dtype))
         elif isinstance(gradient, DTensor) and gradient.placements != parameter.grad.placements:  # type: ignore[attr-defined]
-            parameter.grad = parameter.grad + gradient.to(parameter.dtype)  # one is a partial sum
+            parameter.grad = parameter.grad + gradient.to(parameter.dtype)  # placements differ if one is a partial sum
         else:
             _local(parameter.grad).add_(_local(gradient))
         del gradient  # before the hooks, which may update the parameter

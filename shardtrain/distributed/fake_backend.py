@@ -1,8 +1,7 @@
 """Simulate one rank of a distributed run: a process group that sends nothing, and tensors without memory.
 
 The real ``parallelize`` cuts and shards the model. Forward and backward of one micro-batch then run on
-shapes only. Of each kind of identical layers only two run. The others are counted as copies of the
-second.
+shapes only. At most two layers of each kind run. The others count as copies of the second.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def local_weight(weight: DTensor, sum_over_ranks: Callable[[Tensor], Tensor] | N
 
 
 class _LocalWeight(torch.autograd.Function):
-    """A faster ``to_local``, which with its backward takes 100 microseconds per weight."""
+    """A faster version of ``to_local``, whose forward and backward take 100 microseconds per weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: DTensor, sum_over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:

@@ -43,7 +43,7 @@ class TaskRunner(PlainRunner):
 
     @property
     def counts_filler(self) -> bool:
-        """False: the task marks padding tokens for the model itself."""
+        """Always False, because the task itself marks padding tokens for the model."""
         return False
 
     def local_targets(self, batches: Sequence[Any]) -> int:

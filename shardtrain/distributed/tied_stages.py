@@ -36,7 +36,7 @@ class TiedStages:
         Args:
             ties: for each tied parameter, its names in the full model.
             stage_names: the module names of each stage.
-            ranks: the rank on the axis pp of each stage.
+            ranks: for each stage, its rank on the axis pp.
             mesh: the mesh.
         """
         self._mesh = mesh

@@ -43,10 +43,10 @@ def is_loopback(address: str) -> bool:
 
 
 def meeting(reached: Sequence[str | None]) -> str | None:
-    """Return the address of the first host for the others, given the addresses at which hosts were reached.
+    """Return the address at which the other hosts can reach the first one, or None if unknown.
 
-    If that of the first host is a loopback address, the first host is this machine. Its address is then that
-    of the route to another host. None if unknown.
+    ``reached`` has the address at which this machine has reached each host. A loopback address means that the first
+    host is this machine. The result is then this machine's address on the route to another host.
 
     >>> meeting(["10.0.0.1", "10.0.0.2"]), meeting(["127.0.0.1", "127.0.0.2"]), meeting([None, "10.0.0.2"])
     ('10.0.0.1', '127.0.0.1', None)

@@ -92,7 +92,7 @@ def await_store(endpoint: str, seconds: float) -> None:
 
 
 def find_place(endpoint: str, seconds: float) -> socket.socket | None:
-    """Wait until this node can serve the rendezvous, like ``claim``, or another node does (return None).
+    """Wait for the rendezvous. Return a socket as ``claim`` does if this node can serve it, or None if another does.
 
     Raises:
         ConfigError: another program answers there, or ``SHARDTRAIN_LISTEN_ADDR`` is not an IP address.

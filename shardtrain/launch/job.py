@@ -107,7 +107,8 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
     # Restore the "./" that Path has removed. Without it, a name that starts with a dash would be read as an
     # option.
     words += [f"./{where}" if where.startswith("-") else where] if where else []
-    # Options of launch only apply to this machine. The file is named once, by its path on the nodes.
+    # Skip options of launch, which only apply to this machine, and job.config_file: ``where`` already names the
+    # configuration by its path on the nodes.
     words += without(overrides, "launch.", "job.config_file")
     ranks = launch.nproc_per_node or launch.devices_per_node
     words += ["--nproc", str(ranks)] if ranks else []

@@ -58,7 +58,7 @@ def prepare(run_folder: Path, note_killed: bool = True) -> None:
     was killed: then the reserved space exists, and ``exit.json`` does not.
 
     Args:
-        note_killed: False if that may also mean that a run is in progress.
+        note_killed: False if a run may be in progress in the folder.
 
     Raises:
         StorageError: the folder cannot be created or written.

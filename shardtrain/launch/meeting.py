@@ -228,7 +228,7 @@ class Meeting(pytorch.DynamicRendezvousHandler):
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of waiting nodes, or 0 if with them no larger node count can work.
+        """Return the number of waiting nodes, or 0 if the run cannot grow with them.
 
         Also return 0 once the store is lost. Nobody can join through it, and ``NodeReports`` names the lost node.
         """

@@ -90,8 +90,8 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         )
     least = int(match[1] or match[2])
     most = int(match[2])
-    # A platform may report 1 node correctly although other variables number nodes, unless it numbers nodes
-    # itself.
+    # With one node, only read the rank variable that belongs to the count. Others, such as SLURM_NODEID, may
+    # number the nodes of a larger job.
     variables = (name.replace("NNODES", "NODE_RANK"),)
     rank = _number("--node_rank", arguments.node_rank, NODE_RANK if most > 1 else variables, names, least=0)
     if rank is not None and rank >= most:

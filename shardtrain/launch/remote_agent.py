@@ -107,7 +107,7 @@ def _watch(process: subprocess.Popen[bytes], launcher: Launcher, orders: list[by
         signal.signal(number, lambda *_: process.send_signal(signal.SIGTERM))
     while process.poll() is None:
         orders += launcher.listen(POLL_SECONDS)
-        # Also stop if the launcher is gone, because no process would notice the end of the run.
+        # Also stop if the launcher is gone, because nothing else would stop this command.
         if end == float("inf") and (launcher.gone or STOP in orders):
             process.send_signal(signal.SIGTERM)
             end = time.monotonic() + grace_seconds

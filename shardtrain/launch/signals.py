@@ -121,9 +121,11 @@ def _keep_from_children(sender: socket.socket, owner: int) -> None:
             signal.set_wakeup_fd(-1)
         sender.close()
         for number in GRACEFUL:
-            # a signal to the whole group: we decide, they continue until we end them
+            # A signal may go to the entire process group. Workers ignore it, except SIGTERM, with which this process
+            # ends them.
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
-        if threading.get_ident() == main and os.getppid() == owner:  # of another thread the kernel would end them early
+        # The kernel sends the signal when the forking thread ends. Another thread may end before the process does.
+        if threading.get_ident() == main and os.getppid() == owner:
             die_with_parent(signal.SIGKILL)
 
     os.register_at_fork(after_in_child=forget)

@@ -110,8 +110,8 @@ class StopRequest:
     def flag(self) -> float:
         """Return this rank's flag for the all-reduce at the start of a step.
 
-        It is 0 without a request, 1 with one, and ``NOT_IN_TIME`` more if the slowest earlier save would not fit into
-        the remaining time.
+        It is 0 without a request. With one it is 1, plus ``NOT_IN_TIME`` if a save would not fit into the remaining
+        time (95 % quantile of earlier saves).
         """
         if not self.asked():
             return 0.0

@@ -387,7 +387,8 @@ def _draw_after(name: str, before: Draw | None, numbers: list[float], named: Map
     if name == "fill_" and numbers:
         return {0.0: Draw("zeros"), 1.0: Draw("ones")}.get(float(numbers[0]))
 
-    # nn.init.trunc_normal_ is uniform_, erfinv_, mul_(std * sqrt(2)), add_(mean), clamp_(min, max)
+    # nn.init.trunc_normal_ calls uniform_, erfinv_, mul_(std * sqrt(2)), add_(mean) and clamp_(min, max).
+    # Recognize it by erfinv_, and read its parameters from the later calls.
     if name == "erfinv_":
         return Draw("truncated_normal")
     if before is None or before.distribution != "truncated_normal":

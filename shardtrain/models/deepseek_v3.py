@@ -112,7 +112,7 @@ LAYOUT = Layout(
     context="layers.*.attn.core",
     expert="layers.*.moe",
     buffers=EXPERT_BIAS,
-    # Optional because a model may have no dense layer, only dense layers, or no shared expert
+    # Without dense layers there is no ``ffn``, and with only dense layers there is no ``moe``.
     optional=("layers.*.ffn", "layers.*.moe"),
 )
 

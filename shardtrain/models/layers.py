@@ -123,7 +123,7 @@ class AttentionCore(nn.Module):
     parallelism replaces it.
 
     Context parallelism reads the attributes below to compute the same function over split
-    sequences. Tensor parallelism reduces ``alibi_slopes`` to the heads of the rank.
+    sequences. Tensor parallelism keeps only the ``alibi_slopes`` of the rank's heads.
 
     Attributes:
         window: a token attends to itself and the ``window - 1`` tokens before it; 0 means no

@@ -104,7 +104,7 @@ LAYOUT = Layout(
     context="layers.*.attn.core",
     expert="layers.*.moe",
     buffers=EXPERT_BIAS,
-    # Optional because a model may have experts in every layer, in no layer, or no shared expert
+    # With experts in every layer there is no ``ffn``, and with experts in no layer there is no ``moe``.
     optional=("layers.*.ffn", "layers.*.moe"),
 )
 

@@ -356,7 +356,7 @@ class Experts(nn.Module):
             return expert_mix.mix(x_RD, choice, self.w1, self.w2, self.w3)
         assert count_E is not None
         # For 16-bit dtypes on a CPU, oneDNN generates code for each distinct number of rows.
-        # Padding each expert's rows to a multiple leaves few distinct numbers
+        # Padding each expert's rows to a multiple of ``Groups.multiple`` leaves few distinct numbers.
         if type(x_RD) is Tensor and x_RD.device.type == "cpu" and x_RD.element_size() < 4:
             groups = Groups(count_E, x_RD.size(0))
             if groups.multiple > 1:

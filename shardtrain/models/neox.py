@@ -154,7 +154,7 @@ def _rotary_fix(c: Config) -> str:
     fractions = []
     for width in range(2, c.head_dim + 1, 2):
         fraction = width / c.head_dim
-        # Rounding may lose a feature
+        # The product may be rounded down to one feature less.
         if int(c.head_dim * fraction) == width:
             fractions.append(fraction)
     if not fractions:

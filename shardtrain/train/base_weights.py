@@ -76,8 +76,10 @@ def load(
 
 
 def without_new_head(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that a Hugging Face folder has: all except a new classification head of a native
-    model."""
+    """Return the tensors to load from a Hugging Face folder.
+
+    The new classification head of a native model is skipped, because the folder does not contain it.
+    """
     module = models.find(config.model.name)
     if not tasks.open_task(config).num_labels or is_as_is(module):
         return dict(tensors)

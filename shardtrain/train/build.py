@@ -53,7 +53,7 @@ def use_fastest_kernels(config: Config, device: torch.device) -> Kernels | None:
     if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
         chosen_kernels.use(chosen_kernels.PYTORCH)
         return None
-    # before the measurement, which would otherwise include the clearing of pages
+    # Before the measurement, which would otherwise include the time for clearing new pages.
     keep_freed_memory()
     # Rank 0 measures for all: ranks with different kernels would not agree to the last bit
     kernels = chosen_kernels.Kernels(**first_rank(lambda: asdict(kernel_speed.remembered_or_measured())))

@@ -73,7 +73,7 @@ def check(model: nn.Module, module: Any, mesh: Mesh | None = None) -> None:
     model.train(was_training)
 
     changes = torch.stack([_rms(joined - separate), _rms(packed - separate)])
-    # the maximum over ranks: a rank with a part of the vocabulary sees a part of the difference
+    # A rank with a part of the vocabulary sees only a part of the difference, so use the maximum over ranks.
     if mesh is not None:
         changes = mesh.max(changes, over=tuple(mesh.sizes))
     unmasked_change, masked_change = changes

@@ -79,7 +79,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> list[str]:
 
 
 def _with_option(line: str, model_name: str) -> str:
-    """Prefix a line that does not name an option with the model file, which it is about."""
+    """Prefix a line with the model file that it is about, unless it already names an option."""
     if line.startswith(("model.", "parallelism.", "LAYOUT")):
         return line
     return f"model.name={model_name} {line}"

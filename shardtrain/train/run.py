@@ -133,7 +133,7 @@ class Outcome:
 
 
 def run_facts(run: Run, world: World) -> RunFacts:
-    """Return the facts for metrics that stay constant until the process ends or rolls back."""
+    """Return the constants that metrics need. They are valid until the process ends or rolls back."""
     config = run.config
     return RunFacts(
         rank=world.rank,

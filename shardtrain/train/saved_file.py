@@ -70,8 +70,8 @@ class FileWeights(BinWeights):
         tensors = {name: value for name, value in weights.items() if isinstance(value, Stored)}
         others = [str(name)[:80] for name, value in weights.items() if not isinstance(value, Stored)]
         if not tensors or (weights is not table and others):
-            odd = others[0] if others else "nothing"
-            raise CheckpointError(f"{path} has no table of weights ({odd} is not a tensor)")
+            reason = f"{others[0]} is not a tensor" if others else "it is empty"
+            raise CheckpointError(f"{path} has no table of weights ({reason})")
         self.stored = without_wrappers({str(name): stored for name, stored in tensors.items()})
         self._file_of = dict.fromkeys(self.stored, path.name)
 
@@ -120,7 +120,7 @@ def fill(path: Path, tensors: Mapping[str, Tensor], model: Model) -> None:
     """Fill this rank's shards of a model's tensors (with the prefix ``model.``) from the file.
 
     Raises:
-        CheckpointError: tensors are missing, surplus or have other shapes, or the file is damaged.
+        CheckpointError: a tensor is missing, unknown or has another shape, or the file is damaged.
     """
     weights = FileWeights(path)
     _fill(weights, tensors, translate(weights, tensors, model))

@@ -183,8 +183,7 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
 
 
 def data_ended(run: Run, checkpoints: Checkpoints) -> None:
-    """Save and end the run when the data end before the last step, which they do on all ranks at the same
-    step.
+    """Save and end the run when the data end before the last step. This is at the same step on all ranks.
 
     Raises:
         DataError: training.on_data_end is not "stop".

@@ -190,4 +190,4 @@ def test_a_schedule_file_that_does_not_return_is_reported_in_time(tmp_path: Path
     path = written(tmp_path, "import time\ndef factor(step, total_steps):\n    time.sleep(60)")
     assert main(["config", "check", "debug", f"--lr_scheduler.name={path}", "--training.device=cpu"]) == 2
     (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("error")]
-    assert "does not return the shares of about 1,000 steps within 0.2 s; compute them" in line
+    assert "does not return the factors of about 1,000 steps within 0.2 s; compute them" in line

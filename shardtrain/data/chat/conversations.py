@@ -162,8 +162,8 @@ def _find_dropped(
     template: ChatTemplate, replaced: list[Message], variables: Variables, wanted: dict[str, Leaf]
 ) -> str:
     """Describe the first text that the template does not write, or return ""."""
-    # A template that raises on the stand-ins renders as "". It inspects the names of calls or the contents,
-    # so assume that it also writes them.
+    # If the template raises for the placeholder texts, ``text`` is "". Such a template inspects the texts, so
+    # assume that it writes them.
     text = template.try_render(replaced, variables)
     missing = (leaf for name, leaf in wanted.items() if text and leaf.value.strip() and name not in text)
     return next((leaf.description for leaf in missing), "")

@@ -179,8 +179,8 @@ class Turns:
             return begin + len(asked)  # the template writes only a space before an answer
         if place.kind == "content":
             return place.start
-        # A thinking block or a tool call comes first. The header is what precedes the content of a plain
-        # answer.
+        # The turn begins with a thinking block or a tool call. Its header is the text that the template writes
+        # before a plain answer here.
         header = self._tail(before, place.turn, more=[_PLAIN])
         return begin + len(header) if header and gap.startswith(header) else -1
 

@@ -2,9 +2,8 @@
 gigabytes.
 
 ``data.mode="auto"`` reads a dataset of unknown origin completely if its files are small. Compressed text
-and Parquet may be a thousand times larger after decompression. The limits are on the memory of the data,
-and on the CPU time of data that expand more than ``MAX_GROWTH`` times. Data that expand like text may take
-any time.
+and Parquet may be a thousand times larger after decompression. The memory of the data is always limited. CPU
+time is limited only for data that expand more than ``MAX_GROWTH`` times.
 """
 
 from __future__ import annotations

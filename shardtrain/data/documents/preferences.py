@@ -40,7 +40,7 @@ def split(row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected
     prompt = column(row, prompt_field) if has_prompt else None
     sides = (chosen, rejected)
 
-    # two texts: after a conversation, after a text, or including their prompt
+    # Both answers are texts. The prompt is a conversation, a text, or, without a column, their common beginning.
     if all(isinstance(side, str) for side in sides):
         check_text(chosen, f"column {chosen_field!r}")
         check_text(rejected, f"column {rejected_field!r}")
@@ -70,13 +70,13 @@ def _messages(
     prompt: Any, has_prompt: bool, chosen: list[Message], rejected: list[Message], prompt_field: str
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """Split lists of messages into a prompt and two answers. An answer has at least one message."""
-    # number of messages that both sides begin with, without the last message of a side, which is an answer
+    # Count the messages that both sides begin with. The last message of a side is an answer and never counts.
     common = 0
     while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
         common += 1
     before = chosen[:common]
     if isinstance(prompt, list | tuple):
-        # a list: remove it if both answers repeat it
+        # The prompt is a list of messages. If both answers begin with it, remove it from them.
         before = messages_of(prompt, prompt_field)
         repeats = [side[: len(before)] == before and len(side) > len(before) for side in (chosen, rejected)]
         common = len(before) if all(repeats) else 0

@@ -160,8 +160,7 @@ def as_limit(part: int, total: int) -> str:
 
 
 def log_left_out(name: str, reasons: Iterable[str], warns: int) -> None:
-    """Log each reason for which rows of a dataset were skipped; not as a warning if all were only empty
-    texts."""
+    """Log each reason for skipped rows of a dataset: as a warning, or as info if all were empty texts."""
     for reason in reasons:
         logger.log(logging.WARNING if warns else logging.INFO, "%s: skipped %s", name, reason)
 

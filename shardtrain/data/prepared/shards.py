@@ -50,8 +50,8 @@ class ShardTokenBuffer:
         self._dtype = DTYPES[self.index.dtype]
         self._ends = np.cumsum([shard.num_tokens for shard in self.index.shards], dtype=np.int64).tolist()
 
-        # size, time and inode of each file when it was opened; with very many files, when it is first read:
-        # see ``MAX_CHECKED``
+        # Record size, time and inode of each file now. With more than ``MAX_CHECKED`` files, record them when a
+        # file is first read.
         files = self.index.files()
         checks_late = len(files) > shard_index.MAX_CHECKED
         names = [] if checks_late else [file.name for file in files]

@@ -128,9 +128,9 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
 
 
 def _of_split(files: FileList, request: Request, sole_split: str, is_file: bool) -> FileList:
-    """Return the files of the requested split, if names of files contain splits.
+    """Return the files whose names contain the requested split.
 
-    Otherwise all files are of one split.
+    If no name contains a split, or the path is a single file, all files belong to one split.
     """
     splits = [_split_of(name) for name in files.names()]
     known = sorted({split for split in splits if split is not None} or {sole_split})

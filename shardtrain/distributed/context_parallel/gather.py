@@ -48,7 +48,7 @@ def gathered_attention(
     Their results are merged by log-sum-exp, so no mask (t, T) is needed.
     """
     documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
-    # Use the same kernel as an attention core. A run on an accelerator does not import it.
+    # Choose the kernel by the same rule as AttentionCore. Import it here, because accelerators do not need it.
     if sinks_N is None and scores.has_kernel and chosen_kernels.attends_in_blocks(q_BtNH):
         from shardtrain.distributed.cpu import gathered_blocks
 

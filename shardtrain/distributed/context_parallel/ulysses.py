@@ -43,7 +43,7 @@ def ulysses_attention(
         out_BTnH = PrefixAttention.apply(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores, sinks_n)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
     masked = documents_BT is not None or 0 < window < q_BTnH.size(1) or sinks_n is not None
-    # Use the same kernel as an attention core.
+    # Choose the kernel by the same rule as AttentionCore.
     if masked or chosen_kernels.attends_in_blocks(q_BTnH):
         out_BTnH = document_mask.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores.scale, sinks_n)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]

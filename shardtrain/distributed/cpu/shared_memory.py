@@ -264,7 +264,7 @@ class SequenceExchange:
                 _sum_into(own_C[part][places], addends, out[places])
 
     def _stretches(self, part_2BKlH: Tensor, copies: int) -> Iterator[tuple[slice, slice, slice, slice]]:
-        """Yield slices of a part that fit into a half ``copies`` times.
+        """Divide a part into pieces of which ``copies`` fit into a half. Yield the slices of each piece.
 
         Each contains several rows, several heads of one row, or several tokens of one head.
         """
@@ -282,8 +282,9 @@ class SequenceExchange:
                     yield slice(None), row_slice, head_slice, slice(token, token + max_tokens)
 
     def _parts(self, x_Bm: Tensor, copies: int) -> Iterator[tuple[slice, slice]]:
-        """Yield slices of rows and columns that fit into a half ``copies`` times: several rows, or a part
-        of one row.
+        """Divide a tensor into pieces of which ``copies`` fit into a half: several rows, or a part of one row.
+
+        Yield the slices of rows and columns of each piece.
         """
         max_elements = max(1, _HALF_BYTES // (max(1, copies) * x_Bm.element_size()))
         rows_at_once = max(1, max_elements // max(1, x_Bm.size(1)))

@@ -80,7 +80,7 @@ class GradientSum:
         self._total_BTD: Tensor | None = None
 
     def add_product(self, gradient_BTO: Tensor, weight_OD: Tensor, by_onednn: bool) -> None:
-        """Add ``gradient @ weight``. Without oneDNN the matmul adds to the sum directly."""
+        """Add ``gradient @ weight`` to the sum. Without oneDNN, ``addmm_`` accumulates in place."""
         gradient_RO = gradient_BTO.flatten(0, -2)
         if by_onednn:
             self.add(onednn_linear.product(gradient_RO, weight_OD.t()).unflatten(0, gradient_BTO.shape[:-1]))
@@ -130,8 +130,8 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, None, None]:
         plain_BTD, dtensor_BTD = gradients
-        # Contributions that must be summed over ranks: of split layers, of the plain output, and of the
-        # DTensor if it is a partial sum.
+        # Sum over ranks: the gradients from split layers, that of the plain output, and that of the DTensor if
+        # it is a partial sum.
         partial_BTD = ctx.gradient.take()
         is_partial = dtensor_BTD is not None and dtensor_BTD.placements == (Partial(),)
         for addend_BTD in (plain_BTD, dtensor_BTD if is_partial else None):

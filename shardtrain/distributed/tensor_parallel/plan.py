@@ -46,7 +46,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Split the model's layers over the tensor-parallel ranks, in place. Parameters become DTensors.
 
     Raises:
-        ConfigError: LAYOUT.tensor is empty, or has a style of linear layers for another module.
+        ConfigError: LAYOUT.tensor is empty, or assigns a style of linear layers to another kind of module.
     """
     if mesh.size(AXIS) == 1:
         return

@@ -205,7 +205,7 @@ class SplitEmbedding(RowwiseParallel):
         return super()._apply(module, device_mesh)
 
     def _look_up_plain(self, module: nn.Embedding, device_mesh: DeviceMesh) -> nn.Module:
-        """Look up plain tensors, and reduce-scatter the result through shared memory."""
+        """Make the embedding look up its local rows as a plain tensor, and reduce-scatter through shared memory."""
         rows = -(-module.num_embeddings // device_mesh.size())
         first_id = rows * device_mesh.get_local_rank()
         # from the pre-hook to the hook of one forward: a mask of tokens whose rows are on other ranks

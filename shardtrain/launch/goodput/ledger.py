@@ -89,7 +89,7 @@ class Ledger:
         self._write(self._start)
 
     def measures(self) -> dict[str, float]:
-        """Return the current account for the record of a logged step, or {} on other ranks than 0."""
+        """Return the current account for the record of a logged step, or {} on ranks other than 0."""
         return self._try(self._measure, {})
 
     def _measure(self) -> dict[str, float]:

@@ -184,7 +184,7 @@ def _look(job: ClusterJob, launch: Launch) -> list[str]:
     step += [shlex.quote(python), "-c", '"$look"', folder, shlex.quote(file)]
     return [
         "",
-        "# before any begins, each node looks whether it can",
+        "# check on each node that ranks can start, before any does",
         f"look={shlex.quote(LOOK)}",
         f"on_node={shlex.quote(LOOK_ON_NODE)}",
         f"{' '.join(step)} || exit",

@@ -125,7 +125,7 @@ class SshConnections:
                 signal.signal(number, handler)
 
     def _request(self, number: int, _frame: object) -> None:
-        # A second SIGTERM changes nothing, but a second SIGINT does.
+        # Count each SIGINT, because a second one kills the run. Count SIGTERM only as a first request.
         self._requests += number == signal.SIGINT or not self._requests
 
     def _connect(self) -> None:

@@ -20,7 +20,7 @@ OFF = 0.15
 _SHORT_SECONDS = 0.1
 """In a shorter planned step, work of the host that is not planned may take as long."""
 _SMALL_GIB = 1.0
-"""Largest memory of kernel workspaces, which are not planned."""
+"""Largest memory of kernel workspaces in GiB. A plan does not include them."""
 _FEWEST_STEPS = 5
 
 

@@ -84,8 +84,8 @@ class GatheredBytes:
             self.most = (sum(layers) + embed + 2 * head) * compute + last_layer * compute * copies_of_last_layer
             return
 
-        # Weights are freed after their forward. At a time there are the layer in use and the one
-        # gathered ahead.
+        # Weights are freed after their forward, so at most two layers are gathered: the one in use and the
+        # prefetched one.
         pair = 2 * largest if len(layers) > 1 else largest
         has_experts = any(model.layers[number].experts for number in job.stages[index])
         if has_experts and job.ep * job.cp * job.tp > 1:

@@ -160,7 +160,7 @@ def product_seconds(linear: Linear, job: PlannedJob, device: Device, tokens: int
     half_size = HALF_SIZE
     if is_float8:
         peak = peak * FLOAT8_SHARE
-        half_size = 2 * HALF_SIZE  # the start takes the same time, but the product half of it
+        half_size = 2 * HALF_SIZE  # float8 halves the time of the matmul, but not of its start
     if device.is_cpu:
         efficiency = DTENSOR_PRODUCTS if job.tp > 1 and job.compute_dtype == "float32" else 1.0
     else:
@@ -177,7 +177,7 @@ def _is_float8(job: PlannedJob, device: Device) -> bool:
 def _cast_seconds(layer: Layer, job: PlannedJob, device: Device) -> tuple[float, float]:
     """Return the seconds of casts to float8 in forward and in backward: inputs, weights and gradients.
 
-    Products of one block share the cast of their input. Under tensor parallelism each rank casts the gathered input, or
+    Matmuls of one block share the cast of their input. Under tensor parallelism each rank casts the gathered input, or
     with ``gathers_float8`` its own part before the gather.
     """
     tokens = job.local_tokens

@@ -42,9 +42,9 @@ def bandwidth(device: Device, ranks: int, stride: int) -> float:
 
 
 def node_rate(device: Device, ranks: int) -> float:
-    """Return the bytes per second of each of some ranks of a node.
+    """Return the bytes per second of each rank if these ranks of a node communicate.
 
-    Without a switch, only their own links count.
+    Without a switch, they only use the links between them.
     """
     rate = device.link.bytes_per_second * device.link.efficiency
     if not device.link.peers:

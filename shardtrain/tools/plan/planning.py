@@ -177,7 +177,7 @@ def make(config: Config, world_size: int, device: Device, model: ModelShape | No
 
 
 def of_job(model: ModelShape, job: PlannedJob, device: Device, kernels: rank_memory.Kernels) -> Plan:
-    """Plan a job, without fixes."""
+    """Plan a job. The plan has no suggested fixes."""
     orders = schedule.orders(job.schedule, job.pp, len(job.stages), job.num_microbatches, job.recomputes_layers)
     ranks = tuple(rank_memory.of_ranks(model, job, orders, kernels))
     sizes = {axis: getattr(job, axis) for axis in AXES}

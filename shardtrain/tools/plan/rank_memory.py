@@ -258,7 +258,7 @@ def _in_pipeline(
         for moment in stage.moments:
             more = moment.activations - stage.kept + received + sent
             if moment.name in BEFORE_BACKWARD:
-                # ``held`` includes the output of the stage, which this moment counts too.
+                # Both ``held`` and this moment include the stage's output. Count it once.
                 more -= stage.output
             gathered = moment.gathered if frees_gathered else all_gathered
             moments.append(Moment(moment.name, held + more, gathered, 0))

@@ -34,7 +34,7 @@ NUM_SIMULATED = 80
 _RECOMPUTE = ({"mode": "none"}, {"mode": "selective", "selective_ac_option": "op"}, {"mode": "full"})
 _LARGEST_MICROBATCH = 16
 _MOST_MICROBATCHES = 512
-"""Largest number of micro-batches in a pipeline. More hardly change the bubble."""
+"""Largest number of micro-batches in a pipeline. Larger numbers hardly change the bubble."""
 
 
 @dataclass(frozen=True)

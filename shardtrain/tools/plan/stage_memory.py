@@ -189,7 +189,7 @@ def _chunk_bytes(job: PlannedJob, columns: int, kernels: Kernels) -> int:
     if is_split:
         copies += 1
     if rows < tokens:
-        copies += 1  # the previous chunk
+        copies += 1  # the logits of the previous chunk still exist
     return rows * columns * 4 * copies
 
 

@@ -183,7 +183,7 @@ def _once_a_step(model: ModelShape, job: PlannedJob, device: Device, costs: Mapp
     def num_elements(rank: int) -> int:
         return sum(_elements(model, job, index) for index in _stages_of_rank(job, rank))
 
-    # The rank at one end of the pipeline with more weights.
+    # The first or the last rank of the pipeline, whichever has more weights.
     worst = max({0, job.pp - 1}, key=num_elements)
     stages = _stages_of_rank(job, worst)
     seconds: dict[str, float] = {}
@@ -238,7 +238,7 @@ def _elements(model: ModelShape, job: PlannedJob, index: int) -> int:
 
 
 def _layer_elements(model: ModelShape, job: PlannedJob, index: int) -> int:
-    """Return the elements of the weights of a stage's layers on one rank when gathered."""
+    """Return the number of weight elements that a rank has when all layers of a stage are gathered."""
     return sum(unsharded(model.layers[number].parameters, job.tp, job.ep) for number in job.stages[index])
 
 

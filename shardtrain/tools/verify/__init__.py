@@ -219,9 +219,8 @@ def probe(task: VerifyTask, folder: Path, kinds: Collection[str] | None = None) 
     peers = folder / "peers"
     peers.mkdir()
     try:
-        # First run the model as two ranks, and below compare that with one process. It shows a
-        # model that depends on its rank. A model that cannot be built at all fails again below,
-        # where the error is reported.
+        # First run the model as two ranks. The comparison with one process below finds a model that
+        # depends on its rank. A model that cannot be built fails again below, where the error is reported.
         if config.training.device in ("auto", "cpu"):
             limit = forked_workers.PROBE_TIMEOUT_SECONDS
             arguments = (config, str(peers))

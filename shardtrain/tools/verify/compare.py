@@ -263,7 +263,7 @@ def _first_of_step(
 def scale_of(expected: Expected, step: int, name: str) -> float:
     """Return the number by which the error of a gradient is divided: its norm, or ``SMALL`` of the total norm."""
     norm = float(expected.whole(f"gradient/{step}", name).norm())
-    # The record has gradients from after clipping, and their total norm from before it.
+    # The record has the gradients after clipping, but their total norm before it.
     return max(norm, SMALL * expected.total(step) * expected.clipping(step))
 
 

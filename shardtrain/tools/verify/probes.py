@@ -215,7 +215,7 @@ class Prober:
         return changed_BT
 
     def _break(self, rule: str, fix: str, *kinds: str) -> None:
-        """Reject the model. If ``kinds`` are given and none of them counts, only add a note."""
+        """Reject the model. If ``kinds`` are given and none of them is checked, only add a note."""
         is_relevant = not kinds or self._kinds is None or bool(set(self._kinds) & set(kinds))
         lines = self.result.broken if is_relevant else self.result.notes
         lines.append(str(Problem("model.name", self._config.model.name, rule, fix)))

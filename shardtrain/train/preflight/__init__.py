@@ -2,8 +2,8 @@
 check``.
 
 ``judge`` applies the rules of ``config``, and then the checks that need files or the model: data,
-tokenizer, initial weights, the model built without memory, and the memory of its states. Torch is imported
-only if a check needs it.
+tokenizer, initial weights, building the model on the meta device, and the memory for weights, gradients and
+optimizer state. Torch is imported only if a check needs it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def require(loaded: Loaded, machine: Machine, looks_at_files: bool = True) -> No
     """Run all checks before ranks start. Raise their errors as one, and print their warnings on rank 0.
 
     Raises:
-        ConfigError: the configuration has a problem. Has the lines of all other errors too.
+        ConfigError: the configuration has a problem. The message also contains all errors of data and weights.
         DataError, CheckpointError: only the data or the initial weights have a problem.
     """
     with limits.memory_errors():

@@ -105,7 +105,7 @@ def generous_guess(sizes: dict[str, Any]) -> int | None:
 
 
 def state_bytes(config: Config, world_size: int, parameters: list[ParameterMemory]) -> int:
-    """Return a lower bound of the bytes of weights, gradients and optimizer state on the largest rank."""
+    """Return a lower bound of the bytes of weights, gradients and optimizer state on the rank that has the most."""
     p = config.parallelism
     weight_bytes = ITEM_BYTES[config.training.dtype]
     # gradients do not all exist at the same time if backward frees them
@@ -180,7 +180,7 @@ def problems(loaded: Loaded, machine: Machine, parameters: list[ParameterMemory]
     # this module does not know the size of quantized weights
     if config.lora.enable and config.lora.base_dtype != "training":
         return
-    # nor the host memory of a machine with accelerators
+    # The host memory of a machine with accelerators is not known here.
     if config.training.enable_cpu_offload and machine.device != "cpu":
         return
     is_on_cpu = machine.device == "cpu"

@@ -73,7 +73,7 @@ def _check_schedule(config: Config) -> None:
     try:
         error = within(SCHEDULE_SECONDS, check)
     except TimeoutError:
-        rule = f"does not return the shares of about 1,000 steps within {SCHEDULE_SECONDS:g} s"
+        rule = f"does not return the factors of about 1,000 steps within {SCHEDULE_SECONDS:g} s"
         fix = "compute them from the arguments only, without waiting"
         raise ConfigError(Problem("lr_scheduler.name", name, rule, fix)) from None
     if error is not None:

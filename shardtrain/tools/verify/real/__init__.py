@@ -58,7 +58,7 @@ class Sizes:
     far_samples: int = (1 << 33) + 7
     vocabularies: tuple[int, ...] = (128256, 151936, 262144)
     tokens: int = 1024
-    """Number of targets in the loss sum of each vocabulary."""
+    """Number of targets in each loss sum. There is one sum per vocabulary size."""
     losses: int = 1 << 26
     """Number of targets in the long loss sum, which has a vocabulary of two."""
 

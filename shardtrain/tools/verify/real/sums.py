@@ -102,8 +102,8 @@ def gradient_norm(
     for name, parameter in (("matrix", matrix), ("vector", vector)):
         tile.fill_(parameter.grad, name, std, mean)  # type: ignore[arg-type]
     if values == "one large":
-        # The very last row, on the ranks that hold a part of it: one that stops short of the end,
-        # or counts it twice, is seen.
+        # Change the very last row, on the ranks that hold a part of it. A sum that misses the row, or counts it
+        # twice, is then clearly wrong.
         mine = local_slices(matrix.grad)[0]  # type: ignore[arg-type]
         if mine.stop == rows and mine.start < rows:
             local_tensor(matrix.grad)[-1:].fill_(100.0)  # type: ignore[arg-type]
