@@ -101,7 +101,6 @@ def build(config: Config, world: process_group.World) -> DryRun:
         raise ConfigError(Problem("task.name", config.task.name, rule, "start the run on one machine instead"))
     task = tasks.open_task(config)
     config = _without_compiler(config)
-    batch = _micro_batch(config, task.sequences_per_row)
 
     # shard the model like train/task_model.py does, without drawing initial values
     mesh = distributed.build(config, world)
@@ -130,8 +129,11 @@ def build(config: Config, world: process_group.World) -> DryRun:
         accumulated_bytes = _accumulated_bytes(runner.parts, mesh, config)
         gradient_bytes = max(_gradient_bytes(runner.parts, layout, mesh, config), accumulated_bytes)
         del optimizer, states
+        # Create the batch here, where tensors have no memory. A real batch would be counted as activations.
+        batch = _micro_batch(config, task.sequences_per_row)
         traced = fake_backend.trace(runner, layout, mesh, config, batch, hidden_size)
     frozen_configs = reference_models.frozen_configs(task, config)
+    batch = _micro_batch(config, task.sequences_per_row)
     frozen = [_build_frozen(name, frozen_config, mesh, batch) for name, frozen_config in frozen_configs.items()]
 
     return DryRun(

@@ -107,6 +107,21 @@ def test_every_way_to_split_a_sequence_is_traced(method):
     assert run.traced.not_traced == "" and run.traced.layers == 4
 
 
+def test_the_micro_batch_has_no_memory_and_counts_as_no_activation(monkeypatch):
+    """A real batch would be counted when its first view is saved, and grow the result with its size."""
+    batches = []
+    trace = fake_backend.trace
+
+    def watched(runner, layout, mesh, config, batch, hidden_size):
+        batches.append(batch)
+        return trace(runner, layout, mesh, config, batch, hidden_size)
+
+    monkeypatch.setattr(fake_backend, "trace", watched)
+    dry(deep_config(parallelism={"tensor_parallel_degree": 2}), size=2)
+    (batch,) = batches
+    assert [type(tensor) for tensor in vars(batch).values() if isinstance(tensor, torch.Tensor)][:1] == [FakeTensor]
+
+
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_layers_left_out_count_as_much_as_they_would(monkeypatch, mode, tp):

@@ -122,8 +122,11 @@ def _split_alibi_slopes(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
     if not layout.context:
         return
     for path, core in model.named_modules():
+        # Other modules may have slopes too, for example as a tensor. Only a core's are a list of numbers.
+        if not matches(path, layout.context):
+            continue
         slopes_N = getattr(core, "alibi_slopes", None)
-        if slopes_N and matches(path, layout.context):
+        if slopes_N:
             heads = len(slopes_N) // mesh.size(AXIS)
             start = mesh.rank(AXIS) * heads
             core.alibi_slopes = tuple(slopes_N[start : start + heads])  # type: ignore[assignment]

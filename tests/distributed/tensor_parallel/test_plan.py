@@ -292,3 +292,25 @@ def test_the_words_of_dense_models_have_a_style_and_an_unknown_one_has_none() ->
         assert style_for("", torch.nn.Linear(2, 2), word, splitting) is not None
     with pytest.raises(ValueError, match="unknown layout style 'diagonal'"):
         style_for("", torch.nn.Linear(2, 2), "diagonal", splitting)
+
+
+@pytest.mark.parametrize("slopes", [(0.5, 0.25, 0.125, 0.0625), torch.tensor([0.5, 0.25, 0.125, 0.0625]), None])
+def test_only_attention_cores_lose_the_slopes_of_other_ranks_heads(slopes: Any) -> None:
+    """A model may keep slopes elsewhere, in any form, for example to pass them to its core."""
+
+    class SecondOfTwo:
+        def size(self, axis: str) -> int:
+            return 2
+
+        def rank(self, axis: str) -> int:
+            return 1
+
+    model = torch.nn.ModuleDict({"attn": torch.nn.ModuleDict({"core": torch.nn.Identity()})})
+    model["attn"].alibi_slopes = slopes
+    model["attn"]["core"].alibi_slopes = (0.5, 0.25, 0.125, 0.0625)
+    layout = Layout(first=(), layers="layers", last=(), context="attn.core")
+
+    tensor_parallel._split_alibi_slopes(model, layout, SecondOfTwo())  # type: ignore[arg-type]
+
+    assert model["attn"]["core"].alibi_slopes == (0.125, 0.0625)
+    assert model["attn"].alibi_slopes is slopes
