@@ -226,7 +226,7 @@ class Trainer:
             resilience = Resilience()
             try:
                 with self._environment.noted():
-                    local.prepare(Path(self.config.job.dump_folder))
+                    local.prepare(Path(self.config.job.dump_folder), not local.has_live_run(self._loaded))
                     world = self._stack.enter_context(trainer.joined(self._loaded, resilience))
                     self._loaded = compatibility.keep_batch_size(self._loaded, world)
                     run, checkpoints = self._stack.enter_context(trainer.opened(self._loaded, world, resilience))

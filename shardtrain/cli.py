@@ -258,7 +258,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
             limits.require(local_ranks)
             preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks), looks_at_files)
     except ShardtrainError as error:
-        local.leave_refused(error)  # to the agent of this node, if there is one
+        local.leave_refused(error, loaded)  # to the agent of this node, if there is one
         raise
     code = local.run_rank(loaded, _trainer(), world_size)
     local.leave(failure.stop_status(loaded.config) if code == failure.PREEMPTED else code)
@@ -306,7 +306,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     elif choice.count == 1 and not restarts:
         check(None)
         with local.refusals_in_exit_json(loaded):
-            local.prepare(Path(loaded.config.job.dump_folder))
+            local.prepare(Path(loaded.config.job.dump_folder), not local.has_live_run(loaded))
         code = local.run_rank(loaded, _trainer())
     else:
         check(None)

@@ -176,7 +176,7 @@ def open_run(path: Path) -> None:
     if (path / "config.resolved.toml").exists():
         raise_status(cli.main(["data", "show", str(path), "--rows", "1"]))
     failure.last_step(path / "metrics.jsonl")
-    local.prepare(path)
+    local.prepare(path, note_killed=True)
     failure.write_exit(path, None, 0)
     for name in ("metrics.jsonl", "validation.jsonl"):
         history = JsonlFile(path / name, start_step=5)

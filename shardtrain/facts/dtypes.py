@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-ComputeDtype = Literal["float32", "bfloat16", "float16"]
-"""Dtypes in which a model can compute and in which weights can be exported."""
+ComputeDtype = Literal["bfloat16", "float16", "float32"]
+"""Dtypes in which a model can compute and in which weights can be exported. A refusal suggests the first."""
 
 COMPUTE_DTYPES: tuple[str, ...] = get_args(ComputeDtype)
 

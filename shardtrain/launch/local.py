@@ -51,7 +51,7 @@ def log_path(loaded: Loaded, rank: int | None) -> Path:
     return Path(config.job.dump_folder) / config.metrics.save_log_file.replace("{rank}", str(rank))
 
 
-def prepare(run_folder: Path, note_killed: bool = True) -> None:
+def prepare(run_folder: Path, note_killed: bool) -> None:
     """Create the run's folders, and reserve disk space for ``exit.json``.
 
     Removes temporary files of a killed run and the ``exit.json`` of an earlier run. Prints a note if the earlier run
@@ -307,7 +307,7 @@ def _attempt(
     """Start the ranks and wait for them. Use a new store, because keys of an earlier attempt are invalid."""
     run_folder = Path(loaded.config.job.dump_folder)
     with refusals_in_exit_json(loaded):
-        prepare(run_folder)
+        prepare(run_folder, not has_live_run(loaded))
     with contextlib.ExitStack() as stack:
         records = stack.enter_context(temporary_folder())
         # Only for forks. A new process does not inherit the descriptor, and has threads before it could enter
@@ -444,10 +444,15 @@ def _forked(loaded: Loaded, main: Main, parent: int) -> NoReturn:
     leave(run_rank(loaded, main))
 
 
-def leave_refused(error: ShardtrainError) -> None:
-    """Exit after failed checks if the agent of this node reports the error, and writes ``exit.json``."""
+def leave_refused(error: ShardtrainError, loaded: Loaded) -> None:
+    """Exit after failed checks if the agent of this node reports the error, and writes ``exit.json``.
+
+    The agent leaves the folder alone if another run is alive in it.
+    """
     if exit_report.AGENT in os.environ:
         report = failure.describe(error, int(os.environ["RANK"]))
+        if has_live_run(loaded):
+            report = dataclasses.replace(report, leaves_folder_alone=True)
         failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
         leave(report.exit_code)
 

@@ -64,7 +64,7 @@ def _as_rank(verb: Verb) -> NoReturn:
     local.become_rank()
     action = verb.load()
     folder = temporary.make(verb.name)
-    local.prepare(folder)
+    local.prepare(folder, note_killed=True)
 
     def run(_: Loaded) -> None:
         if os.environ["RANK"] == "0":

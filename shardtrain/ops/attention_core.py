@@ -203,7 +203,8 @@ def broken_when_heads_are_dealt(core: nn.Module, call: CoreCall | None) -> Broke
             rule = "cannot be given half of its heads" + output.rule.removeprefix("cannot be tried on small tensors")
             return Broken(rule, fix)
         expected = full_output.chunk(2, dim=2)[half]
-        if output.shape != expected.shape or _error(output, expected) > CLOSE:
+        # ``not <=`` is also true for NaN.
+        if output.shape != expected.shape or not _error(output, expected) <= CLOSE:
             rule = "returns other values for some of its heads than for the same heads among all"
             return Broken(rule, fix)
     return None
@@ -336,11 +337,11 @@ def _diagnose(
 
     # No causal mask: another value of the last token changes earlier outputs
     last_token = torch.cat((torch.zeros_like(v[:, :-1]), torch.ones_like(v[:, -1:])), dim=1)
-    if float(output_of(v=v + last_token)[:, :-1].sub(first[:, :-1]).abs().max()) > CLOSE:
+    if not float(output_of(v=v + last_token)[:, :-1].sub(first[:, :-1]).abs().max()) <= CLOSE:
         return Broken("lets tokens see later ones", "use a causal mask; a core without one cannot be split")
 
     # Weights that do not sum to one: values of one have another output than one
-    if float(output_of(v=torch.ones_like(v)).sub(1.0).abs().max()) > CLOSE:
+    if not float(output_of(v=torch.ones_like(v)).sub(1.0).abs().max()) <= CLOSE:
         rule = "has weights that do not sum to one, as with an attention sink or dropout"
         return Broken(rule, "remove it from the core; sinks can be its fifth argument (has_sinks = True)")
 

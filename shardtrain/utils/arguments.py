@@ -28,10 +28,10 @@ def help_if_asked(words: Sequence[str], text: str) -> None:
 
 
 def truth(word: str) -> bool:
-    """Parse "true" or "false", spelled as in TOML."""
-    if word not in ("true", "false"):
+    """Parse "true" or "false" as in TOML, or "True" or "False" as configuration options also accept them."""
+    if word not in ("true", "false", "True", "False"):
         raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
-    return word == "true"
+    return word.lower() == "true"
 
 
 def option(default: Any, help: str, *, rare: bool = False, positional: bool = False, **argparse_options: Any) -> Any:

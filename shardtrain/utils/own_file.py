@@ -24,20 +24,22 @@ from shardtrain.utils.errors import ConfigError, Problem
 class FileKind:
     """One kind of user file: its name, the names that it must define, and the fix if it does not.
 
-    A required name in upper case is a constant. Any other must be callable.
+    A required name in upper case is a constant. Any other must be callable, and those in ``classes`` must be classes.
     """
 
     name: str
     required: tuple[str, ...]
     fix: str
+    classes: tuple[str, ...] = ()
 
     def missing_in(self, module: ModuleType) -> list[str]:
         """Return the required names that an imported module lacks."""
-        return [
-            name
-            for name in self.required
-            if not (hasattr(module, name) if name.isupper() else callable(getattr(module, name, None)))
-        ]
+        return [name for name in self.required if not self._is_defined(getattr(module, name, None), name)]
+
+    def _is_defined(self, value: object, name: str) -> bool:
+        if name in self.classes:
+            return isinstance(value, type)
+        return value is not None if name.isupper() else callable(value)
 
     def lacks(self, missing: list[str]) -> tuple[str, str]:
         """Return the rule and the fix of an error about missing names."""
@@ -50,7 +52,9 @@ MODEL = FileKind(
     _MODEL_PARTS,
     f"define it in the file, as shardtrain/models/llama3.py does: {', '.join(_MODEL_PARTS)}",
 )
-TASK = FileKind("task", ("Task",), "define a class Task(RowTask), as shardtrain/tasks/classification.py does")
+TASK = FileKind(
+    "task", ("Task",), "define a class Task(RowTask), as shardtrain/tasks/classification.py does", classes=("Task",)
+)
 DATASET = FileKind("dataset", ("open_source",), "define open_source(request), as shardtrain/data/sources/text.py does")
 TOKENIZER = FileKind(
     "tokenizer",

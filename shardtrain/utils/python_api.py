@@ -79,7 +79,9 @@ def accepts_fields(options: Callable[P, Options]) -> Callable[[Callable[..., Ret
         fields = list(inspect.signature(options).parameters.values())
         positional = [field for field in fields if field.kind is not inspect.Parameter.KEYWORD_ONLY]
         keyword_only = [field for field in fields if field.kind is inspect.Parameter.KEYWORD_ONLY]
-        signature = inspect.Signature([first, second, *positional, *others, *keyword_only])
+        returned = inspect.signature(function).return_annotation
+        parameters = [first, second, *positional, *others, *keyword_only]
+        signature = inspect.Signature(parameters, return_annotation=returned)
 
         @functools.wraps(function)
         def call(*arguments: Any, **named: Any) -> Returned:

@@ -67,8 +67,8 @@ class Command:
     Attributes:
         column: the column of the help in which descriptions begin.
         notes: text below the verbs.
-            other_names: names of a verb in other programs, and its name here.
-            example: an example of the command, shown if it has no verb.
+        other_names: names of a verb in other programs, and its name here.
+        example: an example of the command, shown if it has no verb.
     """
 
     program: str

@@ -85,6 +85,12 @@ def test_what_goes_together_is_taken(words):
     assert problems(*words) == ""
 
 
+def test_an_unknown_optimizer_is_the_only_problem_of_early_steps():
+    words = ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--optimizer.name=SGD"]
+    assert problems(*words).count("optimizer.") == problems("--optimizer.name=SGD").count("optimizer.")
+    assert "early_step_in_backward" not in problems(*words)
+
+
 def test_a_cpu_multiplies_no_float8_and_says_what_it_does():
     (found,) = machine_notes(load("debug", [FLOAT8]), 1, "cpu", 0)
     assert "needs a device that multiplies in float8, and a CPU computes in float32 and bfloat16" in str(found)

@@ -67,6 +67,7 @@ READING = [
         [],
         ['implementation="Fused"', '"fused", "foreach"', 'did you mean "fused"?'],
     ),
+    ("dtype", '[training]\nmixed_precision_param = "foo"', [], ["must be one of", 'use "bfloat16"']),
     ("literal in a list", '[compile]\ncomponents = ["modle"]', [], ["components", "must be one of", 'mean "model"?']),
     ("text for a list", '[optimizer]\nno_weight_decay = "*.bias"', [], ["must be a list", 'write ["*.bias"]']),
     ("flat list of lists", '[parallelism]\nmodule_fqns_per_model_part = ["a"]', [], ["must be a list", 'write ["a"]']),

@@ -237,16 +237,16 @@ def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
 
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"^cannot write .*, or set job\.dump_folder to another folder"):
-        local.prepare(tmp_path / "file" / "outputs")
+        local.prepare(tmp_path / "file" / "outputs", note_killed=True)
 
 
 def test_a_killed_run_is_noted_unless_a_run_may_be_in_progress(tmp_path, capfd):
     from shardtrain.launch import local
 
-    local.prepare(tmp_path)
+    local.prepare(tmp_path, note_killed=True)
     local.prepare(tmp_path, note_killed=False)
     assert not capfd.readouterr().err
-    local.prepare(tmp_path)
+    local.prepare(tmp_path, note_killed=True)
     assert "was killed after step 0" in capfd.readouterr().err
 
 
@@ -266,9 +266,37 @@ def test_a_run_is_alive_if_its_lease_is_held(tmp_path, monkeypatch, is_alive):
     held.release()
 
 
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_refused_rank_leaves_the_folder_of_a_live_run_alone(tmp_path, monkeypatch, is_alive):
+    """The agent of its node writes exit.json unless the report forbids it."""
+    from shardtrain.config import load
+    from shardtrain.launch import exit_report, failure, local
+    from shardtrain.utils.errors import OutOfMemoryError
+
+    class Left(Exception):
+        pass
+
+    def leave(code):
+        raise Left
+
+    record = tmp_path / "record.json"
+    for name, value in {exit_report.AGENT: "1", "RANK": "3", "TORCHELASTIC_ERROR_FILE": str(record)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(local, "leave", leave)
+    monkeypatch.setattr(local, "has_live_run", lambda loaded: is_alive)
+
+    with pytest.raises(Left):
+        local.leave_refused(
+            OutOfMemoryError("ulimit -v"), load(None, [f"--job.dump_folder={tmp_path}"], preset="debug")
+        )
+
+    report = failure.read_record(record)
+    assert (report.rank, report.exit_code, report.leaves_folder_alone) == (3, 7, is_alive)
+
+
 def test_an_exit_file_of_an_earlier_run_is_removed_at_the_start(tmp_path):
     from shardtrain.launch import local
 
     (tmp_path / "exit.json").write_text("{}")
-    local.prepare(tmp_path)
+    local.prepare(tmp_path, note_killed=True)
     assert not (tmp_path / "exit.json").exists()

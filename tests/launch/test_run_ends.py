@@ -162,7 +162,7 @@ def test_each_cell_of_the_table(tmp_path, capfd, name, phase, ranks):
         assert err.count(f"stopped[{expected.code}]: {start_of_line}") == 1, err
     assert "Traceback" not in err
     if name == "SIGKILL" and phase not in (ARGUMENTS, PREFLIGHT):
-        local.prepare(run_folder)
+        local.prepare(run_folder, note_killed=True)
         assert "was killed" in capfd.readouterr().err
 
 

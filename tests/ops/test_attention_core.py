@@ -124,6 +124,19 @@ def test_what_a_core_does_beyond_its_attributes_is_named(name: str) -> None:
     assert broken is not None and words in broken.rule and broken.fix, broken
 
 
+class NanForSomeHeads(AttentionCore):
+    """Returns NaN if it does not get all four heads, as an uninitialized buffer may."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        output = super().forward(q, k, v, documents_BT)
+        return output if q.size(2) == 4 else output * float("nan")
+
+
+def test_a_core_that_returns_nan_for_some_heads_cannot_be_dealt() -> None:
+    broken = attention_core.broken_when_heads_are_dealt(NanForSomeHeads(), GIVEN)
+    assert broken is not None and "other values for some of its heads" in broken.rule
+
+
 def test_a_window_that_no_row_reaches_is_not_a_difference() -> None:
     assert attention_core.broken_when_split(User(sees=40), GIVEN, seq_len=40) is None
 

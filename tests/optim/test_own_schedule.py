@@ -185,9 +185,19 @@ def test_a_share_that_is_wrong_at_an_edge_of_a_long_run_is_found_before_it(tmp_p
     assert LATE[share] in line
 
 
-def test_a_schedule_file_that_does_not_return_is_reported_in_time(tmp_path: Path, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import time\ndef factor(step, total_steps):\n    time.sleep(60)",
+        "import time\ntime.sleep(60)\ndef factor(step, total_steps):\n    return 1.0",
+    ],
+    ids=["when called", "when imported"],
+)
+def test_a_schedule_file_that_does_not_return_is_reported_in_time(
+    text: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
     monkeypatch.setattr(own_files, "SCHEDULE_SECONDS", 0.2)
-    path = written(tmp_path, "import time\ndef factor(step, total_steps):\n    time.sleep(60)")
+    path = written(tmp_path, text)
     assert main(["config", "check", "debug", f"--lr_scheduler.name={path}", "--training.device=cpu"]) == 2
     (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("error")]
     assert "does not return the factors of about 1,000 steps within 0.2 s; compute them" in line

@@ -73,6 +73,7 @@ def test_one_method_can_be_replaced_at_a_time(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("x = 1\n", "has no Task"),
+        ("def Task(config):\n    return None\n", "has no Task"),
         ("from shardtrain.tasks import RowTask\nclass Task(RowTask):\n    pass\n", "has a Task without read_rows"),
     ],
 )

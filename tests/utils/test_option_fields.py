@@ -53,3 +53,4 @@ def test_options_of_a_verb_are_those_of_the_python_function(python, shared, read
     for field in dataclasses.fields(shared):
         assert f"--{field.name}" in text
         assert parameters[field.name].default == field.default
+    assert inspect.signature(python).return_annotation is not inspect.Signature.empty

@@ -83,9 +83,10 @@ def early_step(loaded: Loaded) -> Iterator[Problem]:
         yield conflict("a pipeline sums over micro-batches", "set pipeline_parallel_degree = 1")
     if c.parallelism.shard_optimizer_states:
         yield conflict("shard_optimizer_states distributes to other ranks", "set shard_optimizer_states = false")
-    # A user's optimizer file is not in the table
+    # A user's optimizer file is not in the table. An unknown name has its own problem.
     facts = OPTIMIZERS.get(c.optimizer.name)
-    if facts is None or not facts.updates_separately:
+    is_own_file = c.optimizer.name.endswith(".py")
+    if is_own_file or (facts is not None and not facts.updates_separately):
         yield conflict("this optimizer may require", 'set optimizer.name = "AdamW"')
 
 
@@ -358,8 +359,9 @@ def assets_and_tokenizer(loaded: Loaded) -> Iterator[Problem]:
     With a config.json the folder may also be the source of sizes and weights, or the model for exports.
     """
     model = loaded.config.model
-    has_config = (Path(model.hf_assets_path) / "config.json").is_file()
-    if model.tokenizer_path not in (None, model.hf_assets_path) and not has_config:
+    if model.tokenizer_path in (None, model.hf_assets_path):
+        return
+    if not (Path(model.hf_assets_path) / "config.json").is_file():
         rule = "has no effect with model.tokenizer_path"
         yield problem(loaded, "model.hf_assets_path", rule, "keep one of the two")
 

@@ -164,6 +164,9 @@ def check_ranges(loaded: Loaded) -> Iterator[Problem]:
         value = loaded.value(option)
         if value is not None:
             yield from _check_number(loaded, option, value > 0, "must be above 0", "use a positive number")
+    exit_code = loaded.config.checkpoint.stop_exit_code
+    rule = "must be from 0 to 255"
+    yield from _check_number(loaded, "checkpoint.stop_exit_code", 0 <= exit_code <= 255, rule, "use for example 75")
     for option in FROM_0_BELOW_1:
         value = loaded.value(option)
         yield from _check_number(
@@ -174,9 +177,6 @@ def check_ranges(loaded: Loaded) -> Iterator[Problem]:
         if value is not None:
             rule = "must be between 0 and 1"
             yield from _check_number(loaded, option, 0 <= value <= 1, rule, "write a fraction: 10 % is 0.1")
-    exit_code = loaded.config.checkpoint.stop_exit_code
-    rule = "must be from 0 to 255"
-    yield from _check_number(loaded, "checkpoint.stop_exit_code", 0 <= exit_code <= 255, rule, "use for example 75")
     yield from _check_large_numbers(loaded)
 
 

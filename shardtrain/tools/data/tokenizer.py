@@ -18,7 +18,7 @@ from shardtrain.data.documents.bad_rows import attempt
 from shardtrain.data.documents.columns import text
 from shardtrain.data.sources import Request, every_row, find, place_of
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer, open_tokenizer
-from shardtrain.facts.file_kinds import dataset_of
+from shardtrain.facts.file_kinds import COMPRESSIONS, dataset_of
 from shardtrain.utils import atomic_io, libraries, storage_errors
 from shardtrain.utils.arguments import StrictArgumentParser, help_if_asked
 from shardtrain.utils.errors import ConfigError, DataError, Problem
@@ -215,7 +215,10 @@ def _guess(path: str | None) -> str:
         raise ConfigError(Problem("--input", path, "does not exist", "name files or folders of text"))
     if file.is_dir():
         file = next((name for name in sorted(file.rglob("*")) if name.is_file()), file)
-    dataset = "text" if file.suffix == ".py" else dataset_of(file.name)
+    uncompressed_name = file.name.lower()
+    for ending in COMPRESSIONS:
+        uncompressed_name = uncompressed_name.removesuffix(ending)
+    dataset = "text" if uncompressed_name.endswith(".py") else dataset_of(file.name)
     if dataset is None:
         rule = "has no ending that tells what it holds"
         raise ConfigError(Problem("--input", path, rule, "name how to read it with --dataset, e.g. --dataset text"))

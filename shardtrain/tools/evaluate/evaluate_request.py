@@ -63,6 +63,7 @@ class EvaluateOptions(RowOptions, SetOptions):
     num_fewshot: int | None = option(None, "examples before each question of a task (the task's own)")
     limit: int | None = option(None, "questions per task (all)", rare=True)
     output: Path | None = option(None, "JSON file to write too, which must not exist")
+    nproc: int = option(1, "processes over which each layer is split (1)")
 
 
 def read(words: list[str]) -> EvaluateOptions:

@@ -119,12 +119,13 @@ def _prompt_problems(o: GenerateOptions) -> Iterator[Problem]:
 
 
 _ABOVE_0 = math.ulp(0.0)
+_BELOW_MILLION = math.nextafter(1e6, 0)
 _BOUNDS: tuple[tuple[str, float, float, str, str], ...] = (
     ("max_new_tokens", 1, math.inf, "must be at least 1", "write it like 128"),
-    ("temperature", 0, 1e6, "must be 0 or above", "use 0, or about 0.7 to 1"),
+    ("temperature", 0, _BELOW_MILLION, "must be 0 or above", "use 0, or about 0.7 to 1"),
     ("top_k", 0, math.inf, "must be 0 or above", "use 0 for all tokens"),
     ("top_p", _ABOVE_0, 1, "must be above 0, up to 1", "use 1 for all tokens"),
-    ("repetition_penalty", _ABOVE_0, 1e6, "must be above 0", "use about 1 to 1.3"),
+    ("repetition_penalty", _ABOVE_0, _BELOW_MILLION, "must be above 0", "use about 1 to 1.3"),
     ("seed", 0, math.inf, "must be 0 or above", "use a whole number"),
     ("batch_size", 1, math.inf, "must be at least 1", "write it like 8"),
 )

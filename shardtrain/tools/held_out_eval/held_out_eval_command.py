@@ -63,7 +63,7 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
         from shardtrain.tools.held_out_eval import held_out_eval_rank
 
     if choice.count == 1:
-        local.prepare(Path(asked.launched.config.job.dump_folder))
+        local.prepare(Path(asked.launched.config.job.dump_folder), note_killed=True)
         return local.run_rank(asked.launched, lambda _: held_out_eval_rank.main(asked))
     words = ["test", *words]
     return local.launch_verb(

@@ -52,7 +52,9 @@ def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
 
 
 def _check_schedule(config: Config) -> None:
-    """Evaluate a user's schedule for a sample of steps, for ``SCHEDULE_SECONDS`` at most.
+    """Import a user's schedule and evaluate it for a sample of steps, for ``SCHEDULE_SECONDS`` at most.
+
+    A schedule that does not end keeps running in a daemon thread until this process ends.
 
     Raises:
         ConfigError: as ``check_own``, or the time is over. Other exceptions of the file are not caught.
@@ -60,11 +62,11 @@ def _check_schedule(config: Config) -> None:
     from shardtrain.optim import lr_scheduler  # its package imports torch
 
     name = config.lr_scheduler.name
-    schedule = lr_scheduler.find(name)
-    again = lr_scheduler.find(name)
 
     def check() -> BaseException | None:
         try:
+            schedule = lr_scheduler.find(name)
+            again = lr_scheduler.find(name)
             lr_scheduler.check_own(config.optimizer, config.lr_scheduler, config.training.steps, schedule, again)
         except (Exception, SystemExit) as error:
             return error  # not raised here: it may be a TimeoutError of the file

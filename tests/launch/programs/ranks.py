@@ -93,7 +93,7 @@ if __name__ == "__main__":
     environment.set_process_defaults(os.environ, int(count), 2, alone=True)
     if how == "alone":
         os.environ |= started_as  # one rank, as torchrun starts it
-        local.prepare(Path(folder))
+        local.prepare(Path(folder), note_killed=True)
         sys.exit(local.run_rank(run, trainer(mode)))
     if how == "fork":
         import torch.distributed  # noqa: F401  the parent imports what its forks need

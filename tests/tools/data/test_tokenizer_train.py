@@ -184,6 +184,12 @@ def test_a_dataset_of_its_own_needs_no_input(tmp_path, monkeypatch):
     assert open_tokenizer(str(tmp_path / "out")).vocab_size == 300
 
 
+@pytest.mark.parametrize("name", ["a.py", "a.py.gz", "A.PY.xz", "a.txt.bz2", "a.TXT"])
+def test_text_and_python_files_are_read_with_any_compression(tmp_path, name):
+    (tmp_path / name).touch()
+    assert tool._guess(str(tmp_path / name)) == "text"
+
+
 def test_what_cannot_be_read_is_told_apart(tmp_path):
     words = ["train", "--vocab_size", "300", "--output", str(tmp_path / "out")]
     with pytest.raises(ConfigError, match="--input is not given"):

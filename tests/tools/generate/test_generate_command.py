@@ -240,6 +240,7 @@ def test_a_conversation_is_written_by_the_template_and_ends_with_its_turn(traine
         (["--from", "x", "--prompt", "a", "--seed", "5"], "has no effect at --temperature 0"),
         (["--from", "x", "--prompt", "a", "--top_p", "0", "--temperature", "1"], "--top_p=0.0 must be above 0"),
         (["--from", "x", "--prompt", "a", "--temperature", "nan"], "--temperature=nan"),
+        (["--from", "x", "--prompt", "a", "--temperature", "1e6"], "--temperature=1000000.0"),
         (["--from", "x", "--prompt", "a", "--max_new_tokens", "0"], "--max_new_tokens=0 must be at least 1"),
         (["--from", "x", "--prompt", "a", "--nproc", "0"], "--nproc=0"),
         (["--from", "x", "--prompt", "a", "--stop", ""], "--stop"),

@@ -102,7 +102,7 @@ def _start(loaded: Loaded, found: ReplayPlan, request: _Request, words: Sequence
     configs.require(loaded, world_size=count, device=device, num_devices=accelerators)
     environment.set_process_defaults(os.environ, count, environment.usable_cores(), alone=True)
     if count == 1:
-        local.prepare(Path(loaded.config.job.dump_folder))
+        local.prepare(Path(loaded.config.job.dump_folder), note_killed=True)
         return local.run_rank(loaded, rank)
     if accelerators == 0:
         from shardtrain.tools.runs.replay import replay_rank  # noqa: F401 - torch is imported once, before the ranks are forked
