@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import importlib.util
 import io
 import os
@@ -92,6 +93,9 @@ def _print_system_error(error: OSError) -> int:
     if storage_errors.is_of_system(error):
         refused = storage_errors.cannot("use", error.filename or "a resource of the system", error)
         return _print_errors(refused.exit_code, [str(refused)])
+    if error.errno == errno.ENAMETOOLONG:
+        # pathlib's exists() and is_file() raise this instead of returning False
+        return _print_errors(2, [str(storage_errors.cannot("use", error.filename or "a path", error))])
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -335,6 +335,25 @@ def test_a_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
     assert not Path(f"/proc/{children[0]}").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "config show {}", "config check {}", "config migrate {} -o new.toml", "train {}", "plan {}",
+        "verify {}", "init {}.toml", "import {} --to new", "export {} --to new", "merge {} --to new",
+        "data check {}", "data show {}", "checkpoint ls {}", "checkpoint verify {}",
+        "evaluate --from {} --data a=b", "generate --from {} --prompt a", "goodput {}", "report {}",
+        "profile {}", "watch {}", "runs {}", "replay 3 {}", "test {}", "doctor {}",
+        "launch ssh {} --hosts a",
+    ],
+)  # fmt: skip
+def test_a_path_that_is_too_long_is_refused_in_one_line(capsys, tmp_path, monkeypatch, words):
+    """``Path.exists`` of Python 3.11 raises OSError for a path with a name of more than 255 bytes."""
+    monkeypatch.chdir(tmp_path)
+    code, _, err = answer(capsys, *words.format("n" * 300).split())
+    assert code in (2, 3, 5)
+    assert err.startswith(f"error[{code}]: ") and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("verb", ["generate", "evaluate", "export", "import", "merge", "report", "watch", "profile"])
 def test_the_help_of_a_verb_lists_its_common_options_first_and_no_more_than_ten(capsys, verb):
     assert cli.main([verb, "--help"]) == 0

@@ -74,7 +74,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     "a model of a number": (lambda r, m, t: api.load_model(3), "path=3 must be a str or a Path"),
     "an unknown dtype": (
         lambda r, m, t: api.load_model(r, dtype="fp16"),
-        'dtype="fp16" must be one of float32, bfloat16, float16',
+        'dtype="fp16" must be one of bfloat16, float16, float32',
     ),
     "a torch dtype": (lambda r, m, t: api.load_model(r, dtype=float), "dtype="),
     "a tokenizer for a run": (

@@ -267,7 +267,7 @@ def _linked_folders(loaded: Loaded) -> Iterator[Problem]:
             written.append((option, path.parent if option.endswith("_file") else path))
     for option, path in written:
         for folder in (path, *path.parents):
-            if folder != run_folder and folder.is_relative_to(run_folder) and folder.is_symlink():
+            if folder != run_folder and folder.is_relative_to(run_folder) and os.path.islink(folder):
                 rule = f"leads through {folder}, a link to {os.readlink(folder)}, which a run does not follow"
                 elsewhere = f"set {option} to {folder.resolve()}" if option in ALSO_ELSEWHERE else "use another folder"
                 yield problem(loaded, option, rule, f"remove the link, or {elsewhere}")
