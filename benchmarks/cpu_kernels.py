@@ -2,7 +2,7 @@
 
     python benchmarks/cpu_kernels.py [--rounds 3] [--steps 6]
 
-The work is that of docs/performance_cpu.md: 5.8 M parameters, 6 layers of width 256, 8 sequences of 512 tokens a step.
+The work is that of benchmarks/LOG.md: 5.8 M parameters, 6 layers of width 256, 8 sequences of 512 tokens a step.
 Each row is a process of its own with one thread; its first two steps are left out.
 """
 

@@ -420,7 +420,7 @@ def scatter(scores: Sequence[Score]) -> str:
 
 
 def main() -> None:
-    """Print every row, or with --markdown the tables of docs/plan_accuracy.md."""
+    """Print every row, or with --markdown the tables of benchmarks/LOG.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=Path, nargs="?", default=Path(__file__).with_name("plan_published.jsonl"))
     parser.add_argument("--all", action="store_true", help="rows that are not fully stated, too")

@@ -24,6 +24,7 @@ include_patterns = [
     "docs/decisions/*.md",
     "docs/migrate/*.md",
     "docs/tutorials/*.md",
+    "benchmarks/LOG.md",
     "configs/recipes/*.md",
     "examples/*/README.md",
     "examples/notebook.ipynb",

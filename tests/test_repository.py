@@ -131,13 +131,3 @@ def test_no_tracked_file_contains_a_path_of_the_machine_that_it_was_written_on()
         if path != Path(__file__) and machine_path.search(text):
             found.append(path.relative_to(ROOT).as_posix())
     assert not found
-
-
-def test_figures_that_two_pages_state_agree() -> None:
-    """The README repeats three figures of docs/what_holds.md."""
-    readme, page = (ROOT / "README.md").read_text(), (ROOT / "docs/what_holds.md").read_text()
-    planted, seen, named = re.findall(r"(\d+) planted, (\d+) seen, (\d+) named", page)[0]
-    assert f"sees {seen} of {planted} and names {named}" in readme
-    equal, refused = re.findall(r"seed 0: (\d+) equal, (\d+) refused", page)[0]
-    assert f"{equal} equal one process, {refused} are refused" in readme
-    assert f"| {refused} | {equal} | 0 |" in (ROOT / "docs/search.md").read_text()

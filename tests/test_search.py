@@ -1,6 +1,6 @@
 """Random configurations, each refused before a rank starts, or equal to one process; and the search for others.
 
-``SHARDTRAIN_SEARCH_SEED`` takes others, ``SHARDTRAIN_SEARCH`` so many a part in place of 20: see ``docs/search.md``.
+``SHARDTRAIN_SEARCH_SEED`` takes others, ``SHARDTRAIN_SEARCH`` so many a part in place of 20: see ``docs/trust.md``.
 """
 
 from __future__ import annotations

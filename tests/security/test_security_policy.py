@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/SECURITY.md").read_text(encoding="utf-8")
 
 
-PAGES = ("SECURITY.md", "launch.md", "clusters.md")
+PAGES = ("SECURITY.md", "launch.md")
 NAME = re.compile(r"tests/[\w/]+\.py(?:::(test_\w+))?")
 PROMISES = {
     "SECURITY.md": ["| Rule | What holds | Test |"],

@@ -4,7 +4,7 @@ Early processes sleep in Linux's futex, and late ones wake them.
 
 gloo's all-reduce between ranks of one machine wakes a thread, writes to a socket, and wakes the thread
 that reads sockets, which wakes the caller: 171 microseconds of CPU time per rank. Here ranks that arrive
-together need 2 microseconds, and ranks that sleep about 50 (docs/performance_cpu.md).
+together need 2 microseconds, and ranks that sleep about 50 (benchmarks/LOG.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Linear layers whose weights lie in the order in which oneDNN's kernels read them: for generation on a CPU.
 
 A product with few rows takes as long as its weight is read. PyTorch keeps a weight by rows, which these kernels read at
-half of the memory's speed or less; in their own order they reach four fifths of it (docs/performance_cpu.md, Zen 4).
+half of the memory's speed or less; in their own order they reach four fifths of it (benchmarks/LOG.md, Zen 4).
 A weight is put into that order once, which takes as long as some ten products, and is gone in its old one: only the
 product can use it. Gradients are not computed.
 Shape suffixes: R rows, I inputs, O outputs, x any dimensions before the last.

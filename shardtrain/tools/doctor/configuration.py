@@ -30,7 +30,7 @@ def collect(context: RankContext, facts: Facts) -> None:
 def needs(context: RankContext) -> Facts:
     """Return minimum bytes of a rank's weights, gradients and optimizer states, and of a checkpoint.
 
-    Activations are not counted (see ``docs/dry_run.md``).
+    Activations are not counted (see ``docs/plan.md``).
     """
     from shardtrain.train.preflight import memory_fit, meta_model
 

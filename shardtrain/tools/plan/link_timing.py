@@ -8,7 +8,7 @@ from shardtrain.tools.plan.hardware import Device, Link
 from shardtrain.tools.plan.job_sizes import PlannedJob
 
 SHARED_MEMORY = 2.0
-"""Bandwidth of memory shared by ranks, relative to gloo: gathers 2.3, sums 1.4 (docs/performance_cpu.md)."""
+"""Bandwidth of memory shared by ranks, relative to gloo: gathers 2.3, sums 1.4 (benchmarks/LOG.md)."""
 
 
 def stride(job: PlannedJob, axis: str) -> int:

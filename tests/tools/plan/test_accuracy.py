@@ -1,4 +1,4 @@
-"""A plan is as right about published runs as docs/plan_accuracy.md says, and no change makes it worse unseen."""
+"""A plan is as right about published runs as benchmarks/LOG.md says, and no change makes it worse unseen."""
 
 from __future__ import annotations
 
