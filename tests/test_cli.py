@@ -273,7 +273,7 @@ def test_the_trainer_s_module_is_the_verb(monkeypatch, capsys):
 
 @pytest.mark.nightly(
     "ranks of torchrun",
-    by="tests/launch/test_requests_to_stop.py::test_ranks_save_when_torchrun_itself_is_ended_by_the_signal",
+    by="tests/launch/test_requests_to_stop.py::test_ranks_save_when_the_signal_kills_torchrun",
 )
 @pytest.mark.parametrize("module", [["shardtrain", "train"], ["shardtrain.train"]])  # and as in torchtitan
 def test_torchrun_starts_the_same_command(tmp_path, module):

@@ -95,7 +95,7 @@ def test_the_script_trains_with_two_ranks_in_an_empty_environment(tmp_path):
 
 @pytest.mark.nightly(
     "through the script",
-    by="tests/launch/test_requests_to_stop.py::test_a_run_that_is_asked_in_any_phase_saves_and_loses_no_step",
+    by="tests/launch/test_requests_to_stop.py::test_a_stop_request_in_any_phase_saves_and_loses_no_step",
 )
 def test_a_signal_to_the_script_reaches_the_ranks_which_save(tmp_path):
     more = {"checkpoint.enable": "true", "training.on_data_end": "repeat"}

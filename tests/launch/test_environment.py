@@ -1,4 +1,4 @@
-"""Laws of what the environment says: who is a rank, and how many ranks fit."""
+"""Environment variables: which processes are ranks, and how many ranks to start."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ def config(replicate=1, shard=-1, tensor=1, batch=-1, local=1):
         ({}, False),
         ({"TORCHELASTIC_RUN_ID": "x"}, True),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, True),
-        ({"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2"}, False),  # a pod of PyTorchJob: the rank of a node
+        ({"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2"}, False),  # a PyTorchJob pod: RANK numbers nodes
         (SRUN, True),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun of one task: one process that starts its ranks
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun with one task: the process starts its own ranks
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, False),  # the body of an sbatch script
     ],
 )
-def test_a_rank_is_known_by_what_its_launcher_sets(names, expected):
+def test_a_rank_is_recognized_by_the_variables_of_its_launcher(names, expected):
     assert environment.is_rank(names) is expected
 
 
-def test_a_task_of_srun_gets_the_names_that_torch_reads():
+def test_srun_tasks_get_the_variables_that_torch_reads():
     names = dict(SRUN)
     environment.adopt_slurm(names)
     assert (names["RANK"], names["LOCAL_RANK"], names["WORLD_SIZE"]) == ("5", "1", "8")
     assert (names["MASTER_ADDR"], names["MASTER_PORT"]) == ("gpu07", "21234")
 
 
-def test_names_that_are_set_already_are_kept():
+def test_existing_variables_are_kept():
     names = {**SRUN, "MASTER_PORT": "1"}
     environment.adopt_slurm(names)
     assert names["MASTER_PORT"] == "1"
-    ranked = {**SRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # by another launcher, below srun
+    ranked = {**SRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # set by another launcher under srun
     environment.adopt_slurm(ranked)
     assert ranked == {**SRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     script = {**SRUN, "RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu08"}  # exported by hand, without LOCAL_RANK
@@ -67,9 +67,9 @@ LEFT = {"TORCHELASTIC_RUN_ID": "x"}
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "message"),
     [
-        (LEFT, "RANK"),  # what another torchrun has left in a shell
+        (LEFT, "RANK"),  # left in the shell by another torchrun
         ({**LEFT, "RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
         ({**RANK, "RANK": "2"}, "not a rank of WORLD_SIZE=2"),
         ({**RANK, "RANK": "-1"}, "RANK=.*whole number from 0"),
@@ -81,21 +81,24 @@ LEFT = {"TORCHELASTIC_RUN_ID": "x"}
         ({**RANK, "MASTER_ADDR": ""}, "MASTER_ADDR"),
         ({**RANK, "MASTER_PORT": ""}, "MASTER_PORT"),
         ({**RANK, "MASTER_PORT": "99999"}, "MASTER_PORT.*not a port"),
-        ({**SRUN, "RANK": "0"}, "RANK=.*SLURM_PROCID=5"),  # one value for all tasks: they would wait for the others
+        (
+            {**SRUN, "RANK": "0"},
+            "RANK=.*SLURM_PROCID=5",
+        ),  # the same value in every task would make all wait for the others
         ({**SRUN, "WORLD_SIZE": "16"}, "WORLD_SIZE=.*SLURM_STEP_NUM_TASKS=8"),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS"),
         ({**SRUN, "SLURM_PROCID": "x"}, "RANK"),
         ({**SRUN, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID"),
     ],
 )
-def test_a_rank_that_cannot_be_is_reported_in_one_line(names, told):
-    with pytest.raises(ConfigError, match=told) as error:
+def test_impossible_ranks_are_reported_in_one_line(names, message):
+    with pytest.raises(ConfigError, match=message) as error:
         assert environment.is_rank(names)
         environment.adopt_slurm(dict(names))
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_names_that_are_empty_make_no_rank_and_none_are_left_to_a_run_alone():
+def test_empty_variables_make_no_rank_and_single_runs_drop_them():
     assert not environment.is_rank({"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""})
     names = {"RANK": "1", "WORLD_SIZE": "2"}
     environment.set_process_defaults(names, 1, 8, alone=True)
@@ -113,7 +116,7 @@ def test_the_first_host_of_a_node_list(nodes, first):
 @pytest.mark.parametrize(
     ("run", "accelerators", "cores", "count"),
     [
-        (config(), 0, 8, 2),  # a CPU: two ranks, so that sharding is real
+        (config(), 0, 8, 2),  # a CPU: two ranks, for real sharding
         (config(), 0, 1, 1),
         (config(tensor=4), 0, 2, 4),  # the mesh decides
         (config(tensor=3), 0, 2, 3),
@@ -122,18 +125,18 @@ def test_the_first_host_of_a_node_list(nodes, first):
         (config(shard=4, tensor=2), 0, 2, 8),
         (config(), 8, 64, 8),
         (config(tensor=3), 8, 64, 6),
-        (config(tensor=4), 2, 64, 4),  # too few devices: the check says so, with the options in the message
-        (config(batch=3, local=1), 0, 8, 1),  # three sequences do not divide over two ranks
+        (config(tensor=4), 2, 64, 4),  # too few devices: reported by the configuration check
+        (config(batch=3, local=1), 0, 8, 1),  # two ranks cannot share three sequences evenly
         (config(batch=6, local=1), 8, 64, 6),
         (config(batch=8, local=2, tensor=2), 8, 64, 8),
-        (config(batch=7, local=2), 4, 8, 4),  # fits nowhere: the check says so
+        (config(batch=7, local=2), 4, 8, 4),  # no number fits: reported by the configuration check
     ],
 )
 def test_the_number_of_ranks_fits_devices_mesh_and_batch(run, accelerators, cores, count):
     assert environment.choose_processes(run, None, {}, accelerators, cores).count == count
 
 
-def test_what_is_asked_for_comes_first_and_the_option_beats_the_variable():
+def test_the_option_for_the_number_of_ranks_takes_precedence_over_the_variable():
     assert environment.choose_processes(config(), 3, {"NGPU": "5"}, 8, 8).count == 3
     assert environment.choose_processes(config(), None, {"NGPU": "5"}, 8, 8).count == 5
 
@@ -152,19 +155,19 @@ def test_defaults_share_the_cores_and_keep_what_the_user_set():
     other: dict[str, str] = {}
     environment.set_process_defaults(other, 3, 8, alone=False)
     assert other["OMP_NUM_THREADS"] == "2"
-    assert "GLOO_SOCKET_IFNAME" not in other, "ranks on other machines are not reached over the loopback interface"
+    assert "GLOO_SOCKET_IFNAME" not in other, "the loopback interface does not reach ranks on other machines"
 
 
-def test_a_cpu_run_counts_no_accelerators_and_does_not_ask_torch():
+def test_a_cpu_run_counts_no_accelerators_without_calling_torch():
     assert environment.count_accelerators("cpu") == 0
 
 
-@pytest.mark.parametrize(("given", "told"), [(None, [4]), ("3", [3]), ("4,2", []), ("0", [])])
-def test_torch_that_is_there_already_is_given_its_threads(monkeypatch, given, told):
-    found = []
-    monkeypatch.setattr(torch, "set_num_threads", found.append)
-    monkeypatch.setattr(os, "environ", {} if given is None else {"OMP_NUM_THREADS": given})
+@pytest.mark.parametrize(("omp_threads", "expected"), [(None, [4]), ("3", [3]), ("4,2", []), ("0", [])])
+def test_an_imported_torch_gets_its_number_of_threads(monkeypatch, omp_threads, expected):
+    calls = []
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    monkeypatch.setattr(os, "environ", {} if omp_threads is None else {"OMP_NUM_THREADS": omp_threads})
     environment.set_process_defaults(os.environ, 2, 8, alone=False)
-    assert found == told
-    environment.set_process_defaults({}, 2, 8, alone=False)  # of another process
-    assert found == told
+    assert calls == expected
+    environment.set_process_defaults({}, 2, 8, alone=False)  # variables for another process
+    assert calls == expected

@@ -1,8 +1,7 @@
-"""What kubectl is asked, by a program in its place that writes it down; a real server: test_real_kubernetes.py."""
+"""Requests to kubectl, recorded by a stub program. test_real_kubernetes.py tests against a real API server."""
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pods
@@ -14,31 +13,31 @@ from shardtrain.utils.errors import ConfigError
 
 PROGRAM = f"""#!{sys.executable}
 import json, pathlib, sys
-words = [word for word in sys.argv[1:] if not word.startswith("--request-timeout=")]
-text = sys.stdin.read() if "--filename" in words else ""
+arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--request-timeout=")]
+text = sys.stdin.read() if "--filename" in arguments else ""
 kind = json.loads(text)["kind"] if text else ""
 folder = pathlib.Path(__file__).parent
-with (folder / "asked").open("a") as asked:
-    print(" ".join(words), kind, file=asked)
+with (folder / "requests").open("a") as requests:
+    print(" ".join(arguments), kind, file=requests)
 for line in (folder / "refused").read_text().splitlines():
-    found, _, told = line.partition(": ")
-    if found == f"{{' '.join(words)}} {{kind}}".strip():
-        print("E1122 02:15:04.5 1 memcache.go:265] noise", told, sep="\\n", file=sys.stderr)
+    request, _, reason = line.partition(": ")
+    if request == f"{{' '.join(arguments)}} {{kind}}".strip():
+        print("E1122 02:15:04.5 1 memcache.go:265] noise", reason, sep="\\n", file=sys.stderr)
         sys.exit(1)
-print((folder / "pods").read_text() if "pods" in words else "")
+print((folder / "pods").read_text() if "pods" in arguments else "")
 """
 CREATE, DELETE = "create --filename -", "delete --ignore-not-found --wait=false --filename -"
 
 
 @pytest.fixture
-def asked(tmp_path, monkeypatch):
-    """Gives what has been asked so far; what the file ``refused`` names is refused."""
+def requests(tmp_path, monkeypatch):
+    """Function that returns the requests so far. The stub refuses each request listed in the file ``refused``."""
     (tmp_path / "refused").touch()
     (tmp_path / "pods").write_text("pod/run-0\n")
     (tmp_path / "kubectl").write_text(PROGRAM)
     (tmp_path / "kubectl").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    return lambda: [line.strip() for line in (tmp_path / "asked").read_text().splitlines()]
+    return lambda: [line.strip() for line in (tmp_path / "requests").read_text().splitlines()]
 
 
 def manifests(tmp_path) -> str:
@@ -47,49 +46,53 @@ def manifests(tmp_path) -> str:
     return pods.manifests("trainjob", [], path)
 
 
-def test_objects_are_created_in_their_order(tmp_path, asked):
+def test_objects_are_created_in_their_order(tmp_path, requests):
     kubectl.create(manifests(tmp_path))
-    assert asked() == ["get --raw /version", *(f"{CREATE} {k}" for k in ("ConfigMap", "TrainingRuntime", "TrainJob"))]
+    assert requests() == [
+        "get --raw /version",
+        *(f"{CREATE} {k}" for k in ("ConfigMap", "TrainingRuntime", "TrainJob")),
+    ]
 
 
-def test_what_was_created_before_a_refusal_is_taken_away_again(tmp_path, asked):
+def test_a_refused_create_deletes_the_earlier_objects(tmp_path, requests):
     (tmp_path / "refused").write_text(f"{CREATE} TrainJob: exceeded quota: few\n")
     with pytest.raises(ConfigError, match="exceeded quota: few; ask for less") as error:
         kubectl.create(manifests(tmp_path))
     assert "noise" not in str(error.value)
-    assert asked()[-2:] == [f"{DELETE} TrainingRuntime", f"{DELETE} ConfigMap"]
+    assert requests()[-2:] == [f"{DELETE} TrainingRuntime", f"{DELETE} ConfigMap"]
 
 
-def test_what_cannot_be_taken_away_is_named(tmp_path, asked):
+def test_an_object_that_cannot_be_deleted_is_named(tmp_path, requests):
     (tmp_path / "refused").write_text(f"{CREATE} TrainJob: forbidden\n{DELETE} ConfigMap: forbidden\n")
     with pytest.raises(ConfigError, match="configmap/shardtrain was made and could not be taken away"):
         kubectl.create(manifests(tmp_path))
 
 
-def test_nothing_is_created_where_the_cluster_does_not_answer(tmp_path, asked):
-    told = "The connection to the server a:1 was refused - did you specify the right host or port?"
-    (tmp_path / "refused").write_text(f"get --raw /version: {told}\n")
+def test_an_unreachable_cluster_creates_nothing(tmp_path, requests):
+    message = "The connection to the server a:1 was refused - did you specify the right host or port?"
+    (tmp_path / "refused").write_text(f"get --raw /version: {message}\n")
     with pytest.raises(ConfigError, match="current-context"):
         kubectl.create(manifests(tmp_path))
-    assert asked() == ["get --raw /version"]
+    assert requests() == ["get --raw /version"]
 
 
-def test_a_stop_takes_away_all_that_was_made(tmp_path, asked):
+def test_stop_deletes_every_created_object(tmp_path, requests):
     assert kubectl.stop("team", "trainjob", "run") == 0
-    beside = "configmaps,trainingruntimes.trainer.kubeflow.org"
-    mine = "--selector app.kubernetes.io/name=shardtrain,app.kubernetes.io/instance=run"
-    assert asked()[1:] == [
+    objects = "configmaps,trainingruntimes.trainer.kubeflow.org"
+    labels = "--selector app.kubernetes.io/name=shardtrain,app.kubernetes.io/instance=run"
+    assert requests()[1:] == [
         "--namespace team delete trainjobs.trainer.kubeflow.org run --wait=false",
-        f"--namespace team delete {beside} {mine} --wait=false --ignore-not-found",
+        f"--namespace team delete {objects} {labels} --wait=false --ignore-not-found",
     ]
     for manifest in yaml.safe_load_all(manifests(tmp_path)):
-        labels = json.dumps(manifest["metadata"]["labels"])
-        assert '"app.kubernetes.io/name": "shardtrain"' in labels and "app.kubernetes.io/instance" in labels
+        manifest_labels = manifest["metadata"]["labels"]
+        assert manifest_labels["app.kubernetes.io/name"] == "shardtrain"
+        assert "app.kubernetes.io/instance" in manifest_labels
 
 
-def test_logs_follow_the_pods_of_the_job_and_wait_for_none(tmp_path, asked):
+def test_logs_follow_the_pods_of_the_job_and_require_one(tmp_path, requests):
     assert kubectl.logs("team", "trainjob", "run") == 0
-    assert "logs --selector jobset.sigs.k8s.io/jobset-name=run --follow" in asked()[-1]
+    assert "logs --selector jobset.sigs.k8s.io/jobset-name=run --follow" in requests()[-1]
     (tmp_path / "pods").write_text("")
     with pytest.raises(ConfigError, match="no pods in team"):
         kubectl.logs("team", "trainjob", "run")
@@ -103,15 +106,15 @@ def test_logs_follow_the_pods_of_the_job_and_wait_for_none(tmp_path, asked):
         ("trainjob", [f"pod/run-node-0-{node}-b{9999 - node}" for node in range(65)], "pod/run-node-0-0-b9999"),
     ],
 )
-def test_of_a_large_job_the_log_of_the_first_rank_is_followed(kind, names, first, tmp_path, asked, capfd):
+def test_logs_of_a_large_job_follow_the_first_rank(kind, names, first, tmp_path, requests, capfd):
     (tmp_path / "pods").write_text("\n".join(reversed(names)))
     assert kubectl.logs("team", kind, "run") == 0
-    assert asked()[-1] == f"--namespace team logs {first} --follow"
+    assert requests()[-1] == f"--namespace team logs {first} --follow"
     assert f"{len(names):,} pods: the log is that of {first}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["kubernetes/team/deployment/run", "kubernetes/team/pytorchjob"])
-def test_an_id_of_another_kind_is_refused(name):
+def test_an_id_of_another_kind_of_object_is_rejected(name):
     from shardtrain.launch import job_status
 
     with pytest.raises(ConfigError, match="id"):

@@ -1,4 +1,4 @@
-"""Laws of the local launcher, each on real processes with a trainer of a few lines (programs/ranks.py)."""
+"""The local launcher, tested with real processes that run the small trainer in programs/ranks.py."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pids(folder):
 
 
 def runs(pid):
-    """Whether a process runs; one that has ended and waits for its parent to notice does not."""
+    """True if the process runs. A zombie does not count."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -59,7 +59,7 @@ def runs(pid):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_run_that_ends_well_has_status_0_and_an_exit_file_that_says_so(tmp_path, how):
+def test_a_successful_run_has_status_0_and_an_exit_file(tmp_path, how):
     code, out, err, record = run(tmp_path, "well", how)
     assert (code, record["code"], err) == (0, 0, [])
     assert out == "rank 0 says hello\n"
@@ -81,27 +81,31 @@ def test_the_failing_rank_is_named_once_with_its_cause_and_place(tmp_path, how):
 
 
 @pytest.mark.parametrize(
-    ("mode", "status", "words"),
+    ("mode", "status", "message"),
     cases(
         [
-            ("early", 1, "rank 1 (host"),  # while rank 0 still waits for it in the rendezvous
+            ("early", 1, "rank 1 (host"),  # while rank 0 still waits in the rendezvous
             ("data", 3, "): the data ends at sample 7; see "),
-            ("leave-0", 1, "ended with status 0 and left no exception"),  # no success, nor the other rank's fault
+            (
+                "leave-0",
+                1,
+                "ended with status 0 and left no exception",
+            ),  # neither success nor the fault of the other rank
             ("exit-0", 1, "sys.exit(0) was called before the run had ended"),
         ],
         nightly=[
             ("memory", 7, "MemoryError"),
             ("kill", 6, "rank 1 (host"),
             ("leave-9", 9, "ended with status 9 and left no exception"),
-            ("leave-3", 1, "ended with status 3 and left no exception"),  # which does not say that data are unusable
+            ("leave-3", 1, "ended with status 3 and left no exception"),  # the user's own 3 does not mean unusable data
         ],
     ),
 )
-def test_the_status_of_the_culprit_is_the_status_of_the_run(tmp_path, mode, status, words):
+def test_the_status_of_the_culprit_is_the_status_of_the_run(tmp_path, mode, status, message):
     code, _, err, record = run(tmp_path, mode)
     assert code == record["code"] == status
     assert record["rank"] == 1
-    assert len(err) == 1 and words in err[0], err
+    assert len(err) == 1 and message in err[0], err
     assert not any(runs(pid) for pid in pids(tmp_path))
 
 
@@ -111,7 +115,7 @@ def test_a_rank_killed_by_a_signal_is_named_with_the_signal(tmp_path):
     assert record["retryable"] is True
 
 
-def test_each_problem_of_a_configuration_is_a_line_of_its_own(tmp_path):
+def test_each_problem_of_a_configuration_has_its_own_line(tmp_path):
     code, _, err, _ = run(tmp_path, "config")
     assert code == 2
     assert err == ["error[2]: a.b=1 is wrong; use 2", "error[2]: c.d=3 is wrong; use 4"]
@@ -134,11 +138,11 @@ def test_a_signal_to_the_parent_reaches_every_rank_and_their_status_passes_throu
     assert json.loads((tmp_path / "exit.json").read_text())["retryable"] is True
 
 
-def test_a_second_interrupt_kills_ranks_that_do_not_answer(tmp_path):
+def test_a_second_interrupt_kills_unresponsive_ranks(tmp_path):
     process = start(tmp_path, "stubborn")
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     process.send_signal(signal.SIGINT)
-    time.sleep(1.5)  # closer to each other they are one, see stopping.ONE_REQUEST_SECONDS
+    time.sleep(1.5)  # within ONE_REQUEST_SECONDS both would count as one request
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=patience.seconds(30))
@@ -147,7 +151,7 @@ def test_a_second_interrupt_kills_ranks_that_do_not_answer(tmp_path):
     assert not any(runs(pid) for pid in pids(tmp_path))
 
 
-def test_ranks_that_do_not_answer_end_when_the_grace_is_over(tmp_path):
+def test_unresponsive_ranks_end_after_the_grace_period(tmp_path):
     process = start(tmp_path, "stubborn", GRACE="2")
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     process.send_signal(signal.SIGTERM)
@@ -159,7 +163,7 @@ def test_ranks_that_do_not_answer_end_when_the_grace_is_over(tmp_path):
     assert not any(runs(pid) for pid in pids(tmp_path))
 
 
-@pytest.mark.skipif(not LINUX, reason="the kernel of Linux alone ends children with their parent")
+@pytest.mark.skipif(not LINUX, reason="only Linux terminates child processes with their parent")
 @pytest.mark.parametrize("how", HOW)
 def test_ranks_die_with_a_parent_that_is_killed(tmp_path, how):
     process = start(tmp_path, "stubborn", how)
@@ -175,16 +179,16 @@ def test_nothing_listens_beyond_the_loopback_address(tmp_path):
     try:
         wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
         addresses = [address for pid in [process.pid, *pids(tmp_path)] for address in listening(pid)]
-        assert not list(listening(process.pid)), "the parent listens nowhere: its ranks meet in a folder"
-        assert addresses, "gloo listens somewhere"
-        assert set(addresses) == {"0100007F"}, "127.0.0.1, as /proc/net/tcp writes it"
+        assert not list(listening(process.pid)), "the parent must not listen: its ranks meet in a folder"
+        assert addresses, "gloo does not listen on any address"
+        assert set(addresses) == {"0100007F"}, "expected only 127.0.0.1, in the format of /proc/net/tcp"
     finally:
         process.terminate()
         process.communicate(timeout=patience.seconds(30))
 
 
 def listening(pid):
-    """Local addresses on which a process listens, in the hexadecimal form of /proc."""
+    """Yield local addresses on which a process listens, in the hexadecimal format of /proc."""
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -198,7 +202,7 @@ def listening(pid):
                 yield fields[1].partition(":")[0]
 
 
-def test_a_run_of_one_process_honours_the_same_contract(tmp_path):
+def test_a_run_of_one_process_follows_the_same_contract(tmp_path):
     code, _, err, record = run(
         tmp_path, "well", "alone", RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
     )
@@ -212,7 +216,7 @@ def test_a_failure_of_one_process_is_one_line_and_an_exit_file(tmp_path):
     assert "Traceback" in (tmp_path / "logs/rank-1.log").read_text()
 
 
-def test_a_run_of_one_process_that_code_of_the_user_ends_is_not_success(tmp_path):
+def test_a_run_of_one_process_ended_by_user_code_is_a_failure(tmp_path):
     code, _, err, record = run(tmp_path, "exit-0", "alone", RANK="1", WORLD_SIZE="2")
     assert code == record["code"] == 1
     assert len(err) == 1 and "sys.exit(0) was called before the run had ended (ranks.py:" in err[0], err
@@ -231,7 +235,7 @@ def test_a_signal_to_a_run_of_one_process_is_reported_and_recorded(tmp_path):
     )
 
 
-def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
+def test_a_folder_that_cannot_be_created_is_a_storage_error(tmp_path):
     from shardtrain.launch import local
     from shardtrain.utils.errors import StorageError
 
@@ -259,16 +263,16 @@ def test_a_run_is_alive_if_its_lease_is_held(tmp_path, monkeypatch, is_alive):
     loaded = load(None, [f"--job.dump_folder={tmp_path}"], preset="debug")
     (tmp_path / "checkpoint").mkdir()
     assert not local.has_live_run(loaded)
-    held = lease.Lease(tmp_path / "checkpoint")
-    held.acquire()
+    acquired = lease.Lease(tmp_path / "checkpoint")
+    acquired.acquire()
     monkeypatch.setattr(lease, "why_free", lambda holder: "" if is_alive else lease.DEAD)
     assert local.has_live_run(loaded) == is_alive
-    held.release()
+    acquired.release()
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
-def test_a_refused_rank_leaves_the_folder_of_a_live_run_alone(tmp_path, monkeypatch, is_alive):
-    """The agent of its node writes exit.json unless the report forbids it."""
+def test_a_refused_rank_does_not_change_the_folder_of_a_live_run(tmp_path, monkeypatch, is_alive):
+    """The agent of its node writes exit.json unless the rank's report forbids it."""
     from shardtrain.config import load
     from shardtrain.launch import exit_report, failure, local
     from shardtrain.utils.errors import OutOfMemoryError

@@ -1,4 +1,4 @@
-"""Laws of what platforms tell a pod, a task or a host: who is one of several nodes, which, and where they meet."""
+"""Environment variables and flags of multi-node platforms: number of nodes, node rank and rendezvous endpoint."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ INDEXED = {"SHARDTRAIN_NNODES": "2", "SHARDTRAIN_RDZV_ENDPOINT": "s-node-0-0.s:2
 NOTHING = CommandLine(None, None, ())
 
 
-def found(names, *flags):
-    it = nodes.find(split(flags), names)
-    return it and (it.least, it.most, it.node_rank, it.endpoint, it.run_id)
+def find(names, *flags):
+    place = nodes.find(split(flags), names)
+    return place and (place.least, place.most, place.node_rank, place.endpoint, place.run_id)
 
 
 @pytest.mark.parametrize(
     ("names", "flags", "expected"),
     [
         ({"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}, [], None),
-        ({}, [], None),  # `runai submit`: one pod, with none of these variables
+        ({}, [], None),  # `runai submit`: one pod without any of these variables
         ({"RUNAI_JOB_NAME": "job", "RUNAI_NUM_OF_GPUS": "8"}, [], None),
         ({"PET_NNODES": "1", "MASTER_ADDR": "localhost", "RANK": "0", "WORLD_SIZE": "1"}, [], None),
-        ({"PET_NNODES": ""}, [], None),  # the original's script left it empty, and torchrun died of it
+        ({"PET_NNODES": ""}, [], None),  # torchrun failed on the empty value in the original's script
         ({"PET_NNODES": "", "PET_NODE_RANK": "", "RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": ""}, [], None),
         ({"PET_NNODES": "1:1", "MASTER_ADDR": "a"}, [], None),
         ({"RANK": "0", "WORLD_SIZE": "1"}, ["--nnodes", "1", "--node_rank", "0", "--rdzv_endpoint", "a:1"], None),
@@ -58,15 +58,23 @@ def found(names, *flags):
         (RUNAI, [], (2, 2, 1, "job-master-0:23456", "u-1")),
         ({k: v for k, v in RUNAI.items() if "PET" not in k}, [], (2, 2, 1, "job-master-0:23456", "u-1")),
         ({**RUNAI, "OVERRIDE_PET_NNODES": "4"}, [], (4, 4, 1, "job-master-0:23456", "u-1")),
-        ({**RUNAI, **OURS}, [], (3, 3, 2, "h:1", "x")),  # ours before theirs
-        ({**RUNAI, **OURS}, ["--nnodes", "5", "--node_rank=4"], (5, 5, 4, "h:1", "x")),  # the command line before all
+        ({**RUNAI, **OURS}, [], (3, 3, 2, "h:1", "x")),  # SHARDTRAIN_ variables take precedence
+        (
+            {**RUNAI, **OURS},
+            ["--nnodes", "5", "--node_rank=4"],
+            (5, 5, 4, "h:1", "x"),
+        ),  # flags take precedence over variables
         (RUNAI, ["--rdzv_endpoint", "other"], (2, 2, 1, "other:29500", "u-1")),
         ({**RUNAI, **OURS}, ["--nnodes", "1"], None),
-        (ELASTIC, [], (1, 4, None, "job-worker-0:23456", "job")),  # pods are counted anew when some come or go
+        (ELASTIC, [], (1, 4, None, "job-worker-0:23456", "job")),  # pods are renumbered when some join or leave
         (TRAINJOB, [], (4, 4, 3, "job-node-0-0.job:29500", "shardtrain")),
-        ({**TRAINJOB, **SLURM}, [], (4, 4, 3, "job-node-0-0.job:29500", "1234")),  # PET_ before SLURM_
+        (
+            {**TRAINJOB, **SLURM},
+            [],
+            (4, 4, 3, "job-node-0-0.job:29500", "1234"),
+        ),  # PET_ variables take precedence over SLURM_
         (SLURM, [], (2, 2, 1, "gpu07:21234", "1234")),
-        ({**SLURM, "SLURM_GPUS_ON_NODE": "1"}, [], None),  # one task a GPU: a rank, not a node
+        ({**SLURM, "SLURM_GPUS_ON_NODE": "1"}, [], None),  # one task per GPU: a rank, not a node
         ({**SLURM, **OURS}, [], (3, 3, 2, "h:1", "x")),
         (SKYPILOT, [], (2, 2, 1, "10.0.0.1:29500", "shardtrain")),
         (INDEXED, [], (2, 2, 1, "s-node-0-0.s:29500", "shardtrain")),
@@ -74,18 +82,18 @@ def found(names, *flags):
         ({}, ["--nnodes=1:2", "--node_rank=0", "--rdzv_endpoint=a:1"], (1, 2, 0, "a:1", "shardtrain")),
     ],
 )
-def test_a_node_is_known_by_what_its_platform_sets(names, flags, expected):
-    assert found(names, *flags) == expected
+def test_a_node_is_recognized_by_the_variables_of_its_platform(names, flags, expected):
+    assert find(names, *flags) == expected
 
 
 @pytest.mark.parametrize("names", [PYTORCHJOB, RUNAI, ELASTIC, TRAINJOB, SLURM, OURS, SKYPILOT, INDEXED])
-def test_a_node_is_not_a_rank_and_a_rank_that_its_agent_starts_is_one(names):
+def test_only_the_processes_started_by_an_agent_are_ranks(names):
     assert not environment.is_rank(names)
     assert environment.is_rank({**names, "TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0"})
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "message"),
     [
         ({"PET_NNODES": "two"}, "not a number of nodes"),
         ({"PET_NNODES": "4:2", "MASTER_ADDR": "a"}, "not a number of nodes"),
@@ -95,7 +103,7 @@ def test_a_node_is_not_a_rank_and_a_rank_that_its_agent_starts_is_one(names):
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "RANK": "x"}, "whole number"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MAX_RESTARTS": "-1"}, "whole number"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "RDZV_TIMEOUT": "0"}, "whole number"),
-        ({"MASTER_ADDR": "a", "RANK": "0", "WORLD_SIZE": "2"}, "SHARDTRAIN_NNODES"),  # nodes or ranks? nobody knows
+        ({"MASTER_ADDR": "a", "RANK": "0", "WORLD_SIZE": "2"}, "SHARDTRAIN_NNODES"),  # ambiguous: nodes or ranks
         ({"MASTER_ADDR": "a", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "without RANK:"),
         ({"WORLD_SIZE": "two", "RANK": "0"}, "without LOCAL_RANK:"),
         ({"WORLD_SIZE": " 2 "}, "without RANK and LOCAL_RANK:"),
@@ -119,14 +127,14 @@ def test_a_node_is_not_a_rank_and_a_rank_that_its_agent_starts_is_one(names):
         ({**SLURM, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID"),
     ],
 )
-def test_what_cannot_be_is_reported_in_one_line(names, told):
-    with pytest.raises(ConfigError, match=told) as error:
+def test_impossible_nodes_are_reported_in_one_line(names, message):
+    with pytest.raises(ConfigError, match=message) as error:
         nodes.find(NOTHING, names)
     assert len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--node_rank", "1"], "--node_rank.*nothing says how many"),
         (["--rdzv_endpoint", "a:1"], "--rdzv_endpoint.*nothing says how many"),
@@ -135,8 +143,8 @@ def test_what_cannot_be_is_reported_in_one_line(names, told):
         (["--nnodes", "2", "--rdzv_endpoint", ":1"], "not a host with a port"),
     ],
 )
-def test_options_of_a_node_that_cannot_take_effect_are_refused(flags, told):
-    with pytest.raises(ConfigError, match=told) as error:
+def test_options_of_a_node_that_cannot_take_effect_are_refused(flags, message):
+    with pytest.raises(ConfigError, match=message) as error:
         nodes.find(split(flags), {})
     assert len(str(error.value).splitlines()) == 1
 
@@ -146,13 +154,13 @@ def test_a_rank_of_torchrun_cannot_be_a_node_too():
         nodes.find(split(["--nnodes", "2"]), {"TORCHELASTIC_RUN_ID": "x"})
 
 
-def test_restarts_and_patience_are_read_too():
-    it = nodes.find(NOTHING, {**RUNAI, "MAX_RESTARTS": "3", "PET_MAX_RESTARTS": "5", "RDZV_TIMEOUT": "30"})
-    assert it is not None and (it.max_restarts, it.join_seconds) == (3, 30)
-    it = nodes.find(split(["--max_restarts", "1"]), {**RUNAI, "MAX_RESTARTS": "3"})
-    assert it is not None and (it.max_restarts, it.join_seconds) == (1, 600)
-    it = nodes.find(split(["--max_restarts", "0"]), {**RUNAI, "MAX_RESTARTS": "3"})
-    assert it is not None and it.max_restarts == 0
+def test_restarts_and_join_timeout_are_read():
+    place = nodes.find(NOTHING, {**RUNAI, "MAX_RESTARTS": "3", "PET_MAX_RESTARTS": "5", "RDZV_TIMEOUT": "30"})
+    assert place is not None and (place.max_restarts, place.join_seconds) == (3, 30)
+    place = nodes.find(split(["--max_restarts", "1"]), {**RUNAI, "MAX_RESTARTS": "3"})
+    assert place is not None and (place.max_restarts, place.join_seconds) == (1, 600)
+    place = nodes.find(split(["--max_restarts", "0"]), {**RUNAI, "MAX_RESTARTS": "3"})
+    assert place is not None and place.max_restarts == 0
 
 
 @pytest.mark.parametrize(
@@ -162,25 +170,25 @@ def test_restarts_and_patience_are_read_too():
         (None, {"NGPU": "5", "PET_NPROC_PER_NODE": "6"}, 8, 5),
         (None, {"PET_NPROC_PER_NODE": "6", "RUNAI_NUM_OF_GPUS": "7"}, 8, 6),
         (None, {"PET_NPROC_PER_NODE": "auto", "RUNAI_NUM_OF_GPUS": "7"}, 8, 7),
-        (None, {"RUNAI_NUM_OF_GPUS": "0.11"}, 1, 1),  # a share of a GPU is a device
+        (None, {"RUNAI_NUM_OF_GPUS": "0.11"}, 1, 1),  # a fraction of a GPU counts as a device
         (None, {"RUNAI_NUM_OF_GPUS": "0"}, 0, 2),  # a pod without GPUs
         (None, {"RUNAI_NUM_OF_GPUS": "2.0"}, 2, 2),
         (None, {}, 8, 8),
         (None, {}, 0, 2),
     ],
 )
-def test_ranks_of_a_node_are_those_asked_for_or_one_per_device(requested, names, accelerators, count):
-    it = nodes.find(NOTHING, {"PET_NNODES": "2", "MASTER_ADDR": "a"})
-    assert it is not None
-    assert nodes.choose_processes(Config(), requested, names, it, accelerators, 16).count == count
+def test_a_node_starts_the_requested_ranks_or_one_per_device(requested, names, accelerators, count):
+    place = nodes.find(NOTHING, {"PET_NNODES": "2", "MASTER_ADDR": "a"})
+    assert place is not None
+    assert nodes.choose_processes(Config(), requested, names, place, accelerators, 16).count == count
     single = environment.choose_processes(Config(), requested, names, accelerators, 16).count
     assert single == count
 
 
 def test_a_node_without_devices_takes_its_share_of_the_mesh():
     mesh = Config(parallelism=Parallelism(data_parallel_shard_degree=4, tensor_parallel_degree=2))
-    it = nodes.find(NOTHING, {"PET_NNODES": "2", "MASTER_ADDR": "a"})
-    assert it is not None and nodes.choose_processes(mesh, None, {}, it, 0, 2).count == 4
+    place = nodes.find(NOTHING, {"PET_NNODES": "2", "MASTER_ADDR": "a"})
+    assert place is not None and nodes.choose_processes(mesh, None, {}, place, 0, 2).count == 4
 
 
 def test_a_wrong_number_of_gpus_is_an_error():
@@ -195,11 +203,11 @@ def test_a_wrong_number_of_gpus_is_an_error():
         ([75, 75], 75), ([75, 76], 76), ([76, 1], 1), ([6, 4, 75], 4), ([-9, 6], 6), ([-9, 75], 6), ([], 0),
     ],
 )  # fmt: skip
-def test_a_node_leaves_with_the_status_that_tells_most(codes, status):
+def test_a_node_exits_with_the_most_informative_status(codes, status):
     assert status_of(codes) == status
 
 
-def test_settings_of_the_rendezvous_are_read_and_a_wrong_list_is_refused():
+def test_rendezvous_settings_are_read_and_a_malformed_list_is_rejected():
     settings = {"PET_RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1"}
     node = nodes.find(split([]), {**ELASTIC, **settings})
     assert node and node.rendezvous == {"last_call_timeout": "3", "keep_alive_interval": "1"}
@@ -218,19 +226,22 @@ def test_settings_of_the_rendezvous_are_read_and_a_wrong_list_is_refused():
         ("1:3", -1, 1, [1, 2, 3], ""),
     ],
 )
-def test_numbers_of_nodes_that_cannot_work_are_known_at_the_start(text, batch, ranks, counts, note, capsys):
-    it = nodes.find(NOTHING, {"PET_NNODES": text, "MASTER_ADDR": "a"})
+def test_impossible_numbers_of_nodes_are_reported_at_the_start(text, batch, ranks, counts, note, capsys):
+    place = nodes.find(NOTHING, {"PET_NNODES": text, "MASTER_ADDR": "a"})
     loaded = load(None, [f"--training.global_batch_size={batch}", "--training.local_batch_size=1"])
-    found = nodes.count_nodes(it, loaded, ranks)
-    assert list(found.counts) == counts and found.first_decides is (batch == -1)
-    said = capsys.readouterr().err
-    assert bool(said) is bool(note) and re.search(note, said) and said.count("\n") == bool(note)
+    node_counts = nodes.count_nodes(place, loaded, ranks)
+    assert list(node_counts.counts) == counts
+    assert node_counts.first_decides is (batch == -1)
+    stderr = capsys.readouterr().err
+    assert bool(stderr) is bool(note)
+    assert re.search(note, stderr)
+    assert stderr.count("\n") == bool(note)
 
 
-def test_an_elastic_run_of_which_no_number_of_nodes_can_work_is_refused():
-    it = nodes.find(NOTHING, {"PET_NNODES": "5:7", "MASTER_ADDR": "a"})
+def test_an_elastic_run_without_a_possible_number_of_nodes_is_rejected():
+    place = nodes.find(NOTHING, {"PET_NNODES": "5:7", "MASTER_ADDR": "a"})
     loaded = load(None, ["--training.global_batch_size=4", "--training.local_batch_size=1"])
     with pytest.raises(
         ConfigError, match='PET_NNODES="5:7".* has no number of nodes that can work: with 7, .*global_batch_size=4'
     ):
-        nodes.count_nodes(it, loaded, 1)
+        nodes.count_nodes(place, loaded, 1)

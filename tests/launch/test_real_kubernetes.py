@@ -1,7 +1,7 @@
-"""``shardtrain launch kubernetes`` against a real API server: what it creates, what it refuses, what stays behind.
+"""``shardtrain launch kubernetes`` against a real API server: objects created, requests refused, objects left behind.
 
-kube-apiserver 1.20 checks pods as a cluster does; the operators' kinds are checked against their published models.
-No operator runs and no kubelet, so no pod does, and of logs there is only their absence. Indexed jobs are of 1.21.
+kube-apiserver 1.20 validates pods like a real cluster, and the operators' kinds against their published models. Without
+an operator and a kubelet, no pod runs and there are no logs. Indexed jobs need 1.21.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ pytestmark = pytest.mark.skipif(bool(kube_server.missing()), reason=kube_server.
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with kube_server.server(tmp_path_factory.mktemp("kube")) as found:
+    with kube_server.server(tmp_path_factory.mktemp("kube")) as api_server:
         high = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "high"}, "value": 9}
-        found.create(namespace("ml"), high)
-        yield found
+        api_server.create(namespace("ml"), high)
+        yield api_server
 
 
 @pytest.fixture
@@ -60,201 +60,200 @@ def namespace(name: str) -> dict:
     return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
 
 
-def launch(kubeconfig: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+def launch(kubeconfig: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     names = {**os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": str(kubeconfig), "HOME": str(kubeconfig.parent)}
-    command = [sys.executable, "-m", "shardtrain", "launch", *map(str, words)]
+    command = [sys.executable, "-m", "shardtrain", "launch", *map(str, arguments)]
     return subprocess.run(
         command, env=names, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(120), check=False
     )
 
 
-def words_of(kind: str, name: str, where: str, *more: str) -> list[str]:
+def arguments_of(kind: str, name: str, where: str, *more: str) -> list[str]:
     place = [f"--launch.kubernetes.kind={kind}", f"--launch.kubernetes.namespace={where}"]
     return [*PLAIN, *place, f"--name={name}", *more]
 
 
 def ours(server, where: str) -> list[str]:
-    """What a launch can leave behind in a namespace; the certificate that newer clusters put there is not ours."""
+    """Objects that a launch left in a namespace, without the certificate that newer clusters create there."""
     kinds = ",".join(["configmaps", "trainingruntimes.trainer.kubeflow.org", *RESOURCES.values()])
-    done = server.kubectl("get", kinds, "--namespace", where, "--output", "name")
-    assert done.returncode == 0, done.stderr
-    return [name for name in done.stdout.split() if "kube-root-ca" not in name]
+    result = server.kubectl("get", kinds, "--namespace", where, "--output", "name")
+    assert result.returncode == 0, result.stderr
+    return [name for name in result.stdout.split() if "kube-root-ca" not in name]
 
 
-def assert_refused(done: subprocess.CompletedProcess[str], *told: str) -> None:
-    assert done.returncode == 2, (done.stdout, done.stderr)
-    errors = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
-    assert len(errors) == 1 and done.stdout == "", (done.stdout, done.stderr)
-    for word in told:
-        assert word in done.stderr
+def assert_refused(result: subprocess.CompletedProcess[str], *texts: str) -> None:
+    assert result.returncode == 2, (result.stdout, result.stderr)
+    errors = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
+    assert len(errors) == 1 and result.stdout == "", (result.stdout, result.stderr)
+    for text in texts:
+        assert text in result.stderr
 
 
-def holds(kept: object, sent: object) -> bool:
-    """Whether the server has kept all that was sent; it adds defaults, and drops what it does not know."""
+def is_stored(stored: object, sent: object) -> bool:
+    """True if the server stored everything that was sent. It adds defaults and drops unknown fields."""
     if isinstance(sent, dict):
-        return isinstance(kept, dict) and all(key in kept and holds(kept[key], sent[key]) for key in sent)
+        return isinstance(stored, dict) and all(key in stored and is_stored(stored[key], sent[key]) for key in sent)
     if isinstance(sent, list):
-        return isinstance(kept, list) and len(kept) == len(sent) and all(map(holds, kept, sent))
-    return kept == sent
+        return isinstance(stored, list) and len(stored) == len(sent) and all(map(is_stored, stored, sent))
+    return stored == sent
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_a_job_is_created_shown_and_stopped_and_the_server_keeps_all_that_was_sent(server, config_file, kind, name):
-    words = ["kubernetes", config_file, *words_of(kind, f"run-{name}", "ml", *EXTRAS[name])]
-    done = launch(server.config(), *words)
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
-    assert job == f"kubernetes/ml/{kind}/run-{name}" and done.stderr == ""
-    for sent in yaml.safe_load_all(launch(server.config(), *words, "--dry-run").stdout):
+def test_a_job_is_created_shown_and_stopped_and_the_server_stores_every_field(server, config_file, kind, name):
+    arguments = ["kubernetes", config_file, *arguments_of(kind, f"run-{name}", "ml", *EXTRAS[name])]
+    result = launch(server.config(), *arguments)
+    assert result.returncode == 0, result.stderr
+    job = result.stdout.strip()
+    assert job == f"kubernetes/ml/{kind}/run-{name}" and result.stderr == ""
+    for sent in yaml.safe_load_all(launch(server.config(), *arguments, "--dry-run").stdout):
         group, _, version = sent["apiVersion"].rpartition("/")
         plural = ".".join(filter(None, [f"{sent['kind'].lower()}s", group]))
-        kept = server.get(plural, sent["metadata"]["name"], "--namespace", "ml")
-        assert holds(kept, sent), (version, sent, kept)
-    shown = launch(server.config(), "status", job)
-    assert shown.returncode == 0 and f"run-{name}" in shown.stdout
+        stored = server.get(plural, sent["metadata"]["name"], "--namespace", "ml")
+        assert is_stored(stored, sent), (version, sent, stored)
+    status = launch(server.config(), "status", job)
+    assert status.returncode == 0 and f"run-{name}" in status.stdout
     assert launch(server.config(), "stop", job).returncode == 0
     assert ours(server, "ml") == []
 
 
 def pods_of(kind: str, name: str, config_file: Path) -> list[dict]:
-    """The pods of a manifest, each with what its operator adds: a name, and a PyTorchJob's restartPolicy."""
-    done = launch(config_file, "kubernetes", config_file, "--dry-run", *words_of(kind, "run", "ml", *EXTRAS[name]))
-    assert done.returncode == 0, done.stderr
-    found = []
+    """Pod specs of a manifest, with the restartPolicy that the operator of a PyTorchJob adds."""
+    result = launch(
+        config_file, "kubernetes", config_file, "--dry-run", *arguments_of(kind, "run", "ml", *EXTRAS[name])
+    )
+    assert result.returncode == 0, result.stderr
+    specs = []
 
     def walk(node: object, policy: str) -> None:
         if isinstance(node, dict):
             policy = node.get("restartPolicy", policy)
             if "containers" in node:
-                found.append({"restartPolicy": policy, **node})
+                specs.append({"restartPolicy": policy, **node})
             for value in node.values():
                 walk(value, policy)
         elif isinstance(node, list):
             for value in node:
                 walk(value, policy)
 
-    walk(list(yaml.safe_load_all(done.stdout)), "")
-    return found
+    walk(list(yaml.safe_load_all(result.stdout)), "")
+    return specs
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_pods_are_taken_by_the_server_as_they_stand_in_the_manifest(server, config_file, kind, name):
+def test_the_server_accepts_the_pods_of_the_manifest(server, config_file, kind, name):
     for spec in pods_of(kind, name, config_file):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "run-0", "namespace": "ml"}, "spec": spec}
         job = {**pod, "apiVersion": "batch/v1", "kind": "Job", "spec": {"template": {"spec": spec}, "backoffLimit": 0}}
-        for one in (pod, job):
-            done = server.kubectl("create", "--dry-run=server", "--filename", "-", text=json.dumps(one))
-            assert done.returncode == 0, done.stderr
+        for manifest in (pod, job):
+            result = server.kubectl("create", "--dry-run=server", "--filename", "-", text=json.dumps(manifest))
+            assert result.returncode == 0, result.stderr
 
 
-def test_the_server_finds_what_schemas_do_not(server, config_file):
-    """A law on the test: were a volume missing or a key wrong, this server would say so."""
+def test_the_server_finds_errors_that_schemas_miss(server, config_file):
+    """Check of these tests: the server rejects a missing volume and a wrong key."""
     (spec, *_) = pods_of("jobset", "mounts", config_file)
     spec["volumes"] = spec["volumes"][:-1]
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "run", "namespace": "ml"}, "spec": spec}
-    done = server.kubectl("create", "--dry-run=server", "--filename", "-", text=json.dumps(pod))
-    assert done.returncode and "volumeMounts" in done.stderr and "Not found" in done.stderr
+    result = server.kubectl("create", "--dry-run=server", "--filename", "-", text=json.dumps(pod))
+    assert result.returncode and "volumeMounts" in result.stderr and "Not found" in result.stderr
     wrong = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "a", "namespace": "ml"}}
-    done = server.kubectl("create", "--filename", "-", text=json.dumps({**wrong, "spec": {"replicatedJob": []}}))
-    assert done.returncode and 'unknown field "replicatedJob"' in done.stderr
+    result = server.kubectl("create", "--filename", "-", text=json.dumps({**wrong, "spec": {"replicatedJob": []}}))
+    assert result.returncode and 'unknown field "replicatedJob"' in result.stderr
 
 
-def test_the_fields_of_a_pytorchjob_that_other_tests_know_are_those_of_the_package():
+def test_the_fields_of_a_pytorchjob_match_the_published_package():
     types = {"int": int, "str": str, "bool": bool}
     for name, known in (("PyTorchJobSpec", PYTORCHJOB), ("RunPolicy", RUN_POLICY), ("ElasticPolicy", ELASTIC_POLICY)):
-        found, keys, _ = kube_server.kube_schemas.fields(kube_server.MODELS, f"KubeflowOrgV1{name}")
-        for attribute, written in found.items():
+        types_of_fields, keys, _ = kube_server.kube_schemas.fields(kube_server.MODELS, f"KubeflowOrgV1{name}")
+        for attribute, written in types_of_fields.items():
             expected = types.get(written, list if written.startswith("list") else dict)
             assert known[keys[attribute]] is expected, attribute
         assert set(known) == set(keys.values())
 
 
 @pytest.mark.parametrize("kind", RESOURCES)
-def test_what_is_refused_leaves_nothing_behind(server, config_file, kind):
+def test_a_refused_launch_leaves_no_objects(server, config_file, kind):
     where, plural = f"full-{kind}", RESOURCES[kind]
     hard = {f"count/{plural}": "0"}
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few", "namespace": where}}
     server.create(namespace(where), {**quota, "spec": {"hard": hard}})
-    # what the quota's controller would write
+    # The quota's controller would write this status.
     status = {"status": {"hard": hard, "used": dict.fromkeys(hard, "0")}}
     patch = ["patch", "resourcequota", "few", "--namespace", where, "--subresource=status", "--type=merge"]
-    done = server.kubectl(*patch, "--patch", json.dumps(status))
-    assert done.returncode == 0, done.stderr
-    done = launch(server.config(), "kubernetes", config_file, *words_of(kind, "run", where))
-    assert_refused(done, "exceeded quota", f"count/{plural}", "ask for less")
+    result = server.kubectl(*patch, "--patch", json.dumps(status))
+    assert result.returncode == 0, result.stderr
+    result = launch(server.config(), "kubernetes", config_file, *arguments_of(kind, "run", where))
+    assert_refused(result, "exceeded quota", f"count/{plural}", "ask for less")
     assert ours(server, where) == []
 
 
-def test_a_name_that_is_taken_is_reported_and_what_has_it_stays(server, config_file):
-    words = ["kubernetes", config_file, *words_of("trainjob", "taken", "ml")]
-    assert launch(server.config(), *words).returncode == 0
+def test_a_name_in_use_is_reported_and_its_objects_stay(server, config_file):
+    arguments = ["kubernetes", config_file, *arguments_of("trainjob", "taken", "ml")]
+    assert launch(server.config(), *arguments).returncode == 0
     before = ours(server, "ml")
-    assert_refused(launch(server.config(), *words), "already exists", "--name")
-    # another kind has no configuration file of this name to trip over, but a runtime
-    assert_refused(launch(server.config(), "kubernetes", *words_of("trainjob", "taken", "ml")), "already exists")
+    assert_refused(launch(server.config(), *arguments), "already exists", "--name")
+    # Without a configuration file there is no ConfigMap of that name, but the runtime exists.
+    assert_refused(launch(server.config(), "kubernetes", *arguments_of("trainjob", "taken", "ml")), "already exists")
     assert ours(server, "ml") == before
     assert launch(server.config(), "stop", "kubernetes/ml/trainjob/taken").returncode == 0
 
 
-def test_a_namespace_or_a_kind_that_is_not_there_is_named(server, config_file):
-    done = launch(server.config(), "kubernetes", config_file, *words_of("pytorchjob", "run", "nowhere"))
-    assert_refused(done, 'namespaces "nowhere" not found', "launch.kubernetes.namespace")
-    mine = next(
-        one
-        for one in kube_server.kube_schemas.definitions(kube_server.MODELS)
-        if one["spec"]["names"]["kind"] == "JobSet"
-    )
-    assert server.kubectl("delete", "crd", mine["metadata"]["name"]).returncode == 0
+def test_a_missing_namespace_or_kind_is_named(server, config_file):
+    result = launch(server.config(), "kubernetes", config_file, *arguments_of("pytorchjob", "run", "nowhere"))
+    assert_refused(result, 'namespaces "nowhere" not found', "launch.kubernetes.namespace")
+    definitions = kube_server.kube_schemas.definitions(kube_server.MODELS)
+    jobset = next(definition for definition in definitions if definition["spec"]["names"]["kind"] == "JobSet")
+    assert server.kubectl("delete", "crd", jobset["metadata"]["name"]).returncode == 0
     try:
-        done = launch(server.config(), "kubernetes", config_file, *words_of("jobset", "run", "ml"))
-        assert_refused(done, "launch.kubernetes.kind")
+        result = launch(server.config(), "kubernetes", config_file, *arguments_of("jobset", "run", "ml"))
+        assert_refused(result, "launch.kubernetes.kind")
         assert_refused(launch(server.config(), "status", "kubernetes/ml/jobset/run"), "install its operator")
     finally:
-        server.define(mine)
+        server.define(jobset)
     assert ours(server, "ml") == []
 
 
 def allow(server, where: str, *rules: tuple[str, str, list[str]]) -> None:
-    """Let ``someone`` do these things (group, resource, verbs) in a new namespace."""
+    """Create a namespace in which the user ``someone`` has these rights: (group, resource, verbs)."""
     group = "rbac.authorization.k8s.io"
-    given = [{"apiGroups": [one], "resources": [what], "verbs": verbs} for one, what, verbs in rules]
+    rights = [{"apiGroups": [api], "resources": [resource], "verbs": verbs} for api, resource, verbs in rules]
     metadata = {"name": "some", "namespace": where}
     subject = {"kind": "User", "name": "someone", "apiGroup": group}
-    role = {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": metadata, "rules": given}
+    role = {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": metadata, "rules": rights}
     binding = {**role, "kind": "RoleBinding", "subjects": [subject]}
     del binding["rules"]
     server.create(namespace(where), role, {**binding, "roleRef": {"kind": "Role", "name": "some", "apiGroup": group}})
 
 
-def test_a_right_that_is_missing_is_reported_and_nothing_stays_that_may_be_taken_away(server, config_file):
+def test_a_missing_right_is_reported_and_created_objects_are_deleted(server, config_file):
     allow(server, "guest", ("", "configmaps", ["create", "delete", "get"]))
-    done = launch(server.config("someone"), "kubernetes", config_file, *words_of("pytorchjob", "run", "guest"))
-    assert_refused(done, "forbidden", "pytorchjobs", "someone", "ask who runs the cluster")
+    result = launch(server.config("someone"), "kubernetes", config_file, *arguments_of("pytorchjob", "run", "guest"))
+    assert_refused(result, "forbidden", "pytorchjobs", "someone", "ask who runs the cluster")
     assert ours(server, "guest") == []
     allow(server, "writer", ("", "configmaps", ["create"]))
-    done = launch(server.config("someone"), "kubernetes", config_file, *words_of("pytorchjob", "run", "writer"))
-    assert_refused(done, "forbidden", "configmap/run was made and could not be taken away")
+    result = launch(server.config("someone"), "kubernetes", config_file, *arguments_of("pytorchjob", "run", "writer"))
+    assert_refused(result, "forbidden", "configmap/run was made and could not be taken away")
     assert ours(server, "writer") == ["configmap/run"]
 
 
-def test_a_job_that_is_gone_and_one_without_pods_are_reported_at_once(server, config_file):
+def test_a_deleted_job_and_one_without_pods_are_reported_immediately(server, config_file):
     for verb in ("status", "logs", "stop"):
         began = time.monotonic()
         assert_refused(launch(server.config(), verb, "kubernetes/ml/pytorchjob/gone"), "not found", "has ended")
         assert time.monotonic() - began < patience.seconds(ANSWER_SECONDS)
-    done = launch(server.config(), "kubernetes", config_file, *words_of("jobset", "early", "ml"))
-    job = done.stdout.strip()
+    result = launch(server.config(), "kubernetes", config_file, *arguments_of("jobset", "early", "ml"))
+    job = result.stdout.strip()
     assert_refused(launch(server.config(), "logs", job), "has no pods")
     assert server.kubectl("delete", "jobset", "early", "--namespace", "ml").returncode == 0
     assert ours(server, "ml") == ["configmap/early"]
     assert_refused(launch(server.config(), "stop", job), "not found")
-    assert ours(server, "ml") == [], "stop takes away what a job that was deleted by hand has left"
+    assert ours(server, "ml") == [], "stop also deletes the remains of a job that was deleted by hand"
 
 
 @pytest.mark.parametrize("verb", ["kubernetes", "status", "logs", "stop"])
 @pytest.mark.parametrize("state", ["nobody listens", "nobody answers", "no such context", "no such user"])
-def test_a_cluster_that_cannot_be_asked_is_reported_within_the_limit(server, tmp_path, config_file, state, verb):
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are taken, and nothing is ever said
+def test_an_unreachable_cluster_is_reported_within_the_limit(server, tmp_path, config_file, state, verb):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never replies
         port = silent.getsockname()[1]
         if state == "nobody listens":
             silent.close()
@@ -262,10 +261,12 @@ def test_a_cluster_that_cannot_be_asked_is_reported_within_the_limit(server, tmp
         broken = kube_server.kubeconfig(server.url, token="wrong") if "user" in state else broken
         path = tmp_path / "kubeconfig"
         path.write_text(json.dumps(broken))
-        words = [config_file, *words_of("jobset", "run", "ml")] if verb == "kubernetes" else ["kubernetes/ml/jobset/a"]
+        arguments = (
+            [config_file, *arguments_of("jobset", "run", "ml")] if verb == "kubernetes" else ["kubernetes/ml/jobset/a"]
+        )
         began = time.monotonic()
-        done = launch(path, verb, *words)
+        result = launch(path, verb, *arguments)
         seconds = time.monotonic() - began
-    told = {"context": "use-context", "user": "log in", "nobody": "current-context"}
-    assert_refused(done, "kubectl", next(words for name, words in told.items() if name in state))
+    fixes = {"context": "use-context", "user": "log in", "nobody": "current-context"}
+    assert_refused(result, "kubectl", next(fix for name, fix in fixes.items() if name in state))
     assert seconds < ANSWER_SECONDS

@@ -1,7 +1,7 @@
-"""A run that is asked to stop loses no step: every phase, either rank, every signal, with our launcher and without.
+"""A stopped run loses no step, for every phase, rank and signal, with our launcher and with others.
 
-Launchers and ranks are forks of this process, so that none imports torch again. A phase is held open by a hook that
-touches ``ready`` and waits for ``go``, so that a signal always arrives in it.
+Launchers and ranks are forks of this process, which avoids importing torch again. A hook holds a phase open: it touches
+``ready`` and waits for ``go``, so the signal always arrives in that phase.
 """
 
 from __future__ import annotations
@@ -49,41 +49,41 @@ def trainer(folder: Path, phase: str, held_rank: int):
     return main
 
 
-def _launch(one, phase, held_rank):
+def _launch(run_config, phase, held_rank):
     environment.set_process_defaults(os.environ, 2, 2, alone=True)
-    folder = Path(one.job.dump_folder)
-    os._exit(local.launch(Loaded(one), 2, main=trainer(folder, phase, held_rank)))
+    folder = Path(run_config.job.dump_folder)
+    os._exit(local.launch(Loaded(run_config), 2, main=trainer(folder, phase, held_rank)))
 
 
-def _rank(one, phase, held_rank, rank, port):
+def _rank(run_config, phase, held_rank, rank, port):
     """One rank as torchrun or srun would start it."""
     environment.set_process_defaults(os.environ, 2, 2, alone=True)
     os.environ.update(environment.rank_environment(rank, 2, port, "foreign"), TORCHELASTIC_USE_AGENT_STORE="False")
     del os.environ["TORCHELASTIC_RUN_ID"]
-    folder = Path(one.job.dump_folder)
-    local.leave(local.run_rank(Loaded(one), trainer(folder, phase, held_rank), 2))
+    folder = Path(run_config.job.dump_folder)
+    local.leave(local.run_rank(Loaded(run_config), trainer(folder, phase, held_rank), 2))
 
 
-def run(one, phase="none", held_rank=-1):
-    Path(one.job.dump_folder).mkdir(parents=True, exist_ok=True)
-    return fork(_launch, one, phase, held_rank)
+def run(run_config, phase="none", held_rank=-1):
+    Path(run_config.job.dump_folder).mkdir(parents=True, exist_ok=True)
+    return fork(_launch, run_config, phase, held_rank)
 
 
-def run_foreign(one, phase="none", held_rank=-1):
+def run_foreign(run_config, phase="none", held_rank=-1):
     port = free_port()
-    Path(one.job.dump_folder).mkdir(parents=True, exist_ok=True)
-    return [fork(_rank, one, phase, held_rank, rank, port) for rank in range(2)]
+    Path(run_config.job.dump_folder).mkdir(parents=True, exist_ok=True)
+    return [fork(_rank, run_config, phase, held_rank, rank, port) for rank in range(2)]
 
 
-def check_cancelled(folder: Path, one) -> dict[int, tuple[float, str]]:
-    """Start again without a hook, and give what all steps came to."""
-    assert end(run(one)) == 0
+def check_cancelled(folder: Path, run_config) -> dict[int, tuple[float, str]]:
+    """Resume without a hook, and return the losses of all steps."""
+    assert end(run(run_config)) == 0
     return losses(folder)
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """What the steps of a run that nobody stopped came to."""
+    """Losses of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("straight")
     assert end(run(config(folder))) == 0
     assert record(folder)["code"] == 0 and len(losses(folder)) == STEPS
@@ -91,24 +91,24 @@ def straight(tmp_path_factory):
 
 
 PHASES = {"step": HELD, "warm-up": 1, "evaluation": HELD, "save": 2, "data": HELD - 1}
-"""Phase -> the step after which the run ends: the one in which it was asked, or the last whole one."""
+"""Phase -> the step after which the run ends: the step of the request, or the last complete one."""
 
 
 FIRST = [("step", 1), ("save", 0), ("data", 0)]
 
 
 def waits_for_lost_peers(loaded):
-    """As a rank that starts anew while its peers are gone: in C++, where no handler of Python's runs."""
+    """Wait in C++, where no Python signal handler runs, like a restarted rank whose peers are gone."""
     Path(loaded.config.job.dump_folder, f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     dist.HashStore().wait(["never set"], timedelta(hours=1))
 
 
-def _launch_waiting(one):
+def _launch_waiting(run_config):
     environment.set_process_defaults(os.environ, 2, 2, alone=True)
-    os._exit(local.launch(Loaded(one), 2, main=waits_for_lost_peers))
+    os._exit(local.launch(Loaded(run_config), 2, main=waits_for_lost_peers))
 
 
-def test_ranks_that_wait_for_lost_peers_at_their_start_end_long_before_the_grace_is_over(tmp_path):
+def test_starting_ranks_that_wait_for_lost_peers_end_before_the_grace_period(tmp_path):
     process = fork(_launch_waiting, config(tmp_path, grace=3600))
     wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)))
     os.kill(process.pid, signal.SIGTERM)
@@ -120,12 +120,12 @@ def test_ranks_that_wait_for_lost_peers_at_their_start_end_long_before_the_grace
     ("phase", "held_rank"),
     cases(FIRST, nightly=[(phase, rank) for phase in PHASES for rank in (0, 1) if (phase, rank) not in FIRST]),
 )
-def test_a_run_that_is_asked_in_any_phase_saves_and_loses_no_step(tmp_path, straight, phase, held_rank):
-    one = config(tmp_path)
-    process = run(one, phase, held_rank)
+def test_a_stop_request_in_any_phase_saves_and_loses_no_step(tmp_path, straight, phase, held_rank):
+    run_config = config(tmp_path)
+    process = run(run_config, phase, held_rank)
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, signal.SIGTERM)
-    time.sleep(0.1)  # so that the request is there before the phase continues; later it would stop one step later
+    time.sleep(0.1)  # the request must arrive before the phase continues, or the run stops one step later
     (tmp_path / "go").touch()
     assert end(process) == record(tmp_path)["code"] == 75
     assert record(tmp_path)["class"] == "Preempted" and record(tmp_path)["retryable"]
@@ -133,12 +133,12 @@ def test_a_run_that_is_asked_in_any_phase_saves_and_loses_no_step(tmp_path, stra
     assert record(tmp_path)["rank"] is None, "no rank is to blame for a request"
     assert no_orphans(tmp_path)
     if held_rank == 1:
-        assert check_cancelled(tmp_path, one) == straight
+        assert check_cancelled(tmp_path, run_config) == straight
 
 
 @pytest.mark.parametrize("whom", cases(["all"], nightly=["launcher"]))
-def test_a_process_that_prepares_data_and_hangs_does_not_keep_its_rank(tmp_path, whom):
-    """As Slurm does it, the signal may go to every process there is."""
+def test_a_hanging_data_worker_does_not_block_its_rank(tmp_path, whom):
+    """Slurm, for example, may send the signal to every process."""
     process = run(config(tmp_path, dataloader=DataLoaderOptions(num_workers=1, prefetch_factor=1)), "worker", 0)
     wait_for((tmp_path / "pid-worker").exists)
     wait_for(lambda: len(losses(tmp_path)) == HELD - 1 if (tmp_path / "metrics.jsonl").exists() else False)
@@ -152,12 +152,12 @@ def test_a_process_that_prepares_data_and_hangs_does_not_keep_its_rank(tmp_path,
 
 
 @pytest.mark.parametrize("number", cases([signal.SIGUSR1], nightly=[signal.SIGUSR2, signal.SIGHUP, signal.SIGINT]))
-def test_every_signal_that_asks_for_an_end_is_the_same(tmp_path, number):
-    before_it = signal.signal(number, signal.SIG_DFL)  # under nohup, whose children leave SIGHUP ignored
+def test_every_stop_signal_has_the_same_effect(tmp_path, number):
+    previous = signal.signal(number, signal.SIG_DFL)  # nohup makes child processes ignore SIGHUP
     try:
         process = run(config(tmp_path), "data", 0)
     finally:
-        signal.signal(number, before_it)
+        signal.signal(number, previous)
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, number)
     assert end(process) == 75
@@ -167,7 +167,7 @@ def test_every_signal_that_asks_for_an_end_is_the_same(tmp_path, number):
 
 @pytest.mark.parametrize("phase", cases(["data"], nightly=["step"]))
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, phase):
-    """Rank 1 waits for data or computes, and rank 0 waits for it in a collective: rank 0 alone is asked."""
+    """Only rank 0 receives the signal, while it waits in a collective for rank 1, which loads data or computes."""
     process = run(config(tmp_path), phase, 1)
     wait_for((tmp_path / "ready").exists)
     os.kill(int((tmp_path / "pid-0").read_text()), signal.SIGUSR1)
@@ -179,7 +179,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, phase):
 
 
 @pytest.mark.parametrize("mesh", cases([{"tensor_parallel_degree": 2}], nightly=[{}, {"pipeline_parallel_degree": 2}]))
-def test_without_our_launcher_ranks_agree_among_themselves(tmp_path, mesh):
+def test_ranks_of_another_launcher_agree_on_the_step_to_stop_at(tmp_path, mesh):
     ranks = run_foreign(config(tmp_path, parallelism=mesh, local_batch_size=8 if mesh else 4), "step", 0)
     wait_for((tmp_path / "ready").exists)
     os.kill(ranks[1].pid, signal.SIGTERM)
@@ -190,8 +190,8 @@ def test_without_our_launcher_ranks_agree_among_themselves(tmp_path, mesh):
     assert newest(tmp_path) == HELD
 
 
-def test_a_save_that_takes_longer_than_the_grace_leaves_the_older_one(tmp_path):
-    """Step 4 is being saved for longer than anybody waits."""
+def test_a_save_that_exceeds_the_grace_period_keeps_the_previous_checkpoint(tmp_path):
+    """The save of step 4 outlasts the grace period."""
     process = run(config(tmp_path, grace=3), "slow second save")
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, signal.SIGTERM)
@@ -200,7 +200,7 @@ def test_a_save_that_takes_longer_than_the_grace_leaves_the_older_one(tmp_path):
     assert newest(tmp_path) == 2 and no_orphans(tmp_path)
 
 
-def test_a_save_that_is_known_to_take_longer_than_the_grace_is_not_begun(tmp_path):
+def test_a_save_expected_to_exceed_the_grace_period_is_not_started(tmp_path):
     process = run(config(tmp_path, grace=4), "slow save")
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, signal.SIGTERM)
@@ -212,23 +212,23 @@ def test_a_save_that_is_known_to_take_longer_than_the_grace_is_not_begun(tmp_pat
     assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*")) == ["step-2"]
 
 
-def test_two_interrupts_end_the_run_at_once(tmp_path):
+def test_two_interrupts_end_the_run_immediately(tmp_path):
     process = run(config(tmp_path, grace=round(patience.seconds(60))), "step", 0)
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, signal.SIGINT)
     time.sleep(3 * ONE_REQUEST_SECONDS)
     assert process.is_alive()
     os.kill(process.pid, signal.SIGINT)
-    process.join(patience.seconds(20))  # not the grace
+    process.join(patience.seconds(20))  # shorter than the grace period
     assert end(process) == record(tmp_path)["code"] == 76
     assert newest(tmp_path) == 2 and no_orphans(tmp_path)
 
 
-def test_an_interrupt_of_a_whole_process_group_is_one_request(tmp_path):
+def test_an_interrupt_of_the_process_group_is_one_request(tmp_path):
     process = run(config(tmp_path, grace=round(patience.seconds(60))), "step", 0)
     wait_for((tmp_path / "ready").exists)
     pids = [process.pid, *(int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2))]
-    for pid in pids:  # as a terminal sends it; the launcher passes its own on
+    for pid in pids:  # as a terminal does; the launcher also forwards its signal
         os.kill(pid, signal.SIGINT)
     (tmp_path / "go").touch()
     assert end(process) == record(tmp_path)["code"] == 75
@@ -249,24 +249,24 @@ def test_a_request_after_the_last_step_is_not_a_failure(tmp_path, saves):
 @pytest.mark.parametrize(
     ("first_saves", "second_saves"), cases([(True, True), (False, False)], nightly=[(True, False), (False, True)])
 )
-def test_a_second_run_leaves_the_folder_of_the_first_as_it_is(tmp_path, first_saves, second_saves):
-    """Without checkpoints two runs would write one metrics.jsonl."""
+def test_a_second_run_does_not_change_the_folder_of_the_first(tmp_path, first_saves, second_saves):
+    """Without checkpoints, too: otherwise both runs would write to one metrics.jsonl."""
     process = run(config(tmp_path, enable=first_saves), "step", 0)
     wait_for((tmp_path / "ready").exists)
-    left = {path: path.read_bytes() for path in (tmp_path / "logs").iterdir()}
+    log_files = {path: path.read_bytes() for path in (tmp_path / "logs").iterdir()}
     holder = (tmp_path / "pid-0").read_text()
     second_config = config(tmp_path, enable=second_saves)
     second = run(second_config)
     assert end(second) == 2
     assert not (tmp_path / "exit.json").exists()
-    assert all(b"error" not in path.read_bytes()[len(before) :] for path, before in left.items())
-    told = judge(Loaded(second_config), machine.this_machine(Loaded(second_config), 2)).lines
-    assert any(f"is being written by process {holder} on" in line for line in told), told
+    assert all(b"error" not in path.read_bytes()[len(before) :] for path, before in log_files.items())
+    lines = judge(Loaded(second_config), machine.this_machine(Loaded(second_config), 2)).lines
+    assert any(f"is being written by process {holder} on" in line for line in lines), lines
     (tmp_path / "go").touch()
     assert end(process) == record(tmp_path)["code"] == 0
 
 
-def test_two_interrupts_end_a_rank_without_our_launcher_at_once(tmp_path):
+def test_two_interrupts_immediately_end_ranks_of_another_launcher(tmp_path):
     ranks = run_foreign(config(tmp_path), "step", 0)
     wait_for((tmp_path / "ready").exists)
     for _ in range(2):
@@ -279,13 +279,13 @@ def test_two_interrupts_end_a_rank_without_our_launcher_at_once(tmp_path):
 
 @pytest.mark.parametrize("phase", cases(["data"], nightly=["slow steps"]))
 def test_a_run_saves_itself_before_its_slurm_job_ends(tmp_path, monkeypatch, phase):
-    # time to start, take steps and save on a machine as busy as this one is; all of it is waited for
+    # Enough time to start, train and save on a machine as busy as this one. The test waits for all of it.
     finish = time.time() + min(90.0, patience.seconds(6))
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(finish)))
-    one = config(tmp_path, steps=100_000, on_data_end="repeat")
-    # a job may be longer than the silence that is taken for a hang
-    one = dataclasses.replace(one, comm=dataclasses.replace(one.comm, hang_timeout_seconds=0))
-    assert end(run(one, phase, 0)) == 75
+    run_config = config(tmp_path, steps=100_000, on_data_end="repeat")
+    # The job may last longer than the hang timeout.
+    run_config = dataclasses.replace(run_config, comm=dataclasses.replace(run_config.comm, hang_timeout_seconds=0))
+    assert end(run(run_config, phase, 0)) == 75
     saved = tmp_path / "checkpoint" / f"step-{newest(tmp_path)}"
     assert saved.stat().st_mtime < finish
     assert "the end of the Slurm job" in record(tmp_path)["message"]
@@ -297,20 +297,21 @@ def test_a_run_saves_itself_before_its_slurm_job_ends(tmp_path, monkeypatch, pha
     by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal",
 )
 def test_a_job_that_is_requeued_after_each_step_has_one_loss_curve(tmp_path, straight, monkeypatch):
-    """As Slurm does it: the same command under the same job id, and another count of restarts."""
+    """Like Slurm, repeat the same command with the same job id and an incremented restart count."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    one = config(tmp_path)
+    run_config = config(tmp_path)
     for requeued in range(STEPS - 1):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(requeued))
-        assert end(run(one, "ask itself", requeued % 2)) == record(tmp_path)["code"] == 75
+        assert end(run(run_config, "signals itself", requeued % 2)) == record(tmp_path)["code"] == 75
         assert newest(tmp_path) == requeued + 1 == max(losses(tmp_path))
-    assert check_cancelled(tmp_path, one) == straight
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == STEPS, "no step twice, none missing"
-    told = account(attempts_of(events.read(tmp_path)[0]))
-    assert (told.attempts, told.failures) == (STEPS, 0) and told.seconds["lost"] == 0 and told.idle_seconds > 0
+    assert check_cancelled(tmp_path, run_config) == straight
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == STEPS, "a step is missing or repeated"
+    accounted = account(attempts_of(events.read(tmp_path)[0]))
+    assert (accounted.attempts, accounted.failures) == (STEPS, 0)
+    assert accounted.seconds["lost"] == 0 and accounted.idle_seconds > 0
 
 
-def test_without_checkpoints_there_is_nothing_to_wait_for(tmp_path):
+def test_without_checkpoints_a_run_stops_immediately(tmp_path):
     process = run(config(tmp_path, enable=False), "data", 0)
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, signal.SIGTERM)
@@ -321,8 +322,8 @@ def test_without_checkpoints_there_is_nothing_to_wait_for(tmp_path):
     assert no_orphans(tmp_path)
 
 
-def test_ranks_save_when_torchrun_itself_is_ended_by_the_signal(tmp_path):
-    """torchrun does not handle SIGUSR1, dies of it, and would leave its ranks behind."""
+def test_ranks_save_when_the_signal_kills_torchrun(tmp_path):
+    """torchrun has no handler for SIGUSR1: the signal kills it and would leave its ranks behind."""
     port = free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
     options = {
@@ -331,9 +332,9 @@ def test_ranks_save_when_torchrun_itself_is_ended_by_the_signal(tmp_path):
         "training.on_data_end": "repeat",
         "checkpoint.enable": "true", "checkpoint.interval": 100_000, "metrics.log_freq": 1,
     }  # fmt: skip
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    arguments = [argument for name, value in options.items() for argument in (f"--{name}", str(value))]
     process = subprocess.Popen(
-        [*command, "-m", "shardtrain", "train", *words],
+        [*command, "-m", "shardtrain", "train", *arguments],
         env={**os.environ, "PYTHONPATH": str(Path(local.__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -349,9 +350,9 @@ def test_ranks_save_when_torchrun_itself_is_ended_by_the_signal(tmp_path):
     assert newest(tmp_path) == max(losses(tmp_path))
 
 
-def _signalled_after_its_end(told):
-    """A process whose run has ended, and which is then told that others ended: those that prepared its data."""
-    sys.stderr = told.open("w", buffering=1)
+def _signalled_after_its_end(stderr_file):
+    """End a run, then receive SIGCHLD (as from data workers that exit), SIGTERM and SIGINT."""
+    sys.stderr = stderr_file.open("w", buffering=1)
     stop = signals.listen(30, can_save=True, hurry=lambda _: None)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     stop.end()
@@ -361,8 +362,8 @@ def _signalled_after_its_end(told):
     os._exit(0)
 
 
-def test_a_signal_after_the_end_of_a_run_prints_no_trace(tmp_path):
-    process = multiprocessing.get_context("fork").Process(target=_signalled_after_its_end, args=(tmp_path / "told",))
+def test_a_signal_after_the_end_of_a_run_prints_no_traceback(tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=_signalled_after_its_end, args=(tmp_path / "stderr",))
     process.start()
     process.join(patience.seconds(30))
-    assert process.exitcode == 0 and (tmp_path / "told").read_text() == ""
+    assert process.exitcode == 0 and (tmp_path / "stderr").read_text() == ""

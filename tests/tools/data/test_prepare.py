@@ -290,7 +290,7 @@ def test_a_file_that_changes_meanwhile_stops_it(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "o" / "index.json").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_storage_error(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", texts(3))
     with pytest.raises(StorageError, match="cannot write .*; the same command continues where it stopped"):
         prepare.main(["--output", str(path / "below" / "a" / "file"), *words_for(path)])
