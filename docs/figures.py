@@ -127,6 +127,27 @@ def transfer_seconds(direction: str) -> str:
     return f"{read('hub_transfer_cpu')[direction]['median_seconds']:.1f}"
 
 
+def save_table() -> str:
+    """Return a table of the plans of saves: CPU seconds, memory, message and manifest by model and mesh."""
+    lines = ["| Model and mesh | Ranks | Plan, CPU s | Plan, MiB | Sent by a rank, bytes | Manifest, MB |"]
+    lines.append("|---|---:|---:|---:|---:|---:|")
+    for name, row in read("scale_cpu")["saving"].items():
+        plan = f"{row['plan_cpu_seconds']:.2f} | {row['plan_mib']:.0f}"
+        sent, manifest = max(row["said_bytes"]), row["manifest_bytes"] / 1e6
+        lines.append(f"| {name} | {row['ranks']:,} | {plan} | {sent} | {manifest:.1f} |")
+    return "\n".join(lines)
+
+
+def resume_table() -> str:
+    """Return a table of resumes: CPU seconds, memory and files of a rank by the meshes that saved and that resume."""
+    lines = ["| Saved on, resumed on | CPU s of a rank | MiB | Pieces | Files | Bytes read for each needed |"]
+    lines.append("|---|---:|---:|---:|---:|---:|")
+    for name, row in read("scale_cpu")["resuming"].items():
+        cost = f"{row['cpu_seconds']:.1f} | {row['mib']:.0f}"
+        lines.append(f"| {name} | {cost} | {row['pieces']:,} | {row['files']:,} | {row['read_for_needed']:.1f} |")
+    return "\n".join(lines)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "gpu.8b.tokens": lambda: gpu_tokens("8B of five rows"),
     "gpu.8b.mfu": lambda: gpu_mfu("8B of five rows"),
@@ -151,6 +172,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "real_sizes.loss": lambda: str(claim("real_sizes", "worst_loss")),
     "real_sizes.norm": lambda: str(claim("real_sizes", "worst_gradient_norm")),
     "plan.memory_percent": lambda: str(claim("plan_memory", "worst_percent")),
+    "scale.save_table": save_table,
+    "scale.resume_table": resume_table,
     "scale.save_plan_seconds": lambda: f"{read('scale_cpu')['saving']['405B fsdp 2048 tp 8']['plan_cpu_seconds']:.0f}",
 }
 
