@@ -58,6 +58,24 @@ def gpu_mfu(case: str) -> str:
     return f"{100 * _gpu(case)['mfu']:.1f}"
 
 
+GPU_CASES = {
+    "1B compiled": "Llama 1B, 8 rows",
+    "3B compiled": "Llama 3B, 4 rows",
+    "8B of five rows": "Llama 3.1 8B, 5 rows",
+    "8B of five rows float8": "Llama 3.1 8B in float8, 5 rows",
+    "8B recomputed": "Llama 3.1 8B, every layer recomputed, 4 rows",
+    "8B rounded by chance": "the same with stochastic rounding of weights and state",
+}
+
+
+def gpu_table() -> str:
+    """Return a table of cases on one GPU: tokens per second, utilization and memory."""
+    lines = ["| Model, sequences of 4,096 tokens | tokens/s | MFU | Peak memory, GiB |", "|---|---:|---:|---:|"]
+    for case, title in GPU_CASES.items():
+        lines.append(f"| {title} | {gpu_tokens(case)} | {gpu_mfu(case)} % | {_gpu(case)['peak_memory_gib']:.1f} |")
+    return "\n".join(lines)
+
+
 # Other trainers on a CPU: benchmarks/peers.py
 
 
@@ -149,6 +167,7 @@ def resume_table() -> str:
 
 
 FIGURES: dict[str, Callable[[], str]] = {
+    "gpu.table": gpu_table,
     "gpu.8b.tokens": lambda: gpu_tokens("8B of five rows"),
     "gpu.8b.mfu": lambda: gpu_mfu("8B of five rows"),
     "gpu.8b_float8.tokens": lambda: gpu_tokens("8B of five rows float8"),
