@@ -1,19 +1,19 @@
-"""A search that never ends: random configurations, each refused before a rank starts, or equal to one process.
+"""Search random configurations for one that is neither refused before ranks start nor equal to one process.
 
-    python tests/search.py --seed 1 --count 500          search; 0 where nothing was found, else 1
-    python tests/search.py --families llama4,gpt_oss     search these families alone
-    python tests/search.py --features all                with features that are drawn where asked for
-    python tests/search.py --try --parallelism...        one configuration, given by its options
+    python tests/search.py --seed 1 --count 500          search; exit status 1 if a fault was found
+    python tests/search.py --families llama4,gpt_oss     search only these families
+    python tests/search.py --features all                also draw the features of search_more.py
+    python tests/search.py --try --parallelism...        judge one configuration, given by its options
 
-A third verdict is a fault, and is one of these: ``differs`` without a word, ``crashes``, ``hangs``, ``refused late``
-(after ranks have started) or ``refused without need`` (no rule that ``search_space.broken`` knows is broken, or the
-refusal names an option that breaks none). A fault is shrunk: options are dropped, degrees and sizes made smaller, for
-as long as it stays. Cases are those of ``search_space.draw``: number N of a seed is the same in every run.
+Every other verdict is a fault: ``differs`` (silently), ``crashes``, ``hangs``, ``refused late`` (after ranks have
+started) or ``refused without need`` (the case breaks no rule of ``search_space.broken``, or the refusal names an option
+that breaks none). The search shrinks a fault: it drops options and reduces degrees and sizes while the fault persists.
+Case number N of a seed (``search_space.draw``) is the same in every run.
 
-Compared are two steps of the trainer itself: losses to 1e-5, the gradient norm to 1e-6 of itself, each gradient to 1e-5
-of its norm or of a twentieth of the norm of all, whichever is more, weights after the steps to 1e-6; reduced precision
-as loosely as it rounds, see ``TOLERANCES``. Where a case has a second mesh, the run is saved after a step, ends, and
-continues there, and is compared with one that went through.
+The comparison covers two steps of the trainer: losses to 1e-5, the gradient norm to a relative 1e-6, and weights after
+the steps to 1e-6. Each gradient must agree to 1e-5 of its own norm or of a twentieth of the global norm, whichever is
+larger. Reduced precision has wider tolerances, see ``TOLERANCES``. A case with a second mesh is saved after one step,
+resumed on that mesh, and compared with an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # as a program the tests are not on the path, and nor is the package of this tree
+if __name__ == "__main__":  # as a script, Python puts tests/ on the path but not the repository root
     sys.path[:0] = [str(Path(__file__).parents[1])]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 import torch.distributed as dist
 from search_case import CP, DDP, FAMILIES, FSDP, LOCAL, NEWER, PP, SEQ, SHAPES, STEPS, TP, UNSET, A, Case, M, P
@@ -65,14 +66,14 @@ from shardtrain.utils.errors import ConfigError, PeerError, ShardtrainError
 
 ROOT = Path(__file__).parents[1]
 IDLE_SECONDS = 60
-"""Ranks of which none used the processor for so long hang: on a busy machine they are slow, and use it."""
-AT_ONCE = 8
-"""Cases that one set of ranks runs, one after the other: what PyTorch learns of a mesh is then paid once."""
+"""Ranks hang if none of them used the processor for this long. Ranks on a busy machine are slow but do use it."""
+JOBS_PER_START = 8
+"""Number of jobs that one set of rank processes runs in sequence, to pay for PyTorch's warm-up on a mesh once."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far numbers may be from those of one process."""
+    """Allowed distance from the results of one process."""
 
     loss: float
     norm: float
@@ -85,28 +86,28 @@ TOLERANCES = {
     "float32": Tolerance(loss=1e-5, norm=1e-6, gradient=1e-5, weight=1e-6),
     # Newton-Schulz steps raise the noise of small singular values a hundredfold
     "Muon": Tolerance(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-5),
-    # a new head on a tiny model: gradients of norm 20 to 60, so that float32's rounding of the first step is 3e-6 of
-    # the second one's norm; in float64 the same cases agree to 1e-15
+    # A new head on a tiny model has gradients of norm 20 to 60. Float32 rounding in the first step then changes the
+    # norm of the second step by 3e-6. In float64 the same cases agree to 1e-15.
     "steep": Tolerance(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-5),
-    # eight bits of a number: enough to see a missing term, a wrong scale or a batch left out
+    # 8-bit mantissas: precise enough to detect a missing term, a wrong scale or a skipped batch
     "reduced": Tolerance(loss=2e-2, norm=5e-2, gradient=0.15, weight=3e-2),
-    # a number of float8 that lies at the middle of two becomes the other, an eighth away: of the 1,000 numbers of
-    # these weights one such moves a gradient by 4e-3 of itself. An update is a gradient over its own size: where that
-    # is all but zero the update may turn around, by twice the rate of 1e-2
+    # A value halfway between two float8 values can round to the other one, an eighth away. One such value among the
+    # 1,000 of these weights changes a gradient by 4e-3 of its norm. An update is a gradient divided by its own size,
+    # so an update near zero can change its sign, which is twice the learning rate of 1e-2.
     "float8": Tolerance(loss=1e-3, norm=1e-2, gradient=3e-2, weight=2e-2),
-    # the same of numbers of the state, of which the second update is made: 1/256 of it, and its rate is 1e-2
+    # The second update depends on rounded optimizer state: a relative 1/256 of an update at a learning rate of 1e-2.
     "16 bits": Tolerance(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-4),
-    # and there 1/64 of the largest number of a block, in both means
+    # 1/64 of the largest value of a block, in both moments
     "8 bits": Tolerance(loss=1e-5, norm=1e-5, gradient=1e-5, weight=5e-4),
 }
 
 MOST = Tolerance(loss=1e-3, norm=1e-3, gradient=1e-3, weight=1e-3)
-"""Of a model in float32 that amplifies rounding: see ``widened``."""
+"""Widest tolerance for a float32 model that amplifies rounding errors: see ``widened``."""
 
 
 @dataclass
 class Numbers:
-    """What one rank saw of a run."""
+    """Results of a run as one rank saw them."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -118,27 +119,33 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Job:
-    """Steps of one configuration; a continued run has a folder, and ends itself after ``stop_after`` steps."""
+    """A run of one configuration.
+
+    Attributes:
+        loaded: The configuration.
+        stop_after: Stop after this many steps, as if killed, so a later job can resume. None to run to the end.
+        constants: Module constants to override, by dotted name.
+        shaken: True to move each initial weight to the next larger or smaller float.
+    """
 
     loaded: Loaded
     stop_after: int | None = None
     constants: Mapping[str, int] = field(default_factory=dict)
     shaken: bool = False
-    """Whether each weight begins as the next number above or below its own."""
 
     @property
     def has_folder(self) -> bool:
-        """Whether it does more than steps: what a whole run does between them, in a folder of its own."""
+        """True if the job needs a complete run with its own dump folder, because it does more than training steps."""
         c = self.loaded.config
         between = c.validation.enable or c.metrics.sample_freq or c.training.replica_check_interval
-        # frozen weights are packed, and DoRA's lengths of their rows taken, when they are loaded
+        # loading weights packs the frozen ones and computes DoRA's row norms
         packed = c.lora.base_dtype != "training" or c.lora.use_dora
         return bool(c.checkpoint.enable or packed or c.training.epochs or c.training.on_data_end == "stop" or between)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Ranks that gave no numbers: ``kind`` is crashes, hangs or refused late."""
+    """A run without results. ``kind`` is "crashes", "hangs" or "refused late"."""
 
     kind: str
     text: str
@@ -153,18 +160,18 @@ class Verdict:
 
     @property
     def is_fault(self) -> bool:
-        """Whether it is neither of the two that may be."""
+        """True unless the case was refused or equal."""
         return self.kind not in ("refused", "equal")
 
 
 class _Stopped(Exception):
-    """Ends a run between two steps, as a kill would."""
+    """Raised between two steps to end a run, as a kill would."""
 
 
 def steps_of(rank: int, job: Job) -> Numbers:
-    """Run a job as one rank whose process group exists."""
+    """Run a job as one rank, in an existing process group."""
     found = Numbers()
-    torch.compiler.reset()  # what a job before compiled, and its lengths, are not what this one's graphs are made of
+    torch.compiler.reset()  # graphs and sequence lengths of an earlier job must not affect this one
     world = World(rank, dist.get_world_size(), rank, torch.device("cpu"))
     original_step, original_run = trainer.step, Validator.run
 
@@ -174,19 +181,20 @@ def steps_of(rank: int, job: Job) -> Numbers:
         if not found.initial:
             if job.shaken:
                 _shake(run)
-            found.initial = _whole(run)
+            found.initial = _full_weights(run)
             _keep_gradients(run, found.gradients)
         outcome = original_step(run)
         if outcome is not None:
             total = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item()
             found.losses.append(total / max(1, outcome.global_tokens))
             found.norms.append(outcome.grad_norm)
-            found.final = _whole(run)
+            found.final = _full_weights(run)
         return outcome
 
     def validate(validator: Validator, at: int) -> Evaluation | None:
         evaluation = original_run(validator, at)
-        found.validations += [evaluation.loss] if evaluation is not None else []
+        if evaluation is not None:
+            found.validations.append(evaluation.loss)
         return evaluation
 
     with _constants(job.constants):
@@ -210,24 +218,21 @@ def steps_of(rank: int, job: Job) -> Numbers:
 
 @contextmanager
 def _constants(values: Mapping[str, int]) -> Iterator[None]:
-    places = [(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in values]
-    before = [getattr(module, name) for module, name in places]
-    try:
-        for (module, name), value in zip(places, values.values(), strict=True):
-            setattr(module, name, value)
+    """Override module constants, given by their dotted names, for the duration of the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            module, _, constant = name.rpartition(".")
+            patch.setattr(importlib.import_module(module), constant, value)
         yield
-    finally:
-        for (module, name), value in zip(places, before, strict=True):
-            setattr(module, name, value)
 
 
-def _whole(run: trainer.Run) -> dict[str, Tensor]:
+def _full_weights(run: trainer.Run) -> dict[str, Tensor]:
     return {name: to_full(p.detach()).float().clone() for name, p in run.runner.parameters().items()}
 
 
 @torch.no_grad()
 def _shake(run: trainer.Run) -> None:
-    """Move each weight to the next number above or below, as chance has it: no step of rounding is smaller."""
+    """Move each weight to the next larger or smaller float, at random: the smallest possible rounding error."""
     generator = torch.Generator().manual_seed(0)
     for parameter in run.runner.parameters().values():
         local = local_tensor(parameter)
@@ -237,6 +242,7 @@ def _shake(run: trainer.Run) -> None:
 
 
 def _keep_gradients(run: trainer.Run, kept: dict[str, Tensor]) -> None:
+    """Copy the gradients of the first optimizer step into ``kept``."""
     update = run.runner.update
 
     def first(optimizer: torch.optim.Optimizer) -> None:
@@ -249,15 +255,15 @@ def _keep_gradients(run: trainer.Run, kept: dict[str, Tensor]) -> None:
 
 
 def run_jobs(num_ranks: int, jobs: Sequence[Job]) -> Iterator[list[Numbers] | Failure]:
-    """What the ranks saw of each job; a failure ends them, and others run the jobs that are left."""
+    """Yield the results of each job, one entry per rank. After a failure, new rank processes run the remaining jobs."""
     done = 0
     while done < len(jobs):
-        for answer in _run_some(num_ranks, jobs[done : done + AT_ONCE]):
+        for answer in _run_until_failure(num_ranks, jobs[done : done + JOBS_PER_START]):
             yield answer
             done += 1
 
 
-def _run_some(num_ranks: int, jobs: Sequence[Job]) -> Iterator[list[Numbers] | Failure]:
+def _run_until_failure(num_ranks: int, jobs: Sequence[Job]) -> Iterator[list[Numbers] | Failure]:
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
@@ -287,9 +293,9 @@ def _run_some(num_ranks: int, jobs: Sequence[Job]) -> Iterator[list[Numbers] | F
 
 
 def _answer_of_all(receivers: list[Any], pids: list[int]) -> list[Numbers] | Failure:
-    """One answer of each rank, or why there is none: of several errors the one that is not about a lost peer."""
+    """Return one answer per rank, or a failure. Among several errors, one that is not about a lost peer comes first."""
     answers: dict[int, tuple[str, Any]] = {}
-    used, since, grace = 0.0, time.monotonic(), 0.0
+    used_seconds, last_use, grace = 0.0, time.monotonic(), 0.0
     while len(answers) < len(receivers):
         waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in answers]
         for receiver in multiprocessing.connection.wait(waiting, timeout=0.5):
@@ -298,16 +304,19 @@ def _answer_of_all(receivers: list[Any], pids: list[int]) -> list[Numbers] | Fai
                 answers[rank] = pickle.loads(receivers[rank].recv_bytes())
             except EOFError:
                 answers[rank] = ("crashes", "a rank died")
-        now, failed = time.monotonic(), any(kind != "numbers" for kind, _ in answers.values())
-        if failed:
-            grace = grace or now + 3.0  # the others may be about to say more; some wait for a peer that is gone
+        now = time.monotonic()
+        has_failed = any(kind != "numbers" for kind, _ in answers.values())
+        if has_failed:
+            # other ranks may be about to report the cause; some wait for a peer that has exited and never answer
+            grace = grace or now + 3.0
             if now > grace:
                 break
         seconds = sum(_cpu_seconds(pid) for pid in pids)
-        if seconds > used + 0.05:
-            used, since = seconds, now
-        if now - since > IDLE_SECONDS:
-            return Failure("hangs", f"{len(receivers) - len(answers)} of {len(receivers)} ranks wait for ever")
+        if seconds > used_seconds + 0.05:
+            used_seconds, last_use = seconds, now
+        if now - last_use > IDLE_SECONDS:
+            waiting_ranks = len(receivers) - len(answers)
+            return Failure("hangs", f"{waiting_ranks} of {len(receivers)} ranks hang")
     errors = [answer for answer in answers.values() if answer[0] != "numbers"]
     if not errors:
         return [answers[rank][1] for rank in range(len(receivers))]
@@ -327,7 +336,7 @@ def _rank(rank: int, num_ranks: int, folder: str, sender: Any, jobs: Sequence[Jo
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
-    # what went wrong is sent; warnings of PyTorch are not what is searched for
+    # errors are sent through the pipe, and PyTorch's warnings are not of interest
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         store = dist.FileStore(f"{folder}/store", num_ranks)
@@ -349,56 +358,72 @@ def _rank(rank: int, num_ranks: int, folder: str, sender: Any, jobs: Sequence[Jo
 
 
 def differences(found: Numbers, expected: Numbers, tolerance: Tolerance) -> list[str]:
-    """Every way in which a rank's numbers are not those of one process."""
-    wrong = [f"initial {name}" for name, w in found.initial.items() if not torch.equal(w, expected.initial[name])]
-    for what, mine, theirs, limit in (
+    """Describe every difference between the results of a rank and those of one process. NaN always differs."""
+    lines = [
+        f"initial {name}" for name, weight in found.initial.items() if not torch.equal(weight, expected.initial[name])
+    ]
+    scalars = (
         ("loss", found.losses, expected.losses, [tolerance.loss] * len(expected.losses)),
         ("norm", found.norms, expected.norms, [tolerance.norm * norm for norm in expected.norms]),
         ("validation", found.validations, expected.validations, [tolerance.loss] * len(expected.validations)),
-    ):
-        if len(mine) != len(theirs):
-            wrong.append(f"{len(mine)} {what}s for {len(theirs)}")
-        wrong += [
-            f"{what} {step}: {a!r} for {b!r}"
-            for step, (a, b, allowed) in enumerate(zip(mine, theirs, limit, strict=False), 1)
-            if not abs(a - b) <= allowed
-        ]
-    floor = sum(float(gradient.square().sum()) for gradient in expected.gradients.values()) ** 0.5 / 20
+    )
+    for name, values, expected_values, limits in scalars:
+        if len(values) != len(expected_values):
+            lines.append(f"{len(values)} {name}s instead of {len(expected_values)}")
+        for step, (value, expected_value, limit) in enumerate(zip(values, expected_values, limits, strict=False), 1):
+            if not abs(value - expected_value) <= limit:
+                lines.append(f"{name} {step}: {value!r} instead of {expected_value!r}")
+    floor = _global_norm(expected) / 20
     for name, gradient in found.gradients.items():
-        theirs_norm = float(expected.gradients[name].norm())
+        norm = float(expected.gradients[name].norm())
         error = float((gradient - expected.gradients[name]).norm())
-        if not error <= tolerance.gradient * max(theirs_norm, floor):
-            wrong.append(f"gradient of {name}: off by {error / max(theirs_norm, 1e-30):.1e} of its norm")
+        if not error <= tolerance.gradient * max(norm, floor):
+            lines.append(f"gradient of {name}: off by {error / max(norm, 1e-30):.1e} of its norm")
     for name, weight in found.final.items():
-        off = float((weight - expected.final[name]).abs().max())
-        if not off <= tolerance.weight:
-            wrong.append(f"final {name}: off by {off:.1e}")
-    return wrong
+        error = float((weight - expected.final[name]).abs().max())
+        if not error <= tolerance.weight:
+            lines.append(f"final {name}: off by {error:.1e}")
+    return lines
+
+
+def _global_norm(numbers: Numbers) -> float:
+    return sum(float(gradient.square().sum()) for gradient in numbers.gradients.values()) ** 0.5
 
 
 def widened(usual: Tolerance, moved: Numbers, expected: Numbers, most: Tolerance) -> Tolerance:
-    """The tolerance for a model that amplifies rounding: what a unit in the last place of its weights does, times 8.
+    """Return the tolerance for a model that amplifies rounding errors, between ``usual`` and ``most``.
 
-    At least ``usual``, and no more than ``most``.
+    It is 8 times the effect of one unit in the last place of the initial weights, which ``moved`` measures.
     """
-    pairs = [(moved.losses, expected.losses), (moved.validations, expected.validations)]
-    loss = max((abs(a - b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True)), default=0.0)
-    norm = max(abs(a - b) / max(b, 1e-30) for a, b in zip(moved.norms, expected.norms, strict=True))
-    floor = sum(float(gradient.square().sum()) for gradient in expected.gradients.values()) ** 0.5 / 20
-    gradient = max(
-        float((moved.gradients[name] - theirs).norm()) / max(float(theirs.norm()), floor, 1e-30)
-        for name, theirs in expected.gradients.items()
-    )
-    weight = max(float((moved.final[name] - theirs).abs().max()) for name, theirs in expected.final.items())
-    found = {"loss": loss, "norm": norm, "gradient": gradient, "weight": weight}
+    moved_losses = [*moved.losses, *moved.validations]
+    expected_losses = [*expected.losses, *expected.validations]
+    floor = _global_norm(expected) / 20
+
+    def clamped(kind: str, errors: Iterable[float]) -> float:
+        return max(getattr(usual, kind), min(8 * max(errors, default=0.0), getattr(most, kind)))
+
     return Tolerance(
-        **{kind: max(getattr(usual, kind), min(8 * off, getattr(most, kind))) for kind, off in found.items()}
+        loss=clamped("loss", [abs(a - b) for a, b in zip(moved_losses, expected_losses, strict=True)]),
+        norm=clamped("norm", [abs(a - b) / max(b, 1e-30) for a, b in zip(moved.norms, expected.norms, strict=True)]),
+        gradient=clamped(
+            "gradient",
+            [
+                float((moved.gradients[name] - gradient).norm()) / max(float(gradient.norm()), floor, 1e-30)
+                for name, gradient in expected.gradients.items()
+            ],
+        ),
+        weight=clamped(
+            "weight",
+            [float((moved.final[name] - weight).abs().max()) for name, weight in expected.final.items()],
+        ),
     )
 
 
 def refusal(case: Case) -> Verdict:
-    """What the check alone says: ``refused``, a refusal without need, ``accepted``, or ``accepted though`` a rule is
-    broken."""
+    """Return the verdict of the configuration check, without running the case.
+
+    ``refused``, ``refused without need``, ``accepted``, or ``accepted though`` the case breaks a rule.
+    """
     try:
         load(case)
     except ConfigError as error:
@@ -408,30 +433,33 @@ def refusal(case: Case) -> Verdict:
 
 
 def judge_refusal(case: Case, error: ConfigError) -> Verdict:
-    """Whether a refusal is one that the documented rules ask for."""
-    rules = [*broken(case), *(broken(case.moved()) if case.then is not None else ())]
+    """Return ``refused`` if the documented rules justify the refusal, else ``refused without need``."""
+    rules = list(broken(case))
+    if case.then is not None:
+        rules += broken(case.moved())
     if not rules:
         return Verdict("refused without need", str(error))
     named = {problem.option for problem in error.problems if hasattr(problem, "option")}
     expected = {option for rule in rules for option in rule.options}
     if not named & expected:
         wanted = "; ".join(rule.rule for rule in rules)
-        return Verdict("refused without need", f"names {', '.join(sorted(named))}, and broken is: {wanted}\n{error}")
+        text = f"names {', '.join(sorted(named))}, but the case breaks: {wanted}\n{error}"
+        return Verdict("refused without need", text)
     return Verdict("refused", str(error))
 
 
 class Searcher:
-    """Judges cases many at a time; runs of one process are kept, because many cases share one."""
+    """Judge many cases at a time. Reference runs are cached, because many cases share one."""
 
     def __init__(self, folder: Path) -> None:
         for family in SHAPES:
-            models.find(family)  # imported once, by the process that ranks are forked from
+            models.find(family)  # import once, in the process from which ranks are forked
         self._folder = folder
         self._expected: dict[tuple[str, ...], Numbers | Failure] = {}
         self._runs = 0
 
     def judge(self, cases: Sequence[Case]) -> list[Verdict]:
-        """The verdict of each case."""
+        """Return the verdict of each case."""
         verdicts: dict[int, Verdict] = {}
         plans: dict[int, list[tuple[int, Job]]] = {}
         for index, case in enumerate(cases):
@@ -441,28 +469,38 @@ class Searcher:
                 verdicts[index] = judge_refusal(case, error)
         self._run_references([cases[index] for index in plans])
         found: dict[int, list[Numbers] | Failure] = {}
-        for part in range(2):  # a moved run's second half follows its first
-            sizes = sorted({plan[part][0] for plan in plans.values() if part < len(plan)})
-            for num_ranks in sizes:
-                members = [i for i, plan in plans.items() if part < len(plan) and plan[part][0] == num_ranks]
-                members = [i for i in members if not isinstance(found.get(i), Failure)]
-                answers = run_jobs(num_ranks, [plans[i][part][1] for i in members])
-                for i, answer in zip(members, answers, strict=True):
-                    found[i] = answer if part == 0 or isinstance(answer, Failure) else _joined(found[i], answer)
+        for part in range(2):  # the second half of a run that changes its mesh follows its first half
+            jobs = {index: plan[part] for index, plan in plans.items() if part < len(plan)}
+            for num_ranks in sorted({ranks for ranks, _ in jobs.values()}):
+                members = [
+                    index
+                    for index, (ranks, _) in jobs.items()
+                    if ranks == num_ranks and not isinstance(found.get(index), Failure)
+                ]
+                answers = run_jobs(num_ranks, [jobs[index][1] for index in members])
+                for index, answer in zip(members, answers, strict=True):
+                    if part == 0 or isinstance(answer, Failure):
+                        found[index] = answer
+                    else:
+                        found[index] = _joined(found[index], answer)
         for index in plans:
             verdicts[index] = self._compare(cases[index], found[index])
         return [verdicts[index] for index in range(len(cases))]
 
     def _plan(self, case: Case) -> list[tuple[int, Job]]:
-        """The parts of a run and their numbers of ranks; raises ConfigError as the command does before ranks start."""
+        """Return the parts of a run, each with its number of ranks.
+
+        Raises:
+            ConfigError: The command would refuse the case before ranks start.
+        """
         folder = self._folder_of_run()
         if case.then is None:
             return [(case.num_ranks, Job(load(case, folder), constants=case.constants))]
         saved = {**folder, "checkpoint.enable": "true", "checkpoint.interval": "1"}
-        # the second run is the first, continued: what it says of its mesh alone is new
-        first, second = load(case, saved), load(case.moved(), saved)
-        one = Job(first, stop_after=STEPS // 2, constants=case.constants)
-        return [(case.num_ranks, one), (case.moved().num_ranks, Job(second))]
+        # the second part resumes the first one, and only its mesh options differ
+        first = Job(load(case, saved), stop_after=STEPS // 2, constants=case.constants)
+        second = Job(load(case.moved(), saved))
+        return [(case.num_ranks, first), (case.moved().num_ranks, second)]
 
     def _folder_of_run(self) -> dict[str, str]:
         self._runs += 1
@@ -482,39 +520,44 @@ class Searcher:
             return Verdict(expected.kind, f"on one process: {expected.text}")
         if isinstance(found, Failure):
             return Verdict(found.kind, found.text)
-        allowed, said = TOLERANCES[tolerance(case)], ""
+        allowed, note = TOLERANCES[tolerance(case)], ""
         if case.is_exact and any(differences(numbers, expected, allowed) for numbers in found):
             wider = self._widened(case, expected, allowed)
-            said = f" as far as rounding goes: {wider}" if wider != allowed else ""
+            if wider != allowed:
+                note = f" within the model's own rounding errors: {wider}"
             allowed = wider
         for rank, numbers in enumerate(found):
-            wrong = differences(numbers, expected, allowed)
-            if wrong:
-                return Verdict("differs", f"rank {rank}: " + "; ".join(wrong[:6]) + said)
-        held = {name for numbers in found for name in numbers.final}
-        if held != set(expected.final):
-            return Verdict("differs", f"no rank holds {', '.join(sorted(set(expected.final) - held)[:6])}")
-        return Verdict("equal", said)
+            lines = differences(numbers, expected, allowed)
+            if lines:
+                return Verdict("differs", f"rank {rank}: {'; '.join(lines[:6])}{note}")
+        names = {name for numbers in found for name in numbers.final}
+        if names != set(expected.final):
+            return Verdict("differs", f"no rank holds {', '.join(sorted(set(expected.final) - names)[:6])}")
+        return Verdict("equal", note)
 
     def _widened(self, case: Case, expected: Numbers, usual: Tolerance) -> Tolerance:
-        """``usual``, or what one process that begins a unit in the last place away says by itself."""
+        """Widen ``usual`` by the effect of rounding the initial weights differently in one process."""
         (answer,) = run_jobs(1, [Job(load(case.one_process(), self._folder_of_run()), shaken=True)])
+        if isinstance(answer, Failure):
+            return usual
         most = TOLERANCES["reduced"] if usual == TOLERANCES["float8"] else MOST
-        return usual if isinstance(answer, Failure) else widened(usual, answer[0], expected, most)
+        return widened(usual, answer[0], expected, most)
 
 
 def _key(case: Case) -> tuple[str, ...]:
-    return tuple(case.one_process().words())
+    return tuple(case.one_process().arguments())
 
 
 def load(case: Case, more: Mapping[str, str] | None = None) -> Loaded:
-    """The configuration as the command line gives it, refused as ``shardtrain train`` refuses it."""
+    """Load the configuration from its command line, with the checks of ``shardtrain train``.
+
+    ``more`` are options that the case does not override.
+    """
     if case.value(CSV):
         write_schedule(Path(case.value(CSV)))
-    more = {name: value for name, value in (more or {}).items() if name not in case.resolved()}
-    loaded = config.load(
-        None, [*case.words(), *(word for name, value in more.items() for word in (f"--{name}", value))]
-    )
+    options = case.resolved()
+    missing = {name: value for name, value in (more or {}).items() if name not in options}
+    loaded = config.load(None, [*case.arguments(), *_flags(missing)])
     config.require(loaded, case.num_ranks, "cpu", 0)
     for error in meta_model.build(loaded.config, case.num_ranks)[0]:
         raise error
@@ -522,33 +565,41 @@ def load(case: Case, more: Mapping[str, str] | None = None) -> Loaded:
 
 
 def _joined(first: list[Numbers] | Failure, second: list[Numbers]) -> list[Numbers] | Failure:
-    """The numbers of a run in two halves: what began is the first half's, what ended the second's."""
+    """Join the results of two halves of a run: initial weights of the first half, final weights of the second.
+
+    Returns one entry for each rank of either half, with the steps of both halves.
+    """
     if isinstance(first, Failure):
         return first
-    whole = []
+    joined = []
     for numbers in second:
         steps = [getattr(first[0], name) + getattr(numbers, name) for name in ("losses", "norms", "validations")]
-        whole.append(Numbers(*steps, {}, {}, numbers.final))
-    is_over = not any(numbers.final for numbers in second)  # of a run of one step nothing was left to continue
-    return whole + [Numbers(*steps, one.initial, one.gradients, one.final if is_over else {}) for one in first]
+        joined.append(Numbers(*steps, {}, {}, numbers.final))
+    # a run of one step ends in its first half
+    ended_in_first = not any(numbers.final for numbers in second)
+    for numbers in first:
+        final = numbers.final if ended_in_first else {}
+        joined.append(Numbers(*steps, numbers.initial, numbers.gradients, final))
+    return joined
 
 
 def shrink(case: Case, is_fault: Callable[[Case], bool], seconds: float = 300.0) -> Case:
-    """The shortest case that still has the fault and that dropping or halving one thing does not spare."""
-    until, smaller = time.monotonic() + seconds, True
-    while smaller:
-        smaller = False
+    """Reduce a case while the fault persists, for at most ``seconds``."""
+    deadline = time.monotonic() + seconds
+    is_smaller = True
+    while is_smaller:
+        is_smaller = False
         for candidate in _smaller(case):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 return case
             if is_fault(candidate):
-                case, smaller = candidate, True
+                case, is_smaller = candidate, True
                 break
     return case
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """Cases with less to say, those that leave out most first."""
+    """Yield reductions of a case, the largest ones first."""
     if case.then is not None:
         yield dataclasses.replace(case, then=None)
     options = dict(case.options)
@@ -585,47 +636,52 @@ def _with(case: Case, changes: dict[str, str]) -> Case:
 
 
 def command(case: Case) -> str:
-    """What to type to see a case again, from the root of the repository."""
-    options = {name: value for name, value in case.options.items() if value != UNSET}
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    words += ["--accumulation", str(case.accumulation)] if case.accumulation > 1 else []
+    """Return the command that judges a case again, to run from the root of the repository."""
+    arguments = _flags({name: value for name, value in case.options.items() if value != UNSET})
+    if case.accumulation > 1:
+        arguments += ["--accumulation", str(case.accumulation)]
     unset = [f"--{name}" for name, value in case.options.items() if value == UNSET]
-    words += ["--unset", *unset] if unset else []
-    then = [word for name, value in (case.then or {}).items() for word in (f"--{name}", value)]
-    words += ["--then", *then] if case.then is not None else []
-    return f"python tests/search.py --try {shlex.join(words)}"
+    if unset:
+        arguments += ["--unset", *unset]
+    if case.then is not None:
+        arguments += ["--then", *_flags(case.then)]
+    return f"python tests/search.py --try {shlex.join(arguments)}"
 
 
-def trained(case: Case) -> str:
-    """The same as a run of the trainer."""
-    return f"shardtrain train defaults --nproc {case.num_ranks} {shlex.join(case.words())}"
+def _flags(options: Mapping[str, str]) -> list[str]:
+    return [argument for name, value in options.items() for argument in (f"--{name}", value)]
 
 
-def parse(words: Sequence[str]) -> Case:
-    """The case of the words behind ``--try``, which ``command`` wrote."""
+def train_command(case: Case) -> str:
+    """Return the command that trains the configuration of a case."""
+    return f"shardtrain train defaults --nproc {case.num_ranks} {shlex.join(case.arguments())}"
+
+
+def parse(arguments: Sequence[str]) -> Case:
+    """Return the case for the arguments after ``--try``, as ``command`` writes them."""
     parts: dict[str, list[str]] = {"options": [], "unset": [], "then": []}
-    at = "options"
-    for word in words:
-        if word in ("--then", "--unset"):
-            at = word[2:]
-            continue
-        parts[at].append(word)
+    part = "options"
+    for argument in arguments:
+        if argument in ("--then", "--unset"):
+            part = argument.removeprefix("--")
+        else:
+            parts[part].append(argument)
     accumulation = 1
     if "--accumulation" in parts["options"]:
         place = parts["options"].index("--accumulation")
         accumulation = int(parts["options"].pop(place + 1))
         parts["options"].pop(place)
-    options = _pairs(parts["options"]) | {word[2:]: UNSET for word in parts["unset"]}
-    return Case(options, accumulation, _pairs(parts["then"]) if "--then" in words else None)
+    options = _pairs(parts["options"]) | {flag.removeprefix("--"): UNSET for flag in parts["unset"]}
+    return Case(options, accumulation, _pairs(parts["then"]) if "--then" in arguments else None)
 
 
-def _pairs(words: list[str]) -> dict[str, str]:
-    return {name[2:]: value for name, value in zip(words[::2], words[1::2], strict=True)}
+def _pairs(arguments: list[str]) -> dict[str, str]:
+    return {name.removeprefix("--"): value for name, value in zip(arguments[::2], arguments[1::2], strict=True)}
 
 
 @dataclass(frozen=True)
-class Found:
-    """A fault: the number of its case, the case as small as it gets, and what is wrong with that."""
+class SearchFault:
+    """A case with a fault: its number, the case after shrinking, and the verdict on the shrunk case."""
 
     number: int
     case: Case
@@ -635,57 +691,76 @@ class Found:
 def search(
     seed: int,
     numbers: Sequence[int],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     shrinking: bool = True,
     families: Sequence[str] = FAMILIES,
     features: Sequence[str] = (),
-) -> tuple[Counter[str], list[Found]]:
-    """Judge cases of a seed; gives the count of each verdict, and the faults."""
+) -> tuple[Counter[str], list[SearchFault]]:
+    """Judge cases of a seed. Return the number of cases per verdict, and the faults.
+
+    Args:
+        seed: Seed of the cases.
+        numbers: Numbers of the cases within the seed.
+        report: Receives each line of the report.
+        shrinking: Shrink each case with a fault.
+        families: Model families to draw from.
+        features: Names of the features to draw from.
+    """
     counts: Counter[str] = Counter()
-    faults: list[Found] = []
+    faults: list[SearchFault] = []
+    chunk_size = 3 * JOBS_PER_START
     with tempfile.TemporaryDirectory(prefix="shardtrain-search-") as folder:
         searcher = Searcher(Path(folder))
-        for start in range(0, len(numbers), 3 * AT_ONCE):
-            some = numbers[start : start + 3 * AT_ONCE]
-            cases = [draw(seed, number, families, features) for number in some]
-            for number, case, verdict in zip(some, cases, searcher.judge(cases), strict=True):
+        for start in range(0, len(numbers), chunk_size):
+            chunk = numbers[start : start + chunk_size]
+            cases = [draw(seed, number, families, features) for number in chunk]
+            for number, case, verdict in zip(chunk, cases, searcher.judge(cases), strict=True):
+                is_reproducible = True
                 if verdict.is_fault:
-                    again = searcher.judge([case])[0]  # in ranks of its own
+                    again = searcher.judge([case])[0]  # in new rank processes
                     if again.kind != verdict.kind:
-                        verdict = Verdict(f"{verdict.kind}, alone {again.kind}", f"{verdict.text}\n{again.text}")
+                        is_reproducible = False
+                        kind = f"{verdict.kind}, but {again.kind} in new processes"
+                        verdict = Verdict(kind, f"{verdict.text}\n{again.text}")
                 counts[verdict.kind] += 1
                 if not verdict.is_fault:
-                    say(f"{seed}/{number}: {verdict.kind}{verdict.text if verdict.kind == 'equal' else ''}")
+                    report(f"{seed}/{number}: {verdict.kind}{verdict.text if verdict.kind == 'equal' else ''}")
                     continue
-                say(f"{seed}/{number}: {verdict.kind}\n{verdict.text[-3000:]}\n  {command(case)}")
-                if shrinking and "alone" not in verdict.kind:
+                report(f"{seed}/{number}: {verdict.kind}\n{verdict.text[-3000:]}\n  {command(case)}")
+                if shrinking and is_reproducible:
                     case = shrink(case, lambda other: _same_fault(verdict, searcher.judge([other])[0]))  # noqa: B023
                     verdict = searcher.judge([case])[0]
-                    say(f"  shrunk: {verdict.text[-1500:]}\n  {command(case)}\n  {trained(case)}")
-                faults.append(Found(number, case, verdict))
+                    report(f"  shrunk: {verdict.text[-1500:]}\n  {command(case)}\n  {train_command(case)}")
+                faults.append(SearchFault(number, case, verdict))
     return counts, faults
 
 
 def _same_fault(first: Verdict, other: Verdict) -> bool:
-    """Of one kind; and a crash with the same words at its end, numbers aside."""
-    last = [
-        "".join(c for c in v.text.strip().splitlines()[-1][:60] if not c.isdigit()) if v.text else ""
-        for v in (first, other)
-    ]
-    return first.kind == other.kind and (first.kind in ("differs", "hangs") or last[0] == last[1])
+    """True if both verdicts have the same kind and, for crashes, the same last line apart from digits."""
+    if first.kind != other.kind:
+        return False
+    return first.kind in ("differs", "hangs") or _last_line(first) == _last_line(other)
 
 
-def main(words: list[str]) -> int:
-    """Run the command line of this module's text."""
+def _last_line(verdict: Verdict) -> str:
+    """Return the start of the last line of the text, without digits."""
+    if not verdict.text:
+        return ""
+    line = verdict.text.strip().splitlines()[-1]
+    return "".join(character for character in line[:60] if not character.isdigit())
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line that the module docstring describes. Return the exit status."""
     parser = argparse.ArgumentParser(description="Random configurations, each refused or equal to one process.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--families", help="families to draw from, with commas between them, or all")
-    parser.add_argument("--features", help=f"all, or some with commas between them: {', '.join(FEATURES)}")
-    parser.add_argument("--no-shrink", action="store_true", help="leave faults as they are, in a long search")
-    parser.add_argument("--try", dest="options", nargs=argparse.REMAINDER, help="one configuration: its options")
-    given = parser.parse_args(words)
+    parser.add_argument("--families", help="comma-separated families to draw from, or all")
+    parser.add_argument("--features", help=f"all, or a comma-separated list of: {', '.join(FEATURES)}")
+    parser.add_argument("--no-shrink", action="store_true", help="do not shrink faults, for a long search")
+    parser.add_argument("--try", dest="options", nargs=argparse.REMAINDER, help="options of one configuration")
+    given = parser.parse_args(arguments)
     os.chdir(ROOT)
     torch.set_num_threads(1)
     if given.options is not None:
@@ -695,19 +770,26 @@ def main(words: list[str]) -> int:
         return int(verdict.is_fault)
     started = time.monotonic()
     numbers = range(given.first, given.first + given.count)
-    families = (*FAMILIES, *NEWER) if given.families == "all" else (given.families or ",".join(FAMILIES)).split(",")
+    families = _listed(given.families, every=(*FAMILIES, *NEWER), default=FAMILIES)
     if unknown := set(families) - SHAPES.keys():
         parser.error(f"--families: {', '.join(sorted(unknown))} is not one of {', '.join(SHAPES)}")
-    features = FEATURES if given.features == "all" else given.features.split(",") if given.features else ()
+    features = _listed(given.features, every=FEATURES, default=())
     if unknown := set(features) - set(FEATURES):
         parser.error(f"--features: {', '.join(sorted(unknown))} is not one of {', '.join(FEATURES)}")
-    say = functools.partial(print, flush=True)
-    counts, faults = search(given.seed, numbers, say, not given.no_shrink, families, features)
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    seconds = sum(one.ru_utime + one.ru_stime for one in usage)
+    report = functools.partial(print, flush=True)
+    counts, faults = search(given.seed, numbers, report, not given.no_shrink, families, features)
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
     print(f"seed {given.seed}, cases {given.first} to {given.first + given.count - 1}: {dict(counts)}")
     print(f"{seconds:.0f} CPU seconds, {seconds / given.count:.1f} a case; {time.monotonic() - started:.0f} s")
     return int(bool(faults))
+
+
+def _listed(text: str | None, every: Sequence[str], default: Sequence[str]) -> Sequence[str]:
+    """Return the names in a comma-separated argument, all of them for "all", or the default."""
+    if text == "all":
+        return every
+    return text.split(",") if text else default
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A case of the search: what it says beside a tiny base, what it must be equal to, and the shapes of the families."""
+"""A case of the search: its options on top of a tiny base, its reference run, and the shapes of the families."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ PP, DDP, FSDP, CP, TP = (f"{P}{axis}_degree" for axis in DEGREES)
 EP, SCHEDULE = f"{P}expert_parallel_degree", f"{P}pipeline_parallel_schedule"
 MICRO, LOCAL, SEQ = f"{P}pipeline_parallel_microbatch_size", f"{T}local_batch_size", f"{T}seq_len"
 CONSTANT = "constant."
-"""Begins what is no option but a number in a file of the package, by its dotted name, which ranks have another for."""
+"""Prefix of a pseudo option that overrides a module constant of the package, given by its dotted name."""
 LESS = tuple(f"{P}pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
 SINGLE, V_SHAPED = ("1F1B", "GPipe"), ("ZBVZeroBubble", "DualPipeV")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 WRITTEN = "PipelineScheduleMulti"
 SPLIT = ("InterleavedZeroBubble", *V_SHAPED)
 NEWER = ("llama4", "gpt_oss", "deepseek_v2")
-"""Families that came after most seeds had been searched: drawn where asked for, so that cases stay the same."""
+"""Families added after most seeds had been searched. They are drawn only on request, to keep older cases unchanged."""
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", *NEWER)
 AS_IS = "transformers"
-"""The family of networks that are taken from a folder as they are; their sizes are those of its config.json."""
+"""The family of ``transformers`` networks loaded from a folder, with the sizes of its config.json."""
 OF_ANSWERS = ("preference", "simpo", "orpo", "kto")
 NEW_HEAD = ("classification", "reward_model")
-"""Tasks whose head takes the place of that to the vocabulary."""
+"""Tasks whose head replaces the vocabulary projection."""
 
 ATTENTION = {"dim": "32", "num_heads": "4", "head_dim": "8"}
 SHAPES: dict[str, dict[str, str]] = {
@@ -61,13 +61,13 @@ SHAPES: dict[str, dict[str, str]] = {
         "num_experts": "8", "num_shared_experts": "2", "top_k": "2", "init_std": "0.1",
     },
 }  # fmt: skip
-"""Of each family the fields that make it tiny, but the number of layers and the vocabulary, which all have."""
+"""The fields that make each family tiny. BASE sets the number of layers and the vocabulary size for all of them."""
 FLAVORS = {"qwen3_moe": "debugmodel_moe"}
 FAMILIES = (
     *("llama3", "llama3", "mistral", "qwen2", "qwen3", "neox", "encoder"),
     *(2 * ("qwen3_moe", "mixtral", "deepseek_v3")),
 )
-"""What a case's family is drawn from, each as often as it stands here."""
+"""Families to draw from. A family that is listed several times is drawn more often."""
 
 BASE = {
     f"{T}dataset": "jsonl",
@@ -86,18 +86,21 @@ BASE = {
     f"{M}vocab_size": "320",
     FSDP: "1",
 }
-"""What a case starts from: a shorter case is one that says less beside it. AdamW's eps is large, because a small one
-turns rounding of 1e-8 in a gradient into 1e-4 in a weight."""
+"""Options of every case, unless the case overrides them. AdamW's eps is large, because a small eps turns a rounding
+error of 1e-8 in a gradient into 1e-4 in a weight."""
 UNSET = "unset"
-"""The value that takes an option of BASE away."""
+"""Value that removes an option of BASE."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration: what it says beside BASE, passes per step and data rank, and a second mesh or none.
+    """A configuration to judge.
 
-    ``then`` are options that the second half of the run, continued from its checkpoint, has instead of those of
-    ``options`` that are about the mesh.
+    Attributes:
+        options: Options that differ from BASE.
+        accumulation: Forward passes per step and data rank.
+        then: Options of the mesh on which the second half of the run resumes from its checkpoint. They replace the
+            mesh options of ``options``. None if the run does not change its mesh.
     """
 
     options: Mapping[str, str] = field(default_factory=dict)
@@ -105,38 +108,38 @@ class Case:
     then: Mapping[str, str] | None = None
 
     def value(self, option: str, default: str = "") -> str:
-        """What an option is set to."""
-        found = self.options.get(option, BASE.get(option, default))
-        return default if found == UNSET else found
+        """Return the text value of an option."""
+        text = self.options.get(option, BASE.get(option, default))
+        return default if text == UNSET else text
 
     def number(self, option: str, default: int = 1) -> int:
-        """The same of a whole number."""
+        """Return the value of an integer option, or ``default`` if it is not an integer."""
         text = self.value(option, str(default))
         return int(text) if text.lstrip("-").isdigit() else default
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that the mesh has."""
+        """Number of ranks of the mesh."""
         return math.prod(self.number(degree) for degree in (PP, DDP, FSDP, CP, TP))
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different rows."""
+        """Number of ranks that read different rows."""
         return self.number(DDP) * self.number(FSDP)
 
     @property
     def global_batch(self) -> int:
-        """Rows of a step."""
+        """Rows per step."""
         return self.number(LOCAL) * self.data_ranks * self.accumulation
 
     @property
     def is_exact(self) -> bool:
-        """Whether all numbers are float32."""
-        types = [self.value(f"{T}{name}", "float32") for name in ("dtype", "mixed_precision_param")]
-        return {*types, self.value(f"{T}mixed_precision_reduce", "float32")} == {"float32"}
+        """True if all computation is in float32."""
+        names = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
+        return all(self.value(f"{T}{name}", "float32") == "float32" for name in names)
 
     def resolved(self) -> dict[str, str]:
-        """All options, those of BASE too."""
+        """Return all options, including those of BASE and of the family's shape."""
         family = self.value("model.name")
         shape = {f"{M}{name}": value for name, value in SHAPES.get(family, {}).items()}
         flavor = {"model.flavor": FLAVORS[family]} if family in FLAVORS else {}
@@ -146,29 +149,39 @@ class Case:
 
     @property
     def constants(self) -> dict[str, int]:
-        """Numbers in files of the package that its ranks have others for, by their dotted names."""
-        found = [(name, value) for name, value in self.options.items() if name.startswith(CONSTANT)]
-        return {name.removeprefix(CONSTANT): int(value) for name, value in found}
+        """Overridden module constants, by dotted name."""
+        return {
+            name.removeprefix(CONSTANT): int(value) for name, value in self.options.items() if name.startswith(CONSTANT)
+        }
 
-    def words(self) -> list[str]:
-        """The command line, without the number of ranks."""
-        return [word for name, value in self.resolved().items() for word in (f"--{name}", *value.split("\n"))]
+    def arguments(self) -> list[str]:
+        """Return the command line arguments, without the number of ranks."""
+        arguments: list[str] = []
+        for name, value in self.resolved().items():
+            arguments += [f"--{name}", *value.split("\n")]
+        return arguments
 
     def moved(self) -> Case:
-        """The second half, with the rows per step of the first."""
+        """Return the second half of the run on its new mesh, with the same rows per step.
+
+        Its ``accumulation`` is 0 if the new mesh cannot divide the global batch.
+        """
         assert self.then is not None
-        kept = {name: value for name, value in self.options.items() if not is_of_mesh(name)}
-        second = Case({**kept, **self.then})
-        passes, rest = divmod(self.global_batch, second.number(LOCAL) * second.data_ranks)
-        return dataclasses.replace(second, accumulation=passes if not rest else 0)
+        second = Case({**self._options_of_numbers(), **self.then})
+        passes, remainder = divmod(self.global_batch, second.number(LOCAL) * second.data_ranks)
+        return dataclasses.replace(second, accumulation=0 if remainder else passes)
 
     def one_process(self) -> Case:
-        """What it must be equal to: the same model, data and optimizer, in one pass on one rank."""
-        kept = {name: value for name, value in self.options.items() if not is_of_mesh(name)}
-        if "validation.steps" in kept:  # counts batches
-            piped, rows = self.number(PP) > 1, self.number("validation.local_batch_size", 8) * self.data_ranks
-            kept["validation.local_batch_size"] = str(self.global_batch if piped else rows)
+        """Return the reference run: the same model, data and optimizer, in one pass on one rank."""
+        kept = self._options_of_numbers()
+        if "validation.steps" in kept:  # it counts batches, so the global batch must have the same size
+            rows = self.number("validation.local_batch_size", 8) * self.data_ranks
+            has_pipeline = self.number(PP) > 1
+            kept["validation.local_batch_size"] = str(self.global_batch if has_pipeline else rows)
         return Case({**kept, LOCAL: str(self.global_batch)})
+
+    def _options_of_numbers(self) -> dict[str, str]:
+        return {name: value for name, value in self.options.items() if not is_of_mesh(name)}
 
 
 OF_MESH = (
@@ -179,22 +192,22 @@ OF_MESH = (
     "quantize.linear.float8.enable_fsdp_float8_all_gather",
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
 )
-"""Options that say how something is computed, and lie among others."""
-SAID = ("checkpoint.enable", "checkpoint.initial_load")
-"""Options of checkpoints that say what is computed, or begin their names."""
+"""Options that do not change the result, in sections whose other options do."""
+CHECKPOINT_OPTIONS_OF_NUMBERS = ("checkpoint.enable", "checkpoint.initial_load")
+"""Names, and prefixes of names, of the checkpoint options that change the result."""
 
 
 def is_of_mesh(option: str) -> bool:
-    """Whether an option says how something is computed, and not what."""
+    """True if an option selects how the result is computed and must not change it."""
     if option.startswith("checkpoint."):
-        return not option.startswith(SAID)
-    ways = (P, A, "compile.", "training.dataloader", "validation.local", "metrics.", CONSTANT)
-    return option.startswith(ways) or option in OF_MESH
+        return not option.startswith(CHECKPOINT_OPTIONS_OF_NUMBERS)
+    prefixes = (P, A, "compile.", "training.dataloader", "validation.local", "metrics.", CONSTANT)
+    return option.startswith(prefixes) or option in OF_MESH
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A rule that a case breaks, and the options of which a refusal may name any."""
+    """A rule that a case breaks. A refusal must name at least one of ``options``."""
 
     rule: str
     options: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""What a case has where it is asked for: features, each with the options that it draws, and the rules that they add.
+"""Features that a case has on request: the options that each feature draws, and the rules that they add.
 
-Features came after seeds had been searched, so ``search_space.draw`` leaves cases without them as they were. As there,
-the rules are those of the documentation, stated without a look at the checks of the package.
+Features were added after many seeds had been searched, so ``search_space.draw`` keeps cases without features unchanged.
+As in ``search_space``, the rules restate the documentation independently of the package's checks.
 """
 
 from __future__ import annotations
@@ -60,17 +60,16 @@ FEW_ROWS = 22
 CSV, PARTS = f"{P}pipeline_parallel_schedule_csv", f"{P}module_fqns_per_model_part"
 LINEAR, GROUPED = "quantize.linear.float8", "quantize.grouped_mm.float8"
 SCHEDULES = Path(tempfile.gettempdir()) / f"shardtrain-schedules-{os.getuid()}"
-"""Where schedules lie that are written down: the name of a file says all that is in it, see ``write_schedule``."""
+"""Folder of generated schedule files. The name of a file determines its content, see ``write_schedule``."""
 
 
 @dataclass
 class Draft:
-    """A case while it is drawn."""
+    """A case under construction. ``moves`` is True if the run should resume on another mesh."""
 
     options: dict[str, str]
     accumulation: int
     moves: bool = False
-    """Whether it is to be continued on another mesh."""
 
     def number(self, option: str, default: int = 1) -> int:
         return int(self.options.get(option, str(default)))
@@ -84,7 +83,7 @@ class Draft:
         return self.options.get("model.name", "llama3")
 
     def drop(self, *starts: str) -> None:
-        """Leave out the options that begin so."""
+        """Remove the options that begin with any of ``starts``."""
         for name in [name for name in self.options if name.startswith(starts)]:
             del self.options[name]
 
@@ -93,8 +92,8 @@ class Draft:
 
 
 def some(rng: random.Random, chance: float, **values: Sequence[str]) -> dict[str, str]:
-    """Each with this chance, and then one of its values."""
-    return {name: rng.choice(found) for name, found in values.items() if rng.random() < chance}
+    """Draw options: each is included with this probability, with one of its values."""
+    return {name: rng.choice(choices) for name, choices in values.items() if rng.random() < chance}
 
 
 def within(section: str, drawn: dict[str, str]) -> dict[str, str]:
@@ -102,13 +101,15 @@ def within(section: str, drawn: dict[str, str]) -> dict[str, str]:
 
 
 def adapters(rng: random.Random, draft: Draft) -> None:
-    """Adapters of all kinds, beside frozen weights of 32, 8 and 4 bits."""
+    """LoRA adapters of all kinds, with frozen weights of 32, 8 and 4 bits."""
     draft.drop("lora.", "model.converters", "quantize.")
     drawn = {"enable": "true", "rank": rng.choice(("1", "4", "8"))}
-    drawn |= {} if "checkpoint.initial_load_path" in draft.options else {"random_base": "true"}
+    if "checkpoint.initial_load_path" not in draft.options:
+        drawn["random_base"] = "true"
     drawn["base_dtype"] = rng.choice(("training", "int8", "nf4", "nf4"))
     drawn |= some(rng, 0.3, use_dora=["true"], init=["gaussian"], rank_stabilized=["true"])
-    drawn["alpha"] = rng.choice(("2", "4", "8"))  # that of 32 by rank 1 makes gradients whose rounding is seen
+    # a scale alpha / rank of 32 would give gradients whose rounding errors exceed the tolerance
+    drawn["alpha"] = rng.choice(("2", "4", "8"))
     drawn |= some(rng, 0.5, target_modules=["layers.*.attn.wo", "layers.*.attn.w[qkvo]", "all-linear"])
     drawn |= some(rng, 0.3, modules_to_save=["embed", "head", "norm", "embed\nhead"])
     if draft.family in MIXTURES and "use_dora" not in drawn:
@@ -136,7 +137,7 @@ def distillation(rng: random.Random, draft: Draft) -> None:
 
 
 def mixture(rng: random.Random, draft: Draft) -> None:
-    """Several sources, with weights that may change in the middle, and of which one may end."""
+    """Several sources. Their weights may change during the run, and a source may end."""
     draft.drop("data.format", "data.mode", "data.readers")
     draft.options |= {f"{T}dataset": UNSET, f"{T}dataset_path": UNSET}
     sources = {"web": ("jsonl", DOCUMENTS), "notes": ("tsv", TABLE), "few": ("jsonl", FEW)}
@@ -146,11 +147,12 @@ def mixture(rng: random.Random, draft: Draft) -> None:
         drawn = {"dataset": kind, "dataset_path": path, **some(rng, 0.5, weight=["0.3", "3"])}
         if kind == "jsonl":
             drawn |= some(rng, 0.25, format=["prompt_completion"])
-        if drawn.get("format") is None:
-            drawn |= some(rng, 0.3, text_field=["note"] if kind == "tsv" else ["completion"])
+        if "format" not in drawn:
+            is_tsv = kind == "tsv"
+            drawn |= some(rng, 0.3, text_field=["note" if is_tsv else "completion"])
             field = drawn.get("text_field", "text")
             if rng.random() < 0.2:
-                drawn[f"template.{field}"] = "<{{ note }}> {{ text }}" if kind == "tsv" else "{{ prompt }}: {{ text }}"
+                drawn[f"template.{field}"] = "<{{ note }}> {{ text }}" if is_tsv else "{{ prompt }}: {{ text }}"
         if rng.random() < 0.15:
             drawn["epochs"] = "9"
             draft.options[f"{T}on_data_end"] = "stop"
@@ -163,10 +165,10 @@ def mixture(rng: random.Random, draft: Draft) -> None:
 
 
 def chat(rng: random.Random, draft: Draft) -> None:
-    """Conversations, of messages in the rows or of templates over columns, through a chat template."""
+    """Conversations through a chat template, from message lists or from templates over columns."""
     draft.drop("data.separator", "data.add_")
-    shortest = int(draft.options.get(SEQ, "32"))
-    draft.options[SEQ] = str(-(-48 // shortest) * shortest)  # room for a question and an answer
+    seq_len = int(draft.options.get(SEQ, "32"))
+    draft.options[SEQ] = str(math.ceil(48 / seq_len) * seq_len)  # room for a question and an answer
     drawn = {"format": "chat", "chat_template": CHAT, **some(rng, 0.4, long_documents=["cut", "drop", "split"])}
     drawn["packing"] = rng.choice(("auto", "concat", "first_fit", "padded"))
     if drawn["packing"] == "concat":
@@ -182,7 +184,7 @@ def chat(rng: random.Random, draft: Draft) -> None:
 
 
 def columns(rng: random.Random, draft: Draft) -> None:
-    """Other files, columns, templates, ends of documents, bad rows and another tokenizer."""
+    """Other file formats, columns, templates, separators, bad rows and another tokenizer."""
     kind, options = rng.choice(("tsv", "template", "fields", "bad", "plain")), draft.options
     draft.drop("data.format")
     if kind == "tsv":
@@ -197,14 +199,14 @@ def columns(rng: random.Random, draft: Draft) -> None:
         options |= within("data", some(rng, 0.5, max_row_bytes=["1024"]))
     options |= within("data", some(rng, 0.3, add_bos=["true", "false"], add_eos=["false"], separator=[" ; "]))
     if rng.random() < 0.2:
-        named = rng.choice(("model.hf_assets_path", "model.tokenizer_path"))
-        options |= {named: "python_bpe", f"{M}vocab_size": "2048"}
+        tokenizer_option = rng.choice(("model.hf_assets_path", "model.tokenizer_path"))
+        options |= {tokenizer_option: "python_bpe", f"{M}vocab_size": "2048"}
 
 
 def validation(rng: random.Random, draft: Draft) -> None:
-    """Losses of held-out data between the steps, which leave no trace, and texts that the model continues there."""
+    """Validation losses and generated samples between steps, which must not affect training."""
     drawn = {"enable": "true", "dataset": "jsonl", "dataset_path": FEW, "seq_len": draft.options.get(SEQ, "32")}
-    if draft.options.get(f"{T}dataset_path") in (TABLE, TALKS):  # whose columns the rest of [data] names
+    if draft.options.get(f"{T}dataset_path") in (TABLE, TALKS):  # [data] names columns of these files
         drawn["dataset"], drawn["dataset_path"] = draft.options[f"{T}dataset"], draft.options[f"{T}dataset_path"]
     drawn |= some(rng, 0.6, local_batch_size=["1", "2", "3"], seq_len=["16", "48", "96"])
     drawn |= some(rng, 0.25, steps=["1", "2"])
@@ -218,18 +220,17 @@ def validation(rng: random.Random, draft: Draft) -> None:
         drawn |= some(rng, 0.5, **{"dataloader.persistent_workers": ["true"]})
     if draft.options.get("checkpoint.enable") == "true":
         drawn |= {"patience": "1"}
-        draft.options |= {
-            "checkpoint.keep_best": "validation.loss",
-            **within("checkpoint", some(rng, 0.5, best_mode=["max"])),
-        }
+        draft.options["checkpoint.keep_best"] = "validation.loss"
+        draft.options |= within("checkpoint", some(rng, 0.5, best_mode=["max"]))
     draft.options |= within("validation", drawn)
     if rng.random() < 0.3:
         draft.options |= {"metrics.sample_prompt": "the mesh", "metrics.sample_freq": "1"}
-        draft.options |= {"checkpoint.enable": "true"} if draft.number(PP) > 1 or draft.number(CP) > 1 else {}
+        if draft.number(PP) > 1 or draft.number(CP) > 1:
+            draft.options["checkpoint.enable"] = "true"
 
 
 def pipeline(rng: random.Random, draft: Draft, per_rank: int) -> int:
-    """Give a case a pipeline where it has none; gives its stages, of which there are so many on each rank."""
+    """Add a pipeline of 2 ranks unless the case has a pipeline. Return the number of stages."""
     degree = draft.number(PP)
     if degree == 1:
         degree = 2
@@ -244,17 +245,18 @@ def pipeline(rng: random.Random, draft: Draft, per_rank: int) -> int:
 
 
 def fill(rng: random.Random, draft: Draft, stages: int, layers: int) -> None:
-    """Micro-batches and layers enough."""
+    """Set the number of layers, and draw enough micro-batches for all stages."""
     draft.options[f"{M}num_layers"] = str(layers)
     size = rng.choice((1, 1, 2))
     draft.drop(MICRO)
     if size > 1:
         draft.options[MICRO] = str(size)
-    draft.options[LOCAL], draft.accumulation = str(size * stages * rng.choice((1, 1, 2))), 1
+    draft.options[LOCAL] = str(size * stages * rng.choice((1, 1, 2)))
+    draft.accumulation = 1
 
 
 def written_schedule(rng: random.Random, draft: Draft) -> None:
-    """A pipeline that runs as a file says, drawn too: any order in which each action finds what it needs."""
+    """A pipeline schedule from a file, with a random order of actions that respects their dependencies."""
     stages = pipeline(rng, draft, per_rank=2)
     fill(rng, draft, stages, stages + rng.choice((0, 0, 1)))
     microbatches = draft.number(LOCAL) // draft.number(MICRO)
@@ -268,48 +270,54 @@ def written_schedule(rng: random.Random, draft: Draft) -> None:
 
 
 def write_schedule(path: Path) -> None:
-    """Write the schedule that the name of its file describes, if it is one of ``written_schedule`` and not there yet.
+    """Write the schedule that a file name of ``written_schedule`` describes, unless the file exists.
 
-    Ranks take turns; each does one of the actions for which all is there, at random. Micro-batches go forward in their
-    order on the last stage, as PyTorch asks, which counts the losses.
+    In each column, every rank runs a random action whose dependencies are met. The last stage runs the forward passes
+    of micro-batches in order, because PyTorch requires it to collect the losses. Other paths are ignored.
     """
     if path.parent != SCHEDULES or path.is_file():
         return
     *_, split, seed = path.stem.split("-")
     degree, stages, microbatches = (int("".join(filter(str.isdigit, part))) for part in path.stem.split("-")[:3])
-    rng, done = random.Random(f"schedule {seed}"), set[tuple[int, str, int]]()
+    rng = random.Random(f"schedule {seed}")
+    done = set[tuple[int, str, int]]()
     rows: list[list[str]] = [[] for _ in range(degree)]
-    backward = "B" if split == "whole" else "I"
+    # actions: F forward, B backward, or I backward of inputs and W backward of weights
+    has_split_backward = split == "split"
+    backward = "I" if has_split_backward else "B"
+    num_actions = stages * microbatches * (3 if has_split_backward else 2)
 
     def ready(rank: int) -> Iterator[tuple[int, str, int]]:
         for stage in range(rank, stages, degree):
+            is_last = stage == stages - 1
             for n in range(microbatches):
                 if (stage, "F", n) not in done:
-                    first = n == 0 or stage < stages - 1 or (stage, "F", n - 1) in done
-                    if first and (stage == 0 or (stage - 1, "F", n) in done):
+                    in_order = n == 0 or not is_last or (stage, "F", n - 1) in done
+                    if in_order and (stage == 0 or (stage - 1, "F", n) in done):
                         yield stage, "F", n
                 elif (stage, backward, n) not in done:
-                    if stage == stages - 1 or (stage + 1, backward, n) in done:
+                    if is_last or (stage + 1, backward, n) in done:
                         yield stage, backward, n
-                elif split == "split" and (stage, "W", n) not in done:
+                elif has_split_backward and (stage, "W", n) not in done:
                     yield stage, "W", n
 
-    while len(done) < stages * microbatches * (2 if split == "whole" else 3):
-        found = [(rank, list(ready(rank))) for rank in range(degree)]
-        for rank, actions in found:
-            rows[rank].append("")
-            if actions:
-                action = rng.choice(actions)
-                done.add(action)
-                rows[rank][-1] = "".join(map(str, action))
+    while len(done) < num_actions:
+        actions_of_ranks = [list(ready(rank)) for rank in range(degree)]
+        for row, actions in zip(rows, actions_of_ranks, strict=True):
+            if not actions:
+                row.append("")
+                continue
+            action = rng.choice(actions)
+            done.add(action)
+            row.append("".join(map(str, action)))
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text("".join(",".join(row) + "\n" for row in rows))
-    draft.replace(path)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text("".join(",".join(row) + "\n" for row in rows))
+    temporary.replace(path)
 
 
 def named_parts(rng: random.Random, draft: Draft, stages: int) -> None:
-    """Modules of each stage by name: any cut, with stages that have no layer at either end."""
+    """Modules of each stage by name, split at random. The first and last stages may have no layer."""
     names = [f"layers.{n}" for n in range(draft.number(f"{M}num_layers", 2))]
     ends = ("embed", "head") if rng.random() < 0.7 else ("tok_embeddings", "output")
     names = [ends[0], *names, "norm", ends[1]]
@@ -320,7 +328,7 @@ def named_parts(rng: random.Random, draft: Draft, stages: int) -> None:
 
 
 def named_stages(rng: random.Random, draft: Draft) -> None:
-    """A named schedule whose stages are cut by hand, also where there are fewer layers than stages."""
+    """A built-in schedule with an explicit list of modules per stage, also with fewer layers than stages."""
     schedule = rng.choice((*SINGLE, *LOOPED, *V_SHAPED))
     stages = pipeline(rng, draft, per_rank=1 if schedule in SINGLE else 2)
     draft.drop(CSV)
@@ -330,7 +338,7 @@ def named_stages(rng: random.Random, draft: Draft) -> None:
 
 
 def early_step(rng: random.Random, draft: Draft) -> None:
-    """Updates in backward."""
+    """Optimizer steps during the backward pass."""
     draft.drop_pipeline()
     draft.accumulation = 1
     draft.drop(f"{P}shard_optimizer_states")
@@ -342,7 +350,7 @@ def early_step(rng: random.Random, draft: Draft) -> None:
 
 
 def low_bits(rng: random.Random, draft: Draft) -> None:
-    """State of the optimizer in 16 and 8 bits, and stochastic rounding."""
+    """Optimizer state in 16 and 8 bits, and stochastic rounding."""
     draft.drop("optimizer.name", "optimizer.lr", "optimizer.muon_")
     kind = rng.choice(("8 bits", "bfloat16", "by chance", "all by chance"))
     if kind == "8 bits":
@@ -359,7 +367,7 @@ def low_bits(rng: random.Random, draft: Draft) -> None:
 
 
 def float8(rng: random.Random, draft: Draft) -> None:
-    """Products in float8, emulated."""
+    """Emulated float8 matrix products."""
     draft.drop("lora.")
     if draft.options.get(f"{T}mixed_precision_param") == "float16":
         draft.drop(f"{T}mixed_precision_param", f"{T}initial_loss_scale", f"{T}loss_scale")
@@ -379,7 +387,7 @@ def float8(rng: random.Random, draft: Draft) -> None:
 
 
 def memory_budget(rng: random.Random, draft: Draft) -> None:
-    """What the compiler chooses to keep."""
+    """Activation checkpointing by the compiler's memory budget."""
     draft.drop(A, "compile.", "lora.base_dtype")
     draft.options |= {f"{A}mode": "memory_budget", "compile.enable": "true"}
     draft.options |= {"compile.backend": rng.choice(("aot_eager", "aot_eager_decomp_partition"))}
@@ -388,7 +396,7 @@ def memory_budget(rng: random.Random, draft: Draft) -> None:
 
 
 def chunks(rng: random.Random, draft: Draft) -> None:
-    """Sizes from which on work is cut or done in another way, as small as these models: constants of files."""
+    """Module constants for chunk sizes and thresholds, small enough that tiny models exceed them."""
     drawn = some(
         rng,
         0.6,
@@ -406,13 +414,14 @@ def chunks(rng: random.Random, draft: Draft) -> None:
 
 
 def saving(rng: random.Random, draft: Draft) -> None:
-    """Checkpoints of all kinds between the steps; most of these runs end, and continue on another mesh."""
+    """Checkpoints of all kinds between steps. Most of these runs resume on another mesh."""
     draft.moves = rng.random() < 0.8
     drawn = {"enable": "true", "interval": "1", "async_mode": rng.choice(("async", "async", "disabled"))}
     drawn |= some(rng, 0.3, compare_replicas=["false"], storage=["first_node"], enable_first_step_checkpoint=["true"])
     drawn |= some(rng, 0.2, keep_latest_k=["2", "0"], last_save_model_only=["true"], on_save_error=["continue"])
-    odd = {"model.norm_type", f"{M}sliding_window"} & draft.options.keys()
-    if draft.family in ("llama3", "qwen2", "qwen3") and not odd:  # of others some have no place in the format
+    # the Hugging Face format does not support all options of other families
+    unsupported = {"model.norm_type", f"{M}sliding_window"} & draft.options.keys()
+    if draft.family in ("llama3", "qwen2", "qwen3") and not unsupported:
         drawn |= some(rng, 0.3, last_save_in_hf=["true"], hf_interval=["1"])
     drawn |= some(rng, 0.2, export_dtype=["bfloat16"])
     drawn |= some(rng, 0.15, keep_every_n_steps=["1"], exclude_from_loading=["lr_scheduler"])
@@ -433,18 +442,24 @@ RATES: dict[str, Sequence[str]] = {
 
 
 def rates(rng: random.Random, draft: Draft) -> None:
-    """Every schedule of the learning rate, with the options that it reads, and the constants of the optimizers."""
+    """Every learning-rate schedule with its options, and the hyperparameters of the optimizers."""
     name = rng.choice(list(RATE_SCHEDULES))
-    read = (*options_of(RATE_SCHEDULES[name]), "total_steps")
-    drawn = {"name": name, **some(rng, 0.5, **{option: RATES[option] for option in read if option != "warmup_steps"})}
+    supported = (*options_of(RATE_SCHEDULES[name]), "total_steps")
+    values = {option: RATES[option] for option in supported if option != "warmup_steps"}
+    drawn = {"name": name, **some(rng, 0.5, **values)}
     drawn["warmup_steps"] = rng.choice(("0", "1", "2", "3"))
-    if "warmup_proportion" in read:  # a number of steps would overrule the share, or has no effect
-        drawn["warmup_steps"] = "0" if "warmup_steps" in read else UNSET
+    if "warmup_proportion" in supported:  # warmup_steps would override it, or has no effect
+        drawn["warmup_steps"] = "0" if "warmup_steps" in supported else UNSET
     draft.options |= within("lr_scheduler", drawn)
     constants = some(rng, 0.4, beta1=["0.5", "0"], beta2=["0.999"], weight_decay=["0", "0.5"], eps=["1e-2"])
     constants |= some(rng, 0.2, no_weight_decay=["*attn*", "*norm*\n*attn*"])
-    low = ("optimizer.state_dtype", "optimizer.bf16_stochastic_round", "optimizer.early_step_in_backward")
-    if rng.random() < 0.3 and not {"optimizer.name", *low} & draft.options.keys():
+    excludes_muon = {
+        "optimizer.name",
+        "optimizer.state_dtype",
+        "optimizer.bf16_stochastic_round",
+        "optimizer.early_step_in_backward",
+    }
+    if rng.random() < 0.3 and not excludes_muon & draft.options.keys():
         draft.options |= {"optimizer.name": "Muon", "optimizer.lr": "1e-3"}
     if draft.options.get("optimizer.name") == "Muon":
         constants |= some(rng, 0.4, muon_momentum=["0.5"], muon_nesterov=["false"], muon_steps=["3"])
@@ -454,7 +469,7 @@ def rates(rng: random.Random, draft: Draft) -> None:
 
 
 def rows(rng: random.Random, draft: Draft) -> None:
-    """Tasks of rows with options of their own, on few rows that end."""
+    """Row tasks with their options, often on a small dataset that ends."""
     draft.drop_pipeline()
     draft.drop("data.", "task.", CP, f"{P}context", f"{T}on_data_end")
     draft.options |= {f"{T}dataset": "jsonl", f"{T}dataset_path": rng.choice((DOCUMENTS, FEW, FEW)), SEQ: "32"}
@@ -468,25 +483,29 @@ def rows(rng: random.Random, draft: Draft) -> None:
         drawn |= some(rng, 0.4, desirable_weight=["2"], undesirable_weight=["0.5"])
     else:
         drawn |= some(rng, 0.3, chosen_field=["rejected"])
-        drawn |= {"rejected_field": "chosen"} if "chosen_field" in drawn else {}
-        drawn |= some(rng, 0.5, beta=["0.5"]) if name != "reward_model" else {}
-        drawn |= some(rng, 0.5, gamma=["1.5"]) if name == "simpo" else {}
+        if "chosen_field" in drawn:
+            drawn["rejected_field"] = "chosen"
+        if name != "reward_model":
+            drawn |= some(rng, 0.5, beta=["0.5"])
+        if name == "simpo":
+            drawn |= some(rng, 0.5, gamma=["1.5"])
     draft.options |= within("task", drawn)
     if draft.options[f"{T}dataset_path"] == FEW:
-        draft.options |= (
-            {f"{T}epochs": "1", f"{T}steps": UNSET} if rng.random() < 0.7 else {f"{T}on_data_end": "repeat"}
-        )
+        if rng.random() < 0.7:
+            draft.options |= {f"{T}epochs": "1", f"{T}steps": UNSET}
+        else:
+            draft.options[f"{T}on_data_end"] = "repeat"
         if name != "kto":
             draft.options |= within("training", some(rng, 0.6, last_batch=["keep", "discard"]))
-    step = draft.number(LOCAL) * draft.number(DDP) * draft.number(FSDP) * draft.accumulation
-    if draft.options.get(f"{T}last_batch") == "discard" and step > FEW_ROWS:
-        draft.drop(f"{T}last_batch")  # there would be no step: known when the rows have been read
+    rows_per_step = draft.number(LOCAL) * draft.number(DDP) * draft.number(FSDP) * draft.accumulation
+    if draft.options.get(f"{T}last_batch") == "discard" and rows_per_step > FEW_ROWS:
+        draft.drop(f"{T}last_batch")  # the run would have no step, which is refused only after reading the rows
     if TP in draft.options:
         draft.options[f"{P}disable_loss_parallel"] = "true"
 
 
 def given_weights(rng: random.Random, draft: Draft) -> None:
-    """Weights of a Hugging Face folder, with rows that its tokenizer has not, and adapters that were there before."""
+    """Initial weights from a Hugging Face folder, with resized embeddings or existing adapters."""
     draft.drop(M, "model.", "task.", "debug.moe", EP)
     drawn = {"enable": "true", "initial_load_path": LLAMA, "initial_load_in_hf": "true"}
     draft.options |= {f"{M}num_layers": "2", f"{M}vocab_size": "320"}
@@ -512,11 +531,11 @@ NETWORKS = {
     f"{FIXTURES}/t5": "sequence_to_sequence",
     f"{FIXTURES}/bart": "sequence_to_sequence",
 }
-"""Folders of networks that are taken as they are, each with its task."""
+"""Folders of ``transformers`` networks, with their tasks."""
 
 
 def as_is(rng: random.Random, draft: Draft) -> None:
-    """A network of ``transformers`` by its config.json, of any kind; all but Llama have no plan to be split."""
+    """A ``transformers`` network of any kind, by its config.json. Only Llama has a tensor-parallel plan."""
     folder, task = rng.choice(list(NETWORKS.items()))
     draft.drop_pipeline()
     draft.drop(M, "model.", "task.", "debug.moe", "lora.", "optimizer.no_weight_decay", PP, CP, EP, f"{P}context")
@@ -540,7 +559,7 @@ def as_is(rng: random.Random, draft: Draft) -> None:
 
 
 def recomputation(rng: random.Random, draft: Draft) -> None:
-    """The smaller options of recomputation."""
+    """Options of activation recomputation."""
     draft.drop(A, "compile.")
     draft.options[f"{A}mode"] = rng.choice(("selective", "selective", "full"))
     drawn = some(rng, 0.5, early_stop=["true"], determinism_check=["none"], preserve_rng_state=["false"])
@@ -554,13 +573,13 @@ def recomputation(rng: random.Random, draft: Draft) -> None:
 
 
 def workers(rng: random.Random, draft: Draft) -> None:
-    """Processes that prepare batches."""
+    """Data loader workers."""
     draft.options |= within(f"{T}dataloader", {"num_workers": rng.choice(("1", "2"))})
     draft.options |= within(f"{T}dataloader", some(rng, 0.5, persistent_workers=["true"], prefetch_factor=["1", "3"]))
 
 
 def guards(rng: random.Random, draft: Draft) -> None:
-    """What watches numbers, and what is said to have no effect."""
+    """Guards against bad values, and options that are documented to have no effect on the result."""
     drawn = some(rng, 0.4, nonfinite_policy=["skip"], spike_policy=["off", "skip"], replica_check_interval=["1"])
     drawn |= some(rng, 0.3, cpu_kernels=["pytorch"], gc_freq=["1"])
     if f"{T}on_data_end" not in draft.options and f"{T}epochs" not in draft.options:
@@ -568,21 +587,23 @@ def guards(rng: random.Random, draft: Draft) -> None:
     draft.options |= within("training", drawn)
     if draft.options.get(f"{T}mixed_precision_param") == "float16":
         draft.options |= within("training", some(rng, 0.7, loss_scale_growth_interval=["1"]))
-    draft.options |= {"debug.deterministic": "true"} if rng.random() < 0.3 else {}
+    if rng.random() < 0.3:
+        draft.options["debug.deterministic"] = "true"
     if "debug.deterministic" in draft.options:
         draft.options |= within("debug", some(rng, 0.5, deterministic_warn_only=["true"]))
-    draft.options |= {f"{P}expert_tensor_parallel_degree": draft.options[TP]} if TP in draft.options else {}
+    if TP in draft.options:
+        draft.options[f"{P}expert_tensor_parallel_degree"] = draft.options[TP]
     draft.options |= within(P[:-1], some(rng, 0.3, pipeline_parallel_expert_parallel_overlap=["false"]))
 
 
 NOT_DRAWN: dict[str, tuple[str, ...]] = {
-    "names and places of what a run writes": (
+    "names and paths of output files": (
         "job.config_file", "job.dump_folder", "job.description", "job.print_config", "job.save_config_file",
         "checkpoint.folder", "checkpoint.allow_shared_writable", "comm.save_traces_folder",
         "comm.save_traces_file_prefix", "metrics.save_tb_folder", "metrics.save_log_file",
         "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder",
     ),
-    "what is shown and written of numbers that are computed anyway": (
+    "reporting of values that are computed anyway": (
         "metrics.log_freq", "metrics.enable_tensorboard", "metrics.disable_color_printing",
         "metrics.save_for_all_ranks", "metrics.enable_wandb", "metrics.enable_mlflow", "metrics.enable_trackio",
         "metrics.prometheus_port", "metrics.prometheus_address", "metrics.sinks", "metrics.peak_flops",
@@ -590,11 +611,11 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
         "metrics.legacy_tags", "model.print_after_conversion", "training.gc_debug",
         "activation_checkpoint.visualize_memory_budget_pareto",
     ),
-    "tokens that the next start takes: tests/data/documents/test_token_cache.py": ("data.cache_tokens",),
-    "which tokens of a turn are learned, decided per row: tests/data/chat/test_conversations.py": (
+    "a cache of tokens for the next start: tests/data/documents/test_token_cache.py": ("data.cache_tokens",),
+    "selects the target tokens of a turn, row by row: tests/data/chat/test_conversations.py": (
         "data.learn_turn_separator", "data.turn_end",
     ),
-    "a profiler beside the steps": (
+    "a profiler, which only observes": (
         "profiling.enable_profiling", "profiling.profile_freq", "profiling.profiler_active",
         "profiling.profiler_warmup", "profiling.profile_memory", "profiling.enable_memory_snapshot",
     ),
@@ -602,48 +623,48 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
         "job.custom_config_module", "parallelism.expert_parallel_comm_backend", "quantize.grouped_mm.mx.",
         "memory_estimation.", "experimental.", "fault_tolerance.",
     ),
-    "blocks of 32, which the small sizes here do not divide: tests/distributed/test_float8_mx.py": (
+    "requires sizes divisible by 32, larger than those here: tests/distributed/test_float8_mx.py": (
         "quantize.linear.mx.",
     ),
-    "the exit status of a command that was asked to stop: tests/launch": ("checkpoint.stop_exit_code",),
-    "read by shardtrain launch alone": ("launch.",),
-    "read by shardtrain test alone": ("task.test_dataset_path", "task.test_split"),
-    "of accelerators, which are refused or without effect on a CPU": (
+    "the exit status of a stopped command: tests/launch": ("checkpoint.stop_exit_code",),
+    "only used by shardtrain launch": ("launch.",),
+    "only used by shardtrain test": ("task.test_dataset_path", "task.test_split"),
+    "for accelerators: refused or without effect on a CPU": (
         "training.flash_attention", "parallelism.enable_async_tensor_parallel", "training.dataloader.pin_memory",
         "validation.dataloader.pin_memory",
     ),
-    "says it has no effect, and reads nothing": ("checkpoint.enable_ft_dataloader_checkpoints",),
-    "limits of time and memory, and what is kept to find out why a run has ended": (
+    "accepted without effect": ("checkpoint.enable_ft_dataloader_checkpoints",),
+    "timeouts, memory limits and diagnostics of failed runs": (
         "comm.init_timeout_seconds", "comm.train_timeout_seconds", "comm.hang_timeout_seconds",
         "comm.straggler_window_steps", "comm.trace_buf_size", "checkpoint.grace_seconds",
         "checkpoint.max_stall_seconds", "data.artefact_memory_bytes", "data.artefact_seconds",
     ),
-    "builds a mesh in one process, and trains nothing": ("comm.mode",),
-    "when a save is due, by the clock: what a save does is drawn": (
+    "builds a mesh in one process without training": ("comm.mode",),
+    "times of saves by the clock; saves themselves are drawn": (
         "checkpoint.interval_type", "checkpoint.mean_time_to_failure_hours",
     ),
-    "from where a run continues: the same steps, from a save that is drawn": (
+    "selects the checkpoint to resume from; resuming itself is drawn": (
         "checkpoint.load_step", "checkpoint.load_only", "checkpoint.create_seed_checkpoint",
         "checkpoint.accept_changes", "checkpoint.initial_load_model_only",
     ),
-    "formats of a file of weights: held to the same tensors in tests/hf": (
+    "formats of weight files: tests/hf compares their tensors": (
         "checkpoint.initial_load_in_hf_quantized", "checkpoint.initial_load_legacy_bin",
     ),
-    "rows of the hub, of which none can be reached here": (
+    "datasets of the Hugging Face hub, which tests cannot reach": (
         "data.split", "data.subset", "data.streaming", "data.sources.NAME.split", "data.sources.NAME.subset",
         "validation.split",
     ),
-    "draws by rank, so that other meshes drop other numbers by their rule: tests/test_dropout.py": ("lora.dropout",),
-    "acts on numbers that are not finite, which these runs have not: tests/resilience/guards": (
+    "random masks that depend on the mesh by definition: tests/test_dropout.py": ("lora.dropout",),
+    "handles non-finite values, which these runs do not have: tests/resilience/guards": (
         "training.nonfinite_max_skips", "training.nonfinite_max_skip_fraction",
     ),
-    "acts on a loss far above those of 20 steps before, and these runs have 2: tests/resilience/guards": (
+    "compares a loss with the previous 20 steps, and these runs have 2: tests/resilience/guards": (
         "training.spike_window", "training.spike_sigmas", "training.spike_rewind_steps", "training.spike_skip_steps",
         "training.max_rewinds",
     ),
-    "compares a model file of the user's before it runs: tests/train/preflight": ("model.check",),
+    "checks a user's model file before the run: tests/train/preflight": ("model.check",),
 }  # fmt: skip
-"""Options that no case draws, and why they cannot change a number here; a name that ends in a dot is a section."""
+"""Options that no case draws, by the reason why they cannot change a result. A name that ends in a dot is a section."""
 
 
 Feature = Callable[[random.Random, Draft], None]
@@ -655,7 +676,7 @@ FIRST: dict[str, Feature] = {
     "given_weights": given_weights,
     "as_is": as_is,
 }
-"""Features that say what mesh or task there is, or which model; one of them at most, and drawn first."""
+"""Features that choose the mesh, the task or the model. A case has at most one of them, and draws it first."""
 OTHERS: dict[str, Feature] = {
     "adapters": adapters,
     "mixture": mixture,
@@ -674,38 +695,40 @@ OTHERS: dict[str, Feature] = {
     "chunks": chunks,
 }
 FEATURES = (*FIRST, *OTHERS)
-_OF_ROWS = ("mixture", "chat", "columns")
-"""Features of documents, of which tasks of rows have none, and which exclude each other."""
+_OF_DOCUMENTS = ("mixture", "chat", "columns")
+"""Features of document data. They exclude each other, and row tasks support none of them."""
 
 
 def add(rng: random.Random, draft: Draft, features: Sequence[str]) -> None:
-    """One to three of the features, or all that fit together where fewer are asked for."""
+    """Add one to three of the features, without those that exclude each other."""
     chosen = rng.sample(features, min(len(features), rng.choice((1, 2, 2, 3))))
     first = [name for name in chosen if name in FIRST][:1]
-    if draft.family == "encoder":  # what is left is what suits a model that sees all tokens
+    if draft.family == "encoder":  # only these support bidirectional attention
         first = [name for name in first if name in ("given_weights", "as_is")]
     for name in first:
         FIRST[name](rng, draft)
     keeps_task = first in (["rows"], ["as_is"]) or draft.family == "encoder"
     if not keeps_task and draft.options.get("task.name") != "distillation":
         draft.drop("task.")
-    of_documents = draft.options.get("task.name") in (None, "distillation")
-    of_rows = [name for name in chosen if name in _OF_ROWS][: 1 if of_documents else 0]
+    excluded = [name for name in chosen if name in _OF_DOCUMENTS]
+    if draft.options.get("task.name") in (None, "distillation"):
+        excluded = excluded[1:]
     if draft.family in ("encoder", AS_IS):
-        chosen = [name for name in chosen if name not in ("adapters", "float8")]
-    for name in OTHERS:
-        if name in chosen and (name not in _OF_ROWS or name in of_rows):
-            OTHERS[name](rng, draft)
-    if not {f"{T}epochs", f"{T}on_data_end"} & draft.options.keys():  # few rows are left where long ones are dropped
+        excluded += ["adapters", "float8"]
+    for name, feature in OTHERS.items():
+        if name in chosen and name not in excluded:
+            feature(rng, draft)
+    # dropping long documents may leave fewer rows than the steps need
+    if not {f"{T}epochs", f"{T}on_data_end"} & draft.options.keys():
         draft.options[f"{T}on_data_end"] = rng.choice(("repeat", "repeat", "repeat", "stop"))
 
 
 def tolerance(case: Case) -> str:
-    """The entry of ``search.TOLERANCES`` for a case."""
+    """Return the key in ``search.TOLERANCES`` for a case."""
     if not case.is_exact:
         return "reduced"
     if case.value("model.converters"):
-        # what is rounded the other way may send a token to another expert, and does so more often with each layer
+        # a different rounding can route a token to another expert, and errors accumulate over the layers
         return "reduced" if case.value("model.name") in MIXTURES else "float8"
     if case.value("optimizer.name") == "AdamW8bit":
         return "8 bits"
@@ -717,7 +740,7 @@ def tolerance(case: Case) -> str:
 
 
 def broken(case: Case) -> Iterator[Broken]:
-    """The documented rules of features that a case breaks."""
+    """Yield the documented rules of features that a case breaks."""
     yield from _of_stages(case)
     yield from _of_ranks(case)
     yield from _of_networks(case)
@@ -728,110 +751,145 @@ def broken(case: Case) -> Iterator[Broken]:
     yield from _of_validation(case)
 
 
+def is_on(case: Case, option: str) -> bool:
+    """True if a boolean option is set."""
+    return case.value(option) == "true"
+
+
+def has_compiled_layers(case: Case) -> bool:
+    """True if the model, and not only the loss, is compiled."""
+    return is_on(case, "compile.enable") and case.value("compile.components", "model") != "loss"
+
+
 def _of_stages(case: Case) -> Iterator[Broken]:
     if case.number(PP) == 1:
         return
-    counted = f"{P}pipeline_parallel_layers_per_stage"
-    if case.value(PARTS) and counted in case.options:
-        yield Broken("stages are named, or counted", (counted,))
-    compiled = case.value("compile.enable") == "true" and case.value("compile.components", "model") != "loss"
-    if compiled and "-split-" in case.value(CSV):
-        yield Broken("compiled layers have one backward", (CSV,))
+    layers_per_stage = f"{P}pipeline_parallel_layers_per_stage"
+    if case.value(PARTS) and layers_per_stage in case.options:
+        yield Broken("a list of modules per stage excludes a number of layers per stage", (layers_per_stage,))
+    if has_compiled_layers(case) and "-split-" in case.value(CSV):
+        yield Broken("compiled layers do not support a split backward pass", (CSV,))
 
 
 def _of_learning(case: Case) -> Iterator[Broken]:
-    compiled = case.value("compile.enable") == "true" and case.value("compile.components", "model") != "loss"
-    if case.value("optimizer.early_step_in_backward") == "true":
-        half = case.value(f"{T}mixed_precision_param") == "float16"
-        late = case.number(PP) > 1 or case.value(f"{P}shard_optimizer_states") == "true" or half
-        late = (
-            late
-            or case.accumulation > 1
-            or case.value(f"{T}max_norm", "1") != "inf"
-            or case.value("optimizer.name") == "Muon"
+    yield from _of_early_step(case)
+    yield from _of_adapters(case)
+    yield from _of_float8(case)
+    if case.value(f"{A}mode") == "memory_budget" and not has_compiled_layers(case):
+        yield Broken("a memory budget requires compilation", (f"{A}mode",))
+    if case.value(f"{A}mode") == "memory_budget" and is_on(case, f"{A}cpu_offload"):
+        yield Broken("a memory budget does not support offloading of inputs", (f"{A}cpu_offload",))
+
+
+def _of_early_step(case: Case) -> Iterator[Broken]:
+    if not is_on(case, "optimizer.early_step_in_backward"):
+        return
+    needs_all_gradients = (
+        case.number(PP) > 1,
+        is_on(case, f"{P}shard_optimizer_states"),
+        case.value(f"{T}mixed_precision_param") == "float16",
+        case.accumulation > 1,
+        case.value(f"{T}max_norm", "1") != "inf",
+        case.value("optimizer.name") == "Muon",
+        case.value(f"{T}nonfinite_policy") == "skip",
+        case.value(f"{T}spike_policy") == "skip",
+    )
+    if any(needs_all_gradients):
+        rule = "a step in backward frees gradients, so nothing may need all of them"
+        yield Broken(rule, ("optimizer.early_step_in_backward",))
+
+
+def _of_adapters(case: Case) -> Iterator[Broken]:
+    has_adapters = is_on(case, "lora.enable")
+    if case.value("lora.base_dtype", "training") != "training":
+        excludes_packed_weights = (
+            case.number(TP) > 1,
+            has_compiled_layers(case),
+            is_on(case, f"{T}enable_cpu_offload"),
+            case.value("checkpoint.storage") == "first_node",
         )
-        if late or "skip" in (case.value(f"{T}nonfinite_policy"), case.value(f"{T}spike_policy")):
-            yield Broken("nothing may look at gradients that are gone", ("optimizer.early_step_in_backward",))
-    frozen = case.value("lora.base_dtype", "training") != "training"
-    first_node = case.value("checkpoint.storage") == "first_node"
-    if frozen and (case.number(TP) > 1 or compiled or case.value(f"{T}enable_cpu_offload") == "true" or first_node):
-        yield Broken("blocks of low bits stay whole, and on the device", ("lora.base_dtype",))
-    if frozen and case.value("task.name") in ("preference", "kto"):
-        yield Broken("the reference of these tasks is the model as it was, not rounded", ("lora.base_dtype",))
+        if any(excludes_packed_weights):
+            yield Broken("packed weights must stay unsharded and on the device", ("lora.base_dtype",))
+        if case.value("task.name") in ("preference", "kto"):
+            yield Broken("the reference model of these tasks must not be rounded", ("lora.base_dtype",))
     for option in ("checkpoint.last_save_in_hf", "checkpoint.hf_interval"):
-        if option in case.options and case.value("lora.enable") == "true":
-            yield Broken("adapters are saved alone", (option,))
-    if case.value("lora.enable") == "true" and case.value("model.converters"):
-        yield Broken("float8 gains nothing beside frozen weights", ("model.converters",))
-    if (
-        case.value(f"{LINEAR}.enable_fsdp_float8_all_gather") == "true"
-        and case.value(f"{T}enable_cpu_offload") == "true"
-    ):
-        yield Broken("weights are rounded on the device", (f"{LINEAR}.enable_fsdp_float8_all_gather",))
-    only_head = case.value("model.name") == "gpt_oss" and case.value(f"{LINEAR}.filter_fqns") == "attention"
-    if only_head and int(case.resolved()[f"{M}vocab_size"]) % 16:
-        yield Broken("its linear layers are attention's and the head", (f"{LINEAR}.filter_fqns",))
-    if GROUPED in case.value("model.converters").split("\n") and int(case.resolved()[f"{M}moe_ffn_dim"]) % 16:
-        yield Broken("devices take multiples of 16 in experts", (f"{GROUPED}.fqns",))
-    if GROUPED in case.value("model.converters").split("\n"):
-        first = int(case.resolved().get(f"{M}interleave_moe_layer_step", "1"))
-        first = max(first, int(case.resolved().get(f"{M}num_dense_layers", "0")) + 1)
-        if first > case.number(f"{M}num_layers", 2):
-            yield Broken("some layer has experts", (f"{GROUPED}.fqns",))
-    if case.value(f"{A}mode") == "memory_budget" and not compiled:
-        yield Broken("the compiler decides on the budget", (f"{A}mode",))
-    if case.value(f"{A}mode") == "memory_budget" and case.value(f"{A}cpu_offload") == "true":
-        yield Broken("the compiler moves no inputs", (f"{A}cpu_offload",))
-    saved = case.value("lora.modules_to_save").split("\n")
-    if "norm" in saved and case.value("model.norm_type") == "np_layernorm":
-        yield Broken("what is saved has parameters", ("lora.modules_to_save",))
-    wanted = case.value("lora.target_modules")
-    saved += ["head"] if case.value("task.name") in NEW_HEAD else []
-    if "head" in saved and "head" in wanted.split(","):
-        yield Broken("what is trained whole has no adapter", ("lora.target_modules",))
+        if option in case.options and has_adapters:
+            yield Broken("a run with adapters saves only the adapters", (option,))
+    if has_adapters and case.value("model.converters"):
+        yield Broken("float8 does not support frozen weights", ("model.converters",))
+    fully_trained = case.value("lora.modules_to_save").split("\n")
+    if "norm" in fully_trained and case.value("model.norm_type") == "np_layernorm":
+        yield Broken("modules_to_save must have parameters", ("lora.modules_to_save",))
+    if case.value("task.name") in NEW_HEAD:
+        fully_trained.append("head")
+    if "head" in fully_trained and "head" in case.value("lora.target_modules").split(","):
+        yield Broken("a fully trained module must not have an adapter", ("lora.target_modules",))
+
+
+def _of_float8(case: Case) -> Iterator[Broken]:
+    options = case.resolved()
+    all_gather = f"{LINEAR}.enable_fsdp_float8_all_gather"
+    if is_on(case, all_gather) and is_on(case, f"{T}enable_cpu_offload"):
+        yield Broken("float8 all-gather requires weights on the device", (all_gather,))
+    only_head_is_left = case.value("model.name") == "gpt_oss" and case.value(f"{LINEAR}.filter_fqns") == "attention"
+    if only_head_is_left and int(options[f"{M}vocab_size"]) % 16:
+        yield Broken("float8 needs a layer whose sizes are multiples of 16", (f"{LINEAR}.filter_fqns",))
+    if GROUPED not in case.value("model.converters").split("\n"):
+        return
+    if int(options[f"{M}moe_ffn_dim"]) % 16:
+        yield Broken("float8 experts require sizes that are multiples of 16", (f"{GROUPED}.fqns",))
+    interval = int(options.get(f"{M}interleave_moe_layer_step", "1"))
+    num_dense_layers = int(options.get(f"{M}num_dense_layers", "0"))
+    first_expert_layer = max(interval, num_dense_layers + 1)
+    if first_expert_layer > case.number(f"{M}num_layers", 2):
+        yield Broken("float8 experts require a layer with experts", (f"{GROUPED}.fqns",))
 
 
 def _of_recomputation(case: Case) -> Iterator[Broken]:
-    split = case.number(PP) > 1 and (case.value(SCHEDULE) in SPLIT or bool(case.value(CSV)))
-    kept = case.value(f"{A}mode") == "selective" and case.value(f"{A}selective_ac_option", "2") == "op"
-    if case.value(f"{A}debug") == "true" and (split or kept):
-        yield Broken("PyTorch follows one recomputation of whole layers", (f"{A}debug",))
-    compiled = case.value("compile.enable") == "true" and case.value("compile.components", "model") != "loss"
-    if case.value(f"{A}debug") == "true" and compiled and case.value(f"{A}mode") in ("full", "selective"):
-        yield Broken("compiled layers run no operations to follow", (f"{A}debug",))
+    if not is_on(case, f"{A}debug"):
+        return
+    has_split_backward = case.number(PP) > 1 and (case.value(SCHEDULE) in SPLIT or bool(case.value(CSV)))
+    is_per_op = case.value(f"{A}mode") == "selective" and case.value(f"{A}selective_ac_option", "2") == "op"
+    if has_split_backward or is_per_op:
+        yield Broken("PyTorch can only debug a single recomputation of entire layers", (f"{A}debug",))
+    if has_compiled_layers(case) and case.value(f"{A}mode") in ("full", "selective"):
+        yield Broken("PyTorch cannot debug the recomputation of compiled layers", (f"{A}debug",))
 
 
 def _of_ranks(case: Case) -> Iterator[Broken]:
-    """Of stages that are named any may have no layer, and adapters may be on layers alone."""
+    """Each rank needs a trainable parameter, but a named stage may have no layer and adapters may be only on layers."""
     if case.number(PP) == 1 or case.value("lora.enable") != "true" or not case.value(PARTS):
         return
     stages = [list(part) for part in json.loads(case.value(PARTS))]
     degree, schedule = case.number(PP), case.value(SCHEDULE, "1F1B")
-    saved = set(case.value("lora.modules_to_save").split("\n"))
-    saved |= {"head"} if "head" in case.value("lora.target_modules").split(",") else set()
-    saved |= {{"embed": "tok_embeddings", "head": "output"}.get(name, name) for name in saved}
+    trained = set(case.value("lora.modules_to_save").split("\n"))
+    if "head" in case.value("lora.target_modules").split(","):
+        trained.add("head")
+    aliases = {"embed": "tok_embeddings", "head": "output"}
+    trained |= {aliases[name] for name in trained if name in aliases}
     for rank in range(degree):
-        own = [2 * degree - 1 - rank, rank] if schedule in V_SHAPED else range(rank, len(stages), degree)
-        held = {name for stage in own if stage < len(stages) for name in stages[stage]}
-        if not held & saved and not any(name.startswith("layers.") for name in held):
-            yield Broken("each rank has something to train", ("lora.target_modules",))
+        is_v_shaped = schedule in V_SHAPED
+        stages_of_rank = [2 * degree - 1 - rank, rank] if is_v_shaped else range(rank, len(stages), degree)
+        names = {name for stage in stages_of_rank if stage < len(stages) for name in stages[stage]}
+        if not names & trained and not any(name.startswith("layers.") for name in names):
+            yield Broken("each rank must have a trainable parameter", ("lora.target_modules",))
             return
 
 
 def _of_networks(case: Case) -> Iterator[Broken]:
-    """Networks of transformers are cut by their own plan alone."""
+    """A ``transformers`` network supports only the sharding of its own tensor-parallel plan."""
     if case.value("model.name") != AS_IS:
         return
     for option in (PP, CP, EP):
         if case.number(option) > 1:
-            yield Broken("blocks that are taken as they are stay whole", (option,))
+            yield Broken("transformers networks do not support this axis", (option,))
     tp = case.number(TP)
     if tp > 1 and (case.value(f"{M}path") != LLAMA or 2 % tp):
-        yield Broken("the plan of a network divides its heads", (TP,))
-    if tp > 1 and case.value("compile.enable") == "true" and case.value("compile.components", "model") != "loss":
-        yield Broken("compiled blocks are not split", ("compile.enable",))
+        yield Broken("the tensor-parallel plan of a network must divide its heads", (TP,))
+    if tp > 1 and has_compiled_layers(case):
+        yield Broken("compiled blocks do not support tensor parallelism", ("compile.enable",))
     if case.value("optimizer.name") == "Muon":
-        yield Broken("patterns are those of its own names", ("optimizer.muon_adamw_patterns",))
+        yield Broken("patterns must match the network's parameter names", ("optimizer.muon_adamw_patterns",))
 
 
 def _of_teacher(case: Case) -> Iterator[Broken]:
@@ -839,35 +897,41 @@ def _of_teacher(case: Case) -> Iterator[Broken]:
         return
     tp, cp = case.number(TP), case.number(CP)
     if case.number(PP) > 1:
-        yield Broken("the loss of distillation is computed on a whole model", (PP,))
+        yield Broken("distillation does not support pipelines", (PP,))
     if 2 % tp:
-        yield Broken("tensor parallelism divides the 2 KV heads of the teacher", (TP,))
+        yield Broken("tensor parallelism must divide the 2 KV heads of the teacher", (TP,))
     if cp > 1 and case.value(f"{P}context_parallel_method") == "ulysses" and 2 % (tp * cp):
-        yield Broken("ulysses divides the 2 KV heads of the teacher", (CP,))
-    if tp > 1 and case.value(f"{P}disable_loss_parallel") != "true" and case.number(f"{M}vocab_size") != 320:
-        yield Broken("ranks split both vocabularies alike", ("task.teacher_path",))
+        yield Broken("ulysses must divide the 2 KV heads of the teacher", (CP,))
+    if tp > 1 and not is_on(case, f"{P}disable_loss_parallel") and case.number(f"{M}vocab_size") != 320:
+        yield Broken("both vocabularies must be sharded in the same way", ("task.teacher_path",))
 
 
 def _of_data(case: Case) -> Iterator[Broken]:
-    if case.value("data.mode") == "stream" and any(name.endswith(".epochs") for name in case.options):
-        yield Broken("a stream has no rows to count", tuple(name for name in case.options if name.endswith(".epochs")))
-    for name, source in (("mixture", "data.sources."), ("epochs", f"{T}epochs")):
-        if name == "epochs" and case.value(source) and case.value(f"{T}on_data_end"):
-            yield Broken("epochs say when the data end", (f"{T}on_data_end",))
+    epochs = tuple(name for name in case.options if name.endswith(".epochs"))
+    if case.value("data.mode") == "stream" and epochs:
+        yield Broken("a stream does not support epochs", epochs)
+    if case.value(f"{T}epochs") and case.value(f"{T}on_data_end"):
+        yield Broken("epochs exclude on_data_end", (f"{T}on_data_end",))
 
 
 def _of_validation(case: Case) -> Iterator[Broken]:
     if case.value("validation.enable") != "true":
         return
     option, seq_len = "validation.seq_len", case.number("validation.seq_len", 2048)
-    cp, tp = case.number(CP), case.number(TP)
-    balanced = case.value(f"{P}context_parallel_method", "ring") == "ring"
-    balanced = balanced and case.value(f"{P}context_parallel_load_balancer", "headtail") == "headtail"
-    if seq_len % (2 * cp if cp > 1 and balanced else cp) or seq_len // cp % tp:
-        yield Broken(f"{seq_len} tokens are cut as those of training are", (option,))
+    chunks = context_chunks(case)
+    if seq_len % chunks or seq_len // case.number(CP) % case.number(TP):
+        yield Broken(f"context and tensor parallelism must divide {seq_len} tokens", (option,))
     if case.number(PP) > 1 and seq_len != case.number(SEQ):
-        yield Broken("a pipeline is built for one length", (option,))
+        yield Broken("a pipeline supports only one sequence length", (option,))
     if case.value("validation.per_epoch") and case.value("data.mode") == "stream":
-        yield Broken("a stream has no rows to count", ("validation.per_epoch",))
+        yield Broken("a stream does not support epochs", ("validation.per_epoch",))
     if case.value("validation.per_epoch") and any(name.startswith("data.sources") for name in case.options):
-        yield Broken("a mixture has no epochs", ("validation.per_epoch",))
+        yield Broken("a mixture does not support epochs", ("validation.per_epoch",))
+
+
+def context_chunks(case: Case) -> int:
+    """Number of chunks into which context parallelism divides a sequence."""
+    cp = case.number(CP)
+    is_ring = case.value(f"{P}context_parallel_method", "ring") == "ring"
+    is_balanced = is_ring and case.value(f"{P}context_parallel_load_balancer", "headtail") == "headtail"
+    return 2 * cp if cp > 1 and is_balanced else cp

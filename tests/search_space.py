@@ -1,12 +1,13 @@
-"""Random configurations, and which of them are legal by rules that are written here a second time.
+"""Draw random configurations, and decide independently of the package which of them are legal.
 
-The rules are the documentation's (``docs/parallelism.md``, ``docs/models.md``), stated without a look at the checks of
-the package, so that a refusal can be held against them: one that breaks none of them is a refusal without need.
+The rules restate the documentation (``docs/parallelism.md``, ``docs/models.md``) without using the package's checks. If
+the package refuses a configuration that breaks no rule here, the refusal is a fault.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -49,12 +50,12 @@ from shardtrain.facts.optimizers import OPTIMIZERS
 
 
 def draw_any(seed: int, number: int) -> Case:
-    """Options as they come, of which one in five breaks a rule; another sequence than ``draw``."""
+    """Draw a case without rejecting illegal ones. One in five breaks a rule. The sequence differs from ``draw``."""
     return _draw(random.Random(f"any {seed}/{number}"))
 
 
 def draw(seed: int, number: int, families: Sequence[str] = FAMILIES, features: Sequence[str] = ()) -> Case:
-    """Case ``number`` of a seed: nearly always a legal one, now and then the first that comes."""
+    """Return case ``number`` of a seed: nine in ten are legal, the others are not checked."""
     if features:
         return _draw_more(random.Random(f"more {seed}/{number}"), families, features)
     rng = random.Random(f"{seed}/{number}")
@@ -75,20 +76,22 @@ def draw(seed: int, number: int, families: Sequence[str] = FAMILIES, features: S
 
 
 def _was_refused(case: Case) -> bool:
-    """What broke a rule when the first seeds were searched, and is drawn as a feature since: cases stay the same."""
+    """True if the case was illegal when the first seeds were searched. Rejecting it keeps their cases unchanged."""
     task = case.value("task.name")
-    return (task in NEW_HEAD and case.value("lora.enable") == "true") or (task == "reward_model" and TP in case.options)
+    if task in NEW_HEAD and case.value("lora.enable") == "true":
+        return True
+    return task == "reward_model" and TP in case.options
 
 
 def _draw_more(rng: random.Random, families: Sequence[str], features: Sequence[str]) -> Case:
-    """A case with some of the features, and often with a second mesh where it is saved; nine in ten are legal."""
-    any_will_do = rng.random() < 0.1
+    """Draw a case with some of the features, often with a second mesh if it saves. Nine in ten are legal."""
+    accepts_any = rng.random() < 0.1
     for _ in range(300):
         case = _draw(rng, families)
         draft = search_more.Draft(dict(case.options), case.accumulation)
         search_more.add(rng, draft, features)
         case = Case(draft.options, draft.accumulation)
-        if any_will_do:
+        if accepts_any:
             return case
         if list(broken(case)):
             continue
@@ -122,18 +125,19 @@ def _draw(rng: random.Random, families: Sequence[str] = FAMILIES) -> Case:
     accumulation = rng.choice((1, 1, 2, 3))
     if pp > 1:
         size = rng.choice((1, 1, 2))
-        count = stages * rng.choice((1, 1, 2)) + (
-            rng.choice((0, 1)) if options[SCHEDULE] in (*SINGLE, "LoopedBFS") else 0
-        )
-        accumulation = rng.choice((1, 2)) if count % 2 == 0 else 1
-        local = count * size // accumulation
+        microbatches = stages * rng.choice((1, 1, 2))
+        if options[SCHEDULE] in (*SINGLE, "LoopedBFS"):
+            microbatches += rng.choice((0, 1))
+        accumulation = rng.choice((1, 2)) if microbatches % 2 == 0 else 1
+        local = microbatches * size // accumulation
         if size > 1:
             options[MICRO] = str(size)
     if local > 1:
         options[LOCAL] = str(local)
     options |= _training(rng, family)
     if pp > 1 and options.get("lora.target_modules") == "head":
-        options["lora.target_modules"] = "layers.*.attn.wo"  # each stage needs an adapter: refused when it is built
+        # each stage needs an adapter, which is only checked when the model is built
+        options["lora.target_modules"] = "layers.*.attn.wo"
     options |= _data(rng, options)
     options |= _recompute(rng)
     options |= _task(rng, family, options)
@@ -142,15 +146,16 @@ def _draw(rng: random.Random, families: Sequence[str] = FAMILIES) -> Case:
 
 def _mesh(rng: random.Random, family: str, num_ranks: int) -> dict[str, str]:
     degrees = dict.fromkeys((PP, DDP, FSDP, CP, TP), 1)
-    rest = num_ranks
-    while rest > 1:
-        prime = next(n for n in (2, 3, 5, 7) if rest % n == 0)
-        axis = rng.choice((PP, PP, DDP, FSDP, FSDP, CP, TP)) if prime == 2 else rng.choice((PP, DDP, FSDP, FSDP))
-        degrees[axis] *= prime
-        rest //= prime
+    undivided = num_ranks
+    while undivided > 1:
+        prime = next(n for n in (2, 3, 5, 7) if undivided % n == 0)
+        axes = (PP, PP, DDP, FSDP, FSDP, CP, TP) if prime == 2 else (PP, DDP, FSDP, FSDP)
+        degrees[rng.choice(axes)] *= prime
+        undivided //= prime
     options = {name: str(degree) for name, degree in degrees.items() if degree > 1}
     if degrees[PP] > 1:
-        options |= dict.fromkeys(LESS, "0") if rng.random() < 0.8 else {}
+        if rng.random() < 0.8:
+            options |= dict.fromkeys(LESS, "0")
         options[SCHEDULE] = rng.choice((*SINGLE, *LOOPED, *LOOPED, *V_SHAPED, *V_SHAPED))
         if options[SCHEDULE] in LOOPED and rng.random() < 0.25:
             options[f"{P}pipeline_parallel_layers_per_stage"] = rng.choice(("1", "1", "2"))
@@ -217,7 +222,7 @@ def _model(rng: random.Random, family: str) -> dict[str, str]:
 
 
 def _newer(rng: random.Random, family: str) -> dict[str, str]:
-    """What these families alone have."""
+    """Draw options that only these families have."""
     drawn: dict[str, tuple[str, ...]] = {}
     if family == "llama4":
         drawn = {
@@ -239,7 +244,7 @@ def _newer(rng: random.Random, family: str) -> dict[str, str]:
         drawn = {"num_groups": ("2", "4"), "num_shared_experts": ("0", "1"), "q_lora_rank": ("16",)}
     options = {f"{M}{name}": rng.choice(values) for name, values in drawn.items() if rng.random() < 0.35}
     if f"{M}num_groups" in options:
-        options |= {f"{M}num_experts": "8", f"{M}top_groups": "2"}  # groups that are alike
+        options |= {f"{M}num_experts": "8", f"{M}top_groups": "2"}  # groups must have equal sizes
     return options
 
 
@@ -251,11 +256,13 @@ def _training(rng: random.Random, family: str) -> dict[str, str]:
         others = (name for name in OPTIMIZERS if name not in (*drawn, Optimizer().name, "AdamW8bit"))
         options["optimizer.name"] = rng.choice((*drawn, *others))
         if options["optimizer.name"] == "Muon":
-            options["optimizer.lr"] = "1e-3"  # its update is as large as its matrix's noise where that has little else
+            # Muon normalizes its updates, so the update of a matrix with almost no gradient is amplified noise
+            options["optimizer.lr"] = "1e-3"
     if rng.random() < 0.3:
         options["optimizer.implementation"] = rng.choice(("foreach", "for-loop"))
     if rng.random() < 0.15:
-        options["optimizer.no_weight_decay"] = "*attn*"  # such names a model of any kind has: others are refused late
+        # every model has such names; a pattern without a match is only refused when the model is built
+        options["optimizer.no_weight_decay"] = "*attn*"
     if rng.random() < 0.3:
         options[f"{T}max_norm"] = rng.choice(("inf", "0.1"))
     if rng.random() < 0.15:
@@ -273,7 +280,7 @@ def _training(rng: random.Random, family: str) -> dict[str, str]:
         options[f"{T}initial_loss_scale"] = "1024"
     if rng.random() < 0.06:
         options["compile.enable"] = "true"
-        options["compile.backend"] = "aot_eager"  # the graphs of inductor without its minutes of compiling
+        options["compile.backend"] = "aot_eager"  # same graphs as inductor, without minutes of compilation
         if rng.random() < 0.5:
             options["compile.components"] = rng.choice(("model", "loss"))
     if rng.random() < 0.1 and family != "encoder":
@@ -281,7 +288,7 @@ def _training(rng: random.Random, family: str) -> dict[str, str]:
         options["lora.random_base"] = "true"
         options["lora.rank"] = "4"
         if rng.random() < 0.5:
-            # names that every family has, for others are refused when the model is built
+            # every family has these names; others are only refused when the model is built
             options["lora.target_modules"] = rng.choice(("layers.*.attn.wo", "layers.*.attn.w[qkvo],head", "head"))
     if rng.random() < 0.5:
         options["debug.seed"] = str(rng.randrange(1000))
@@ -292,8 +299,8 @@ def _training(rng: random.Random, family: str) -> dict[str, str]:
 
 def _data(rng: random.Random, so_far: Mapping[str, str]) -> dict[str, str]:
     options: dict[str, str] = {}
-    cuts = int(so_far.get(TP, "1")) * int(so_far.get(CP, "1"))
-    options[SEQ] = str(rng.choice((16, 24, 32, 34, 40, 48, cuts * 9, cuts * 2 * 7)))
+    parts = int(so_far.get(TP, "1")) * int(so_far.get(CP, "1"))
+    options[SEQ] = str(rng.choice((16, 24, 32, 34, 40, 48, parts * 9, parts * 2 * 7)))
     if rng.random() < 0.5:
         options["data.packing"] = rng.choice(("padded", "first_fit"))
         if rng.random() < 0.5:
@@ -302,7 +309,7 @@ def _data(rng: random.Random, so_far: Mapping[str, str]) -> dict[str, str]:
         options["data.document_mask"] = rng.choice(("on", "off"))
     if rng.random() < 0.2:
         options["data.format"] = "prompt_completion"
-    options["data.long_rows_max_fraction"] = "1"  # short sequences have no room for most prompts
+    options["data.long_rows_max_fraction"] = "1"  # most prompts do not fit into short sequences
     if rng.random() < 0.1:
         options["data.mode"] = "stream"
         options["data.readers"] = rng.choice(("4", "16"))
@@ -324,7 +331,7 @@ def _recompute(rng: random.Random) -> dict[str, str]:
 
 
 def _task(rng: random.Random, family: str, so_far: dict[str, str]) -> dict[str, str]:
-    """A task of rows, now and then; the options of documents are then gone."""
+    """Draw a row task for some cases, and remove the document options from ``so_far``."""
     if family == "encoder":
         name = rng.choice(("masked_language_model", "classification"))
     elif family in ("llama3", "qwen3", "mixtral") and rng.random() < 0.06:
@@ -333,7 +340,7 @@ def _task(rng: random.Random, family: str, so_far: dict[str, str]) -> dict[str, 
         return {}
     for option in [option for option in so_far if option.startswith("data.")]:
         del so_far[option]
-    options = {"task.name": name, SEQ: "32"}  # room for an answer, or for a text between its ends
+    options = {"task.name": name, SEQ: "32"}  # room for an answer, or for a text with its begin and end tokens
     if name == "classification":
         options["task.num_labels"] = "4"
     if name == "kto":
@@ -347,7 +354,7 @@ def _task(rng: random.Random, family: str, so_far: dict[str, str]) -> dict[str, 
 
 
 def broken(case: Case) -> Iterator[Broken]:
-    """The documented rules that a case breaks."""
+    """Yield the documented rules that a case breaks."""
     yield from _of_tensors(case)
     yield from _of_pipeline(case)
     yield from _of_experts(case)
@@ -362,24 +369,31 @@ def _of_tensors(case: Case) -> Iterator[Broken]:
     if case.value("model.name") == AS_IS:
         return
     tp, cp, seq_len = case.number(TP), case.number(CP), case.number(SEQ)
-    sizes = {**{f"{M}{name}": value for name, value in SHAPES[case.value("model.name")].items()}, **case.resolved()}
-    heads = int(sizes[f"{M}num_heads"])
-    kv_heads = int(sizes.get(f"{M}num_kv_heads", heads))
     family = case.value("model.name")
-    width = int(sizes.get(f"{M}ffn_dim", "0")) or tp
-    shared = int(sizes.get(f"{M}num_shared_experts", "0")) * int(sizes.get(f"{M}moe_ffn_dim", "0"))
-    counts = {"heads": heads, "num_kv_heads": kv_heads, "ffn_dim": width, "shared experts": shared or tp}
-    counts["vocab_size"] = int(sizes.get(f"{M}vocab_size", "0")) or tp
-    for name, count in counts.items():
+    options = case.resolved()
+
+    def size(name: str) -> int:
+        """Return a field of the model, 0 if the family does not have it."""
+        return int(options.get(f"{M}{name}", "0"))
+
+    heads = size("num_heads")
+    kv_heads = size("num_kv_heads") or heads
+    sizes = {
+        "heads": heads,
+        "num_kv_heads": kv_heads,
+        "ffn_dim": size("ffn_dim"),
+        "shared experts": size("num_shared_experts") * size("moe_ffn_dim"),
+        "vocab_size": size("vocab_size"),
+    }
+    for name, count in sizes.items():
         if count % tp:
-            yield Broken(f"tensor parallelism {tp} divides {name} {count} of {family}", (TP,))
-    ulysses = case.value(f"{P}context_parallel_method", "ring") == "ulysses"
-    balanced = not ulysses and case.value(f"{P}context_parallel_load_balancer", "headtail") == "headtail"
-    chunks = 2 * cp if cp > 1 and balanced else cp
+            yield Broken(f"tensor parallelism {tp} must divide {name} {count} of {family}", (TP,))
+    chunks = search_more.context_chunks(case)
     if seq_len % chunks or seq_len // cp % tp:
-        yield Broken(f"{seq_len} tokens make {chunks} chunks, and {tp} parts of what a rank holds", (SEQ,))
-    if cp > 1 and ulysses and kv_heads % (tp * cp):
-        yield Broken(f"ulysses divides {kv_heads} KV heads by {tp * cp}", (CP,))
+        yield Broken(f"{seq_len} tokens must be divisible into {chunks} chunks, and {tp} parts per rank", (SEQ,))
+    is_ulysses = case.value(f"{P}context_parallel_method", "ring") == "ulysses"
+    if cp > 1 and is_ulysses and kv_heads % (tp * cp):
+        yield Broken(f"ulysses must divide {kv_heads} KV heads by {tp * cp}", (CP,))
 
 
 def _of_pipeline(case: Case) -> Iterator[Broken]:
@@ -387,85 +401,93 @@ def _of_pipeline(case: Case) -> Iterator[Broken]:
     if pp == 1:
         return
     layers, schedule = case.number(f"{M}num_layers"), case.value(SCHEDULE, "1F1B")
-    less = [case.number(option, 1) for option in LESS]
     per_stage = case.number(f"{P}pipeline_parallel_layers_per_stage", 0)
-    weighted = layers + sum(less)
-    stages = -(-weighted // per_stage) if per_stage else pp * (1 if schedule in SINGLE else 2)
+    # the first and last stages have fewer layers, as if their embedding and head were layers
+    extra_layers = sum(case.number(option, 1) for option in LESS)
+    weighted_layers = layers + extra_layers
     parts = case.value(search_more.PARTS)
-    stages = parts.count("[") - 1 if parts else stages
-    named = (PP, SCHEDULE, f"{P}pipeline_parallel_layers_per_stage", search_more.PARTS)
-    fits = {
+    if parts:
+        stages = parts.count("[") - 1
+    elif per_stage:
+        stages = math.ceil(weighted_layers / per_stage)
+    else:
+        stages = pp if schedule in SINGLE else 2 * pp
+    options = (PP, SCHEDULE, f"{P}pipeline_parallel_layers_per_stage", search_more.PARTS)
+    fits_schedule = {
         **dict.fromkeys(SINGLE, stages == pp),
         **dict.fromkeys(V_SHAPED, stages == 2 * pp),
         **dict.fromkeys(LOOPED, stages % pp == 0 and stages >= 2 * pp),
         WRITTEN: stages % pp == 0,
     }[schedule]
-    if not fits:
-        yield Broken(f"{schedule} on {pp} ranks takes no {stages} stages", named)
-    # as evenly as whole layers allow, the ends counting for layers, and a layer for each stage
-    if not parts and (layers < stages or (weighted < stages + sum(less))):
-        yield Broken(f"{layers} layers are enough for {stages} stages", named)
+    if not fits_schedule:
+        yield Broken(f"{schedule} on {pp} ranks does not support {stages} stages", options)
+    # layers are distributed evenly, and each stage needs at least one
+    if not parts and (layers < stages or weighted_layers < stages + extra_layers):
+        yield Broken(f"{layers} layers must be enough for {stages} stages", options)
     size, local = case.number(MICRO), case.number(LOCAL)
     if local % size:
-        yield Broken(f"micro-batches of {size} divide the local batch of {local}", (MICRO,))
+        yield Broken(f"micro-batches of {size} must divide the local batch of {local}", (MICRO,))
         return
     batches = local * case.accumulation // size
     if batches < stages:
-        yield Broken(f"{batches} micro-batches fill {stages} stages", (MICRO,))
+        yield Broken(f"{batches} micro-batches must be enough for {stages} stages", (MICRO,))
     elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and batches % max(1, batches // pp):
-        yield Broken(f"{batches} micro-batches make rounds of {pp}", (MICRO,))
-    if schedule in SPLIT and case.value("compile.enable") == "true" and case.value("compile.components") != "loss":
-        yield Broken("compiled layers have one backward", (SCHEDULE,))
+        yield Broken(f"{batches} micro-batches must be divisible into rounds of {pp}", (MICRO,))
+    if schedule in SPLIT and search_more.has_compiled_layers(case):
+        yield Broken("compiled layers do not support a split backward pass", (SCHEDULE,))
 
 
 def _of_experts(case: Case) -> Iterator[Broken]:
     ep, family = case.number(EP), case.value("model.name")
     if family not in MIXTURES:
         if ep > 1:
-            yield Broken("experts are there to divide", (EP,))
+            yield Broken("expert parallelism requires a family with experts", (EP,))
         return
     sizes = case.resolved()
     experts = int(sizes[f"{M}num_experts"])
     ranks = case.number(FSDP) * case.number(CP) * case.number(TP)
     if experts % ep:
-        yield Broken(f"{ep} expert-parallel ranks divide {experts} experts", (EP,))
+        yield Broken(f"{ep} expert-parallel ranks must divide {experts} experts", (EP,))
     if ranks % ep:
-        yield Broken(f"{ep} expert-parallel ranks divide {ranks} ranks", (EP,))
+        yield Broken(f"{ep} expert-parallel ranks must divide {ranks} ranks", (EP,))
     layers = case.number(f"{M}num_layers", 2)
-    dense = int(sizes.get(f"{M}num_dense_layers", "0")) >= layers
-    dense = dense or int(sizes.get(f"{M}interleave_moe_layer_step", "1")) > layers
-    if dense and ep > 1:
-        yield Broken("a layer has experts to divide", (EP,))
+    num_dense_layers = int(sizes.get(f"{M}num_dense_layers", "0"))
+    interval = int(sizes.get(f"{M}interleave_moe_layer_step", "1"))
+    is_dense = num_dense_layers >= layers or interval > layers
+    if is_dense and ep > 1:
+        yield Broken("expert parallelism requires a layer with experts", (EP,))
     if int(sizes.get(f"{M}top_k", "2")) > experts:
-        yield Broken("a token has no more experts than there are", (f"{M}top_k",))
-    # beyond one expert for each rank, an expert's own sizes are split
-    beyond = ranks // ep * ep > experts and not dense
-    if beyond and not experts % ep and any(int(sizes[f"{M}{name}"]) % (ranks // ep) for name in ("moe_ffn_dim", "dim")):
-        yield Broken(f"{ranks} ranks share {experts} experts", (EP,))
+        yield Broken("top_k must not exceed the number of experts", (f"{M}top_k",))
+    # with more ranks than experts, ranks shard the dimensions of an expert
+    shards_within_experts = ranks // ep * ep > experts and not is_dense and experts % ep == 0
+    widths = [int(sizes[f"{M}{name}"]) for name in ("moe_ffn_dim", "dim")]
+    if shards_within_experts and any(width % (ranks // ep) for width in widths):
+        yield Broken(f"the sizes of {experts} experts must be divisible among {ranks} ranks", (EP,))
 
 
 def _of_pairs(case: Case) -> Iterator[Broken]:
-    offload = case.value(f"{T}enable_cpu_offload") == "true"
-    if case.value(f"{P}shard_optimizer_states") == "true" and (case.number(DDP) == 1 or offload):
-        yield Broken("split states need copies of the model on the device", (f"{P}shard_optimizer_states",))
+    is_on, has_compiled_layers = search_more.is_on, search_more.has_compiled_layers
+    lacks_replicas = case.number(DDP) == 1 or is_on(case, f"{T}enable_cpu_offload")
+    if is_on(case, f"{P}shard_optimizer_states") and lacks_replicas:
+        yield Broken("sharded optimizer states require replicas on the device", (f"{P}shard_optimizer_states",))
     if case.number(PP) > 1 and case.value("lora.target_modules") == "head":
-        yield Broken("every stage has adapters", ("lora.target_modules",))
-    if case.value(f"{M}tied_embeddings") == "true" and "head" in case.value("lora.target_modules").split(","):
-        yield Broken("an adapter of the head would change the embedding", ("lora.target_modules",))
-    if case.value(f"{A}cpu_offload") == "true" and case.value(f"{A}mode") == "none":
-        yield Broken("inputs of recomputed layers are moved", (f"{A}cpu_offload",))
+        yield Broken("every stage must have adapters", ("lora.target_modules",))
+    if is_on(case, f"{M}tied_embeddings") and "head" in case.value("lora.target_modules").split(","):
+        yield Broken("an adapter of a tied head would change the embedding", ("lora.target_modules",))
+    if is_on(case, f"{A}cpu_offload") and case.value(f"{A}mode") == "none":
+        yield Broken("offloading moves the inputs of recomputed layers", (f"{A}cpu_offload",))
     if case.value("data.packing", "concat") == "concat" and case.value("data.long_documents", "split") != "split":
-        yield Broken("concat cuts long documents", ("data.long_documents",))
+        yield Broken("packing by concatenation splits long documents", ("data.long_documents",))
     task = case.value("task.name", "language_model")
     if task in ("language_model", "distillation"):
         return
     degrees = [PP, CP] if task in (*NEW_HEAD, *OF_ANSWERS) else [PP, CP, TP]
     for degree in degrees:
         if case.number(degree) > 1:
-            yield Broken(f"{task} reads whole rows on whole models", (degree,))
-    if case.number(TP) > 1 and case.value(f"{P}disable_loss_parallel") != "true":
-        yield Broken("a task of rows needs its outputs whole", (f"{P}disable_loss_parallel",))
-    if case.number(TP) > 1 and case.value("compile.enable") == "true" and case.value("compile.components") != "loss":
-        yield Broken("rows of every length are not compiled for split layers", ("compile.enable",))
+            yield Broken(f"{task} requires unsharded rows and models", (degree,))
+    if case.number(TP) > 1 and not is_on(case, f"{P}disable_loss_parallel"):
+        yield Broken("row tasks require unsharded outputs", (f"{P}disable_loss_parallel",))
+    if case.number(TP) > 1 and has_compiled_layers(case):
+        yield Broken("tensor parallelism does not support compiling rows of varying length", ("compile.enable",))
     if task == "classification" and 4 % case.number(TP):
-        yield Broken("a head of four rows is divided", (TP,))
+        yield Broken("tensor parallelism must divide the 4 rows of the head", (TP,))

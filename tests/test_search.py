@@ -1,6 +1,6 @@
-"""Random configurations, each refused before a rank starts, or equal to one process; and the search for others.
+"""Random configurations are refused before ranks start or equal one process, and the search finds planted faults.
 
-``SHARDTRAIN_SEARCH_SEED`` takes others, ``SHARDTRAIN_SEARCH`` so many a part in place of 20: see ``docs/trust.md``.
+``SHARDTRAIN_SEARCH_SEED`` sets the seed and ``SHARDTRAIN_SEARCH`` the number of cases per part: see ``docs/trust.md``.
 """
 
 from __future__ import annotations
@@ -50,47 +50,47 @@ from shardtrain.utils.errors import ConfigError, Problem
 SEED = int(os.environ.get("SHARDTRAIN_SEARCH_SEED", "0"))
 COUNT = int(os.environ.get("SHARDTRAIN_SEARCH", "20"))
 PARTS, NEWER_PARTS, MORE_PARTS = 11, 3, 11
-"""Of 20 cases each: 500 together."""
+"""Parts of 20 cases: 500 cases in total."""
 OLDER, NEW, MORE = (FAMILIES, ()), (NEWER, ()), ((*FAMILIES, *NEWER), FEATURES)
-"""Families to draw from, and features."""
+"""Pairs of the families and the features to draw from."""
 CHEAP = (("llama3", "mixtral"), ("named_stages", "distillation", "chat", "mixture", "low_bits", "early_step"))
 SMALL_COUNTS = ((COUNT * 7 // 10, OLDER), (COUNT - COUNT * 7 // 10, NEW), (COUNT // 7, CHEAP))
-"""Of the default tier: the first of two ranks and few passes, of any part."""
+"""Number of cases in the default tier, by what they draw from. They have two ranks and few passes."""
 SMALL, SMALL_PIPELINE = 2, 8
-"""Passes of layers in a step of one rank, which time goes to."""
+"""Maximum passes through a layer per rank and step. The time of a case is proportional to them."""
 
-# Options of cases that a search found to be wrong, as small as they got, and what was wrong with them.
+# Shrunk cases of earlier searches, by the fault that they had.
 FOUND = {
-    "weights' gradients left out": "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 4 "
+    "missing weight gradients": "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 4 "
     "--parallelism.pipeline_parallel_schedule ZBVZeroBubble --parallelism.fsdp_reshard_after_forward always "
     "--model.overrides.num_layers 6",
     "a second recomputation": "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 4 "
     "--parallelism.pipeline_parallel_schedule DualPipeV --activation_checkpoint.mode selective "
     "--activation_checkpoint.selective_ac_option op --model.overrides.num_layers 6",
-    "experts dealt by a rank's own count": "--model.name qwen3_moe --parallelism.data_parallel_shard_degree 2 "
+    "balanced routing counted per rank": "--model.name qwen3_moe --parallelism.data_parallel_shard_degree 2 "
     "--debug.moe_force_load_balance true --training.local_batch_size 3 --training.seq_len 14",
 }
 COMPILED = {
-    "process groups in a compiled graph, whose size the compiler asked": "--parallelism.tensor_parallel_degree 2 "
+    "compiler read the size of a process group in the graph": "--parallelism.tensor_parallel_degree 2 "
     "--activation_checkpoint.mode memory_budget --compile.enable true --compile.backend aot_eager",
 }
-"""Found too, and dearer."""
+"""Slower cases of earlier searches."""
 FEATURED = {
-    "columns of one scale cut by split states": "--parallelism.data_parallel_replicate_degree 2 "
+    "sharded states split a block that shares one scale": "--parallelism.data_parallel_replicate_degree 2 "
     "--parallelism.data_parallel_shard_degree 2 --parallelism.shard_optimizer_states true --optimizer.name AdamW8bit",
-    "no rule for the biases of routers beside frozen weights in low bits": "--model.name mixtral "
+    "no rule for router biases next to packed frozen weights": "--model.name mixtral "
     "--parallelism.data_parallel_shard_degree 2 --model.overrides.load_balance_coeff 1e-2 --lora.enable true "
     "--lora.random_base true --lora.rank 4 --lora.alpha 8 --lora.base_dtype int8",
     "more pipeline ranks than layers": "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 2 "
     "--model.overrides.num_layers 1 "
     """--parallelism.module_fqns_per_model_part '[["embed"], ["layers.0", "norm", "head"]]'""",
 }
-"""Found with features."""
+"""Cases of earlier searches with features."""
 
 
 @pytest.fixture(autouse=True)
 def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(search.ROOT)  # the data of cases are named from there
+    monkeypatch.chdir(search.ROOT)  # cases name data files relative to it
 
 
 @pytest.fixture
@@ -98,41 +98,47 @@ def searcher(tmp_path: Path) -> Searcher:
     return Searcher(tmp_path)
 
 
-def small_ones(how_many: int, families: Sequence[str], features: Sequence[str]) -> Iterator[int]:
-    """The first cases of the seed that two ranks run in few passes."""
+def small_cases(num_cases: int, families: Sequence[str], features: Sequence[str]) -> Iterator[int]:
+    """Return the numbers of the seed's first cases with two ranks and few passes."""
 
     def is_small(case: Case) -> bool:
-        piped = case.number(PP) > 1
-        passes = case.accumulation * (case.number(LOCAL) // case.number(MICRO) if piped else 1)
-        passes *= case.number(f"{M}num_layers")
-        return case.num_ranks == 2 and passes <= (SMALL_PIPELINE if piped else SMALL)
+        has_pipeline = case.number(PP) > 1
+        microbatches = case.number(LOCAL) // case.number(MICRO) if has_pipeline else 1
+        passes = case.accumulation * microbatches * case.number(f"{M}num_layers")
+        return case.num_ranks == 2 and passes <= (SMALL_PIPELINE if has_pipeline else SMALL)
 
-    return islice((number for number in count() if is_small(draw(SEED, number, families, features))), how_many)
+    numbers = (number for number in count() if is_small(draw(SEED, number, families, features)))
+    return islice(numbers, num_cases)
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("of", "numbers"),
+    ("source", "numbers"),
     cases(
         [
-            pytest.param(of, list(small_ones(how_many, *of)), id=f"{name}-small")
-            for name, (how_many, of) in zip(("all", "newer", "cheap-features"), SMALL_COUNTS, strict=True)
+            pytest.param(source, list(small_cases(num_cases, *source)), id=f"{name}-small")
+            for name, (num_cases, source) in zip(("all", "newer", "cheap-features"), SMALL_COUNTS, strict=True)
         ],
         nightly=[
-            pytest.param(of, range(part * COUNT, (part + 1) * COUNT), id=f"{name}-{part}")
-            for name, of, parts in (("all", OLDER, PARTS), ("newer", NEW, NEWER_PARTS), ("features", MORE, MORE_PARTS))
+            pytest.param(source, range(part * COUNT, (part + 1) * COUNT), id=f"{name}-{part}")
+            for name, source, parts in (
+                ("all", OLDER, PARTS),
+                ("newer", NEW, NEWER_PARTS),
+                ("features", MORE, MORE_PARTS),
+            )
             for part in range(parts)
         ],
     ),
 )
 def test_random_configurations_are_refused_or_equal_to_one_process(
-    of: tuple[Sequence[str], Sequence[str]], numbers: Sequence[int]
+    source: tuple[Sequence[str], Sequence[str]], numbers: Sequence[int]
 ) -> None:
     lines: list[str] = []
-    counts, faults = search.search(SEED, numbers, lines.append, families=of[0], features=of[1])
+    families, features = source
+    counts, faults = search.search(SEED, numbers, lines.append, families=families, features=features)
     assert not faults, "\n".join(lines)
     assert sum(counts.values()) == len(numbers)
-    assert counts["equal"] > counts["refused"]  # a search of refusals would prove little
+    assert counts["equal"] > counts["refused"]  # a search with mostly refusals would prove little
 
 
 @pytest.mark.timeout(600)
@@ -143,7 +149,7 @@ def test_random_configurations_are_refused_or_equal_to_one_process(
         nightly=[pytest.param(COMPILED, id="compiled"), pytest.param(FEATURED, id="featured")],
     ),
 )
-def test_what_a_search_has_found_stays_fixed(found: dict[str, str], searcher: Searcher) -> None:
+def test_faults_of_earlier_searches_stay_fixed(found: dict[str, str], searcher: Searcher) -> None:
     verdicts = searcher.judge([parse(shlex.split(options)) for options in found.values()])
     assert dict(zip(found, verdicts, strict=True)) == dict.fromkeys(found, Verdict("equal"))
 
@@ -153,18 +159,18 @@ def test_what_a_search_has_found_stays_fixed(found: dict[str, str], searcher: Se
     "family",
     cases(["llama3", "deepseek_v2"], nightly=sorted({*SHAPES} - {"llama3", "deepseek_v2", "encoder"})),
 )
-def test_gradient_does_not_depend_on_the_size_of_micro_batches(family: str, lora: bool, tmp_path: Path) -> None:
+def test_gradient_does_not_depend_on_micro_batch_size(family: str, lora: bool, tmp_path: Path) -> None:
     adapters = {"lora.enable": "true", "lora.random_base": "true", "lora.rank": "4"} if lora else {}
     jobs = []
     for size in (4, 2, 1):
         case = search.Case({"model.name": family, **adapters, LOCAL: str(size)}, accumulation=4 // size)
         jobs.append(search.Job(search.load(case, {"job.dump_folder": str(tmp_path / str(size))})))
-    whole, *parts = [answer[0] for answer in search.run_jobs(1, jobs)]
-    for numbers in parts:
-        assert not differences(numbers, whole, TOLERANCES["float32"])
+    one_batch, *several_batches = [answer[0] for answer in search.run_jobs(1, jobs)]
+    for numbers in several_batches:
+        assert not differences(numbers, one_batch, TOLERANCES["float32"])
 
 
-def test_a_case_is_the_same_in_every_search_and_its_command_gives_it_back() -> None:
+def test_cases_are_deterministic_and_their_commands_reproduce_them() -> None:
     for number in range(300):
         case = draw(3, number)
         assert case == draw(3, number)
@@ -176,7 +182,7 @@ def test_a_case_is_the_same_in_every_search_and_its_command_gives_it_back() -> N
         )
 
 
-def test_the_check_refuses_what_breaks_a_rule_and_nothing_else() -> None:
+def test_check_refuses_exactly_the_cases_that_break_a_rule() -> None:
     counts: Counter[str] = Counter()
     for number in range(100):
         case = draw_any(5, number)
@@ -205,32 +211,42 @@ def test_cases_reach_every_kind_of_option() -> None:
 
 
 def names_of(option: Option) -> list[str]:
-    """Its own, or those of the keys of its entries."""
-    return list(options_of(f"{option.name}.{entry_name(option)}", option.entry)) if option.entry else [option.name]
+    """Return the name of an option, or the names of the keys of its entries if it is a table of entries."""
+    if option.entry:
+        return list(options_of(f"{option.name}.{entry_name(option)}", option.entry))
+    return [option.name]
 
 
-def placed(name: str) -> str:
-    """The option of the schema that an option of a case sets: ``data.sources.NAME.weight`` for one source's weight."""
+def schema_name(name: str) -> str:
+    """Return the schema's name of a case's option: ``data.sources.NAME.weight`` for the weight of one source."""
     table = next((option for option in options().values() if name.startswith(f"{option.name}.")), None)
     if table is None:
         return name
+    if not table.entry:
+        return table.name
     _entry, _, key = name[len(table.name) + 1 :].partition(".")
-    return f"{table.name}.{entry_name(table)}.{key.partition('.')[0]}" if table.entry else table.name
+    return f"{table.name}.{entry_name(table)}.{key.partition('.')[0]}"
 
 
-def test_every_option_is_drawn_or_said_to_change_no_number() -> None:
-    every = {name for option in options().values() for name in names_of(option)}
-    some = (((), 450), (FEATURES, 600), (("guards",), 60))  # a scale of losses is rare: few cases are of float16
-    drawn_cases = [draw(4, number, features=features) for features, most in some for number in range(most)]
+def test_every_option_is_drawn_or_has_a_reason_not_to_be() -> None:
+    every_option = {name for option in options().values() for name in names_of(option)}
+    # loss scales are rare without the extra cases of guards, because few cases use float16
+    draws = (((), 450), (FEATURES, 600), (("guards",), 60))
+    drawn_cases = [draw(4, number, features=features) for features, num_cases in draws for number in range(num_cases)]
     drawn_cases += [case.moved() for case in drawn_cases if case.then is not None]
-    drawn = {placed(name) for case in drawn_cases for name in case.resolved()}
-    reasons = [name for names in NOT_DRAWN.values() for name in names]
-    known = {option: [name for name in reasons if f"{option}.".startswith(f"{name.rstrip('.')}.")] for option in every}
-    assert drawn <= every
-    assert not [option for option in drawn if known[option]], "these are drawn: take them out of NOT_DRAWN"
-    missing = [option for option in every - drawn if not known[option]]
-    assert not missing, "draw these in tests/search_more.py, or say in NOT_DRAWN why they change no number"
-    assert set(reasons) == {name for names in known.values() for name in names}  # none that is no option
+    drawn = {schema_name(name) for case in drawn_cases for name in case.resolved()}
+    not_drawn = [name for names in NOT_DRAWN.values() for name in names]
+
+    def entries_of(option: str) -> list[str]:
+        """Return the entries of NOT_DRAWN that cover an option: itself or its section."""
+        return [name for name in not_drawn if f"{option}.".startswith(f"{name.rstrip('.')}.")]
+
+    assert drawn <= every_option
+    assert not [option for option in drawn if entries_of(option)], "remove these drawn options from NOT_DRAWN"
+    missing = [option for option in every_option - drawn if not entries_of(option)]
+    assert not missing, "draw these in tests/search_more.py, or add to NOT_DRAWN why they change no result"
+    covering = {name for option in every_option for name in entries_of(option)}
+    assert set(not_drawn) == covering, "NOT_DRAWN has names that are not options"
 
 
 SPLIT = Case(
@@ -247,21 +263,21 @@ SPLIT = Case(
 )
 
 
-def test_a_silent_difference_is_found(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp, "gather", lambda model: None)  # what the schedule needs of a resharded stage
+def test_silent_difference_is_found(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp, "gather", lambda model: None)  # the schedule needs it for a resharded stage
     assert pipeline_parallel.fsdp is fsdp
     assert searcher.judge([SPLIT])[0].kind == "differs"
 
 
-def test_a_tolerance_widens_by_what_one_process_says_of_itself_and_no_further() -> None:
-    """A model that amplifies rounding says how far; a fault is no rounding, and one of its own size is still seen."""
+def test_tolerance_widens_by_the_rounding_errors_of_one_process() -> None:
+    """The tolerance follows the model's own amplification of rounding errors, and larger errors remain faults."""
 
     def numbers(loss: float, scale: float) -> Numbers:
         weight = {"w": torch.ones(4) * scale}
         return Numbers([1.0, loss], [1.0, scale], [], {}, weight, weight)
 
     usual, expected = TOLERANCES["float32"], numbers(1.0, 1.0)
-    assert widened(usual, expected, expected, MOST) == usual  # nothing is amplified
+    assert widened(usual, expected, expected, MOST) == usual  # no amplification
     wider = widened(usual, numbers(1 + 1e-5, 1 + 4e-6), expected, MOST)
     assert wider.loss == pytest.approx(8e-5, rel=1e-3) and wider.norm == pytest.approx(3.2e-5, rel=0.05)
     assert not differences(numbers(1 + 5e-5, 1 + 2e-5), expected, wider)
@@ -271,10 +287,10 @@ def test_a_tolerance_widens_by_what_one_process_says_of_itself_and_no_further() 
 
 @pytest.mark.timeout(600)
 @pytest.mark.nightly(
-    "shrinking takes some thirty runs",
-    by="tests/test_search.py::test_a_silent_difference_is_found",
+    "shrinking takes about thirty runs",
+    by="tests/test_search.py::test_silent_difference_is_found",
 )
-def test_a_silent_difference_is_found_and_shrunk(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_difference_is_found_and_shrunk(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp, "gather", lambda model: None)
     small = shrink(SPLIT, lambda case: searcher.judge([case])[0].kind == "differs")
     assert set(small.options) <= {*SPLIT.options} - {"debug.seed"}
@@ -282,7 +298,7 @@ def test_a_silent_difference_is_found_and_shrunk(searcher: Searcher, monkeypatch
     assert small.num_ranks == 2
 
 
-def test_a_crash_and_a_late_refusal_are_found_and_the_next_cases_are_judged(
+def test_crash_and_late_refusal_are_found_and_do_not_stop_the_search(
     searcher: Searcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = search.trainer.build
@@ -302,7 +318,7 @@ def test_a_crash_and_a_late_refusal_are_found_and_the_next_cases_are_judged(
     assert equal == Verdict("equal")
 
 
-def test_a_rank_that_waits_for_ever_is_found(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_rank_is_found(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
     step = search.trainer.step
 
     def hang(run: Any) -> Any:
@@ -315,7 +331,7 @@ def test_a_rank_that_waits_for_ever_is_found(searcher: Searcher, monkeypatch: py
     assert searcher.judge([Case({FSDP: "2"})])[0].kind == "hangs"
 
 
-def test_a_refusal_is_held_against_the_rules(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_is_compared_with_the_rules(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = Case({TP: "3"})
     assert searcher.judge([odd])[0].kind == "refused"
 
