@@ -1,4 +1,4 @@
-"""Laws of run_train.sh and run_tests.sh, with a stand-in for Python that writes down what it is asked to do."""
+"""run_train.sh, run_tests.sh and .ci/run, with a stand-in for Python that records its calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ esac
 
 @pytest.fixture
 def repository(tmp_path):
-    """A copy of the scripts, and beside it a stand-in for Python."""
+    """A folder with copies of the scripts, next to a stand-in for Python."""
     folder = tmp_path / "repository"
     for name in SCRIPTS:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -47,15 +47,15 @@ def repository(tmp_path):
 
 
 def run(repository, script, *arguments, cwd=None, **environment):
-    """Run a script on a machine that has the stand-in; gives status, calls of the stand-in, stderr, process id."""
+    """Run a script with the stand-in. Return its exit status, the calls of the stand-in, stderr, and the process id."""
     calls = repository.parent / "calls"
     calls.write_text("")
     unwanted = ("VIRTUAL_ENV", "CONDA_PREFIX", "NGPU", "CONFIG_FILE", "COMM_MODE", "LOG_RANK", "TRAIN_FILE", "PYTHON")
-    names = {name: value for name, value in os.environ.items() if name not in unwanted}
-    names |= {"CALLS": str(calls), "PYTHON": str(repository.parent / "python-stand-in"), **environment}
+    inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
+    stand_in = str(repository.parent / "python-stand-in")
     process = subprocess.Popen(
         [str(repository / script), *arguments],
-        env=names,
+        env={**inherited, "CALLS": str(calls), "PYTHON": stand_in, **environment},
         cwd=cwd,
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -65,13 +65,13 @@ def run(repository, script, *arguments, cwd=None, **environment):
     return process.returncode, calls.read_text().splitlines(), err, process.pid
 
 
-def trained(calls):
-    """The arguments with which the trainer was started."""
+def started(calls):
+    """Return the arguments that started the program."""
     return calls[calls.index("-m") :]
 
 
 def place_of(calls: list[str]) -> list[str]:
-    """Process id and folder of the program."""
+    """Return the process id and the working directory of the program."""
     options = ["-P", "-m"] if "-P" in calls else ["-m"]
     return calls[calls.index(options[0]) - 1].split()
 
@@ -86,26 +86,26 @@ def test_scripts_are_executable_and_parse(script):
 def test_a_fresh_machine_gets_an_environment_and_trains_the_default_configuration(repository, script, tmp_path):
     code, calls, err, _ = run(repository, script, "--training.steps", "5", cwd=tmp_path)
     assert code == 0, err
-    assert trained(calls) == ["-m", "shardtrain", "train", f"{repository}/configs/debug.toml", "--training.steps", "5"]
+    assert started(calls) == ["-m", "shardtrain", "train", f"{repository}/configs/debug.toml", "--training.steps", "5"]
     assert (repository / ".venv/bin/python").exists()
     assert any("--editable" in call and "--constraint" in call for call in calls)
 
 
-def test_the_time_of_a_run_begins_after_the_installation(repository):
+def test_time_of_a_run_starts_after_the_installation(repository):
     run(repository, "run_train.sh", PIP_SECONDS="0.6")
     marks = [path.stat().st_mtime for path in sorted((repository / ".venv").glob(".shardtrain-*"))]
     assert int((repository.parent / "calls.handed_over").read_text()) >= int(max(marks))
 
 
 @pytest.mark.nightly(
-    "it waits for twelve seconds, as pip would",
+    "it waits for twelve seconds, like pip",
     by="tests/test_scripts.py::test_a_fresh_machine_gets_an_environment_and_trains_the_default_configuration",
 )
 def test_an_installation_reports_its_phase_and_seconds_every_five_seconds(repository):
-    """Both calls of pip count their seconds from 0, so each line names the phase."""
+    """Each line names its phase, because the seconds start at 0 for each of the two calls of pip."""
     code, _, err, _ = run(repository, "run_train.sh", PIP_SECONDS="5.8")
     lines = re.findall(r"^  (.+): (\d+) s, \d+ MB in ", err, flags=re.M)
-    # at least one line for each of the two calls; a busy machine is later, and the shell counts whole seconds
+    # at least one line for each call; a busy machine prints later, and the shell counts integer seconds
     phases = {phase.partition("==")[0] for phase, _ in lines}
     assert code == 0 and phases == {"torch", "shardtrain and its other requirements"}, err
     assert all(int(seconds) >= 5 for _, seconds in lines), err
@@ -119,7 +119,7 @@ def test_a_second_call_installs_nothing(repository):
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "scripts/constraints/tested.txt"])
-def test_a_change_of_what_is_needed_installs_again(repository, changed):
+def test_changed_requirements_are_installed_again(repository, changed):
     run(repository, "run_train.sh")
     with (repository / changed).open("a") as file:
         file.write("# changed\n")
@@ -127,23 +127,23 @@ def test_a_change_of_what_is_needed_installs_again(repository, changed):
     assert [call for call in calls if call.startswith("pip")]
 
 
-def test_the_environment_of_the_tests_serves_training_too(repository):
+def test_environment_of_tests_is_used_for_training(repository):
     _, calls, _, _ = run(repository, "run_tests.sh")
     assert any(call.endswith("[dev]") for call in calls)
     _, calls, _, _ = run(repository, "run_train.sh")
     assert not [call for call in calls if call.startswith("pip")]
 
 
-def test_tests_run_in_parallel_and_what_the_caller_asks_for_comes_last(repository):
+def test_tests_run_in_parallel_and_arguments_of_the_caller_come_last(repository):
     _, calls, _, _ = run(repository, "run_tests.sh", "tests/test_cli.py", "-n", "0", "-k", "two words")
-    words = trained(calls)
-    assert words[:3] == ["-m", "pytest", "-n"] and 1 <= int(words[3]) <= 16
-    assert words[4:] == ["--dist", "worksteal", "tests/test_cli.py", "-n", "0", "-k", "two words"]
+    arguments = started(calls)
+    assert arguments[:3] == ["-m", "pytest", "-n"] and 1 <= int(arguments[3]) <= 16
+    assert arguments[4:] == ["--dist", "worksteal", "tests/test_cli.py", "-n", "0", "-k", "two words"]
 
 
 @pytest.fixture
 def landings(repository):
-    """A function that commits some times, and one that gives the share that .ci/run takes then."""
+    """Two functions: one creates commits, the other returns the share that .ci/run then selects."""
     names = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1"}
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
     for name in (".ci/components.sh", "run_tests.sh", ".ci/environment.sh"):
@@ -165,19 +165,19 @@ def landings(repository):
     return commit, share
 
 
-def test_five_landings_in_a_row_run_every_share(repository, landings):
+def test_five_consecutive_landings_run_every_share(repository, landings):
     commit, share = landings
-    found = []
+    shares = []
     for number in range(5):
         (repository / ".ci/turn").write_text(f"{number}\n")
-        commit(3)  # a landing is any number of commits
-        found.append(share())
+        commit(3)  # a landing can have any number of commits
+        shares.append(share())
         commit()
-        assert share() == found[-1], "a share that has failed is not left behind by one more commit"
-    assert sorted(found) == ["1", "2", "3", "4", "5"]
+        assert share() == shares[-1], "one more commit must repeat a share, which may have failed"
+    assert sorted(shares) == ["1", "2", "3", "4", "5"]
 
 
-def test_a_turn_that_was_forgotten_comes_after_two_hundred_commits(repository, landings):
+def test_forgotten_turn_advances_after_two_hundred_commits(repository, landings):
     commit, share = landings
     (repository / ".ci/turn").write_text("0\n")
     commit(200)
@@ -188,7 +188,7 @@ def test_a_turn_that_was_forgotten_comes_after_two_hundred_commits(repository, l
 
 @pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="the machine has an NVIDIA device")
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="macOS has one kind of wheel")
-def test_a_machine_without_a_gpu_downloads_nothing_of_cuda(repository):
+def test_machine_without_gpu_downloads_no_cuda_packages(repository):
     _, calls, _, _ = run(repository, "run_train.sh")
     torch = [call for call in calls if "torch==" in call]
     assert len(torch) == 1 and torch[0].endswith("+cpu")
@@ -197,7 +197,7 @@ def test_a_machine_without_a_gpu_downloads_nothing_of_cuda(repository):
 
 @pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="the machine has an NVIDIA device")
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="macOS has one kind of wheel")
-def test_where_the_index_has_no_cpu_wheel_pytorchs_own_is_asked(repository):
+def test_pytorchs_index_is_the_fallback_for_cpu_wheels(repository):
     code, calls, _, _ = run(repository, "run_train.sh", NO_CPU_WHEEL="1")
     torch = [call for call in calls if "torch==" in call]
     assert code == 0
@@ -205,9 +205,9 @@ def test_where_the_index_has_no_cpu_wheel_pytorchs_own_is_asked(repository):
 
 
 def test_variables_become_options(repository):
-    names = {"NGPU": "4", "CONFIG_FILE": "my run.toml", "COMM_MODE": "fake_backend"}
-    _, calls, _, _ = run(repository, "run_train.sh", "--job.description", "two words", **names)
-    assert trained(calls)[3:] == [
+    variables = {"NGPU": "4", "CONFIG_FILE": "my run.toml", "COMM_MODE": "fake_backend"}
+    _, calls, _, _ = run(repository, "run_train.sh", "--job.description", "two words", **variables)
+    assert started(calls)[3:] == [
         "my run.toml",
         "--nproc",
         "4",
@@ -217,18 +217,18 @@ def test_variables_become_options(repository):
     ]
 
 
-def test_a_variable_without_effect_is_said_aloud(repository):
+def test_ignored_variable_is_reported(repository):
     _, _, err, _ = run(repository, "run_train.sh", TRAIN_FILE="torchtitan.train")
     assert "TRAIN_FILE=torchtitan.train is ignored" in err
 
 
 @pytest.mark.parametrize("script", ["run_train.sh", "run_llama_train.sh", "run_tests.sh"])
-def test_signals_reach_the_program_because_the_shell_has_become_it(repository, script):
+def test_script_replaces_its_shell_with_the_program_to_receive_signals(repository, script):
     _, calls, _, pid = run(repository, script)
     assert place_of(calls)[0] == str(pid)
 
 
-def test_training_stays_in_the_callers_folder_so_that_relative_paths_mean_what_they_say(repository, tmp_path):
+def test_training_runs_in_the_callers_folder_for_relative_paths(repository, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     _, calls, _, _ = run(repository, "run_train.sh", cwd=tmp_path / "elsewhere")
     assert place_of(calls)[1] == str(tmp_path / "elsewhere")
@@ -240,7 +240,7 @@ def test_an_active_environment_that_has_the_package_is_used(repository, tmp_path
     _, calls, _, _ = run(repository, "run_train.sh", VIRTUAL_ENV=str(tmp_path / "active"))
     assert not (repository / ".venv").exists()
     assert (tmp_path / "calls.activate").read_text() == "\n"
-    assert trained(calls)[:3] == ["-m", "shardtrain", "train"]
+    assert started(calls)[:3] == ["-m", "shardtrain", "train"]
     run(repository, "run_train.sh", VIRTUAL_ENV=str(tmp_path / "active"), PACKAGE_MISSING="1")
     assert (repository / ".venv").exists()
 
@@ -252,22 +252,22 @@ def test_the_folder_of_the_environment_can_be_chosen(repository, tmp_path):
     assert not (repository / ".venv").exists()
 
 
-def test_as_many_tests_run_at_once_as_there_are_cores_whatever_threads_are_allowed(repository):
-    """nproc gives what OMP_NUM_THREADS says, which is 1 for each of the tests."""
+def test_number_of_parallel_tests_does_not_depend_on_omp_num_threads(repository):
+    """nproc returns OMP_NUM_THREADS, which is 1 for each test."""
     run(repository, "run_tests.sh")
-    asked = []
-    for threads in ("", "1", "64"):
-        _, calls, _, _ = run(repository, "run_tests.sh", **({"OMP_NUM_THREADS": threads} if threads else {}))
-        asked.append(int(calls[calls.index("-n") + 1]))
+    parallel_tests = []
+    for variables in ({}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "64"}):
+        _, calls, _, _ = run(repository, "run_tests.sh", **variables)
+        parallel_tests.append(int(calls[calls.index("-n") + 1]))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert asked == [min(16, 3 * cores)] * 3
+    assert parallel_tests == [min(16, 3 * cores)] * 3
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
+    ("variables", "message"),
     [({"OLD_PYTHON": "1"}, "no Python 3.11 or newer was found"), ({"NO_VENV": "1"}, "install python3-venv")],
 )
-def test_what_is_missing_on_the_machine_is_one_line(repository, names, words):
-    code, calls, err, _ = run(repository, "run_train.sh", **names)
+def test_missing_requirement_is_reported_in_one_line(repository, variables, message):
+    code, calls, err, _ = run(repository, "run_train.sh", **variables)
     assert (code, calls) == (2, [])
-    assert err.count("\n") == 1 and words in err
+    assert err.count("\n") == 1 and message in err

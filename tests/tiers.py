@@ -1,11 +1,11 @@
-"""Which tests run when: a default tier that states every law once, and the rest in shares, one for each landing.
+"""Pytest plugin that selects tests: a default tier that covers every law, and nightly cases in shares.
 
-A law is a test function; its cases are what it is run with. Cases marked ``nightly`` are the rest: they state the same
-law at more sizes, meshes or seeds. ``pytest`` runs the default tier, ``--all`` everything, ``--share 2/5`` those of the
-rest whose share it is, and ``--laws`` prints every law with where it runs. A test that is named by itself
-(``tests/test_grid.py::test_name``) runs whole.
+A law is a test function, and its cases are its parameters. Cases marked ``nightly`` test the same law at more sizes,
+meshes or seeds. ``pytest`` runs the default tier, ``--all`` runs everything, ``--share 2/5`` runs the second fifth of
+the nightly cases, and ``--laws`` lists every law with its cases. A test named on the command line
+(``tests/test_grid.py::test_name``) runs with all its cases.
 
-A case belongs to the share that the checksum of its name says, so that it stays there when others come and go.
+The checksum of its name assigns a case to a share, so adding or removing other cases does not move it.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ import pytest_timeout
 import workers
 from _pytest.doctest import DoctestModule
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks would fight for cores
-# what a command prints is compared whole, also on a machine so busy that it takes seconds
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks would compete for cores
+# no heartbeat lines: tests compare the entire output of commands, also on a machine so busy that they take seconds
 os.environ.setdefault("SHARDTRAIN_HEARTBEAT_SECONDS", "0")
-# no folder can be made there: what tests launch is not remembered among what the user has launched
+# a folder cannot be created there, so runs of tests are not added to the user's list of launched runs
 os.environ["XDG_STATE_HOME"] = os.devnull
-# Each collection of a forked rank would look through all that the tests have imported, and so copy its pages: 28 %
-# of what a rank of two steps costs
+# Without this, each garbage collection in a forked rank visits all objects that the tests imported and copies their
+# pages: 28 % of the cost of a rank that runs two steps
 os.register_at_fork(after_in_child=gc.freeze)
 
 
-def _forget_threads_that_compile() -> None:
-    """In a fork of a process that has compiled: PyTorch's pool of threads has none here, and would be waited for."""
+def _forget_compile_threads() -> None:
+    """Drop PyTorch's pool of compile threads in a fork: exit would wait for its threads, which do not exist there."""
     compiling = sys.modules.get("torch._inductor.async_compile")
     if compiling is not None:
         compiling.AsyncCompile.pool.cache_clear()
 
 
-os.register_at_fork(after_in_child=_forget_threads_that_compile)
+os.register_at_fork(after_in_child=_forget_compile_threads)
 
 SHARES = 5
-"""In how many shares the rest is told by ``--laws``, and run by .ci/run."""
+"""Number of shares of the nightly cases, in ``--laws`` and .ci/run."""
 COSTS = os.environ.get("SHARDTRAIN_TEST_COSTS")
-"""A file that gets a line of JSON for each test: its name, seconds that passed, CPU seconds with those of its ranks."""
+"""File that receives one line of JSON per test: its name, wall-clock seconds, and CPU seconds including its ranks."""
 FAILURES = os.environ.get("SHARDTRAIN_TEST_FAILURES")
-"""A file to which the tests that failed are added, each with the end of its report: .ci/run prints it last."""
+"""File that receives each failed test with the end of its report. .ci/run prints it last."""
 LONGEST_FIRST = (
     "test_slurm_refusals.py",
     "test_slurm_in_job.py",
@@ -69,7 +69,7 @@ LONGEST_FIRST = (
     "test_expert_parallel.py",
     "test_hangs.py",
     "test_ssh.py",
-    # what all tests of a file share would be made again by each worker that takes some of them at the end
+    # files with an expensive shared fixture, which every worker that takes some of their tests would create again
     "test_resume.py",
     "test_hostile_artefacts.py",
     "test_exact_continuation.py",
@@ -81,22 +81,23 @@ LONGEST_FIRST = (
     "test_trainer.py",
     "test_data_end.py",
 )
-"""Files that wait long, compute much, or whose tests share what is dear."""
+"""Files that wait long, compute a lot, or have an expensive shared fixture."""
 
 
 def cases(default: Iterable[Any], nightly: Iterable[Any]) -> list[Any]:
-    """Values for ``pytest.mark.parametrize``: those of the default tier, and those of the rest; tuples are several."""
+    """Return values for ``pytest.mark.parametrize``, with the nightly ones marked. A tuple holds several parameters."""
 
     def marked(value: Any) -> Any:
         if isinstance(value, tuple) and hasattr(value, "marks"):
             return value._replace(marks=[*value.marks, pytest.mark.nightly])
-        return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly)
+        parameters = value if isinstance(value, tuple) else (value,)
+        return pytest.param(*parameters, marks=pytest.mark.nightly)
 
     return [*default, *map(marked, nightly)]
 
 
 def chosen(request: pytest.FixtureRequest, name: str) -> set[Any]:
-    """The values of parameter ``name`` in tests of this module that will run: what their fixture has to make."""
+    """Return the values of parameter ``name`` in the selected tests of this module, for a fixture to prepare."""
     return {
         item.callspec.params[name]
         for item in request.session.items
@@ -107,34 +108,41 @@ def chosen(request: pytest.FixtureRequest, name: str) -> set[Any]:
 
 
 def parse_share(text: str) -> tuple[int, int]:
-    """``2/5`` -> (2, 5): the second of five shares. Raises pytest.UsageError."""
+    """Parse "2/5", the second of five shares, to (2, 5). Raise pytest.UsageError if it is invalid."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise pytest.UsageError(f"--share={text}: it is K/N with 1 <= K <= N, such as 2/{SHARES}")
+        raise pytest.UsageError(f"--share={text} must be K/N with 1 <= K <= N, such as 2/{SHARES}")
     return int(number), int(count)
 
 
 def share_of(name: str, count: int = SHARES) -> int:
-    """The share, from 1 to ``count``, to which a case belongs."""
+    """Return the share of a case, from 1 to ``count``."""
     return zlib.crc32(name.encode()) % count + 1
 
 
 @dataclass
 class Law:
-    """A test function, and how many of its cases there are."""
+    """A test function and the number of its cases.
+
+    Attributes:
+        file: Path of its file.
+        name: Name of the function.
+        default: Number of cases in the default tier.
+        nightly: Number of nightly cases.
+        chosen: Number of cases that run now.
+        shares: Number of nightly cases per share of SHARES.
+        reason: Why no case is in the default tier.
+        by: A law in the default tier that covers the same behavior at lower cost.
+    """
 
     file: str
     name: str
     default: int = 0
     nightly: int = 0
     chosen: int = 0
-    """How many run now."""
     shares: dict[int, int] = field(default_factory=dict)
-    """Nightly cases of each share of SHARES."""
     reason: str = ""
-    """Why none is in the default tier."""
     by: str = ""
-    """The law of the default tier that states the same, with less."""
 
 
 def law_of(item: pytest.Item) -> str:
@@ -153,29 +161,29 @@ def is_chosen(item: pytest.Item, config: pytest.Config) -> bool:
 
 PACKAGE = Path(__file__).parents[1] / "shardtrain"
 COSTLY = Path(__file__).with_name("costly.txt")
-"""Cases that are as good as marked nightly, because of what they were measured to cost."""
+"""List of cases to treat as nightly, because of their measured cost."""
 NAMED = pytest.StashKey[bool]()
-"""Whether tests are named one by one."""
+"""True if the command line names single tests."""
 LAWS = pytest.StashKey[dict[str, Law]]()
 _of_workers: dict[str, dict[str, Any]] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers", "which tests run")
-    group.addoption("--all", action="store_true", dest="all_tiers", help="the default tier and the rest")
-    group.addoption("--share", metavar="K/N", help="of the rest, the K-th of N shares; without the default tier")
-    group.addoption("--minutes", type=float, metavar="N", help="skip, and say so, what has not begun after N minutes")
+    group.addoption("--all", action="store_true", dest="all_tiers", help="run the default tier and all nightly cases")
+    group.addoption("--share", metavar="K/N", help="run only the K-th of N shares of the nightly cases")
+    group.addoption("--minutes", type=float, metavar="N", help="skip tests that have not started after N minutes")
     group.addoption(
-        "--backwards", action="store_true", help="files from the last to the first: what --minutes has left out, first"
+        "--backwards", action="store_true", help="run files in reverse order, starting with those --minutes skipped"
     )
-    group.addoption("--laws", action="store_true", help="print every law and where it runs; run nothing")
+    group.addoption("--laws", action="store_true", help="list every law with its cases, and run nothing")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     if config.option.share:
         parse_share(config.option.share)
-    if config.option.laws:  # in this process
+    if config.option.laws:  # workers are not needed for a list
         config.option.numprocesses, config.option.dist, config.option.tx = None, "no", []
     config.stash[NAMED] = any("::" in argument for argument in config.args)
 
@@ -185,22 +193,22 @@ _STARTED = time.monotonic()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out, aloud, what would begin after the time that the run was given."""
+    """Skip tests that would start after the time limit of the run."""
     minutes = item.config.option.minutes
     if minutes is not None and time.monotonic() - _STARTED > 60 * minutes:
-        pytest.skip(f"left out: --minutes {minutes:g} are over")
+        pytest.skip(f"skipped: --minutes {minutes:g} are over")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """Compute with PyTorch's own kernels again: a run in this process has chosen others, and they need other memory."""
+    """Restore PyTorch's own kernels: a run in this process may have selected others, with other memory layouts."""
     kernels = sys.modules.get("shardtrain.ops.chosen_kernels")
     if kernels is not None:
         kernels.use(kernels.PYTORCH)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Of the package, only what has an example is looked through for examples."""
+    """Skip files of the package without doctests."""
     if collection_path.suffix == ".py" and collection_path.is_relative_to(PACKAGE):
         return True if b">>>" not in collection_path.read_bytes() else None
     return None
@@ -208,95 +216,108 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path: Path) -> Iterator[None]:
-    """Look for examples in the package alone.
+    """Collect doctests only from the package.
 
-    A file that tests share would be imported once more for them, under another name: with a second of each class, of
-    which one is registered with a library and another is what tests change.
+    Collecting them from a test helper would import it again under another name. Its classes would then exist twice: one
+    registered with a library, and another one that tests patch.
     """
-    found: list[pytest.Collector] = yield
-    return [one for one in found if not isinstance(one, DoctestModule) or file_path.is_relative_to(PACKAGE)]
+    collectors: list[pytest.Collector] = yield
+    if file_path.is_relative_to(PACKAGE):
+        return collectors
+    return [collector for collector in collectors if not isinstance(collector, DoctestModule)]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect without the collector of garbage: what is made stays, and it would look at all of it many times."""
-    enabled = gc.isenabled()
+    """Disable garbage collection during test collection, whose many objects all stay alive."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         return (yield)
     finally:
-        if enabled:
+        if was_enabled:
             gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k and -m choose among them
+@pytest.hookimpl(tryfirst=True)  # before -k and -m select from the items
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose what runs now; what takes longest first, so that no core is idle at the end."""
+    """Select the tests to run, and order the slowest files first so no core is idle at the end."""
     config.stash.setdefault(NAMED, any("::" in argument for argument in config.args))
     laws: dict[str, Law] = {}
-    chosen, others = [], []
+    selected, deselected = [], []
     costly = {line for line in COSTLY.read_text(encoding="utf-8").splitlines() if not line.startswith("#")}
     for item in items:
         if item.nodeid in costly:
-            item.add_marker(pytest.mark.nightly("costly.txt: a cheaper case states its law"))
+            item.add_marker(pytest.mark.nightly("costly.txt: a cheaper case covers its law"))
         key = law_of(item)
         law = laws.setdefault(key, Law(*key.split("::", 1)))
         if marker := item.get_closest_marker("nightly"):
+            share = share_of(item.nodeid)
             law.nightly += 1
-            law.shares[share_of(item.nodeid)] = law.shares.get(share_of(item.nodeid), 0) + 1
-            law.reason, law.by = law.reason or " ".join(marker.args), law.by or marker.kwargs.get("by", "")
+            law.shares[share] = law.shares.get(share, 0) + 1
+            law.reason = law.reason or " ".join(marker.args)
+            law.by = law.by or marker.kwargs.get("by", "")
         else:
             law.default += 1
-        runs = is_chosen(item, config)
-        law.chosen += runs
-        (chosen if runs else others).append(item)
+        if is_chosen(item, config):
+            law.chosen += 1
+            selected.append(item)
+        else:
+            deselected.append(item)
     workers_input = getattr(config, "workerinput", {"workercount": 1})
-    items[:] = dealt(chosen, workers_input["workercount"], config.option.backwards)
+    items[:] = dealt(selected, workers_input["workercount"], config.option.backwards)
     config.stash[LAWS] = laws
-    if others and not config.option.laws:
-        config.hook.pytest_deselected(items=others)
+    if deselected and not config.option.laws:
+        config.hook.pytest_deselected(items=deselected)
     if hasattr(config, "workeroutput"):
         config.workeroutput["laws"] = {key: asdict(law) for key, law in laws.items()}
 
 
 def pytest_collection_finish() -> None:
-    """What was collected stays: a run in this process, which collects garbage, would look at all of it each time.
+    """Exclude the collected tests from garbage collection, and collect less often than by default.
 
-    What tests leave behind is small, and is looked for less often than by default: that was 5 % of their CPU time.
+    The collected tests stay alive, and a run in this process calls the garbage collector. Tests leave little garbage,
+    and collecting it at the default rate took 5 % of their CPU time.
     """
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
 def dealt(items: list[pytest.Item], num_workers: int, backwards: bool = False) -> list[pytest.Item]:
-    """The order in which ``--dist worksteal`` gives each worker some of the longest files, and these first.
+    """Order tests such that each worker of ``--dist worksteal`` starts with its part of the longest files.
 
-    It cuts the list into a slice for each worker, of as many tests as the others', and a worker that has none left
-    takes from the end of another's. ``backwards``, the other files come from the last to the first, so that a run whose
-    time is over leaves out others.
+    Worksteal divides the list into one slice per worker, with equal numbers of tests. A worker without tests takes some
+    from the end of another slice. With ``backwards``, the other files are in reverse order, so a run with a time limit
+    skips different ones.
     """
-    ranks = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    files: dict[Path, list[pytest.Item]] = {}
-    others: dict[Path, list[pytest.Item]] = {}
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    long_files: dict[Path, list[pytest.Item]] = {}
+    other_files: dict[Path, list[pytest.Item]] = {}
     for item in items:
-        (files if item.path.name in ranks else others).setdefault(item.path, []).append(item)
-    rest = [item for file in (reversed(others) if backwards else others) for item in others[file]]
+        files = long_files if item.path.name in places else other_files
+        files.setdefault(item.path, []).append(item)
+    other_paths = reversed(other_files) if backwards else other_files
+    other_items = [item for path in other_paths for item in other_files[path]]
+
+    def load(slice_: list[pytest.Item]) -> tuple[int, int]:
+        """Number of files, then number of tests."""
+        return len({item.path for item in slice_}), len(slice_)
+
     slices: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
-    for file in sorted(files, key=lambda file: ranks[file.name]):
-        # to the worker with the fewest files, of these to the one with the fewest tests
-        min(slices, key=lambda slice_: (len({item.path for item in slice_}), len(slice_))).extend(files[file])
-    found: list[pytest.Item] = []
+    for path in sorted(long_files, key=lambda path: places[path.name]):
+        min(slices, key=load).extend(long_files[path])
+    order: list[pytest.Item] = []
     for number, slice_ in enumerate(slices):
-        size = (len(items) - len(found)) // (num_workers - number)
+        size = (len(items) - len(order)) // (num_workers - number)
         num_more = max(0, size - len(slice_))
-        found += slice_ + rest[:num_more]
-        del rest[:num_more]
-    return found + rest
+        order += slice_ + other_items[:num_more]
+        del other_items[:num_more]
+    return order + other_items
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """Fork the workers of xdist from one process that has imported the tests."""
+    """Fork the xdist workers from one process that has imported the tests."""
     if len(specs) < 2 or not workers.is_possible() or any(not spec.popen or spec.python for spec in specs):
         return
     server = workers.Server(["--rootdir", str(config.rootpath), *config.args])
@@ -307,7 +328,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """What a worker of xdist has collected, which this process has not."""
+    """Store the laws that an xdist worker collected: this process does not collect tests."""
     _of_workers.update(getattr(node, "workeroutput", {}).get("laws", {}))
 
 
@@ -316,7 +337,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def unstated(config: pytest.Config, laws: dict[str, Law]) -> list[str]:
-    """Laws that have no case in the default tier, no reason, and no other law there that states the same."""
+    """Return the laws without a case in the default tier, a reason, or another law there that covers them."""
     if config.stash[NAMED]:
         return []
     files = {law.file for law in laws.values()}
@@ -324,15 +345,15 @@ def unstated(config: pytest.Config, laws: dict[str, Law]) -> list[str]:
     def is_stated(law: Law) -> bool:
         if law.default or not law.by:
             return bool(law.default or law.reason)
-        collected = law.by.partition("::")[0] in files
-        return not collected or (law.by in laws and laws[law.by].default > 0)
+        is_collected = law.by.partition("::")[0] in files
+        return not is_collected or (law.by in laws and laws[law.by].default > 0)
 
     return [key for key, law in laws.items() if not is_stated(law)]
 
 
 def collected(config: pytest.Config) -> dict[str, Law]:
-    found = config.stash.get(LAWS, {})
-    return found or {key: Law(**law) for key, law in _of_workers.items()}
+    """Return the laws that this process collected, or else those of the workers."""
+    return config.stash.get(LAWS, {}) or {key: Law(**law) for key, law in _of_workers.items()}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -364,7 +385,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def table(laws: dict[str, Law]) -> Iterator[str]:
-    """Every law by file: cases in the default tier, in all, and in which shares the others are."""
+    """Yield the lines of a table of laws: cases in the default tier, all cases, and shares of the nightly cases."""
     file = ""
     for law in sorted(laws.values(), key=lambda law: (law.file, law.name)):
         if law.file != file:
@@ -375,34 +396,38 @@ def table(laws: dict[str, Law]) -> Iterator[str]:
 
 
 def summary(config: pytest.Config, laws: dict[str, Law]) -> Iterator[str]:
-    """How many laws there are, how many the default tier states, and what ran."""
-    stated = sum(bool(law.default) for law in laws.values())
-    default, nightly, chosen = (
-        sum(getattr(law, name) for law in laws.values()) for name in ("default", "nightly", "chosen")
+    """Yield the lines of the summary: numbers of laws and cases, the selection, and laws that are only nightly."""
+    num_default_laws = sum(law.default > 0 for law in laws.values())
+    num_chosen_laws = sum(law.chosen > 0 for law in laws.values())
+    default = sum(law.default for law in laws.values())
+    nightly = sum(law.nightly for law in laws.values())
+    chosen = sum(law.chosen for law in laws.values())
+    yield (
+        f"{len(laws)} laws in {default + nightly} cases; "
+        f"the default tier covers {num_default_laws} of them in {default} cases"
     )
-    yield f"{len(laws)} laws in {default + nightly} cases; the default tier states {stated} of them in {default} cases"
     if config.stash[NAMED]:
-        tier = "the tests named, whole"
+        tier = "all cases of the named tests"
     elif config.option.all_tiers:
         tier = "all"
     elif config.option.share:
-        tier = f"of the rest ({nightly} cases), share {config.option.share}"
+        tier = f"share {config.option.share} of {nightly} nightly cases"
     else:
         tier = "the default tier"
-    yield f"chosen: {tier}: {chosen} cases of {sum(bool(law.chosen) for law in laws.values())} laws"
+    yield f"selected: {tier}: {chosen} cases of {num_chosen_laws} laws"
     for law in laws.values():
         if not law.default and (law.reason or law.by):
-            stated = f"{law.reason}: {law.by}" if law.by else law.reason
-            yield f"only in the rest: {law.file}::{law.name}: {stated}"
+            reason = f"{law.reason}: {law.by}" if law.by else law.reason
+            yield f"only nightly: {law.file}::{law.name}: {reason}"
     for key in unstated(config, laws):
         yield (
-            f"ERROR: {key} has no case in the default tier; mark fewer of its cases nightly, or say why: "
-            '@pytest.mark.nightly("the reason"), or by="tests/file.py::law" of the default tier that states the same'
+            f"ERROR: {key} has no case in the default tier; mark fewer of its cases nightly, or add a reason: "
+            '@pytest.mark.nightly("the reason"), or by="tests/file.py::law" with a law of the default tier'
         )
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
-    """A test's limit is longer on a busy machine, as all its waits are."""
+    """Extend the time limit of a test on a busy machine, as for all waits."""
     pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=patience.seconds(settings.timeout)))
     return True
 
@@ -410,12 +435,12 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
 DECISIVE = re.compile(
     r"(GROUP_|LOCAL_)?(RANK|WORLD_SIZE)|(MASTER|TORCHELASTIC|SHARDTRAIN|SLURM|HF|TRANSFORMERS|XDG)_.*|HOME|PATH"
 )
-"""Variables that change what a command does. Others are set by libraries for their own process, and are taken back."""
+"""Variables that change the behavior of commands, so tests must restore them. Libraries set others in their process."""
 
 
 @pytest.fixture(autouse=True)
-def environment_as_it_was() -> Iterator[None]:
-    """No test depends on what an earlier one has left in the environment."""
+def restored_environment() -> Iterator[None]:
+    """Restore environment variables after each test, and fail tests that changed one of DECISIVE."""
     before = dict(os.environ)
     yield
     after = dict(os.environ)
@@ -425,23 +450,24 @@ def environment_as_it_was() -> Iterator[None]:
         os.environ.pop(name, None)
         if name in before:
             os.environ[name] = before[name]
-    left = [name for name in changed if DECISIVE.fullmatch(name)]
-    assert not left, f"the test has changed variables of the environment and left them so: {', '.join(left)}"
+    not_restored = [name for name in changed if DECISIVE.fullmatch(name)]
+    assert not not_restored, f"the test changed environment variables without restoring them: {not_restored}"
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those children that have ended and been waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    """CPU seconds of this process and of its children that have exited and been waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Write what a test costs, with the fixtures that it is the first to need."""
+    """Write the cost of a test to COSTS. The first test that needs a fixture pays for it."""
     wall, cpu = time.monotonic(), _cpu_seconds()
     result = yield
     if COSTS:
-        line = {"test": item.nodeid, "wall": round(time.monotonic() - wall, 3), "cpu": round(_cpu_seconds() - cpu, 3)}
+        wall_seconds, cpu_seconds = time.monotonic() - wall, _cpu_seconds() - cpu
+        line = {"test": item.nodeid, "wall": round(wall_seconds, 3), "cpu": round(cpu_seconds, 3)}
         with open(COSTS, "a") as file:
             file.write(json.dumps(line) + "\n")
     return result

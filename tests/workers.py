@@ -1,11 +1,11 @@
-"""Workers of pytest-xdist as forks of one process that has imported all tests.
+"""Fork the workers of pytest-xdist from one process that has imported all tests.
 
-A worker of its own imports PyTorch, transformers and each test file, whose assertions are rewritten: 13 CPU seconds,
-and 25 in a new clone, for each of four workers. A worker that is forked finds them there and collects in three. On
-Linux alone: elsewhere, and with one worker, pytest-xdist starts what it always starts.
+A normal worker imports PyTorch, transformers and every test file, and rewrites the assertions: 13 CPU seconds, or 25 in
+a new clone, for each of four workers. A forked worker only collects, which takes 3 seconds. This works only on Linux.
+On other systems, and with one worker, pytest-xdist starts its normal workers.
 
-``start`` makes the process that forks, and ``command`` is what takes the place of an interpreter: it hands its standard
-streams over, and ends as the fork ends.
+``Server`` starts the process that forks. ``Server.command`` replaces the Python interpreter of a worker: it passes its
+standard streams to a fork, and exits with the status of the fork.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     import pytest
 
 BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); import workers; workers.serve(int(sys.argv[2]), sys.argv[3:])"
-"""The main module of the forks has no file, as that of a worker: a process that is spawned would run it again."""
+"""Code of the main module. Like that of a worker, it has no file, which spawned processes would run again."""
 
 
 class Server:
-    """The process from which workers are forked, for as long as this one lives or until ``close``."""
+    """The process from which workers are forked. It ends with this process or with ``close``."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shardtrain-workers-")
@@ -40,18 +40,18 @@ class Server:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self._path)
             listener.listen()
-            words = [sys.executable, "-c", BOOTSTRAP, here, str(listener.fileno()), *arguments]
-            self._process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+            command = [sys.executable, "-c", BOOTSTRAP, here, str(listener.fileno()), *arguments]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
 
     def command(self) -> str:
-        """What pytest-xdist takes for the Python of a worker."""
+        """Return the command that pytest-xdist runs as the Python interpreter of a worker."""
         return shlex.join([sys.executable, "-I", "-S", __file__, self._path])
 
     def close(self) -> None:
-        """End it, and workers that are left."""
+        """Stop the process and the remaining workers."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        import patience  # not where this file is a command
+        import patience  # not available when this file runs as a command
 
         try:
             self._process.wait(patience.seconds(20))
@@ -62,18 +62,18 @@ class Server:
 
 
 def is_possible() -> bool:
-    """Whether this system has what is needed to wait for forks and for their callers alike."""
+    """True if this system can wait for forks and for their callers at the same time."""
     return hasattr(os, "pidfd_open") and hasattr(socket, "send_fds")
 
 
 def serve(listener_fd: int, arguments: list[str]) -> None:
-    """Import what ``arguments`` of pytest collect, and fork a worker for each that asks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the controller, which ends its workers
+    """Import the tests that pytest collects with ``arguments``, and fork a worker for each connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles interrupts, and stops its workers
     _collect(arguments)
     with socket.socket(fileno=listener_fd) as listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         selector.register(0, selectors.EVENT_READ)
-        callers: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: the process, and who waits for it
+        callers: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: the process id and the waiting caller
         while True:
             for key, _ in selector.select():
                 if key.fileobj is listener:
@@ -92,10 +92,10 @@ def serve(listener_fd: int, arguments: list[str]) -> None:
                         selector.unregister(caller)
                         caller.sendall(bytes([code if code >= 0 else 128 - code]))
                     caller.close()
-                elif key.data is not None:  # its caller was killed
+                elif key.data is not None:  # the caller was killed
                     selector.unregister(key.fileobj)
                     os.kill(key.data, signal.SIGKILL)
-                else:  # the controller has closed this end, or is gone
+                else:  # the controller has closed standard input, or has exited
                     for pid, _ in callers.values():
                         os.kill(pid, signal.SIGKILL)
                     return
@@ -106,32 +106,31 @@ def _collect(arguments: list[str]) -> None:
 
     import pytest
 
-    kept = [os.dup(1), os.dup(2)]
-    nothing = os.open(os.devnull, os.O_WRONLY)
+    originals = [os.dup(1), os.dup(2)]
+    null = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
-        os.dup2(nothing, number)
+        os.dup2(null, number)
     helper = _rewrite_from_the_end()
-    gc.disable()  # all of it stays: a collection would look at a million objects again and again
-    try:  # what cannot be collected is told by the workers
+    gc.disable()  # a million objects stay alive, and each collection would visit them
+    try:  # the workers report collection errors
         pytest.main([*arguments, "--collect-only", "-n", "0", "-p", "no:cacheprovider"], plugins=[_Forgetful()])
     finally:
-        for number, original in enumerate(kept, 1):
+        for number, original in enumerate(originals, 1):
             os.dup2(original, number)
             os.close(original)
-        os.close(nothing)
+        os.close(null)
     if helper:
         os.waitpid(helper, 0)
     gc.enable()
     gc.unfreeze()
     gc.collect()
-    gc.freeze()  # a collection of a fork would copy the pages of all that it looks at
+    gc.freeze()  # a collection in a fork would copy the pages of all objects that it visits
 
 
 class _Forgetful:
-    """Drop what was collected, which imported modules hold through their loader: each worker collects once more.
+    """Drop the collected items, because each worker collects again, and modules whose import failed.
 
-    A file that cannot be imported leaves an empty module: it goes, too, or workers would find no test in the file and
-    no error.
+    A failed import leaves an empty module. With it, workers would find neither a test in the file nor the error.
     """
 
     @staticmethod
@@ -145,14 +144,15 @@ class _Forgetful:
     @staticmethod
     def pytest_sessionfinish(session: pytest.Session) -> None:
         session.items.clear()
-        session.config.pluginmanager.getplugin("terminalreporter").stats.clear()  # those that were left out
+        session.config.pluginmanager.getplugin("terminalreporter").stats.clear()  # it holds deselected items
 
 
 def _rewrite_from_the_end() -> int:
-    """Fork a process that compiles the tests as pytest does, the last first, and the package; gives its process id.
+    """Fork a process that compiles the package and the tests, in reverse order. Return its process id, or 0.
 
-    In a new clone that is half of what collecting costs, and the second core is idle meanwhile: both meet midway.
-    What it uses of pytest is not public. Where that has changed, files are compiled when they are imported.
+    In a new clone, compiling is half of the cost of collecting, and the second core is idle meanwhile. Collecting
+    starts with the first file, so both meet midway. The functions of pytest used here are not public. If they change,
+    files are compiled on import.
     """
     if sys.dont_write_bytecode:
         return 0
@@ -166,17 +166,17 @@ def _rewrite_from_the_end() -> int:
 
         tests, quiet = Path(__file__).parent, SimpleNamespace(trace=lambda text: None)
         for path in sorted(tests.rglob("test_*.py"), reverse=True):
-            kept = rewrite.get_cache_dir(path) / (path.name[:-3] + rewrite.PYC_TAIL)
-            if rewrite.try_makedirs(kept.parent) and rewrite._read_pyc(path, kept) is None:
+            cached = rewrite.get_cache_dir(path) / (path.name[:-3] + rewrite.PYC_TAIL)
+            if rewrite.try_makedirs(cached.parent) and rewrite._read_pyc(path, cached) is None:
                 stamp, code = rewrite._rewrite_test(path, None)
-                rewrite._write_pyc(quiet, code, stamp, kept)
+                rewrite._write_pyc(quiet, code, stamp, cached)
         compileall.compile_dir(tests.parent / "shardtrain", quiet=2)
     finally:
         os._exit(0)
 
 
 def _fork(caller: socket.socket, others: list[socket.socket | selectors.BaseSelector]) -> int:
-    """Fork a worker that has the streams of ``caller``; gives its process id."""
+    """Fork a worker with the standard streams of ``caller``. Return its process id."""
     _, streams, _, _ = socket.recv_fds(caller, 1, 3)
     pid = os.fork()
     if pid:
@@ -184,8 +184,8 @@ def _fork(caller: socket.socket, others: list[socket.socket | selectors.BaseSele
             os.close(stream)
         return pid
     try:
-        for one in (*others, caller):
-            one.close()
+        for resource in (*others, caller):
+            resource.close()
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
@@ -198,7 +198,7 @@ def _fork(caller: socket.socket, others: list[socket.socket | selectors.BaseSele
 
 
 def _work() -> NoReturn:
-    """What ``python -u -c`` does with the line of execnet that begins a worker."""
+    """Run the line with which execnet starts a worker, as ``python -u -c`` does."""
     import random
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -218,7 +218,7 @@ def _work() -> NoReturn:
 
 
 def ask(path: str) -> int:
-    """Have a worker with the standard streams of this process; gives the status with which it ended."""
+    """Run a worker with the standard streams of this process. Return its exit status."""
 
     def end(signum: int, frame: FrameType | None) -> None:
         os._exit(128 + signum)
