@@ -1,7 +1,7 @@
-"""Opens every hostile artefact through the package's entry points, under an audit hook; prints JSON of what happened.
+"""Open every hostile artefact through the package's entry points under an audit hook, and write the results as JSON.
 
-Run as a process of its own, as a hook stays for ever: ``python hostile_child.py FOLDER``. An audit event is a fault
-unless this file says why it is none.
+Run it in a separate process, because an audit hook cannot be removed: ``python hostile_child.py FOLDER``. Every audit
+event is a fault, except those that this file allows with a reason.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from shardtrain.utils import python_child, user_cache
 from shardtrain.utils.errors import ShardtrainError
 
 SECONDS, BYTES = 30, 2 * 2**30
-"""Limits of one artefact: time, and growth of the memory of the process."""
+"""Limits for one artefact: time, and growth of the memory of the process."""
 
-# code that was installed on purpose: the interpreter's, its packages', and ours
+# folders of installed code: the interpreter, its packages, and this package
 TRUSTED = tuple(
     os.path.realpath(path) + os.sep
     for path in {
@@ -46,14 +46,14 @@ TRUSTED = tuple(
         sys.base_prefix,
         sys.prefix,
         Path(shardtrain.__file__).parent,
-        Path(torch.__file__).parents[1],  # an environment may take its packages from another one
+        Path(torch.__file__).parents[1],  # a virtual environment may use the packages of another one
     }
 )
-# a start that tokenizes for long keeps the tokens here, under a hash: how busy the machine is must not decide the test
+# the package caches tokens here if tokenizing takes long, so on a busy machine writing here is allowed
 TOKENS = os.path.join(os.path.realpath(user_cache.folder()), "tokens")
-# code objects without a file: namedtuple and dataclass make classes from the text of their own field names, Jinja
-# compiles a template into functions that only its sandbox calls, and re-imports have names in angle brackets
-MADE = ("<string>", "<template>", "<frozen ", "<__array_function__", "<eval_with_key>", "<unknown>")
+# Code objects without a file: namedtuple and dataclass generate classes from their field names, Jinja compiles
+# templates into functions that only its sandbox calls, and frozen modules have names in angle brackets
+GENERATED = ("<string>", "<template>", "<frozen ", "<__array_function__", "<eval_with_key>", "<unknown>")
 ALWAYS = {
     "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn",
     "socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "urllib.Request", "pickle.find_class",
@@ -63,17 +63,17 @@ WRITES = {
     "os.remove": (0, 1), "os.rename": (1, 3), "os.mkdir": (0, 2), "os.rmdir": (0, 1), "os.chmod": (0, 2),
     "os.link": (1, 3), "os.symlink": (1, 2),
 }  # fmt: skip
-"""Event -> the argument that is the path, and the one that is the handle of its folder (-1: no handle)."""
+"""For each event, the argument index of the path and of its folder descriptor (whose value -1 means no folder)."""
 
 events: list[str] = []
 watching, run_folder = False, ""
 folder_of_open = -1
-"""The handle of the folder that a file is being opened in: the event of ``os.open`` does not say it."""
+"""Descriptor of the folder of the file that is being opened, because the audit event of ``os.open`` omits it."""
 open_plain = os.open
 
 
 def open_in(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-    """``os.open``, which notes the handle of the folder for the hook."""
+    """Call ``os.open``, and store the descriptor of the folder for the hook."""
     global folder_of_open
     folder_of_open = -1 if dir_fd is None else dir_fd
     try:
@@ -86,9 +86,9 @@ def hook(event: str, args: tuple[Any, ...]) -> None:
     if not watching:
         return
     if event == "code.__new__" and str(args[1]) == "<template>":
-        return  # Jinja makes a traceback point into the template; nothing of it is run
+        return  # Jinja makes a traceback point into the template, without running it
     if event == "subprocess.Popen" and list(args[1]) == python_child.command("shardtrain.data.sandbox_child"):
-        return  # opens it first within limits; what is wrong with it then is told here
+        return  # the sandbox that first opens the artefact within limits, and reports its problems to this process
     if event in ALWAYS:
         events.append(f"{event} {str(args)[:100]}")
     elif event == "exec":
@@ -106,31 +106,29 @@ def hook(event: str, args: tuple[Any, ...]) -> None:
 
 
 def trusted(file: str) -> bool:
-    return file.startswith(MADE) or os.path.realpath(file).startswith(TRUSTED)
+    return file.startswith(GENERATED) or os.path.realpath(file).startswith(TRUSTED)
 
 
 def check_write(event: str, path: int | str | bytes | os.PathLike[str], folder: int) -> None:
     if isinstance(path, int):
-        return  # a file that was opened, which was looked at then
+        return  # a descriptor, whose path was checked when it was opened
     parent = os.getcwd() if folder == -1 else os.readlink(f"/proc/self/fd/{folder}")
-    text = os.path.realpath(os.path.join(parent, os.fsdecode(path)))
-    if (
-        text in (run_folder.rstrip(os.sep), os.path.dirname(TOKENS), TOKENS, os.devnull)
-        or os.path.dirname(text) == TOKENS
-    ):
+    full_path = os.path.realpath(os.path.join(parent, os.fsdecode(path)))
+    allowed = (run_folder.rstrip(os.sep), os.path.dirname(TOKENS), TOKENS, os.devnull)
+    if full_path in allowed or os.path.dirname(full_path) == TOKENS:
         return
-    if not text.startswith(run_folder):
-        events.append(f"{event} {text}")
+    if not full_path.startswith(run_folder):
+        events.append(f"{event} {full_path}")
 
 
 def open_checkpoint(path: Path) -> None:
-    kept = checkpoints(path)
+    storage = checkpoints(path)
     try:
-        found = kept.to_continue()
-        if found is not None:
-            kept.load(found, weights(0), rest(0))
+        latest = storage.to_continue()
+        if latest is not None:
+            storage.load(latest, weights(0), rest(0))
     finally:
-        kept.close()
+        storage.close()
 
 
 def list_checkpoint(path: Path) -> None:
@@ -208,7 +206,7 @@ def too_slow(*_: object) -> None:
 
 
 def attempt(opener: Any, path: Path) -> dict[str, Any]:
-    """Open one artefact; ``end`` is "read", "refused" or the trace of what escaped."""
+    """Open one artefact. ``end`` in the result is "read", "refused" or the traceback of another error."""
     global watching, run_folder
     run_folder = os.path.realpath(path if path.is_dir() else path.parent) + os.sep
     events.clear()
@@ -233,33 +231,33 @@ def attempt(opener: Any, path: Path) -> dict[str, Any]:
 
 
 def main(root: Path) -> None:
-    import datasets  # noqa: F401 - imported before the hook, so that it sees what artefacts do
+    import datasets  # noqa: F401 - imports precede the hook, which must only see the effects of artefacts
     import jinja2.sandbox  # noqa: F401
     import pyarrow.parquet  # noqa: F401
     import sentencepiece  # noqa: F401
     import tiktoken  # noqa: F401
     import tokenizers  # noqa: F401
-    import torch._dynamo  # noqa: F401 - makes a folder for its cache when it is imported
+    import torch._dynamo  # noqa: F401 - creates a cache folder on import
 
     import shardtrain.tools.data.show
     import shardtrain.train.trainer  # noqa: F401
 
-    found = hostile_files.make(root)
+    artefacts = hostile_files.make(root)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     signal.signal(signal.SIGALRM, too_slow)
     os.open = open_in
     sys.addaudithook(hook)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    # a bomb that is not stopped by us ends in MemoryError, and not in a dead machine
+    # an undetected bomb must end with MemoryError instead of exhausting the machine
     resource.setrlimit(resource.RLIMIT_AS, (pages + BYTES, resource.RLIM_INFINITY))
     results = []
-    for kind, paths in found.items():
+    for kind, paths in artefacts.items():
         for path in paths:
             for opener in OPENERS[kind]:
                 results.append({"kind": kind, "name": path.name, "opener": opener.__name__, **attempt(opener, path)})
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - peak
-    Path(root / "results.json").write_text(json.dumps({"results": results, "grown_bytes": grown}))
+    growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - peak
+    Path(root / "results.json").write_text(json.dumps({"results": results, "grown_bytes": growth}))
 
 
 if __name__ == "__main__":

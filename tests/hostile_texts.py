@@ -1,6 +1,6 @@
-"""Hostile texts by the thousand, and commands that write down what they were given.
+"""Random hostile texts, and fake commands that record their arguments.
 
-SHARDTRAIN_HOSTILE sets the number of texts for each renderer (500).
+SHARDTRAIN_HOSTILE sets the number of texts per renderer (default: 500).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shardtrain.utils.errors import ConfigError
 
 TEXTS = int(os.environ.get("SHARDTRAIN_HOSTILE", "500"))
 FEW = TEXTS if TEXTS > 500 else 50
-"""The same where each text costs several processes."""
-AT_ONCE = min(TEXTS, 1000)
+"""Number of texts for tests in which each text needs several processes."""
+BATCH_SIZE = min(TEXTS, 1000)
 TIMEOUT = 300
 
 PIECES = [
@@ -39,7 +39,7 @@ _ALPHABET = [*map(chr, range(0x20, 0x7F)), *"\xa0ÿΩЖ中\u200b\u202e\u3000\U00
 
 
 def texts(count: int, seed: str) -> Iterator[str]:
-    """``count`` texts of up to six pieces, one in five of them of any characters; the same at each call."""
+    """Yield ``count`` texts of up to six pieces. One piece in five has random characters. The seed determines them."""
     chance = random.Random(seed)
     for _ in range(count):
         pieces = []
@@ -49,52 +49,56 @@ def texts(count: int, seed: str) -> Iterator[str]:
         yield "".join(pieces)
 
 
-def is_safe(one: str) -> bool:
-    """Whether a text is handed on; the others are refused in one line."""
+def is_safe(text: str) -> bool:
+    """True if the launcher accepts a text. Also assert that a refusal is one line."""
     try:
-        refuse_unsafe([one])
+        refuse_unsafe([text])
     except ConfigError as error:
         assert len(str(error).splitlines()) == 1
         return False
     return True
 
 
-def all_safe(many: Sequence[str]) -> bool:
+def all_safe(arguments: Sequence[str]) -> bool:
     try:
-        refuse_unsafe(many)
+        refuse_unsafe(arguments)
     except ConfigError:
         return False
     return True
 
 
 def batches(seed: str, count: int = TEXTS) -> Iterator[list[str]]:
-    """All texts of a test, many at once, without those that are refused."""
-    everything = list(texts(count, seed))
-    for start in range(0, count, AT_ONCE):
-        some = everything[start : start + AT_ONCE]
-        printed = [one for one in some if one.isprintable()]
-        assert all(is_safe(one) == one.isprintable() for one in some[:20])
-        yield printed if all_safe(printed) else list(filter(is_safe, printed))
+    """Yield all accepted texts of a test in batches."""
+    all_texts = list(texts(count, seed))
+    for start in range(0, count, BATCH_SIZE):
+        batch = all_texts[start : start + BATCH_SIZE]
+        printable = [text for text in batch if text.isprintable()]
+        assert all(is_safe(text) == text.isprintable() for text in batch[:20])
+        yield printable if all_safe(printable) else list(filter(is_safe, printable))
 
 
-def job_of(many: Sequence[str], launch: Launch | None = None) -> ClusterJob:
-    """The job of a configuration whose overrides and variables are these texts, as ``launch`` makes it."""
-    variables = {f"V{number}": one for number, one in enumerate(many)}
-    wanted = replace(launch or Launch(), nodes=2, image="image", env=variables)
-    job = to_job(Loaded(replace(Config(), launch=wanted)), ["--job.description", *many])
-    assert job.command[5:] == tuple(many) and dict(job.environment) == variables, "nothing is refused or changed"
+def job_of(arguments: Sequence[str], launch: Launch | None = None) -> ClusterJob:
+    """Return a job whose arguments and environment variables have these texts as values."""
+    variables = {f"V{number}": text for number, text in enumerate(arguments)}
+    options = replace(launch or Launch(), nodes=2, image="image", env=variables)
+    job = to_job(Loaded(replace(Config(), launch=options)), ["--job.description", *arguments])
+    assert job.command[5:] == tuple(arguments), "the launcher changed an argument"
+    assert dict(job.environment) == variables, "the launcher changed a variable"
     return job
 
 
-def same(sent: Sequence[str], got: Sequence[str]) -> None:
-    """The two are equal; else the first text that is not is shown."""
-    differing = [(a, b) for a, b in zip(sent, got, strict=False) if a != b]
-    assert not differing, f"sent {differing[0][0]!r}, arrived {differing[0][1]!r}"
-    assert len(sent) == len(got)
+def same(sent: Sequence[str], received: Sequence[str]) -> None:
+    """Assert that both sequences are equal, and show the first difference."""
+    differing = [(a, b) for a, b in zip(sent, received, strict=False) if a != b]
+    assert not differing, f"sent {differing[0][0]!r}, received {differing[0][1]!r}"
+    assert len(sent) == len(received)
 
 
 class Recorder:
-    """A folder of commands that stand for a platform's; what they were given is read once each time."""
+    """A folder of fake commands of a platform that record their input. Reading a record deletes it.
+
+    Commands run in the empty folder ``inside``, so an injected command that writes a file is detected.
+    """
 
     def __init__(self, folder: Path, **programs: str) -> None:
         self.folder, self.inside, self.record = folder, folder / "inside", folder / "record"
@@ -105,12 +109,17 @@ class Recorder:
             path.chmod(0o755)
 
     def names(self, more: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-        """The environment of what is run."""
-        own = {"PATH": f"{self.folder}:{os.environ['PATH']}", "RECORD": str(self.record), "HOME": str(self.inside)}
-        return {**own, "PYTHONPATH": str(Path(__file__).parents[1]), **more}
+        """Return the environment of commands."""
+        return {
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+            "RECORD": str(self.record),
+            "HOME": str(self.inside),
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            **more,
+        }
 
     def run(self, command: Sequence[str], text: str = "", **more: str) -> None:
-        """Run a command with these programs; nothing else may have happened."""
+        """Run a command that finds the fake programs, and assert that it wrote no file."""
         done = subprocess.run(
             command,
             input=text.encode(),
@@ -125,34 +134,34 @@ class Recorder:
     def untouched(self) -> None:
         assert not list(self.inside.iterdir()), "something ran that should not have"
 
-    def read(self, what: str) -> list[str]:
-        """The words that were written down under a name, and no more of them."""
-        path = Path(f"{self.record}.{what}")
-        words = path.read_bytes().decode("utf-8", "surrogateescape").split("\0")[:-1]
+    def read(self, name: str) -> list[str]:
+        """Return the values recorded under a name, and delete the record."""
+        path = Path(f"{self.record}.{name}")
+        values = path.read_bytes().decode("utf-8", "surrogateescape").split("\0")[:-1]
         path.unlink()
-        return words
+        return values
 
     def variables(self) -> dict[str, str]:
-        pairs = [one.partition("=") for one in self.read("env")]
+        pairs = [text.partition("=") for text in self.read("env")]
         return {name: value for name, _, value in pairs}
 
     def arrived(self, job: ClusterJob) -> None:
-        """Arguments and variables are those of the job."""
+        """Assert that the recorded arguments and variables are those of the job."""
         same(job.command[1:], self.read("argv"))
-        names = self.variables()
-        same(list(job.environment.values()), [names.get(one, "(none)") for one in job.environment])
+        recorded = self.variables()
+        same(list(job.environment.values()), [recorded.get(name, "(none)") for name in job.environment])
 
 
 ARGV = """/bin/sh
 printf '%s\\0' "$@" > "$RECORD.argv"
 env -0 > "$RECORD.env"
 """
-"""Writes down arguments and variables."""
+"""Fake program that records its arguments and environment."""
 CREATED = """/bin/sh
 if [ "$1" = create ]; then cat >> "$RECORD.created"; printf '\\0' >> "$RECORD.created"; fi
 """
-"""Stands for kubectl: keeps the input of each request to create something."""
+"""Fake kubectl that records the input of each ``create`` request."""
 EACH = """/bin/sh
 printf '%s\\0' "$#" "$PWD" "$@" >> "$RECORD.each"
 """
-"""Adds how many arguments it had, its folder and the arguments to what was written before."""
+"""Fake program that appends the number of its arguments, its working directory and the arguments to a record."""

@@ -1,7 +1,7 @@
-"""Two machines for tests, in Linux namespaces: each has a network, a host name, a view of the files, and an sshd.
+"""Two simulated machines in Linux namespaces, each with a network, a host name, a view of the files and an sshd.
 
-They hang on a switch, in whose network the launcher runs. Nothing of it can be reached from outside, and nothing of it
-is left when its processes have gone. Host names resolve nowhere.
+A switch connects them, and the launcher runs in its network. They are unreachable from outside, and disappear with
+their processes. Host names do not resolve.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import patience
 import sshd
 
 HOLE = "10.77.0.99"
-"""An address at which nothing answers, and nobody says so."""
+"""An address that never answers and reports no error."""
 HOSTS = {"host-a": "10.77.0.2", "host-b": "10.77.0.3"}
 LAUNCHER = "10.77.0.1"
 SECONDS = 20
@@ -28,47 +28,48 @@ SECONDS = 20
 
 @functools.cache
 def missing() -> str:
-    """What this machine lacks for machines inside of it; empty where nothing does."""
+    """Return the reason why this machine cannot simulate machines, or an empty string."""
     if sshd.missing():
         return sshd.missing()
     programs = [name for name in ("unshare", "nsenter", "ip", "mount") if not shutil.which(name)]
     if programs:
         return f"no {', '.join(programs)} here: apt-get install iproute2 util-linux (.ci/components.sh does)"
-    words = ["unshare", "--net", "--uts", "--mount", "sh", "-c", "ip link add wire0 type veth peer name wire1"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=patience.seconds(SECONDS), check=False)
+    command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", "ip link add wire0 type veth peer name wire1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience.seconds(SECONDS), check=False)
     return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else ""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Namespaces that live as long as process ``pid``."""
+    """The namespaces of process ``pid``, which end with it."""
 
     pid: int
 
-    def words(self, *command: str) -> list[str]:
-        """A command that runs ``command`` there."""
+    def command(self, *command: str) -> list[str]:
+        """Return a command that runs ``command`` on this machine."""
         return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", "--wdns=/", *command]
 
     def processes(self) -> set[int]:
-        """All processes in its network."""
-        own, found = os.readlink(f"/proc/{self.pid}/ns/net"), set()
-        for name in filter(str.isdigit, os.listdir("/proc")):  # no glob: it fails where a process ends meanwhile
+        """Return the ids of all processes in the network of this machine."""
+        network, pids = os.readlink(f"/proc/{self.pid}/ns/net"), set()
+        for name in filter(str.isdigit, os.listdir("/proc")):  # glob would fail if a process ends meanwhile
             try:
-                found |= {int(name)} if os.readlink(f"/proc/{name}/ns/net") == own else set()
+                if os.readlink(f"/proc/{name}/ns/net") == network:
+                    pids.add(int(name))
             except OSError:
                 continue
-        return found
+        return pids
 
     def do(self, *command: str) -> None:
-        """Run a short command there."""
+        """Run a short command on this machine."""
         done = subprocess.run(
-            self.words(*command), capture_output=True, text=True, timeout=patience.seconds(SECONDS), check=False
+            self.command(*command), capture_output=True, text=True, timeout=patience.seconds(SECONDS), check=False
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
 
     @contextmanager
     def shows(self, path: Path, instead: Path) -> Iterator[None]:
-        """Let this machine see one folder where the others see another."""
+        """Show the folder ``instead`` at ``path``, only on this machine."""
         self.do("mount", "--bind", str(instead), str(path))
         try:
             yield
@@ -78,45 +79,52 @@ class Machine:
 
 @dataclass(frozen=True)
 class Machines:
-    """The switch, the hosts by name, and the file for ``ssh -F``."""
+    """Two hosts and their switch.
+
+    Attributes:
+        switch: The machine of the switch and the launcher.
+        hosts: The hosts by name.
+        config: Configuration file for ``ssh -F``.
+        idle: Ids of the processes on all machines before a launch.
+    """
 
     switch: Machine
     hosts: dict[str, Machine]
     config: Path
     idle: frozenset[int]
-    """The processes of all three when nothing is launched."""
 
     def running(self) -> set[int]:
-        """What a launch has started on any of them, the launcher too."""
-        return set().union(*(one.processes() for one in (self.switch, *self.hosts.values()))) - self.idle
+        """Return the ids of the processes of a launch on all machines, including the launcher."""
+        machines = (self.switch, *self.hosts.values())
+        return set().union(*(machine.processes() for machine in machines)) - self.idle
 
     def cut(self, host: str) -> None:
-        """Take a host's cable out: nothing arrives any more, and nobody is told."""
+        """Disconnect a host, like a pulled cable: packets are lost without an error."""
         self.switch.do("ip", "link", "set", host, "down")
 
     def reconnect(self, host: str) -> None:
-        """Put the cable back."""
+        """Undo ``cut``."""
         self.switch.do("ip", "link", "set", host, "up")
 
 
 @contextmanager
 def two(folder: Path) -> Iterator[Machines]:
-    """Two hosts, ``host-a`` and ``host-b``, and the machine of the launcher."""
+    """Create the hosts ``host-a`` and ``host-b`` and the machine of the launcher for the duration of the block."""
     with ExitStack() as stack:
         switch = stack.enter_context(_machine("launcher"))
-        for words in ("link add br0 type bridge", f"addr add {LAUNCHER}/24 dev br0", "link set br0 up"):
-            switch.do("ip", *words.split())
+        for arguments in ("link add br0 type bridge", f"addr add {LAUNCHER}/24 dev br0", "link set br0 up"):
+            switch.do("ip", *arguments.split())
         hosts = {}
         for number, (name, address) in enumerate(HOSTS.items()):
             hosts[name] = host = stack.enter_context(_machine(f"unknown-{number}"))
             switch.do("ip", *f"link add {name} type veth peer name wire0 netns {host.pid}".split())
             switch.do("ip", *f"link set {name} master br0 up".split())
-            for words in (f"addr add {address}/24 dev wire0", "link set wire0 up"):
-                host.do("ip", *words.split())
+            for arguments in (f"addr add {address}/24 dev wire0", "link set wire0 up"):
+                host.do("ip", *arguments.split())
         switch.do("ip", *f"neigh add {HOLE} lladdr 02:00:00:00:00:99 dev br0 nud permanent".split())
         config = sshd.prepare(folder, HOSTS, port=22)
         for host in hosts.values():
-            stack.enter_context(sshd.daemon(folder, host.words()))
+            stack.enter_context(sshd.daemon(folder, host.command()))
         for address in HOSTS.values():
             _wait_for(switch, address)
         machines = Machines(switch, hosts, config, frozenset())
@@ -127,8 +135,8 @@ def two(folder: Path) -> Iterator[Machines]:
 def _machine(name: str) -> Iterator[Machine]:
     process = subprocess.Popen(["unshare", "--net", "--uts", "--mount", "sleep", "3600"])
     try:
-        end, own = time.monotonic() + patience.seconds(SECONDS), os.readlink("/proc/self/ns/mnt")
-        while os.readlink(f"/proc/{process.pid}/ns/mnt") == own:
+        end = time.monotonic() + patience.seconds(SECONDS)
+        while os.readlink(f"/proc/{process.pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt"):
             assert time.monotonic() < end and process.poll() is None, "no namespace"
             time.sleep(0.01)
         machine = Machine(process.pid)
@@ -143,8 +151,7 @@ def _machine(name: str) -> Iterator[Machine]:
 def _wait_for(switch: Machine, address: str) -> None:
     code = f"import socket; socket.create_connection(({address!r}, 22), timeout=1).close()"
     end = time.monotonic() + patience.seconds(SECONDS)
-    while subprocess.run(
-        switch.words("python3", "-c", code), capture_output=True, timeout=patience.seconds(SECONDS)
-    ).returncode:
+    command = switch.command("python3", "-c", code)
+    while subprocess.run(command, capture_output=True, timeout=patience.seconds(SECONDS)).returncode:
         assert time.monotonic() < end, f"sshd at {address} does not listen"
         time.sleep(0.05)

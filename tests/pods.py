@@ -1,4 +1,4 @@
-"""Pods of a rendered manifest as local processes: what its operator adds to each, and the command out of it."""
+"""Run the pods of a rendered manifest as local processes, with the environment that its operator would add."""
 
 from __future__ import annotations
 
@@ -20,38 +20,42 @@ from shardtrain.launch.job import to_job
 from shardtrain.launch.platforms import kubernetes
 
 ROOT = Path(__file__).parents[1]
-# what this machine may say to a launcher, and a container would not
+# variables of this machine that affect a launcher and do not exist in a container
 _DROPPED = re.compile(
     r"(PET|SHARDTRAIN|SLURM|RUNAI|SKYPILOT|TORCH|KUBERNETES|MASTER)_|(NGPU|LOG_RANK|RANK|WORLD_SIZE)$"
 )
 
 
 def manifests(kind: str, arguments: list[str], path: Path | None = None) -> str:
-    """What ``launch kubernetes --dry-run`` prints."""
-    words = [*arguments, f"--launch.kubernetes.kind={kind}", "--launch.image=reg/run:1"]
-    loaded = config.load(path, words)
+    """Return the output of ``launch kubernetes --dry-run``."""
+    arguments = [*arguments, f"--launch.kubernetes.kind={kind}", "--launch.image=reg/run:1"]
+    loaded = config.load(path, arguments)
     assert not config.check(loaded)
-    return kubernetes.render(to_job(loaded, words, kubernetes.CONFIG_PATH if path else None), loaded.config.launch)
+    job = to_job(loaded, arguments, kubernetes.CONFIG_PATH if path else None)
+    return kubernetes.render(job, loaded.config.launch)
 
 
 def containers(node: object) -> list[dict]:
-    """All containers of a manifest."""
-    if isinstance(node, dict):
-        return [*node.get("containers", []), *(one for value in node.values() for one in containers(value))]
-    return [one for value in node for one in containers(value)] if isinstance(node, list) else []
+    """Return all containers of a manifest, at any depth."""
+    if isinstance(node, list):
+        return [container for value in node for container in containers(value)]
+    if not isinstance(node, dict):
+        return []
+    inner = [container for value in node.values() for container in containers(value)]
+    return [*node.get("containers", []), *inner]
 
 
 def expanded(value: str, names: dict[str, str]) -> str:
-    """Kubernetes' own expansion of arguments and values: ``$$`` is one dollar, ``$(NAME)`` a variable's value."""
-    return re.sub(
-        r"\$(\$|\(([^)]*)\))",
-        lambda m: "$" if m[1] == "$" else names.get(m[2], m[0]),
-        value,
-    )
+    """Expand variables as Kubernetes does: ``$(NAME)`` is the value of a variable, and ``$$`` is a dollar sign."""
+
+    def replacement(match: re.Match[str]) -> str:
+        return "$" if match[1] == "$" else names.get(match[2], match[0])
+
+    return re.sub(r"\$(\$|\(([^)]*)\))", replacement, value)
 
 
 def of_operator(manifest: dict, number: int, endpoint: str) -> dict[str, str]:
-    """The variables that pod ``number`` gets from its operator; names of pods lead to ``endpoint`` (HOST:PORT).
+    """Return the variables that the operator sets in pod ``number``, with ``endpoint`` (HOST:PORT) for names of pods.
 
     PyTorchJob: kubeflow/training-operator 1.9, pkg/controller.v1/pytorch/envvar.go and elastic.go. TrainJob:
     kubeflow/trainer 2, the torch plugin. JobSet: the index that Kubernetes gives to pods of an indexed job.
@@ -71,7 +75,9 @@ def of_operator(manifest: dict, number: int, endpoint: str) -> dict[str, str]:
             "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
             "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
         }
-        return names | elastic | ({"PET_RDZV_ID": policy["rdzvId"]} if "rdzvId" in policy else {})
+        if "rdzvId" in policy:
+            elastic["PET_RDZV_ID"] = policy["rdzvId"]
+        return names | elastic
     nodes = str(sum(role["replicas"] for role in spec["pytorchReplicaSpecs"].values()))
     both = {name.removeprefix("PET_"): value for name, value in master.items() if "MASTER" in name}
     return {**names, **master, **both, "PET_NNODES": nodes, "WORLD_SIZE": nodes, "RANK": str(number)}
@@ -79,60 +85,72 @@ def of_operator(manifest: dict, number: int, endpoint: str) -> dict[str, str]:
 
 @dataclass
 class Pod:
-    """A pod that runs here, and the file with what it tells."""
+    """A pod as a local process, with the file of its output."""
 
     process: subprocess.Popen
     log: Path
 
-    def told(self) -> str:
+    def output(self) -> str:
         return self.log.read_text()
 
     def kill(self) -> None:
-        """End it as a node that loses power does: all its processes, at once."""
-        mine = children(self.process.pid) if self.process.poll() is None else []
-        for pid in [self.process.pid, *mine]:
+        """Kill the pod with all its processes, like a node that loses power."""
+        child_pids = children(self.process.pid) if self.process.poll() is None else []
+        for pid in [self.process.pid, *child_pids]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(patience.seconds(20))
 
     def ended(self, seconds: float) -> int:
-        """Its exit status; killed when it does not come."""
+        """Wait for the pod and return its exit status. Kill it after the timeout."""
         try:
             return self.process.wait(patience.seconds(seconds))
         finally:
             self.kill()
 
 
-def start(found: list[dict], number: int, endpoint: str, log: Path, mounted: Path | None = None, **more: str) -> Pod:
-    """Pod ``number`` of a job as a process of this machine; ``mounted`` is where its ConfigMap lies."""
-    container, job = containers(found)[0], found[-1]
-    own = {one["name"]: expanded(one["value"], {}) for one in container.get("env", [])}
-    if "SHARDTRAIN_RDZV_ENDPOINT" in own:  # the stable name of the first pod, which the cluster would look up
-        own["SHARDTRAIN_RDZV_ENDPOINT"] = endpoint
-    names = {**of_operator(job, number, endpoint), **own, **more}
-    words = [expanded(word, names) for word in container["command"]]
+def start(
+    documents: list[dict], number: int, endpoint: str, log: Path, mounted: Path | None = None, **more: str
+) -> Pod:
+    """Start pod ``number`` of a job as a local process.
+
+    Args:
+        documents: Documents of the manifest. The last one is the job.
+        number: Index of the pod.
+        endpoint: HOST:PORT of the rendezvous.
+        log: File to append the output to.
+        mounted: Path of the file in the pod's ConfigMap, or None.
+        **more: Additional environment variables.
+    """
+    container, job = containers(documents)[0], documents[-1]
+    container_env = {entry["name"]: expanded(entry["value"], {}) for entry in container.get("env", [])}
+    if "SHARDTRAIN_RDZV_ENDPOINT" in container_env:  # the name of the first pod, which only resolves in a cluster
+        container_env["SHARDTRAIN_RDZV_ENDPOINT"] = endpoint
+    names = {**of_operator(job, number, endpoint), **container_env, **more}
+    command = [expanded(argument, names) for argument in container["command"]]
     if mounted:
-        words = [str(mounted) if word == kubernetes.CONFIG_PATH else word for word in words]
+        command = [str(mounted) if argument == kubernetes.CONFIG_PATH else argument for argument in command]
     inherited = {name: value for name, value in os.environ.items() if not _DROPPED.match(name)}
-    # a pod has an address of its own; these share the loopback
-    here = {"GLOO_SOCKET_IFNAME": "lo", "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
-    everything = {**inherited, **here, "OMP_NUM_THREADS": "1", **names}
-    with log.open("a") as told:
-        return Pod(subprocess.Popen(words, env=everything, cwd=ROOT, stdout=told, stderr=told), log)
+    # a real pod has its own address; these processes share the loopback interface
+    local = {"GLOO_SOCKET_IFNAME": "lo", "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    environment = {**inherited, **local, "OMP_NUM_THREADS": "1", **names}
+    with log.open("a") as output:
+        return Pod(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=output), log)
 
 
 def free_endpoint() -> str:
-    """An address of the loopback at which nodes can meet."""
+    """Return a free HOST:PORT of the loopback interface for a rendezvous."""
     return f"127.0.0.1:{free_port()}"
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a pod has started itself."""
-    return [int(p) for task in glob.glob(f"/proc/{pid}/task/*/children") for p in Path(task).read_text().split()]
+    """Return the ids of the direct child processes."""
+    paths = glob.glob(f"/proc/{pid}/task/*/children")
+    return [int(child) for path in paths for child in Path(path).read_text().split()]
 
 
 def listens(endpoint: str) -> bool:
-    """Whether somebody takes connections there."""
+    """True if the endpoint accepts connections."""
     host, _, port = endpoint.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=1).close()

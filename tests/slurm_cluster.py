@@ -1,4 +1,4 @@
-"""A real Slurm for tests: controller, two nodes and munge as ordinary processes of this machine, in a folder."""
+"""A real Slurm cluster for tests: a controller, two nodes and munge as processes on this machine, in one folder."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ ON_LOOPBACK = [
     f"--launch.python={sys.executable}", f"--launch.workdir={ROOT}", "--launch.env.GLOO_SOCKET_IFNAME=lo",
     "--launch.env.SHARDTRAIN_LOCAL_ADDR=127.0.0.1", "--launch.env.OMP_NUM_THREADS=1",
 ]  # fmt: skip
-"""Options with which a job finds the package, and its nodes, which are this machine, find each other."""
+"""Options that let a job find the package, and let its nodes, which are all this machine, connect to each other."""
 
 
 def missing() -> str:
-    """What this machine lacks for a real Slurm; empty where nothing does."""
+    """Return the reason why Slurm cannot run on this machine, or an empty string."""
     if os.geteuid() != 0:
-        return "Slurm's daemons want root"
+        return "Slurm's daemons require root"
     absent = [name for name in PROGRAMS if not shutil.which(name, path=PATH)]
     return f"no {', '.join(absent)} here: apt-get install slurmctld slurmd slurm-client munge" if absent else ""
 
 
 def _free_ports() -> tuple[int, int]:
-    """A port for the controller, and the first of two neighbours for the nodes."""
+    """Return a port for the controller, and the first of two consecutive ports for the nodes."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
-            controller, first = one.getsockname()[1], two.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as controller, socket.create_server(("127.0.0.1", 0)) as node:
+            controller_port, node_port = controller.getsockname()[1], node.getsockname()[1]
             try:
-                socket.create_server(("127.0.0.1", first + 1)).close()
+                socket.create_server(("127.0.0.1", node_port + 1)).close()
             except OSError:
                 continue
-        return controller, first
+        return controller_port, node_port
 
 
 def _configuration(folder: Path, socket_of_munge: Path) -> str:
-    """Two nodes; beside ``debug`` a partition that is small, one for another account, and a closed one."""
+    """Return slurm.conf: two nodes, and the partitions debug, small, theirs (for another account) and closed."""
     controller, first = _free_ports()
     name = socket.gethostname().split(".")[0]
-    # the first node by the alphabet has the name of this machine, which can be looked up: there the nodes meet
+    # the first node in alphabetical order hosts the rendezvous, so it has the name of this machine, which resolves
     nodes = f"NodeName={name},z{name} NodeHostname={name} NodeAddr=127.0.0.1 Port=[{first}-{first + 1}]"
     return f"""\
 ClusterName=loop
@@ -96,34 +96,34 @@ PartitionName=closed Nodes={name} State=DOWN
 
 @contextmanager
 def munged(folder: Path) -> Iterator[Path]:
-    """Serve credentials of a key of its own; gives the socket."""
+    """Run munge with a new key for the duration of the block. Yield the path of its socket."""
     user = pwd.getpwnam("munge").pw_uid
     folder.mkdir()
-    folder.chmod(0o755)  # whatever the umask
+    folder.chmod(0o755)  # independent of the umask
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o600)
     for path in (folder, folder / "key"):
         os.chown(path, user, -1)
     names = ("key-file", "socket", "pid-file", "log-file", "seed-file")
     files = [f"--{name}={folder}/{name.split('-')[0]}" for name in names]
-    # --force: the folder of the tests may be writable by a group, which munge takes ill
+    # --force: munge refuses a folder that a group can write, which the folder of the tests may be
     command = ["munged", "--foreground", "--force", *files]
 
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env={**os.environ, "PATH": PATH}, user=user, stderr=subprocess.DEVNULL)
 
-    daemons, begun = [start()], [time.monotonic()]
+    daemons, start_times = [start()], [time.monotonic()]
 
-    def has_come() -> bool:
-        # it was seen to make no socket for minutes on a busy machine, and to say nothing
-        if daemons[-1].poll() is not None or time.monotonic() - begun[-1] > patience.seconds(15):
+    def has_socket() -> bool:
+        # on a busy machine munge sometimes hangs for minutes without a socket or a message, so restart it
+        if daemons[-1].poll() is not None or time.monotonic() - start_times[-1] > patience.seconds(15):
             _end(daemons[-1:])
             daemons.append(start())
-            begun.append(time.monotonic())
+            start_times.append(time.monotonic())
         return (folder / "socket").exists()
 
     try:
-        _wait(has_come, START_SECONDS)
+        _wait(has_socket, START_SECONDS)
         yield folder / "socket"
     finally:
         _end(daemons)
@@ -131,9 +131,9 @@ def munged(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def cluster(folder: Path, unseen: Path | None = None) -> Iterator[dict[str, str]]:
-    """Start the daemons; gives the variables with which Slurm's commands find them.
+    """Run the daemons for the duration of the block. Yield the environment for Slurm's commands.
 
-    The second node does not see what is in the folder ``unseen``, as one where a file system is not mounted.
+    The folder ``unseen`` is empty on the second node, like an unmounted file system.
     """
     (folder / "state").mkdir(parents=True)
     with munged(folder / "munge") as munge:
@@ -147,7 +147,7 @@ def cluster(folder: Path, unseen: Path | None = None) -> Iterator[dict[str, str]
         quiet = subprocess.DEVNULL
         daemons = [subprocess.Popen(["slurmctld", "-D"], env=names, stdout=quiet, stderr=quiet)]
         try:
-            # a node that registers before the controller listens is not heard of again for minutes
+            # a node that starts before the controller listens retries only after minutes
             _wait(lambda: _answers(names), START_SECONDS)
             daemons += [subprocess.Popen(command, env=names, stdout=quiet, stderr=quiet) for command in commands]
             _wait(lambda: _idle(names) == 2, START_SECONDS)
@@ -158,7 +158,7 @@ def cluster(folder: Path, unseen: Path | None = None) -> Iterator[dict[str, str]
 
 
 def cancel_all(names: dict[str, str]) -> None:
-    """End all jobs that are there, before the daemons: their steps are children of nobody, and would outlive them."""
+    """Cancel all jobs. Call it before stopping the daemons, because processes of jobs would outlive them."""
     if not _jobs(names):
         return
     subprocess.run(
@@ -208,39 +208,40 @@ def _wait(condition, seconds: float) -> None:
     patience.wait_for(condition, seconds, "the cluster", 0.1)
 
 
-def launch(names: dict[str, str], *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """``shardtrain launch`` with the cluster's variables."""
-    if words[0] == "slurm" and not any(word.startswith("--training.device") for word in words):
-        words = (*words, "--training.device=cpu")  # the cluster has no GPU, and whoever asks for none is told so
-    command = [sys.executable, "-m", "shardtrain", "launch", *words]
+def launch(names: dict[str, str], *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run ``shardtrain launch`` with the environment of the cluster."""
+    if arguments[0] == "slurm" and not any(argument.startswith("--training.device") for argument in arguments):
+        arguments = (*arguments, "--training.device=cpu")  # the cluster has no GPU
+    command = [sys.executable, "-m", "shardtrain", "launch", *arguments]
     names = {**names, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command, env=names, cwd=cwd, capture_output=True, text=True, timeout=patience.seconds(120), check=False
     )
 
 
-def submit(names: dict[str, str], folder: Path, *words: str) -> str:
-    """Launch with the log in ``folder``; gives the job's number."""
-    done = launch(names, "slurm", f'--launch.slurm.directives=["--chdir={folder}"]', *words)
+def submit(names: dict[str, str], folder: Path, *arguments: str) -> str:
+    """Launch a job with its log in ``folder``. Return the job id."""
+    done = launch(names, "slurm", f'--launch.slurm.directives=["--chdir={folder}"]', *arguments)
     assert done.returncode == 0, done.stderr
     return re.fullmatch(r"slurm/(\d+)\n", done.stdout)[1]
 
 
 def shown(names: dict[str, str], job: str) -> dict[str, str]:
-    """What scontrol says of a job."""
-    told = subprocess.run(
-        ["scontrol", "-o", "show", "job", job], env=names, capture_output=True, text=True, timeout=patience.seconds(30)
-    )
-    return dict(part.partition("=")[::2] for part in told.stdout.split())
+    """Return the fields that scontrol shows for a job."""
+    command = ["scontrol", "-o", "show", "job", job]
+    done = subprocess.run(command, env=names, capture_output=True, text=True, timeout=patience.seconds(30))
+    return dict(part.partition("=")[::2] for part in done.stdout.split())
 
 
 def running(folder: Path) -> list[str]:
-    """Numbers of the processes that train into a folder."""
-    found = []
+    """Return the ids of the processes that train into a folder."""
+    option = f"--job.dump_folder={folder}".encode()
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if any(word.startswith(f"--job.dump_folder={folder}".encode()) for word in path.read_bytes().split(b"\0")):
-                found.append(path.parent.name)
+            arguments = path.read_bytes().split(b"\0")
         except OSError:
             continue
-    return found
+        if any(argument.startswith(option) for argument in arguments):
+            pids.append(path.parent.name)
+    return pids

@@ -73,7 +73,7 @@ def reach(folder: Path, step: int, *running: pods.Pod) -> None:
     def is_reached() -> bool:
         codes = [pod.process.poll() for pod in running]
         # A string, because pytest truncates any other object.
-        assert codes == [None] * len(running), f"ended with {codes}:\n" + "\n".join(pod.told() for pod in running)
+        assert codes == [None] * len(running), f"ended with {codes}:\n" + "\n".join(pod.output() for pod in running)
         return num_steps(folder) >= step
 
     wait_for(is_reached, TIMEOUT)
@@ -100,7 +100,7 @@ def test_two_pods_train_and_after_a_request_to_stop_the_same_command_continues(t
         finally:
             for pod in running:
                 pod.kill()
-        assert codes == ([75, 75] if attempt == 1 else [0, 0]), [pod.told() for pod in running]
+        assert codes == ([75, 75] if attempt == 1 else [0, 0]), [pod.output() for pod in running]
         assert attempt == 2 or 5 <= newest(folder / "out") < steps
     assert started(folder) == [2 * ranks] * 2, "each attempt has two pods with this many ranks"
     assert list(losses(folder / "out")) == list(range(1, steps + 1)), "a step was lost or repeated"
@@ -143,7 +143,7 @@ def test_an_elastic_job_continues_without_a_pod_and_after_its_return(tmp_path, h
         saved = newest(folder / "out")
         if how == signal.SIGTERM:
             running[1].process.send_signal(how)
-            assert running[1].ended(TIMEOUT) == 75, running[1].told()
+            assert running[1].ended(TIMEOUT) == 75, running[1].output()
             saved = newest(folder / "out")
         running[1].kill()
         wait_for(lambda: len(started(folder)) > num_attempts, TIMEOUT)
@@ -153,7 +153,7 @@ def test_an_elastic_job_continues_without_a_pod_and_after_its_return(tmp_path, h
         reach(folder, num_steps(folder) + 8, *running)
         for pod in running:  # the job is deleted
             pod.process.send_signal(signal.SIGTERM)
-        assert [pod.ended(TIMEOUT) for pod in running] == [75, 75], [pod.told() for pod in running]
+        assert [pod.ended(TIMEOUT) for pod in running] == [75, 75], [pod.output() for pod in running]
     finally:
         for pod in running:
             pod.kill()
@@ -170,7 +170,7 @@ def check(folder: Path, reference: Path) -> None:
     try:
         reach(reference, last, pod)
         pod.process.send_signal(signal.SIGTERM)
-        assert pod.ended(TIMEOUT) == 75, pod.told()
+        assert pod.ended(TIMEOUT) == 75, pod.output()
     finally:
         pod.kill()
     actual, expected = losses(folder / "out"), losses(reference / "out")

@@ -59,7 +59,7 @@ def command(network: machines.Machines, folder: Path, *more: str, config: str = 
     given = {word.partition("=")[0] for word in more}
     words = [sys.executable, "-m", "shardtrain", "launch", "ssh", *([config] if config else []), "--hosts", hosts]
     words += ["--nproc=1", *(f"--{name}={value}" for name, value in options.items() if f"--{name}" not in given)]
-    return network.switch.words("env", "--chdir", str(ROOT), *words, *more)
+    return network.switch.command("env", "--chdir", str(ROOT), *words, *more)
 
 
 def start(words: list[str], state: Path) -> subprocess.Popen[str]:
@@ -191,7 +191,7 @@ def test_a_host_that_does_not_answer_is_reported_within_the_limit(network, tmp_p
 def test_a_port_that_takes_connections_and_says_nothing_is_reported_within_the_limit(network, tmp_path):
     listen = f"import socket, time; s = socket.create_server(('{machines.LAUNCHER}', 2222))"
     code = f"{listen}; print(1, flush=True); time.sleep(9999)"
-    mute = subprocess.Popen(network.switch.words(sys.executable, "-c", code), stdout=subprocess.PIPE)
+    mute = subprocess.Popen(network.switch.command(sys.executable, "-c", code), stdout=subprocess.PIPE)
     try:
         assert mute.stdout.readline()
         limit = round(patience.seconds(4))  # longer on a busy machine

@@ -1,4 +1,4 @@
-"""Another user of the machine neither reads nor changes what the ranks of a run tell each other."""
+"""Other users of the machine can neither read nor change the communication between the ranks of a run."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ ATTACKS = [value for name, value in sorted(globals().items()) if name.startswith
 
 
 def as_nobody(function: Callable[[], object]) -> bool:
-    """Whether another user can do it."""
+    """Call a function as another user. Return True if it succeeds."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -110,18 +110,18 @@ def as_nobody(function: Callable[[], object]) -> bool:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
 @pytest.mark.parametrize("attack", cases(ATTACKS[:2], nightly=ATTACKS[2:]))
-def test_another_user_cannot_touch_what_ranks_meet_in(attack: Callable[[Path], object], tmp_path: Path) -> None:
+def test_another_user_cannot_access_the_rendezvous_folder(attack: Callable[[Path], object], tmp_path: Path) -> None:
     for parent in (tmp_path, *tmp_path.parents):
         if parent.stat().st_uid == os.geteuid() and parent != Path("/"):
             parent.chmod(parent.stat().st_mode | 0o055)
-    folder = tmp_path / "meeting"
+    folder = tmp_path / "rendezvous"
     folder.mkdir(mode=0o700)
     store, signs = private_store.group_store(folder), private_store.FolderStore(folder / "heartbeat")
     store.set("key", "value")
     num_keys = store.num_keys()
     signs.set("sign-0", "well")
     (tmp_path / "reachable").write_text("x")
-    assert as_nobody(lambda: (tmp_path / "reachable").read_text()), "the attacker reaches what is beside it"
+    assert as_nobody(lambda: (tmp_path / "reachable").read_text()), "the attacker cannot even reach the parent folder"
     assert not as_nobody(lambda: attack(folder))
     assert store.get("key") == b"value" and signs.get("sign-0") == b"well"
     assert store.num_keys() == num_keys and not signs.check(["verdict"])
@@ -129,20 +129,20 @@ def test_another_user_cannot_touch_what_ranks_meet_in(attack: Callable[[Path], o
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
-def test_a_meeting_that_others_may_enter_is_refused(mode: int, tmp_path: Path) -> None:
+def test_rendezvous_folder_open_to_others_is_refused(mode: int, tmp_path: Path) -> None:
     tmp_path.chmod(mode)
     with pytest.raises(StorageError, match="not a folder of this user alone"):
         private_store.folder_of({STORE: str(tmp_path)})
 
 
-def test_a_link_to_a_meeting_is_refused(tmp_path: Path) -> None:
+def test_link_to_a_rendezvous_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(StorageError, match="not a folder of this user alone"):
         private_store.folder_of({STORE: str(tmp_path / "link")})
 
 
-def test_signs_are_counted_and_set_once_by_any_number_of_ranks(tmp_path: Path) -> None:
+def test_folder_store_counts_and_sets_values_atomically(tmp_path: Path) -> None:
     store = private_store.FolderStore(tmp_path / "signs")
     threads = [threading.Thread(target=lambda: [store.add("n", 1) for _ in range(20)]) for _ in range(4)]
     for thread in threads:
@@ -153,8 +153,8 @@ def test_signs_are_counted_and_set_once_by_any_number_of_ranks(tmp_path: Path) -
     assert (store.compare_set("v", "", "first"), store.compare_set("v", "", "second")) == (b"first", b"first")
 
 
-def test_a_process_that_is_forked_within_a_change_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """As processes are that prepare data, beside a thread that counts."""
+def test_process_forked_during_a_change_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """A data worker may be forked while another thread changes the store."""
     store = private_store.FolderStore(tmp_path / "signs")
     children: list[BaseProcess] = []
 
@@ -174,14 +174,14 @@ def test_a_process_that_is_forked_within_a_change_does_not_keep_the_lock(tmp_pat
         children[0].kill()
 
 
-def test_what_a_terminal_would_obey_is_written_as_an_escape() -> None:
+def test_terminal_control_sequences_are_escaped() -> None:
     text = "a\x1b[31mred\x1b]0;title\x07\r\x9b1m\u202eb\u2028\ud800\nc\td"
     shown = visible(text, lines=False)
     assert shown == "a\\x1b[31mred\\x1b]0;title\\x07\\x0d\\x9b1m\\u202eb\\u2028\\ud800\\nc\td"
     assert visible("\x1b[1;31mred\x1b[0m\x1b[2J", colors=True) == "\x1b[1;31mred\x1b[0m\\x1b[2J"
 
 
-def test_a_variable_with_new_lines_and_escapes_stays_one_line(tmp_path: Path) -> None:
+def test_variable_with_newlines_and_escapes_is_reported_in_one_line(tmp_path: Path) -> None:
     environment = {**os.environ, "RANK": "0\nerror[0]: all is well\x1b[2J", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     command = [sys.executable, "-m", "shardtrain", "train", "--job.dump_folder", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
@@ -190,7 +190,7 @@ def test_a_variable_with_new_lines_and_escapes_stays_one_line(tmp_path: Path) ->
     assert "\x1b" not in done.stderr
 
 
-def test_a_socket_pretending_to_be_a_meeting_is_refused(tmp_path: Path) -> None:
+def test_socket_instead_of_a_rendezvous_folder_is_refused(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
         with pytest.raises(StorageError, match="not a folder of this user alone"):
@@ -198,25 +198,34 @@ def test_a_socket_pretending_to_be_a_meeting_is_refused(tmp_path: Path) -> None:
 
 
 def launched(tmp_path: Path, **more: str) -> dict[str, str]:
-    """What torchrun tells a rank of a single machine."""
+    """Return the environment that torchrun sets for a rank on a single machine."""
     (tmp_path / "runtime").mkdir(mode=0o700, exist_ok=True)
-    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
-    return {**names, "LOCAL_WORLD_SIZE": "2", "XDG_RUNTIME_DIR": str(tmp_path / "runtime"), **more}
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "XDG_RUNTIME_DIR": str(tmp_path / "runtime"),
+        **more,
+    }
 
 
-def test_ranks_of_another_launcher_on_one_machine_meet_where_no_other_user_is(tmp_path: Path) -> None:
-    names = [{**launched(tmp_path), "RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"} for rank in range(2)]
-    found = {}
+def test_ranks_of_another_launcher_on_one_machine_meet_in_a_private_folder(tmp_path: Path) -> None:
+    environments = [
+        {**launched(tmp_path), "RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"} for rank in range(2)
+    ]
+    attempts_of_ranks = {}
     for attempt in range(2):
         joined = threading.Barrier(2)
 
         def rank_main(rank: int, attempt: int = attempt, joined: threading.Barrier = joined) -> None:
-            environment = dict(names[rank])
-            # nothing listens on that port: the launcher's store is not asked
+            environment = dict(environments[rank])
+            # nothing listens on that port, so this fails if it uses the launcher's store
             with attempt_store.store_of_attempt(environment, TIMEOUT) as store:
                 assert store is not None
                 store.set(f"address/{rank}", str(attempt))
-                found[rank] = [int(store.get(f"address/{other}")) for other in range(2)]
+                attempts_of_ranks[rank] = [int(store.get(f"address/{other}")) for other in range(2)]
                 assert private_store.folder_of(environment)
                 joined.wait(patience.seconds(60))
 
@@ -225,7 +234,7 @@ def test_ranks_of_another_launcher_on_one_machine_meet_where_no_other_user_is(tm
             thread.start()
         for thread in threads:
             thread.join(patience.seconds(120))
-        assert found == {0: [attempt] * 2, 1: [attempt] * 2}
+        assert attempts_of_ranks == {0: [attempt] * 2, 1: [attempt] * 2}
     assert len(list((tmp_path / "runtime/shardtrain").iterdir())) == 1
 
 
@@ -233,7 +242,7 @@ def test_ranks_on_several_nodes_meet_at_the_address(tmp_path: Path) -> None:
     assert private_store.folder_of_launcher(launched(tmp_path, WORLD_SIZE="4")) is None
 
 
-def test_a_place_that_somebody_else_took_is_passed_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_open_to_others_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     taken = tmp_path / "temporary" / f"shardtrain-{os.geteuid()}"
@@ -241,17 +250,17 @@ def test_a_place_that_somebody_else_took_is_passed_by(tmp_path: Path, monkeypatc
     taken.chmod(0o777)
     (tmp_path / "runtime").mkdir()
     (tmp_path / "runtime/shardtrain").symlink_to(taken)
-    found = private_store.folder_of_launcher(launched(tmp_path))
-    assert found and found.is_relative_to(tmp_path / "home")
-    assert stat.S_IMODE(found.stat().st_mode) == 0o700
-
-
-def test_what_others_write_while_a_rank_sweeps_stops_nobody(tmp_path: Path) -> None:
-    """Between the listing and the look at it a written file may have got its last name; so may a whole folder go."""
     folder = private_store.folder_of_launcher(launched(tmp_path))
-    beside = private_store.folder_of_launcher(launched(tmp_path, MASTER_PORT="29501"))
-    assert folder and beside
-    for place in (folder, beside):
-        (place / "gone").symlink_to(tmp_path / "nowhere")  # listed, and not found when it is looked at
+    assert folder and folder.is_relative_to(tmp_path / "home")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_sweep_ignores_files_that_disappear(tmp_path: Path) -> None:
+    """Other ranks may rename a file or remove a folder after it was listed. A dangling link stands for such a file."""
+    folder = private_store.folder_of_launcher(launched(tmp_path))
+    other = private_store.folder_of_launcher(launched(tmp_path, MASTER_PORT="29501"))
+    assert folder and other
+    for parent in (folder, other):
+        (parent / "gone").symlink_to(tmp_path / "nowhere")
     private_store.sweep(folder)
-    assert folder.exists() and beside.exists()
+    assert folder.exists() and other.exists()

@@ -1,8 +1,9 @@
-"""Nothing that opens data can run code: no pickle, no eval, no loader that guesses, in the package or beside it."""
+"""Opening data never runs code: no pickle, eval or unsafe loader in the package, benchmarks and tests."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import shardtrain
 
 ROOT = Path(shardtrain.__file__).parents[1]
 PACKAGE = sorted((ROOT / "shardtrain").rglob("*.py"))
-BESIDE = [*sorted((ROOT / "benchmarks").rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]
+OTHER_FILES = [*sorted((ROOT / "benchmarks").rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]
 
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle", "code"}
 CALLS = {
@@ -26,37 +27,37 @@ METHODS = {
 }  # fmt: skip
 
 ALLOWED = {
-    ("shardtrain/utils/own_file.py", "exec_module"): "files that options of the user's own configuration name",
-    ("shardtrain/utils/python_child.py", "exec_module"): "this package, which a new process loads from where it lies",
-    ("benchmarks/checkpoint_safety.py", "dcp.load"): "measures plain DCP beside ours, on files that it just wrote",
-    ("tests/checkpoint/test_folder.py", "torch.load"): "reads what it wrote, as users of exported weights do",
-    ("tests/compat/test_layer_files.py", "torch.load"): "reads what the export wrote, as FMEngine does",
-    ("tests/compat/migrate/test_torchtitan_runs.py", "torch.load"): "reads what dcp_to_torch wrote, as its users do",
-    ("tests/ops/test_init_weights.py", "all_gather_object"): "compares what its own ranks drew",
+    ("shardtrain/utils/own_file.py", "exec_module"): "runs files that the user's configuration names",
+    ("shardtrain/utils/python_child.py", "exec_module"): "loads this package in a new process",
+    ("benchmarks/checkpoint_safety.py", "dcp.load"): "measures plain DCP on files that it just wrote",
+    ("tests/checkpoint/test_folder.py", "torch.load"): "reads its own files, like users of exported weights",
+    ("tests/compat/test_layer_files.py", "torch.load"): "reads exported files, like FMEngine",
+    ("tests/compat/migrate/test_torchtitan_runs.py", "torch.load"): "reads output of dcp_to_torch, like its users",
+    ("tests/ops/test_init_weights.py", "all_gather_object"): "compares values of its own ranks",
     ("tests/hostile_files.py", "pickle"): "writes the attacks",
-    ("tests/dcp_folders.py", "dcp.load"): "PyTorch's own load is the reference, of files that the tests have written",
-    ("benchmarks/peers/timed.py", "runpy.run_path"): "runs the program of a peer that the command line names",
-    ("tests/forked.py", "runpy.run_path"): "runs programs of the tests' own, as an interpreter that is given one",
+    ("tests/dcp_folders.py", "dcp.load"): "uses PyTorch's load as a reference, on files of the tests",
+    ("benchmarks/peers/timed.py", "runpy.run_path"): "runs the peer program that the command line names",
+    ("tests/forked.py", "runpy.run_path"): "runs programs of the tests, like an interpreter",
 }
-"""Every use that there is, and why: there is no other."""
+"""All uses, with their reasons."""
 
 
 def uses(path: Path) -> set[str]:
-    """What a file imports or calls of the above."""
-    found: set[str] = set()
+    """Return the unsafe modules that a file imports, and the unsafe functions and arguments that it uses."""
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.partition(".")[0] in MODULES}
+            names |= {alias.name for alias in node.names if alias.name.partition(".")[0] in MODULES}
         elif isinstance(node, ast.ImportFrom):
-            found |= {node.module} if (node.module or "").partition(".")[0] in MODULES else set()
-            found |= {alias.name for alias in node.names if alias.name in METHODS}
+            if node.module and node.module.partition(".")[0] in MODULES:
+                names.add(node.module)
+            names |= {alias.name for alias in node.names if alias.name in METHODS}
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            found |= {name} & CALLS
-            found |= {name.rpartition(".")[2]} & METHODS
-            found |= {"allow_pickle" for keyword in node.keywords if keyword.arg == "allow_pickle"}
-            found |= {"weights_only" for keyword in node.keywords if keyword.arg == "weights_only"}
-    return found
+            names |= {name} & CALLS
+            names |= {name.rpartition(".")[2]} & METHODS
+            names |= {keyword.arg for keyword in node.keywords if keyword.arg in ("allow_pickle", "weights_only")}
+    return names
 
 
 def name_of(path: Path) -> str:
@@ -64,44 +65,42 @@ def name_of(path: Path) -> str:
 
 
 def folders(files: list[Path]) -> list[Path]:
-    """A case for each, and not for each file: a thousand take longer to begin than to run."""
+    """Return the folders of files. A case per file would be slow, because starting a test takes longer than it runs."""
     return list(dict.fromkeys(path.parent for path in files))
 
 
 @pytest.mark.parametrize("folder", folders(PACKAGE), ids=name_of)
-def test_the_package_unpickles_and_evaluates_nothing(folder: Path) -> None:
-    found = [(name_of(path), use) for path in PACKAGE if path.parent == folder for use in uses(path)]
-    assert [one for one in found if one not in ALLOWED] == []
+def test_package_does_not_unpickle_or_evaluate(folder: Path) -> None:
+    all_uses = [(name_of(path), use) for path in PACKAGE if path.parent == folder for use in uses(path)]
+    assert [use for use in all_uses if use not in ALLOWED] == []
 
 
-# a test may compile the text of an example or pickle a tokenizer; what it may not do is load a file in such a way
-@pytest.mark.parametrize("folder", folders(BESIDE), ids=name_of)
-def test_benchmarks_and_tests_load_no_file_so(folder: Path) -> None:
+# a test may compile the text of an example or pickle a tokenizer, but not load a file unsafely
+@pytest.mark.parametrize("folder", folders(OTHER_FILES), ids=name_of)
+def test_benchmarks_and_tests_load_no_file_unsafely(folder: Path) -> None:
     loaders = CALLS - {"eval", "exec", "compile", "__import__", "np.load", "numpy.load"}
     refused = loaders | METHODS - {"exec_module"} | {"allow_pickle"}
-    found = [(name_of(path), use) for path in BESIDE if path.parent == folder for use in uses(path) & refused]
-    assert [one for one in found if one not in ALLOWED] == []
+    files = [path for path in OTHER_FILES if path.parent == folder]
+    refused_uses = [(name_of(path), use) for path in files for use in uses(path) & refused]
+    assert [use for use in refused_uses if use not in ALLOWED] == []
 
 
-def test_the_list_of_exceptions_holds_no_more_than_there_is() -> None:
-    left = [(name, use) for name, use in ALLOWED if (ROOT / name).exists() and use not in uses(ROOT / name)]
-    assert not left
+def test_list_of_exceptions_is_current() -> None:
+    obsolete = [(name, use) for name, use in ALLOWED if (ROOT / name).exists() and use not in uses(ROOT / name)]
+    assert not obsolete
 
 
-def test_checkpoints_of_other_programs_have_one_reader_that_no_load_falls_back_to() -> None:
-    """Old weights are read on request. An export reads their types, which are not loaded."""
+def test_only_explicit_requests_use_the_reader_of_bin_weights() -> None:
+    """No load falls back to the reader of pickled weights. An export uses it to read only their dtypes."""
     texts = {name_of(path): path.read_text(encoding="utf-8") for path in PACKAGE}
     on_request = "with BinWeights(folder) if legacy_bin else open_weights("
-    assert (
-        texts["shardtrain/hf/importing.py"].count("BinWeights(")
-        == 2
-        == texts["shardtrain/hf/importing.py"].count(on_request)
-    )
+    importing = texts["shardtrain/hf/importing.py"]
+    assert importing.count("BinWeights(") == importing.count(on_request) == 2
     readers = {name for name in texts if "BinWeights(" in texts[name].replace("class BinWeights(", "")}
     assert readers == {"shardtrain/hf/importing.py", "shardtrain/hf/source.py"}
     text = "".join(texts.values())
     assert "weights_only=" not in text and "FileSystemReader" not in text
-    # PyTorch's writer is used, and never its reader: what torch.distributed.checkpoint wrote is read as data
+    # the package uses PyTorch's DCP writer, but never its reader, which unpickles
     writer = ast.parse(texts["shardtrain/tools/dcp/writing.py"])
     imported = [ast.unparse(node) for node in ast.walk(writer) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert [line for line in imported if "distributed.checkpoint" in line] == [
@@ -109,11 +108,7 @@ def test_checkpoints_of_other_programs_have_one_reader_that_no_load_falls_back_t
         "from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter",
         "from torch.distributed.checkpoint.planner import WriteItem, WriteItemType",
     ]
-    assert {
-        ast.unparse(n) for n in ast.walk(writer) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "dcp"
-    } == {
-        "dcp.save",
-        "dcp.api",
-    }
+    attributes = [ast.unparse(node) for node in ast.walk(writer) if isinstance(node, ast.Attribute)]
+    assert {name for name in attributes if re.fullmatch(r"dcp\.\w+", name)} == {"dcp.save", "dcp.api"}
     others = [name for name, text in texts.items() if "import torch.distributed.checkpoint" in text]
     assert others == ["shardtrain/tools/dcp/writing.py"]

@@ -1,4 +1,4 @@
-"""A run writes below its own folder, follows no planted link, and makes no file that everybody may write."""
+"""A run only writes below its folder, does not follow planted links, and creates no world-writable files."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize(("option", "path"), list(itertools.product((*BELOW_DUMP_FOLDER, *ONE_NAME), ESCAPES)))
-def test_a_name_that_leads_out_of_the_run_is_refused(option: str, path: str) -> None:
+def test_path_outside_the_run_folder_is_refused(option: str, path: str) -> None:
     if option in ALSO_ELSEWHERE and path.startswith("/"):
         return
-    path = path + "/{rank}" if option == "metrics.save_log_file" else path
+    if option == "metrics.save_log_file":
+        path += "/{rank}"
     loaded = config.load(None, [f"--{option}={path}"])
     assert any(problem.option == option for problem in config.check(loaded))
 
 
-def test_every_option_that_names_a_place_to_write_is_ruled() -> None:
-    words = ("folder", "save_log_file", "save_config_file", "prefix")
-    named = {name for name in options() if name.endswith(words)} - {"job.dump_folder"}
-    assert named == {*BELOW_DUMP_FOLDER, *ONE_NAME}
+def test_every_option_with_an_output_path_has_a_rule() -> None:
+    endings = ("folder", "save_log_file", "save_config_file", "prefix")
+    names = {name for name in options() if name.endswith(endings)} - {"job.dump_folder"}
+    assert names == {*BELOW_DUMP_FOLDER, *ONE_NAME}
 
 
-def test_the_names_of_the_defaults_are_allowed() -> None:
+def test_default_names_and_absolute_checkpoint_folder_are_allowed() -> None:
     assert not config.check(config.load(None, ["--checkpoint.folder", "/scratch/checkpoints"]))
 
 
 @pytest.mark.parametrize("name", ["step-1.trash-ab12", "step-1.tmp-ab12", "step-1"])
-def test_deleting_follows_no_link(tmp_path: Path, name: str) -> None:
+def test_deleting_does_not_follow_links(tmp_path: Path, name: str) -> None:
     precious, folder = tmp_path / "precious", tmp_path / "checkpoint"
     precious.mkdir()
     folder.mkdir()
@@ -59,10 +60,10 @@ def test_deleting_follows_no_link(tmp_path: Path, name: str) -> None:
     else:
         retention.sweep(folder, "ffff", now=2.0**40)
     assert (precious / "file").read_text() == "kept"
-    assert not list(folder.iterdir()), "the link is gone"
+    assert not list(folder.iterdir()), "the link was not deleted"
 
 
-def test_a_link_inside_a_deleted_checkpoint_is_not_followed(tmp_path: Path) -> None:
+def test_link_inside_a_deleted_checkpoint_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/file").write_text("kept")
     (tmp_path / "step-1").mkdir()
@@ -71,7 +72,7 @@ def test_a_link_inside_a_deleted_checkpoint_is_not_followed(tmp_path: Path) -> N
     assert (tmp_path / "precious/file").read_text() == "kept"
 
 
-def test_a_link_in_place_of_a_file_is_replaced_and_not_written_through(tmp_path: Path) -> None:
+def test_link_instead_of_a_file_is_replaced_without_writing_to_its_target(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("kept")
     (tmp_path / "exit.json").symlink_to(tmp_path / "precious")
     atomic_io.write(tmp_path / "exit.json", "new")
@@ -79,8 +80,8 @@ def test_a_link_in_place_of_a_file_is_replaced_and_not_written_through(tmp_path:
     assert (tmp_path / "exit.json").read_text() == "new" and not (tmp_path / "exit.json").is_symlink()
 
 
-def test_a_link_that_is_planted_again_and_again_is_never_written_through(tmp_path: Path) -> None:
-    """Somebody who plants links as fast as he can; an error is allowed, and a byte of ours elsewhere is not."""
+def test_repeatedly_planted_link_never_redirects_a_write(tmp_path: Path) -> None:
+    """An attacker may cause errors by planting links continuously, but no byte may reach the target of a link."""
     precious, log, ended = tmp_path / "precious", tmp_path / "log", threading.Event()
     precious.write_text("kept")
 
@@ -106,25 +107,25 @@ def test_a_link_that_is_planted_again_and_again_is_never_written_through(tmp_pat
     assert precious.read_text() == "kept"
 
 
-def test_a_folder_of_checkpoints_that_everybody_may_write_is_refused_unless_reported(tmp_path: Path) -> None:
+def test_world_writable_checkpoint_folder_is_refused_unless_allowed(tmp_path: Path) -> None:
     with world_of_one():
-        kept = checkpoints(tmp_path)
-        assert kept.to_continue() is None
-        save(kept, 3)
-        kept.close()
+        private = checkpoints(tmp_path)
+        assert private.to_continue() is None
+        save(private, 3)
+        private.close()
         (tmp_path / "checkpoint").chmod(0o777)
         for options_given in ({}, {"load_only": True}):
             refused = checkpoints(tmp_path, **options_given)
             with pytest.raises(ConfigError, match="allow_shared_writable"):
                 refused.to_continue()
             refused.close()
-        told = checkpoints(tmp_path, allow_shared_writable=True)
-        assert told.to_continue() == tmp_path / "checkpoint/step-3"
-        told.close()
+        allowed = checkpoints(tmp_path, allow_shared_writable=True)
+        assert allowed.to_continue() == tmp_path / "checkpoint/step-3"
+        allowed.close()
 
 
-def test_a_run_writes_nothing_that_everybody_may_write_and_nothing_outside(tmp_path: Path) -> None:
-    """Under the umask that protects least; the temporary folder of the system is looked at too."""
+def test_run_writes_nothing_world_writable_and_nothing_outside_its_folder(tmp_path: Path) -> None:
+    """The run has umask 0, which protects nothing. The test also checks the temporary folder."""
     temporary, outputs = tmp_path / "tmp", tmp_path / "outputs"
     temporary.mkdir()
     options_given = {
@@ -132,8 +133,8 @@ def test_a_run_writes_nothing_that_everybody_may_write_and_nothing_outside(tmp_p
         "training.device": "cpu", "training.local_batch_size": 1, "training.seq_len": 32, "training.steps": 2,
         "lr_scheduler.warmup_steps": 1,
     }  # fmt: skip
-    words = [word for name, value in options_given.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "shardtrain", "train", "--nproc", "1", *words, "--checkpoint.enable"]
+    arguments = [f"--{name}={value}" for name, value in options_given.items()]
+    command = [sys.executable, "-m", "shardtrain", "train", "--nproc", "1", *arguments, "--checkpoint.enable"]
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(config.__file__).parents[2])}
     done = forked.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=patience.seconds(120), umask=0
@@ -146,20 +147,20 @@ def test_a_run_writes_nothing_that_everybody_may_write_and_nothing_outside(tmp_p
     assert not [path for path in temporary.rglob("*") if path.name.startswith("shardtrain")]
 
 
-def test_temporary_names_cannot_be_foreseen() -> None:
+def test_temporary_names_are_unpredictable() -> None:
+    allowed = (
+        # inspect the temporary folder without choosing names in it
+        "tools/doctor/storage_checks.py",
+        "cli.py",
+        # uses a folder whose name all ranks know, if only this user has access (test_local_users.py)
+        "distributed/rendezvous/private_store.py",
+        # finds leftovers of killed processes (tests/utils/test_temporary.py)
+        "utils/temporary.py",
+        # checks the owner of the compiler's folder before PyTorch uses it (tests/utils/test_library_environment.py)
+        "utils/library_environment.py",
+    )
     package = Path(config.__file__).parents[1]
     for path in package.rglob("*.py"):
-        # the first two look at the folder of temporary files itself, and give no name in it; the third takes a folder
-        # that all ranks know by name, if it is this user's alone (``test_local_users.py``); the fourth looks for what
-        # killed processes have left (``tests/utils/test_temporary.py``); the fifth checks who owns the compiler's
-        # folder before PyTorch uses it (``tests/utils/test_library_environment.py``)
-        allowed = (
-            "tools/doctor/storage_checks.py",
-            "cli.py",
-            "distributed/rendezvous/private_store.py",
-            "utils/temporary.py",
-            "utils/library_environment.py",
-        )
         if path.relative_to(package).as_posix() in allowed:
             continue
         text = path.read_text(encoding="utf-8")

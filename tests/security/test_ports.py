@@ -1,4 +1,4 @@
-"""The table of ports in SECURITY.md lists all that listens: each mode runs, and every listener is compared with it."""
+"""The table of ports in SECURITY.md lists every listener of every launch mode."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SHARDTRAIN = [sys.executable, "-m", "shardtrain"]
 RENDEZVOUS = "127.0.0.9"
-"""Not the first address of the loopback interface, which gloo uses."""
+"""A loopback address other than 127.0.0.1, which gloo uses."""
 OF_THE_NODE = "127.0.0.10"
 """``SHARDTRAIN_LOCAL_ADDR`` in the mode that sets it."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """Commands that make one run, and the words of the table for what is seen of them.
+    """The commands of one run, and the terms that the table uses for their processes and addresses.
 
     Attributes:
-        commands: makes the commands from the port of the rendezvous.
-        root: the word for a process that a command starts.
-        gloo_address: the word for 127.0.0.1.
-        variables: environment of each command.
-        port: the word for the port that ``commands`` gets.
+        commands: Function from the port of the rendezvous to the commands.
+        root: Term for the process that a command starts.
+        gloo_address: Term for 127.0.0.1.
+        variables: Function from the number of a command and the port to additional environment variables.
+        port: Term for the port that ``commands`` receives.
     """
 
     commands: Callable[[int], Sequence[list[str]]]
@@ -52,8 +52,8 @@ class Mode:
     port: str = "that of the rendezvous"
 
 
-def train(*words: str) -> list[str]:
-    return [*SHARDTRAIN, "train", *words]
+def train(*arguments: str) -> list[str]:
+    return [*SHARDTRAIN, "train", *arguments]
 
 
 def nodes(count: str) -> Callable[[int], Sequence[list[str]]]:
@@ -64,8 +64,8 @@ def nodes(count: str) -> Callable[[int], Sequence[list[str]]]:
 
 
 def task_of_srun(number: int, port: int) -> dict[str, str]:
-    place = {"MASTER_ADDR": RENDEZVOUS, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    return {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", **place}
+    rendezvous = {"MASTER_ADDR": RENDEZVOUS, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    return {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", **rendezvous}
 
 
 def prometheus(port: int) -> Sequence[list[str]]:
@@ -73,8 +73,9 @@ def prometheus(port: int) -> Sequence[list[str]]:
 
 
 def torchrun(port: int) -> Sequence[list[str]]:
-    words = ["--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={RENDEZVOUS}:{port}", "--rdzv-id=run"]
-    return [[sys.executable, "-m", "torch.distributed.run", *words, "-m", "shardtrain", "train"]]
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={RENDEZVOUS}:{port}", "--rdzv-id=run"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *rendezvous]
+    return [[*command, "-m", "shardtrain", "train"]]
 
 
 WORKERS = "--training.dataloader.num_workers=1"
@@ -98,9 +99,9 @@ MODES = {
     "`srun` on several nodes": Mode(lambda _: [train(), train()], "rank", OF_NODE, task_of_srun),
     "`torchrun`": Mode(torchrun, "torchrun", ONE_MACHINE),
 }
-"""Each name is the mode of a row of the table, with a variant after a comma."""
+"""Names are modes of the table, with an optional variant after a comma."""
 DEFAULT = ["one process", "ranks of one machine", "the same in the common network", "`--nnodes`"]
-IN_A_NETWORK_OF_THEIR_OWN = [
+IN_A_PRIVATE_NETWORK = [
     name for name in MODES if name.startswith(("ranks of one machine", "`metrics.prometheus_port`"))
 ]
 NOT_RUN = {"GPUs (NCCL)": "no GPU here; from NCCL's documentation"}
@@ -116,42 +117,45 @@ def options(folder: Path) -> list[str]:
 
 
 def address_of(digits: str) -> str:
-    """The address of a line of ``/proc/net/tcp``, which has it as 32-bit words of the machine."""
+    """Return the address of a line of ``/proc/net/tcp``, where it is a sequence of 32-bit words in host byte order."""
     words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]
     address = ipaddress.ip_address(b"".join(words))
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def seen(mode: Mode, folder: Path) -> set[tuple[str, str, str]]:
-    """Run a mode; return process, address and port of each listener in the words of the table."""
+    """Run a mode. Return the process, address and port of each listener in the terms of the table."""
     port = free_port()
     inherited = listeners({os.getpid()})
+    terms = {
+        RENDEZVOUS: "that of the rendezvous",
+        OF_THE_NODE: "that of the node",
+        "127.0.0.1": mode.gloo_address,
+        "0.0.0.0": "all",
+        "::": "all",
+    }
     result = set()
-    names = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "NCCL_", "MASTER_"))}
+
+    def add_listeners(process: str, pids: set[int]) -> None:
+        for digits, listening_port in listeners(pids) - inherited:
+            address = address_of(digits)
+            result.add((process, terms.get(address, address), mode.port if listening_port == port else "random"))
+
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "NCCL_", "MASTER_"))}
     with contextlib.ExitStack() as stack:
         runs = []
         for number, command in enumerate(mode.commands(port)):
-            variables = {**names, **mode.variables(number, port)}
+            variables = {**environment, **mode.variables(number, port)}
             output = stack.enter_context((folder / f"output-{number}").open("w"))
-            runs.append(
-                forked.Popen([*command, *options(folder)], env=variables, stdout=output, stderr=subprocess.STDOUT)
-            )
+            arguments = [*command, *options(folder)]
+            runs.append(forked.Popen(arguments, env=variables, stdout=output, stderr=subprocess.STDOUT))
             stack.callback(runs[-1].kill)
         end = time.monotonic() + patience.seconds(120)
         while any(run.poll() is None for run in runs):
-            assert time.monotonic() < end, "does not end"
+            assert time.monotonic() < end, "the run does not end"
             for run in runs:
-                children = processes_of(run.pid) - {run.pid}
-                for process, pids in ((mode.root, {run.pid}), ("rank", children)):
-                    for digits, listens_on in listeners(pids) - inherited:
-                        where = address_of(digits)
-                        words = {
-                            RENDEZVOUS: "that of the rendezvous",
-                            OF_THE_NODE: "that of the node",
-                            "127.0.0.1": mode.gloo_address,
-                        }
-                        address = words.get(where, "all" if where in ("0.0.0.0", "::") else where)
-                        result.add((process, address, mode.port if listens_on == port else "random"))
+                add_listeners(mode.root, {run.pid})
+                add_listeners("rank", processes_of(run.pid) - {run.pid})
             time.sleep(0.02)
     assert not any(run.returncode for run in runs), (folder / "output-0").read_text()
     return result
@@ -162,7 +166,7 @@ def cells(line: str) -> list[str]:
 
 
 def table() -> list[dict[str, str]]:
-    """The rows of the table of ports."""
+    """Return the rows of the table of ports in SECURITY.md."""
     text = (ROOT / "docs/SECURITY.md").read_text(encoding="utf-8")
     head, _, *rows = text[text.index("| Mode | Process |") :].partition("\n\n")[0].splitlines()
     return [dict(zip(cells(head), cells(row), strict=True)) for row in rows]
@@ -173,34 +177,35 @@ def mode_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", cases(DEFAULT, nightly=[name for name in MODES if name not in DEFAULT]))
-def test_each_mode_listens_where_the_table_says_and_nowhere_else(name, tmp_path, monkeypatch):
+def test_each_mode_has_exactly_the_listeners_of_the_table(name, tmp_path, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     if name == "the same in the common network":
         monkeypatch.setattr(private_network, "_create", lambda: None)
-    elif name in IN_A_NETWORK_OF_THEIR_OWN:
+    elif name in IN_A_PRIVATE_NETWORK:
         if "prometheus" in name:
             pytest.importorskip("prometheus_client")
         with private_network.create_network_namespace() as names:
             if not names:
-                pytest.skip("this system has no network namespaces for users: the common network is tested")
+                pytest.skip("this system has no network namespaces for users; another mode tests the common network")
     rows = [row for row in table() if row["Mode"] == mode_of(name)]
     expected = {(row["Process"], row["Address"], row["Port"]): row["How long"] for row in rows}
     expected.pop(("none", "", ""), None)
-    found = seen(MODES[name], tmp_path)
-    assert found <= set(expected), "a listener that SECURITY.md does not name"
-    assert {one for one in expected if not expected[one].startswith("an instant")} <= found
+    actual = seen(MODES[name], tmp_path)
+    assert actual <= set(expected), "SECURITY.md does not list a listener"
+    permanent = {listener for listener, how_long in expected.items() if not how_long.startswith("an instant")}
+    assert permanent <= actual
 
 
 def test_each_row_of_the_table_has_a_mode_that_runs():
     assert {row["Mode"] for row in table()} == {*map(mode_of, MODES), *NOT_RUN}
 
 
-def test_a_listener_of_each_kind_would_be_seen():
-    """IPv4, IPv6 and all addresses, as the kernel lists them."""
+def test_listeners_of_every_kind_are_detected():
+    """IPv4, IPv6 and wildcard addresses."""
     inherited = listeners({os.getpid()})
     families = {"127.0.0.9": socket.AF_INET, "0.0.0.0": socket.AF_INET, "::1": socket.AF_INET6, "::": socket.AF_INET6}
     with contextlib.ExitStack() as stack:
         for address, family in families.items():
             stack.enter_context(socket.create_server((address, 0), family=family))
-        found = {address_of(digits) for digits, _ in listeners({os.getpid()}) - inherited}
-    assert found == set(families)
+        addresses = {address_of(digits) for digits, _ in listeners({os.getpid()}) - inherited}
+    assert addresses == set(families)

@@ -1,4 +1,4 @@
-"""A stranger who reaches the sockets of a run, or would like to, neither ends nor stalls nor changes it."""
+"""Foreign connections to the sockets of a run neither end, stall nor change it."""
 
 from __future__ import annotations
 
@@ -30,61 +30,61 @@ NUM_CONNECTIONS = 1000
 NOTHING: Mapping[str, str] = {}
 
 
-def attack_open(one: socket.socket, number: int) -> None:
-    """Nothing is ever said."""
+def attack_open(connection: socket.socket, number: int) -> None:
+    """Connect and send nothing."""
 
 
-def attack_half(one: socket.socket, number: int) -> None:
-    one.sendall(b"\x01\x00\x00")
+def attack_half(connection: socket.socket, number: int) -> None:
+    connection.sendall(b"\x01\x00\x00")
 
 
-def attack_slow(one: socket.socket, number: int) -> None:
+def attack_slow(connection: socket.socket, number: int) -> None:
     for _ in range(4):
-        one.sendall(b"\x00")
+        connection.sendall(b"\x00")
         time.sleep(0.001)
 
 
-def attack_garbage(one: socket.socket, number: int) -> None:
-    one.sendall(os.urandom(64))
-    one.close()
+def attack_garbage(connection: socket.socket, number: int) -> None:
+    connection.sendall(os.urandom(64))
+    connection.close()
 
 
-def attack_reset(one: socket.socket, number: int) -> None:
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    one.close()
+def attack_reset(connection: socket.socket, number: int) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
 
 
-def attack_number(one: socket.socket, number: int) -> None:
-    """Gloo counts its pairs from 0: to say a number is to be that pair."""
-    one.sendall((number % 8).to_bytes(8, "little") + os.urandom(4000))
+def attack_number(connection: socket.socket, number: int) -> None:
+    """Send the number of a gloo pair, which would identify the sender as that pair. Gloo numbers its pairs from 0."""
+    connection.sendall((number % 8).to_bytes(8, "little") + os.urandom(4000))
 
 
 ATTACKS = [value for name, value in sorted(globals().items()) if name.startswith("attack_")]
 
 
 def rank_main(rank: int, folder: Path) -> None:
-    """A rank that adds up until both are told to end, and leaves a file where all was well."""
+    """All-reduce until the file "stop" exists, and create the file "done-RANK" on success."""
     private_network.enter_user_namespace()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(folder / "store"), 2)
-    made = {"store": store, "rank": rank, "world_size": 2}
-    gloo_sockets.private(lambda: dist.init_process_group("gloo", **made))
+    options = {"store": store, "rank": rank, "world_size": 2}
+    gloo_sockets.private(lambda: dist.init_process_group("gloo", **options))
     descriptors = len(os.listdir("/proc/self/fd"))
     (folder / f"ready-{rank}").touch()
     number, stops = 0, torch.zeros(())
     while not stops:
         tensor = torch.tensor([rank + number, (folder / "stop").exists()])
         dist.all_reduce(tensor)
-        assert tensor[0] == 2 * number + 1, "each sum is that of the two ranks"
+        assert tensor[0] == 2 * number + 1, "a sum has other terms than those of the two ranks"
         number, stops = number + 1, tensor[1]
-    assert len(os.listdir("/proc/self/fd")) == descriptors, "nobody's connection was taken"
+    assert len(os.listdir("/proc/self/fd")) == descriptors, "a foreign connection was accepted"
     (folder / f"done-{rank}").touch()
 
 
 @contextlib.contextmanager
 def two_ranks(folder: Path, names: Mapping[str, str] = NOTHING) -> Iterator[set[int]]:
-    """Two ranks at work, whose process ids are given; they end well after the block, or the test fails."""
+    """Run two ranks for the duration of the block. Yield their process ids, and fail the test if a rank fails."""
     pids = set()
     for rank in range(2):
         pid = os.fork()
@@ -95,13 +95,13 @@ def two_ranks(folder: Path, names: Mapping[str, str] = NOTHING) -> Iterator[set[
             except BaseException as error:
                 (folder / f"error-{rank}").write_text(repr(error))
             finally:
-                signal.pause()  # a rank that ends before its peer has heard the last sum would be taken for a crash
+                signal.pause()  # if a rank exits before its peer has the last sum, the peer reports a crash
         pids.add(pid)
 
-    def all_are(word: str) -> bool:
-        errors = [one.read_text() for one in folder.glob("error-*")]
+    def all_are(state: str) -> bool:
+        errors = [path.read_text() for path in folder.glob("error-*")]
         assert not errors, errors
-        return all((folder / f"{word}-{rank}").exists() for rank in range(2))
+        return all((folder / f"{state}-{rank}").exists() for rank in range(2))
 
     try:
         patience.wait_for(lambda: all_are("ready"), 60)
@@ -115,52 +115,54 @@ def two_ranks(folder: Path, names: Mapping[str, str] = NOTHING) -> Iterator[set[
 
 
 def of_ranks(pids: set[int]) -> set[tuple[str, int]]:
-    """On what ranks listen, but for what they have from this process: servers of other tests' fixtures."""
+    """Return the addresses on which ranks listen, without those inherited from this process (fixtures' servers)."""
     return listeners(pids) - listeners({os.getpid()})
 
 
-def is_connected(one: socket.socket) -> bool:
+def is_connected(connection: socket.socket) -> bool:
     try:
-        one.getpeername()
+        connection.getpeername()
     except OSError:
         return False
     return True
 
 
 @pytest.mark.parametrize("attack", cases(ATTACKS[:1], nightly=ATTACKS[1:]))
-def test_no_connection_ends_stalls_or_changes_a_group_that_is_made(
+def test_foreign_connections_do_not_affect_an_established_group(
     attack: Callable[[socket.socket, int], None], tmp_path: Path
 ) -> None:
     with two_ranks(tmp_path) as pids, contextlib.ExitStack() as stack:
         ports = [port for _, port in of_ranks(pids)]
         assert ports, "gloo listens"
         for number in range(NUM_CONNECTIONS):
-            one = stack.enter_context(socket.socket())
-            one.setblocking(False)
-            one.connect_ex(("127.0.0.1", ports[number % len(ports)]))
-            assert not is_connected(one)
-            with contextlib.suppress(OSError):  # as it is not
-                attack(one, number)
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex(("127.0.0.1", ports[number % len(ports)]))
+            assert not is_connected(connection)
+            with contextlib.suppress(OSError):  # it is not connected
+                attack(connection, number)
 
 
 @pytest.fixture
 def network() -> Iterator[dict[str, str]]:
     with private_network.create_network_namespace() as names:
         if not names:
-            pytest.skip("this system gives no network namespace")
+            pytest.skip("this system does not allow network namespaces")
         yield names
 
 
-def test_nothing_of_a_run_listens_where_others_are(network: dict[str, str], tmp_path: Path) -> None:
+def test_ranks_do_not_listen_in_the_shared_network(network: dict[str, str], tmp_path: Path) -> None:
     with two_ranks(tmp_path, network) as pids:
-        assert not of_ranks(pids), "as any process of this network sees it"
+        assert not of_ranks(pids), "processes of this network see listeners of ranks"
+        this_network = os.readlink("/proc/self/ns/net")
         threads = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
-        own = {os.readlink(task / "ns/net") for task in threads} - {os.readlink("/proc/self/ns/net")}
-        assert len(own) == 1, "both are in one network, which is not this one"
-        assert {os.readlink(f"/proc/{pid}/ns/net") for pid in pids} == {os.readlink("/proc/self/ns/net")}
+        networks_of_threads = {os.readlink(task / "ns/net") for task in threads}
+        assert len(networks_of_threads - {this_network}) == 1, "the ranks do not share one private network"
+        networks_of_ranks = {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
+        assert networks_of_ranks == {this_network}
 
 
-def test_what_fails_in_the_private_network_fails_with_its_own_error(
+def test_error_in_the_private_network_propagates_unchanged(
     network: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(private_network.NETWORK, "-1:" + network[private_network.NETWORK].partition(":")[2])
@@ -171,7 +173,7 @@ def test_what_fails_in_the_private_network_fails_with_its_own_error(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
-def test_a_user_who_connects_while_ranks_do_is_named_and_no_step_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_who_connects_during_setup_is_named_and_the_run_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STORE, "a folder of this machine")
 
     def make() -> socket.socket:
@@ -179,64 +181,64 @@ def test_a_user_who_connects_while_ranks_do_is_named_and_no_step_is_made(monkeyp
         stranger = socket.socket()
         os.fchown(stranger.fileno(), NOBODY, NOBODY)
         stranger.connect(server.getsockname())
-        kept.extend([server, stranger])
+        sockets.extend([server, stranger])
         return server
 
-    kept: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     with pytest.raises(PeerError, match=f"the user with id {NOBODY} of this machine connected"):
         gloo_sockets.private(make)
-    for one in kept:
-        one.close()
+    for opened in sockets:
+        opened.close()
 
 
 def as_nobody(function: Callable[[], object]) -> str:
-    """What a function says in a process of a user without rights."""
-    (answer, tell), pid = os.pipe(), os.fork()
+    """Call a function in a process of an unprivileged user. Return its result or error as text."""
+    (reader, writer), pid = os.pipe(), os.fork()
     if pid == 0:
         try:
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)
-            private_network._call("prctl", private_network._SET_DUMPABLE, 1, 0, 0, 0)  # as after an exec
-            os.write(tell, str(function()).encode())
+            private_network._call("prctl", private_network._SET_DUMPABLE, 1, 0, 0, 0)  # like after an exec
+            os.write(writer, str(function()).encode())
         except BaseException as error:
-            os.write(tell, repr(error).encode())
+            os.write(writer, repr(error).encode())
         finally:
             os._exit(0)
-    os.close(tell)
-    with os.fdopen(answer) as file:
-        said = file.read()
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        answer = file.read()
     os.waitpid(pid, 0)
-    return said
+    return answer
 
 
 def in_a_rank(names: Mapping[str, str], function: Callable[[], object]) -> str:
-    """What a function says in a fork that has entered the network, as a rank does."""
-    (answer, tell), pid = os.pipe(), os.fork()
+    """Call a function in a fork that has entered the private network. Return its result or type of error as text."""
+    (reader, writer), pid = os.pipe(), os.fork()
     if pid == 0:
         try:
             os.environ.update(names)
             private_network.enter_user_namespace()
-            own = os.stat("/proc/self/ns/net").st_ino
-            assert private_network.call_inside(lambda: os.stat("/proc/thread-self/ns/net").st_ino) != own
-            os.write(tell, str(function()).encode())
+            outer_network = os.stat("/proc/self/ns/net").st_ino
+            assert private_network.call_inside(lambda: os.stat("/proc/thread-self/ns/net").st_ino) != outer_network
+            os.write(writer, str(function()).encode())
         except BaseException as error:
-            os.write(tell, type(error).__name__.encode())
+            os.write(writer, type(error).__name__.encode())
         finally:
             os._exit(0)
-    os.close(tell)
-    said = os.read(answer, 1000).decode()
+    os.close(writer)
+    answer = os.read(reader, 1000).decode()
     os.waitpid(pid, 0)
-    return said
+    return answer
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
-def test_a_rank_of_a_user_may_write_what_he_may_write(tmp_path: Path) -> None:
-    """In a user namespace a process may pass over the permissions of its user's files, which protect them from him."""
+def test_user_namespace_does_not_bypass_file_permissions(tmp_path: Path) -> None:
+    """The root user of a user namespace could ignore the permissions of its user's files, which a rank must respect."""
     for parent in (tmp_path, *tmp_path.parents):
         if parent.stat().st_uid == os.geteuid() and parent != Path("/"):
             parent.chmod(parent.stat().st_mode | 0o055)
-    folder = tmp_path / "kept"
+    folder = tmp_path / "read-only"
     folder.mkdir(mode=0o555)
     os.chown(folder, NOBODY, NOBODY)
 
@@ -248,25 +250,26 @@ def test_a_rank_of_a_user_may_write_what_he_may_write(tmp_path: Path) -> None:
         with private_network.create_network_namespace() as names:
             return in_a_rank(names, write) if names else "no network"
 
-    said = as_nobody(in_the_network)
-    if said == "no network":
-        pytest.skip("this system gives users no network namespace")
-    assert said == "PermissionError"
+    answer = as_nobody(in_the_network)
+    if answer == "no network":
+        pytest.skip("this system does not allow network namespaces of users")
+    assert answer == "PermissionError"
 
 
 @pytest.mark.parametrize("capabilities", [0, 1 << 2])
-def test_a_process_that_would_lose_rights_in_a_user_namespace_enters_none(
+def test_process_with_capabilities_does_not_enter_a_user_namespace(
     capabilities: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as that of passing over the permissions of what others own, which is of no effect in there."""
-    asked: list[int] = []
+    """Capabilities, such as ignoring permissions of other users' files, have no effect in a user namespace."""
+    all_flags: list[int] = []
 
     def refuse(name: str, *arguments: int) -> None:
-        asked.append(arguments[0])
+        all_flags.append(arguments[0])
         raise PermissionError
 
     monkeypatch.setattr(private_network, "_call", refuse)
     monkeypatch.setattr(private_network, "_capabilities", lambda: capabilities)
     with pytest.raises(PermissionError):
         private_network._enter_new_network()
-    assert any(flags & private_network._NEW_USER for flags in asked) == (not capabilities)
+    enters_user_namespace = any(flags & private_network._NEW_USER for flags in all_flags)
+    assert enters_user_namespace == (not capabilities)
