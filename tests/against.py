@@ -1,7 +1,7 @@
-"""Ten steps of a shardtrain run, and of the same rows by a trainer of others, on the same weights.
+"""Train ten steps with shardtrain and with another trainer, on the same weights and rows.
 
-AdamW has a large eps on both sides: with a small one, rounding of 1e-8 in a gradient becomes 1e-4 in a weight. Rows
-come to the others in the order in which ours were read, so that no order is compared.
+AdamW has a large eps in both: with a small eps, a rounding error of 1e-8 in a gradient becomes 1e-4 in a weight. The
+other trainer receives the rows in the order in which shardtrain read them, so the order is not compared.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ CHAT = (
 
 @functools.cache
 def folder(style: str = "llama3") -> Path:
-    """A Llama with weights of a start and a byte-level tokenizer in one style."""
-    place = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "hf"
-    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    bpe_folder(place, tuple(names.values()), **names, chat_template=CHAT)
-    with_post_processor(place, style)
-    model = build("llama3", vocab_size=open_tokenizer(str(place)).vocab_size)
-    return save(model, place)
+    """Return the folder of a randomly initialized Llama with a byte-level tokenizer of one style."""
+    path = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "hf"
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    bpe_folder(path, tuple(tokens.values()), **tokens, chat_template=CHAT)
+    with_post_processor(path, style)
+    model = build("llama3", vocab_size=open_tokenizer(str(path)).vocab_size)
+    return save(model, path)
 
 
 def words(rng: random.Random, most: int) -> str:
@@ -51,7 +51,7 @@ def words(rng: random.Random, most: int) -> str:
 
 @functools.cache
 def pairs() -> list[dict[str, Any]]:
-    """A prompt, two answers, and a label of the first. Words begin with a space, so that no token spans a boundary."""
+    """Return rows with a prompt, answers and a label. Each part starts with a space, so no token spans two parts."""
     rng = random.Random(0)
     return [
         {
@@ -66,15 +66,15 @@ def pairs() -> list[dict[str, Any]]:
 
 
 def ours(rows: list[dict[str, Any]], style: str = "llama3", ranks: int = 1, **sections: dict[str, Any]) -> Ended:
-    """A run on the rows; ``sections`` replace options."""
+    """Train on the rows with shardtrain, with other options in ``sections``. Return the results of rank 0."""
     run = Path(tempfile.mkdtemp(prefix="shardtrain-tests-"))
     (run / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return run_ranks(ranks, train_whole, config_for(run, style, **sections))[0]  # type: ignore[no-any-return]
 
 
 def config_for(run: Path, style: str = "llama3", **sections: dict[str, Any]) -> Config:
-    found = recognise(folder(style))
-    given: dict[str, dict[str, Any]] = {
+    hub_model = recognise(folder(style))
+    defaults: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": str(run)},
         "training": {
             "dataset": "jsonl", "dataset_path": str(run / "rows.jsonl"), "seq_len": SEQ_LEN, "steps": STEPS,
@@ -86,21 +86,22 @@ def config_for(run: Path, style: str = "llama3", **sections: dict[str, Any]) -> 
             "enable": True, "interval": 1000, "initial_load_path": str(folder(style)), "initial_load_in_hf": True,
         },
     }  # fmt: skip
-    merged = {name: {**given.get(name, {}), **sections.get(name, {})} for name in given.keys() | sections.keys()}
+    names = defaults.keys() | sections.keys()
+    merged = {name: {**defaults.get(name, {}), **sections.get(name, {})} for name in names}
     config = tiny_config(**merged)
     model = dataclasses.replace(
         config.model,
-        name=found.name,
-        flavor=found.flavor,
-        overrides=dict(found.overrides),
+        name=hub_model.name,
+        flavor=hub_model.flavor,
+        overrides=dict(hub_model.overrides),
         hf_assets_path=str(folder(style)),
     )
     return dataclasses.replace(config, model=model)
 
 
 def options(cls: Any, **more: Any) -> Any:
-    """Arguments of a trainer of others that are those of ``config_for``."""
-    given = {
+    """Return arguments of the other trainer that match ``config_for``."""
+    defaults = {
         "output_dir": tempfile.mkdtemp(prefix="shardtrain-tests-"),
         "per_device_train_batch_size": BATCH,
         "max_steps": STEPS,
@@ -120,13 +121,20 @@ def options(cls: Any, **more: Any) -> Any:
         "logging_strategy": "no",
         "disable_tqdm": True,
     }
-    return cls(**{**given, **more})
+    return cls(**{**defaults, **more})
 
 
 def theirs(
     make: Callable[[Any, Any], Any], style: str = "llama3", cls: str = "AutoModelForCausalLM", **named: Any
 ) -> list[float]:
-    """Losses of each step of the trainer that ``make`` gives for a model and a tokenizer, in a process of its own."""
+    """Return the loss of each step of another trainer, in a separate process.
+
+    Args:
+        make: Function from a model and a tokenizer to the trainer.
+        style: Style of the tokenizer.
+        cls: Name of the model class in ``transformers``.
+        **named: Keyword arguments of ``from_pretrained``.
+    """
     return run_ranks(1, _theirs, make, style, cls, named)[0]  # type: ignore[no-any-return]
 
 
@@ -134,31 +142,32 @@ def _theirs(_: int, make: Callable[[Any, Any], Any], style: str, cls: str, named
     import torch
     import transformers
 
-    torch.distributed.destroy_process_group()  # they would think that they are ranks of ours
+    torch.distributed.destroy_process_group()  # the other trainer would treat this process as a rank
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     model = getattr(transformers, cls).from_pretrained(folder(style), dtype=torch.float32, **named)
     trainer = make(model, transformers.AutoTokenizer.from_pretrained(folder(style)))
-    # decay falls on all weights with us, and on norms and biases not with them
+    # by default, the other trainer does not decay norms and biases
     parameters = [p for p in trainer.model.parameters() if p.requires_grad]
     trainer.optimizer = torch.optim.AdamW(
         parameters, SIZE["lr"], (SIZE["beta1"], SIZE["beta2"]), SIZE["eps"], SIZE["weight_decay"]
     )
     losses: list[float] = []
     step = trainer.training_step
-    trainer.training_step = lambda *given, **named: _kept(losses, step(*given, **named))
+
+    def recorded_step(*arguments: Any, **options: Any) -> Any:
+        loss = step(*arguments, **options)
+        losses.append(float(loss))
+        return loss
+
+    trainer.training_step = recorded_step
     trainer.train()
-    size = len(losses) // STEPS  # of micro-batches, each already divided by their number
+    size = len(losses) // STEPS  # micro-batches per step; their losses are already divided by this number
     return [sum(losses[i * size : (i + 1) * size]) for i in range(STEPS)]
 
 
-def _kept(losses: list[float], loss: Any) -> Any:
-    losses.append(float(loss))
-    return loss
-
-
 def in_order(rows: list[dict[str, Any]], ended: Ended, columns: tuple[str, ...]) -> Any:
-    """The rows as ours were read, as a dataset."""
+    """Return the rows in the order in which shardtrain read them, as a dataset."""
     import datasets
 
     numbers = [number for step in ended.sample_ids for number in step]
@@ -166,11 +175,9 @@ def in_order(rows: list[dict[str, Any]], ended: Ended, columns: tuple[str, ...])
 
 
 def assert_close(ended: Ended, losses: list[float]) -> None:
-    """To 1e-4 in each of ten steps, of losses that change by much more."""
+    """Assert that the losses agree to 1e-4 in each of ten steps, and change by much more."""
     assert ended.error is None, ended.error
     assert len(ended.losses) == len(losses) == STEPS
-    assert max(abs(mine - other) for mine, other in zip(ended.losses, losses, strict=True)) <= 1e-4, (
-        ended.losses,
-        losses,
-    )
+    difference = max(abs(a - b) for a, b in zip(ended.losses, losses, strict=True))
+    assert difference <= 1e-4, (ended.losses, losses)
     assert abs(losses[-1] - losses[0]) > 1e-2

@@ -1,4 +1,4 @@
-"""A Llama under torchtitan's names, trained a little by PyTorch alone, and saved as torchtitan saves it."""
+"""A Llama with torchtitan's parameter names, trained for a few steps by plain PyTorch and saved like torchtitan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEP, TOKENS = 3, 1234
 
 
 class Block(nn.Module):
-    """The modules of a layer by their names; what it computes does not matter here, as long as all take part."""
+    """A layer with torchtitan's module names. It uses all of them, but is not a real transformer layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class TitanLlama(nn.Module):
 
 
 def trained(seed: int, steps: int) -> tuple[TitanLlama, torch.optim.AdamW]:
-    """The model over all ranks, after some steps."""
+    """Return a model and an optimizer, sharded over all ranks, after some steps."""
     torch.manual_seed(seed)
     model = TitanLlama()
     if dist.get_world_size() > 1:
@@ -81,7 +81,7 @@ def trained(seed: int, steps: int) -> tuple[TitanLlama, torch.optim.AdamW]:
 
 
 def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As torchtitan v0.2 puts it together."""
+    """Return the state dict in the layout of torchtitan v0.2."""
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     return {
         **get_model_state_dict(model),
@@ -92,22 +92,23 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def save(rank: int, folder: str) -> dict[str, Tensor]:
-    """Save the state of all ranks; gives it whole."""
+    """Save the state of all ranks. Return the unsharded state."""
     model, optimizer = trained(seed=0, steps=2)
     dcp.save(state_dict(model, optimizer), checkpoint_id=folder)
-    return whole(model, optimizer)
+    return full_state(model, optimizer)
 
 
-def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All tensors under the names that a folder has for them."""
-    full = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
-    states = get_optimizer_state_dict(model, optimizer, options=full)
-    found = {**get_model_state_dict(model, options=full), **{f"optimizer.{name}": t for name, t in states.items()}}
-    return {name: tensor.clone() for name, tensor in found.items() if isinstance(tensor, Tensor)}
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return all tensors, unsharded, by their names in a checkpoint folder."""
+    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    tensors = get_model_state_dict(model, options=options)
+    for name, state in get_optimizer_state_dict(model, optimizer, options=options).items():
+        tensors[f"optimizer.{name}"] = state
+    return {name: tensor.clone() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
 def load(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
-    """Load a folder with PyTorch's own load into other weights; gives the state, counters and a group."""
+    """Load a folder with PyTorch's own load. Return the unsharded state, the counters and the parameter group."""
     model, optimizer = trained(seed=1, steps=1)
     state = state_dict(model, optimizer)
     del state["dataloader"]
@@ -116,16 +117,16 @@ def load(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Any], Any
     set_model_state_dict(model, {k: v for k, v in state.items() if k not in ("optimizer", "train_state")})
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=flat)
     group = {name: optimizer.param_groups[0][name] for name in GROUP}
-    return whole(model, optimizer), state["train_state"], group
+    return full_state(model, optimizer), state["train_state"], group
 
 
 def words(**others: int) -> list[str]:
-    """The options that name this model to us, or one with other sizes."""
+    """Return the options of this package for the model, optionally with other sizes."""
     return [f"--model.overrides.{name}={json.dumps(value)}" for name, value in {**OVERRIDES, **others}.items()]
 
 
 def rows(name: str, tensor: Tensor) -> Tensor:
-    """Our order of the rows of wq and wk, written out: row i of a half is row 2i of theirs, of the other 2i + 1."""
+    """Reorder the rows of wq and wk for this package: all even rows of a head, then all odd rows."""
     if not tensor.dim() or not any(f".{w}.weight" in name for w in ("wq", "wk")):
         return tensor
     heads = []
@@ -135,7 +136,7 @@ def rows(name: str, tensor: Tensor) -> Tensor:
 
 
 def saved_one(folder: Path) -> Path:
-    """The folder that one process saves, made in this one."""
+    """Save the checkpoint of a single process, in this process. Return its folder."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         save(0, str(folder))

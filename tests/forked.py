@@ -1,10 +1,10 @@
-"""Run Python commands in a fork of this process, which has PyTorch imported already, in place of a new interpreter.
+"""Run Python commands in a fork of this process, which has already imported PyTorch, instead of a new interpreter.
 
-A fresh ``python -m shardtrain train`` takes four CPU seconds to import what it needs, where its few steps take a tenth
-of one. ``Popen`` and ``run`` here are those of ``subprocess``, for commands that begin with this interpreter: pipes,
-signals, sessions and statuses are the same, and so are working directory, environment, arguments and standard streams.
-What differs is what an interpreter takes from its environment while it starts (``PYTHONHASHSEED``), the command line
-that ``/proc`` shows, and that modules are there already: laws about these start a true process.
+A new ``python -m shardtrain train`` needs four CPU seconds for imports, while its few steps take a tenth of a second.
+``Popen`` and ``run`` behave like those of ``subprocess`` for commands that start with this interpreter: pipes, signals,
+sessions, exit statuses, working directory, environment, arguments and standard streams are the same. Differences: an
+interpreter's settings at startup (``PYTHONHASHSEED``) have no effect, ``/proc`` shows another command line, and modules
+are already imported. Tests that depend on these start a real process.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ import shardtrain.train.trainer  # noqa: F401
 from shardtrain.config.options import options
 from shardtrain.utils import heartbeat
 
-options()  # it remembers them
+options()  # fill its cache before the forks
 SEED = torch.initial_seed()
-"""What a fresh interpreter has."""
+"""PyTorch's seed in a new interpreter."""
 STACKS = signal.SIGRTMAX
-"""On this signal a forked command writes on its standard error where each of its threads is, and goes on."""
+"""On this signal, a forked command writes the stacks of its threads to standard error and continues."""
 
 
 class Popen(subprocess.Popen):
@@ -52,8 +52,9 @@ class Popen(subprocess.Popen):
                        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int,
                        restore_signals: bool, gid: Any, gids: Any, uid: Any, umask: int, start_new_session: bool,
                        process_group: int) -> None:  # fmt: skip
-        words = [os.fspath(word) for word in args]
-        assert words[0] == sys.executable and (words[1] == "-m" or not words[1].startswith("-")) and not shell, words
+        command = [os.fspath(argument) for argument in args]
+        assert command[0] == sys.executable and not shell, command
+        assert command[1] == "-m" or not command[1].startswith("-"), command
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -62,7 +63,7 @@ class Popen(subprocess.Popen):
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
             return
         try:
-            # duplicates first: an end may have the number that another stream takes
+            # duplicate first, because an end of a pipe may have the number of a standard stream
             ends = [end if end == -1 else os.dup(end) for end in (p2cread, c2pwrite, errwrite)]
             for number, end in enumerate(ends):
                 if end != -1:
@@ -76,20 +77,20 @@ class Popen(subprocess.Popen):
                 os.umask(umask)
             if cwd is not None:
                 os.chdir(cwd)
-            _as_fresh(dict(os.environ if env is None else env))
+            _reset_process(dict(os.environ if env is None else env))
             if preexec_fn is not None:
                 preexec_fn()
         except BaseException:
             traceback.print_exc()
             os._exit(255)
-        _run(words)
+        _run(command)
 
 
 def run(
     command: Any, *, input: Any = None, capture_output: bool = False, timeout: float | None = None,
     check: bool = False, **options: Any,
 ) -> subprocess.CompletedProcess[Any]:  # fmt: skip
-    """``subprocess.run``."""
+    """Run a command like ``subprocess.run``."""
     if input is not None:
         options["stdin"] = subprocess.PIPE
     if capture_output:
@@ -105,13 +106,13 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def _as_fresh(environment: dict[str, str]) -> None:
-    """What the tests have set in this process as an interpreter finds it when it starts."""
+def _reset_process(environment: dict[str, str]) -> None:
+    """Reset process state that tests have changed to that of a new interpreter."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         ignored = number in (signal.SIGPIPE, signal.SIGXFSZ)
         if callable(signal.getsignal(number)) or ignored:
             signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
-    heartbeat.not_silent()  # what this process imported before is no silence of the command
+    heartbeat.not_silent()  # the time before the fork does not count as silence of the command
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     faulthandler.disable()
@@ -133,45 +134,45 @@ def _as_fresh(environment: dict[str, str]) -> None:
     logging.getLogger().setLevel(logging.WARNING)
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
-    tempfile.tempdir = None  # TMPDIR may be another one
+    tempfile.tempdir = None  # TMPDIR may have changed
     random.seed()
     torch.manual_seed(SEED)
     gc.enable()
 
 
 def _stack(context: int = 1) -> list[inspect.FrameInfo]:
-    """``inspect.stack`` without lines of source, for which it looks through every module for every frame.
+    """Return the frames of ``inspect.stack`` without source lines, for which it visits every module for every frame.
 
-    PyTorch's rendezvous asks for the stack at each of its messages. Below the tests' hundred frames, with their six
-    thousand modules, that took seconds; on a busy machine more than the 15 s of silence after which the other node
-    calls this one dead, so that two nodes never met.
+    PyTorch's rendezvous inspects the stack for each of its messages. With the hundred frames and six thousand modules
+    of a test, that took seconds. On a busy machine it exceeded the 15 s after which a silent node counts as dead, so
+    the rendezvous of two nodes failed.
     """
-    frame, found = sys._getframe(1), []
+    frame, frames = sys._getframe(1), []
     while frame is not None:
         code = frame.f_code
-        found.append(inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None))
+        frames.append(inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None))
         frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return frames
 
 
 def _python_path() -> list[str]:
     return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
-def _run(words: list[str]) -> NoReturn:
-    """Run the command in this process and end it as an interpreter ends."""
+def _run(command: list[str]) -> NoReturn:
+    """Run the command in this process, and exit like an interpreter."""
     code = 0
     try:
-        if words[1] == "-m":
-            with contextlib.suppress(FileNotFoundError):  # it was deleted
+        if command[1] == "-m":
+            with contextlib.suppress(FileNotFoundError):  # the working directory may have been deleted
                 sys.path.insert(0, os.getcwd())
             sys.path[1:1] = _python_path()
-            sys.argv = ["-m", *words[3:]]
-            runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+            sys.argv = ["-m", *command[3:]]
+            runpy.run_module(command[2], run_name="__main__", alter_sys=True)
         else:
-            sys.path[:0] = [os.path.dirname(os.path.abspath(words[1])), *_python_path()]
-            sys.argv = words[1:]
-            runpy.run_path(words[1], run_name="__main__")
+            sys.path[:0] = [os.path.dirname(os.path.abspath(command[1])), *_python_path()]
+            sys.argv = command[1:]
+            runpy.run_path(command[1], run_name="__main__")
     except SystemExit as ended:
         if isinstance(ended.code, int):
             code = ended.code

@@ -1,4 +1,4 @@
-"""A small run of which one rank hangs, under a launcher of its own: where it hangs, and what is told of it."""
+"""Run small trainings in which one rank hangs at a given place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardtrain.train import trainer as train
 from shardtrain.train.open_together import Together
 
 LIMIT = max(3, round(patience.seconds(0.5)))
-"""comm.hang_timeout_seconds: more than a rank that is well may be silent on a machine as busy as this one is."""
+"""comm.hang_timeout_seconds: longer than a healthy rank can be silent on a machine with this load."""
 WAIT = round(patience.seconds(30))
 STEPS = 6
 PLACES = {
@@ -40,7 +40,7 @@ PLACES = {
     "validation": "validation",
     "save": "checkpoint",
 }
-"""Where a rank hangs -> the phase that has to be named."""
+"""For each place of a hang, the phase that the report must name."""
 
 
 def config(folder: Path, workers: int = 0, comm: dict | None = None, parallelism: dict | None = None, **training):
@@ -73,7 +73,7 @@ def config(folder: Path, workers: int = 0, comm: dict | None = None, parallelism
 
 
 def before(owner, name: str, call: int, action) -> None:
-    """Do something before one call of a method."""
+    """Patch a method to run ``action`` before its call number ``call``."""
     original, calls = getattr(owner, name), []
 
     def patched(*arguments, **names):
@@ -86,14 +86,14 @@ def before(owner, name: str, call: int, action) -> None:
 
 
 def patch(folder: Path, place: str) -> None:
-    """Let this rank hang; only in the process of one rank."""
+    """Patch this process, which is a single rank, to hang at a place."""
 
     def sleep() -> None:
         (folder / "hangs").touch()
         time.sleep(10 * TIMEOUT)
 
     def stop() -> None:
-        time.sleep(LIMIT / 2)  # a few beats, so that the last sign of life is one of this phase
+        time.sleep(LIMIT / 2)  # a few heartbeats, so the last one is from this phase
         (folder / "hangs").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -142,7 +142,7 @@ def patch(folder: Path, place: str) -> None:
         forward, last = PlainRunner.forward_backward, [0.1]
 
         def five_times(*arguments):
-            # however busy the machine is: a peer may lose some of its time to others, and five windows must show it
+            # five windows must show the difference even if the load slows down the peer
             time.sleep(max(0.25, 4 * last[0]))
             started = time.perf_counter()
             try:
@@ -159,7 +159,7 @@ def patch(folder: Path, place: str) -> None:
 
 
 def stall_store() -> None:
-    """From the first step on the folder of the signs answers nobody, as on a disk that has gone."""
+    """Block writes to the heartbeat folder from the first step on, like a disk that has failed."""
     stall = lambda: before(private_store.FolderStore, "set", 1, lambda: time.sleep(10 * TIMEOUT))  # noqa: E731
     before(PlainRunner, "forward_backward", 1, stall)
 
@@ -178,29 +178,31 @@ def trainer(folder: Path, place: str, culprits: tuple[int, ...]):
     return main
 
 
-def _launch(one, place, culprits, count):
+def _launch(run_config, place, culprits, count):
     environment.set_process_defaults(os.environ, count, 2, alone=True)
-    folder = Path(one.job.dump_folder)
-    sys.stderr = (folder / "terminal").open("w", buffering=1)  # line by line: the process leaves without a flush
-    os._exit(local.launch(Loaded(one), count, main=trainer(folder, place, culprits)))
+    folder = Path(run_config.job.dump_folder)
+    sys.stderr = (folder / "terminal").open(
+        "w", buffering=1
+    )  # line-buffered, because the process exits without a flush
+    os._exit(local.launch(Loaded(run_config), count, main=trainer(folder, place, culprits)))
 
 
-def run(one, place: str = "none", culprits: tuple[int, ...] = (), count: int = 2):
-    Path(one.job.dump_folder).mkdir(parents=True, exist_ok=True)
-    return fork(_launch, one, place, culprits, count)
+def run(run_config, place: str = "none", culprits: tuple[int, ...] = (), count: int = 2):
+    Path(run_config.job.dump_folder).mkdir(parents=True, exist_ok=True)
+    return fork(_launch, run_config, place, culprits, count)
 
 
-def _rank(one, place, culprits, count, rank, port):
-    """One rank as srun would start it: the first one holds the store."""
+def _rank(run_config, place, culprits, count, rank, port):
+    """Run one rank as srun would start it. Rank 0 hosts the store."""
     environment.set_process_defaults(os.environ, count, 2, alone=True)
     os.environ.update(environment.rank_environment(rank, count, port, "foreign"), TORCHELASTIC_USE_AGENT_STORE="False")
     del os.environ["TORCHELASTIC_RUN_ID"]
-    folder = Path(one.job.dump_folder)
-    local.leave(local.run_rank(Loaded(one), trainer(folder, place, culprits), count))
+    folder = Path(run_config.job.dump_folder)
+    local.leave(local.run_rank(Loaded(run_config), trainer(folder, place, culprits), count))
 
 
-def run_foreign(one, place: str = "none", culprits: tuple[int, ...] = (), count: int = 2):
-    """The ranks of a run without a launcher of ours."""
+def run_foreign(run_config, place: str = "none", culprits: tuple[int, ...] = (), count: int = 2):
+    """Start the ranks of a run without this package's launcher."""
     port = free_port()
-    Path(one.job.dump_folder).mkdir(parents=True, exist_ok=True)
-    return [fork(_rank, one, place, culprits, count, rank, port) for rank in range(count)]
+    Path(run_config.job.dump_folder).mkdir(parents=True, exist_ok=True)
+    return [fork(_rank, run_config, place, culprits, count, rank, port) for rank in range(count)]

@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on loopback, as far as downloads and uploads need one, and an environment that points to it."""
+"""A fake Hugging Face Hub on loopback for downloads and uploads, and an environment that points to it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LARGE = ("model.safetensors", "original/tokenizer.model")
 
 
 class FakeHub(http.server.ThreadingHTTPServer):
-    """A hub on loopback; ``fault(handler, path)`` may answer in its place and give True."""
+    """A hub on loopback. ``fault(handler, path)`` may answer a request instead of the hub, and then returns True."""
 
     daemon_threads = True
 
@@ -43,7 +43,7 @@ class FakeHub(http.server.ThreadingHTTPServer):
         self.closing = False
         self.exists, self.private, self.role, self.head = True, False, "write", COMMIT
         self.stored: dict[str, bytes] = {}
-        """Large files by their hash, committed or not."""
+        """Large files by their hash, including files that are not committed."""
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     @property
@@ -51,7 +51,7 @@ class FakeHub(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def fetched(self) -> list[str]:
-        """Files of which the content was asked for."""
+        """Return the names of the files whose content was requested."""
         return [path.rpartition("/")[2] for method, path, _ in self.requests if method == "GET" and "/resolve/" in path]
 
     def close(self) -> None:
@@ -60,17 +60,17 @@ class FakeHub(http.server.ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that leave early are part of the tests."""
+        """Ignore errors: some tests disconnect early."""
 
     def facts(self) -> list[dict[str, object]]:
-        found = []
+        files = []
         for name, content in self.files.items():
-            one = {"rfilename": name, "size": len(content), "blobId": blob(content)}
+            file = {"rfilename": name, "size": len(content), "blobId": blob(content)}
             if is_large(name):
                 digest = hashlib.sha256(content).hexdigest()
-                one["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 134}
-            found.append(one)
-        return found
+                file["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 134}
+            files.append(file)
+        return files
 
 
 def is_large(name: str) -> bool:
@@ -85,7 +85,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: FakeHub
 
     def log_message(self, *arguments: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
@@ -93,8 +93,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.server.fault(self, self.path):
             return
         if self.path.startswith("/api/whoami"):
-            said = {"name": "someone", "type": "user", "auth": {"accessToken": {"role": self.server.role}}}
-            return self.give(json.dumps(said).encode())
+            user = {"name": "someone", "type": "user", "auth": {"accessToken": {"role": self.server.role}}}
+            return self.give(json.dumps(user).encode())
         if not self.server.exists:
             return self.refuse(404, X_Error_Code="RepoNotFound")
         if self.path.startswith("/api/models/"):
@@ -113,7 +113,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Create a repository, say how files are sent, store a large one, commit."""
+        """Create a repository, select upload modes, store a large file, or commit."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.requests.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
         if self.server.fault(self, self.path):
@@ -122,38 +122,35 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.server.stored[hashlib.sha256(body).hexdigest()] = body
             return self.refuse(200)
         if self.path == "/api/repos/create":
-            said = json.loads(body)
-            self.server.exists, self.server.private, self.server.files = True, said.get("visibility") == "private", {}
+            visibility = json.loads(body).get("visibility")
+            self.server.exists, self.server.private, self.server.files = True, visibility == "private", {}
             return self.give(json.dumps({"url": f"{self.server.url}/org/name", "name": "org/name"}).encode())
-        if self.path == "/api/validate-yaml":  # of a card's front matter
-            wrong = [] if json.loads(body)["content"].startswith("---") else [{"message": "no front matter"}]
-            return self.give(json.dumps({"errors": wrong, "warnings": []}).encode(), status=400 if wrong else 200)
+        if self.path == "/api/validate-yaml":  # validates the front matter of a model card
+            has_front_matter = json.loads(body)["content"].startswith("---")
+            errors = [] if has_front_matter else [{"message": "no front matter"}]
+            return self.give(json.dumps({"errors": errors, "warnings": []}).encode(), status=400 if errors else 200)
         if "/preupload/" in self.path:
-            files = [
-                {
-                    "path": one["path"],
-                    "uploadMode": "lfs" if is_large(one["path"]) else "regular",
-                    "shouldIgnore": False,
-                }
-                for one in json.loads(body)["files"]
-            ]
+            files = []
+            for file in json.loads(body)["files"]:
+                mode = "lfs" if is_large(file["path"]) else "regular"
+                files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False})
             return self.give(json.dumps({"files": files}).encode())
         if self.path.endswith("/info/lfs/objects/batch"):
-            objects = []
-            for one in json.loads(body)["objects"]:
-                action = {"href": f"{self.server.url}/put/{one['oid']}?signature=secretsignature"}
-                known = one["oid"] in self.server.stored
-                objects.append({**one, **({} if known else {"actions": {"upload": action}})})
+            objects = json.loads(body)["objects"]
+            for entry in objects:
+                if entry["oid"] not in self.server.stored:
+                    url = f"{self.server.url}/put/{entry['oid']}?signature=secretsignature"
+                    entry["actions"] = {"upload": {"href": url}}
             return self.give(json.dumps({"transfer": "basic", "objects": objects}).encode())
         assert "/commit/" in self.path, self.path
         header, *operations = [json.loads(line) for line in body.splitlines()]
         if header["value"].get("parentCommit") not in (None, self.server.head):
             return self.refuse(412)
-        for one in operations:
-            value = one["value"]
-            if one["key"] == "deletedFile":
+        for operation in operations:
+            value = operation["value"]
+            if operation["key"] == "deletedFile":
                 del self.server.files[value["path"]]
-            elif one["key"] == "lfsFile":
+            elif operation["key"] == "lfsFile":
                 self.server.files[value["path"]] = self.server.stored[value["oid"]]
             else:
                 self.server.files[value["path"]] = base64.b64decode(value["content"])
@@ -163,10 +160,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     do_PUT = do_POST
 
-    def give(self, content: bytes, told: int | None = None, status: int = 200, **headers: str) -> bool:
+    def give(self, content: bytes, claimed_size: int | None = None, status: int = 200, **headers: str) -> bool:
+        """Send content, from the start of the requested range. ``claimed_size`` overrides the announced size."""
         start = int(self.headers.get("Range", "bytes=0-")[6:-1])
         self.send_response(206 if start else status)
-        self.send_header("Content-Length", str((told or len(content)) - start))
+        self.send_header("Content-Length", str((claimed_size or len(content)) - start))
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
@@ -183,20 +181,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
-    """What a fixture yields: the hub, and the library told of it alone."""
+    """Yield a hub, with ``huggingface_hub`` configured to use only this hub. For use in a fixture."""
     server = FakeHub()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("NO_PROXY", "*")
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
         monkeypatch.delenv(name, raising=False)
-    # the library has read its environment when it was imported
+    # the library reads its environment on import
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "home" / "token"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
-    # no test waits out a pause of the library's, between tries
+    # shorten the library's pauses between retries
     pause = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: pause(min(seconds, 0.01)))
-    getattr(huggingface_hub, "close_session", lambda: None)()  # it has the proxies of when it was opened
+    getattr(huggingface_hub, "close_session", lambda: None)()  # an open session keeps its proxies
     yield server
     server.close()

@@ -1,7 +1,6 @@
-"""How long a test waits: limits are written for a quiet machine, and grow with what else the machine does.
+"""Timeouts of tests: written for an idle machine, and extended by the speed and load of this one.
 
-No law is about how fast a machine is. A limit is there to end what would never end, so being too long costs nothing
-but the time of a failure.
+No test is about speed. A timeout only ends a hang, so a timeout that is too long costs nothing except on failure.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable
 
 REFERENCE_SECONDS = 0.015
-"""CPU time of ``_work`` on the machine for which the limits are written: a core of a server of 2023."""
+"""CPU time of ``_work`` on the reference machine, a server core of 2023."""
 
 
 def _work() -> int:
@@ -21,7 +20,7 @@ def _work() -> int:
 
 @functools.cache
 def slowness() -> float:
-    """How many times slower than the reference a core is; at least 1."""
+    """Return the slowness of this machine's cores relative to the reference, at least 1."""
     best = float("inf")
     for _ in range(3):
         begun = time.process_time()
@@ -31,7 +30,7 @@ def slowness() -> float:
 
 
 def load() -> float:
-    """Processes that want a core, for each core: the larger of now and of the last minute; at least 1."""
+    """Return the number of runnable processes per core, now or in the last minute, at least 1."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -45,23 +44,24 @@ def load() -> float:
 
 
 def factor() -> float:
-    """By what a limit is longer now than on a quiet machine; SHARDTRAIN_TEST_PATIENCE multiplies it."""
+    """Return the current factor of timeouts. SHARDTRAIN_TEST_PATIENCE multiplies it."""
     return slowness() * 2 * load() * float(os.environ.get("SHARDTRAIN_TEST_PATIENCE", "1"))
 
 
 def seconds(quiet: float) -> float:
-    """How long to wait now for what a quiet machine does well within ``quiet`` seconds."""
+    """Return the current timeout for an operation that needs less than ``quiet`` seconds on an idle machine."""
     return quiet * factor()
 
 
 def wait_for(condition: Callable[[], object], quiet: float, what: str = "it", pause: float = 0.01) -> None:
-    """Return once ``condition()``, asked every ``pause`` seconds, is true.
+    """Wait until ``condition()`` is true, and call it every ``pause`` seconds.
 
-    AssertionError that ``what`` does not come after ``seconds(quiet)``, with the load of then.
+    Raises:
+        AssertionError: The condition is still false after ``seconds(quiet)``. The message names ``what``.
     """
     begun, limit = time.monotonic(), seconds(quiet)
     while not condition():
-        if time.monotonic() - begun > limit:  # it may be busier than it was
+        if time.monotonic() - begun > limit:  # the load may have increased meanwhile
             limit = max(limit, seconds(quiet))
             assert time.monotonic() - begun <= limit, f"{what} does not come within {limit:.0f} s"
         time.sleep(pause)

@@ -1,12 +1,12 @@
-"""An accelerator that does not exist: a step of training on it, with shapes alone, shows what a real one would meet.
+"""A simulated accelerator whose tensors have only shapes, to test the device code of a training step without one.
 
-Tensors of the host are real; those of the device have shapes and no memory (PyTorch's fake tensors on the PrivateUse1
-device), and the process group sends nothing. An operation that mixes devices raises. Whatever would make the host wait
-for the device is noted with the line of code that asked: reading a number, copying to the host, and copying from
-memory that is not page-locked, before which CUDA finishes what it was given (CUDA API, "API synchronization
-behavior"). Operations whose shape is in the data, such as ``nonzero``, raise.
+Tensors of the host are real. Tensors of the device have shapes but no memory (PyTorch's fake tensors on the PrivateUse1
+device), and the process group sends nothing. An operation that mixes devices raises an error. The simulation records
+everything that would make the host wait for the device, with its line of code: reading a number, copying to the host,
+and copying from memory that is not page-locked, before which CUDA finishes its queue (CUDA API, "API synchronization
+behavior"). Operations with data-dependent shapes, such as ``nonzero``, raise an error.
 
-The device is registered with PyTorch for the life of the process, so it is only used in a fork: see ``in_a_fork``.
+The device stays registered with PyTorch until the process ends, so it is only used in a fork: see ``in_a_fork``.
 """
 
 from __future__ import annotations
@@ -46,13 +46,17 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Wait:
-    """Where the host would have waited for the device."""
+    """A point where the host would have waited for the device.
+
+    Attributes:
+        why: The operation.
+        where: The innermost line of the package, as file:line function.
+        read: Description of the values if ``accelerator.read`` waited.
+    """
 
     why: str
     where: str
-    """The innermost line of the package, as file:line function."""
     read: str = ""
-    """What was read, where it was done by ``accelerator.read``."""
 
 
 class _Stream:
@@ -83,7 +87,7 @@ class _Event:
 
 
 def _module() -> types.ModuleType:
-    """What ``torch.cuda`` is to CUDA."""
+    """Return the module of the device, the equivalent of ``torch.cuda``."""
     module: Any = types.ModuleType(f"torch.{NAME}")
     module.Stream, module.Event = _Stream, _Event
     module.is_available = module.is_initialized = lambda: True
@@ -106,9 +110,9 @@ def _module() -> types.ModuleType:
 
 
 class Pretended(TorchDispatchMode):
-    """While it is entered, tensors on the device "pretended" have shapes and no memory, and ``waits`` fills.
+    """Mode in which tensors on the device "pretended" have no memory, and ``waits`` records the waits.
 
-    ``answers``: the numbers that ``accelerator.read`` finds, by what it reads; zeros for all else.
+    ``answers`` are functions that return the numbers for ``accelerator.read``, by its description. Others are zeros.
     """
 
     def __init__(self, answers: dict[str, Callable[[Tensor], list[float]]] | None = None) -> None:
@@ -119,26 +123,26 @@ class Pretended(TorchDispatchMode):
         self._pinned = WeakIdKeyDictionary()
 
     def note(self, why: str, read: str = "") -> None:
-        """Add a wait, unless it is the same one of the same line (each number of a list is read by itself)."""
+        """Record a wait."""
         self.waits.append(Wait(why, _where(), read))
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(kind not in _PLAIN for kind in kinds):
-            return NotImplemented  # a distributed tensor takes itself apart first
+            return NotImplemented  # a distributed tensor is dispatched again for its local tensor
         values, _ = tree_flatten((args, kwargs))
         tensors = [value for value in values if isinstance(value, Tensor)]
         device = kwargs.get("device")
-        here = any(tensor.device.type == NAME for tensor in tensors)
-        goes = device is not None and torch.device(device).type == NAME
-        if not here and not goes:
+        has_device_tensor = any(tensor.device.type == NAME for tensor in tensors)
+        goes_to_device = device is not None and torch.device(device).type == NAME
+        if not has_device_tensor and not goes_to_device:
             return self._on_host(func, tensors, args, kwargs)
-        if _is_made_of_others(func):  # such as Tensor.to, below autograd
+        if _is_composite(func):  # such as Tensor.to, below autograd
             with self:
                 answer = func.decompose(*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
-        if func.namespace == "shardtrain":  # an operation of ours: what it does on a device, not what it says of shapes
+        if func.namespace == "shardtrain":  # run the implementation of the package's operation, not its fake version
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
         if func in (_aten._local_scalar_dense.default, _aten.item.default, _aten.equal.default):
@@ -158,7 +162,10 @@ class Pretended(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _copy(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """A copy between host and device: on the host a real tensor of zeros; None where both are on the device."""
+        """Copy between host and device. Return None if both tensors are on the device.
+
+        A copy to the host is a real tensor of zeros.
+        """
         if func is _aten.copy_.default:
             into, source = args[:2]
             asynchronous = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
@@ -173,7 +180,8 @@ class Pretended(TorchDispatchMode):
             if source.device.type == "meta":
                 return None
             if not (asynchronous and (source in self._pinned or isinstance(source, FakeTensor))):
-                self.note(f"copy to the device{'' if not asynchronous else ' from memory that is not page-locked'}")
+                reason = " from memory that is not page-locked" if asynchronous else ""
+                self.note(f"copy to the device{reason}")
             if into is not None:
                 return into
             with self.fake:
@@ -192,7 +200,7 @@ class Pretended(TorchDispatchMode):
 
 
 @functools.cache
-def _is_made_of_others(func: Any) -> bool:
+def _is_composite(func: Any) -> bool:
     return func.namespace == "aten" and func._can_decompose()
 
 
@@ -205,7 +213,7 @@ def _note(why: str) -> None:
 
 
 def _where() -> str:
-    """The innermost line of the package that is being executed."""
+    """Return the innermost line of the package in the current stack."""
     lines = [frame for frame in traceback.extract_stack() if frame.filename.startswith(_PACKAGE)]
     lines = [frame for frame in lines if not frame.filename.endswith("ops/accelerator.py")]
     if not lines:
@@ -214,14 +222,14 @@ def _where() -> str:
 
 
 def register() -> torch.device:
-    """Make PyTorch know the device; once in a process, and never undone."""
+    """Register the device with PyTorch. Call it once per process; it cannot be undone."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_module())
     return torch.device(NAME, 0)
 
 
 @contextlib.contextmanager
 def pretending(answers: dict[str, Callable[[Tensor], list[float]]] | None = None) -> Iterator[Pretended]:
-    """Enter the device; its backward passes run in this thread, so that lines can be named."""
+    """Simulate the device for the duration of the block. Backward passes run in this thread, to find their lines."""
     mode = Pretended(answers)
     _active.append(mode)
     with pytest.MonkeyPatch.context() as patch, torch.autograd.set_multithreading_enabled(False), mode:
@@ -233,13 +241,13 @@ def pretending(answers: dict[str, Callable[[Tensor], list[float]]] | None = None
         def read(reading: accelerator.Reading) -> list[Any]:
             before = len(mode.waits)
             numbers = get(reading)
-            if len(mode.waits) > before:  # it waited for an event of the device
+            if len(mode.waits) > before:  # the read waited for an event of the device
                 mode.waits[before:] = [Wait("read", _where(), reading.what)]
                 numbers = mode.answers.get(reading.what, lambda _: numbers)(torch.tensor(numbers))
             return numbers
 
         patch.setattr(accelerator.Reading, "get", read)
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) is made on the host, then copied
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) creates on the host, then copies
         try:
             yield mode
         finally:
@@ -248,7 +256,7 @@ def pretending(answers: dict[str, Callable[[Tensor], list[float]]] | None = None
 
 
 def in_a_fork(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of ``function(*arguments)`` in a fork of this process that knows the device."""
+    """Return ``function(*arguments)``, called in a fork of this process with the device."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(sender, function, arguments), daemon=True)
@@ -256,13 +264,13 @@ def in_a_fork(function: Callable[..., Any], *arguments: Any) -> Any:
     sender.close()
     try:
         assert receiver.poll(patience.seconds(TIMEOUT_SECONDS)), "the fork did not answer"
-        good, value = pickle.loads(receiver.recv_bytes())
+        succeeded, value = pickle.loads(receiver.recv_bytes())
     finally:
         child.join(timeout=patience.seconds(5))
         if child.is_alive():
             child.kill()
             child.join()
-    assert good, value
+    assert succeeded, value
     return value
 
 

@@ -1,7 +1,7 @@
-"""One shim between a run and its folder: a call of the storage fails, or stalls, for once or for a while.
+"""Inject faults between a run and its folder: a storage call fails or stalls, once or for a while.
 
-Runs are forked: the launcher in a child of this process, its ranks from there. A fault is told by the process that
-meets it ("launcher", or a rank) and by the number of the call there, so the same seed meets the same call.
+A child of this process is the launcher of the run and forks its ranks. A fault is identified by its process ("launcher"
+or a rank) and the number of the call in that process, so it is reproducible.
 """
 
 from __future__ import annotations
@@ -44,40 +44,49 @@ KINDS = {
 STORE_KINDS: dict[str, Callable[[], Exception] | None] = {
     "ENOENT": lambda: FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)),
     "EIO": lambda: OSError(errno.EIO, os.strerror(errno.EIO)),
-    "503": lambda: RuntimeError("HttpError 503: backend error"),  # as gcsfs: no OSError
-    "500": lambda: OSError("We encountered an internal error. Please try again."),  # as s3fs: no number
+    "503": lambda: RuntimeError("HttpError 503: backend error"),  # like gcsfs: not an OSError
+    "500": lambda: OSError("We encountered an internal error. Please try again."),  # like s3fs: no errno
     "timeout": lambda: TimeoutError("the store did not answer in time"),
     "stall": None,
 }
-"""What an object store's library raises of its own."""
+"""Errors that the libraries of object stores raise."""
 STALL_SECONDS = float(os.environ.get("SHARDTRAIN_TEST_STALL_SECONDS", "0.5"))
-"""Of a stall. Below a second ``lease.PATIENCE_SECONDS`` is 1 and not 20, so that half a second is as 10 s there."""
+"""Duration of a stall. Below one second, ``lease.PATIENCE_SECONDS`` is also reduced by a factor of 20."""
 PATIENCE_SECONDS = 1.0 if STALL_SECONDS < 1 else 20.0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The ``number``-th call of a process, and ``lasts`` calls in all, meet it: an error, a stall, or a kill."""
+    """A fault to inject.
+
+    Attributes:
+        process: "launcher" or a rank.
+        number: Number of the first call of the process that fails.
+        kind: Name of an error, "stall" or "kill".
+        lasts: Number of consecutive calls that fail.
+        seconds: If not 0, all calls of all processes fail for this long after the first failure.
+        late: True if the store executes the request before it fails, as if only the response was lost.
+        file: Regular expression. If not empty, calls on matching files below the run's folder fail instead.
+        calls: Names of the calls that fail on files matching ``file``.
+    """
 
     process: str
     number: int
     kind: str
     lasts: int = 1
     seconds: float = 0.0
-    """And all calls of all processes for so long after it, where this is not 0."""
     late: bool = False
-    """Whether a store has done what was asked, and the answer was lost on the way."""
     file: str = ""
-    """A regular expression: each call of ``calls`` on a file below the run's folder that it finds meets the error."""
     calls: tuple[str, ...] = ("write", "fsync")
 
 
 class Shim:
-    """Stands before the calls that touch what lies below a folder; counts them, and lets the one that is due fail."""
+    """Intercept calls on files below a folder: count them, and inject the fault."""
 
     def __init__(self, folder: Path, fault: Fault | None, data: str | None = None) -> None:
-        """``data`` is watched in place of the run's folder, where the calls are noted all the same."""
-        self._folder, self._fault, self._paths = str(folder), fault, dict[int, str]()
+        """Watch the run's folder, or ``data`` if given. Counts are stored next to the run's folder."""
+        self._folder, self._fault = str(folder), fault
+        self._paths: dict[int, str] = {}
         self._watches = f"{data or folder}/"
         self._count, self._pid = 0, 0
         self._until = multiprocessing.get_context("fork").Value("d", 0.0)
@@ -88,41 +97,42 @@ class Shim:
 
     def _watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            what = arguments[0] if arguments else None
+            path = arguments[0] if arguments else None
             folder = options.get("dir_fd", options.get("src_dir_fd"))
-            if folder is not None and not isinstance(what, int):
-                what = os.path.join(self._paths.get(folder, ""), what)  # a name in a folder that was opened before
+            if folder is not None and not isinstance(path, int):
+                path = os.path.join(self._paths.get(folder, ""), path)  # relative to a folder that is open
             if name in BY_DESCRIPTOR:
-                what = self._paths.get(what)
-            if self._is_ours(what):
-                self._meet(name, what)
-            found = original(*arguments, **options)
+                path = self._paths.get(path)
+            if self._is_watched(path):
+                self._inject(name, path)
+            result = original(*arguments, **options)
             if name == "open":
-                self._paths[found] = os.fspath(what)
-            return found
+                self._paths[result] = os.fspath(path)
+            return result
 
         return call
 
-    def _is_ours(self, what: Any) -> bool:
-        if not isinstance(what, str | os.PathLike):
+    def _is_watched(self, path: Any) -> bool:
+        if not isinstance(path, str | os.PathLike) or not f"{path}/".startswith(self._watches):
             return False
-        below = f"{what}/".startswith(self._watches)
-        if self._fault is not None and self._fault.file:
-            return below and re.search(self._fault.file, str(what)[len(self._watches) :]) is not None
-        return below
+        if self._fault is None or not self._fault.file:
+            return True
+        return re.search(self._fault.file, str(path)[len(self._watches) :]) is not None
 
-    def _meet(self, name: str, what: Any) -> None:
+    def _inject(self, name: str, path: Any) -> None:
+        """Raise the error of the fault, stall or kill this process, if the call is due to fail."""
         if self._fault is not None and self._fault.file:
             if name in self._fault.calls:
                 code = getattr(errno, self._fault.kind)
-                # the system names no file where a descriptor is used
-                raise OSError(code, os.strerror(code), *([] if name in BY_DESCRIPTOR else [str(what)]))
+                # the system does not report a file name for calls on descriptors
+                names = [] if name in BY_DESCRIPTOR else [str(path)]
+                raise OSError(code, os.strerror(code), *names)
         elif self._is_due() and self._fault is not None and not self._kill_or_stall(self._fault):
             code = KINDS[self._fault.kind]
-            raise OSError(code, os.strerror(code), what if isinstance(what, str) else str(what))
+            raise OSError(code, os.strerror(code), str(path))
 
     def _is_due(self) -> bool:
-        """Count a call of this process; gives whether it is to meet the fault."""
+        """Count a call of this process. Return True if it must fail."""
         if self._pid != os.getpid():
             self._pid, self._count = os.getpid(), 0
         self._count += 1
@@ -133,15 +143,15 @@ class Shim:
             os.write(descriptor, b".")
             os.close(descriptor)
             return False
-        due = self._fault.number <= self._count < self._fault.number + self._fault.lasts
         if self._fault.seconds:
             if process == self._fault.process and self._count == self._fault.number:
                 self._until.value = time.monotonic() + self._fault.seconds
             return time.monotonic() < self._until.value
-        return process == self._fault.process and due
+        is_in_range = self._fault.number <= self._count < self._fault.number + self._fault.lasts
+        return process == self._fault.process and is_in_range
 
     def _kill_or_stall(self, fault: Fault) -> bool:
-        """Whether the fault is no error, but one of these, and met."""
+        """Kill this process or sleep, if the fault is one of these. Return False if it is an error."""
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.kind == "stall":
@@ -150,21 +160,21 @@ class Shim:
 
 
 class Bucket(LocalFileSystem):
-    """An object store in a folder, ``bucket:///folder``: each object appears whole or not at all."""
+    """An object store in a folder, ``bucket:///folder``, with atomic writes of objects."""
 
     protocol = "bucket"
     parts = ""
-    """A folder for objects that are not whole yet."""
+    """Folder for incomplete objects."""
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return path.removeprefix("bucket://")
 
-    def put_whole(self, path: str, value: bytes, new: bool) -> None:
+    def put_atomically(self, path: str, value: bytes, new: bool) -> None:
         descriptor, part = tempfile.mkstemp(dir=self.parts)
         os.write(descriptor, value)
         os.close(descriptor)
-        while True:  # another process may remove a folder that has become empty, at any moment
+        while True:  # another process may remove an empty folder at any moment
             try:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
             except (FileNotFoundError, FileExistsError):
@@ -176,7 +186,7 @@ class Bucket(LocalFileSystem):
             os.remove(part)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
-        self.put_whole(path, value, mode == "create")
+        self.put_atomically(path, value, mode == "create")
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         return Path(path).read_bytes()[start:end]
@@ -184,14 +194,14 @@ class Bucket(LocalFileSystem):
     def rm_file(self, path: str) -> None:
         os.remove(path)
         with contextlib.suppress(OSError):
-            os.rmdir(os.path.dirname(path))  # a store has no empty folders
+            os.rmdir(os.path.dirname(path))  # object stores have no empty folders
 
 
 fsspec.register_implementation("bucket", Bucket, clobber=True)
 
 
 class StoreShim(Shim):
-    """Stands before the calls of ``Bucket``; each meets the fault before it is made, or after."""
+    """Intercept the calls of ``Bucket``. A fault strikes before the request is executed, or after it if it is late."""
 
     def __init__(self, folder: Path, fault: Fault | None, counts: bool) -> None:
         self._folder, self._fault = str(folder), fault
@@ -199,34 +209,40 @@ class StoreShim(Shim):
         self._until = multiprocessing.get_context("fork").Value("d", 0.0)
         Bucket.parts = f"{folder}.parts"
         os.makedirs(Bucket.parts, exist_ok=True)
-        for name in ("ls", "info", "cat_file", "pipe_file", "rm_file") if fault or counts else ():
-            setattr(Bucket, name, self._watched(name, getattr(Bucket, name)))
-        Bucket.open = lambda store, path, mode: _Upload(store, path, self._watched if fault or counts else _plainly)
+        watched = _unwatched
+        if fault or counts:
+            watched = self._watched
+            for name in ("ls", "info", "cat_file", "pipe_file", "rm_file"):
+                setattr(Bucket, name, watched(name, getattr(Bucket, name)))
+        Bucket.open = lambda store, path, mode: _Upload(store, path, watched)
 
     def _watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def watch(*arguments: Any, **options: Any) -> Any:
             fault = self._fault if self._is_due() else None
-            answer = original(*arguments, **options) if not fault or fault.late else None
-            if fault and not self._kill_or_stall(fault):
+            if fault is None:
+                return original(*arguments, **options)
+            if fault.late:
+                answer = original(*arguments, **options)
+            if not self._kill_or_stall(fault):
                 failure = STORE_KINDS[fault.kind]
                 assert failure is not None
                 raise failure()
-            return original(*arguments, **options) if fault and not fault.late else answer
+            return answer if fault.late else original(*arguments, **options)
 
         return watch
 
 
-def _plainly(_: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _unwatched(_: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return original
 
 
 class _Upload:
-    """An object that is written in parts, and is there when it is closed."""
+    """An object that is written in parts, and appears when it is closed."""
 
     def __init__(self, store: Bucket, path: str, watched: Callable[..., Callable[..., Any]]) -> None:
         data = bytearray()
         self.write = watched("write", data.extend)
-        self.close = watched("close", lambda: store.put_whole(path, bytes(data), new=False))
+        self.close = watched("close", lambda: store.put_atomically(path, bytes(data), new=False))
 
 
 def run(
@@ -237,10 +253,18 @@ def run(
     main: Callable[[Loaded], object] = trainer.main,
     of_data: bool = False,
 ) -> tuple[int, str]:
-    """Train in forked ranks with a fault, or with none; gives the exit status and what stood on the terminal.
+    """Train in forked ranks, with or without a fault.
 
-    ``counts`` notes the calls of each process in files beside the folder, for ``calls``. ``of_data`` lets calls on
-    training.dataset_path meet the fault, and none on the run's folder.
+    Args:
+        config: Configuration of the run.
+        ranks: Number of ranks.
+        fault: The fault to inject, or None.
+        counts: Count the calls of each process in files next to the run's folder, for ``calls``.
+        main: Main function of the ranks.
+        of_data: Inject the fault into calls on training.dataset_path instead of the run's folder.
+
+    Returns:
+        The exit status and the terminal output.
     """
     folder = Path(config.job.dump_folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -282,7 +306,7 @@ def _launch(
         Shim(Path(config.job.dump_folder), fault, config.training.dataset_path if of_data else None)
     try:
         code = local.launch(Loaded(config), ranks, main=main)
-    except ShardtrainError as error:  # as the command line does
+    except ShardtrainError as error:  # like the command line
         print(f"error[{error.exit_code}]: {error}", file=sys.stderr)
         code = error.exit_code
     sys.stdout.flush()
@@ -291,19 +315,21 @@ def _launch(
 
 
 def calls(config: Config) -> dict[str, int]:
-    """Calls of each process in the run that was counted."""
+    """Return the number of calls of each process in a run with ``counts``."""
     folder = Path(config.job.dump_folder)
-    found = folder.parent.glob(f"{folder.name}.calls-*")
-    return {path.name.rpartition("-")[2]: path.stat().st_size for path in found}
+    paths = folder.parent.glob(f"{folder.name}.calls-*")
+    return {path.name.rpartition("-")[2]: path.stat().st_size for path in paths}
 
 
 def losses(config: Config) -> dict[int, float]:
-    """Loss of each step by metrics.jsonl; a step that stands there twice is an error."""
-    found: dict[int, float] = {}
+    """Return the loss of each step in metrics.jsonl, and check that no step is recorded twice."""
     path = Path(config.job.dump_folder) / "metrics.jsonl"
-    for text in path.read_text().splitlines() if path.exists() else []:
-        record = json.loads(text)
+    if not path.exists():
+        return {}
+    losses_by_step: dict[int, float] = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
         if "loss" in record:
-            assert record["step"] not in found, f"step {record['step']} twice"
-            found[record["step"]] = record["loss"]
-    return found
+            assert record["step"] not in losses_by_step, f"step {record['step']} twice"
+            losses_by_step[record["step"]] = record["loss"]
+    return losses_by_step

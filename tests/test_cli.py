@@ -1,4 +1,4 @@
-"""Laws of the command line: what each verb answers, and that it answers without torch."""
+"""The command line: help, errors and exit statuses of each verb, without importing torch."""
 
 from __future__ import annotations
 
@@ -33,20 +33,22 @@ TINY = [
 ]  # fmt: skip
 
 
-def answer(capsys, *words):
-    code = cli.main(words)
+def answer(capsys, *arguments):
+    """Run the command line in this process. Return the exit status, the output and the errors."""
+    code = cli.main(arguments)
     out, err = capsys.readouterr()
     return code, out, err
 
 
-def shell(*words, **environment):
-    names = {name: value for name, value in os.environ.items() if name not in ("LOG_RANK", "NGPU", "RANK")}
+def shell(*arguments, **environment):
+    """Run the command line in a forked process."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("LOG_RANK", "NGPU", "RANK")}
     return forked.run(
-        [sys.executable, "-m", "shardtrain", *words],
+        [sys.executable, "-m", "shardtrain", *arguments],
         capture_output=True,
         text=True,
         timeout=patience.seconds(120),
-        env={**names, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
         check=False,
     )
 
@@ -60,23 +62,23 @@ def test_help_lists_the_verbs(capsys, words):
 
 
 @pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if not verb.startswith("-") and verb != "help"])
-def test_each_verb_explains_itself_with_an_example(capsys, verb):
+def test_help_of_each_verb_has_an_example(capsys, verb):
     try:
         code = cli.main([verb, "--help"])
-    except SystemExit as end:  # argparse's own
+    except SystemExit as end:  # raised by argparse
         code = end.code
     out, err = capsys.readouterr()
     assert (code, err) == (0, "") and out.startswith(f"usage: shardtrain {verb}")
-    written = re.findall(rf"^(?:example: |  )(?:eval \"\$\()?(shardtrain {verb}\b.+)", out, flags=re.MULTILINE)
-    assert written, out
+    examples = re.findall(rf"^(?:example: |  )(?:eval \"\$\()?(shardtrain {verb}\b.+)", out, flags=re.MULTILINE)
+    assert examples, out
     assert all(len(line) <= 120 for line in out.splitlines())
 
 
-def test_options_and_files_that_the_help_of_train_names_are_there(capsys):
+def test_options_and_presets_in_the_help_of_train_exist(capsys):
     assert cli.main(["train", "--help"]) == 0
     out = capsys.readouterr().out
-    named = re.findall(r"--([a-z_]+\.[a-z_]+)", out)
-    assert len(set(named)) >= 10 and set(named) <= {*options(), "section.key"}
+    option_names = set(re.findall(r"--([a-z_]+\.[a-z_]+)", out))
+    assert len(option_names) >= 10 and option_names <= {*options(), "section.key"}
     assert all(presets.find(Path(name)).exists() for name in re.findall(r"shardtrain train (llama\w+)", out))
     assert re.split(r",\s+", out.partition("\nPresets:\n")[2].strip()) == presets.names()
 
@@ -89,7 +91,7 @@ def test_help_of_data_lists_its_verbs(capsys, words):
         assert f"\n  {verb}" in out
 
 
-def test_the_verbs_of_data_are_the_modules_with_a_main():
+def test_verbs_of_data_are_the_modules_with_a_main():
     folder = ROOT / "shardtrain" / "tools" / "data"
     with_main = {
         file.stem for file in folder.glob("*.py") if "\ndef main(words: list[str]) -> int:" in file.read_text()
@@ -97,7 +99,7 @@ def test_the_verbs_of_data_are_the_modules_with_a_main():
     assert with_main == {*data_command.VERBS, "data_command"}
 
 
-def test_a_verb_of_data_gets_the_words_after_it_and_gives_the_status(capsys, monkeypatch):
+def test_verb_of_data_receives_its_arguments_and_returns_the_status(capsys, monkeypatch):
     tool = types.ModuleType("shardtrain.tools.data.check")
     tool.main = lambda words: print(words) or 3
     monkeypatch.setitem(sys.modules, tool.__name__, tool)
@@ -105,7 +107,7 @@ def test_a_verb_of_data_gets_the_words_after_it_and_gives_the_status(capsys, mon
 
 
 @pytest.mark.parametrize("verb", data_command.VERBS)
-def test_each_verb_of_data_explains_itself_and_those_that_need_no_torch_import_none(verb):
+def test_each_verb_of_data_has_help_and_imports_torch_only_if_needed(verb):
     program = f"import sys; from shardtrain import cli; assert cli.main(['data', {verb!r}, '--help']) == 0; "
     program += f"sys.exit({data_command.VERBS[verb].needs_torch!r} is False and 'torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -149,7 +151,7 @@ def test_version_is_that_of_the_package(capsys):
         (("config", "show", "--training.steps", "many"), ["training.steps", "many"]),
     ],
 )
-def test_a_wrong_command_is_one_line_on_stderr_and_status_2(capsys, words, fragments):
+def test_wrong_command_prints_one_line_and_exits_with_2(capsys, words, fragments):
     code, out, err = answer(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith("error[2]: ") and err.count("\n") == 1
@@ -157,7 +159,7 @@ def test_a_wrong_command_is_one_line_on_stderr_and_status_2(capsys, words, fragm
         assert fragment in err
 
 
-def test_all_problems_are_reported_at_once_and_before_any_process_is_started(capsys):
+def test_all_problems_are_reported_together_before_any_process_starts(capsys):
     words = (
         "train",
         "--training.steps",
@@ -192,13 +194,13 @@ def test_every_configuration_of_the_repository_passes_the_check(capsys, name):
     assert "0 errors" in out
 
 
-def test_a_check_with_errors_has_status_2(capsys):
+def test_config_check_with_errors_exits_with_2(capsys):
     code, out, _ = answer(capsys, "config", "check", "--training.steps", "0")
     assert code == 2
     assert "training.steps=0" in out
 
 
-def test_a_check_for_a_number_of_ranks_knows_that_the_mesh_must_fit(capsys):
+def test_config_check_with_nproc_checks_the_mesh(capsys):
     words = ("config", "check", "--parallelism.tensor_parallel_degree", "2")
     assert answer(capsys, *words)[0] == 0
     assert answer(capsys, *words, "--nproc", "3")[0] == 2
@@ -210,13 +212,13 @@ def test_help_explains_one_option(capsys):
     assert "Optimizer steps of the run." in out
 
 
-def test_the_file_may_follow_nproc_and_values_are_left_to_the_overrides():
+def test_file_may_follow_nproc_and_later_values_belong_to_overrides():
     split = command_line.split(["--nproc", "3", "run.toml", "--a.b", "x", "y", "--c.d=1"])
     assert split == command_line.CommandLine("run.toml", 3, ("--a.b", "x", "y", "--c.d=1"))
     assert command_line.split(["--a.b", "x.toml"]).path is None
 
 
-def test_no_verb_imports_torch_to_explain_itself():
+def test_help_of_verbs_does_not_import_torch():
     verbs = [verb for verb in cli.VERBS if not verb.startswith("-") and verb != "help"]
     program = "import sys\nfrom shardtrain import cli\n"
     program += f"for verb in {verbs!r}:\n    assert cli.main([verb, '--help']) == 0\n"
@@ -228,7 +230,7 @@ def test_no_verb_imports_torch_to_explain_itself():
 @pytest.mark.parametrize(
     "words", [["--help"], ["--version"], ["config", "show"], ["config", "check"], ["train", "--training.steps", "0"]]
 )
-def test_no_verb_but_a_real_run_imports_torch(words):
+def test_only_a_real_run_imports_torch(words):
     program = f"import sys; from shardtrain import cli; cli.main({words!r}); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
@@ -250,21 +252,22 @@ def test_the_default_run_trains_with_two_processes(tmp_path):
 
 def test_one_process_needs_no_launcher(tmp_path):
     words = ["train", *ONE_STEP, *TINY, "--nproc", "1", "--job.dump_folder", str(tmp_path)]
-    done = shell(*words, SHARDTRAIN_ACTIVATE="source here/bin/activate")  # as run_train.sh says in its own environment
+    done = shell(*words, SHARDTRAIN_ACTIVATE="source here/bin/activate")  # as set by run_train.sh
     assert done.returncode == 0, done.stderr
     assert "training with 1 process (as --nproc says)" in done.stderr
     assert "step:  1  loss:" in done.stderr
     assert "no configuration is named: this is the preset debug" in done.stderr
-    told = done.stderr.splitlines()[-4:]
-    assert [line[6:].split(" --")[0] for line in told] == [
+    suggestions = done.stderr.splitlines()[-4:]
+    assert [line[6:].split(" --")[0] for line in suggestions] == [
         "source here/bin/activate", f"shardtrain generate {tmp_path}", "shardtrain train",
         f"shardtrain report {tmp_path}",
-    ], told  # fmt: skip
-    assert told[0].startswith("next: ") and told[2].endswith("--training.steps=2") and "a sample" in done.stderr
+    ], suggestions  # fmt: skip
+    assert suggestions[0].startswith("next: ") and suggestions[2].endswith("--training.steps=2")
+    assert "a sample" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:'shardtrain.train' found in sys.modules")  # by the tests
-def test_the_trainer_s_module_is_the_verb(monkeypatch, capsys):
+def test_train_module_runs_the_train_verb(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", "--training.stepz", "3"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("shardtrain.train", run_name="__main__")
@@ -293,11 +296,11 @@ def test_torchrun_starts_the_same_command(tmp_path, module):
 
 
 @pytest.mark.nightly(
-    "with ranks that do nothing else",
+    "a faster test uses ranks without training",
     by="tests/launch/test_local.py::test_a_rank_killed_by_a_signal_is_named_with_the_signal",
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_a_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
+def test_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
     words = [
         "--training.steps=100000",
         "--training.on_data_end=repeat",
@@ -326,9 +329,9 @@ def test_a_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 6, seen
-    told = [line for line in rest.splitlines() if not line[:4].isdigit()]
-    assert len(told) == 1, "one line, and no trace of Python or C++"
-    assert told[0].startswith("error[6]: rank 1 (host ") and "was killed by signal 9" in told[0]
+    messages = [line for line in rest.splitlines() if not line[:4].isdigit()]
+    assert len(messages) == 1, "there are other lines, such as a traceback"
+    assert messages[0].startswith("error[6]: rank 1 (host ") and "was killed by signal 9" in messages[0]
     record = json.loads((tmp_path / "exit.json").read_text())
     assert (record["code"], record["rank"], record["retryable"]) == (6, 1, True)
     assert record["last_step"] >= 20
@@ -355,16 +358,16 @@ def test_a_path_that_is_too_long_is_refused_in_one_line(capsys, tmp_path, monkey
 
 
 @pytest.mark.parametrize("verb", ["generate", "evaluate", "export", "import", "merge", "report", "watch", "profile"])
-def test_the_help_of_a_verb_lists_its_common_options_first_and_no_more_than_ten(capsys, verb):
+def test_help_lists_at_most_ten_common_options_first(capsys, verb):
     assert cli.main([verb, "--help"]) == 0
     common = capsys.readouterr().out.partition("options that few need:")[0]
-    named = re.findall(r"^  (?:-\w(?: \w+)?, )?--(\w+)", common, flags=re.MULTILINE)
-    assert 1 <= len(set(named) - {"help"}) <= 10
+    option_names = re.findall(r"^  (?:-\w(?: \w+)?, )?--(\w+)", common, flags=re.MULTILINE)
+    assert 1 <= len(set(option_names) - {"help"}) <= 10
 
 
 @pytest.mark.parametrize(("nproc", "threads"), [(1, 8), (2, 4), (8, 1)])
 def test_ranks_share_the_cores_before_torch_counts_them(monkeypatch, tmp_path, nproc, threads):
-    """torch reads OMP_NUM_THREADS when it is imported; ranks that each use all cores wait for each other's threads."""
+    """torch reads OMP_NUM_THREADS on import. Ranks that all use every core would wait for each other's threads."""
     monkeypatch.setattr(sys.modules["torch"], "set_num_threads", lambda number: None)
 
     class ImportsTorchError(Exception):
@@ -377,17 +380,17 @@ def test_ranks_share_the_cores_before_torch_counts_them(monkeypatch, tmp_path, n
     monkeypatch.delitem(os.environ, "OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(environment, "usable_cores", lambda: 8)
     monkeypatch.setattr(environment, "count_accelerators", lambda device: 0)
-    monkeypatch.setattr(preflight, "require", lambda *arguments: trainer())  # in this process where there is one rank
+    monkeypatch.setattr(preflight, "require", lambda *arguments: trainer())  # called in this process for one rank
     monkeypatch.setattr(cli, "_trainer", trainer)
     with pytest.raises(ImportsTorchError, match=rf"^{threads}$"):
         cli._train(["debug", "--nproc", str(nproc), "--job.dump_folder", str(tmp_path)])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_during_the_closing_sample_ends_the_text_alone(monkeypatch, capsys, tmp_path, number):
-    """The run has ended and is saved: its status stays 0."""
+def test_signal_during_the_closing_sample_only_ends_the_sample(monkeypatch, capsys, tmp_path, number):
+    """The run has ended and is saved, so its exit status must stay 0."""
     monkeypatch.setattr("shardtrain.tools.generate.generate_command.main", lambda words: signal.raise_signal(number))
     cli._show_sample(load("debug", [f"--job.dump_folder={tmp_path}", "--checkpoint.enable"]))
     assert "stopped by a signal" in capsys.readouterr().err
-    # and stays 0 until the process has ended
+    # a second signal must not change the status either
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN

@@ -1,4 +1,4 @@
-"""The documentation says what is true: its commands run, its links lead somewhere."""
+"""The commands of the documentation run, and its links are valid."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHATS = (
     "--training.dataset jsonl --training.dataset_path outputs/chats.jsonl --data.format chat "
     "--data.chat_template outputs/template.jinja --training.on_data_end repeat"
 )
-# a command of the documentation -> what is added to it, so that it ends soon and leaves the working tree alone
+# commands of the documentation, with the options that tests add to make them short
 SMALLER = {
     "./run_train.sh": f"--training.steps 2 {TRAIN}",
     "shardtrain train debug": f"--training.steps 2 {TRAIN}",
@@ -64,11 +64,11 @@ SMALLER = {
     "shardtrain train debug_classification --job.dump_folder outputs/classification": (
         "--training.epochs 1 --training.local_batch_size 128 --training.device cpu"
     ),
-    "shardtrain train examples/custom_task/config.toml --job.dump_folder outputs/custom_task": "",  # small already
+    "shardtrain train examples/custom_task/config.toml --job.dump_folder outputs/custom_task": "",  # already small
     "shardtrain train llama3_405b --comm.mode fake_backend --nproc 512 --model.hf_assets_path bytes "
-    "--training.dataset_path .": "",  # small already
+    "--training.dataset_path .": "",  # already small
     "NGPU=2 LOG_RANK=0,1 ./run_llama_train.sh --training.steps 5": TRAIN,
-    "shardtrain train examples/migrate/torchtitan.toml --comm.mode fake_backend --nproc 64": "",  # small already
+    "shardtrain train examples/migrate/torchtitan.toml --comm.mode fake_backend --nproc 64": "",  # already small
     "shardtrain train llama3_70b --comm.mode fake_backend --nproc 32": "",
     "shardtrain train llama3_405b --comm.mode fake_backend --nproc 128": "",
     "shardtrain train examples/migrate/ds_config.json --training.steps 20": TRAIN.replace(
@@ -76,20 +76,20 @@ SMALLER = {
     ),
     "python main.py --params=examples/universal_trainer/parameters.yml --job.dump_folder outputs/universal_trainer": "",
     "./run_tests.sh": "--collect-only -q tests/utils/test_units.py",
-    "shardtrain verify": "--mesh dp_shard=2",  # the whole list takes half a minute
+    "shardtrain verify": "--mesh dp_shard=2",  # the default list of meshes takes half a minute
     'shardtrain verify debug --mesh tp=2 --mesh "pp=2,dp_shard=2" --mesh cp=2': (
         "--model.overrides.num_layers 2 --training.seq_len 32"
     ),
 }
 FIRST_RUN = ("./run_train.sh", "shardtrain train debug")  # later commands of a page use their ./outputs
 NOT_RUN = {
-    "source .venv/bin/activate": "tests do not change the environment that they run in",
+    "source .venv/bin/activate": "tests do not change their environment",
     ".ci/run": "it runs these tests",
     "python tests/search.py --seed 0 --count 500": "it takes half an hour; tests/test_search.py runs it in parts",
-    "shardtrain verify my_model.py": "the file is the reader's; tests/tools/verify write some of their own",
-    "pip install -c scripts/constraints/cpu.txt -e .": "tests do not change the environment that they run in",
+    "shardtrain verify my_model.py": "the reader writes the file; tests/tools/verify use other files",
+    "pip install -c scripts/constraints/cpu.txt -e .": "tests do not change their environment",
     "shardtrain data download --repo_id meta-llama/Llama-3.1-8B --assets tokenizer": (
-        "it needs the network and a token; tests/tools/data download from a server of their own"
+        "it needs the network and a token; tests/tools/data download from a local server"
     ),
     "python scripts/download_hf_assets.py --repo_id meta-llama/Llama-3.1-8B --assets tokenizer": "likewise",
     "sbatch multinode_trainer.slurm --training.steps 1000": "it needs a cluster; tests/launch/test_slurm.py runs it",
@@ -110,7 +110,7 @@ def commands(pages=PAGES):
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory):
-    """A function that runs a command line of the documentation, in an environment that has the package."""
+    """A function that runs a command line in an environment with the package, and returns the completed process."""
     folder = tmp_path_factory.mktemp("environment")
     (folder / "bin").mkdir()
     for name, module in {"python": "", "shardtrain": "-m shardtrain", "torchrun": "-m torch.distributed.run"}.items():
@@ -125,29 +125,28 @@ def shell(tmp_path_factory):
         "OMP_NUM_THREADS": "1",
     }
 
-    # an interpreter that writes down what a script would have become, for a fork to do it
+    # a fake interpreter that records the command of a script, to run it in a fork instead
     (folder / "notes/bin").mkdir(parents=True)
     notes, note = folder / "notes", folder / "notes/bin/python"
     real = f'[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"'
-    note.write_text(f"#!/bin/sh\n{real}\nprintf '%s\\n' \"$@\" > {notes}/words\nenv -0 > {notes}/environment\n")
+    note.write_text(f"#!/bin/sh\n{real}\nprintf '%s\\n' \"$@\" > {notes}/arguments\nenv -0 > {notes}/environment\n")
     note.chmod(0o755)
 
-    def noted(line):
-        """A script of ours up to the command that it becomes, which then runs in a fork."""
-        told = subprocess.run(
-            ["bash", "-c", line], cwd=ROOT, env={**names, "VIRTUAL_ENV": str(notes)}, capture_output=True, text=True
-        )
-        if told.returncode:
-            return told
-        words = (notes / "words").read_text().splitlines()
+    def run_script(line):
+        """Run a script with the fake interpreter, and the recorded command in a fork."""
+        variables = {**names, "VIRTUAL_ENV": str(notes)}
+        script = subprocess.run(["bash", "-c", line], cwd=ROOT, env=variables, capture_output=True, text=True)
+        if script.returncode:
+            return script
+        arguments = (notes / "arguments").read_text().splitlines()
         environment = dict(pair.split("=", 1) for pair in (notes / "environment").read_text().split("\0") if pair)
         limit = patience.seconds(150)
-        command = [sys.executable, *words]
+        command = [sys.executable, *arguments]
         return forked.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
 
     def run(line):
         if "./run_train.sh " in line and not line.startswith("./run_train.sh --training.steps 2 "):
-            return noted(line)
+            return run_script(line)
         if line.startswith("shardtrain ") and not set("|><;&$`*?") & set(line):
             command = [sys.executable, "-m", *shlex.split(line)]
             limit = patience.seconds(150)
@@ -177,14 +176,16 @@ def run_commands(shell, lines, folder):
         assert not is_training or line in SMALLER, f"SMALLER must have options that make `{line}` small"
         name = "outputs" if line in FIRST_RUN else f"run-{number}"
         run_folder = folder / ("continued" if "--checkpoint.enable" in line else name)
-        where = f" --job.dump_folder {run_folder}" if is_training and "--job.dump_folder" not in line else ""
-        # the clone's own outputs may have been made by another version of Python, with other text
-        inside = re.sub(r"([ ='])outputs(?=/|$| )", rf"\1{folder}/outputs", line)
-        done = shell(f"{inside} {SMALLER.get(line, '')}{where}")
+        # a clone may contain the outputs of other runs
+        command = re.sub(r"([ ='])outputs(?=/|$| )", rf"\1{folder}/outputs", line)
+        command += f" {SMALLER.get(line, '')}"
+        if is_training and "--job.dump_folder" not in line:
+            command += f" --job.dump_folder {run_folder}"
+        done = shell(command)
         assert done.returncode == 0, f"`{line}`\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-# those of recipes want folders of the hub: tests/test_recipes.py runs them on tiny ones
+# pages of recipes need models of the hub: tests/test_recipes.py runs them with tiny models
 WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text() and page not in RECIPES]
 FIRST = [page for page in WITH_COMMANDS if page.name in ("CONTRIBUTING.md", "verify.md")]
 
@@ -193,7 +194,7 @@ FIRST = [page for page in WITH_COMMANDS if page.name in ("CONTRIBUTING.md", "ver
 @pytest.mark.parametrize(
     "page", cases(FIRST, nightly=[page for page in WITH_COMMANDS if page not in FIRST]), ids=lambda page: page.name
 )
-def test_each_command_of_a_page_runs_in_the_order_of_the_page(shell, tmp_path, page):
+def test_commands_of_a_page_run_in_order(shell, tmp_path, page):
     run_commands(shell, [line for _, line in commands([page])], tmp_path)
     if (tmp_path / "continued").exists():
         steps = (tmp_path / "continued" / "metrics.jsonl").read_text().splitlines()
@@ -206,7 +207,7 @@ def names_a_file_of_the_clone(argument):
 
 
 def test_commands_outside_of_examples_work_without_a_clone():
-    """A wheel has the presets by name, and no file of ``configs/``. Examples and scripts are files of a clone."""
+    """A wheel has the presets by name, but no files of ``configs/``. Examples and scripts are only in a clone."""
     for page, line in commands():
         program, *arguments = shlex.split(line)
         if program != "shardtrain" or page.startswith("configs/recipes/") or line in NOT_RUN:
@@ -220,7 +221,7 @@ def test_commands_outside_of_examples_work_without_a_clone():
 @pytest.mark.nightly(
     "a wheel is built", by="tests/test_docs.py::test_commands_outside_of_examples_work_without_a_clone"
 )
-def test_the_first_pages_run_from_an_installed_wheel_in_an_empty_folder(tmp_path, name):
+def test_first_pages_run_from_an_installed_wheel_in_an_empty_folder(tmp_path, name):
     (tmp_path / "source").mkdir()
     programs = installed_wheel.install(installed_wheel.build(tmp_path / "source"), tmp_path)
     here = tmp_path / "empty"
@@ -238,11 +239,11 @@ def test_the_first_pages_run_from_an_installed_wheel_in_an_empty_folder(tmp_path
 
 
 def done_log(folder):
-    """The log of the first rank of a run, in lower case."""
+    """Return the log of rank 0 of a run, in lower case."""
     return (folder / "logs/rank-0.log").read_text().lower()
 
 
-def test_tables_of_commands_name_no_command_that_is_gone():
+def test_tables_of_commands_are_current():
     known = {line for _, line in commands()}
     assert set(SMALLER) <= known and set(NOT_RUN) <= known
 
@@ -260,28 +261,30 @@ def test_relative_links_lead_to_files_and_headings(page):
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/migrate").glob("*.md")), ids=lambda page: page.name)
-def test_pages_for_other_systems_users_name_options_and_verbs_that_exist(page):
-    """In the last column of each table, which is ours; what a file is called is not an option."""
-    known, files = options(), (".jsonl", ".toml", ".yaml", ".json", ".md", ".py", ".log", ".sh")
+def test_migration_pages_name_existing_options_and_verbs(page):
+    """Check the last column of each table, which is about this package. File names are not options."""
+    known = options()
+    file_endings = (".jsonl", ".toml", ".yaml", ".json", ".md", ".py", ".log", ".sh")
     sections = {name.split(".")[0] for name in known}
-    ours = [line.split("|")[-2] for line in page.read_text().splitlines() if line.startswith("|") and "---" not in line]
-    assert ours
-    for cell in ours:
+    usage = COMMAND.usage().replace("; export ", "\n  export ")
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|") and "---" not in line]
+    assert rows
+    for row in rows:
+        cell = row.split("|")[-2]
         for name in re.findall(r"(?<![\w/.])[a-z_]+(?:\.[A-Za-z_0-9]+)+(?!\w*[/(])", cell):
-            if name.split(".")[0] in sections and not name.endswith(files):
+            if name.split(".")[0] in sections and not name.endswith(file_endings):
                 assert name in known or name.startswith(("model.overrides.", "data.sources.")), f"{page.name}: {name}"
         for verb in re.findall(r"`shardtrain ([a-z]+)", cell):
-            assert f"\n  {verb} " in COMMAND.usage().replace("; export ", "\n  export "), (
-                f"{page.name}: shardtrain {verb}"
-            )
+            assert f"\n  {verb} " in usage, f"{page.name}: shardtrain {verb}"
 
 
 def anchors(page):
-    """The names that a page's headings get where Markdown is shown."""
+    """Return the anchors of a page, as Markdown renderers create them from its headings."""
     text = page.read_text()
+    explicit = re.findall(r'<a (?:id|name)="([^"]+)"', text)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
-    named = re.findall(r'<a (?:id|name)="([^"]+)"', text)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings} | set(named)
+    from_headings = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return from_headings | set(explicit)
 
 
 def test_the_readme_begins_with_a_sentence_a_picture_and_the_two_commands():
@@ -298,5 +301,5 @@ def test_each_claim_of_the_readme_links_to_the_page_with_its_command():
     assert all(re.search(r"\]\(docs/\w+\.md\) \|$", row) for row in rows)
 
 
-def test_the_page_on_monitoring_stays_short():
+def test_monitoring_page_stays_short():
     assert len((ROOT / "docs/monitoring.md").read_text().split()) <= 600

@@ -1,4 +1,4 @@
-"""A whole run on two ranks, files and all: what lies in its folder afterwards, and what was called on the way."""
+"""A complete run on two ranks: its files, its metrics, and the functions that it calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ def full_config(folder: Path) -> Config:
 
 
 def full_run(rank: int, folder: Path) -> tuple[Ended, list[int], list[tuple[int, int]]]:
-    """The run, the generations that were collected, and (files written so far, limit) of each change of the limit."""
+    """Run as one rank.
+
+    Returns the run, the generations that were garbage-collected, and for each change of the timeout the number of
+    checkpoints at that time and the new timeout.
+    """
     collected: list[int] = []
     limits: list[tuple[int, int]] = []
     garbage_collection.gc = SimpleNamespace(  # type: ignore[assignment]
@@ -66,7 +70,7 @@ def full_run(rank: int, folder: Path) -> tuple[Ended, list[int], list[tuple[int,
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("whole") / "outputs"
+    return tmp_path_factory.mktemp("run") / "outputs"
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +78,14 @@ def runs(folder: Path) -> list[tuple[Ended, list[int], list[tuple[int, int]]]]:
     return run_ranks(2, full_run, folder)
 
 
-def test_the_configuration_of_these_tests_is_one_that_users_may_have(folder: Path) -> None:
+def test_configuration_of_these_tests_is_valid(folder: Path) -> None:
     loaded = Loaded(full_config(folder))
     assert [*configs.check(loaded), *configs.unavailable(loaded), *configs.machine_notes(loaded, 2, "cpu")] == []
 
 
-def test_a_run_writes_these_files_and_no_others(folder: Path, runs: list[Any]) -> None:
+def test_run_writes_exactly_these_files(folder: Path, runs: list[Any]) -> None:
     assert all(ended.error is None for ended, _, _ in runs)
-    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     checkpoints = {
         f"checkpoint/step-{step}/{name}"
         for step in (1, 4, 8, 10)
@@ -89,7 +93,7 @@ def test_a_run_writes_these_files_and_no_others(folder: Path, runs: list[Any]) -
     }
     traces = {f"profile_traces/iteration_{k}/rank{rank}_trace.json" for k in (5, 10) for rank in (0, 1)}
     logs = {"logs/rank-0.log", "logs/rank-1.log"}
-    events = {name for name in found if name.startswith("tb/")}
+    events = {name for name in files if name.startswith("tb/")}
     assert len(events) == 1 and "events.out.tfevents" in next(iter(events))
     expected = (
         {"config.resolved.toml", "asked/for.toml", "metrics.jsonl", "goodput.jsonl"}
@@ -99,10 +103,10 @@ def test_a_run_writes_these_files_and_no_others(folder: Path, runs: list[Any]) -
         | logs
         | events
     )
-    assert found == expected
+    assert files == expected
 
 
-def test_the_resolved_configuration_loads_to_the_same(folder: Path, runs: list[Any]) -> None:
+def test_resolved_configuration_loads_to_the_same(folder: Path, runs: list[Any]) -> None:
     for name in ("config.resolved.toml", "asked/for.toml"):
         assert configs.load(folder / name).config == full_config(folder)
         first = (folder / name).read_text().splitlines()[1]
@@ -122,7 +126,7 @@ def test_metrics_are_written_at_step_1_every_log_freq_and_the_last(folder: Path,
         assert record["max_loss"] >= record["loss"]
         assert record["grad_norm"] == runs[0][0].grad_norms[stop - 1]
         assert record["tokens_seen"] == stop * 8 * 64
-        assert record["mfu"] is None  # nobody told the peak of this CPU
+        assert record["mfu"] is None  # the peak of this CPU is not configured
         start = stop
 
 
@@ -151,7 +155,7 @@ def test_tensorboard_has_the_steps_and_tags_of_the_history(folder: Path, runs: l
     assert [event.step for event in events.Scalars("loss_metrics/global_avg_loss")] == [1, 4, 8, 10]
 
 
-def test_each_rank_has_a_log_of_its_own(folder: Path, runs: list[Any]) -> None:
+def test_each_rank_has_its_own_log(folder: Path, runs: list[Any]) -> None:
     for rank in (0, 1):
         log = (folder / f"logs/rank-{rank}.log").read_text()
         assert len(re.findall(r"INFO .*step: +\d+ .*loss:", log)) == 4, log
@@ -161,13 +165,13 @@ def test_each_rank_has_a_log_of_its_own(folder: Path, runs: list[Any]) -> None:
         assert "saved checkpoint" in log and "step-10" in log
 
 
-def test_traces_are_valid_and_hold_the_work_of_the_rank(folder: Path, runs: list[Any]) -> None:
+def test_traces_are_valid_and_contain_operations_and_collectives(folder: Path, runs: list[Any]) -> None:
     for path in (folder / "profile_traces").rglob("*.json"):
         names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
         assert "aten::mm" in names and any("gloo" in str(name) for name in names), path
 
 
-def test_a_checkpoint_tells_its_place_and_its_data(folder: Path, runs: list[Any]) -> None:
+def test_checkpoint_records_its_progress_and_data(folder: Path, runs: list[Any]) -> None:
     facts = json.loads((folder / "checkpoint/step-4/manifest.json").read_text())["facts"]
     counts = {"step": 4, "updates": 4, "samples_consumed": 32, "tokens_seen": 32 * 64, "nonfinite_skips": 0}
     order_hash = facts["state"].pop("order_hash")
@@ -177,12 +181,12 @@ def test_a_checkpoint_tells_its_place_and_its_data(folder: Path, runs: list[Any]
     assert re.fullmatch(r"[0-9a-f]{64}", facts["data_fingerprint"])
 
 
-def test_garbage_is_collected_at_the_same_steps_on_every_rank(runs: list[Any]) -> None:
+def test_garbage_collection_runs_at_the_same_steps_on_every_rank(runs: list[Any]) -> None:
     assert [collected for _, collected, _ in runs] == [[1] * 3] * 2
 
 
-def test_the_limit_of_collectives_shrinks_once_after_the_first_step(runs: list[Any]) -> None:
-    # the checkpoint of step 1 is there by then, and none of a later step
+def test_timeout_of_collectives_shrinks_once_after_the_first_step(runs: list[Any]) -> None:
+    # one checkpoint exists at that time: that of step 1
     assert [limits for _, _, limits in runs] == [[(1, 55)]] * 2
 
 
@@ -190,7 +194,7 @@ def test_the_limit_of_collectives_shrinks_once_after_the_first_step(runs: list[A
 
 
 def other_runs(rank: int, root: Path) -> dict[str, Ended]:
-    # 1343 bytes between two marks: 1344 targets, 21 rows of 64; 3 epochs of them are 63 rows
+    # 1343 bytes between BOS and EOS are 1344 targets or 21 rows of 64 tokens; 3 epochs are 63 rows
     short = root / f"short-{rank}.txt"
     short.write_text(Path(text_file()).read_text()[:1343])
     different = root / f"different-{rank}.txt"
@@ -214,20 +218,21 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ended]]:
     return run_ranks(2, other_runs, tmp_path_factory.mktemp("others"))
 
 
-def test_epochs_decide_the_exact_number_of_steps_and_each_pass_sees_every_sample(
+def test_epochs_set_the_exact_number_of_steps_and_each_epoch_sees_every_sample(
     others: list[dict[str, Ended]],
 ) -> None:
-    steps = range(len(others[0]["epochs"].losses))
-    ids = [sample for step in steps for rank in others for sample in rank["epochs"].sample_ids[step]]
-    assert all(rank["epochs"].error is None and rank["epochs"].state["step"] == 16 for rank in others)
-    assert others[0]["epochs"].state["samples_consumed"] == 63 and ids[63:] == [-1]  # the last step is not full
+    runs_of_ranks = [rank["epochs"] for rank in others]
+    assert all(run.error is None and run.state["step"] == 16 for run in runs_of_ranks)
+    steps = range(len(runs_of_ranks[0].losses))
+    ids = [sample for step in steps for run in runs_of_ranks for sample in run.sample_ids[step]]
+    assert runs_of_ranks[0].state["samples_consumed"] == 63 and ids[63:] == [-1]  # the last step is not full
     assert sorted(ids[:21]) == sorted(ids[21:42]) == sorted(ids[42:63]) == list(range(21))
     assert ids[:21] != ids[21:42]
-    # the rate comes down to its end within these steps: the schedule knows their number
-    assert others[0]["epochs"].lrs[-1] == pytest.approx(min(others[0]["epochs"].lrs))
+    # the schedule uses the number of steps, so the learning rate ends at its minimum
+    assert runs_of_ranks[0].lrs[-1] == pytest.approx(min(runs_of_ranks[0].lrs))
 
 
-def test_steps_decide_where_no_epochs_are_asked_for(others: list[dict[str, Ended]]) -> None:
+def test_steps_limit_a_run_without_epochs(others: list[dict[str, Ended]]) -> None:
     assert [rank["steps"].state["step"] for rank in others] == [3, 3]
 
 
@@ -238,22 +243,25 @@ def test_an_epoch_smaller_than_a_step_is_one_step(others: list[dict[str, Ended]]
     assert len(others[0]["one step"].losses) == 1
 
 
-def test_ranks_with_other_data_stop_before_the_first_step(others: list[dict[str, Ended]]) -> None:
+def test_ranks_with_different_data_stop_before_the_first_step(others: list[dict[str, Ended]]) -> None:
     for rank in others:
         error = rank["different"].error
         assert isinstance(error, ConfigError) and error.exit_code == 2
         host = socket.gethostname()
         where = f"on rank 1 (host {host}) is not the same as on rank 0 (host {host})"
         assert "the training data differ between ranks" in str(error) and where in str(error)
-        assert "different-" in str(error), "the file is named"
+        assert "different-" in str(error), "the message does not name the file"
         assert rank["different"].losses == []
 
 
-# -- a rank that does not come -----------------------------------------------------------------------------------------
+# -- a late rank -------------------------------------------------------------------------------------------------------
 
 
 def late(rank: int, folder: Path, limit: int) -> tuple[str, int, str, float]:
-    """Rank 1 comes late to step 3; gives (type, exit code, text, seconds since the start of the step) of its error."""
+    """Run as one rank, with rank 1 late to step 3.
+
+    Returns the type, exit code and text of the error, and the seconds since the start of the step.
+    """
     config = shallow_config(
         job={"dump_folder": str(folder)}, training={"local_batch_size": 4}, comm={"train_timeout_seconds": limit}
     )
@@ -269,19 +277,20 @@ def late(rank: int, folder: Path, limit: int) -> tuple[str, int, str, float]:
     ended = train_whole(rank, config)
     seconds = time.monotonic() - pulled[-1]
     torch.distributed.destroy_process_group()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # to leave
+    # run_ranks destroys the process group at the end, so one must exist
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     error = ended.error
     return type(error).__name__, getattr(error, "exit_code", 0), str(error), seconds
 
 
-def test_a_rank_that_does_not_come_ends_the_others_in_bounded_time(tmp_path: Path) -> None:
+def test_late_rank_ends_the_others_in_bounded_time(tmp_path: Path) -> None:
     limit = round(patience.seconds(1))
-    punctual, latecomer = run_ranks(2, late, tmp_path, limit)
+    punctual, late_rank = run_ranks(2, late, tmp_path, limit)
     kind, code, text, seconds = punctual
     assert (kind, code) == ("PeerError", 6)
     assert text.startswith(f"step 3: all_reduce did not complete: Timed out waiting {limit}000ms"), text
     assert "comm.train_timeout_seconds" in text and "\n" not in text
-    assert seconds >= limit  # and far less than the 300 s of the first step, as the latecomer shows
-    # the latecomer finds its peer gone
-    kind, code, text, _ = latecomer
+    assert seconds >= limit  # the limit of later steps, not the 300 s of the first step
+    # the peer of the late rank has exited
+    kind, code, text, _ = late_rank
     assert (kind, code) == ("PeerError", 6) and text.startswith("step 3: all_reduce did not complete: "), text

@@ -1,10 +1,10 @@
-"""Every model family on every kind of mesh and schedule has the numbers of one process.
+"""Every model family on every kind of mesh and schedule has the same results as one process.
 
-Two steps in float32: losses to 1e-5, each gradient to 1e-5 of its norm, gradient norms to 1e-6 of them, initial weights
-bitwise, weights after the steps to 1e-6. Sums in another order differ by about 1e-7 of their size. Time goes to the
-number of layers and of forward and backward passes, whatever their size, and to what PyTorch learns of a mesh on the
-first of them: the second step is there to follow an update, a step has as few parts as show their sum, a model has as
-many layers as its stages, and one launch of ranks runs many families and meshes.
+Two steps in float32 agree: losses to 1e-5, each gradient to 1e-5 of its norm, gradient norms to a relative 1e-6,
+initial weights bitwise, and weights after the steps to 1e-6. Sums in another order differ by a relative 1e-7. The time
+of a case depends on the number of layers and passes, and on PyTorch's warm-up on a mesh. Therefore a case has only two
+steps (the second one tests an update), two micro-batches and one layer per stage, and one launch of ranks runs many
+cases.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ BATCH = 4
 COMMON = {"vocab_size": 512, "dim": 64, "num_heads": 4}
 GROUPED = {**COMMON, "num_kv_heads": 2, "head_dim": 16}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-# family -> flavor and the fields that make it tiny. Ends are tied where a family ties them in its small flavors.
-# Seeds and sizes are such that no token has two experts with scores alike to rounding.
+# For each family, the flavor and the fields that make it tiny. Embeddings are tied if the small flavors of a family tie
+# them. Seeds and sizes are chosen such that no token has two experts with equal scores up to rounding.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("debugmodel", {**GROUPED, "ffn_dim": 128}),
-    # with a window that ends within and across the parts of a sequence that ranks hold
+    # the window is not aligned with the parts of a sequence that ranks hold
     "mistral": ("debugmodel", {**GROUPED, "ffn_dim": 128, "sliding_window": 21}),
     "qwen2": ("debugmodel", {**GROUPED, "ffn_dim": 128, "tied_embeddings": True}),
     "neox": ("debugmodel", {**COMMON, "head_dim": 16, "ffn_dim": 128}),
     "qwen3": ("debugmodel", {**GROUPED, "ffn_dim": 128, "tied_embeddings": True}),
     "qwen3_moe": ("debugmodel_moe", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 8, "top_k": 2}),
     "mixtral": ("debugmodel", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 4}),
-    # the second of two layers has experts, and no positions; chunks end within and across the parts of a sequence
+    # the second layer has experts but no positions; chunks are not aligned with the parts of a sequence
     "llama4": (
         "debugmodel",
         {
@@ -142,9 +142,9 @@ EXPERT_MESHES: dict[int, dict[str, dict[str, Any]]] = {
 ALL = {num_ranks: {**meshes, **EXPERT_MESHES.get(num_ranks, {})} for num_ranks, meshes in MESHES.items()}
 CASES = [(num_ranks, mesh) for num_ranks, meshes in ALL.items() for mesh in meshes]
 
-# The default tier: an array in which each axis and each pair of axes has some family, and each family is alone on an
-# axis and on a pair. One launch of ranks runs the meshes of a group, one after the other: what PyTorch learns on the
-# first is half of what each costs. All else, and products of three axes, are nightly.
+# The default tier covers each axis and each pair of axes with one family, and each family with one axis and one pair.
+# One launch of ranks runs all meshes of a group, because PyTorch's warm-up on the first mesh is half of the cost of a
+# mesh. All other cases, including products of three axes, are nightly.
 FIRST: dict[tuple[int, str], dict[str, str]] = {
     (2, "data"): {"ddp": "mixtral", "fsdp": "neox", "zero-1": "qwen3_moe"},
     (2, "layers"): {"tp": "qwen2", "ep": "deepseek_v3"},
@@ -170,9 +170,10 @@ def families_of(num_ranks: int, mesh: str) -> list[str]:
 
 
 OTHERS = {
-    (num_ranks, mesh): [one for one in families_of(num_ranks, mesh) if (num_ranks, mesh, one) not in DEFAULT]
+    (num_ranks, mesh): [name for name in families_of(num_ranks, mesh) if (num_ranks, mesh, name) not in DEFAULT]
     for num_ranks, mesh in CASES
 }
+"""Families of the nightly cases, by number of ranks and mesh."""
 
 
 def config(family: str, parallelism: dict[str, Any], local_batch_size: int = BATCH) -> Config:
@@ -185,12 +186,12 @@ def config(family: str, parallelism: dict[str, Any], local_batch_size: int = BAT
 
 
 def num_layers(parallelism: dict[str, Any]) -> int:
-    """One for each of the stages, of which some schedules give two to a rank."""
+    """Return one layer per stage. Some schedules have two stages per rank."""
     return 4 if "pipeline_parallel_degree" in parallelism else 2
 
 
 def on_mesh(family: str, num_ranks: int, parallelism: dict[str, Any]) -> Config:
-    """A step in two parts, by accumulation, as microbatches of a pipeline, or both; in one on four data ranks."""
+    """Return a configuration with two micro-batches per step, or one micro-batch on four data ranks."""
     degrees = [parallelism.get(f"{axis}_degree", 1) for axis in ("tensor_parallel", "context_parallel")]
     stages = parallelism.get("pipeline_parallel_degree", 1)
     data_ranks = num_ranks // (math.prod(degrees) * stages)
@@ -208,51 +209,57 @@ IN_BFLOAT16 = [
     ("family", "num_ranks", "parallelism"),
     cases(IN_BFLOAT16[:1], nightly=[*IN_BFLOAT16[1:], ("llama3", 2, {"pipeline_parallel_degree": 2})]),
 )
-def test_gradient_norm_of_bfloat16_weights_is_that_of_one_process(
+def test_gradient_norm_of_bfloat16_weights_equals_one_process(
     family: str, num_ranks: int, parallelism: dict[str, Any]
 ) -> None:
-    """Weights, activations and gradients have 8 bits. Rounding errors of many gradients cancel in their norm.
+    """Values have 8-bit mantissas, but rounding errors of many gradients cancel in their norm.
 
-    Measured differences are below 3e-4. One gradient counted twice, or a missing sum over ranks, is 1e-2 and more.
+    Measured differences are below 3e-4. A gradient counted twice, or a missing sum over ranks, is at least 1e-2.
     """
-    found = []
+    norms = []
     for ranks, degrees, rows in ((1, {}, BATCH), (num_ranks, parallelism, 2)):
-        one = config(family, degrees, rows)
-        one = replace(one, model=replace(one.model, overrides={**one.model.overrides, "num_layers": 2}))
-        training = replace(one.training, dtype="bfloat16", mixed_precision_param="bfloat16")
-        found.append(run_tiny(ranks, replace(one, training=training), 2)[0].grad_norms)
-    assert found[1] == pytest.approx(found[0], rel=5e-4)
+        tiny = config(family, degrees, rows)
+        model = replace(tiny.model, overrides={**tiny.model.overrides, "num_layers": 2})
+        training = replace(tiny.training, dtype="bfloat16", mixed_precision_param="bfloat16")
+        norms.append(run_tiny(ranks, replace(tiny, model=model, training=training), 2)[0].grad_norms)
+    assert norms[1] == pytest.approx(norms[0], rel=5e-4)
 
 
 @functools.cache
 def one_process(family: str, num_layers: int) -> Result:
-    whole = config(family, {})
-    overrides = {**whole.model.overrides, "num_layers": num_layers}
-    return run_tiny(1, replace(whole, model=replace(whole.model, overrides=overrides)), STEPS)[0]
+    unsharded = config(family, {})
+    overrides = {**unsharded.model.overrides, "num_layers": num_layers}
+    return run_tiny(1, replace(unsharded, model=replace(unsharded.model, overrides=overrides)), STEPS)[0]
 
 
 def run_pairs(rank: int, num_ranks: int, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], Result]:
-    """Two steps of each mesh and family."""
-    meshes = ALL[num_ranks]
-    return {(mesh, one): train_steps(rank, on_mesh(one, num_ranks, meshes[mesh]), STEPS) for mesh, one in pairs}
+    """Train each pair of mesh and family as one rank."""
+    results = {}
+    for mesh, family in pairs:
+        results[mesh, family] = train_steps(rank, on_mesh(family, num_ranks, ALL[num_ranks][mesh]), STEPS)
+    return results
 
 
 def differences(result: Result, expected: Result) -> list[str]:
-    """Every way in which a rank's numbers are not those of one process."""
-    found = [f"initial {name}" for name, w in result.initial.items() if not torch.equal(w, expected.initial[name])]
+    """Describe every difference between the results of a rank and those of one process. NaN always differs."""
+    lines = [f"initial {name}" for name, w in result.initial.items() if not torch.equal(w, expected.initial[name])]
     for step in range(STEPS):
-        if not abs(result.losses[step] - expected.losses[step]) <= 1e-5:
-            found.append(f"loss of step {step + 1}: {result.losses[step]} for {expected.losses[step]}")
-        if not abs(result.grad_norms[step] - expected.grad_norms[step]) <= 1e-6 * expected.grad_norms[step]:
-            found.append(f"norm of step {step + 1}: {result.grad_norms[step]} for {expected.grad_norms[step]}")
+        loss, expected_loss = result.losses[step], expected.losses[step]
+        if not abs(loss - expected_loss) <= 1e-5:
+            lines.append(f"loss of step {step + 1}: {loss} instead of {expected_loss}")
+        norm, expected_norm = result.grad_norms[step], expected.grad_norms[step]
+        if not abs(norm - expected_norm) <= 1e-6 * expected_norm:
+            lines.append(f"norm of step {step + 1}: {norm} instead of {expected_norm}")
     for name, gradient in result.gradients.items():
-        theirs = expected.gradients[name]
-        if not (gradient - theirs).norm() <= 1e-5 * theirs.norm() + 1e-10:
-            found.append(f"gradient of {name}: off by {(gradient - theirs).norm() / theirs.norm():.1e} of its norm")
+        gradient_norm = expected.gradients[name].norm()
+        error = (gradient - expected.gradients[name]).norm()
+        if not error <= 1e-5 * gradient_norm + 1e-10:
+            lines.append(f"gradient of {name}: off by {error / gradient_norm:.1e} of its norm")
     for name, weight in result.final.items():
-        if not (weight - expected.final[name]).abs().max() <= 1e-6:
-            found.append(f"final {name}: off by {(weight - expected.final[name]).abs().max():.1e}")
-    return found
+        error = (weight - expected.final[name]).abs().max()
+        if not error <= 1e-6:
+            lines.append(f"final {name}: off by {error:.1e}")
+    return lines
 
 
 @pytest.mark.timeout(400)
@@ -269,28 +276,28 @@ def differences(result: Result, expected: Result) -> list[str]:
         ],
     ),
 )
-def test_each_family_has_the_numbers_of_one_process(num_ranks: int, pairs: list[tuple[str, str]]) -> None:
-    held: dict[tuple[str, str], set[str]] = {pair: set() for pair in pairs}
+def test_each_family_equals_one_process(num_ranks: int, pairs: list[tuple[str, str]]) -> None:
+    names_of_weights: dict[tuple[str, str], set[str]] = {pair: set() for pair in pairs}
     for rank, results in enumerate(run_ranks(num_ranks, run_pairs, num_ranks, pairs)):
         assert list(results) == pairs
         for (mesh, family), result in results.items():
             expected = one_process(family, num_layers(ALL[num_ranks][mesh]))
             assert differences(result, expected) == [], f"{family} on {mesh}, rank {rank}"
-            held[mesh, family].update(result.final)
-    for (mesh, family), weights in held.items():  # stages hold some of the weights each, and all of them together
-        assert weights == one_process(family, num_layers(ALL[num_ranks][mesh])).final.keys(), f"{family} on {mesh}"
+            names_of_weights[mesh, family].update(result.final)
+    for (mesh, family), names in names_of_weights.items():  # together, the pipeline stages hold all weights
+        assert names == one_process(family, num_layers(ALL[num_ranks][mesh])).final.keys(), f"{family} on {mesh}"
 
 
 def test_every_family_is_on_a_mesh_and_every_mesh_has_a_family() -> None:
     assert all(OTHERS.values()) and {family for families in OTHERS.values() for family in families} == set(FAMILIES)
     for num_ranks, mesh, family in DEFAULT:
         assert family in families_of(num_ranks, mesh)
-    for num_ranks in (2, 4):  # in the default tier: alone on an axis, and on a product of two
+    for num_ranks in (2, 4):  # in the default tier: on one axis, and on a product of two axes
         assert {family for ranks, _, family in DEFAULT if ranks == num_ranks} == set(FAMILIES), num_ranks
 
 
 def test_a_stage_without_experts_joins_their_mesh() -> None:
-    # the first layers of DeepSeek-V3 are dense, so a stage may hold no experts while others make their groups
+    # the first layers of DeepSeek-V3 are dense, so a stage may have no experts while others create expert groups
     def dense_first(config: Config) -> Config:
         overrides = {**config.model.overrides, "num_layers": 4, "num_dense_layers": 2}
         return replace(config, model=replace(config.model, overrides=overrides))

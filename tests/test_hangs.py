@@ -92,7 +92,7 @@ def test_a_trace_that_takes_long_to_write_is_not_taken_for_a_hang(tmp_path):
 
 @pytest.mark.nightly(
     "real ranks",
-    by="tests/resilience/test_watchdog.py::test_ranks_that_have_compiled_for_long_may_be_done_at_different_times",
+    by="tests/resilience/test_watchdog.py::test_long_compilation_may_end_at_different_times",
 )
 @pytest.mark.parametrize(("place", "culprits"), [("long first step", (0, 1)), ("long opening", (0,))])
 def test_a_start_that_takes_longer_than_its_limit_is_not_taken_for_a_hang(tmp_path, place, culprits):

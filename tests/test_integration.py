@@ -1,4 +1,4 @@
-"""Whole runs of the presets as a user starts them, each with other overrides: ``pytest -m integration``."""
+"""Complete runs of the presets from the command line, with different overrides: ``pytest -m integration``."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ RUNS = {
 
 
 def train(preset: str, overrides: str, folder: Path) -> list[dict[str, float]]:
-    """Run a preset to its end; gives the records of metrics.jsonl."""
-    words = [sys.executable, "-m", "shardtrain", "train", f"configs/{preset}.toml", *SMALL.split(), *overrides.split()]
+    """Run a preset to its end. Return the records of metrics.jsonl."""
+    command = [sys.executable, "-m", "shardtrain", "train", f"configs/{preset}.toml"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for name in ("NGPU", "RANK", "WORLD_SIZE", "LOG_RANK"):
         environment.pop(name, None)
     done = forked.run(
-        [*words, "--job.dump_folder", str(folder)],
+        [*command, *SMALL.split(), *overrides.split(), "--job.dump_folder", str(folder)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -63,7 +63,7 @@ FIRST = ("one process",)
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", cases(FIRST, nightly=[name for name in RUNS if name not in FIRST]))
-def test_a_preset_trains_with_overrides(name: str, tmp_path: Path) -> None:
+def test_preset_trains_with_overrides(name: str, tmp_path: Path) -> None:
     preset, overrides = RUNS[name]
     records = train(preset, overrides, tmp_path)
     assert [record["step"] for record in records] == [1, 2, 3, 4]
@@ -74,7 +74,7 @@ def test_a_preset_trains_with_overrides(name: str, tmp_path: Path) -> None:
 
 
 def check_weights(folder: Path, dtype: str) -> None:
-    """The weights-only save becomes a file that every program opens, in the type asked for."""
+    """Convert the weights-only save to a safetensors file, and check its dtype."""
     from safetensors.torch import load_file
 
     from shardtrain.checkpoint import weights_file
@@ -86,8 +86,8 @@ def check_weights(folder: Path, dtype: str) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.nightly("four whole runs; test_resume.py states it with forked ranks")
-def test_the_same_command_line_continues_a_run_on_another_mesh(tmp_path: Path) -> None:
+@pytest.mark.nightly("four complete runs; test_resume.py tests the same with forked ranks")
+def test_run_resumes_on_another_mesh(tmp_path: Path) -> None:
     train("debug", f"--nproc 2 {SAVE}", tmp_path / "two")
     straight = train("debug", f"--nproc 2 {SAVE} --training.global_batch_size 4", tmp_path / "straight")
     records = train("debug", f"--nproc 2 {SAVE} --checkpoint.load_step 2", tmp_path / "two")
@@ -98,5 +98,6 @@ def test_the_same_command_line_continues_a_run_on_another_mesh(tmp_path: Path) -
         "--parallelism.data_parallel_shard_degree 1",
         tmp_path / "straight",
     )
-    for mine, theirs in zip(moved[2:], straight[2:], strict=True):
-        assert abs(mine["loss"] - theirs["loss"]) < 1e-3  # four steps of AdamW with a small eps amplify rounding
+    for record, expected in zip(moved[2:], straight[2:], strict=True):
+        # AdamW with a small eps amplifies rounding errors in four steps
+        assert abs(record["loss"] - expected["loss"]) < 1e-3

@@ -1,4 +1,4 @@
-"""What a newcomer types wrongly is answered by one line that ends in what to do, and nothing is started."""
+"""A mistaken command prints one line that ends with a fix, and starts nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import patience
 import pytest
 from tiers import cases
 
-# what is typed after `shardtrain` -> words of the answer, the fix among them
+# arguments of `shardtrain`, and a part of the message that contains the fix
 MISTAKES = {
     "trian": "did you mean train?",
     "resume outputs": "did you mean train?",
@@ -213,9 +213,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("typed", cases(FIRST, nightly=[typed for typed in MISTAKES if typed not in FIRST]))
-def test_a_mistake_is_answered_by_one_line_that_says_what_to_do(typed: str, folder: Path) -> None:
-    words = [sys.executable, "-m", "shardtrain", *shlex.split(typed)]
-    done = forked.run(words, capture_output=True, text=True, timeout=patience.seconds(60))
+def test_mistake_is_reported_in_one_line_with_a_fix(typed: str, folder: Path) -> None:
+    command = [sys.executable, "-m", "shardtrain", *shlex.split(typed)]
+    done = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(60))
     lines = done.stderr.strip().splitlines()
     assert done.returncode in (2, 3, 5) and len(lines) == 1, (done.returncode, done.stderr)
     assert MISTAKES[typed] in lines[0] and lines[0].startswith(f"error[{done.returncode}]: "), lines[0]
@@ -225,5 +225,5 @@ def test_a_mistake_is_answered_by_one_line_that_says_what_to_do(typed: str, fold
     assert {path.name for path in (folder / "outputs").rglob("*")} <= allowed
 
 
-def test_there_are_mistakes_enough() -> None:
+def test_there_are_at_least_150_mistakes() -> None:
     assert len(MISTAKES) >= 150

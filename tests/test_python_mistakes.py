@@ -1,4 +1,4 @@
-"""A mistake in Python is answered by one line that names the parameter, the rule and the fix."""
+"""A mistake in a call of the Python API raises a one-line error that names the parameter, the rule and the fix."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model(run: str) -> Any:
     return shardtrain.load_model(run)
 
 
-# name of the mistake -> the call, with f(run folder, model, temporary folder), and words of the answer
+# each mistake: the call as a function of (run folder, model, temporary folder), and a part of the message
 Call = Callable[[str, Any, Path], Any]
 MISTAKES: dict[str, tuple[Call, str]] = {
     "a dict as the path": (lambda r, m, t: api.load_config({"a": 1}), "path={'a': 1} must be a str, a Path or None"),
@@ -51,7 +51,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         lambda r, m, t: api.load_config("debug", {"training.stepz": 1}),
         "did you mean training.steps?",
     ),
-    "a word for a number": (lambda r, m, t: api.load_config("debug", {"training.steps": "ten"}), "training.steps="),
+    "text for a number": (lambda r, m, t: api.load_config("debug", {"training.steps": "ten"}), "training.steps="),
     "an unknown section": (lambda r, m, t: api.load_config("debug", {"trainning.steps": 1}), "trainning"),
     "a missing file": (lambda r, m, t: api.load_config("missing.toml"), "missing.toml"),
     "a misspelt option with dashes": (
@@ -91,7 +91,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         lambda r, m, t: api.generate(m, "def", temperature=-1),
         "temperature=-1 must be 0 or above",
     ),
-    "a temperature in words": (
+    "text for a temperature": (
         lambda r, m, t: api.generate(m, "def", temperature="hot"),
         'temperature="hot" must be a float',
     ),
@@ -113,7 +113,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     "an empty stop": (lambda r, m, t: api.generate(m, "def", stop=[""]), "stop"),
     "a stop of a number": (lambda r, m, t: api.generate(m, "def", stop=3), "stop=3 must be"),
     "no batch": (lambda r, m, t: api.generate(m, "def", batch_size=0), "batch_size=0 must be at least 1"),
-    "chat in words": (lambda r, m, t: api.generate(m, "def", chat="yes"), 'chat="yes" must be a bool'),
+    "text for chat": (lambda r, m, t: api.generate(m, "def", chat="yes"), 'chat="yes" must be a bool'),
     "chat without a template": (lambda r, m, t: api.generate(m, "def", chat=True), "template"),
     "texts as a dataset": (
         lambda r, m, t: api.evaluate(m, ["text"]),
@@ -141,7 +141,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     ),
     "a report of a stepped run": (lambda r, m, t: api.report(_stepped(t), t / "x.html"), "only train() writes metrics"),
     "a report on a folder": (lambda r, m, t: api.report(r, t), "output="),
-    "GPUs in words": (lambda r, m, t: api.plan("debug", gpus="64"), 'gpus="64" must be an int or None'),
+    "text for the number of GPUs": (lambda r, m, t: api.plan("debug", gpus="64"), 'gpus="64" must be an int or None'),
     "no GPU": (lambda r, m, t: api.plan("debug", gpus=0), "gpus=0 must be"),
     "an unknown device": (lambda r, m, t: api.plan("debug", device="h101"), "h101"),
     "a device of a number": (lambda r, m, t: api.plan("debug", device=100), "device=100 must be a str"),
@@ -150,29 +150,29 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         "parallelism",
     ),
     "meshes of numbers": (lambda r, m, t: api.verify("debug", meshes=[2]), "meshes=[2] must be"),
-    "steps in words": (lambda r, m, t: api.verify("debug", steps="3"), 'steps="3" must be an int'),
-    "a number for a set's path": (
+    "text for the number of steps": (lambda r, m, t: api.verify("debug", steps="3"), 'steps="3" must be an int'),
+    "a number for the path of a dataset": (
         lambda r, m, t: api.evaluate(m, {"dataset": "jsonl", "dataset_path": 5}),
         'validation.dataset_path="5" does not exist',
     ),
-    "a word for a set's batch": (
+    "text for the batch size of a dataset": (
         lambda r, m, t: api.evaluate(m, {"dataset": "text", "dataset_path": str(t), "local_batch_size": "x"}),
         'validation.local_batch_size="x" must be an integer',
     ),
-    "a word for a set's length": (
+    "text for the sequence length of a dataset": (
         lambda r, m, t: api.evaluate(m, {"dataset": "text", "dataset_path": str(t), "seq_len": "x"}),
         'validation.seq_len="x" must be an integer',
     ),
-    "a number for an option of a set": (lambda r, m, t: api.evaluate(m, {3: 4}), "validation.3"),
+    "a number as the name of an option of a dataset": (lambda r, m, t: api.evaluate(m, {3: 4}), "validation.3"),
     "a sequence longer than memory": (
         lambda r, m, t: api.evaluate(m, _file(t / "x.txt", "abc"), seq_len=10**9),
         "seq_len=1000000000 with 8 rows at once is more than 67,108,864 tokens",
     ),
-    "no row at once": (
+    "a batch of no rows": (
         lambda r, m, t: api.evaluate(m, _file(t / "x.txt", "abc"), batch_size=0),
         "batch_size=0 must be at least 1",
     ),
-    "no row at once in a set's options": (
+    "a batch of no rows in the options of a dataset": (
         lambda r, m, t: api.evaluate(
             m, {"dataset": "text", "dataset_path": _file(t / "x.txt", "abc"), "local_batch_size": 0}
         ),
@@ -207,14 +207,14 @@ def _hub(folder: Path) -> Path:
 
 
 def _stepped(folder: Path) -> Path:
-    """A run whose steps were taken one at a time."""
+    """Return the folder of a run that called ``step`` instead of ``train``."""
     with shardtrain.Trainer("debug", {**TINY, "job.dump_folder": str(folder / "stepped")}) as trainer:
         trainer.step()
     return folder / "stepped"
 
 
 @pytest.mark.parametrize(("call", "answer"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_one_line_that_names_the_parameter(
+def test_mistake_is_reported_in_one_line_that_names_the_parameter(
     call: Call, answer: str, run: str, model: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(ShardtrainError) as caught:
@@ -227,7 +227,7 @@ def test_a_mistake_is_one_line_that_names_the_parameter(
     assert not re.search(r"(?<![\w-])--[a-z]", message), f"{message!r} names a flag"
 
 
-def test_a_value_that_looks_like_a_flag_is_shown_as_it_was_given(tmp_path: Path) -> None:
+def test_value_that_looks_like_a_flag_is_shown_unchanged(tmp_path: Path) -> None:
     broken = tmp_path / "a --config b" / "step-1"
     (broken / "--json").mkdir(parents=True)
     (broken / "manifest.json").write_text("{")
@@ -250,7 +250,7 @@ def test_there_are_seventy_mistakes() -> None:
 
 
 def test_a_plain_str_is_one_item(model: Any) -> None:
-    """Not its letters: ``stop="self"`` would end at the first s, e, l or f."""
+    """A str is not a sequence of letters: ``stop="self"`` must not stop at the first s, e, l or f."""
     expected = shardtrain.generate(model, ["def main"], max_new_tokens=6, stop=["self"])
     assert shardtrain.generate(model, "def main", max_new_tokens=6, stop="self") == expected
     assert shardtrain.generate(model, []) == []
@@ -258,8 +258,8 @@ def test_a_plain_str_is_one_item(model: Any) -> None:
         shardtrain.verify("debug", {"model.flavor": "debugmodel"}, meshes="tp=3", steps=1)
 
 
-def test_a_run_of_your_own_model_file_opens_if_you_name_its_configuration(tmp_path: Path) -> None:
-    """A folder from elsewhere may name a file of code, so it is not executed only because the folder says so."""
+def test_run_with_a_custom_model_file_opens_if_its_configuration_is_named(tmp_path: Path) -> None:
+    """A folder from another source may name a code file, so loading a folder must not execute it by default."""
     source = Path(shardtrain.__file__).parent / "models/llama3.py"
     (tmp_path / "my_model.py").write_text(source.read_text())
     folder = tmp_path / "run"
@@ -275,9 +275,9 @@ def test_a_run_of_your_own_model_file_opens_if_you_name_its_configuration(tmp_pa
 
 
 def _folder_without_tokenizer(kind: str, folder: Path) -> Path:
-    """A model of each kind that has weights and no tokenizer that opens."""
+    """Create a model of the given kind with weights but without a usable tokenizer."""
     if kind == "a run":
-        shutil.copytree(bpe_folder(folder / "made"), folder / "tokenizer")
+        shutil.copytree(bpe_folder(folder / "original"), folder / "tokenizer")
         options = {**TINY, "model.hf_assets_path": str(folder / "tokenizer"), "job.dump_folder": str(folder / "run")}
         shardtrain.Trainer("debug", options).train()
         shutil.rmtree(folder / "tokenizer")
@@ -290,20 +290,22 @@ def _folder_without_tokenizer(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["a run", "a Hugging Face folder", "an imported checkpoint"])
-def test_weights_open_without_a_tokenizer_and_only_text_asks_for_one(kind: str, tmp_path: Path) -> None:
+def test_weights_open_without_a_tokenizer_which_only_text_requires(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = _folder_without_tokenizer(kind, tmp_path)
     model = shardtrain.load_model(folder)
     assert all(parameter.isfinite().all() for parameter in model.model.parameters())
-    told = "hf_assets_path" if kind == "a run" else 'has no tokenizer .*; add tokenizer="bytes" or the path of one'
-    (tmp_path / "held.txt").write_text("mesh shard gather\n" * 20)
+    message = 'has no tokenizer .*; add tokenizer="bytes" or the path of one'
+    if kind == "a run":
+        message = "hf_assets_path"
+    (tmp_path / "held_out.txt").write_text("mesh shard gather\n" * 20)
     calls = {
         "generate": lambda: shardtrain.generate(model, "mesh"),
-        "evaluate": lambda: shardtrain.evaluate(model, tmp_path / "held.txt", seq_len=16),
+        "evaluate": lambda: shardtrain.evaluate(model, tmp_path / "held_out.txt", seq_len=16),
         "tokenizer": lambda: model.tokenizer,
     }
     for name, call in calls.items():
-        with pytest.raises(ShardtrainError, match=told) as error:
+        with pytest.raises(ShardtrainError, match=message) as error:
             call()
         assert "--" not in str(error.value), name
     if kind != "a run":
@@ -311,7 +313,7 @@ def test_weights_open_without_a_tokenizer_and_only_text_asks_for_one(kind: str, 
         assert len(shardtrain.generate(with_text, "mesh", max_new_tokens=2)) == 1
 
 
-def test_text_of_an_own_attention_core_needs_no_cache_and_the_message_begins_with_it(
+def test_custom_attention_core_needs_no_cache_and_the_message_starts_with_it(
     model: Any, run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(path: str, core: Any) -> None:

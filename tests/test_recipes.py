@@ -1,6 +1,6 @@
-"""Each recipe runs: its file as it stands, its page's commands in their order, on rows that the page shows.
+"""Each recipe runs: the commands of its page in order, with its unchanged file and the rows of the page.
 
-A recipe's folder of the hub is a tiny one of the same architecture, at the place that the file names.
+A tiny model of the same architecture replaces the recipe's model from the hub.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs/recipes").glob("*.toml"))
-WIDE = {"hidden_size": 128, "intermediate_size": 128}  # keys and values of 64, the rank of the recipes' adapters
+WIDE = {"hidden_size": 128, "intermediate_size": 128}  # keys and values have 64 features, the rank of the adapters
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM2-135M": ("llama2", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
     "Llama-3.2-1B": ("llama3-tied", WIDE),
@@ -38,13 +38,13 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2.5-0.5B": ("qwen2", {}),
     "Mistral-7B-v0.1": ("mistral", WIDE),
 }
-"""Name of a folder of the hub -> the family of tests/hub_folders.py, and what else is set in its config.json."""
+"""For each model of the hub, its family in tests/hub_folders.py and other fields of its config.json."""
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 BEFORE = {"smollm2_dpo": "smollm2_sft"}
-"""Recipes that start from what another one makes."""
+"""Recipes that start from the result of another recipe."""
 SMALL = "--nproc 1 --training.device cpu --metrics.log_freq 1"
 LENGTHS = {"llama32_qlora": 192}
-"""Tokens of a row, where 64 would cut off what is learned: Alpaca's prompt alone is longer, byte by byte."""
+"""Sequence length of recipes whose prompts exceed 64 tokens: Alpaca's prompt is longer in bytes."""
 FIRST = ["llama32_lora", "qwen25_classification"]
 
 
@@ -57,29 +57,30 @@ def lines_of(recipe: str) -> list[str]:
 
 
 def rows_of(recipe: str) -> list[str]:
-    """The rows that the page shows."""
-    found = re.findall(r"^```json\n(.*?)^```", page_of(recipe).read_text(), flags=re.M | re.S)
-    assert len(found) == 1, "a page shows its rows once"
-    return found[0].splitlines()
+    """Return the rows that the page shows."""
+    blocks = re.findall(r"^```json\n(.*?)^```", page_of(recipe).read_text(), flags=re.M | re.S)
+    assert len(blocks) == 1, "a page must show its rows once"
+    return blocks[0].splitlines()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_file_says_which_command_of_its_page_comes_first(file: Path) -> None:
-    said = re.findall(r"^# First: (.*)$", file.read_text(), flags=re.M)
-    before = BEFORE.get(file.stem)
-    assert said == [line for line in lines_of(file.stem) if "data download" in line] or (
-        before is not None and f"configs/recipes/{before}.md" in said[0]
-    )
+def test_recipe_names_the_first_command_of_its_page(file: Path) -> None:
+    first_lines = re.findall(r"^# First: (.*)$", file.read_text(), flags=re.M)
+    if file.stem in BEFORE:
+        assert f"configs/recipes/{BEFORE[file.stem]}.md" in first_lines[0]
+    else:
+        assert first_lines == [line for line in lines_of(file.stem) if "data download" in line]
 
 
 def models_of(content: dict[str, Any]) -> list[str]:
-    """The folders of the hub that a recipe names."""
+    """Return the folders of models that a recipe names."""
+    models = [content["model"]["hf_assets_path"]]
     teacher = content.get("task", {}).get("teacher_path")
-    return [content["model"]["hf_assets_path"], *([teacher] if teacher else [])]
+    return [*models, teacher] if teacher else models
 
 
 def prepare(folder: Path, recipe: str) -> dict[str, Any]:
-    """A working directory with what the recipe names: a model of the hub, and files of the rows of its page."""
+    """Create the models and data files that a recipe needs. Return the content of the recipe."""
     (folder / "data").mkdir(exist_ok=True)
     if not (folder / "configs").exists():
         (folder / "configs").symlink_to(ROOT / "configs")
@@ -90,21 +91,20 @@ def prepare(folder: Path, recipe: str) -> dict[str, Any]:
         bpe_folder(assets, SPECIAL, bos_token="<s>", eos_token="</s>", chat_template=_template(assets.name))
         with_post_processor(assets, "llama3" if assets.name.startswith(("Llama", "Mistral")) else "gpt2")
     count = 1 + content["training"].get("global_batch_size", content["training"]["local_batch_size"]) // 2
-    for name in re.findall(
-        r"\bdata/[\w.]+", (ROOT / f"configs/recipes/{recipe}.toml").read_text() + "\n".join(lines_of(recipe))
-    ):
+    text = (ROOT / f"configs/recipes/{recipe}.toml").read_text() + "\n".join(lines_of(recipe))
+    for name in re.findall(r"\bdata/[\w.]+", text):
         repeats = 2 if re.search("held_out|test", name) else count
         (folder / name).write_text("\n".join(rows_of(recipe) * repeats) + "\n")
     return content
 
 
 def _template(name: str) -> str | None:
-    """What a published tokenizer says of conversations: Qwen's have a template, base models none."""
+    """Return the chat template of a published tokenizer: Qwen's have one, those of base models do not."""
     return (ROOT / "configs/recipes/chatml.jinja").read_text() if name.startswith("Qwen") else None
 
 
 def run(folder: Path, line: str) -> None:
-    """A command of a page, in a forked process with ``folder`` as its working directory."""
+    """Run a command of a page in a forked process with ``folder`` as its working directory."""
     output = folder / "output.txt"
     if not line.startswith("shardtrain "):
         subprocess.run(["bash", "-c", line], cwd=folder, check=True, timeout=patience.seconds(60))
@@ -124,26 +124,28 @@ def run(folder: Path, line: str) -> None:
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
     process.join(patience.seconds(300))
-    assert process.exitcode == 0, f"`{line}` gave {process.exitcode}\n{output.read_text()[-4000:]}"
+    assert process.exitcode == 0, f"`{line}` ended with {process.exitcode}\n{output.read_text()[-4000:]}"
 
 
 def run_page(folder: Path, recipe: str) -> None:
+    """Run the commands of a page, with additional options that make training runs small."""
     content = prepare(folder, recipe)
+    length = LENGTHS.get(recipe, 64)
+    small = f"{SMALL} --training.seq_len {length}"
+    if "validation" in content:
+        small += f" --validation.seq_len {length}"
     for line in lines_of(recipe):
-        if line.startswith("shardtrain data download"):  # stood in for by prepare
+        if line.startswith("shardtrain data download"):  # prepare has created the model
             assert any(f"/{Path(path).name} " in line for path in models_of(content))
-        elif line.startswith("pip install"):  # tests do not change the environment that they run in
+        elif line.startswith("pip install"):  # tests do not change their environment
             continue
         else:
-            length = LENGTHS.get(recipe, 64)
-            small = f" {SMALL} --training.seq_len {length}"
-            small += f" --validation.seq_len {length}" if "validation" in content else ""
-            run(folder, line + small if line.startswith("shardtrain train") else line)
+            run(folder, f"{line} {small}" if line.startswith("shardtrain train") else line)
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("recipe", cases(FIRST, nightly=[file.stem for file in FILES if file.stem not in FIRST]))
-def test_a_recipe_runs_as_its_page_says(tmp_path: Path, recipe: str) -> None:
+def test_commands_of_a_recipe_page_run(tmp_path: Path, recipe: str) -> None:
     if recipe.endswith("qlora"):
         pytest.importorskip("torchao")
     if recipe in BEFORE:
@@ -153,22 +155,22 @@ def test_a_recipe_runs_as_its_page_says(tmp_path: Path, recipe: str) -> None:
     folder = tmp_path / content["job"]["dump_folder"]
     assert json.loads((folder / "exit.json").read_text())["code"] == 0
     if (adapter := tmp_path / f"outputs/{recipe}_peft").exists():
-        told = json.loads((adapter / "adapter_config.json").read_text())
-        assert told["base_model_name_or_path"] == content["model"]["hf_assets_path"]
+        adapter_config = json.loads((adapter / "adapter_config.json").read_text())
+        assert adapter_config["base_model_name_or_path"] == content["model"]["hf_assets_path"]
     losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert losses and all(0 < loss < 20 for loss in losses), "a random model of 352 tokens has a loss near 6"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_recipe_passes_the_check_as_it_stands(
+def test_recipe_passes_config_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: Path
 ) -> None:
     prepare(tmp_path, file.stem)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["config", "check", f"configs/recipes/{file.name}", "--for-machine", "none"]) == 0, (
-        capsys.readouterr().err
-    )
-    assert "0 errors" in capsys.readouterr().out
+    code = cli.main(["config", "check", f"configs/recipes/{file.name}", "--for-machine", "none"])
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    assert "0 errors" in output.out
 
 
 def test_each_recipe_has_a_page_and_each_page_a_recipe() -> None:

@@ -1,7 +1,7 @@
-"""A tiny Llama and a few steps of the real trainer on it, for laws about meshes.
+"""A tiny Llama and a few steps of the real trainer, for tests of meshes.
 
-The optimizer's eps is large: AdamW with a small one turns rounding of 1e-8 in a gradient into 1e-4 in a weight within
-five steps, which would hide what a law is about.
+The optimizer's eps is large. With a small eps, AdamW turns a rounding error of 1e-8 in a gradient into 1e-4 in a weight
+within five steps, which would hide faults.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.distributed.process_group import World
-from shardtrain.ops.dtensor import to_full
+from shardtrain.ops.dtensor import local_tensor, to_full
 from shardtrain.train import trainer
 from shardtrain.utils import log
 from shardtrain.utils.errors import PeerError, ShardtrainError
 
-# As many as a wrong update, a wrong state of the optimizer and a wrong rate need to show
+# enough steps to expose a wrong update, optimizer state or learning rate
 STEPS = 4
 
 SHAPE = {
@@ -43,12 +43,12 @@ SHAPE = {
 }
 
 LAYERS = 2
-"""Of the runs here: time goes to the number of layers, whatever their width, and most laws are about all alike."""
+"""Number of layers. It determines the time of these tiny runs, and most tests do not depend on it."""
 
 
 @functools.cache
 def text_file() -> str:
-    """A file of 60,000 bytes of words, the same in every run."""
+    """Return the path of a text file with 60,000 bytes, the same in every run."""
     words = ["mesh", "shard", "gather", "reduce", "loss", "token", "layer", "rank", "step", "seed", "weight", "norm"]
     chosen = random.Random(0).choices(words, k=10_000)
     path = os.path.join(tempfile.mkdtemp(prefix="shardtrain-tests-"), "words.txt")
@@ -58,7 +58,7 @@ def text_file() -> str:
 
 
 def tiny_config(**sections: dict[str, Any]) -> Config:
-    """The tiny run, with the keys of sections replaced: ``tiny_config(parallelism={"tensor_parallel_degree": 2})``."""
+    """Return the tiny configuration with other options: ``tiny_config(parallelism={"tensor_parallel_degree": 2})``."""
     defaults: dict[str, dict[str, Any]] = {
         "model": {"overrides": {**SHAPE, "num_layers": LAYERS}},
         "training": {
@@ -86,14 +86,14 @@ def tiny_config(**sections: dict[str, Any]) -> Config:
 
 
 def deep_config(**sections: dict[str, Any]) -> Config:
-    """The tiny run with all four layers, for laws that count layers or cut the model into more than two stages."""
+    """Return the tiny configuration with four layers, for tests that need more than two layers or stages."""
     model = sections.pop("model", {})
     overrides = {"num_layers": SHAPE["num_layers"], **model.get("overrides", {})}
     return tiny_config(model={**model, "overrides": overrides}, **sections)
 
 
 def shallow_config(**sections: dict[str, Any]) -> Config:
-    """The tiny run with one layer, or two where they are stages: for laws about whole runs, their data and files."""
+    """Return the tiny configuration with one layer per stage, for tests of complete runs, their data and files."""
     model = sections.pop("model", {})
     stages = sections.get("parallelism", {}).get("pipeline_parallel_degree", 1)
     overrides = {"num_layers": stages, **model.get("overrides", {})}
@@ -102,7 +102,19 @@ def shallow_config(**sections: dict[str, Any]) -> Config:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to: per step the global mean loss and the gradient norm; weights before and after, whole."""
+    """Results of some steps, as one rank saw them.
+
+    Attributes:
+        losses: Global mean loss of each step.
+        grad_norms: Gradient norm of each step.
+        lrs: Learning rate of each step.
+        initial: Unsharded weights before the first step.
+        final: Unsharded weights after the last step.
+        sample_ids: Sample ids of this rank's rows, per step.
+        state: The training state after the last step.
+        facts: Sizes of this rank's tensors, and the number of padding tokens as "filler".
+        gradients: Unsharded gradients of the first step, after clipping.
+    """
 
     losses: list[float]
     grad_norms: list[float]
@@ -113,25 +125,24 @@ class Result:
     state: dict[str, int]
     facts: dict[str, Any]
     gradients: dict[str, Tensor]
-    """Of the first step, whole and clipped."""
 
 
 def make_run(rank: int, config: Config) -> trainer.Run:
-    """Build the run of one rank, whose process group exists."""
+    """Build the run of one rank, in an existing process group."""
     return trainer.build(config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
 
 
 def whole(run: trainer.Run) -> dict[str, Tensor]:
-    """All weights of the run, whole, on every rank."""
+    """Return copies of all weights of the run, unsharded, on every rank. Collective."""
     return {name: to_full(p.detach()).clone() for name, p in run.runner.parameters().items()}
 
 
 def train_steps(rank: int, config: Config, steps: int) -> Result:
-    """Train some steps as one rank."""
+    """Train a number of steps as one rank, without the files of a complete run."""
     run = make_run(rank, config)
     initial, losses, norms, lrs, ids = whole(run), [], [], [], []
     pull = run.dataloader.__next__
-    filler: list[int] = []
+    padding: list[int] = []
 
     class Recorded:
         def __getattr__(self, name: str) -> Any:
@@ -139,8 +150,8 @@ def train_steps(rank: int, config: Config, steps: int) -> Result:
 
         def __next__(self) -> Any:
             batch = pull()
-            if getattr(batch, "lengths_B", None) is not None:  # batches of tasks have columns of their own
-                filler.append(int((batch.tokens_BT.size(1) - batch.lengths_B).sum()))
+            if getattr(batch, "lengths_B", None) is not None:  # batches of tasks have other fields
+                padding.append(int((batch.tokens_BT.size(1) - batch.lengths_B).sum()))
             ids[-1].extend(batch.sample_ids_B.tolist())
             return batch
 
@@ -162,44 +173,43 @@ def train_steps(rank: int, config: Config, steps: int) -> Result:
         losses.append(loss)
         norms.append(outcome.grad_norm)
         lrs.append(outcome.lr)
-    optimizer_bytes = sum(
-        t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes
-        for state in run.optimizer.state.values()
-        for t in state.values()
-    )
-    local_numel = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in run.runner.parameters().values())
-    facts = {"optimizer_bytes": optimizer_bytes, "local_numel": local_numel, "num_params": run.num_params}
-    facts["filler"] = sum(filler)
+    states = [tensor for state in run.optimizer.state.values() for tensor in state.values()]
+    facts = {
+        "optimizer_bytes": sum(local_tensor(tensor).nbytes for tensor in states),
+        "local_numel": sum(local_tensor(parameter).numel() for parameter in run.runner.parameters().values()),
+        "num_params": run.num_params,
+        "filler": sum(padding),
+    }
     return Result(losses, norms, lrs, initial, whole(run), ids, run.state.to_dict(), facts, gradients)
 
 
 def run_tiny(num_ranks: int, config: Config, steps: int = STEPS) -> list[Result]:
-    """The results of all ranks."""
+    """Train a number of steps in forked ranks. Return the results of all ranks."""
     return run_ranks(num_ranks, train_steps, config, steps)
 
 
 @functools.cache
 def reference(steps: int = STEPS, num_layers: int = LAYERS) -> Result:
-    """One process, no accumulation, float32: what every mesh is compared with."""
+    """Return the results to compare every mesh with: one process, no accumulation, float32."""
     model = {"overrides": {"num_layers": num_layers}}
     return run_tiny(1, tiny_config(model=model, training={"local_batch_size": 8}), steps)[0]
 
 
 def assert_same_numbers(result: Result, expected: Result, loss: float = 1e-5, grad_norm: float = 1e-5) -> None:
-    """Initial weights bitwise, losses of each step to rounding, norms to ``grad_norm`` of them."""
+    """Assert equal initial weights, losses within ``loss``, and gradient norms within a relative ``grad_norm``."""
     assert result.initial.keys() == expected.initial.keys()
     for name, weight in expected.initial.items():
         assert torch.equal(result.initial[name], weight), f"initial {name} differs"
     assert len(result.losses) == len(expected.losses)
-    for step, (mine, theirs) in enumerate(zip(result.losses, expected.losses, strict=True), 1):
-        assert abs(mine - theirs) <= loss, f"step {step}: loss {mine} is not {theirs}"
-    for step, (mine, theirs) in enumerate(zip(result.grad_norms, expected.grad_norms, strict=True), 1):
-        assert abs(mine - theirs) <= grad_norm * theirs, f"step {step}: gradient norm {mine} is not {theirs}"
+    for step, (actual, wanted) in enumerate(zip(result.losses, expected.losses, strict=True), 1):
+        assert abs(actual - wanted) <= loss, f"step {step}: loss {actual} is not {wanted}"
+    for step, (actual, wanted) in enumerate(zip(result.grad_norms, expected.grad_norms, strict=True), 1):
+        assert abs(actual - wanted) <= grad_norm * wanted, f"step {step}: gradient norm {actual} is not {wanted}"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A whole run as one rank saw it: numbers of each step, what it left, and the error that ended it."""
+    """Results of a complete run, as one rank saw them: values of each step, the final state, and its error."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -213,10 +223,10 @@ class Ended:
 
 
 def train_whole(rank: int, config: Config, stop_after: int | None = None) -> Ended:
-    """Run ``train.train`` with its log, files and checkpoints, as one rank whose process group exists.
+    """Run ``train.train`` with its log, files and checkpoints, as one rank in an existing process group.
 
-    ``stop_after`` ends the run when that many steps of the run are done, as a kill would: nothing is saved for it. A
-    ShardtrainError is given back; all others are raised. Patches what it watches, for the length of the call.
+    ``stop_after`` ends the run after that many steps, as a kill would: without saving. A ShardtrainError is part of the
+    result, and other errors propagate. The call patches functions of the trainer until it returns.
     """
     runs: list[trainer.Run] = []
     losses, norms, lrs, ids = [], [], [], []
@@ -231,7 +241,7 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
             raise _Killed
         ids.append([])
         outcome = originals["step"](run)
-        if outcome is None:  # the data have ended
+        if outcome is None:  # end of the data
             ids.pop()
             return None
         loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item() / max(1, outcome.global_tokens)
@@ -242,7 +252,7 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
 
     def pull(stream: data.DataLoader) -> data.Batch:
         batch = originals["pull"](stream)
-        if ids:  # else the run repeats a validation before its first step
+        if ids:  # otherwise the run repeats a validation before its first step
             ids[-1].extend(batch.sample_ids_B.tolist())
         return batch
 
@@ -259,7 +269,7 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
     finally:
         trainer.build, trainer.step, data.DataLoader.__next__ = originals.values()  # type: ignore[method-assign]
         log.reset()
-    if not runs or isinstance(error, PeerError):  # nothing can be gathered without the other ranks
+    if not runs or isinstance(error, PeerError):  # gathering needs the other ranks
         return Ended(losses, norms, lrs, ids, {}, {}, {}, {}, error)
     run = runs[0]
     states = optim.state_tensors(run.optimizer, run.runner.optimizer_parameters().items())
@@ -269,11 +279,11 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
 
 
 class _Killed(Exception):
-    """Ends a run between two steps."""
+    """Raised between two steps to end a run."""
 
 
-def assert_bitwise(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    """The same names and the same bits."""
-    assert mine.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert torch.equal(mine[name], tensor), f"{name} differs"
+def assert_bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Assert the same names and equal tensors."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), f"{name} differs"

@@ -1,4 +1,4 @@
-"""Small tokenizers of each kind, trained on the spot, with the special tokens and templates that a test asks for."""
+"""Small tokenizers of each kind, trained on demand, with the special tokens and templates that a test needs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _bpe_json(special: tuple[str, ...]) -> str:
         vocab_size=256 + 80 + len(special), special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # as GPT-2's and Llama 3's files have it
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # like GPT-2 and Llama 3
     return tokenizer.to_str()
 
 
 def bpe_folder(folder: Path, special: tuple[str, ...] = ("<s>", "</s>"), **config: object) -> Path:
-    """A byte-level BPE tokenizer.json, and what is given as tokenizer_config.json."""
+    """Write a byte-level BPE tokenizer.json, and a tokenizer_config.json with ``config`` unless it is empty."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(_bpe_json(special), encoding="utf-8")
     if config:
@@ -46,7 +46,7 @@ def bpe_folder(folder: Path, special: tuple[str, ...] = ("<s>", "</s>"), **confi
 
 @cache
 def sentencepiece_bytes(kind: str = "bpe") -> bytes:
-    """A sentencepiece model with byte fallback."""
+    """Return a sentencepiece model with byte fallback."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -66,7 +66,7 @@ def sentencepiece_bytes(kind: str = "bpe") -> bytes:
 
 
 def tiktoken_bytes() -> bytes:
-    """Base64 ranks: all bytes, and the merges of some words."""
+    """Return a tiktoken file with all bytes and the merges of a few strings."""
     tokens = [bytes((i,)) for i in range(256)]
     for word in (b"the", b" the", b" cat", b"Hello", b"  ", b"\n\n", "é".encode(), b" mat"):
         tokens += [word[:end] for end in range(2, len(word) + 1) if word[:end] not in tokens]
@@ -74,25 +74,24 @@ def tiktoken_bytes() -> bytes:
 
 
 def with_post_processor(folder: Path, style: str | None, bos: str = "<s>", eos: str = "</s>") -> Path:
-    """Give a folder's tokenizer.json the post-processor of a style of tokenizer; None takes it away.
+    """Set the post-processor of a tokenizer.json to that of a style, or remove it if ``style`` is None.
 
-    "gpt2" (Pythia, SmolLM2, Qwen2) adds nothing, "llama3" puts bos before a text, "bert" a token before and one after.
+    "gpt2" (Pythia, SmolLM2, Qwen2) adds no token, "llama3" adds bos before a text, and "bert" adds bos and eos.
     """
     import tokenizers
     from tokenizers import processors
 
     file = folder / "tokenizer.json"
     tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    level = processors.ByteLevel(trim_offsets=True)
     ids = [(text, tokenizer.token_to_id(text)) for text in (bos, eos)]
-    begins = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=ids)
-    encloses = processors.TemplateProcessing(
+    byte_level = processors.ByteLevel(trim_offsets=True)
+    with_bos = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=ids)
+    with_both = processors.TemplateProcessing(
         single=f"{bos} $A {eos}", pair=f"{bos} $A {eos} $B {eos}", special_tokens=ids
     )
+    styles = {"gpt2": byte_level, "llama3": processors.Sequence([byte_level, with_bos]), "bert": with_both}
     if style is not None:
-        tokenizer.post_processor = {"gpt2": level, "llama3": processors.Sequence([level, begins]), "bert": encloses}[
-            style
-        ]
+        tokenizer.post_processor = styles[style]
     content = json.loads(tokenizer.to_str())
     if style is None:
         content["post_processor"] = None

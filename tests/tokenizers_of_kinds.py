@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that differ in what they put before a text, trained on a few sentences."""
+"""Small tokenizers that differ in the prefix they add to a text, trained on a few sentences."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ KINDS = (
     "prepend_normalizer",
     "sentencepiece",
 )
-"""prepend_normalizer is the form of Llama 2's tokenizer.json: merges may cross words. sentencepiece is a BPE model file
-with its default dummy prefix."""
+"""prepend_normalizer is the form of Llama 2's tokenizer.json, with merges across word boundaries. sentencepiece is a
+BPE model file with its default dummy prefix."""
 
 
 def write(kind: str, folder: Path, with_bos: bool = False) -> Path:
-    """Write a tokenizer of a kind, with ``<s>`` and ``</s>``, into a folder. ``with_bos`` puts ``<s>`` before texts."""
+    """Write a tokenizer with ``<s>`` and ``</s>`` to a folder. With ``with_bos``, it adds ``<s>`` before texts."""
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "sentencepiece":
         import sentencepiece
@@ -72,6 +72,6 @@ def write(kind: str, folder: Path, with_bos: bool = False) -> Path:
 
 @functools.cache
 def open_kind(kind: str, with_bos: bool = False) -> OpenedTokenizer:
-    """An opened tokenizer of a kind; its folder stays until the process ends."""
-    keep = tempfile.mkdtemp(prefix="shardtrain-tests-tokenizer-")
-    return open_tokenizer(str(write(kind, Path(keep) / kind, with_bos)))
+    """Return an open tokenizer of a kind."""
+    folder = tempfile.mkdtemp(prefix="shardtrain-tests-tokenizer-")
+    return open_tokenizer(str(write(kind, Path(folder) / kind, with_bos)))

@@ -107,7 +107,7 @@ CASES += [(family, mesh) for family in ("qwen3_moe", "mixtral") for mesh in ("tp
 FIRST = [("deepseek_v3", "tp 2, ep 2"), ("qwen3_moe", "tp 2"), ("mixtral", "ep 4")]  # test_grid.py has the others too
 
 
-@pytest.mark.nightly("at other sizes", by="tests/test_grid.py::test_each_family_has_the_numbers_of_one_process")
+@pytest.mark.nightly("at other sizes", by="tests/test_grid.py::test_each_family_equals_one_process")
 @pytest.mark.parametrize(("family", "mesh"), cases(FIRST, nightly=[case for case in CASES if case not in FIRST]))
 def test_no_mesh_changes_a_number(family: str, mesh: str) -> None:
     num_ranks, parallelism = MESHES[mesh]
@@ -140,11 +140,11 @@ def test_ten_steps_of_biases_that_move_choose_the_same_experts() -> None:
 )
 @pytest.mark.nightly(
     "one family more",
-    by="tests/test_grid.py::test_each_family_has_the_numbers_of_one_process",
+    by="tests/test_grid.py::test_each_family_equals_one_process",
 )
 @pytest.mark.nightly(
     "one family more",
-    by="tests/test_grid.py::test_each_family_has_the_numbers_of_one_process",
+    by="tests/test_grid.py::test_each_family_equals_one_process",
 )
 def test_no_mesh_changes_a_number_of_the_dense_qwen3(num_ranks: int, parallelism: dict[str, Any]) -> None:
     for result in run_tiny(num_ranks, family_config("qwen3", parallelism=parallelism)):
@@ -310,7 +310,7 @@ def test_forced_balance_gives_every_expert_the_same_load() -> None:
         assert measures["moe_max_load"] == 1.0
 
 
-@pytest.mark.nightly("one mesh", by="tests/test_search.py::test_what_a_search_has_found_stays_fixed")
+@pytest.mark.nightly("one mesh", by="tests/test_search.py::test_faults_of_earlier_searches_stay_fixed")
 def test_forced_balance_deals_along_the_sequence_on_any_mesh() -> None:
     # a rank's own count would start from scratch at its first token, and with other rows in its batch
     def forced(parallelism: dict[str, int], **training: int) -> Config:

@@ -1,4 +1,4 @@
-"""Files are opened through no link, and what somebody has planted in their place is neither followed nor changed."""
+"""Files are never opened through links, and planted links and pipes are replaced without changing their targets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Path]:
-    """A guarded run folder beside a folder with a precious file."""
+    """A guarded run folder, next to a folder with a precious file."""
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/file").write_text("kept")
     (tmp_path / "run/logs").mkdir(parents=True)
@@ -62,19 +62,19 @@ def pipe(path: Path, _: Path) -> None:
 
 @pytest.mark.parametrize("plant", [link, link_to_nothing, hard_link, pipe])
 @pytest.mark.parametrize("write", [append, fresh, replace, library])
-def test_what_is_planted_in_place_of_a_file_is_replaced(
+def test_planted_file_is_replaced(
     run: Path, plant: Callable[[Path, Path], None], write: Callable[[Path], None]
 ) -> None:
     precious, path = run.parent / "precious/file", run / "logs/file"
     plant(path, precious)
     write(path)
-    assert precious.read_text() == "kept" and [one.name for one in precious.parent.iterdir()] == ["file"]
+    assert precious.read_text() == "kept" and [other.name for other in precious.parent.iterdir()] == ["file"]
     assert stat.S_ISREG(path.lstat().st_mode) and path.stat().st_nlink == 1
-    assert [one.name for one in path.parent.iterdir()] == ["file"], "nothing is left beside it"
+    assert [other.name for other in path.parent.iterdir()] == ["file"], "there are leftover files"
 
 
-def test_a_file_with_a_second_name_keeps_its_content_and_mode(run: Path) -> None:
-    """As in a folder that was copied with ``cp -al``: each copy goes on with its own history."""
+def test_appending_to_a_hard_linked_file_does_not_change_its_other_name(run: Path) -> None:
+    """A folder copied with ``cp -al`` has hard links, but each copy must continue with its own history."""
     path, second = run / "metrics.jsonl", run.parent / "second"
     path.write_text("old ")
     path.chmod(0o640)
@@ -86,38 +86,38 @@ def test_a_file_with_a_second_name_keeps_its_content_and_mode(run: Path) -> None
 
 @pytest.mark.parametrize("folder", ["logs", "logs/deeper", "tb/20260131-1200"])
 @pytest.mark.parametrize("write", [append, fresh, replace, library])
-def test_a_linked_folder_is_refused_with_its_target(run: Path, folder: str, write: Callable[[Path], None]) -> None:
-    precious, place = run.parent / "precious", run / folder
-    if place.exists():
-        place.rmdir()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.symlink_to(precious)
-    with pytest.raises(OSError, match=f"{place} is a link to {precious}, which a run does not follow"):
-        write(place / "new file")
-    assert [one.name for one in precious.iterdir()] == ["file"]
+def test_linked_folder_is_refused_with_its_target(run: Path, folder: str, write: Callable[[Path], None]) -> None:
+    precious, link_path = run.parent / "precious", run / folder
+    if link_path.exists():
+        link_path.rmdir()
+    link_path.parent.mkdir(parents=True, exist_ok=True)
+    link_path.symlink_to(precious)
+    with pytest.raises(OSError, match=f"{link_path} is a link to {precious}, which a run does not follow"):
+        write(link_path / "new file")
+    assert [path.name for path in precious.iterdir()] == ["file"]
 
 
-def test_the_run_folder_itself_may_be_a_link(run: Path) -> None:
+def test_run_folder_itself_may_be_a_link(run: Path) -> None:
     (run.parent / "alias").symlink_to(run)
     atomic_io.guard(run.parent / "alias")
     append(run.parent / "alias/logs/file")
     assert (run / "logs/file").read_text() == "new"
 
 
-def test_a_folder_that_stands_in_place_of_a_file_is_an_error_that_names_it(run: Path) -> None:
+def test_folder_instead_of_a_file_is_an_error_that_names_it(run: Path) -> None:
     with pytest.raises(IsADirectoryError) as caught:
         append(run / "logs")
     assert caught.value.filename == str(run / "logs") or caught.value.filename == run / "logs"
 
 
-def test_a_library_that_fails_leaves_nothing_behind(run: Path) -> None:
+def test_failing_library_leaves_no_file(run: Path) -> None:
     with pytest.raises(RuntimeError), atomic_io.for_library(run / "traces/trace.json") as name:
         Path(name).write_text("half of it")
         raise RuntimeError("out of space")
     assert not list((run / "traces").iterdir())
 
 
-def test_the_mode_is_what_the_umask_leaves(run: Path) -> None:
+def test_mode_respects_the_umask(run: Path) -> None:
     before = os.umask(0o027)
     try:
         append(run / "appended")

@@ -1,4 +1,4 @@
-"""Messages: one line, and the fix first where there is more than one sentence to say."""
+"""Error messages have one line, and start with the fix if the rule has several sentences."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize(("problem", "text"), PROBLEMS)
-def test_a_rule_of_several_sentences_comes_after_the_fix(problem: Problem, text: str) -> None:
+def test_rule_with_several_sentences_comes_after_the_fix(problem: Problem, text: str) -> None:
     assert str(problem) == str(ConfigError(problem)) == text
 
 
-def test_a_message_without_an_option_has_the_same_order() -> None:
+def test_message_without_an_option_has_the_same_order() -> None:
     text = fix_first("step 3: the loss is not finite", "lower optimizer.lr", "the weights are kept", "rank 1")
     assert text == "step 3: the loss is not finite: lower optimizer.lr; reason: the weights are kept; rank 1"
 
 
 def _text(node: ast.expr) -> str:
-    """The text of a literal, with {} for each value in it; empty for anything else."""
+    """Return the text of a string literal, with {} for each inserted value. Empty for other expressions."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -55,7 +55,7 @@ def _text(node: ast.expr) -> str:
 
 
 def _messages() -> Iterator[tuple[str, str, str]]:
-    """Every literal text of an error in the package, and every rule of a problem: kind, place, text."""
+    """Yield the kind ("error" or "rule"), place and text of every error and every ``Problem`` rule in the package."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             place = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
@@ -72,17 +72,17 @@ def _messages() -> Iterator[tuple[str, str, str]]:
 MESSAGES = [message for message in _messages() if message[2]]
 
 
-def test_a_rule_of_the_package_with_several_sentences_is_printed_after_its_fix() -> None:
+def test_all_long_rules_of_the_package_come_after_their_fix() -> None:
     rules = [text for kind, _, text in MESSAGES if kind == "rule"]
     assert len(rules) > 500
     for rule in filter(SENTENCES.search, rules):
         assert str(Problem("option", 1, rule, "FIX")).startswith("option=1: FIX; reason: it ")
 
 
-def test_an_error_with_more_than_a_fact_and_a_fix_uses_fix_first() -> None:
-    """A text without ``Problem`` or ``fix_first`` has at most two parts: a fact, and what to do.
+def test_long_errors_of_the_package_use_fix_first() -> None:
+    """A message without ``Problem`` or ``fix_first`` has at most two parts: a fact and a fix.
 
-    What to do is the last part, so no colon follows in it ("fact; reason: fix").
+    The fix is the last part, so it has no colon ("fact; reason: fix").
     """
     errors = [(place, text) for kind, place, text in MESSAGES if kind == "error"]
     assert len(errors) > 300

@@ -1,4 +1,4 @@
-"""A long command says now and then that it works; a short one says nothing."""
+"""A long operation periodically prints a line, and a short one prints nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from shardtrain.utils.heartbeat import WaitingHeartbeat, heartbeat, not_silent
 
 
-def test_what_takes_long_is_reported_and_what_does_not_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_operation_is_reported_and_short_one_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with heartbeat("short"):
         pass
     assert capsys.readouterr().err == ""
@@ -20,22 +20,24 @@ def test_what_takes_long_is_reported_and_what_does_not_is_silent(capsys: pytest.
         patience.wait_for(lambda: "shardtrain export: " in capsys.readouterr().err, 10)
     capsys.readouterr()
     time.sleep(0.05)
-    assert capsys.readouterr().err == "" and not [one for one in threading.enumerate() if one.name == "heartbeat"]
+    assert capsys.readouterr().err == "" and not [
+        thread for thread in threading.enumerate() if thread.name == "heartbeat"
+    ]
 
 
 @pytest.mark.parametrize(
     ("value", "printed"), [("0", ""), ("soon", "'soon' is not a number of seconds; using 5"), ("", "")]
 )
-def test_the_environment_says_how_often(
+def test_environment_variable_can_disable_the_heartbeat(
     value: str, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", value)
     with heartbeat("export"):
-        threads = [one for one in threading.enumerate() if one.name == "heartbeat"]
+        threads = [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
     assert bool(threads) == (value != "0") and printed in capsys.readouterr().err
 
 
-def test_the_environment_says_how_often_in_seconds(
+def test_environment_variable_sets_the_interval(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.01")
@@ -43,21 +45,21 @@ def test_the_environment_says_how_often_in_seconds(
         patience.wait_for(lambda: "export: " in capsys.readouterr().err, 10)
 
 
-def test_it_ends_with_what_it_is_about_and_hides_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_heartbeat_ends_with_its_block_and_hides_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="its own"), heartbeat("failing", seconds=0.01):
         patience.wait_for(lambda: re.search(r"^failing: \d", capsys.readouterr().err, re.M), 10)
         raise ValueError("its own")
-    assert not [one for one in threading.enumerate() if one.name == "heartbeat"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
-def test_lines_go_where_they_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    said: list[str] = []
-    with heartbeat("saving step 4", seconds=0.01, say=said.append):
-        patience.wait_for(lambda: bool(said), 10)
-    assert said[0].startswith("saving step 4: ") and capsys.readouterr().err == ""
+def test_lines_go_to_the_given_function(capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[str] = []
+    with heartbeat("saving step 4", seconds=0.01, say=lines.append):
+        patience.wait_for(lambda: bool(lines), 10)
+    assert lines[0].startswith("saving step 4: ") and capsys.readouterr().err == ""
 
 
-def test_a_process_that_may_fork_prints_without_a_thread(
+def test_waiting_heartbeat_prints_without_a_thread(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.01")
@@ -73,48 +75,48 @@ def test_a_process_that_may_fork_prints_without_a_thread(
     assert WaitingHeartbeat("checking data").seconds is None
 
 
-def test_waits_that_follow_on_each_other_make_one_silence(
+def test_consecutive_short_waits_count_as_one_silence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.5")
     not_silent()
-    said = 0
+    num_lines = 0
     deadline = time.monotonic() + patience.seconds(20)
-    while not said and time.monotonic() < deadline:  # none of them is long enough for a line of its own
+    while not num_lines and time.monotonic() < deadline:  # no single wait is long enough for a line
         with WaitingHeartbeat("comparing") as waiting:
             time.sleep(0.05)
             if waiting.timeout == 0:
                 waiting.tell()
-                said += 1
+                num_lines += 1
     assert capsys.readouterr().err.startswith("comparing: ")
     with WaitingHeartbeat("comparing") as waiting:
         assert waiting.timeout > 0
 
 
-def test_short_works_that_follow_on_each_other_make_one_silence() -> None:
-    said: list[str] = []
+def test_consecutive_short_operations_count_as_one_silence() -> None:
+    lines: list[str] = []
     deadline = time.monotonic() + patience.seconds(20)
-    while not said and time.monotonic() < deadline:  # none of them is long enough for a line of its own
-        with heartbeat("importing", seconds=0.5, say=said.append):
+    while not lines and time.monotonic() < deadline:  # no single operation is long enough for a line
+        with heartbeat("importing", seconds=0.5, say=lines.append):
             time.sleep(0.05)
-    assert said and said[0].startswith("importing: ")
+    assert lines and lines[0].startswith("importing: ")
 
 
-def test_of_works_within_each_other_the_inner_one_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inner_of_nested_heartbeats_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardtrain.utils.heartbeat._PATIENCE_SECONDS", patience.seconds(10))
-    said: list[str] = []
-    with heartbeat("outer", seconds=0.1, say=lambda _: said.append("outer")):
-        with heartbeat("inner", seconds=0.1, say=lambda _: said.append("inner")):
-            before = len(said)
-            patience.wait_for(lambda: said.count("inner") >= 3, 10)
-            within = said[before:]
-        patience.wait_for(lambda: said[-1] == "outer", 30)
-    # The outer thread may have decided to speak just before the inner work began
+    lines: list[str] = []
+    with heartbeat("outer", seconds=0.1, say=lambda _: lines.append("outer")):
+        with heartbeat("inner", seconds=0.1, say=lambda _: lines.append("inner")):
+            before = len(lines)
+            patience.wait_for(lambda: lines.count("inner") >= 3, 10)
+            within = lines[before:]
+        patience.wait_for(lambda: lines[-1] == "outer", 30)
+    # the outer thread may have decided to report just before the inner operation started
     assert within.count("outer") <= 1
 
 
-def test_a_line_says_how_far_the_work_is() -> None:
-    said: list[str] = []
-    with heartbeat("measuring", seconds=0.01, say=said.append, far=lambda: "3 of 9 sequences"):
-        patience.wait_for(lambda: bool(said), 10)
-    assert re.match(r"measuring: 3 of 9 sequences, \d", said[0])
+def test_line_contains_the_progress() -> None:
+    lines: list[str] = []
+    with heartbeat("measuring", seconds=0.01, say=lines.append, far=lambda: "3 of 9 sequences"):
+        patience.wait_for(lambda: bool(lines), 10)
+    assert re.match(r"measuring: 3 of 9 sequences, \d", lines[0])

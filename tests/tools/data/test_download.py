@@ -304,7 +304,7 @@ def test_a_lost_connection_continues_where_it_was(hub, tmp_path):
 
     def cut(handler: Handler, path: str) -> bool:
         if handler.command == "GET" and "/resolve/" in path and cuts:
-            handler.give(WEIGHTS[: cuts.pop(0)], told=len(WEIGHTS))
+            handler.give(WEIGHTS[: cuts.pop(0)], claimed_size=len(WEIGHTS))
             handler.wfile.flush()
             handler.connection.shutdown(socket.SHUT_RDWR)
             return True
@@ -318,7 +318,7 @@ def test_a_lost_connection_continues_where_it_was(hub, tmp_path):
 
 def test_a_connection_that_is_lost_again_and_again_ends_in_an_error(hub, tmp_path):
     hub.fault = lambda handler, path: (
-        handler.command == "GET" and "/resolve/" in path and handler.give(b"", told=len(WEIGHTS))
+        handler.command == "GET" and "/resolve/" in path and handler.give(b"", claimed_size=len(WEIGHTS))
     )
     assert "cannot be reached" in fails(StorageError, tmp_path, "--assets", "safetensors")
     assert kept(tmp_path) == {}
