@@ -47,7 +47,7 @@ class Layout:
         layers: The ModuleDict of repeated layers: unit of sharding, recompute, compile and pipeline cuts.
         last: Modules of the last pipeline stage only, in the order of the forward chain.
         tensor: Module path -> name of its style, a key of TENSOR_STYLES.
-        context: Path of the weightless attention core: softmax(scale q k + bias) v (docs/models.md).
+        context: Path of the weightless attention core: softmax(scale q k + bias) v (docs/own_model.md).
         expert: Path of the mixture-of-experts module, or "". It has ``.router``, ``.balance``, ``.dispatch`` and
             ``.experts`` (models/moe.py).
         buffers: Buffers that start at zero and are saved in checkpoints. A model may not have others.
@@ -157,7 +157,7 @@ def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable
                 fix = f'move it into a child module, and add the rule "{owner}.CHILD": "{style}"'
             else:
                 fix = (
-                    f'add a rule for "{owner}" with a style of docs/models.md: "colwise" or "rowwise" for a linear, '
+                    f'add a rule for "{owner}" with a style of docs/own_model.md: "colwise" or "rowwise" for a linear, '
                     '"sequence" for a norm or a scale on the residual stream, "replicate" for one in a gathered module'
                 )
             problems.append(f"parameter {name} matches {len(rules)} rules of LAYOUT.tensor; {fix}")

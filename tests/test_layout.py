@@ -122,7 +122,7 @@ def test_a_parameter_of_the_model_itself_needs_a_rule_too() -> None:
     ("parameter", "advice"),
     [
         ("layers.0.scale", '"layers.0.CHILD": "sequence"'),
-        ("layers.0.extra.weight", 'a rule for "layers.0.extra" with a style of docs/models.md'),
+        ("layers.0.extra.weight", 'a rule for "layers.0.extra" with a style of docs/own_model.md'),
         ("scale", "move it into a module of LAYOUT.first, layers or last"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Check that a user's attention core satisfies the contract of docs/models.md, before parallelism
+"""Check that a user's attention core satisfies the contract of docs/own_model.md, before parallelism
 replaces the core.
 
 A core is a module without weights that computes ``softmax(cap(scale q k) - slope distance) v`` with
@@ -153,7 +153,7 @@ def broken_when_split(core: nn.Module, call: CoreCall | None, seq_len: int) -> B
         return _diagnose(core, q, k, v, documents_BT, scoring, heads_first) or Broken(
             "does not compute the function of its attributes window, chunk, scale, softcap and alibi_slopes "
             f"(off by {error:.0e})",
-            "express it by these attributes, as docs/models.md explains",
+            "express it by these attributes, as docs/own_model.md explains",
         )
 
     # Test without documents and with two documents

@@ -127,7 +127,7 @@ def _fix(row: MeshResult) -> str:
     """Return the fix for numbers that differ, depending on the style of the module that the cause names."""
     match = re.search(r'which LAYOUT\.tensor calls "(\w+)"', row.cause)
     if match is None:
-        return "correct the forward, or the styles in LAYOUT, after docs/models.md"
+        return "correct the forward, or the styles in LAYOUT, after docs/own_model.md"
     style = match[1]
     if style in ("gather", "colwise"):
         return (

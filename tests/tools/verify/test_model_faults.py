@@ -468,7 +468,7 @@ def spoiled(changes: list[tuple[str, str]]) -> str:
 
 
 ON_MESHES = [name for name in RIGHT if name not in ("a window of the longest row", "constant noise per feature")]
-"""The noise is made beside a gathered input, which is a DTensor under tp: docs/models.md says what to write."""
+"""The noise is made beside a gathered input, which is a DTensor under tp: docs/own_model.md says what to write."""
 CHANGES = {name: fault.changes for name, fault in FAULTS.items()} | RIGHT
 
 
