@@ -64,7 +64,7 @@ def test_mesh_and_memory_options_change_no_number(name: str) -> None:
 
 @pytest.mark.nightly(
     "by the compiler of kernels",
-    by="tests/distributed/test_compile.py::test_names_never_change_and_numbers_are_those_of_eager_mode",
+    by="tests/distributed/test_compile.py::test_names_never_change_and_numbers_match_eager_mode",
 )
 @pytest.mark.parametrize(("num_ranks", "parallelism"), [(1, {}), (2, {}), (2, TENSOR_2)])
 def test_compile_changes_no_number(num_ranks: int, parallelism: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ def test_compile_changes_no_number(num_ranks: int, parallelism: dict[str, Any]) 
 
 @pytest.mark.nightly(
     "with recomputation",
-    by="tests/distributed/test_compile.py::test_names_never_change_and_numbers_are_those_of_eager_mode",
+    by="tests/distributed/test_compile.py::test_names_never_change_and_numbers_match_eager_mode",
 )
 @pytest.mark.parametrize("parallelism", [{}, {"context_parallel_degree": 2}])
 @pytest.mark.parametrize(

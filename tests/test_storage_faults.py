@@ -205,7 +205,7 @@ def wrong_of_store(config: Config, ranks: int, fault: Fault, expected: dict[int,
 @pytest.mark.parametrize("kills", [False, True], ids=["faults", "kills"])
 @pytest.mark.nightly(
     "whole runs",
-    by="tests/checkpoint/test_object_store.py::test_no_error_of_any_call_is_a_success_or_harms_what_was_there",
+    by="tests/checkpoint/test_object_store.py::test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints",
 )
 def test_a_fault_or_kill_at_any_call_of_an_object_store_loses_nothing(
     kills: bool, ranks: int, mode: str, tmp_path: Path
@@ -233,7 +233,7 @@ def test_a_fault_or_kill_at_any_call_of_an_object_store_loses_nothing(
 )
 @pytest.mark.nightly(
     "at any call",
-    by="tests/checkpoint/test_save_kills.py::test_a_kill_before_each_change_of_the_disk_loses_nothing",
+    by="tests/checkpoint/test_save_kills.py::test_kill_before_each_change_of_the_disk_loses_nothing",
 )
 def test_a_kill_at_any_call_of_any_process_loses_nothing(
     ranks: int, mode: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -296,7 +296,7 @@ def data_of(places: pytest.TempPathFactory, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("ranks", "kind"), cases([(1, "shards")], nightly=[(1, "text"), (2, "shards"), (2, "text")]))
 @pytest.mark.nightly(
     "at any call",
-    by="tests/data/prepared/test_shards_damage.py::test_storage_that_does_not_answer_is_not_damage",
+    by="tests/data/prepared/test_shards_damage.py::test_storage_errors_are_not_reported_as_damage",
 )
 def test_a_fault_of_the_storage_of_the_data_is_worth_a_retry_or_told_as_a_file_that_is_gone(
     ranks: int, kind: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

@@ -1,4 +1,4 @@
-"""The best checkpoint by a validation is named, kept and remembered; a run without improvement ends."""
+"""``checkpoint.keep_best`` and ``validation.patience``: keep the best checkpoint, end a run without improvement."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VALUES = st.lists(st.sampled_from([NAN, INF, -INF, 1.0, 2.0, 3.0, -1.5]), max_si
 
 @settings(max_examples=200)
 @given(VALUES, st.sampled_from(["min", "max"]), st.integers(0, 12), st.integers(0, 4))
-def test_the_best_is_the_first_of_the_best_finite_ones_and_a_resume_in_between_changes_nothing(
+def test_best_is_the_first_step_with_the_best_finite_value_also_across_a_resume(
     values: list[float], mode: str, cut: int, patience: int
 ) -> None:
     options = Config(
@@ -50,7 +50,7 @@ def test_the_best_is_the_first_of_the_best_finite_ones_and_a_resume_in_between_c
     )  # type: ignore[arg-type]
     best = Best(options)
     for step, value in enumerate(values):
-        if step == cut:  # through JSON, as a checkpoint has it
+        if step == cut:  # through JSON, as in a checkpoint
             resumed = Best(options)
             resumed.load(json.loads(json.dumps(best.to_dict())), Path("/nowhere"))
             best = resumed
@@ -63,34 +63,36 @@ def test_the_best_is_the_first_of_the_best_finite_ones_and_a_resume_in_between_c
         assert best.exhausted == bool(patience and step - expected >= patience)
 
 
-def save(kept: Checkpoints, step: int, loss: float | None = None) -> None:
+def save(manager: Checkpoints, step: int, loss: float | None = None) -> None:
     if loss is not None:
-        kept.best.observe(step, {"loss": loss})
-    kept.save(step, weights(step), rest(step), {**facts(step), "best": kept.best.to_dict()}, last=False)
-    kept.finish()
+        manager.best.observe(step, {"loss": loss})
+    manager.save(step, weights(step), rest(step), {**facts(step), "best": manager.best.to_dict()}, last=False)
+    manager.finish()
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_the_best_stays_while_it_is_the_best(tmp_path: Path, group: None, mode: Any, capsys: Any) -> None:
-    kept, folder = Checkpoints(config(tmp_path, async_mode=mode)), tmp_path / "checkpoint"
+def test_best_checkpoint_is_not_deleted_until_a_better_one_exists(
+    tmp_path: Path, group: None, mode: Any, capsys: Any
+) -> None:
+    manager, folder = Checkpoints(config(tmp_path, async_mode=mode)), tmp_path / "checkpoint"
     for step, loss, expected in (
         (1, 3.0, [1]),
         (2, 2.0, [1, 2]),
         (3, 2.5, [2, 3]),
         (4, None, [2, 3, 4]),
-        (5, 2.0, [2, 4, 5]),  # not better: the first stays
+        (5, 2.0, [2, 4, 5]),  # a tie: the earlier step remains the best
         (6, NAN, [2, 5, 6]),
         (7, 1.5, [6, 7]),
         (8, 1.6, [7, 8]),
         (9, 1.6, [7, 8, 9]),
     ):
-        save(kept, step, loss)
-        assert kept.steps() == expected, step
+        save(manager, step, loss)
+        assert manager.steps() == expected, step
     assert read_pointer(folder) == {"step": 7, "metric": "validation.loss", "mode": "min", "value": 1.5}
     checkpoint_command.main(["ls", str(folder)])
     lines = capsys.readouterr().out.splitlines()
     assert [("best: validation.loss 1.5" in line) for line in lines] == [True, False, False]
-    kept.close()
+    manager.close()
     again = Checkpoints(config(tmp_path))
     found = manifest.read(folder / "step-9").facts["best"]
     again.to_continue()
@@ -101,41 +103,41 @@ def test_the_best_stays_while_it_is_the_best(tmp_path: Path, group: None, mode: 
     again.close()
 
 
-def test_a_pointer_that_is_behind_or_broken_is_rewritten(
+def test_stale_or_broken_pointer_is_rewritten(
     tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept, folder = Checkpoints(config(tmp_path)), tmp_path / "checkpoint"
-    save(kept, 1, 3.0)
+    manager, folder = Checkpoints(config(tmp_path)), tmp_path / "checkpoint"
+    save(manager, 1, 3.0)
     with monkeypatch.context() as patch:
 
         def refuse(path: Path, data: bytes) -> None:
             raise OSError(28, "No space left on device", str(path))
 
         patch.setattr(files, "replace_durable", refuse)
-        save(kept, 2, 2.0)
-    assert read_pointer(folder)["step"] == 1 and kept.steps() == [1, 2] and "cannot write" in caplog.text
-    save(kept, 3, 2.5)
-    assert read_pointer(folder)["step"] == 2 and kept.steps() == [2, 3]
+        save(manager, 2, 2.0)
+    assert read_pointer(folder)["step"] == 1 and manager.steps() == [1, 2] and "cannot write" in caplog.text
+    save(manager, 3, 2.5)
+    assert read_pointer(folder)["step"] == 2 and manager.steps() == [2, 3]
     for text in ("", "{}", "[]", '{"step": "x"}', "[" * 3000, '{"step": 2, "metric": 3, "value": 1}'):
         (folder / "best.json").write_text(text)
         assert read_pointer(folder) == {}
-    save(kept, 4, 2.5)
+    save(manager, 4, 2.5)
     assert read_pointer(folder)["step"] == 2
     assert not list(folder.glob("best.json.*"))
-    kept.close()
+    manager.close()
 
 
 @pytest.mark.parametrize(
     "state",
     [3, [], {}, {"metric": "validation.loss"}, {"step": "1"}, {"step": True, "kept": 1, "without_improvement": 0}],
 )
-def test_a_state_that_is_not_one_is_reported_and_skipped(state: Any, tmp_path: Path, caplog: Any) -> None:
+def test_invalid_state_of_best_is_reported_and_ignored(state: Any, tmp_path: Path, caplog: Any) -> None:
     best = Best(config(tmp_path))
     best.load(state, tmp_path)
     assert best.step == -1 and "starting without one" in caplog.text
 
 
-def test_another_metric_starts_without_a_best_one(tmp_path: Path, caplog: Any) -> None:
+def test_state_of_another_metric_is_ignored(tmp_path: Path, caplog: Any) -> None:
     best = Best(config(tmp_path))
     best.observe(4, {"loss": 1.0})
     other = Best(config(tmp_path, best_mode="max"))
@@ -143,18 +145,18 @@ def test_another_metric_starts_without_a_best_one(tmp_path: Path, caplog: Any) -
     assert other.step == -1 and "this run compares validation.loss (max)" in caplog.text
 
 
-def test_some_steps_are_kept_for_ever(tmp_path: Path, group: None) -> None:
-    kept = Checkpoints(config(tmp_path, keep_best="", keep_every_n_steps=4))
+def test_some_steps_are_never_deleted(tmp_path: Path, group: None) -> None:
+    manager = Checkpoints(config(tmp_path, keep_best="", keep_every_n_steps=4))
     for step in range(1, 12):
-        save(kept, step)
-    assert kept.steps() == [4, 8, 10, 11]
-    kept.close()
+        save(manager, step)
+    assert manager.steps() == [4, 8, 10, 11]
+    manager.close()
 
 
-# -- whole runs --------------------------------------------------------------------------------------------------------
+# -- entire runs -------------------------------------------------------------------------------------------------------
 
 LOSSES = [3.0, 2.0, 2.5, NAN, 2.0, 1.0, 9.0, 9.0, 9.0, 9.0]
-"""Of the validations after steps 1, 2, ...: without improvement for three after step 5."""
+"""Validation losses after steps 1, 2, ...: at step 5, there was no improvement for three validations."""
 
 
 def run(
@@ -181,22 +183,22 @@ def run(
 
 
 def runs(rank: int, root: Path) -> dict[str, Ended]:
-    found = {"once": run(rank, root / "once", LOSSES)}
-    found["again"] = run(rank, root / "once", LOSSES)
-    found["cut"] = run(rank, root / "cut", LOSSES, stop_after=4, interval=3)
-    found["resumed"] = run(rank, root / "cut", LOSSES, interval=3)
-    found["more"] = run(rank, root / "once", LOSSES, patience=5)
-    return found
+    runs_by_name = {"once": run(rank, root / "once", LOSSES)}
+    runs_by_name["again"] = run(rank, root / "once", LOSSES)
+    runs_by_name["cut"] = run(rank, root / "cut", LOSSES, stop_after=4, interval=3)
+    runs_by_name["resumed"] = run(rank, root / "cut", LOSSES, interval=3)
+    runs_by_name["more"] = run(rank, root / "once", LOSSES, patience=5)
+    return runs_by_name
 
 
-def test_a_run_without_improvement_ends_saved_on_all_ranks_and_a_resume_remembers(tmp_path: Path) -> None:
+def test_run_without_improvement_saves_and_ends_on_all_ranks_also_after_a_resume(tmp_path: Path) -> None:
     for answer in run_ranks(2, runs, tmp_path):
         assert all(ended.error is None for ended in answer.values()), answer
         assert answer["once"].state["step"] == 5
-        assert answer["again"].state["step"] == 5 and not answer["again"].losses, "it has ended already"
+        assert answer["again"].state["step"] == 5 and not answer["again"].losses, "the run had ended already"
         assert answer["resumed"].state["step"] == 5
         assert_bitwise(answer["resumed"].weights, answer["once"].weights)
-        assert answer["more"].state["step"] == 10, "a longer patience continues; the sixth was better"
+        assert answer["more"].state["step"] == 10, "with more patience the run continues, and step 6 is better"
     folder = tmp_path / "once/checkpoint"
     assert read_pointer(folder)["step"] == 6
     assert {path.name for path in folder.glob("step-*")} == {"step-1", "step-2", "step-5", "step-6", "step-10"}
@@ -204,7 +206,7 @@ def test_a_run_without_improvement_ends_saved_on_all_ranks_and_a_resume_remember
 
 
 def seeds(rank: int, root: Path) -> dict[str, Ended]:
-    def one(name: str, **checkpoint: Any) -> Ended:
+    def start(name: str, **checkpoint: Any) -> Ended:
         return train_whole(
             rank,
             shallow_config(
@@ -214,13 +216,13 @@ def seeds(rank: int, root: Path) -> dict[str, Ended]:
             ),
         )
 
-    found = {"plain": one("plain"), "seed": one("seed", create_seed_checkpoint=True, async_mode="async")}
-    found["from seed"] = one("seed")
-    found["too late"] = one("seed", create_seed_checkpoint=True)
-    return found
+    runs_by_name = {"plain": start("plain"), "seed": start("seed", create_seed_checkpoint=True, async_mode="async")}
+    runs_by_name["from seed"] = start("seed")
+    runs_by_name["too late"] = start("seed", create_seed_checkpoint=True)
+    return runs_by_name
 
 
-def test_a_seed_checkpoint_is_the_state_before_the_first_step(tmp_path: Path) -> None:
+def test_seed_checkpoint_is_the_state_before_the_first_step(tmp_path: Path) -> None:
     (answer,) = run_ranks(1, seeds, tmp_path)
     assert answer["seed"].error is None and answer["seed"].losses == []
     assert {path.name for path in (tmp_path / "seed/checkpoint").glob("step-*")} == {"step-0", "step-2"}

@@ -1,4 +1,4 @@
-"""``shardtrain checkpoint``: what each verb says, its exit status, and that it answers without torch."""
+"""``shardtrain checkpoint``: output and exit status of each verb; ``ls`` and ``verify`` do not import torch."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from shardtrain.checkpoint.weights_file import whole_bytes
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     with world_of_one():
-        kept = checkpoints(tmp_path)
-        save(kept, 2)
-        save(kept, 4)
-        kept.save(6, {"model.a": torch.zeros(24)}, {}, facts(6), last=False)
-        kept.close()
+        manager = checkpoints(tmp_path)
+        save(manager, 2)
+        save(manager, 4)
+        manager.save(6, {"model.a": torch.zeros(24)}, {}, facts(6), last=False)
+        manager.close()
     yield tmp_path / "checkpoint"
 
 
-def run(*words: object) -> int:
-    return cli.main(["checkpoint", *map(str, words)])
+def run(*arguments: object) -> int:
+    return cli.main(["checkpoint", *map(str, arguments)])
 
 
-def test_ls_tells_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_lists_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "step-4/rank-00000.bin").unlink()
     (folder / "step-5").mkdir()
     assert run("ls", folder) == 0
@@ -46,7 +46,7 @@ def test_ls_tells_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "cannot be used" in lines[2]
 
 
-def test_ls_takes_a_run_a_step_and_a_folder_of_hugging_face(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_accepts_a_run_a_step_and_a_hugging_face_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("ls", folder) == 0
     listed = capsys.readouterr().out
     assert run("ls", folder.parent) == 0 and capsys.readouterr().out == listed
@@ -66,7 +66,7 @@ def test_ls_takes_a_run_a_step_and_a_folder_of_hugging_face(folder: Path, capsys
     assert "missing or cut: model-2.safetensors, model.safetensors" in capsys.readouterr().out
 
 
-def test_ls_of_a_folder_that_says_nothing_or_too_much_is_a_line(
+def test_ls_prints_one_line_for_a_folder_with_missing_or_oversized_fields(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "config.json"
@@ -100,7 +100,7 @@ def test_verify_reads_every_byte_and_names_each_bad_file(folder: Path, capsys: p
     assert run("verify", folder / "step-9") == 5
 
 
-def test_diff_tells_equal_and_the_largest_difference(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_reports_equality_and_the_largest_difference(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("diff", folder / "step-2", folder / "step-2") == 0
     assert "0 of 4 tensors differ" in capsys.readouterr().out
     assert run("diff", folder / "step-2", folder / "step-4") == 1
@@ -111,7 +111,7 @@ def test_diff_tells_equal_and_the_largest_difference(folder: Path, capsys: pytes
     assert f"model.b: only in {folder / 'step-2'}" in out and "data_cursors: differs" in out
 
 
-def test_diff_and_weights_take_a_run_folder_and_name_the_checkpoint_used(folder, tmp_path, capsys) -> None:
+def test_diff_and_weights_accept_a_run_folder_and_print_the_checkpoint_used(folder, tmp_path, capsys) -> None:
     for path in (folder, folder.parent):
         assert run("diff", path, folder / "step-6") == 0
         assert f"comparing {folder / 'step-6'} and {folder / 'step-6'}" in capsys.readouterr().out
@@ -124,8 +124,8 @@ def test_diff_and_weights_take_a_run_folder_and_name_the_checkpoint_used(folder,
 
 
 @pytest.mark.parametrize("plant", ["file", "link", "dangling link"])
-def test_weights_neither_replace_a_file_nor_leave_another(plant: str, folder: Path, tmp_path: Path) -> None:
-    """Nor is a file touched that has the name a program might choose for its draft."""
+def test_weights_neither_replaces_a_file_nor_leaves_a_partial_one(plant: str, folder: Path, tmp_path: Path) -> None:
+    """A file with a likely temporary name is not touched either."""
     elsewhere, place = tmp_path / "elsewhere", tmp_path / "place"
     place.mkdir()
     elsewhere.write_text("precious")
@@ -143,7 +143,9 @@ def test_weights_neither_replace_a_file_nor_leave_another(plant: str, folder: Pa
     assert elsewhere.read_text() == (place / "free.st.tmp").read_text() == "precious"
 
 
-def test_weights_are_written_once_and_whole(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_are_written_once_and_completely(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "weights.safetensors"
     assert run("weights", folder / "step-4", output) == 0
     opened = load_file(output)
@@ -157,10 +159,10 @@ def test_weights_are_written_once_and_whole(folder: Path, tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (4, 6), (2, 3, 4), (3, 1, 4)])
-def test_pieces_are_put_together_whatever_their_cut(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_shards_of_any_split_are_assembled(tmp_path: Path, shape: tuple[int, ...]) -> None:
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
     boxes = [((), ())]
-    for size in shape:  # cut every dimension in two
+    for size in shape:  # split every dimension in two
         half = (size + 1) // 2
         halves = [(0, half), (half, size - half)]
         boxes = [((*o, start), (*s, length)) for o, s in boxes for start, length in halves if length]
@@ -181,7 +183,7 @@ def test_pieces_are_put_together_whatever_their_cut(tmp_path: Path, shape: tuple
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("arguments", "text"),
     [
         (["verfy", "x"], "did you mean verify?"),
         (["verify"], "needs 1 path and no more"),
@@ -189,18 +191,20 @@ def test_pieces_are_put_together_whatever_their_cut(tmp_path: Path, shape: tuple
         (["ls", "--all"], "needs 1 path and no more"),
     ],
 )
-def test_wrong_words_are_reported_in_one_line(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*words) == 2
+def test_wrong_arguments_are_reported_in_one_line(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
     assert text in capsys.readouterr().err
     assert run() == 2 and "shardtrain checkpoint needs a verb" in capsys.readouterr().err
     assert run("--help") == 0 and "usage: shardtrain checkpoint" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "weights"])
-def test_looking_at_a_folder_needs_no_torch(folder: Path, tmp_path: Path, verb: str) -> None:
-    words = ["checkpoint", verb, str(folder / "step-2" if verb == "weights" else folder)]
-    words += [str(tmp_path / "w")] if verb == "weights" else []
-    program = f"import sys; from shardtrain import cli; assert cli.main({words!r}) == 0; "
+def test_inspecting_a_folder_does_not_import_torch(folder: Path, tmp_path: Path, verb: str) -> None:
+    arguments = ["checkpoint", verb, str(folder / "step-2" if verb == "weights" else folder)]
+    arguments += [str(tmp_path / "w")] if verb == "weights" else []
+    program = f"import sys; from shardtrain import cli; assert cli.main({arguments!r}) == 0; "
     program += "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patience.seconds(60))
     assert done.returncode == 0, done.stderr or "torch was imported"

@@ -1,4 +1,4 @@
-"""Ranks tell each other JSON: what one could not do none has done, and what the first knows is sent once."""
+"""JSON collectives: an error on one rank is raised on all, and a broadcast sends each byte once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANKS = 3
 
 
 def raised(action: Any) -> str:
-    """The kind and the words of the error in which an action ended."""
+    """Return the type and message of the error that the action raises, or an empty string."""
     try:
         action()
     except Exception as error:
@@ -23,23 +23,23 @@ def raised(action: Any) -> str:
     return ""
 
 
-def many_runs(value: str) -> Any:
-    """What ranks say where more of them differ from the one before than are heard one by one."""
+def gather_by_hash(value: str) -> Any:
+    """Gather distinct values by hash, as with more than ``_MOST_RUNS`` runs of equal neighbours."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_MOST_RUNS", 2)
         return collectives.gather_distinct_json(value)
 
 
-def one_rank(rank: int) -> dict[str, Any]:
-    def fails_on(who: int, error: Exception) -> Any:
+def answers_of_rank(rank: int) -> dict[str, Any]:
+    def failing_on(failing_rank: int, error: Exception) -> Any:
         def action() -> int:
-            if rank == who:
+            if rank == failing_rank:
                 raise error
             return rank
 
         return action
 
-    def two_fail() -> None:
+    def fail_on_two_ranks() -> None:
         if rank == 1:
             raise KeyError("a bug")
         if rank == 2:
@@ -50,28 +50,28 @@ def one_rank(rank: int) -> dict[str, Any]:
         "first": collectives.broadcast_json([rank, "ä", None]),
         "distinct": collectives.gather_distinct_json("odd" if rank % 2 else "even"),
         "runs": collectives.gather_distinct_json(["a", "b", "b"][rank]),
-        "by hash": many_runs("odd" if rank % 2 else "even"),
+        "by hash": gather_by_hash("odd" if rank % 2 else "even"),
         "any": collectives.any_ranks([rank == 2, False, True]),
-        "no word": collectives.first_word(""),
-        "word": collectives.first_word(f"rank {rank}" if rank else ""),
+        "no text": collectives.first_word(""),
+        "text": collectives.first_word(f"rank {rank}" if rank else ""),
         "done": collectives.all_ranks(lambda: rank + 10),
-        "done by the first": collectives.first_rank(lambda: [rank, dist.get_rank()]),
-        "done and told": collectives.all_ranks_gather(lambda: rank),
-        "told the first": collectives.all_ranks_to_first(lambda: "x" * rank),
-        "refused": raised(lambda: collectives.all_ranks(fails_on(1, CheckpointError("no")))),
-        "no disk": raised(lambda: collectives.first_rank(fails_on(0, OSError(28, "No space left", "/full")))),
-        "a bug": raised(lambda: collectives.all_ranks(fails_on(2, ZeroDivisionError("of rank 2")))),
-        "two": raised(lambda: collectives.all_ranks(two_fail)),
-        "after all that": collectives.broadcast_json(rank),
+        "first rank only": collectives.first_rank(lambda: [rank, dist.get_rank()]),
+        "all ranks gather": collectives.all_ranks_gather(lambda: rank),
+        "gathered on rank 0": collectives.all_ranks_to_first(lambda: "x" * rank),
+        "refused": raised(lambda: collectives.all_ranks(failing_on(1, CheckpointError("no")))),
+        "no disk": raised(lambda: collectives.first_rank(failing_on(0, OSError(28, "No space left", "/full")))),
+        "a bug": raised(lambda: collectives.all_ranks(failing_on(2, ZeroDivisionError("of rank 2")))),
+        "two": raised(lambda: collectives.all_ranks(fail_on_two_ranks)),
+        "after the errors": collectives.broadcast_json(rank),
     }
 
 
 @pytest.fixture(scope="module")
-def told() -> list[dict[str, Any]]:
-    return run_ranks(RANKS, one_rank)
+def answers() -> list[dict[str, Any]]:
+    return run_ranks(RANKS, answers_of_rank)
 
 
-def test_all_ranks_hear_the_same(told: list[dict[str, Any]]) -> None:
+def test_all_ranks_receive_the_same_values(answers: list[dict[str, Any]]) -> None:
     expected = {
         "gathered": [{"rank": rank, "text": "x" * rank} for rank in range(RANKS)],
         "first": [0, "ä", None],
@@ -79,29 +79,29 @@ def test_all_ranks_hear_the_same(told: list[dict[str, Any]]) -> None:
         "runs": (["a", "b"], [0, 1, 1]),
         "by hash": (["even", "odd"], [0, 1, 0]),
         "any": [True, False, True],
-        "no word": "",
-        "word": "rank 1",
+        "no text": "",
+        "text": "rank 1",
         "done": 10,
-        "done by the first": [0, 0],
-        "done and told": [0, 1, 2],
-        "after all that": 0,
+        "first rank only": [0, 0],
+        "all ranks gather": [0, 1, 2],
+        "after the errors": 0,
     }
-    for heard in told:
-        assert {name: heard[name] for name in expected} == expected
-    assert [heard["told the first"] for heard in told] == [["", "x", "xx"], [], []]
+    for answer in answers:
+        assert {name: answer[name] for name in expected} == expected
+    assert [answer["gathered on rank 0"] for answer in answers] == [["", "x", "xx"], [], []]
 
 
-def test_what_one_could_not_do_none_has_done(told: list[dict[str, Any]]) -> None:
-    for rank, heard in enumerate(told):
-        assert heard["refused"] == "CheckpointError: no"
-        assert heard["no disk"].startswith("StorageError: rank 0 on ") and "/full: No space left" in heard["no disk"]
+def test_error_on_one_rank_is_raised_on_all(answers: list[dict[str, Any]]) -> None:
+    for rank, answer in enumerate(answers):
+        assert answer["refused"] == "CheckpointError: no"
+        assert answer["no disk"].startswith("StorageError: rank 0 on ") and "/full: No space left" in answer["no disk"]
         bug = "ZeroDivisionError: of rank 2" if rank == 2 else "PeerError: rank 2: ZeroDivisionError: of rank 2"
-        assert heard["a bug"] == bug
-        # an error with a name of ours says more than a bug that may have followed from it
-        assert heard["two"] == ("KeyError: 'a bug'" if rank == 1 else "CheckpointError: it is damaged")
+        assert answer["a bug"] == bug
+        # the package's own error is preferred to a bug on another rank that may be its consequence
+        assert answer["two"] == ("KeyError: 'a bug'" if rank == 1 else "CheckpointError: it is damaged")
 
 
-def test_a_process_alone_needs_no_group() -> None:
+def test_single_process_needs_no_process_group() -> None:
     assert collectives.all_gather_json((1, 2)) == [[1, 2]]
     assert collectives.gather_json((1, 2)) == [[1, 2]]
     assert collectives.gather_distinct_json((1, 2)) == ([[1, 2]], [0])
@@ -111,7 +111,7 @@ def test_a_process_alone_needs_no_group() -> None:
 
 
 def manifest_sent(rank: int, size: int) -> list[int]:
-    """Bytes that pass through each collective while the first rank sends a text of ``size`` bytes."""
+    """Return the bytes of each collective while rank 0 broadcasts a text of ``size`` bytes."""
     sent: list[int] = []
     names = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor")
     originals = {name: getattr(dist, name) for name in names}
@@ -135,13 +135,13 @@ def manifest_sent(rank: int, size: int) -> list[int]:
     return sent
 
 
-def test_what_is_held_of_a_manifest_does_not_grow_with_the_ranks() -> None:
+def test_bytes_of_a_broadcast_do_not_grow_with_ranks() -> None:
     few, many = (run_ranks(ranks, manifest_sent, 100_000) for ranks in (2, 4))
     assert few[0] == few[1] == many[0] == many[3]
     assert sum(few[0]) < 100_100
 
 
-def test_errors_of_every_kind_arrive_as_what_they_are() -> None:
+def test_errors_keep_their_type_on_other_ranks() -> None:
     kinds: list[Exception] = [StorageError("s"), PeerError("p"), ConfigError(Problem("a.b", 1, "is", "fix"))]
     for error in kinds:
         with pytest.raises(type(error)) as caught:

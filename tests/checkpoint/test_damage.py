@@ -1,4 +1,4 @@
-"""No changed byte is ever used: single bits, cuts, swapped, missing and foreign files."""
+"""Damaged checkpoints are never loaded: flipped bits, truncated, swapped, missing and foreign files."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def group() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two checkpoints, of steps 2 and 4."""
-    kept = checkpoints(tmp_path)
-    save(kept, 2)
-    save(kept, 4)
-    kept.close()
+    """Return a run folder with checkpoints of steps 2 and 4."""
+    manager = checkpoints(tmp_path)
+    save(manager, 2)
+    save(manager, 4)
+    manager.close()
     return tmp_path
 
 
-def assert_refused(root: Path, step: int, name: str) -> None:
-    """The step asked for is refused in one line that names the file, and an unasked one is skipped."""
+def assert_rejected(root: Path, step: int, name: str) -> None:
+    """Check that ``checkpoint.load_step`` rejects the step in one line that names the file."""
     with pytest.raises(CheckpointError) as caught:
         checkpoints(root, load_only=True, load_step=step).to_continue()
     assert name in str(caught.value) and f"step-{step}" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_every_flipped_bit_is_refused(folder: Path) -> None:
+def test_flipped_bits_are_rejected(folder: Path) -> None:
     dice = random.Random(3)
     files = sorted((folder / "checkpoint/step-4").iterdir())
     assert {path.suffix for path in files} == {".json", ".bin"}
@@ -49,37 +49,37 @@ def test_every_flipped_bit_is_refused(folder: Path) -> None:
         changed = bytearray(contents[path])
         changed[dice.randrange(len(changed))] ^= 1 << dice.randrange(8)
         path.write_bytes(changed)
-        assert_refused(folder, 4, path.name)
+        assert_rejected(folder, 4, path.name)
         path.write_bytes(contents[path])
     assert_is_of_its_step(folder / "checkpoint/step-4")
 
 
-def test_every_cut_and_every_surplus_byte_is_refused(folder: Path) -> None:
+def test_truncated_and_extended_files_are_rejected(folder: Path) -> None:
     for path in sorted((folder / "checkpoint/step-4").iterdir()):
         content = path.read_bytes()
         for length in [*range(0, len(content), 7), len(content) - 1]:
             path.write_bytes(content[:length])
-            assert_refused(folder, 4, path.name)
+            assert_rejected(folder, 4, path.name)
         path.write_bytes(content + b"\0")
-        assert_refused(folder, 4, path.name)
+        assert_rejected(folder, 4, path.name)
         path.write_bytes(content)
 
 
-def test_files_of_another_checkpoint_are_refused(folder: Path) -> None:
+def test_files_of_another_checkpoint_are_rejected(folder: Path) -> None:
     old, new = (folder / f"checkpoint/step-{step}" for step in (2, 4))
     shutil.copy(old / "rank-00000.bin", new / "rank-00000.bin")
-    assert_refused(folder, 4, "rank-00000.bin")
+    assert_rejected(folder, 4, "rank-00000.bin")
 
 
-def test_a_manifest_of_another_step_is_refused(folder: Path) -> None:
+def test_manifest_of_another_step_is_rejected(folder: Path) -> None:
     old, new = (folder / f"checkpoint/step-{step}" for step in (2, 4))
     shutil.rmtree(new)
     shutil.copytree(old, new)
-    assert_refused(folder, 4, "manifest.json")
+    assert_rejected(folder, 4, "manifest.json")
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "device"])
-def test_what_is_not_a_file_is_refused_and_never_waited_for(folder: Path, kind: str) -> None:
+def test_special_files_are_rejected_without_blocking(folder: Path, kind: str) -> None:
     path = folder / "checkpoint/step-4/rank-00000.bin"
     path.unlink()
     if kind == "folder":
@@ -88,16 +88,16 @@ def test_what_is_not_a_file_is_refused_and_never_waited_for(folder: Path, kind: 
         os.mkfifo(path)
     elif kind == "device":
         path.symlink_to("/dev/zero")
-    assert_refused(folder, 4, path.name)
+    assert_rejected(folder, 4, path.name)
 
 
-def test_a_foreign_file_is_never_read(folder: Path) -> None:
+def test_foreign_files_are_never_read(folder: Path) -> None:
     os.mkfifo(folder / "checkpoint/step-4/rank-00001.bin")
     (folder / "checkpoint/step-4/.metadata").write_bytes(b"cos\nsystem\n")
     assert checkpoints(folder, load_only=True).to_continue() == folder / "checkpoint/step-4"
 
 
-def test_the_newest_good_one_is_taken_and_what_was_skipped_is_named(
+def test_newest_valid_checkpoint_is_used_and_skipped_ones_are_logged(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder / "checkpoint/step-4/rank-00000.bin").write_bytes(b"short")
@@ -109,7 +109,7 @@ def test_the_newest_good_one_is_taken_and_what_was_skipped_is_named(
     assert "step-6 has no manifest.json" in lines[0] and "step-4: rank-00000.bin has 5 bytes" in lines[1]
 
 
-def test_where_none_is_good_no_run_restarts_in_silence(folder: Path) -> None:
+def test_run_without_any_valid_checkpoint_does_not_silently_restart(folder: Path) -> None:
     for step in (2, 4):
         (folder / f"checkpoint/step-{step}/rank-00000.bin").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*step-4: rank-00000\.bin"):

@@ -1,4 +1,4 @@
-"""A run's folder that an earlier version wrote is opened, continued and exported by this one.
+"""A run folder written by an earlier version is verified, resumed and exported by this one.
 
 The folder ``tests/fixtures/run_of_22_november_2026`` was written by two FSDP ranks before the package's modules
 were moved, and looks as if the run had been killed after step 3 of 6.
@@ -20,15 +20,15 @@ from shardtrain import cli
 
 EARLIER = Path(__file__).parents[1] / "fixtures" / "run_of_22_november_2026"
 EXPORT_SHA256 = "da3290d4a5bfe42ebb8a4837176f14a9b1f4212b947e0e68b17d610d16b2811a"
-"""Of model.safetensors as that version exported step 3: float32 weights, copied and not computed."""
+"""Hash of model.safetensors as exported from step 3 by that version (float32 weights, copied unchanged)."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    copied = tmp_path / "earlier"
-    shutil.copytree(EARLIER, copied)
-    monkeypatch.chdir(copied)
-    return copied
+    copy = tmp_path / "earlier"
+    shutil.copytree(EARLIER, copy)
+    monkeypatch.chdir(copy)
+    return copy
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -37,25 +37,25 @@ def losses(run: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_of_an_earlier_version_continues_where_it_was(folder: Path, ranks: int) -> None:
-    """On the mesh that wrote it and on another; other processors round differently, hence 1e-5."""
+def test_run_of_an_earlier_version_is_resumed(folder: Path, ranks: int) -> None:
+    """On the mesh that wrote it and on another. The tolerance is for processors that round differently."""
     earlier = {int(step): loss for step, loss in json.loads((EARLIER / "losses.json").read_text()).items()}
     command = [sys.executable, "-m", "shardtrain", "train", "run.toml", "--nproc", str(ranks)]
     done = forked.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = losses(folder / "run")
-    assert sorted(found) == [1, 2, 3, 4, 5, 6]
-    assert all(found[step] == earlier[step] for step in (1, 2, 3)), "what was logged before is kept"
-    assert found == pytest.approx(earlier, rel=1e-5)
+    logged = losses(folder / "run")
+    assert sorted(logged) == [1, 2, 3, 4, 5, 6]
+    assert all(logged[step] == earlier[step] for step in (1, 2, 3)), "losses logged by the earlier version are kept"
+    assert logged == pytest.approx(earlier, rel=1e-5)
     assert (folder / "run" / "checkpoint" / "step-6" / "manifest.json").exists()
 
 
-def test_a_checkpoint_of_an_earlier_version_exports_to_the_same_bytes(folder: Path, capfd) -> None:
+def test_checkpoint_of_an_earlier_version_exports_to_the_same_bytes(folder: Path, capfd) -> None:
     assert cli.main(["export", "run", "--to", "out", "--check", "weights"]) == 0, capfd.readouterr().err
     weights = folder / "out" / "model.safetensors"
     assert load_file(weights)["model.embed_tokens.weight"].shape == (272, 16)
     assert hashlib.sha256(weights.read_bytes()).hexdigest() == EXPORT_SHA256
 
 
-def test_a_checkpoint_of_an_earlier_version_verifies(folder: Path, capfd) -> None:
+def test_checkpoint_of_an_earlier_version_passes_verification(folder: Path, capfd) -> None:
     assert cli.main(["checkpoint", "verify", "run/checkpoint/step-3"]) == 0, capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""A checkpoint written once more in another format: in the background, cancelled when time is short, whole or not."""
+"""Exports of checkpoints in another format: in the background, canceled when time is short, and never partial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAIT_SECONDS = 60.0
 
 
 class Slow:
-    """Writes until it is told to stop."""
+    """Export that writes until it is canceled."""
 
     begun = False
 
@@ -34,46 +34,46 @@ class Slow:
             time.sleep(0.005)
 
     def write_rest(self, checkpoint: Path, draft: Path) -> None:
-        raise AssertionError("it was cancelled before")
+        raise AssertionError("must have been canceled before")
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Iterator[Checkpoints]:
+def manager(tmp_path: Path) -> Iterator[Checkpoints]:
     with world_of_one():
-        found = checkpoints(tmp_path, async_mode="async", keep_latest_k=0)
-        yield found
-        found.close()
+        manager = checkpoints(tmp_path, async_mode="async", keep_latest_k=0)
+        yield manager
+        manager.close()
 
 
-def names(kept: Checkpoints) -> list[str]:
-    assert isinstance(kept._folder, Path)
-    return sorted(path.name for path in kept._folder.glob("step-*"))
+def names(manager: Checkpoints) -> list[str]:
+    assert isinstance(manager._folder, Path)
+    return sorted(path.name for path in manager._folder.glob("step-*"))
 
 
-def begin(kept: Checkpoints) -> Slow:
-    """Save step 1, and let its export begin."""
-    exporter = kept.exporter = Slow()
-    kept.save(1, weights(1), rest(1), facts(1), last=False)
-    assert kept._finish_one(), "the save"
+def begin(manager: Checkpoints) -> Slow:
+    """Save step 1 and wait until its export begins."""
+    exporter = manager.exporter = Slow()
+    manager.save(1, weights(1), rest(1), facts(1), last=False)
+    assert manager._finish_one(), "the save"
     end = time.monotonic() + patience.seconds(WAIT_SECONDS)
     while not exporter.begun and time.monotonic() < end:
         time.sleep(0.005)
     return exporter
 
 
-def test_an_export_is_cancelled_where_there_is_no_time_for_it(kept: Checkpoints) -> None:
-    begin(kept)
-    assert any("-hf.tmp-" in name for name in names(kept)) and kept.saved_step == 1
-    kept.cancel_export()
-    assert names(kept) == ["step-1"]
-    kept.save(2, weights(2), rest(2), facts(2), last=False, wait=True)
-    assert names(kept) == ["step-1", "step-2"], "and none is begun any more"
+def test_export_is_canceled_when_time_is_short(manager: Checkpoints) -> None:
+    begin(manager)
+    assert any("-hf.tmp-" in name for name in names(manager)) and manager.saved_step == 1
+    manager.cancel_export()
+    assert names(manager) == ["step-1"]
+    manager.save(2, weights(2), rest(2), facts(2), last=False, wait=True)
+    assert names(manager) == ["step-1", "step-2"], "step 2 is saved without an export"
 
 
-def test_a_run_that_ends_with_an_error_leaves_no_half_of_one(
-    kept: Checkpoints, monkeypatch: pytest.MonkeyPatch
+def test_run_that_ends_with_an_error_leaves_no_partial_export(
+    manager: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardtrain.checkpoint.save.CRASH_SECONDS", 0.0)
-    begin(kept)
-    kept.close()
-    assert names(kept) == ["step-1"]
+    begin(manager)
+    manager.close()
+    assert names(manager) == ["step-1"]

@@ -1,6 +1,6 @@
-"""Checkpoints written by earlier versions load for ever; one of a later format says who wrote it.
+"""Checkpoints of all earlier format versions load; a later format is rejected with the version that wrote it.
 
-A new format version adds a folder to ``fixtures/golden``; none of those that are there is ever written again.
+A new format version adds a folder to ``fixtures/golden``. Existing folders are never rewritten.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ def group() -> Iterator[None]:
         yield
 
 
-def test_there_is_a_checkpoint_of_every_format_version() -> None:
-    found = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
-    assert found == [f"version-{number}" for number in range(1, manifest.VERSION + 1)]
+def test_every_format_version_has_a_golden_checkpoint() -> None:
+    versions = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+    assert versions == [f"version-{number}" for number in range(1, manifest.VERSION + 1)]
 
 
 @pytest.mark.parametrize("folder", sorted(path for path in GOLDEN.iterdir() if path.is_dir()), ids=lambda p: p.name)
-def test_a_checkpoint_of_an_earlier_version_loads_bitwise(folder: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_each_format_version_loads_bitwise(folder: Path, tmp_path: Path) -> None:
     weights = {
         "model.matrix": torch.zeros(3, 4),
         "model.half": torch.zeros(2, dtype=torch.bfloat16),
         "model.scalar": torch.tensor(0),
     }
-    rest = {"optimizer.matrix.exp_avg": torch.zeros(3, 4), "optimizer.matrix.step": torch.tensor(0.0)}
-    facts = checkpoints(tmp_path, load_only=True).load(folder, weights, rest)
+    optimizer_state = {"optimizer.matrix.exp_avg": torch.zeros(3, 4), "optimizer.matrix.step": torch.tensor(0.0)}
+    facts = checkpoints(tmp_path, load_only=True).load(folder, weights, optimizer_state)
     assert torch.equal(weights["model.matrix"], torch.arange(12.0).reshape(3, 4) / 8)
     assert torch.equal(weights["model.half"], torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
     assert int(weights["model.scalar"]) == 7
-    assert torch.equal(rest["optimizer.matrix.exp_avg"], torch.full((3, 4), 0.25))
-    assert float(rest["optimizer.matrix.step"]) == 3
+    assert torch.equal(optimizer_state["optimizer.matrix.exp_avg"], torch.full((3, 4), 0.25))
+    assert float(optimizer_state["optimizer.matrix.step"]) == 3
     state = TrainState()
     state.load(facts["state"])
     assert (state.step, state.samples_consumed, state.tokens_seen, state.order_hash) == (3, 24, 1536, 12345)
@@ -56,16 +56,22 @@ def test_a_checkpoint_of_an_earlier_version_loads_bitwise(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("version", [manifest.VERSION + 1, 999, 0, "2", None, True])
-def test_a_later_version_says_who_wrote_it_and_what_is_read_here(version: object, tmp_path: Path) -> None:
+def test_unsupported_version_is_rejected_with_its_writer_and_the_newest_supported_one(
+    version: object, tmp_path: Path
+) -> None:
     folder = tmp_path / "checkpoint/step-3"
     shutil.copytree(GOLDEN / "version-1", folder)
     body = json.loads((folder / "manifest.json").read_bytes())
     del body["sha256"]
-    rest = ("\n" + json.dumps({**body, "version": version, "created_by": "shardtrain 9.8"})[1:] + "\n").encode()
-    (folder / "manifest.json").write_bytes(b'{"sha256": "%s",' % hashlib.sha256(rest).hexdigest().encode() + rest)
+    signed_text = ("\n" + json.dumps({**body, "version": version, "created_by": "shardtrain 9.8"})[1:] + "\n").encode()
+    (folder / "manifest.json").write_bytes(
+        b'{"sha256": "%s",' % hashlib.sha256(signed_text).hexdigest().encode() + signed_text
+    )
     with pytest.raises(CheckpointError) as caught:
         checkpoints(tmp_path, load_only=True, load_step=3).to_continue()
     assert caught.value.exit_code == 5 and "\n" not in str(caught.value)
     if isinstance(version, int) and not isinstance(version, bool):
-        told = f"has format version {version}, written by shardtrain 9.8; this program reads up to {manifest.VERSION}"
-        assert told in str(caught.value)
+        message = (
+            f"has format version {version}, written by shardtrain 9.8; this program reads up to {manifest.VERSION}"
+        )
+        assert message in str(caught.value)

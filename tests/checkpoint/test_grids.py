@@ -1,4 +1,4 @@
-"""A grid says in one line what many boxes say: the same boxes, in the same files, and only those that are asked for."""
+"""Grids are a compact form of many boxes: same boxes, same files, and only the requested boxes are visited."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shardtrain.checkpoint.save_plan import compress
 
 
 def cut(cells: list[list[int]]) -> tuple[Any, Any]:
-    """Offsets and sizes of the boxes that cuts of these sizes along each dimension make, in order."""
+    """Return offsets and sizes of the boxes that result from these sizes along each dimension."""
     starts = [[sum(sizes[:i]) for i in range(len(sizes))] for sizes in cells]
     boxes = [*itertools.product(*(zip(s, n, strict=True) for s, n in zip(starts, cells, strict=True)))]
-    both = np.array(boxes, np.int64).reshape(len(boxes), len(cells), 2)
-    return both[:, :, 0], both[:, :, 1]
+    box_array = np.array(boxes, np.int64).reshape(len(boxes), len(cells), 2)
+    return box_array[:, :, 0], box_array[:, :, 1]
 
 
 @settings(max_examples=200)
 @given(st.data())
-def test_compressed_boxes_are_the_boxes(data: st.DataObject) -> None:
+def test_compressed_boxes_round_trip(data: st.DataObject) -> None:
     dims = data.draw(st.integers(0, 3))
     cells = [data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=5)) for _ in range(dims)]
     offsets, sizes = cut(cells)
@@ -39,25 +39,27 @@ def test_compressed_boxes_are_the_boxes(data: st.DataObject) -> None:
         Chunk(tuple(o), tuple(s), f, b)
         for o, s, f, b in zip(offsets.tolist(), sizes.tolist(), files.tolist(), begins.tolist(), strict=True)
     ]
-    found = [chunk for grid in grids for chunk in grid.chunks()]
-    assert sorted(found, key=lambda chunk: chunk.offsets) == expected
+    chunks = [chunk for grid in grids for chunk in grid.chunks()]
+    assert sorted(chunks, key=lambda chunk: chunk.offsets) == expected
     for grid in grids:
-        own = [*grid.chunks()]
-        assert len(own) == grid.count and math.prod(grid.box[1]) == grid.count * grid.numel
-        assert all(overlap(grid.box, (chunk.offsets, chunk.sizes)) for chunk in own)
-        assert [file for file in range(-1, count + 1) if grid.is_in(file)] == sorted(chunk.file for chunk in own)
+        own_chunks = [*grid.chunks()]
+        assert len(own_chunks) == grid.count and math.prod(grid.box[1]) == grid.count * grid.numel
+        assert all(overlap(grid.box, (chunk.offsets, chunk.sizes)) for chunk in own_chunks)
+        assert [file for file in range(-1, count + 1) if grid.is_in(file)] == sorted(chunk.file for chunk in own_chunks)
     low = [data.draw(st.integers(0, sum(one) - 1)) for one in cells]
     box = tuple(low), tuple(data.draw(st.integers(1, sum(n) - at)) for n, at in zip(cells, low, strict=True))
-    shared = [pair for grid in grids for pair in grid.overlapping(box)]
-    wanted = [(chunk, both) for chunk in expected if (both := overlap((chunk.offsets, chunk.sizes), box))]
-    assert sorted(shared, key=lambda pair: pair[0].offsets) == wanted
+    overlaps = [pair for grid in grids for pair in grid.overlapping(box)]
+    expected_overlaps = [
+        (chunk, shared_box) for chunk in expected if (shared_box := overlap((chunk.offsets, chunk.sizes), box))
+    ]
+    assert sorted(overlaps, key=lambda pair: pair[0].offsets) == expected_overlaps
 
 
-def test_a_tensor_cut_evenly_is_one_grid_whatever_the_number_of_ranks() -> None:
+def test_evenly_split_tensor_is_one_grid_on_any_number_of_ranks() -> None:
     offsets, sizes = cut([[2] * 1024])
     grids = compress(offsets, sizes, np.arange(1024), np.zeros(1024, np.int64))
     assert grids == [Grid((0,), (2,), 0, 0, (Axis(1024, 0, 1),))]
-    # FSDP cuts along the first dimension what tensor parallelism cut along the second; the last rank has a shorter part
+    # FSDP splits dimension 0 and tensor parallelism dimension 1; the last FSDP rank has a shorter part
     offsets, sizes = cut([[3] * 127 + [1], [4] * 8])
     grids = compress(offsets, sizes, np.arange(1024), np.zeros(1024, np.int64))
     assert grids == [
@@ -66,6 +68,6 @@ def test_a_tensor_cut_evenly_is_one_grid_whatever_the_number_of_ranks() -> None:
     ]
 
 
-def test_only_boxes_that_are_asked_for_are_looked_at() -> None:
+def test_only_overlapping_boxes_are_visited() -> None:
     grid = Grid((0,), (2,), 0, 0, (Axis(10**12, 0, 1),))
     assert [chunk.file for chunk, _ in grid.overlapping(((2 * 10**11 + 1,), (4,)))] == [10**11, 10**11 + 1, 10**11 + 2]

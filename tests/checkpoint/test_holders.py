@@ -1,4 +1,4 @@
-"""Who holds what, computed by every rank for all: the same boxes as the mesh gives, and few words about them."""
+"""Holders of shards: every rank computes the boxes of all ranks, from compact tables that ranks exchange."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.utils.errors import CheckpointError
 
 
-def expected_plan(said: list[dict[str, Any]]) -> tuple[dict[str, list[Chunk]], list[int]]:
-    """The definition, piece by piece: each goes to the holder that has the least to write.
+def expected_plan(boxes_of_ranks: list[dict[str, Any]]) -> tuple[dict[str, list[Chunk]], list[int]]:
+    """Assign each piece to the holder with the least to write: the definition of a save plan.
 
-    First those that one rank holds alone, and of these first the tensors of which all ranks have equally much.
+    Pieces with one holder come first, and among them tensors with equal shards on all ranks.
     """
-    found: dict[tuple[str, Any], list[int]] = {}
-    for rank, own in enumerate(said):
-        for name, (dtype, offsets, sizes) in own.items():
+    holders_of_piece: dict[tuple[str, Any], list[int]] = {}
+    for rank, boxes in enumerate(boxes_of_ranks):
+        for name, (dtype, offsets, sizes) in boxes.items():
             if all(sizes):
-                found.setdefault((name, (tuple(offsets), tuple(sizes), dtype)), []).append(rank)
-    load = [0] * len(said)
+                holders_of_piece.setdefault((name, (tuple(offsets), tuple(sizes), dtype)), []).append(rank)
+    load = [0] * len(boxes_of_ranks)
     placed = []
     sizes_of: dict[str, set[tuple[int, ...]]] = {}
     holders_of: dict[str, set[int]] = {}
-    for own in said:
-        for name, (_, _, sizes) in own.items():
+    for boxes in boxes_of_ranks:
+        for name, (_, _, sizes) in boxes.items():
             sizes_of.setdefault(name, set()).add(tuple(sizes))
-    for (name, _), ranks in found.items():
+    for (name, _), ranks in holders_of_piece.items():
         holders_of.setdefault(name, set()).add(len(ranks))
     even = {name for name, sizes in sizes_of.items() if len(sizes) == 1 and len(holders_of.get(name, ())) == 1}
-    for (name, box), ranks in sorted(found.items(), key=lambda item: (len(item[1]), item[0][0] not in even, item[0])):
+    for (name, box), ranks in sorted(
+        holders_of_piece.items(), key=lambda item: (len(item[1]), item[0][0] not in even, item[0])
+    ):
         writer = min(ranks, key=lambda rank: (load[rank], rank))
         placed.append((name, box, writer, load[writer]))
         load[writer] += int(np.prod(box[1], dtype=np.int64)) * ITEM_BYTES[box[2]]
@@ -54,22 +56,22 @@ def expected_plan(said: list[dict[str, Any]]) -> tuple[dict[str, list[Chunk]], l
     return chunks, load
 
 
-def check(said: list[dict[str, Any]], held: dict[str, holders.Held]) -> None:
-    chunks, load = expected_plan(said)
-    stored, found_load = save_plan.share_out(held, len(said))
-    assert found_load == load
-    for name, one in stored.items():
-        assert sorted(one.chunks(), key=lambda c: c.offsets) == sorted(chunks.get(name, []), key=lambda c: c.offsets)
-    plan = save_plan.SavePlan(stored, load, held)
-    for rank in range(len(said)):
-        own = [(c.begin, name) for name, cs in chunks.items() for c in cs if c.file == plan.file_numbers[rank]]
-        assert plan.names_of(rank) == [name for _, name in sorted(own)]
+def check_plan(boxes_of_ranks: list[dict[str, Any]], held_tensors: dict[str, holders.Held]) -> None:
+    chunks, load = expected_plan(boxes_of_ranks)
+    stored, planned_load = save_plan.share_out(held_tensors, len(boxes_of_ranks))
+    assert planned_load == load
+    for name, tensor in stored.items():
+        assert sorted(tensor.chunks(), key=lambda c: c.offsets) == sorted(chunks.get(name, []), key=lambda c: c.offsets)
+    plan = save_plan.SavePlan(stored, load, held_tensors)
+    for rank in range(len(boxes_of_ranks)):
+        pieces = [(c.begin, name) for name, cs in chunks.items() for c in cs if c.file == plan.file_numbers[rank]]
+        assert plan.names_of(rank) == [name for _, name in sorted(pieces)]
 
 
 @settings(max_examples=150)
 @given(st.data())
-def test_the_plan_is_that_of_the_definition(data: st.DataObject) -> None:
-    """Meshes of up to three axes, in stages of a pipeline, any splits, sizes that do not divide, replicas."""
+def test_plan_follows_its_definition(data: st.DataObject) -> None:
+    """Meshes of up to three axes, pipeline stages, any splits, uneven sizes and replicas."""
     axes = [data.draw(st.integers(1, 3)) for _ in range(3)]
     stages = data.draw(st.integers(1, 2))
     strides = [axes[1] * axes[2], axes[2], 1]
@@ -92,15 +94,15 @@ def test_the_plan_is_that_of_the_definition(data: st.DataObject) -> None:
             )
         tables.append(table)
     table_of_rank = [rank // per_stage for rank in range(stages * per_stage)]
-    held = holders.held_by_all(tables, table_of_rank)
-    said = []
+    held_tensors = holders.held_by_all(tables, table_of_rank)
+    boxes_of_ranks = []
     for rank, number in enumerate(table_of_rank):
-        own = {}
+        boxes = {}
         for name, (dtype, shape, rule) in tables[number].items():
             offsets, sizes = holders.boxes_of(shape, rule, np.array([rank]))
-            own[name] = [dtype, offsets[0].tolist(), sizes[0].tolist()]
-        said.append(own)
-    check(said, held)
+            boxes[name] = [dtype, offsets[0].tolist(), sizes[0].tolist()]
+        boxes_of_ranks.append(boxes)
+    check_plan(boxes_of_ranks, held_tensors)
 
 
 PLACEMENTS: list[list[Any]] = [
@@ -111,56 +113,58 @@ PLACEMENTS: list[list[Any]] = [
 
 def on_ranks(rank: int) -> dict[str, Any]:
     world = init_device_mesh("cpu", (3, 2), mesh_dim_names=("fsdp", "tp"))
-    found: dict[str, torch.Tensor] = {"plain": torch.zeros(3), "scalar": torch.tensor(1.0)}
+    tensors: dict[str, torch.Tensor] = {"plain": torch.zeros(3), "scalar": torch.tensor(1.0)}
     for number, (placements, shape) in enumerate(itertools.product(PLACEMENTS, [(8, 4), (7, 5), (2, 2)])):
         if isinstance(placements[0], _StridedShard):
-            if shape[0] % 6:  # as FSDP over tensor parallelism makes it
+            if shape[0] % 6:  # the layout of FSDP over tensor parallelism, only for even shards
                 continue
-            found[str(number)] = DTensor.from_local(torch.zeros(shape[0] // 6, shape[1]), world, placements)
+            tensors[str(number)] = DTensor.from_local(torch.zeros(shape[0] // 6, shape[1]), world, placements)
             continue
-        found[str(number)] = distribute_tensor(torch.arange(float(np.prod(shape))).view(shape), world, placements)
+        tensors[str(number)] = distribute_tensor(torch.arange(float(np.prod(shape))).view(shape), world, placements)
     for axis in ("fsdp", "tp"):
-        found[axis] = distribute_tensor(torch.zeros(5, 4), world[axis], [Shard(0)])
-    if rank < 2:  # as one stage of a pipeline
-        found["only two"] = torch.zeros(4)
-    table = holders.table_of(found)
-    held = holders.find_holders(found)
-    said = all_gather_json(
-        {name: [str(t.dtype).removeprefix("torch."), *map(list, holders.box_of(t))] for name, t in found.items()}
+        tensors[axis] = distribute_tensor(torch.zeros(5, 4), world[axis], [Shard(0)])
+    if rank < 2:  # like a tensor of one pipeline stage
+        tensors["only two"] = torch.zeros(4)
+    table = holders.table_of(tensors)
+    held_tensors = holders.find_holders(tensors)
+    boxes_of_ranks = all_gather_json(
+        {name: [str(t.dtype).removeprefix("torch."), *map(list, holders.box_of(t))] for name, t in tensors.items()}
     )
-    check(said, held)
-    return {"table": table, "said": said}
+    check_plan(boxes_of_ranks, held_tensors)
+    return {"table": table, "boxes": boxes_of_ranks}
 
 
-def test_ranks_compute_what_the_mesh_holds() -> None:
-    told = run_ranks(6, on_ranks)
-    tables = [{k: v for k, v in one["table"].items() if k != "only two"} for one in told]
-    assert all(table == tables[0] for table in tables), "ranks say the same of what they hold differently"
-    assert not any(isinstance(rule, dict) for _, _, rule in tables[0].values()), "every split here is one of digits"
+def test_ranks_compute_the_boxes_of_all_ranks() -> None:
+    answers = run_ranks(6, on_ranks)
+    tables = [{k: v for k, v in answer["table"].items() if k != "only two"} for answer in answers]
+    assert all(table == tables[0] for table in tables), "tables differ, although ranks have the same layout"
+    assert not any(isinstance(rule, dict) for _, _, rule in tables[0].values()), (
+        "every split of this mesh has a compact rule"
+    )
 
 
 def odd_mesh(rank: int) -> dict[str, Any]:
     mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [[0, 3], [1, 2]])
     local = torch.zeros(4 if rank in (0, 3) else 3, 2)
-    found = {"a": DTensor.from_local(local, mesh, [Shard(0), Replicate()], shape=(7, 2), stride=(2, 1))}
-    held = holders.find_holders(found)
-    check(all_gather_json({"a": ["float32", *map(list, holders.box_of(found["a"]))]}), held)
-    return holders.table_of(found)
+    tensors = {"a": DTensor.from_local(local, mesh, [Shard(0), Replicate()], shape=(7, 2), stride=(2, 1))}
+    held_tensors = holders.find_holders(tensors)
+    check_plan(all_gather_json({"a": ["float32", *map(list, holders.box_of(tensors["a"]))]}), held_tensors)
+    return holders.table_of(tensors)
 
 
-def test_ranks_in_an_order_of_their_own_say_their_boxes() -> None:
+def test_ranks_in_an_unusual_order_list_their_boxes() -> None:
     rules = [table["a"][2] for table in run_ranks(4, odd_mesh)]
-    # the digits of ranks 0 and 1 happen to be right, and those of 2 and 3 are not
+    # the compact rule happens to fit ranks 0 and 1; ranks 2 and 3 list their boxes
     assert [isinstance(rule, dict) for rule in rules] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("second", [["float32", [3], []], ["float16", [2], []]])
-def test_tensors_of_one_name_that_differ_are_refused(second: list[Any]) -> None:
+def test_different_tensors_with_one_name_are_rejected(second: list[Any]) -> None:
     with pytest.raises(CheckpointError, match=r"model.a cannot be saved: it is .* on rank 2, and .* before"):
         holders.held_by_all([{"model.a": ["float32", [2], []]}, {"model.a": second}], [0, 0, 1])
 
 
-def test_a_type_that_no_checkpoint_holds_is_refused() -> None:
+def test_unsupported_dtype_is_rejected() -> None:
     with pytest.raises(CheckpointError, match="model.a cannot be saved: its type complex64 is not one of"):
         holders.held_by_all([{"model.a": ["complex64", [2], []]}], [0])
 
@@ -173,20 +177,20 @@ NAMES = st.one_of(
 
 
 @given(st.dictionaries(NAMES, VALUES, max_size=30))
-def test_a_folded_table_is_the_table(table: dict[str, list[Any]]) -> None:
+def test_folded_table_round_trips(table: dict[str, list[Any]]) -> None:
     assert holders.unfold(json.loads(json.dumps(holders.fold(table)))) == table
 
 
-def test_a_folded_table_does_not_grow_with_layers() -> None:
-    def told(layers: int) -> int:
+def test_folded_table_does_not_grow_with_layers() -> None:
+    def folded_length(layers: int) -> int:
         names = [f"model.layers.{layer}.{name}" for layer in range(layers) for name in ("wq", "wk", "w1")]
         return len(json.dumps(holders.fold({name: ["float32", [8, 8], [[2, 1, 0]]] for name in names})))
 
-    assert told(900) <= told(2) + 2 * 3  # three lines, whose end has two digits more
+    assert folded_length(900) <= folded_length(2) + 2 * 3  # three entries, each with an end that has two more digits
 
 
-def uneven(ep: int, shards: int, layers: int) -> int:
-    """Grids of a layer of a mixture whose experts lie on ``ep`` ranks and whose rows are cut unevenly by the others."""
+def grids_per_layer(ep: int, shards: int, layers: int) -> int:
+    """Return the number of grids per layer of an MoE with experts on ``ep`` ranks and rows split unevenly."""
     rows, ranks = 2 * shards - 5, ep * shards
     kinds = {"w1": ([ep * 2, rows, 4], [[ep, 1, 0], [shards, ep, 1]])}
     kinds |= {"w2": ([ep * 2, rows - 3, 4], [[ep, 1, 0], [shards, ep, 1]])}
@@ -198,6 +202,6 @@ def uneven(ep: int, shards: int, layers: int) -> int:
     return sum(len(tensor.grids) for tensor in stored.values()) // layers
 
 
-def test_a_mesh_that_divides_nothing_evenly_has_few_grids_a_tensor() -> None:
-    """Whatever the ranks and layers; an order of one dimension alone gives some for each rank that holds experts."""
-    assert uneven(96, 40, 12) <= uneven(6, 7, 2)
+def test_mesh_with_uneven_splits_has_few_grids_per_tensor() -> None:
+    """The number is independent of ranks and layers. Ordering by one dimension would need grids per expert rank."""
+    assert grids_per_layer(96, 40, 12) <= grids_per_layer(6, 7, 2)

@@ -1,4 +1,4 @@
-"""When a run saves: by the first rank's clock alone, and as often as costs least."""
+"""Save intervals: only rank 0's clock counts, and the automatic interval minimizes lost time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardtrain.utils.errors import ConfigError
 
 
 class Clock:
-    """A clock that is set by hand."""
+    """Clock that tests set."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -34,7 +34,7 @@ class Clock:
         return self.now
 
 
-def test_seconds_count_from_the_end_of_the_save_before() -> None:
+def test_seconds_count_from_the_end_of_the_previous_save() -> None:
     clock = Clock()
     interval = Interval(Checkpoint(interval_type="seconds", interval=30), clock)
     assert not interval.is_time()
@@ -58,17 +58,17 @@ def run(rank: int, root: Path, kind: str, ticks: Iterator[float]) -> list[int]:
     return retention.steps(root / "checkpoint")
 
 
-def by_the_clock(rank: int, root: Path) -> list[int]:
-    # the first rank looks once per step and once per save; the clock of the other is ten thousand times as fast
+def saved_steps(rank: int, root: Path) -> list[int]:
+    # rank 0 reads its clock once per step and once per save; rank 1's clock runs 10,000 times as fast
     return run(rank, root, "seconds", itertools.count(0.0, 1.0 if rank == 0 else 1e4))
 
 
-def test_ranks_with_clocks_of_their_own_save_at_the_same_steps(tmp_path: Path) -> None:
-    # clock 0 at the start, 1..4 before steps 1..4: due after step 4; then 5 there, and 6..9 before steps 5..8
-    assert run_ranks(2, by_the_clock, tmp_path) == [[4, 8, 12]] * 2
+def test_ranks_with_different_clocks_save_at_the_same_steps(tmp_path: Path) -> None:
+    # rank 0 reads 0 at the start and 1 to 4 before steps 1 to 4: due after step 4, where it reads 5. Then 6 to 9, ...
+    assert run_ranks(2, saved_steps, tmp_path) == [[4, 8, 12]] * 2
 
 
-def test_an_automatic_interval_follows_the_measured_wait() -> None:
+def test_automatic_interval_follows_the_measured_stall() -> None:
     interval = Interval(Checkpoint(interval_type="automatic", mean_time_to_failure_hours=7.9))
     for _ in range(3):
         interval.note(1.0)
@@ -81,20 +81,20 @@ def test_an_automatic_interval_follows_the_measured_wait() -> None:
 
 
 @pytest.mark.parametrize(("stall", "hours"), [(1e-9, 1e-6), (0.0, 24.0), (3600.0, 0.01), (3600.0, 1e6), (1e-3, 1e9)])
-def test_an_automatic_interval_stays_within_limits(stall: float, hours: float) -> None:
+def test_automatic_interval_stays_within_limits(stall: float, hours: float) -> None:
     interval = Interval(Checkpoint(interval_type="automatic", mean_time_to_failure_hours=hours))
     interval.note(stall)
     assert max(SHORTEST_SECONDS, 10 * stall) <= interval.seconds <= max(LONGEST_SECONDS, 10 * stall)
 
 
-def test_an_automatic_interval_is_longer_than_a_save_is_in_flight() -> None:
+def test_automatic_interval_is_longer_than_the_duration_of_a_save() -> None:
     interval = Interval(Checkpoint(interval_type="automatic"))
     interval.note(0.01)
     interval.note_write(400.0)
     assert interval.seconds == 600.0
 
 
-def test_the_interval_is_logged_when_it_changes_by_a_fifth(caplog: pytest.LogCaptureFixture) -> None:
+def test_interval_is_logged_when_it_changes_by_a_fifth(caplog: pytest.LogCaptureFixture) -> None:
     interval = Interval(Checkpoint(interval_type="automatic"))
     with caplog.at_level("INFO", logger="shardtrain"):
         for stall in (1.0, 1.1, 1.2, 1.2, 1.2):
@@ -105,17 +105,19 @@ def test_the_interval_is_logged_when_it_changes_by_a_fifth(caplog: pytest.LogCap
     assert caplog.text.count("saving every") == 2
 
 
-def test_the_advised_interval_is_the_best_of_all() -> None:
+def test_advised_interval_maximizes_the_useful_share() -> None:
     for stall, mttf, restart in ((1.0, 28440.0, 240.0), (60.0, 28440.0, 900.0), (0.2, 6480.0, 60.0)):
         best = best_seconds(stall, mttf)
         shares = {
             factor: useful_share(factor * best, stall, mttf, restart) for factor in (0.25, 0.5, 0.9, 1, 1.1, 2, 4)
         }
-        assert max(shares, key=lambda factor: shares[factor]) in (0.9, 1, 1.1), "Young's is of the first order"
+        assert max(shares, key=lambda factor: shares[factor]) in (0.9, 1, 1.1), (
+            "Young's formula is a first-order approximation"
+        )
         assert max(shares.values()) - shares[1] < 1e-4
 
 
-def test_the_command_prints_the_interval_and_what_it_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_interval_and_the_useful_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert checkpoint_command.main(["interval", "--stall", "1", "--restart", "4min", "--mttf", "7.9h"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "save every 3m58s (sqrt(2 * stall * mttf) = 238 s)"
@@ -123,7 +125,7 @@ def test_the_command_prints_the_interval_and_what_it_leaves(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         ([], "--stall must be a time above 0"),
         (["--stall", "1"], "--mttf must be a time above 0"),
@@ -134,7 +136,7 @@ def test_the_command_prints_the_interval_and_what_it_leaves(capsys: pytest.Captu
         (["--mtbf", "1"], "--mtbf"),
     ],
 )
-def test_the_command_refuses_what_is_not_a_time(words: list[str], told: str) -> None:
+def test_command_rejects_invalid_times(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        checkpoint_command.main(["interval", *words])
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+        checkpoint_command.main(["interval", *arguments])
+    assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Nodes that see each other's files late: saves wait, say who is late, and give up after a bound."""
+"""Nodes that see each other's files late: saves wait, log the late node, and give up after a timeout."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ def start(rank: int, folder: Path, mode: str, kind: str, lag_seconds: float) -> 
     return train_whole(rank, config(folder, mode))
 
 
-MODES = ("at once", "in the background", "hub export")
-DEFAULT = [("at once", "empty"), ("in the background", "absent")]
+MODES = ("blocking", "in the background", "hub export")
+DEFAULT = [("blocking", "empty"), ("in the background", "absent")]
 NIGHTLY = [case for case in itertools.product(MODES, ("absent", "empty")) if case not in DEFAULT]
 
 
 @pytest.mark.parametrize(("mode", "kind"), cases(DEFAULT, nightly=NIGHTLY))
-def test_saves_wait_for_files_that_are_seen_late(tmp_path: Path, mode: str, kind: str) -> None:
+def test_saves_wait_for_files_that_appear_late(tmp_path: Path, mode: str, kind: str) -> None:
     for ended in run_ranks(2, start, tmp_path, mode, kind, LAG_SECONDS):
         assert ended.error is None and len(ended.losses) == STEPS
     names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
     assert names == {"step-1", "step-2", *(["step-2-hf"] if mode == "hub export" else [])}
     log = (tmp_path / "logs/rank-0.log").read_text()
     assert f"{os.uname().nodename}, the node of rank 0, saw files of other nodes" in log
-    if kind == "absent":  # the sign that the start looks for is an empty file
+    if kind == "absent":  # at start, ranks wait for an empty probe file
         assert f"checkpoint.folder: {os.uname().nodename} saw a file of rank 0" in log
 
 
-def start_blind(rank: int, folder: Path) -> Ended:
+def start_with_a_blind_rank(rank: int, folder: Path) -> Ended:
     files.SEEN_SECONDS = LAG_SECONDS
-    return start(rank, folder, "at once", "empty", 1000.0 if rank == 0 else 0.0)
+    return start(rank, folder, "blocking", "empty", 1000.0 if rank == 0 else 0.0)
 
 
-def test_a_save_gives_up_after_a_bound_and_names_the_node(tmp_path: Path) -> None:
-    for ended in run_ranks(2, start_blind, tmp_path):
+def test_save_gives_up_after_a_timeout_and_names_the_node(tmp_path: Path) -> None:
+    for ended in run_ranks(2, start_with_a_blind_rank, tmp_path):
         assert isinstance(ended.error, StorageError) and ended.error.exit_code == 8
-        words = rf"rank-00001.bin: {os.uname().nodename}, the node of rank 0, sees 0 of its \d+ bytes after"
-        with pytest.raises(StorageError, match=words):
+        message = rf"rank-00001.bin: {os.uname().nodename}, the node of rank 0, sees 0 of its \d+ bytes after"
+        with pytest.raises(StorageError, match=message):
             raise ended.error

@@ -1,4 +1,4 @@
-"""One writer of a folder at a time: who holds the lease, who may take it over, and who must stop."""
+"""The lease of a folder allows one writer: who holds it, who may take it over, and who must stop."""
 
 from __future__ import annotations
 
@@ -32,9 +32,15 @@ def group() -> Iterator[None]:
 
 
 def write(folder: Path, **fields: Any) -> None:
-    """A lease of somebody else."""
-    held = {"host": "another.host", "pid": 1, "process_start": 5, "nonce": "aa", "started": "2026-01-01T00:00:00Z"}
-    (folder / "lease.json").write_text(json.dumps({**held, **fields}))
+    """Write a lease that belongs to another process."""
+    lease_fields = {
+        "host": "another.host",
+        "pid": 1,
+        "process_start": 5,
+        "nonce": "aa",
+        "started": "2026-01-01T00:00:00Z",
+    }
+    (folder / "lease.json").write_text(json.dumps({**lease_fields, **fields}))
 
 
 def hold(folder: Path, ready: Any) -> None:
@@ -45,7 +51,7 @@ def hold(folder: Path, ready: Any) -> None:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Any]:
-    """Another process that holds the lease of tmp_path."""
+    """A separate process that holds the lease of ``tmp_path``."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=hold, args=(tmp_path, sender), daemon=True)
@@ -56,14 +62,14 @@ def holder(tmp_path: Path) -> Iterator[Any]:
     process.join(patience.seconds(10))
 
 
-def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path, holder: Any) -> None:
+def test_second_run_is_rejected_with_the_holder_of_the_lease(tmp_path: Path, holder: Any) -> None:
     with pytest.raises(ConfigError, match=rf"being written by process {holder.pid} on .* since 20") as caught:
         Lease(tmp_path).acquire()
     assert caught.value.exit_code == 2 and "job.dump_folder" in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["lease.json"], "nothing is left beside it"
+    assert [path.name for path in tmp_path.iterdir()] == ["lease.json"], "no temporary files remain"
 
 
-def test_the_lease_of_a_killed_process_is_taken_over_and_logged(
+def test_lease_of_a_killed_process_is_taken_over_and_logged(
     tmp_path: Path, holder: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.kill(holder.pid, signal.SIGKILL)
@@ -76,14 +82,14 @@ def test_the_lease_of_a_killed_process_is_taken_over_and_logged(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_number_used_again_is_not_the_holder(tmp_path: Path) -> None:
+def test_reused_process_id_does_not_count_as_the_holder(tmp_path: Path) -> None:
     write(tmp_path, host=socket.gethostname(), pid=os.getppid(), process_start=1)
     taken = Lease(tmp_path)
     taken.acquire()
-    taken.check()  # raises unless the file is this holder's
+    taken.check()  # raises if the lease belongs to another holder
 
 
-def test_a_lease_of_another_host_is_watched_and_respected_while_it_beats(
+def test_lease_of_another_host_is_respected_while_it_is_renewed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path)
@@ -95,13 +101,13 @@ def test_a_lease_of_another_host_is_watched_and_respected_while_it_beats(
 
 
 class Watch:
-    """A monotonic clock that sleeping moves; ``at`` is called with its time."""
+    """Fake monotonic clock that ``sleep`` advances. ``at`` is called with the seconds since the start."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: Any = lambda now: None) -> None:
         self.now, self._at = 1000.0, at
         clock = {"monotonic": lambda: self.now, "sleep": self._sleep}
-        kept = {name: getattr(time, name) for name in ("strftime", "gmtime")}
-        monkeypatch.setattr(lease, "time", types.SimpleNamespace(**clock, **kept))
+        formatting = {name: getattr(time, name) for name in ("strftime", "gmtime")}
+        monkeypatch.setattr(lease, "time", types.SimpleNamespace(**clock, **formatting))
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -113,37 +119,37 @@ class Watch:
     [(3600, 30), (45, 30), (20, 40), (0, 60), (-86400, 60)],
     ids=["long silent", "silent", "beaten", "new", "in the future"],
 )
-def test_a_lease_of_another_host_is_free_after_silence_that_was_watched(
+def test_lease_of_another_host_is_taken_over_after_observed_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds_old: int, watched: int
 ) -> None:
     write(tmp_path)
     path = tmp_path / "lease.json"
 
-    def clock(path: Path, own: Path) -> float:  # of the filesystem, which goes with ours
+    def age_seconds(path: Path, own: Path) -> float:  # age by the clock of the filesystem, which agrees with ours
         return seconds_old + watch.now - 1000
 
     watch = Watch(monkeypatch)
-    monkeypatch.setattr(lease, "_age_seconds", clock)
+    monkeypatch.setattr(lease, "_age_seconds", age_seconds)
     Lease(tmp_path).acquire()
     assert watch.now - 1000 == watched and f"{watched} s of them watched" in caplog.text
     assert lease.read(path)["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("jump", [86400.0, 61.0, -86400.0])
-def test_a_clock_that_jumps_takes_no_lease_from_a_run_that_beats(
+def test_clock_jump_does_not_expire_a_lease_that_is_renewed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
     write(tmp_path)
     path = tmp_path / "lease.json"
-    then = path.stat().st_mtime - jump  # what it was touched at, seen after the clock of the filesystem has jumped
-    os.utime(path, (then, then))
-    Watch(monkeypatch, lambda now: os.utime(path) if now == 9.0 else None)  # its next beat
+    last_beat = path.stat().st_mtime - jump  # time of the last beat, before the filesystem's clock jumped
+    os.utime(path, (last_beat, last_beat))
+    Watch(monkeypatch, lambda now: os.utime(path) if now == 9.0 else None)  # the next beat
     with pytest.raises(ConfigError, match="process 1 on another.host"):
         Lease(tmp_path).acquire()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"pid": "x", "host": []}', "[" * 10_000, "\xff\xfe"])
-def test_a_lease_that_is_none_is_respected_until_it_is_stale(
+def test_invalid_lease_is_respected_until_it_is_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     Watch(monkeypatch)
@@ -152,24 +158,24 @@ def test_a_lease_that_is_none_is_respected_until_it_is_stale(
     os.utime(path, (path.stat().st_mtime - 61,) * 2)
     taken = Lease(tmp_path)
     taken.acquire()
-    taken.check()  # raises unless the file is this holder's
+    taken.check()  # raises if the lease belongs to another holder
 
 
-def test_the_holder_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holder_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
-    held = Lease(tmp_path)
-    held.acquire()
+    own_lease = Lease(tmp_path)
+    own_lease.acquire()
     path = tmp_path / "lease.json"
     os.utime(path, (0, 0))
     for _ in range(1000):
         if path.stat().st_mtime > 0:
             break
-        held._ended.wait(0.01)
+        own_lease._ended.wait(0.01)
     assert path.stat().st_mtime > 0
-    held.release()
+    own_lease.release()
 
 
-def test_a_silent_process_that_lives_on_this_host_keeps_its_lease(tmp_path: Path) -> None:
+def test_silent_process_that_is_alive_on_this_host_keeps_its_lease(tmp_path: Path) -> None:
     parent = os.getppid()
     write(tmp_path, host=socket.gethostname(), pid=parent, process_start=lease._process_start(parent))
     os.utime(tmp_path / "lease.json", (0, 0))
@@ -178,7 +184,7 @@ def test_a_silent_process_that_lives_on_this_host_keeps_its_lease(tmp_path: Path
 
 
 @pytest.mark.parametrize("elsewhere", [{"pid_namespace": "pid:[1]"}, {"boot": "of another machine"}])
-def test_a_process_of_another_container_or_machine_with_this_host_name_is_not_taken_for_dead(
+def test_process_in_another_container_or_machine_with_this_host_name_counts_as_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: dict[str, str]
 ) -> None:
     write(tmp_path, **{**lease.own_fields("aa"), "pid": 2**22 - 1, **elsewhere})
@@ -190,25 +196,25 @@ def test_a_process_of_another_container_or_machine_with_this_host_name_is_not_ta
 
 
 @pytest.mark.parametrize("removed", ["lease", "folder"])
-def test_a_lease_that_is_gone_is_not_anothers_and_is_written_again(
+def test_deleted_lease_is_written_again_by_its_holder(
     tmp_path: Path, removed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "checkpoint"
-    held = Lease(folder)
-    held.acquire()
+    own_lease = Lease(folder)
+    own_lease.acquire()
     (folder / "lease.json").unlink()
     if removed == "folder":
         folder.rmdir()
-    held.check()
-    assert lease.read(folder / "lease.json")["nonce"] == held.nonce and "written again" in caplog.text
+    own_lease.check()
+    assert lease.read(folder / "lease.json")["nonce"] == own_lease.nonce and "written again" in caplog.text
     with pytest.raises(ConfigError, match="another job.dump_folder"):
-        in_another_process(folder)
-    held.release()
+        acquire_in_another_process(folder)
+    own_lease.release()
     assert list(folder.iterdir()) == []
 
 
-def in_another_process(folder: Path) -> None:
-    """Try to take the lease as a run beside this one; raises what it raises."""
+def acquire_in_another_process(folder: Path) -> None:
+    """Try to acquire the lease in a concurrent process, and reraise its error."""
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
         pool.submit(acquire, folder).result(timeout=patience.seconds(30))
 
@@ -217,64 +223,62 @@ def acquire(folder: Path) -> None:
     Lease(folder).acquire()
 
 
-def test_a_lease_that_cannot_be_read_is_looked_for_again_and_beats_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_lease_is_retried_and_renewal_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(lease, "PATIENCE_SECONDS", 0.5)
-    held, path = Lease(tmp_path), tmp_path / "lease.json"
-    held.acquire()
-    reading, failures = lease._read, [0]
+    own_lease, path = Lease(tmp_path), tmp_path / "lease.json"
+    own_lease.acquire()
+    read, failures_left = lease._read, [0]
 
-    def failing(path: Path) -> dict[str, Any]:
-        if failures[0]:
-            failures[0] -= 1
+    def fail_to_read(path: Path) -> dict[str, Any]:
+        if failures_left[0]:
+            failures_left[0] -= 1
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
-        return reading(path)
+        return read(path)
 
-    monkeypatch.setattr(lease, "_read", failing)
-    failures[0] = 5
-    held.check()
-    failures[0] = 10**9
+    monkeypatch.setattr(lease, "_read", fail_to_read)
+    failures_left[0] = 5
+    own_lease.check()
+    failures_left[0] = 10**9
     with pytest.raises(OSError, match="Stale file handle"):
-        held.check()
-    failures[0] = 0
+        own_lease.check()
+    failures_left[0] = 0
     os.utime(path, (0, 0))
     patience.wait_for(lambda: path.stat().st_mtime > 0, 10, "the next beat")
-    held.check()
-    held.release()
+    own_lease.check()
+    own_lease.release()
 
 
 @pytest.mark.usefixtures("group")
-def test_a_writer_that_lost_its_lease_stops_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = checkpoints(tmp_path)
-    save(kept, 2)
+def test_writer_that_lost_its_lease_stops_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = checkpoints(tmp_path)
+    save(manager, 2)
     rename = os.rename
 
     def taken_over() -> None:
         write(tmp_path / "checkpoint", nonce="bb")
 
-    prepare = kept._prepare
-    monkeypatch.setattr(kept, "_prepare", lambda *a: (prepare(*a), taken_over())[0])
+    prepare = manager._prepare
+    monkeypatch.setattr(manager, "_prepare", lambda *a: (prepare(*a), taken_over())[0])
     with pytest.raises(ConfigError, match="was taken over by process 1 on another.host"):
-        save(kept, 4)
+        save(manager, 4)
     assert os.rename is rename
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["lease.json", "step-2"]
-    kept.close()
-    assert (tmp_path / "checkpoint/lease.json").exists(), "it is not ours to give back"
+    manager.close()
+    assert (tmp_path / "checkpoint/lease.json").exists(), "a lease of another process must not be deleted"
 
 
 @pytest.mark.usefixtures("group")
-def test_a_run_that_only_loads_needs_no_lease(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kept = checkpoints(tmp_path)
-    save(kept, 2)
+def test_load_only_run_needs_no_lease(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = checkpoints(tmp_path)
+    save(manager, 2)
     write(tmp_path / "checkpoint")
     with caplog.at_level(logging.WARNING):
         assert checkpoints(tmp_path, load_only=True).to_continue() is not None
     assert not caplog.text
 
 
-def test_a_sweep_leaves_what_is_young_and_what_is_of_the_holder(tmp_path: Path) -> None:
+def test_sweep_keeps_recent_entries_and_those_of_the_holder(tmp_path: Path) -> None:
     for name in ("step-1.tmp-aa", "step-2.tmp-bb", "step-3.trash-cc", "step-4", "step-5.tmp-dd", "other"):
         (tmp_path / name).mkdir()
     now = (tmp_path / "step-1.tmp-aa").stat().st_mtime

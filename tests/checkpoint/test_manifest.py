@@ -1,4 +1,4 @@
-"""A manifest is data that strangers may write: whatever it says, it is refused in one line or it is right."""
+"""Manifests are untrusted input: an invalid one is rejected with a one-line message, whatever it contains."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ BODY: dict[str, Any] = {
 
 
 def signed(body: str | bytes) -> bytes:
-    """A manifest as somebody who knows the format would forge it: the hash is right."""
-    rest = b"\n" + (body.encode() if isinstance(body, str) else body)[1:] + b"\n"
-    return b'{"sha256": "%s",' % hashlib.sha256(rest).hexdigest().encode() + rest
+    """Return a forged manifest with a correct hash."""
+    signed_text = b"\n" + (body.encode() if isinstance(body, str) else body)[1:] + b"\n"
+    return b'{"sha256": "%s",' % hashlib.sha256(signed_text).hexdigest().encode() + signed_text
 
 
-def refusal(data: bytes) -> str:
+def rejection(data: bytes) -> str:
     with pytest.raises(CheckpointError) as caught:
         manifest.parse(data, PATH)
     text = str(caught.value)
@@ -48,19 +48,19 @@ def refusal(data: bytes) -> str:
     return text
 
 
-def test_the_body_of_these_tests_is_good() -> None:
-    found = manifest.parse(signed(json.dumps(BODY)), PATH)
-    assert found.tensors["model.a"].grids[1] == Grid((1, 0), (1, 4), 0, 16)
+def test_unchanged_body_is_valid() -> None:
+    parsed = manifest.parse(signed(json.dumps(BODY)), PATH)
+    assert parsed.tensors["model.a"].grids[1] == Grid((1, 0), (1, 4), 0, 16)
 
 
-def test_what_is_written_is_read() -> None:
+def test_manifest_round_trips() -> None:
     grids = (Grid((0, 0), (2, 3), 0, 0), Grid((0, 3), (2, 1), 1, 0))
     tensors = {"model.ä": StoredTensor("bfloat16", (2, 4), grids), "model.s": StoredTensor("float32", (0, 3), ())}
     files = (TensorFile("rank-00000.bin", 12, HASH), TensorFile("rank-00001.bin", 4, HASH))
-    whole = Manifest(7, 2, "run", "shardtrain", files, tensors, {"state": {"order_hash": 2**64 - 1}})
-    data = whole.to_bytes()
-    assert manifest.parse(data, PATH) == whole
-    assert json.loads(data)["step"] == 7, "it is JSON for everybody"
+    original = Manifest(7, 2, "run", "shardtrain", files, tensors, {"state": {"order_hash": 2**64 - 1}})
+    data = original.to_bytes()
+    assert manifest.parse(data, PATH) == original
+    assert json.loads(data)["step"] == 7, "any JSON parser can read it"
 
 
 def changed(*path: str | int, value: Any) -> str:
@@ -83,7 +83,7 @@ HOSTILE: dict[str, str | bytes] = {
     "a backslash": changed("files", 0, 0, value="..\\a.bin"),
     "an endless name": changed("files", 0, 0, value="a" * 10**6 + ".bin"),
     "a name that is a number": changed("files", 0, 0, value=3),
-    "the manifest itself": changed("files", 0, 0, value="manifest.json"),
+    "the name of the manifest": changed("files", 0, 0, value="manifest.json"),
     "one file twice": changed("files", value=[["a.bin", 40, HASH]] * 2),
     "negative size": changed("files", 0, 1, value=-1),
     "size true": changed("files", 0, 1, value=True),
@@ -91,7 +91,7 @@ HOSTILE: dict[str, str | bytes] = {
     "size of 10^400": changed("files", 0, 1, value=10**400),
     "hash in capitals": changed("files", 0, 2, value="A" * 64),
     "hash too short": changed("files", 0, 2, value="0" * 63),
-    "files of a table": changed("files", value={}),
+    "files as a table": changed("files", value={}),
     "no files": changed("files", value=[]),
     "negative offset": changed(*CHUNK, 0, value=[-1, 0]),
     "negative shape": changed(*A, 1, value=[-2, -4]),
@@ -142,21 +142,21 @@ HOSTILE: dict[str, str | bytes] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_manifest_with_a_right_hash_is_refused(name: str) -> None:
-    refusal(signed(HOSTILE[name]))
+def test_hostile_manifest_with_a_correct_hash_is_rejected(name: str) -> None:
+    rejection(signed(HOSTILE[name]))
 
 
-def test_hostile_manifests_run_nothing_and_touch_nothing() -> None:
+def test_hostile_manifests_run_no_code_and_open_no_files() -> None:
     events: list[str] = []
     watching, thread = [True], threading.get_ident()
 
     def hook(event: str, _: object) -> None:
-        # this thread alone: what others do meanwhile (a server that a test before this one has begun) is theirs
+        # only this thread: others (such as the server of an earlier test) may cause events too
         if watching[0] and threading.get_ident() == thread and event not in ("object.__getattr__", "sys._getframe"):
             events.append(event)
 
-    sys.addaudithook(hook)  # there is no way to take a hook away
-    gc.disable()  # nor does it count what tests before this one have left to be finalized
+    sys.addaudithook(hook)  # audit hooks cannot be removed
+    gc.disable()  # finalizers of objects from earlier tests would cause events too
     try:
         for body in HOSTILE.values():
             with contextlib.suppress(CheckpointError):
@@ -164,27 +164,26 @@ def test_hostile_manifests_run_nothing_and_touch_nothing() -> None:
     finally:
         watching[0] = False
         gc.enable()
-    assert not [
-        e for e in events if e.split(".")[0] in ("exec", "compile", "import", "open", "os", "subprocess", "pickle")
-    ]
+    unsafe_kinds = ("exec", "compile", "import", "open", "os", "subprocess", "pickle")
+    assert not [event for event in events if event.split(".")[0] in unsafe_kinds]
 
 
-def test_pieces_too_many_to_compare_are_refused_soon() -> None:
-    # all begin in different places along both dimensions and stay open: the worst case of the sweep
+def test_too_many_pieces_to_compare_are_rejected_quickly() -> None:
+    # all boxes begin at different offsets in both dimensions and overlap in the sweep: its worst case
     boxes = [((i, i), (20_000 - i, 1)) for i in range(20_000)]
     assert check_tiling((20_000, 20_000), boxes)
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_refused(data: bytes) -> None:
-    refusal(data)
-    refusal(signed(b"{" + data))
+def test_random_bytes_are_rejected(data: bytes) -> None:
+    rejection(data)
+    rejection(signed(b"{" + data))
 
 
 @settings(max_examples=300)
 @given(st.data())
-def test_a_forged_value_anywhere_is_refused_or_makes_no_difference_to_safety(data: st.DataObject) -> None:
-    """Whatever is put wherever: a parsed manifest has files without paths and pieces inside them."""
+def test_forged_value_in_any_field_is_rejected_or_safe(data: st.DataObject) -> None:
+    """For any value in any field, a manifest that parses has file names without paths and pieces within their files."""
     leaves = [("files", 0, i) for i in range(3)] + [(*A, 0), (*A, 1, 0), (*A, 1, 1), (*A, 2, 0, 2), (*A, 2, 0, 3)]
     leaves += [(*CHUNK, i, j) for i in range(2) for j in range(2)]
     leaf = data.draw(st.sampled_from(leaves))
@@ -198,19 +197,21 @@ def test_a_forged_value_anywhere_is_refused_or_makes_no_difference_to_safety(dat
         )
     )
     try:
-        found = manifest.parse(signed(changed(*leaf, value=value)), PATH)
+        parsed = manifest.parse(signed(changed(*leaf, value=value)), PATH)
     except CheckpointError:
         return
-    for file in found.files:
+    for file in parsed.files:
         assert "/" not in file.name and file.name not in ("", ".", "..")
-    for tensor in found.tensors.values():
+    for tensor in parsed.tensors.values():
         for chunk in tensor.chunks():
             size = chunk.numel * ITEM_BYTES[tensor.dtype]
-            assert chunk.begin >= 0 and chunk.begin + size <= found.files[chunk.file].bytes
+            assert chunk.begin >= 0 and chunk.begin + size <= parsed.files[chunk.file].bytes
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
-def test_a_grid_covers_exactly_and_any_change_of_it_does_not(cells: list[int], data: st.DataObject) -> None:
+def test_boxes_of_a_grid_tile_the_tensor_and_a_missing_or_extra_one_does_not(
+    cells: list[int], data: st.DataObject
+) -> None:
     edges = [data.draw(st.lists(st.integers(1, 3), min_size=n, max_size=n)) for n in cells]
     boxes: list[Any] = [((), ())]
     for sizes in edges:
@@ -225,29 +226,29 @@ def test_a_grid_covers_exactly_and_any_change_of_it_does_not(cells: list[int], d
     assert all(overlap(one, other) is None for one in boxes for other in boxes if one != other)
 
 
-def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+def test_huge_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "manifest.json").open("wb") as file:
-        file.truncate(manifest.MAX_BYTES + 1)  # a hole: no disk is used
+        file.truncate(manifest.MAX_BYTES + 1)  # sparse: uses no disk space
     with pytest.raises(CheckpointError, match="not a file of less than"):
         manifest.read(tmp_path)
 
 
-def test_reading_a_manifest_needs_no_more_than_the_standard_library() -> None:
+def test_manifest_module_imports_only_the_standard_library() -> None:
     check: Callable[[str], bool] = sys.modules.__contains__
     assert check("shardtrain.checkpoint.manifest")
     source = Path(manifest.__file__).read_text()
     assert "import torch" not in source and "numpy" not in source
 
 
-def test_a_manifest_that_no_start_would_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = manifest.parse(signed(json.dumps(BODY)), PATH)
-    assert 0 < manifest.least_bytes(found.tensors) <= len(found.to_bytes())
-    monkeypatch.setattr(manifest, "MAX_BYTES", len(found.to_bytes()) - 1)
+def test_manifest_too_large_to_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = manifest.parse(signed(json.dumps(BODY)), PATH)
+    assert 0 < manifest.least_bytes(parsed.tensors) <= len(parsed.to_bytes())
+    monkeypatch.setattr(manifest, "MAX_BYTES", len(parsed.to_bytes()) - 1)
     with pytest.raises(
         CheckpointError,
         match="GiB; split the tensors into fewer pieces, for example with a larger parallelism.data_par",
     ):
-        found.to_bytes()
+        parsed.to_bytes()
 
 
 GRID: dict[str, Any] = {
@@ -255,7 +256,7 @@ GRID: dict[str, Any] = {
     "version": 2,
     "files": [[f"rank-{rank:05d}.bin", 40, HASH] for rank in range(6)],
     "tensors": {
-        # FSDP over three of what tensor parallelism cut in two, and what every second rank has
+        # 3 FSDP ranks of 2 tensor-parallel halves, and a tensor on every second rank
         "model.a": ["float32", [6, 4], [[[0, 0], [2, 2], 0, 0, [[2, 1, 1], [3, 0, 2]]]]],
         "model.b": ["int64", [3], [[[0], [1], 0, 16, [[3, 0, 2]]]]],
         "model.c": ["int64", [6], [[[0], [1], 5, 24, [[6, 0, -1]]]]],
@@ -272,17 +273,17 @@ def grid_with(*path: str | int, value: Any) -> str:
     return json.dumps(body)
 
 
-def test_grids_are_read_and_written_as_they_are() -> None:
-    found = manifest.parse(signed(json.dumps(GRID)), PATH)
-    assert found.tensors["model.a"].grids == (Grid((0, 0), (2, 2), 0, 0, (Axis(2, 1, 1), Axis(3, 0, 2))),)
-    assert [(c.offsets, c.file) for c in found.tensors["model.a"].chunks()] == [
+def test_grids_round_trip() -> None:
+    parsed = manifest.parse(signed(json.dumps(GRID)), PATH)
+    assert parsed.tensors["model.a"].grids == (Grid((0, 0), (2, 2), 0, 0, (Axis(2, 1, 1), Axis(3, 0, 2))),)
+    assert [(c.offsets, c.file) for c in parsed.tensors["model.a"].chunks()] == [
         ((0, 0), 0), ((0, 2), 1), ((2, 0), 2), ((2, 2), 3), ((4, 0), 4), ((4, 2), 5),
     ]  # fmt: skip
-    assert [c.file for c in found.tensors["model.c"].chunks()] == [5, 4, 3, 2, 1, 0]
-    assert manifest.parse(found.to_bytes(), PATH) == found and json.loads(found.to_bytes())["version"] == 2
+    assert [c.file for c in parsed.tensors["model.c"].chunks()] == [5, 4, 3, 2, 1, 0]
+    assert manifest.parse(parsed.to_bytes(), PATH) == parsed and json.loads(parsed.to_bytes())["version"] == 2
 
 
-def test_what_has_no_grids_is_read_by_earlier_programs() -> None:
+def test_manifest_without_repeated_grids_keeps_version_1() -> None:
     assert json.loads(manifest.parse(signed(json.dumps(BODY)), PATH).to_bytes())["version"] == 1
 
 
@@ -310,14 +311,14 @@ A_AXES, B_GRID = ("tensors", "model.a", 2, 0, 4), ("tensors", "model.b", 2, 0)
         "wrong number of dimensions": (grid_with(*B_GRID, 1, value=[1, 1]), "wrong number of dimensions"),
     }.values(),
 )  # fmt: skip
-def test_a_hostile_grid_is_refused(body: str, why: str) -> None:
-    assert why in refusal(signed(body))
+def test_hostile_grid_is_rejected(body: str, why: str) -> None:
+    assert why in rejection(signed(body))
 
 
 @settings(max_examples=300)
 @given(st.data())
-def test_pieces_share_bytes_exactly_where_a_look_at_each_says_so(data: st.DataObject) -> None:
-    """Files are looked at by kinds; the definition looks at every piece of every file."""
+def test_shared_bytes_are_detected_as_a_check_of_every_byte_does(data: st.DataObject) -> None:
+    """The implementation groups identical files; the definition checks every byte of every file."""
     files, tensors = data.draw(st.integers(1, 8)), {}
     for number in range(data.draw(st.integers(1, 4))):
         count = data.draw(st.integers(1, files))
@@ -337,10 +338,10 @@ def test_pieces_share_bytes_exactly_where_a_look_at_each_says_so(data: st.DataOb
         assert good
 
 
-def test_a_folder_of_hugging_face_names_the_option_that_reads_it(tmp_path: Path) -> None:
+def test_hugging_face_folder_is_rejected_with_the_option_that_reads_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="Hugging Face folder.* checkpoint.initial_load_in_hf = true") as refused:
         manifest.read(tmp_path)
-    told = str(retention.unusable(tmp_path, str(refused.value)))
-    assert told.count("checkpoint.initial_load_in_hf") == 1 and "use another one" not in told
+    message = str(retention.unusable(tmp_path, str(refused.value)))
+    assert message.count("checkpoint.initial_load_in_hf") == 1 and "use another one" not in message
     assert "; use another one" in str(retention.unusable(tmp_path / "step-1", "it is damaged"))

@@ -1,6 +1,6 @@
-"""Starts on nodes that do not share disks: the newest complete checkpoint of any node decides, or the run ends.
+"""Starts on nodes that do not share disks resume the newest complete checkpoint of any node, or fail.
 
-Each rank is a node with a folder of its own. A start names the nodes in the order of their ranks.
+Each rank is a node with its own folder. A start lists the nodes in the order of their ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def config(folder: Path, **checkpoint: Any) -> Config:
 
 
 def start(rank: int, disks: Path, nodes: str, stop_after: int | None, options: dict[str, Any]) -> tuple[Ended, str]:
-    """Run as one node; return what it did and its log."""
+    """Run as one node. Return the result and the log."""
     os.environ["LOCAL_RANK"] = "0"
     os.uname = lambda: SimpleNamespace(nodename=f"node-{nodes[rank]}")  # type: ignore[assignment,return-value]
     folder = disks / nodes[rank]
@@ -47,11 +47,11 @@ def start(rank: int, disks: Path, nodes: str, stop_after: int | None, options: d
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """Disks of the nodes "a" and "b" after a run was killed in step 6, and the same run undisturbed."""
+    """Disks of nodes "a" and "b" after a run was killed in step 6, and the result of the same run without the kill."""
     disks = tmp_path_factory.mktemp("disks")
     run_ranks(2, start, disks, "ab", 5, {})
-    whole, _ = run_ranks(2, start, tmp_path_factory.mktemp("whole"), "ab", None, {})[0]
-    return disks, whole
+    undisturbed, _ = run_ranks(2, start, tmp_path_factory.mktemp("undisturbed"), "ab", None, {})[0]
+    return disks, undisturbed
 
 
 def cut(disks: Path) -> None:
@@ -101,7 +101,7 @@ STARTS: dict[str, tuple[str, Any, dict[str, Any], int | str]] = {
     "the second node is new": ("ac", None, {}, SAVED),
     "the newest is damaged": ("ba", cut, {}, 2),
     "the newest has no manifest": ("ba", manifest_lost, {}, 2),
-    "the newest is damaged on the first node, whole on the second": ("ab", copied_to_b_then_cut, {}, SAVED),
+    "the newest is damaged on the first node, complete on the second": ("ab", copied_to_b_then_cut, {}, SAVED),
     "the newest is on the second node, older ones on the first": ("ab", newest_moved_to_b, {}, SAVED),
     "the newest was deleted": ("ba", newest_deleted, {}, "all nodes to continue from step 2"),
     "a step is named": ("ba", None, {"load_step": 2}, 2),
@@ -116,32 +116,32 @@ DEFAULT = ("another order", "one node more, which is first", "the first node lef
 
 
 @pytest.mark.parametrize("name", cases(DEFAULT, nightly=[name for name in STARTS if name not in DEFAULT]))
-def test_the_newest_complete_checkpoint_of_any_node_decides(
+def test_newest_complete_checkpoint_of_any_node_is_resumed(
     saved: tuple[Path, Ended], tmp_path: Path, name: str
 ) -> None:
-    disks, whole = saved
+    disks, undisturbed = saved
     shutil.copytree(disks, tmp_path / "disks")
-    nodes, happened, options, expected = STARTS[name]
-    if happened:
-        happened(tmp_path / "disks")
-    found = run_ranks(len(nodes), start, tmp_path / "disks", nodes, None, options)
-    for ended, log in found:
+    nodes, damage, options, expected = STARTS[name]
+    if damage:
+        damage(tmp_path / "disks")
+    results = run_ranks(len(nodes), start, tmp_path / "disks", nodes, None, options)
+    for ended, log in results:
         if isinstance(expected, str):
             with pytest.raises(CheckpointError, match=expected):
                 raise ended.error or AssertionError(f"continued with {len(ended.losses)} steps")
             assert ended.losses == [] and "\n" not in str(ended.error)
             continue
         assert ended.error is None and len(ended.losses) == STEPS - expected, log
-        if len(nodes) == 2:  # the same mesh, so the same numbers to the bit
-            assert ended.losses == whole.losses[expected:]
-            assert_bitwise(ended.weights, whole.weights)
+        if len(nodes) == 2:  # the same mesh: bitwise equal
+            assert ended.losses == undisturbed.losses[expected:]
+            assert_bitwise(ended.weights, undisturbed.weights)
         else:
-            assert ended.losses == pytest.approx(whole.losses[expected:], abs=1e-5)
+            assert ended.losses == pytest.approx(undisturbed.losses[expected:], abs=1e-5)
     if isinstance(expected, int) and not options.get("load_only"):
         assert (tmp_path / "disks" / nodes[0] / f"checkpoint/step-{STEPS}").is_dir(), "rank 0's node saves"
 
 
-def test_the_log_names_the_node_that_holds_the_checkpoint(saved: tuple[Path, Ended], tmp_path: Path) -> None:
+def test_log_names_the_node_with_the_checkpoint(saved: tuple[Path, Ended], tmp_path: Path) -> None:
     shutil.copytree(saved[0], tmp_path / "disks")
     _, log = run_ranks(2, start, tmp_path / "disks", "ba", None, {})[0]
     assert "step-4 is on node-a, and not on the node of rank 0" in log
@@ -159,23 +159,23 @@ def undo(rank: int, disks: Path) -> None:
     again.close()
 
 
-def test_steps_that_a_rollback_has_undone_are_deleted_on_all_nodes(saved: tuple[Path, Ended], tmp_path: Path) -> None:
+def test_rollback_deletes_undone_steps_on_all_nodes(saved: tuple[Path, Ended], tmp_path: Path) -> None:
     shutil.copytree(saved[0], tmp_path / "disks")
     shutil.copytree(tmp_path / "disks/a/checkpoint/step-2", tmp_path / "disks/b/checkpoint/step-2")
     run_ranks(2, undo, tmp_path / "disks")
     assert sorted(path.parent.parent.name for path in tmp_path.glob("disks/*/checkpoint/step-*")) == ["a", "b"]
 
 
-def two_sizes(rank: int, disks: Path) -> str:
+def train_with_two_batch_sizes(rank: int, disks: Path) -> str:
     """Train steps of 8 sequences with node "a" first, then continue with node "b" first and half the local batch."""
     os.environ["LOCAL_RANK"] = "0"
     for nodes, local_batch_size, steps in (("ab", 4, 2), ("ba", 2, 3)):
         training = {"steps": steps, "local_batch_size": local_batch_size, "global_batch_size": -1}
-        made = config(disks / nodes[rank])
-        ended = train_whole(rank, replace(made, training=replace(made.training, **training)))
-        assert ended.error is None and {len(ids) for ids in ended.sample_ids} == {4}  # of 8 in a step
+        node_config = config(disks / nodes[rank])
+        ended = train_whole(rank, replace(node_config, training=replace(node_config.training, **training)))
+        assert ended.error is None and {len(ids) for ids in ended.sample_ids} == {4}  # this rank's half of 8 sequences
     return (disks / "ba"[rank] / f"logs/rank-{rank}.log").read_text()
 
 
-def test_a_batch_size_is_kept_from_a_checkpoint_of_another_node(tmp_path: Path) -> None:
-    assert "global_batch_size=8 is taken from the checkpoint" in run_ranks(2, two_sizes, tmp_path)[0]
+def test_batch_size_is_kept_from_a_checkpoint_of_another_node(tmp_path: Path) -> None:
+    assert "global_batch_size=8 is taken from the checkpoint" in run_ranks(2, train_with_two_batch_sizes, tmp_path)[0]

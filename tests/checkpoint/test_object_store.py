@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: whole or not there, whatever call fails and wherever a run is killed."""
+"""Checkpoints in an object store are complete or absent, whichever call fails and whenever a run is killed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FOLDER = "memory://bucket/run"
 
 @pytest.fixture(autouse=True)
 def group(request: pytest.FixtureRequest) -> Iterator[None]:
-    """An empty store, and a world of one where the test forks none of its own; no lease outlives the test."""
+    """Start with an empty store and, unless the test forks ranks, a process group of one. Release leases at the end."""
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     with contextlib.nullcontext() if "ranks" in request.node.name else world_of_one():
@@ -52,76 +52,76 @@ def stored(**options: Any) -> Checkpoints:
     return OPENED[-1]
 
 
-def die(kept: Checkpoints) -> None:
-    """As a process that is dead: its lease is neither renewed nor given back."""
-    kept._lease._ended.set()  # type: ignore[union-attr]
-    atexit.unregister(kept._lease.release)
+def die(manager: Checkpoints) -> None:
+    """Imitate the death of a process: its lease is neither renewed nor released."""
+    manager._lease._ended.set()  # type: ignore[union-attr]
+    atexit.unregister(manager._lease.release)
 
 
 def names() -> list[str]:
     return sorted(name.removeprefix("/bucket/run/") for name in MemoryFileSystem.store)
 
 
-def step_loaded(step: int) -> None:
-    """Load a step with all checks, and compare every element with what its number says."""
-    mine, other = weights(-1), rest(-1)
-    found = stored(load_only=True).load(place(f"{FOLDER}/step-{step}"), mine, other)
-    assert found["state"] == {"step": step}
-    for tensors, expected in ((mine, weights(step)), (other, rest(step))):
+def assert_step_is_intact(step: int) -> None:
+    """Load a step with all checks, and compare every element with its expected value."""
+    loaded, loaded_optimizer = weights(-1), rest(-1)
+    facts_loaded = stored(load_only=True).load(place(f"{FOLDER}/step-{step}"), loaded, loaded_optimizer)
+    assert facts_loaded["state"] == {"step": step}
+    for tensors, expected in ((loaded, weights(step)), (loaded_optimizer, rest(step))):
         assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
-def test_what_was_saved_is_found_and_loaded() -> None:
-    kept = stored(keep_latest_k=2)
-    assert kept.to_continue() is None
+def test_saved_checkpoints_are_listed_and_loaded() -> None:
+    manager = stored(keep_latest_k=2)
+    assert manager.to_continue() is None
     for step in (5, 10, 100):
-        save(kept, step)
-    assert kept.steps() == [10, 100]
-    assert str(kept.to_continue()) == f"{FOLDER}/step-100"
+        save(manager, step)
+    assert manager.steps() == [10, 100]
+    assert str(manager.to_continue()) == f"{FOLDER}/step-100"
     assert str(signals.newest_checkpoint(place(FOLDER))) == f"{FOLDER}/step-100"
-    step_loaded(10)
-    step_loaded(100)
-    kept.close()
+    assert_step_is_intact(10)
+    assert_step_is_intact(100)
+    manager.close()
     assert [name.partition("/")[2].partition("-")[0] for name in names()] == ["manifest.json", "rank"] * 2
     assert not Path("unused").exists()
 
 
-def test_a_step_saved_again_replaces_the_old_one_and_leaves_nothing_of_it() -> None:
-    kept = stored()
-    save(kept, 3)
+def test_saving_a_step_again_replaces_its_objects() -> None:
+    manager = stored()
+    save(manager, 3)
     old = names()
-    kept.save(3, weights(8), rest(8), facts(8), last=False)
-    mine = weights(-1)
-    stored(load_only=True).load(place(f"{FOLDER}/step-3"), mine, {})
-    assert torch.equal(mine["model.b"], torch.tensor(8.0))
+    manager.save(3, weights(8), rest(8), facts(8), last=False)
+    loaded = weights(-1)
+    stored(load_only=True).load(place(f"{FOLDER}/step-3"), loaded, {})
+    assert torch.equal(loaded["model.b"], torch.tensor(8.0))
     assert len(names()) == len(old) and names() != old
 
 
-def test_steps_saved_again_count_among_those_that_are_kept() -> None:
-    """Their manifests have the size of the old ones, and name other files."""
-    kept = stored(keep_latest_k=2)
+def test_steps_saved_again_count_for_retention() -> None:
+    """The new manifests have the size of the old ones and list different files."""
+    manager = stored(keep_latest_k=2)
     for step in (11, 12, 13, 12, 13, 14):
-        save(kept, step)
-    assert kept.steps() == [13, 14]
+        save(manager, step)
+    assert manager.steps() == [13, 14]
 
 
 @pytest.mark.parametrize(("folder", "requests"), [("run", 1), ("run[1]", 0), ("run*", 0), ("r?n", 0)])
-def test_what_is_deleted_is_one_request_and_never_what_a_name_matches(folder, requests, monkeypatch) -> None:
-    other = [f"memory://bucket/run1/step-3/rank-{rank}.bin" for rank in range(3)]
-    own = [f"memory://bucket/{folder}/step-3/rank-{rank}.bin" for rank in range(3)]
+def test_deletion_takes_one_request_and_expands_no_wildcards(folder, requests, monkeypatch) -> None:
+    other_addresses = [f"memory://bucket/run1/step-3/rank-{rank}.bin" for rank in range(3)]
+    own_addresses = [f"memory://bucket/{folder}/step-3/rank-{rank}.bin" for rank in range(3)]
     store = MemoryFileSystem()
-    for address in (*other, *own):
+    for address in (*other_addresses, *own_addresses):
         store.pipe_file(address, b"bytes")
-    asked: list[Any] = []
+    deleted_keys: list[Any] = []
     remove = MemoryFileSystem.rm
-    monkeypatch.setattr(MemoryFileSystem, "rm", lambda self, keys: (asked.append(keys), remove(self, keys)))
-    objects.unlink_all([ObjectPath(store, address) for address in own])
-    assert len(asked) == requests
-    assert names() == [name.removeprefix("memory:/") for name in other]
+    monkeypatch.setattr(MemoryFileSystem, "rm", lambda self, keys: (deleted_keys.append(keys), remove(self, keys)))
+    objects.unlink_all([ObjectPath(store, address) for address in own_addresses])
+    assert len(deleted_keys) == requests
+    assert names() == [name.removeprefix("memory:/") for name in other_addresses]
     objects.unlink_all([])
 
 
-def test_a_store_that_deletes_no_more_than_one_is_asked_for_each(monkeypatch) -> None:
+def test_store_without_bulk_deletion_deletes_one_object_at_a_time(monkeypatch) -> None:
     def refuse(*_: Any) -> None:
         raise NotImplementedError("DeleteObjects")
 
@@ -134,10 +134,10 @@ def test_a_store_that_deletes_no_more_than_one_is_asked_for_each(monkeypatch) ->
     assert not names()
 
 
-def test_without_a_manifest_there_is_no_checkpoint_and_what_is_left_is_swept() -> None:
-    kept = stored()
-    save(kept, 3)
-    kept.close()
+def test_checkpoint_without_a_manifest_is_ignored_and_swept() -> None:
+    manager = stored()
+    save(manager, 3)
+    manager.close()
     MemoryFileSystem.store.pop("/bucket/run/step-3/manifest.json")
     (place(FOLDER) / "step-3" / "notes.txt").put(b"of the user", new=True)
     with pytest.raises(CheckpointError, match="has no such step, nor any other"):
@@ -148,15 +148,15 @@ def test_without_a_manifest_there_is_no_checkpoint_and_what_is_left_is_swept() -
     assert names() == ["step-3/notes.txt"]
 
 
-def test_damage_is_found_and_skipped() -> None:
-    kept = stored()
+def test_damaged_checkpoint_is_skipped() -> None:
+    manager = stored()
     for step in (2, 4):
-        save(kept, step)
+        save(manager, step)
     (name,) = [name for name in names() if name.startswith("step-4/rank")]
-    whole = (place(FOLDER) / name).read_bytes()
-    for spoilt in (whole[:-1], whole + b"0", bytes([whole[0] ^ 1]) + whole[1:]):
-        (place(FOLDER) / name).put(spoilt, new=False)
-        assert str(kept.to_continue()) == f"{FOLDER}/step-2"
+    intact = (place(FOLDER) / name).read_bytes()
+    for damaged in (intact[:-1], intact + b"0", bytes([intact[0] ^ 1]) + intact[1:]):
+        (place(FOLDER) / name).put(damaged, new=False)
+        assert str(manager.to_continue()) == f"{FOLDER}/step-2"
     with pytest.raises(CheckpointError, match="rank-00000-"):
         stored(load_step=4, load_only=True).to_continue()
 
@@ -169,7 +169,7 @@ def as_other_host(**fields: Any) -> None:
     path.put(json.dumps({**json.loads(path.read_bytes()), "nonce": "ab", **fields}).encode(), new=False)
 
 
-def test_a_lease_of_a_living_run_is_refused_and_one_that_was_taken_stops_its_loser(
+def test_active_lease_is_respected_and_a_lost_one_stops_its_writer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = stored()
@@ -183,29 +183,29 @@ def test_a_lease_of_a_living_run_is_refused_and_one_that_was_taken_stops_its_los
     assert first.steps() == [1]
 
 
-def test_a_store_that_cannot_refuse_a_second_writer_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    whole = fsspec.filesystem("memory")
+def test_store_without_conditional_writes_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    memory = fsspec.filesystem("memory")
 
     class Plain:
-        """A store without conditional writes."""
+        """Store without conditional writes."""
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(whole, name)
+            return getattr(memory, name)
 
         def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> None:
             if mode != "overwrite":
                 raise ValueError(mode)
-            whole.pipe_file(path, value)
+            memory.pipe_file(path, value)
 
     with caplog.at_level("INFO"):
         stored().to_continue()
         assert "cannot refuse" not in caplog.text
-        whole.rm(f"{FOLDER}/{lease.LEASE}")
-        on(Plain()).to_continue()
+        memory.rm(f"{FOLDER}/{lease.LEASE}")
+        stored_through(Plain()).to_continue()
     assert caplog.text.count("this store cannot reject a second writer") == 1
 
 
-def test_a_lease_of_another_host_is_taken_when_it_shows_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_of_another_host_is_taken_over_when_it_is_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     first = stored()
     first.to_continue()
     as_other_host(host="elsewhere")
@@ -223,8 +223,10 @@ def test_a_lease_of_another_host_is_taken_when_it_shows_no_sign_of_life(monkeypa
     beats, read_bytes = itertools.count(1), ObjectPath.read_bytes
 
     def beating(path: ObjectPath) -> bytes:
-        found = read_bytes(path)
-        return json.dumps({**json.loads(found), "beats": next(beats)}).encode() if path.name == lease.LEASE else found
+        content = read_bytes(path)
+        return (
+            json.dumps({**json.loads(content), "beats": next(beats)}).encode() if path.name == lease.LEASE else content
+        )
 
     monkeypatch.setattr(ObjectPath, "read_bytes", beating)
     with pytest.raises(ConfigError, match="is being written by .* on elsewhere"):
@@ -237,19 +239,19 @@ CALLS = ("ls", "info", "cat_file", "pipe_file", "rm_file", "open", "write", "clo
 
 
 class Killed(BaseException):
-    """The end of a process: nothing that it calls happens any more."""
+    """The end of a process: later calls have no effect either."""
 
 
 class FaultyStore:
-    """The store in memory, of which the n-th call fails before it happens, or after."""
+    """In-memory store whose n-th call fails, before or (``late``) after it takes effect."""
 
     def __init__(self, number: int, failure: Callable[[], BaseException], late: bool = False) -> None:
-        self.whole = fsspec.filesystem("memory")
+        self.memory = fsspec.filesystem("memory")
         self.number, self.failure, self.late, self.calls = number, failure, late, 0
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.whole, name)
-        return self.watched(found) if name in CALLS else found
+        method = getattr(self.memory, name)
+        return self.watched(method) if name in CALLS else method
 
     def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def watch(*arguments: Any, **options: Any) -> Any:
@@ -266,135 +268,137 @@ class FaultyStore:
 
 
 class FaultyFile:
-    """A file of it, which has its bytes in the store only when it is closed, as in stores that upload in parts."""
+    """File of a faulty store. Its bytes appear in the store on close, as with multipart uploads."""
 
     def __init__(self, store: FaultyStore, file: Any) -> None:
         self.data, self.key = bytearray(), file.path
         self.write, self.close = store.watched(self.data.extend), store.watched(self.commit)
-        store.whole.store.pop(self.key, None)
+        store.memory.store.pop(self.key, None)
 
     def commit(self) -> None:
         fsspec.filesystem("memory").pipe_file(self.key, bytes(self.data))
 
 
-def on(store: Any, **options: Any) -> Checkpoints:
-    """Checkpoints of one process, whose every call goes through ``store``."""
-    kept = stored(**options)
-    for holder in (kept._storage, kept):
+def stored_through(store: Any, **options: Any) -> Checkpoints:
+    """Return Checkpoints of one process whose calls all go through ``store``."""
+    manager = stored(**options)
+    for holder in (manager._storage, manager):
         for name in ("folder", "_folder"):
             if hasattr(holder, name):
                 setattr(holder, name, ObjectPath(store, FOLDER))
-    kept._lease._object = kept._lease._path = ObjectPath(store, f"{FOLDER}/{lease.LEASE}")
-    return kept
+    manager._lease._object = manager._lease._path = ObjectPath(store, f"{FOLDER}/{lease.LEASE}")
+    return manager
 
 
 def failures() -> list[Callable[[], BaseException]]:
     return [
-        lambda: OSError("the service is not available"),  # as s3fs: no number
+        lambda: OSError("the service is not available"),  # without errno, like s3fs
         lambda: PermissionError("Access Denied"),
-        lambda: RuntimeError("HttpError 503"),  # as gcsfs: no OSError
+        lambda: RuntimeError("HttpError 503"),  # not an OSError, like gcsfs
     ]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-def test_no_error_of_any_call_is_a_success_or_harms_what_was_there(late: bool) -> None:
-    """``after``: the store has done what was asked, and the answer was lost on the way."""
-    step, refused = 2, 0
+def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(late: bool) -> None:
+    """``after``: the store executes the request, and its answer is lost."""
+    step, failed_saves = 2, 0
     with_deletes = stored(keep_latest_k=2)
     for first in (1, 2):
         save(with_deletes, first)
     with_deletes.close()
     counter = FaultyStore(10**9, Killed)
-    kept = on(counter, keep_latest_k=2)
-    kept.to_continue()
-    begun = counter.calls
-    save(kept, 3)
-    kept.close()
-    for number, failure in itertools.product(range(begun + 1, counter.calls + 1), failures()):
+    manager = stored_through(counter, keep_latest_k=2)
+    manager.to_continue()
+    first_call = counter.calls
+    save(manager, 3)
+    manager.close()
+    for number, failure in itertools.product(range(first_call + 1, counter.calls + 1), failures()):
         step += 1
         store = FaultyStore(10**9, failure, late)
-        kept = on(store, keep_latest_k=2)
-        kept.to_continue()
-        before, store.number = kept.steps(), number
-        store.calls = begun
+        manager = stored_through(store, keep_latest_k=2)
+        manager.to_continue()
+        before, store.number = manager.steps(), number
+        store.calls = first_call
         try:
-            save(kept, step)
-            told = ""
+            save(manager, step)
+            message = ""
         except (StorageError, CheckpointError) as error:
-            told = str(error)
+            message = str(error)
         store.number = -1
         newest = stored().steps()[-1]
-        assert newest == step or (told and newest == before[-1]), (number, told)
-        step_loaded(newest)
-        if told:
-            refused += 1
-            assert FOLDER in told and "\n" not in told and "errno" in told, told
-        kept.close()
-    assert refused > 10
+        assert newest == step or (message and newest == before[-1]), (number, message)
+        assert_step_is_intact(newest)
+        if message:
+            failed_saves += 1
+            assert FOLDER in message and "\n" not in message and "errno" in message, message
+        manager.close()
+    assert failed_saves > 10
 
 
-def test_a_kill_at_any_call_leaves_the_newest_that_was_said_to_be_saved() -> None:
+def test_kill_at_any_call_keeps_the_newest_saved_checkpoint() -> None:
     newest = 0
-    # in the first 30 calls, most of which find and sweep, and then in all of those of three saves
+    # kill in the first 30 calls (mostly listing and sweeping), then in each call of three saves
     for number in (*range(1, 30), *range(101, 300)):
         store = FaultyStore(number, Killed)
-        kept = on(store, keep_latest_k=2)
-        told = newest
+        manager = stored_through(store, keep_latest_k=2)
+        saved_step = newest
         try:
-            kept.to_continue()
+            manager.to_continue()
             store.calls = max(store.calls, 100)
             for step in range(newest + 1, newest + 4):
-                save(kept, step)
-                told = step
+                save(manager, step)
+                saved_step = step
         except Killed:
             pass
-        if store.calls < number:  # three saves took fewer calls: all have been tried
-            kept.close()
+        if store.calls < number:  # three saves need fewer calls: every call was tried
+            manager.close()
             break
-        die(kept)
-        found = stored(load_only=True).to_continue()
-        newest = int(found.name[5:]) if found else 0
-        assert newest in (told, told + 1)
+        die(manager)
+        newest_checkpoint = stored(load_only=True).to_continue()
+        newest = int(newest_checkpoint.name[5:]) if newest_checkpoint else 0
+        assert newest in (saved_step, saved_step + 1)
         for step in stored().steps():
-            step_loaded(step)
+            assert_step_is_intact(step)
     assert newest > 20 and 150 < number < 299
     last = stored()
     last.to_continue()
     last.close()
-    assert all(name.startswith(tuple(f"step-{step}/" for step in last.steps())) for name in names()), "swept"
+    assert all(name.startswith(tuple(f"step-{step}/" for step in last.steps())) for name in names()), (
+        "leftovers are swept"
+    )
 
 
 # -- more than one rank, and the command -------------------------------------------------------------------------------
 
 
 def save_and_load(rank: int, root: Path) -> list[list[float]]:
-    """A store that two processes see: fsspec's own view of a folder."""
+    """Save and load in a store that two processes share: fsspec's view of a local folder."""
     import torch.distributed as dist
 
-    kept = Checkpoints(Config(checkpoint=Checkpoint(enable=True, folder=f"local://{root}/bucket")))
+    manager = Checkpoints(Config(checkpoint=Checkpoint(enable=True, folder=f"local://{root}/bucket")))
     (root / "bucket/step-4").mkdir(parents=True, exist_ok=True)
-    own = {f"model.{rank}": torch.full((100,), float(rank))}
-    kept.save(4, own, {}, {"state": {"step": 4}}, last=False)
-    found = kept.to_continue()
-    other = {f"model.{1 - rank}": torch.zeros(100)}
-    both = {**{name: torch.zeros(100) for name in own}, **other}
-    assert found is not None
-    kept.load(found, both, {})
+    own_tensors = {f"model.{rank}": torch.full((100,), float(rank))}
+    manager.save(4, own_tensors, {}, {"state": {"step": 4}}, last=False)
+    newest = manager.to_continue()
+    other_tensors = {f"model.{1 - rank}": torch.zeros(100)}
+    loaded = {**{name: torch.zeros(100) for name in own_tensors}, **other_tensors}
+    assert newest is not None
+    manager.load(newest, loaded, {})
     dist.barrier()
-    kept.close()
-    return [both[f"model.{number}"].tolist() for number in range(2)]
+    manager.close()
+    return [loaded[f"model.{number}"].tolist() for number in range(2)]
 
 
-def test_ranks_write_and_read_the_same_store(tmp_path: Path) -> None:
+def test_ranks_share_a_store(tmp_path: Path) -> None:
     for answer in run_ranks(2, save_and_load, tmp_path):
         assert answer == [[0.0] * 100, [1.0] * 100]
 
 
-def test_the_command_takes_addresses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = stored()
-    save(kept, 1)
-    save(kept, 2)
-    kept.close()
+def test_command_accepts_addresses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manager = stored()
+    save(manager, 1)
+    save(manager, 2)
+    manager.close()
     assert checkpoint_command.main(["ls", FOLDER]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["step-1", "step-2"]
     assert checkpoint_command.main(["verify", FOLDER]) == 0
@@ -412,7 +416,7 @@ def test_the_command_takes_addresses(tmp_path: Path, capsys: pytest.CaptureFixtu
         checkpoint_command.main(["verify", f"{FOLDER}/step-2"])
 
 
-def test_what_is_missing_for_a_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_dependency_of_a_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r'checkpoint\.folder="nosuch://a/b" names a store that fsspec does not know'):
         checkpoints(Path("unused"), folder="nosuch://a/b")
 
@@ -435,7 +439,7 @@ def test_what_is_missing_for_a_store_is_named(monkeypatch: pytest.MonkeyPatch) -
         ("checkpoint", ""),
     ],
 )
-def test_an_address_that_would_break_a_promise_is_refused(folder: str, rule: str) -> None:
+def test_unsafe_address_is_rejected(folder: str, rule: str) -> None:
     options = dataclasses.replace(Config().checkpoint, enable=True, folder=folder)
-    told = [str(problem) for problem in check(Loaded(dataclasses.replace(Config(), checkpoint=options)))]
-    assert len(told) == bool(rule) and all(rule in line and "secret" not in line for line in told)
+    problems = [str(problem) for problem in check(Loaded(dataclasses.replace(Config(), checkpoint=options)))]
+    assert len(problems) == bool(rule) and all(rule in line and "secret" not in line for line in problems)

@@ -1,4 +1,4 @@
-"""Checkpoints of whole runs on two ranks: every rank refuses what one cannot read, and an export is the weights."""
+"""Checkpoints of entire runs on two ranks: all ranks reject what one rank cannot read; exports contain the weights."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def run(rank: int, folder: Path, checkpoint: dict[str, Any] | None = None, **sec
     )
 
 
-def spoil(rank: int, root: Path, name: str, how: Any) -> Path:
-    """A copy of the good run with its newest checkpoint spoilt by the first rank."""
+def copy_of_good_run(rank: int, root: Path, name: str, damage: Any) -> Path:
+    """Copy the good run. Rank 0 damages its newest checkpoint with ``damage``."""
     folder = root / name
     if rank == 0:
         shutil.copytree(root / "good", folder)
-        how(folder / "checkpoint/step-3")
+        damage(folder / "checkpoint/step-3")
     dist.barrier()
     return folder
 
@@ -48,57 +48,57 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
     if rank == 0:
         longer.write_text(Path(text_file()).read_text() + " mesh")
     dist.barrier()
-    model, four = {"last_save_model_only": True}, {"training": {"steps": 4}}
+    model, four_steps = {"last_save_model_only": True}, {"training": {"steps": 4}}
 
-    def nothing(path: Path) -> None:
+    def keep(path: Path) -> None:
         pass
 
-    found = {"good": run(rank, root / "good")}
-    for name, how in {
+    runs_by_name = {"good": run(rank, root / "good")}
+    for name, damage in {
         "shard cut": lambda path: cut(path / "rank-00001.bin"),
         "shard missing": lambda path: (path / "rank-00001.bin").unlink(),
         "manifest missing": lambda path: (path / "manifest.json").unlink(),
     }.items():
-        spoilt = spoil(rank, root, name, how)
-        found[name] = run(rank, spoilt, {"load_step": 3}, **four)
-        found[f"{name}, any step"] = run(rank, spoilt)
-    same = spoil(rank, root, "same", nothing)
-    found["other data"] = run(rank, same, training={"steps": 4, "dataset_path": str(longer)})
-    found["other seed"] = run(rank, same, debug={"seed": 1}, **four)
-    found["other width"] = run(rank, same, model={"overrides": {"ffn_dim": 64}}, **four)
-    found["fewer layers"] = run(rank, same, model={"overrides": {"num_layers": 1}}, **four)
-    found["more layers"] = run(rank, same, model={"overrides": {"num_layers": 3}}, **four)
-    found["no such step"] = run(rank, same, {"load_step": 1}, **four)
-    found["an older step"] = run(rank, same, {"load_step": 2})
-    found["finished"] = run(rank, same)
-    found["export"] = run(rank, root / "export", {**model, "export_dtype": "bfloat16"})
-    found["export continued"] = run(rank, root / "export", model, **four)
-    found["other course"] = run(
+        damaged_run = copy_of_good_run(rank, root, name, damage)
+        runs_by_name[name] = run(rank, damaged_run, {"load_step": 3}, **four_steps)
+        runs_by_name[f"{name}, any step"] = run(rank, damaged_run)
+    same = copy_of_good_run(rank, root, "same", keep)
+    runs_by_name["other data"] = run(rank, same, training={"steps": 4, "dataset_path": str(longer)})
+    runs_by_name["other seed"] = run(rank, same, debug={"seed": 1}, **four_steps)
+    runs_by_name["other width"] = run(rank, same, model={"overrides": {"ffn_dim": 64}}, **four_steps)
+    runs_by_name["fewer layers"] = run(rank, same, model={"overrides": {"num_layers": 1}}, **four_steps)
+    runs_by_name["more layers"] = run(rank, same, model={"overrides": {"num_layers": 3}}, **four_steps)
+    runs_by_name["no such step"] = run(rank, same, {"load_step": 1}, **four_steps)
+    runs_by_name["an older step"] = run(rank, same, {"load_step": 2})
+    runs_by_name["finished"] = run(rank, same)
+    runs_by_name["export"] = run(rank, root / "export", {**model, "export_dtype": "bfloat16"})
+    runs_by_name["export continued"] = run(rank, root / "export", model, **four_steps)
+    runs_by_name["other course"] = run(
         rank, same, optimizer={"lr": 0.02}, lr_scheduler={"min_lr_factor": 0.1}, training={"steps": 4, "max_norm": 0.5}
     )
-    found["part accepted"] = run(
+    runs_by_name["part accepted"] = run(
         rank, same, {"accept_changes": ["training.max_norm"]}, optimizer={"lr": 0.02}, training={"max_norm": 0.5}
     )
-    freed = spoil(rank, root, "freed", nothing)
-    found["freed"] = run(
-        rank, freed, {"exclude_from_loading": ["optimizer"]}, optimizer={"beta1": 0.5, "lr": 0.02}, **four
+    freed = copy_of_good_run(rank, root, "freed", keep)
+    runs_by_name["freed"] = run(
+        rank, freed, {"exclude_from_loading": ["optimizer"]}, optimizer={"beta1": 0.5, "lr": 0.02}, **four_steps
     )
     lr = {"optimizer": {"lr": 0.02}}
-    changed = spoil(rank, root, "changed", nothing)
-    found["accepted"] = run(rank, changed, {"accept_changes": ["optimizer.lr"]}, **lr, **four)
-    found["accepted, continued"] = run(rank, changed, **lr, training={"steps": 5})
-    found["precision accepted"] = run(
+    changed = copy_of_good_run(rank, root, "changed", keep)
+    runs_by_name["accepted"] = run(rank, changed, {"accept_changes": ["optimizer.lr"]}, **lr, **four_steps)
+    runs_by_name["accepted, continued"] = run(rank, changed, **lr, training={"steps": 5})
+    runs_by_name["precision accepted"] = run(
         rank, same, {"accept_changes": ["all"]}, training={"steps": 4, "mixed_precision_param": "float16"}
     )
     if rank == 0:
-        forget_scaler(same / "checkpoint/step-4")
+        remove_scaler(same / "checkpoint/step-4")
     dist.barrier()
-    found["scaler missing"] = run(rank, same, training={"steps": 5, "mixed_precision_param": "float16"})
-    return found
+    runs_by_name["scaler missing"] = run(rank, same, training={"steps": 5, "mixed_precision_param": "float16"})
+    return runs_by_name
 
 
-def forget_scaler(path: Path) -> None:
-    """A checkpoint whose facts have lost the loss scaler's state."""
+def remove_scaler(path: Path) -> None:
+    """Remove the loss scaler's state from a checkpoint."""
     stored = manifest.read(path)
     facts = {name: value for name, value in stored.facts.items() if name != "scaler"}
     (path / "manifest.json").write_bytes(dataclasses.replace(stored, facts=facts).to_bytes())
@@ -131,7 +131,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_every_rank_refuses_in_one_line_and_before_a_step(runs: list[dict[str, Ended]], name: str) -> None:
+def test_every_rank_rejects_in_one_line_before_the_first_step(runs: list[dict[str, Ended]], name: str) -> None:
     for rank in runs:
         error = rank[name].error
         kind = ConfigError if name in ("other data", "other seed", "part accepted") else CheckpointError
@@ -141,7 +141,7 @@ def test_every_rank_refuses_in_one_line_and_before_a_step(runs: list[dict[str, E
 
 
 @pytest.mark.parametrize("name", ["shard cut", "shard missing", "manifest missing"])
-def test_a_run_without_a_known_step_falls_back_to_the_newest_good_one_and_says_so(
+def test_damaged_newest_checkpoint_is_skipped_with_a_log_line(
     root: Path, runs: list[dict[str, Ended]], name: str
 ) -> None:
     for rank in runs:
@@ -152,7 +152,7 @@ def test_a_run_without_a_known_step_falls_back_to_the_newest_good_one_and_says_s
     assert damaged in log and "skipped, continuing from step-2" in log
 
 
-def test_every_option_that_would_change_the_course_is_named_at_once(runs: list[dict[str, Ended]]) -> None:
+def test_all_changed_options_are_reported_together(runs: list[dict[str, Ended]]) -> None:
     for rank in runs:
         error = rank["other course"].error
         assert isinstance(error, ConfigError) and rank["other course"].losses == []
@@ -166,11 +166,13 @@ def test_every_option_that_would_change_the_course_is_named_at_once(runs: list[d
             assert change in str(line) and f'checkpoint.accept_changes = ["{change.partition(":")[0]}"]' in str(line)
 
 
-def test_an_accepted_change_takes_effect_and_is_kept_in_later_checkpoints(
+def test_accepted_change_takes_effect_and_is_recorded_in_later_checkpoints(
     root: Path, runs: list[dict[str, Ended]]
 ) -> None:
     for rank in runs:
-        assert rank["accepted"].error is None and rank["accepted, continued"].error is None, "accepted once for all"
+        assert rank["accepted"].error is None and rank["accepted, continued"].error is None, (
+            "a change needs to be accepted only once"
+        )
         assert rank["accepted"].lrs == [learning_rate(Optimizer(lr=0.02), LRScheduler(warmup_steps=2), 4, 3)]
         assert rank["precision accepted"].error is None and rank["precision accepted"].scaler["scale"] > 1
         assert rank["freed"].error is None
@@ -183,19 +185,19 @@ def test_an_accepted_change_takes_effect_and_is_kept_in_later_checkpoints(
     assert "training.steps: 3 -> 4" in (root / "changed/logs/rank-0.log").read_text()
 
 
-def test_a_run_goes_back_to_an_older_step(runs: list[dict[str, Ended]]) -> None:
+def test_run_resumes_an_older_step(runs: list[dict[str, Ended]]) -> None:
     for rank in runs:
         assert rank["an older step"].error is None
         assert rank["an older step"].losses == rank["good"].losses[2:]
 
 
-def test_a_finished_run_that_is_started_again_has_nothing_to_do(runs: list[dict[str, Ended]]) -> None:
+def test_finished_run_that_is_started_again_does_nothing(runs: list[dict[str, Ended]]) -> None:
     for rank in runs:
         assert rank["finished"].error is None and rank["finished"].losses == []
         assert rank["finished"].state == rank["good"].state
 
 
-def test_an_export_holds_the_weights_of_the_run(root: Path, runs: list[dict[str, Ended]]) -> None:
+def test_export_contains_the_weights_of_the_run(root: Path, runs: list[dict[str, Ended]]) -> None:
     weights_file.write(root / "export/checkpoint/step-3", root / "weights.safetensors")
     opened = load_file(root / "weights.safetensors")
     weights = runs[0]["export"].weights

@@ -1,8 +1,8 @@
-"""A power loss at any moment of a save: the reader finds the old checkpoint or the new one, in every legal state.
+"""After a power loss at any moment of a save, the reader finds the old or the new checkpoint.
 
-What POSIX promises after a crash is little: bytes of a file are there once it was synced, names in a folder once the
-folder was. All else may be there or not, in any combination. Every change of the disk that a save makes is recorded,
-and after each of them every such state is built and read.
+POSIX promises little after a crash: synced files have their bytes, and synced folders have their names. Any other
+change may be present or not, in any combination. These tests record every change of the disk that a save makes, build
+every state that a crash after it may leave, and read it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ class File:
     synced: bytes = b""
 
     def after_crash(self) -> list[bytes]:
-        """What is synced, and of what came after any of five parts, the others cut off or zeros as blocks never
-        written are."""
-        new = self.data[len(self.synced) :]
-        size = max(1, -(-len(new) // 5))
-        parts = [new[start : start + size] for start in range(0, len(new), size)]
-        tails = [new[: size * count] for count in range(len(parts) + 1)]
-        for kept in itertools.product((False, True), repeat=len(parts)):
-            tails.append(b"".join(part if keep else bytes(len(part)) for part, keep in zip(parts, kept, strict=True)))
+        """Possible contents: the synced bytes, followed by any of five parts of the later bytes.
+
+        Missing parts are cut off, or zeros like blocks that were never written.
+        """
+        unsynced = self.data[len(self.synced) :]
+        size = max(1, -(-len(unsynced) // 5))
+        parts = [unsynced[start : start + size] for start in range(0, len(unsynced), size)]
+        tails = [unsynced[: size * count] for count in range(len(parts) + 1)]
+        for is_kept in itertools.product((False, True), repeat=len(parts)):
+            tails.append(
+                b"".join(part if keep else bytes(len(part)) for part, keep in zip(parts, is_kept, strict=True))
+            )
         return [self.synced + tail for tail in dict.fromkeys(tails)]
 
 
@@ -43,7 +47,7 @@ class Folder:
     entries: dict[str, Any] = field(default_factory=dict)
     durable: dict[str, Any] = field(default_factory=dict)
     pending: list[dict[str, Any]] = field(default_factory=list)
-    """Changes of names since the last sync, each of which is there whole or not; None removes a name."""
+    """Changes of names since the last sync. A crash applies each one entirely or not at all. None removes a name."""
 
     def change(self, **names: Any) -> None:
         self.pending.append(names)
@@ -53,11 +57,11 @@ class Folder:
         self.durable, self.pending = dict(self.entries), []
 
     def after_crash(self) -> Iterator[dict[str, Any]]:
-        for kept in itertools.product((False, True), repeat=len(self.pending)):
-            found = dict(self.durable)
-            for change in itertools.compress(self.pending, kept):
-                apply(found, change)
-            yield found
+        for applied in itertools.product((False, True), repeat=len(self.pending)):
+            entries = dict(self.durable)
+            for change in itertools.compress(self.pending, applied):
+                apply(entries, change)
+            yield entries
 
 
 def apply(entries: dict[str, Any], change: dict[str, Any]) -> None:
@@ -69,7 +73,7 @@ def apply(entries: dict[str, Any], change: dict[str, Any]) -> None:
 
 
 class Disk:
-    """What a folder may look like after a crash, from the calls of ``os`` that changed it."""
+    """Model of the states of a folder after a crash, derived from the ``os`` calls that changed it."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.top = root, self.read(root)
@@ -80,15 +84,15 @@ class Disk:
         self.changes = 0
 
     def read(self, path: Path) -> Any:
-        """What lies there is durable already."""
+        """Model of an existing file or folder. All of its content is durable."""
         if path.is_file():
             return File(path.read_bytes(), path.read_bytes())
-        found = Folder({entry.name: self.read(entry) for entry in path.iterdir()})
-        found.sync()
-        return found
+        folder = Folder({entry.name: self.read(entry) for entry in path.iterdir()})
+        folder.sync()
+        return folder
 
     def at(self, path: Any) -> tuple[Any, str]:
-        """The folder of a path, and its name there."""
+        """Return the parent folder of a path and its name there."""
         node = self.top
         *parents, name = Path(path).relative_to(self.root).parts or ("",)
         for part in parents:
@@ -100,7 +104,7 @@ class Disk:
         return folder.entries.get(name) if name else self.top
 
     def keep_states(self) -> None:
-        """Every state that a crash at this moment may leave, each once."""
+        """Record the new states that a crash at this moment may leave."""
         self.changes += 1
         for tree in self.trees(self.top):
             if tree not in self.seen:
@@ -119,19 +123,19 @@ class Disk:
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         real = {name: getattr(os, name) for name in ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")}
 
-        def inside(path: Any) -> bool:
+        def is_inside(path: Any) -> bool:
             return isinstance(path, str | Path) and Path(path).is_relative_to(self.root)
 
-        def whole(path: Any, folder: int | None) -> Any:
-            """A name in an open folder, as a path."""
+        def full_path(path: Any, folder: int | None) -> Any:
+            """Path of a name that is relative to an open folder."""
             return path if folder is None else self.paths.get(folder, Path()) / path
 
-        def open_(path: Any, flags: int, *rest: Any, **options: Any) -> int:
-            descriptor = real["open"](path, flags, *rest, **options)
-            path = whole(path, options.get("dir_fd"))
+        def open_(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+            descriptor = real["open"](path, flags, *arguments, **options)
+            path = full_path(path, options.get("dir_fd"))
             self.opened.pop(descriptor, None)
             self.paths[descriptor] = Path(path)
-            if inside(path):
+            if is_inside(path):
                 folder, name = self.at(path)
                 if flags & os.O_CREAT and name not in folder.entries:
                     folder.change(**{name: File()})
@@ -157,15 +161,15 @@ class Disk:
 
         def rename(old: Any, new: Any, **options: Any) -> None:
             real["rename"](old, new, **options)
-            old, new = whole(old, options.get("src_dir_fd")), whole(new, options.get("dst_dir_fd"))
+            old, new = full_path(old, options.get("src_dir_fd")), full_path(new, options.get("dst_dir_fd"))
             folder, name = self.at(old)
             assert self.at(new)[0] is folder, "a rename between folders is two changes"
             folder.change(**{name: None, Path(new).name: folder.entries[name]})
             self.keep_states()
 
-        def mkdir(path: Any, *rest: Any, **options: Any) -> None:
-            real["mkdir"](path, *rest, **options)
-            path = whole(path, options.get("dir_fd"))
+        def mkdir(path: Any, *arguments: Any, **options: Any) -> None:
+            real["mkdir"](path, *arguments, **options)
+            path = full_path(path, options.get("dir_fd"))
             folder, name = self.at(path)
             folder.change(**{name: Folder()})
             self.keep_states()
@@ -173,7 +177,7 @@ class Disk:
         def remove(kind: str) -> Any:
             def call(path: Any, **options: Any) -> None:
                 real[kind](path, **options)
-                path = whole(path, options.get("dir_fd"))
+                path = full_path(path, options.get("dir_fd"))
                 folder, name = self.at(path)
                 folder.change(**{name: None})
                 self.keep_states()
@@ -187,7 +191,7 @@ class Disk:
 
 
 def remove_by_path(path: Any, ignore_errors: bool = False) -> None:
-    """As ``shutil.rmtree``, with calls that take paths."""
+    """Like ``shutil.rmtree``, but with calls that take paths."""
     if not os.path.isdir(path):
         return
     for entry in sorted(os.listdir(path)):
@@ -210,48 +214,48 @@ def group() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("before", [0, 2], ids=["the first save", "a save that deletes an old one"])
-def test_every_state_after_a_power_loss_is_the_old_or_the_new_checkpoint(before: int, tmp_path: Path) -> None:
-    root, new = tmp_path / "run", before + 1
-    kept = checkpoints(root, keep_latest_k=2)
-    kept.to_continue()
-    for step in range(1, new):
-        save(kept, step)
+@pytest.mark.parametrize("old_step", [0, 2], ids=["the first save", "a save that deletes an old checkpoint"])
+def test_every_state_after_a_power_loss_has_the_old_or_the_new_checkpoint(old_step: int, tmp_path: Path) -> None:
+    root, new_step = tmp_path / "run", old_step + 1
+    manager = checkpoints(root, keep_latest_k=2)
+    manager.to_continue()
+    for step in range(1, new_step):
+        save(manager, step)
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(root)
         disk.watch(patch)
-        save(kept, new)
+        save(manager, new_step)
         total = disk.changes
         disk.seen.clear()
         disk.keep_states()
         final = disk.seen
-    kept.close()
+    manager.close()
     assert total > 10 and len(disk.states) > 100
     found_new = 0
     for number, (_, tree) in enumerate(disk.states):
         crashed = tmp_path / f"crash-{number}"
         build(crashed, tree)
-        found = checkpoints(crashed, load_only=True).to_continue()
-        step = assert_is_of_its_step(found) if found else 0
-        assert step in (before, new), "neither the old nor the new one"
-        assert step == new or tree not in final, "what was said to be saved is there"
-        found_new += step == new
+        checkpoint = checkpoints(crashed, load_only=True).to_continue()
+        step = assert_is_of_its_step(checkpoint) if checkpoint else 0
+        assert step in (old_step, new_step), "neither the old nor the new checkpoint"
+        assert step == new_step or tree not in final, "the checkpoint is lost although its save returned"
+        found_new += step == new_step
         shutil.rmtree(crashed)
     print(f"\n{total} changes of the disk, {len(disk.states)} states, {found_new} with the new checkpoint")
     assert 0 < found_new < len(disk.states)
 
 
-def test_a_save_that_does_not_sync_its_files_would_be_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model of the disk is worth something: the same save with fsync left out loses what it said to be saved."""
-    kept = checkpoints(tmp_path / "run")
-    kept.to_continue()
+def test_save_without_fsync_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test of the model: a save without fsync loses a checkpoint that it reported as saved."""
+    manager = checkpoints(tmp_path / "run")
+    manager.to_continue()
     disk = Disk(tmp_path / "run")
     disk.watch(monkeypatch)
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    save(kept, 1)
+    save(manager, 1)
     last = [tree for change, tree in disk.states if change == disk.changes]
     monkeypatch.undo()
-    kept.close()
-    build(tmp_path / "crash", last[0])  # with as little as the disk may keep
+    manager.close()
+    build(tmp_path / "crash", last[0])  # the state with the fewest bytes
     with pytest.raises(CheckpointError, match=r"step-1 has no manifest\.json"):
         checkpoints(tmp_path / "crash", load_only=True).to_continue()

@@ -1,6 +1,6 @@
-"""Nodes that do not see each other's disks: told before the first step, or served through the first node.
+"""Nodes with local disks: an error before the first step, or storage on rank 0's node (``storage = "first_node"``).
 
-Each of two ranks has a folder of its own, as two nodes with local disks have.
+Each of two ranks has its own folder, like two nodes with local disks.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ def config(folder: Path, parallelism: dict[str, Any] | None = None, **checkpoint
 
 
 def runs(rank: int, root: Path) -> dict[str, Ended]:
-    os.environ["LOCAL_RANK"] = "0"  # each rank is the first of its node
+    os.environ["LOCAL_RANK"] = "0"  # each rank is on its own node
     files.SEEN_SECONDS = 0.3
-    files.PIECE_BYTES = 5000  # so that a tensor takes several
-    own, first = root / f"node-{rank}", {"storage": "first_node"}
-    found = {
+    files.PIECE_BYTES = 5000  # a tensor takes several pieces
+    node_folder, first = root / f"node-{rank}", {"storage": "first_node"}
+    runs_by_name = {
         "straight": train_whole(rank, config(root / "shared")),
-        "refused": train_whole(rank, config(own / "refused")),
-        "killed": train_whole(rank, config(own / "run", **first), stop_after=3),
+        "refused": train_whole(rank, config(node_folder / "refused")),
+        "killed": train_whole(rank, config(node_folder / "run", **first), stop_after=3),
     }
-    # the disks of the other nodes are new
+    # node 1 gets a new disk
     if rank:
-        shutil.rmtree(own)
+        shutil.rmtree(node_folder)
     dist.barrier()
-    found["resumed"] = train_whole(rank, config(own / "run", **first))
-    two = {"pipeline_parallel_degree": 2}
-    found["other mesh"] = train_whole(rank, config(own / "run", two, **first, load_step=2))
+    runs_by_name["resumed"] = train_whole(rank, config(node_folder / "run", **first))
+    two_stages = {"pipeline_parallel_degree": 2}
+    runs_by_name["other mesh"] = train_whole(rank, config(node_folder / "run", two_stages, **first, load_step=2))
     if rank == 0:
-        path = own / "run/checkpoint/step-4/rank-00001.bin"
+        path = node_folder / "run/checkpoint/step-4/rank-00001.bin"
         path.write_bytes(path.read_bytes()[:-1])
     dist.barrier()
-    found["damaged"] = train_whole(rank, config(own / "run", **first, load_step=4))
+    runs_by_name["damaged"] = train_whole(rank, config(node_folder / "run", **first, load_step=4))
     write_durable = files.write_hashed
 
     def full_disk(path: Path, *arguments: Any) -> Any:
@@ -66,8 +66,8 @@ def runs(rank: int, root: Path) -> dict[str, Ended]:
         return write_durable(path, *arguments)
 
     rank0_storage.files.write_hashed = full_disk  # type: ignore[assignment]
-    found["full"] = train_whole(rank, config(own / "full", **first))
-    return found
+    runs_by_name["full"] = train_whole(rank, config(node_folder / "full", **first))
+    return runs_by_name
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +80,7 @@ def ended(root: Path) -> list[dict[str, Ended]]:
     return run_ranks(2, runs, root)
 
 
-def test_disks_that_are_not_shared_are_reported_before_the_first_step(
-    root: Path, ended: list[dict[str, Ended]]
-) -> None:
+def test_unshared_disks_are_reported_before_the_first_step(root: Path, ended: list[dict[str, Ended]]) -> None:
     for rank in ended:
         error = rank["refused"].error
         assert isinstance(error, StorageError) and error.exit_code == 8 and rank["refused"].losses == []
@@ -91,19 +89,19 @@ def test_disks_that_are_not_shared_are_reported_before_the_first_step(
     assert not [*root.glob("node-0/refused/checkpoint/*"), *root.glob("shared/checkpoint/probe-*")]
 
 
-def test_one_node_can_keep_the_checkpoints_of_all(root: Path, ended: list[dict[str, Ended]]) -> None:
+def test_first_node_stores_the_checkpoints_of_all(root: Path, ended: list[dict[str, Ended]]) -> None:
     for rank in ended:
         straight, resumed = rank["straight"], rank["resumed"]
         assert resumed.error is None and resumed.losses == straight.losses[SAVED:]
         assert_bitwise(resumed.weights, straight.weights)
         assert_bitwise(resumed.optimizer, straight.optimizer)
     for name in ("rank-00000.bin", "rank-00001.bin"):
-        there, here = root / "shared/checkpoint/step-2" / name, root / "node-0/run/checkpoint/step-2" / name
-        assert there.read_bytes() == here.read_bytes(), "the same bytes as in a shared folder"
+        shared_file, node_file = root / "shared/checkpoint/step-2" / name, root / "node-0/run/checkpoint/step-2" / name
+        assert shared_file.read_bytes() == node_file.read_bytes(), "bytes differ from those in a shared folder"
     assert not (root / "node-1/run/checkpoint").exists()
 
 
-def test_it_is_loaded_on_another_mesh(ended: list[dict[str, Ended]]) -> None:
+def test_checkpoint_of_the_first_node_is_loaded_on_another_mesh(ended: list[dict[str, Ended]]) -> None:
     for rank in ended:
         assert rank["other mesh"].error is None
         assert abs(rank["other mesh"].losses[0] - rank["straight"].losses[SAVED]) < 1e-6
@@ -116,7 +114,7 @@ def test_damage_and_a_full_disk_are_reported_on_all_ranks(ended: list[dict[str, 
 
 
 def write_to_a_full_disk(rank: int, folder: Path) -> str:
-    """Save 16 MiB of each rank through rank 0, whose disk is full when it writes those of rank 1."""
+    """Save 16 MiB of each rank through rank 0, whose disk is full when it writes the share of rank 1."""
     mesh = init_device_mesh("cpu", (3,))
     tensors = {"w": distribute_tensor(torch.zeros(3 * 2**22), mesh, [Shard(0)])}
     shares = save_plan.plan(tensors)
@@ -138,5 +136,5 @@ def write_to_a_full_disk(rank: int, folder: Path) -> str:
     return str(raised.value)
 
 
-def test_a_full_disk_does_not_leave_later_ranks_waiting(tmp_path: Path) -> None:
+def test_full_disk_does_not_block_later_ranks(tmp_path: Path) -> None:
     assert all("errno 28" in text for text in run_ranks(3, write_to_a_full_disk, tmp_path))

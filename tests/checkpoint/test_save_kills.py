@@ -1,4 +1,4 @@
-"""A save killed at any moment: what was committed before is there, whole, and is what it was.
+"""A kill during a save leaves all earlier checkpoints complete and unchanged.
 
 SHARDTRAIN_KILLS=1000 kills more often.
 """
@@ -27,32 +27,32 @@ FEW_KILLS = 40
 NUMEL = 20_000
 
 
-def life(
-    rank: int, size: int, root: Path, number: int, sender: Connection, mode: str, before: Callable[[], object]
+def save_until_killed(
+    rank: int, size: int, root: Path, number: int, sender: Connection, mode: str, prepare: Callable[[], object]
 ) -> None:
-    """Continue from the newest checkpoint and save one after the other, telling each that is done."""
+    """Resume the newest checkpoint, then save step after step and send the number of each saved step."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(root / f"store-{number}"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    kept = checkpoints(root, keep_latest_k=2, async_mode=mode)
-    found = kept.to_continue()
-    step = 0 if found is None else assert_is_of_its_step(found, NUMEL)
+    manager = checkpoints(root, keep_latest_k=2, async_mode=mode)
+    newest = manager.to_continue()
+    step = 0 if newest is None else assert_is_of_its_step(newest, NUMEL)
     sender.send_bytes(b"%d" % step)
-    before()
+    prepare()
     while True:
         step += 1
-        save(kept, step, NUMEL)
-        sender.send_bytes(b"%d" % kept.saved_step)  # in the background: the one before
+        save(manager, step, NUMEL)
+        sender.send_bytes(b"%d" % manager.saved_step)  # with background saves, the previous step
 
 
-def start(
-    size: int, root: Path, number: int, mode: str, before: Callable[[], object] = lambda: None
+def start_ranks(
+    size: int, root: Path, number: int, mode: str, prepare: Callable[[], object] = lambda: None
 ) -> tuple[list[Any], Any]:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     ranks = [
-        context.Process(target=life, args=(rank, size, root, number, sender, mode, before), daemon=True)
+        context.Process(target=save_until_killed, args=(rank, size, root, number, sender, mode, prepare), daemon=True)
         for rank in range(size)
     ]
     for process in ranks:
@@ -61,31 +61,31 @@ def start(
     return ranks, receiver
 
 
-def end(ranks: list[Any], receiver: Connection) -> int:
-    """Kill what is left; gives the last step that was said to be saved."""
+def kill_ranks(ranks: list[Any], receiver: Connection) -> int:
+    """Kill the remaining ranks and return the last step reported as saved."""
     for process in ranks:
         process.kill()
     for process in ranks:
         process.join(patience.seconds(30))
-    told = 0
+    reported = 0
     try:
         while receiver.poll(patience.seconds(10)):
-            told = max(told, int(receiver.recv_bytes()))
+            reported = max(reported, int(receiver.recv_bytes()))
     except EOFError:
         pass
-    return told
+    return reported
 
 
-def assert_nothing_is_lost(root: Path, told: int) -> int:
-    with world_of_one():  # not while a process is forked: its threads would be missing in the child
+def assert_nothing_is_lost(root: Path, reported: int) -> int:
+    with world_of_one():  # only while no process is forked: a child would lack its threads
         reader = checkpoints(root, load_only=True)
         steps = reader.steps()
         for step in steps:
             assert assert_is_of_its_step(root / f"checkpoint/step-{step}", NUMEL) == step
-        found = reader.to_continue()
+        to_continue = reader.to_continue()
     newest = max(steps, default=0)
-    assert newest >= told, "what was said to be saved is there"
-    assert (found is None and newest == 0) or (found is not None and found.name == f"step-{newest}")
+    assert newest >= reported, "a step reported as saved is missing"
+    assert (to_continue is None and newest == 0) or (to_continue is not None and to_continue.name == f"step-{newest}")
     return newest
 
 
@@ -96,25 +96,25 @@ def assert_nothing_is_lost(root: Path, told: int) -> int:
 def test_random_kills_lose_nothing(size: int, mode: str, share: float, kills: int, tmp_path: Path) -> None:
     dice, newest, gained = random.Random(size), 0, 0
     for number in range(int(kills * share)):
-        ranks, receiver = start(size, tmp_path, number, mode)
+        ranks, receiver = start_ranks(size, tmp_path, number, mode)
         assert receiver.poll(patience.seconds(60))
-        told = int(receiver.recv_bytes())  # it has found the newest
-        assert told == newest
-        # so many saves, and then a part of one: whatever the machine's speed, kills hit all of it
-        begun, waits = time.monotonic(), dice.randrange(4)
-        for _ in range(waits * size + size - 1 if waits else 0):  # each rank tells
+        reported = int(receiver.recv_bytes())  # the step it resumed from
+        assert reported == newest
+        # wait for a number of saves and then part of another: kills hit all phases at any machine speed
+        begin, waits = time.monotonic(), dice.randrange(4)
+        for _ in range(waits * size + size - 1 if waits else 0):  # every rank reports
             assert receiver.poll(patience.seconds(60))
-            told = max(told, int(receiver.recv_bytes()))
-        pace = (time.monotonic() - begun) / waits if waits else 0.02
+            reported = max(reported, int(receiver.recv_bytes()))
+        pace = (time.monotonic() - begin) / waits if waits else 0.02
         time.sleep(dice.random() * min(1.0, 1.5 * pace))
-        victim = dice.randrange(size + 1)  # one rank, or all at once
+        victim = dice.randrange(size + 1)  # one rank, or all
         for process in ranks if victim == size else [ranks[victim]]:
             os.kill(process.pid, signal.SIGKILL)
-        after = assert_nothing_is_lost(tmp_path, max(told, end(ranks, receiver)))
-        gained += after > newest
-        newest = after
+        newest_after_kill = assert_nothing_is_lost(tmp_path, max(reported, kill_ranks(ranks, receiver)))
+        gained += newest_after_kill > newest
+        newest = newest_after_kill
     assert gained > (kills * share / 4 if kills == KILLS else 0), (
-        "kills must hit between saves and in them, not before the first"
+        "kills must also hit during and between saves, not only before the first one"
     )
 
 
@@ -122,15 +122,15 @@ CHANGES = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "link
 
 
 def kill_at(operation: int) -> Callable[[], None]:
-    """Let this process be killed right before its n-th change of the disk."""
+    """Return a function that arms a SIGKILL of this process right before its n-th change of the disk."""
 
     def arm() -> None:
-        left = [operation]
+        calls_left = [operation]
 
         def counted(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any, **options: Any) -> Any:
-                left[0] -= 1
-                if left[0] == 0:
+                calls_left[0] -= 1
+                if calls_left[0] == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return original(*arguments, **options)
 
@@ -144,14 +144,14 @@ def kill_at(operation: int) -> Callable[[], None]:
 
 @pytest.mark.parametrize("every", cases([9], nightly=[1]))
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_kill_before_each_change_of_the_disk_loses_nothing(tmp_path: Path, mode: str, every: int) -> None:
-    """Three saves of one rank have about 80 changes: the first, one that only adds, and one that deletes an old one."""
+def test_kill_before_each_change_of_the_disk_loses_nothing(tmp_path: Path, mode: str, every: int) -> None:
+    """Three saves of one rank make about 80 changes: the first save, a second, and one that deletes a checkpoint."""
     newest = 0
     for operation in range(1, 82, every):
         root = tmp_path / str(operation)
         root.mkdir()
-        ranks, receiver = start(1, root, 0, mode, kill_at(operation))
+        ranks, receiver = start_ranks(1, root, 0, mode, kill_at(operation))
         ranks[0].join(patience.seconds(60))
         assert ranks[0].exitcode == -signal.SIGKILL
-        newest = max(newest, assert_nothing_is_lost(root, end(ranks, receiver)))
+        newest = max(newest, assert_nothing_is_lost(root, kill_ranks(ranks, receiver)))
     assert newest >= 3

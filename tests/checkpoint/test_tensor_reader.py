@@ -1,4 +1,4 @@
-"""A rank's part of what another mesh saved: the numbers of the whole, at a cost that alike layers do not multiply."""
+"""Reading a rank's shards of tensors that another mesh saved: exact values, at a cost that identical layers share."""
 
 from __future__ import annotations
 
@@ -22,23 +22,26 @@ from shardtrain.checkpoint.save_plan import compress
 from shardtrain.facts.dtypes import ITEM_BYTES
 
 
-def stored_as(folder: Path, tensors: dict[str, tuple[torch.Tensor, list[list[int]]]], rng: Any = None) -> Manifest:
-    """Files of tensors that are cut along each dimension in such sizes; box i is in file i, or as is drawn."""
+def write_tensors(folder: Path, tensors: dict[str, tuple[torch.Tensor, list[list[int]]]], rng: Any = None) -> Manifest:
+    """Write tensors in shards with the given sizes along each dimension.
+
+    Box i is in file i, or in a file drawn by ``rng``.
+    """
     count = max(np.prod([len(sizes) for sizes in cells], dtype=int) for _, cells in tensors.values())
     order = np.arange(count) if rng is None else rng.permutation(count)
     written, stored = [bytearray() for _ in range(count)], {}
-    for name, (whole, cells) in tensors.items():
+    for name, (tensor, cells) in tensors.items():
         starts = [[sum(sizes[:i]) for i in range(len(sizes))] for sizes in cells]
         boxes = [*itertools.product(*(zip(s, n, strict=True) for s, n in zip(starts, cells, strict=True)))]
         begins = []
         for box, file in zip(boxes, order.tolist(), strict=False):
             begins.append(len(written[file]))
-            part = whole[tuple(slice(start, start + size) for start, size in box)].contiguous()
+            part = tensor[tuple(slice(start, start + size) for start, size in box)].contiguous()
             written[file] += part.reshape(-1).view(torch.uint8).numpy().tobytes()
-        both = np.array(boxes, np.int64).reshape(len(boxes), len(cells), 2)
-        where = order[: len(boxes)], np.array(begins, np.int64)
-        grids = compress(both[:, :, 0], both[:, :, 1], *where)
-        stored[name] = StoredTensor(str(whole.dtype).removeprefix("torch."), tuple(whole.shape), tuple(grids))
+        box_array = np.array(boxes, np.int64).reshape(len(boxes), len(cells), 2)
+        placement = order[: len(boxes)], np.array(begins, np.int64)
+        grids = compress(box_array[:, :, 0], box_array[:, :, 1], *placement)
+        stored[name] = StoredTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(grids))
     listed = []
     for number, data in enumerate(written):
         (folder / f"rank-{number:05d}.bin").write_bytes(data)
@@ -48,8 +51,8 @@ def stored_as(folder: Path, tensors: dict[str, tuple[torch.Tensor, list[list[int
 
 @settings(max_examples=20, deadline=None)
 @given(st.data())
-def test_any_box_of_what_any_mesh_has_saved_holds_the_numbers_of_the_whole(data: st.DataObject) -> None:
-    """Of every type and number of dimensions, in tensors that lie in memory in any way, and read in small parts."""
+def test_any_box_of_tensors_saved_by_any_mesh_is_read_exactly(data: st.DataObject) -> None:
+    """For any dtype, number of dimensions and memory layout, and with reads in small parts."""
     tensors, boxes = {}, {}
     for name in ("model.a", "model.b"):
         dims = data.draw(st.integers(0, 3))
@@ -62,72 +65,72 @@ def test_any_box_of_what_any_mesh_has_saved_holds_the_numbers_of_the_whole(data:
         boxes[name] = low, [data.draw(st.integers(1, size - at)) for size, at in zip(shape, low, strict=True)]
     most_bytes, most_pieces = data.draw(st.sampled_from([8, 20, 64, 2**23])), data.draw(st.sampled_from([1, 5, 2**17]))
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        manifest = stored_as(Path(name), tensors, np.random.default_rng(data.draw(st.integers(0, 99))))
-        filled, wanted, own = {}, {}, {}
+        manifest = write_tensors(Path(name), tensors, np.random.default_rng(data.draw(st.integers(0, 99))))
+        filled, expected, box_of_tensor = {}, {}, {}
         for key, (low, sizes) in boxes.items():
-            whole = tensors[key][0]
-            wanted[key] = whole[tuple(slice(at, at + size) for at, size in zip(low, sizes, strict=True))]
-            types = [whole.dtype, torch.float32] if whole.is_floating_point() else [whole.dtype]
+            saved = tensors[key][0]
+            expected[key] = saved[tuple(slice(at, at + size) for at, size in zip(low, sizes, strict=True))]
+            types = [saved.dtype, torch.float32] if saved.is_floating_point() else [saved.dtype]
             filled[key] = torch.zeros(sizes, dtype=data.draw(st.sampled_from(types)))
-            if data.draw(st.booleans()):  # another order of dimensions, so that rows are not contiguous
+            if data.draw(st.booleans()):  # reversed memory order: rows are not contiguous
                 filled[key] = torch.zeros(sizes[::-1], dtype=filled[key].dtype).permute(
                     tuple(reversed(range(len(sizes))))
                 )
-            own[id(filled[key])] = tuple(low), tuple(sizes)
-        patch.setattr(tensor_reader, "box_of", lambda tensor: own[id(tensor)])
+            box_of_tensor[id(filled[key])] = tuple(low), tuple(sizes)
+        patch.setattr(tensor_reader, "box_of", lambda tensor: box_of_tensor[id(tensor)])
         patch.setattr(files, "PIECE_BYTES", most_bytes)
         patch.setattr(tensor_reader, "MOST_PIECES", most_pieces)
         tensor_reader.read(filled, manifest, Path(name))
     for key, tensor in filled.items():
-        assert torch.equal(tensor, wanted[key].to(tensor.dtype))
+        assert torch.equal(tensor, expected[key].to(tensor.dtype))
 
 
-def layers(folder: Path, count: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """So many tensors of 8 x 6 numbers, each cut by rows into 8 files."""
-    whole = {f"model.layers.{n}.w": torch.arange(48.0).reshape(8, 6) + n for n in range(count)}
-    return stored_as(folder, {name: (tensor, [[1] * 8, [6]]) for name, tensor in whole.items()}), whole
+def write_layers(folder: Path, count: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """Write ``count`` tensors of shape [8, 6], each split by rows into 8 files."""
+    weights = {f"model.layers.{n}.w": torch.arange(48.0).reshape(8, 6) + n for n in range(count)}
+    return write_tensors(folder, {name: (tensor, [[1] * 8, [6]]) for name, tensor in weights.items()}), weights
 
 
-def test_where_pieces_lie_is_computed_once_for_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another mesh too: of 40 layers as of one, and no file is opened more often."""
-    asked, opened = [], []
+def test_overlaps_are_computed_once_for_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 layers take as many overlap computations and opened files as one layer."""
+    computed, opened = [], []
     overlaps, open_stored = Grid.overlaps, files.open_stored
-    monkeypatch.setattr(Grid, "overlaps", lambda grid, box: (asked.append(grid), overlaps(grid, box))[1])
+    monkeypatch.setattr(Grid, "overlaps", lambda grid, box: (computed.append(grid), overlaps(grid, box))[1])
     monkeypatch.setattr(files, "open_stored", lambda path: (opened.append(path), open_stored(path))[1])
     for count in (1, 40):
         (tmp_path / str(count)).mkdir()
-        manifest, whole = layers(tmp_path / str(count), count)
-        filled = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
-        asked.clear(), opened.clear()
+        manifest, saved = write_layers(tmp_path / str(count), count)
+        filled = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+        computed.clear(), opened.clear()
         tensor_reader.read(filled, manifest, tmp_path / str(count))
-        assert (len(asked), len(opened)) == (1, 8)
-        assert all(torch.equal(filled[name], whole[name]) for name in whole)
+        assert (len(computed), len(opened)) == (1, 8)
+        assert all(torch.equal(filled[name], saved[name]) for name in saved)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_more_than_a_piece_is_read_at_a_time(
+def test_at_most_one_piece_is_read_at_a_time(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows larger than that are read in parts, into the tensor as into memory from which they are converted."""
-    whole = torch.arange(2 * 5 * 7.0).reshape(2, 5, 7)
-    manifest = stored_as(tmp_path, {"model.experts": (whole, [[2], [5], [7]])})
-    asked: list[int] = []
+    """Larger rows are read in parts, both directly into the tensor and into a buffer for conversion."""
+    saved = torch.arange(2 * 5 * 7.0).reshape(2, 5, 7)
+    manifest = write_tensors(tmp_path, {"model.experts": (saved, [[2], [5], [7]])})
+    bytes_read: list[int] = []
 
     class Counted(files.FileReader):
         def read_into_all(self, views: Sequence[memoryview], position: int) -> int:
-            asked.append(sum(map(len, views)))
+            bytes_read.append(sum(map(len, views)))
             return super().read_into_all(views, position)
 
     monkeypatch.setattr(files, "FileReader", Counted)
-    monkeypatch.setattr(files, "PIECE_BYTES", 60)  # two rows of 7 numbers, and less than one of 5 x 7
-    filled = {"model.experts": torch.zeros_like(whole, dtype=dtype)}
+    monkeypatch.setattr(files, "PIECE_BYTES", 60)  # two rows of 7 numbers; less than one row of 5 x 7
+    filled = {"model.experts": torch.zeros_like(saved, dtype=dtype)}
     tensor_reader.read(filled, manifest, tmp_path)
-    assert torch.equal(filled["model.experts"], whole.to(dtype))
-    assert asked == 2 * [56, 56, 28] and sum(asked) == whole.numel() * ITEM_BYTES["float32"]
+    assert torch.equal(filled["model.experts"], saved.to(dtype))
+    assert bytes_read == 2 * [56, 56, 28] and sum(bytes_read) == saved.numel() * ITEM_BYTES["float32"]
 
 
-def test_pieces_of_sixteen_thousand_files_are_rows_of_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No object is made for each of them before it is read: what is known of them is some 100 bytes each."""
+def test_pieces_of_16384_files_are_stored_in_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces that are not yet read take about 40 bytes each, and no Python object."""
     grid = Grid((0, 0), (1, 4), 0, 0, (Axis(16384, 0, 1),))
     stored = {f"model.layers.{n}.w": StoredTensor("float32", (16384, 4), (grid,)) for n in range(8)}
     manifest = Manifest(1, 16384, "run", "test", (), stored, {})

@@ -1,4 +1,4 @@
-"""What ranks read of the files of a checkpoint: each byte once for the check, and few files open at a time."""
+"""Reads of checkpoint files: the damage check reads each byte once over all ranks, and few files are open at a time."""
 
 from __future__ import annotations
 
@@ -18,28 +18,26 @@ from shardtrain.utils.errors import CheckpointError
 FILES = 11
 
 
-def checkpoint(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """Two tensors whose rows lie in eleven files, as eleven ranks would have written them."""
-    whole = {"model.a": torch.arange(FILES * 6.0).reshape(FILES * 2, 3), "model.b": torch.arange(FILES * 4.0) * 10}
+def write_checkpoint(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """Write two tensors in eleven files, as eleven ranks do."""
+    saved = {"model.a": torch.arange(FILES * 6.0).reshape(FILES * 2, 3), "model.b": torch.arange(FILES * 4.0) * 10}
     stored, listed = {}, []
-    for name, tensor, begin in (("model.a", whole["model.a"], 0), ("model.b", whole["model.b"], 24)):
+    for name, tensor, begin in (("model.a", saved["model.a"], 0), ("model.b", saved["model.b"], 24)):
         sizes = (tensor.shape[0] // FILES, *tensor.shape[1:])
         grid = Grid((0,) * tensor.ndim, sizes, 0, begin, (Axis(FILES, 0, 1),))
         stored[name] = StoredTensor("float32", tuple(tensor.shape), (grid,))
     for number in range(FILES):
-        parts = [tensor.chunk(FILES)[number].numpy().tobytes() for tensor in whole.values()]
+        parts = [tensor.chunk(FILES)[number].numpy().tobytes() for tensor in saved.values()]
         path = folder / f"rank-{number:05d}.bin"
         if not path.exists():
             path.write_bytes(b"".join(parts))
         listed.append(TensorFile(path.name, sum(map(len, parts)), hashlib.sha256(b"".join(parts)).hexdigest()))
-    return Manifest(1, FILES, "run", "test", tuple(listed), stored, {}), whole
+    return Manifest(1, FILES, "run", "test", tuple(listed), stored, {}), saved
 
 
 @pytest.mark.parametrize("most", [1, 3, 2 * FILES])
-def test_a_part_of_thousands_of_files_has_one_of_them_open(
-    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest, whole = checkpoint(tmp_path)
+def test_only_one_file_is_open_at_a_time(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, saved = write_checkpoint(tmp_path)
     opened: list[files.StoredFileReader] = []
     closed: list[files.StoredFileReader] = []
 
@@ -55,45 +53,45 @@ def test_a_part_of_thousands_of_files_has_one_of_them_open(
 
     monkeypatch.setattr(files, "FileReader", Counted)
     monkeypatch.setattr(tensor_reader, "MOST_PIECES", most)
-    found = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
-    tensor_reader.read(found, manifest, tmp_path)
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    filled = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    tensor_reader.read(filled, manifest, tmp_path)
+    assert all(torch.equal(filled[name], saved[name]) for name in saved)
     assert len(opened) == len(closed) == (FILES if most == 2 * FILES else 2 * FILES)
 
 
 @pytest.mark.parametrize("most_bytes", [16, 40, 2**23])
-def test_pieces_that_follow_each_other_are_one_question(
-    most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tensors of the stored type are filled where they are; others, and columns, by way of a copy."""
-    manifest, whole = checkpoint(tmp_path)
-    asked: list[int] = []
+def test_adjacent_pieces_are_read_together(most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the stored dtype are filled in place; other dtypes and transposed tensors use a buffer."""
+    manifest, saved = write_checkpoint(tmp_path)
+    buffers_per_read: list[int] = []
 
     class Counted(files.FileReader):
         def read_into_all(self, views: Sequence[memoryview], position: int) -> int:
-            asked.append(len(views))
+            buffers_per_read.append(len(views))
             return super().read_into_all(views, position)
 
     monkeypatch.setattr(files, "FileReader", Counted)
     monkeypatch.setattr(files, "PIECE_BYTES", most_bytes)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        found = {name: torch.full_like(tensor, -1, dtype=dtype) for name, tensor in whole.items()}
-        found["model.a"] = found["model.a"].T.contiguous().T  # columns of it lie side by side
-        tensor_reader.read(found, manifest, tmp_path)
-        assert all(torch.equal(found[name], whole[name].to(dtype)) for name in whole)
-    assert asked == 3 * ([2] * FILES if most_bytes >= 40 else [1] * 3 * FILES)  # of 16 bytes, no two rows at once
+        filled = {name: torch.full_like(tensor, -1, dtype=dtype) for name, tensor in saved.items()}
+        filled["model.a"] = filled["model.a"].T.contiguous().T  # transposed memory layout
+        tensor_reader.read(filled, manifest, tmp_path)
+        assert all(torch.equal(filled[name], saved[name].to(dtype)) for name in saved)
+    assert buffers_per_read == 3 * (
+        [2] * FILES if most_bytes >= 40 else [1] * 3 * FILES
+    )  # with 16 bytes, one row at a time
 
 
-def test_a_file_that_has_become_shorter_is_refused(tmp_path: Path) -> None:
-    manifest, whole = checkpoint(tmp_path)
+def test_truncated_file_is_rejected(tmp_path: Path) -> None:
+    manifest, saved = write_checkpoint(tmp_path)
     last = tmp_path / manifest.files[-1].name
     last.write_bytes(last.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="became shorter"):
-        tensor_reader.read({name: torch.zeros_like(tensor) for name, tensor in whole.items()}, manifest, tmp_path)
+        tensor_reader.read({name: torch.zeros_like(tensor) for name, tensor in saved.items()}, manifest, tmp_path)
 
 
 def read_by_check(rank: int, folder: Path) -> dict[str, int]:
-    manifest, _ = checkpoint(folder)
+    manifest, _ = write_checkpoint(folder)
     read: dict[str, int] = {}
 
     class Counted(files.FileReader):
@@ -112,10 +110,10 @@ def read_by_check(rank: int, folder: Path) -> dict[str, int]:
     return read
 
 
-def test_a_damage_check_reads_each_byte_once_over_all_ranks(tmp_path: Path) -> None:
-    manifest, _ = checkpoint(tmp_path)
+def test_damage_check_reads_each_byte_once_over_all_ranks(tmp_path: Path) -> None:
+    manifest, _ = write_checkpoint(tmp_path)
     by_rank = run_ranks(3, read_by_check, tmp_path)
-    assert sum(len(read) for read in by_rank) == FILES  # no file by two ranks
+    assert sum(len(read) for read in by_rank) == FILES  # no file is read by two ranks
     together = {name: count for read in by_rank for name, count in read.items()}
     assert together == {file.name: file.bytes for file in manifest.files}
     shares = [sum(read.values()) for read in by_rank]

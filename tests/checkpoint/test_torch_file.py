@@ -1,4 +1,4 @@
-"""One file of torch.save with torchtitan's names comes in as its folder does, and nothing in it is run."""
+"""Import of torch.save files with torchtitan's names: same result as for the DCP folder, and no code in it runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shardtrain.tools.dcp.stored import DcpFolder
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder, and beside it what dcp_to_torch makes of it."""
+    """A DCP folder, and next to it checkpoint.pt, which dcp_to_torch_save wrote from it."""
     folder = saved_one(tmp_path_factory.mktemp("good") / "step-3")
     dcp_to_torch_save(str(folder), str(folder.with_name("checkpoint.pt")))
     return folder
 
 
-def test_a_file_of_dcp_to_torch_is_the_folder_it_was_made_of(good: Path, tmp_path: Path, capsys: Any) -> None:
+def test_file_of_dcp_to_torch_imports_like_its_folder(good: Path, tmp_path: Path, capsys: Any) -> None:
     for source in (good, good.with_name("checkpoint.pt")):
         assert cli.main(["checkpoint", "from-dcp", str(source), str(tmp_path / source.stem), *words()]) == 0
         assert "weights and the optimizer's state" in capsys.readouterr().out
@@ -35,9 +35,7 @@ def test_a_file_of_dcp_to_torch_is_the_folder_it_was_made_of(good: Path, tmp_pat
 
 
 @pytest.mark.parametrize("form", ["model", "flat", "parameters", "old optimizer"])
-def test_weights_that_torch_save_wrote_come_in_whatever_table_holds_them(
-    form: str, good: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_weights_in_any_layout_of_torch_save_are_imported(form: str, good: Path, tmp_path: Path, capsys: Any) -> None:
     folder = DcpFolder(good)
     model = {name: folder.tensor(name) for name in folder.tensors if not name.startswith(("optim", "train"))}
     saved: Any = {"model": model}
@@ -53,11 +51,12 @@ def test_weights_that_torch_save_wrote_come_in_whatever_table_holds_them(
     assert cli.main(["checkpoint", "from-dcp", str(good), str(tmp_path / "same"), "--optimizer=false", *words()]) == 0
     capsys.readouterr()
     assert cli.main(["checkpoint", "diff", str(out), str(tmp_path / "same")]) in (0, 1)  # the step differs
-    assert ": equal" in (told := capsys.readouterr().out) and "0 of 21 tensors differ" in told
+    output = capsys.readouterr().out
+    assert ": equal" in output and "0 of 21 tensors differ" in output
 
 
 @pytest.mark.parametrize("name", ["pickle-0", "pickle-2", "pickle-5", "torch-zip", "7z", "old format", "twice", "text"])
-def test_a_strangers_file_runs_nothing_and_is_one_line(name: str, tmp_path: Path, capfd: Any) -> None:
+def test_hostile_file_runs_no_code_and_is_rejected_in_one_line(name: str, tmp_path: Path, capfd: Any) -> None:
     file, canary = tmp_path / "checkpoint.pt", tmp_path / "canary"
     table = {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}
     if name == "old format":
@@ -72,15 +71,15 @@ def test_a_strangers_file_runs_nothing_and_is_one_line(name: str, tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
-def test_names_of_tables_and_lists_are_joined_by_dots(tmp_path: Path) -> None:
+def test_names_in_nested_tables_and_lists_are_joined_by_dots(tmp_path: Path) -> None:
     torch.save({"a": {"b": [torch.zeros(2), 3]}, "c": "text", "d": []}, tmp_path / "x.pt")
-    found = FlatFile(tmp_path / "x.pt")
-    assert list(found.tensors) == ["a.b.0"] and list(found.objects) == ["a.b.1", "c", "d"]
-    assert found.value("a.b.1") == 3 and found.value("c") == "text" and found.value("d") is None
+    file = FlatFile(tmp_path / "x.pt")
+    assert list(file.tensors) == ["a.b.0"] and list(file.objects) == ["a.b.1", "c", "d"]
+    assert file.value("a.b.1") == 3 and file.value("c") == "text" and file.value("d") is None
 
 
-def test_training_from_what_torchtitan_wrote_names_the_way(good: Path, tmp_path: Path) -> None:
-    """As the first weights, in a folder and as one file, and as a step of the run's own folder."""
+def test_training_from_a_torchtitan_checkpoint_names_the_import_command(good: Path, tmp_path: Path) -> None:
+    """As initial weights (folder or file), and as a step in the run's own folder."""
     titan = tmp_path / "run" / "checkpoint" / "step-3"
     shutil.copytree(good, titan)
     small = [
@@ -100,6 +99,6 @@ def test_training_from_what_torchtitan_wrote_names_the_way(good: Path, tmp_path:
     for place, options in starts.items():
         line = [sys.executable, "-m", "shardtrain", "train", "debug", *small, *options]
         done = forked.run(line, cwd=tmp_path, capture_output=True, text=True)
-        told = [line for line in done.stderr.splitlines() if line.startswith("error")]
-        assert done.returncode == 5 and len(told) == 1, done.stderr[-2000:]
-        assert f"`shardtrain checkpoint from-dcp {place} NEW`" in told[0] and told[0].count("use another") <= 1
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+        assert done.returncode == 5 and len(errors) == 1, done.stderr[-2000:]
+        assert f"`shardtrain checkpoint from-dcp {place} NEW`" in errors[0] and errors[0].count("use another") <= 1

@@ -1,4 +1,4 @@
-"""The counters of a run."""
+"""Counters of a run: updates, skips, and their JSON form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.utils.errors import CheckpointError
 
 
-def test_a_step_counts_what_it_read_and_whether_it_was_applied() -> None:
+def test_step_counts_samples_tokens_and_applied_updates() -> None:
     state = TrainState()
     for step, applied in enumerate((True, False, False, True, False)):
         state.advance(samples_consumed=8 * (step + 1), tokens=500, row_hashes=2**62, applied=applied)
@@ -19,30 +19,30 @@ def test_a_step_counts_what_it_read_and_whether_it_was_applied() -> None:
     )
 
 
-def test_skips_are_counted_in_a_row() -> None:
+def test_only_consecutive_skips_are_counted() -> None:
     state = TrainState()
-    rows = []
+    skips = []
     for applied in (False, False, True, False):
         state.advance(1, 1, 0, applied)
-        rows.append(state.nonfinite_skips)
-    assert rows == [1, 2, 0, 1]
+        skips.append(state.nonfinite_skips)
+    assert skips == [1, 2, 0, 1]
 
 
-def test_counters_survive_json() -> None:
+def test_counters_round_trip_through_json() -> None:
     state = TrainState(10**12, 7, 2**62, 10**18, 3, 2**64 - 1)
-    other = TrainState()
-    other.load(json.loads(json.dumps(state.to_dict())))
-    assert other == state
+    loaded = TrainState()
+    loaded.load(json.loads(json.dumps(state.to_dict())))
+    assert loaded == state
 
 
 @pytest.mark.parametrize("bad", [None, "5", 5.0, True, -1, [5]])
-def test_a_counter_that_is_not_a_count_is_refused_by_name(bad: object) -> None:
+def test_invalid_counter_is_rejected_with_its_name(bad: object) -> None:
     values = {**TrainState().to_dict(), "updates": bad}
     with pytest.raises(CheckpointError, match=r"^train state: updates=.* is not a count; use another checkpoint$"):
         TrainState().load(values)
 
 
-def test_a_missing_counter_is_refused_and_others_may_be_there() -> None:
+def test_missing_counter_is_rejected_and_unknown_ones_are_ignored() -> None:
     values = TrainState(3, 3, 3, 3, 0).to_dict()
     state = TrainState()
     state.load({**values, "of a later version": 1})

@@ -1,4 +1,4 @@
-"""Files that are changed, replaced or removed while a run reads them stop it, and are named."""
+"""Files changed, replaced or removed during a run stop it with an error that names them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def as_jsonl():
 
 
 def make(kind, folder):
-    """The options of a dataset, and one of its files."""
+    """Create a dataset. Return its options and one of its files."""
     plain = folder / "a.jsonl"
     plain.write_bytes(as_jsonl())
     if kind == "stream":
@@ -31,8 +31,8 @@ def make(kind, folder):
         packed = folder / "b.jsonl.gz"
         packed.write_bytes(gzip.compress(as_jsonl()))
         return {"dataset": "jsonl", "dataset_path": str(packed)}, Data(mode="stream"), packed
-    words = ["--training.dataset", "jsonl", "--training.dataset_path", str(plain), "--shard_tokens", "20000"]
-    assert prepare.main([*words, "--model.hf_assets_path", "bytes", "--output", str(folder / "shards")]) == 0
+    arguments = ["--training.dataset", "jsonl", "--training.dataset_path", str(plain), "--shard_tokens", "20000"]
+    assert prepare.main([*arguments, "--model.hf_assets_path", "bytes", "--output", str(folder / "shards")]) == 0
     tokens = {"dataset": "tokens", "dataset_path": str(folder / "shards")}
     return tokens, Data(), folder / "shards" / "tokens-00001.bin"
 
@@ -40,9 +40,9 @@ def make(kind, folder):
 def edit(file):
     data = bytearray(file.read_bytes())
     data[1000:1004] = b"....".translate(bytes(255 - i for i in range(256)))
-    with file.open("r+b") as there:  # in place, so that open descriptors see it
-        there.write(data)
-    os.utime(file, ns=(1, file.stat().st_mtime_ns + 1_000_000))  # as the clock does between a run's start and an edit
+    with file.open("r+b") as opened:  # in place, visible through open descriptors
+        opened.write(data)
+    os.utime(file, ns=(1, file.stat().st_mtime_ns + 1_000_000))  # an edit after the start of the run has a later time
 
 
 def replace_by_a_copy(file):
@@ -58,7 +58,7 @@ def rename(file):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("change", [edit, replace_by_a_copy, rename, os.remove])
 @pytest.mark.parametrize("kind", ["stream", "compressed stream", "tokens"])
-def test_a_file_that_changes_under_a_run_stops_it(kind, change, workers, tmp_path):
+def test_file_changed_during_a_run_stops_it(kind, change, workers, tmp_path):
     options, data, file = make(kind, tmp_path)
     loader = DataLoaderOptions(num_workers=workers)
     training = Training(seq_len=32, local_batch_size=4, on_data_end="repeat", dataloader=loader, **options)
@@ -72,5 +72,5 @@ def test_a_file_that_changes_under_a_run_stops_it(kind, change, workers, tmp_pat
     assert caught.value.exit_code == 2
     reopened = replace(training, dataloader=DataLoaderOptions())
     if change is not replace_by_a_copy and change is not edit:
-        with pytest.raises(ConfigError):  # nor does a run begin or continue without it
+        with pytest.raises(ConfigError):  # starting or resuming a run fails too
             open_dataloader(Config(training=reopened, data=data), batch_rank=0, num_batch_ranks=1, accumulation=1)

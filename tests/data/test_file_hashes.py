@@ -1,4 +1,4 @@
-"""What a run says of its data is what they hold: whole files are hashed, once, and never before the first step."""
+"""Hashes of data files: files are hashed entirely, once, and large ones in the background of training."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from shardtrain.train import trainer
 from shardtrain.utils.errors import ConfigError
 
 ROWS, LENGTH = 24_000, 100
-"""2.6 MB: more than the samples of 1 MiB."""
+"""2.6 MB, more than the sampled 1 MiB."""
 
 
 def write_rows(path: Path, letter: str = "a", first: int = ROWS, last: int = ROWS) -> None:
-    """Rows of one size, those from ``first`` to ``last`` made of another letter."""
+    """Write rows of equal size. Rows ``first`` to ``last - 1`` have a different letter."""
     rows = (json.dumps({"text": ("b" if first <= k < last else letter) * LENGTH}) for k in range(ROWS))
     path.write_text("".join(row + "\n" for row in rows))
 
 
 def between_samples(path: Path) -> tuple[int, int]:
-    """Rows that lie between two blocks of the samples."""
+    """Return a range of rows between two sampled blocks."""
     size = path.stat().st_size
     gap = (size - 65536) // 15
     row = size // ROWS
@@ -52,62 +52,63 @@ def config_of(folder: Path, data: str, steps: int, **checkpoint: Any) -> Config:
     )
 
 
-def run(
-    rank: int, config: Config, at_once_bytes: int = file_hashes.SMALL_BYTES, waits_after: int = 1
-) -> tuple[str, int]:
-    """What ended a run, and its steps; hashing begins after so many of them, and they wait for it."""
-    file_hashes.SMALL_BYTES, file_hashes._SETTLED_SECONDS = at_once_bytes, 0.0  # this process is a rank of its own
+def run(rank: int, config: Config, small_bytes: int = file_hashes.SMALL_BYTES, waits_after: int = 1) -> tuple[str, int]:
+    """Run training. Return its error and number of steps.
+
+    Step ``waits_after`` lets hashing begin and waits until it ends.
+    """
+    file_hashes.SMALL_BYTES, file_hashes._SETTLED_SECONDS = small_bytes, 0.0  # global state of this rank's process
     step, threads, may_hash = trainer.step, [], threading.Event()
     hash_all = Contents._hash_all
 
-    def held(contents: Contents, left: Any) -> None:
+    def hash_when_allowed(contents: Contents, remaining: Any) -> None:
         may_hash.wait(patience.seconds(60))
-        hash_all(contents, left)
+        hash_all(contents, remaining)
 
-    Contents._hash_all = held  # type: ignore[method-assign]
+    Contents._hash_all = hash_when_allowed  # type: ignore[method-assign]
 
-    def noted(one: trainer.Run) -> Any:
-        outcome = step(one)
-        threads.append(one.contents._thread)
+    def step_and_wait(run_state: trainer.Run) -> Any:
+        outcome = step(run_state)
+        threads.append(run_state.contents._thread)
         if len(threads) == waits_after and threads[0] is not None:
             may_hash.set()
             threads[0].join()
         return outcome
 
-    trainer.step = noted
+    trainer.step = step_and_wait
     ended = train_whole(rank, config)
     return str(ended.error or ""), len(ended.losses)
 
 
 @pytest.mark.parametrize("ranks", cases([1], nightly=[2]))
-@pytest.mark.parametrize("at_once_bytes", [file_hashes.SMALL_BYTES, 0], ids=["small", "large"])
-def test_other_rows_at_equal_size_do_not_pass_as_the_same(ranks: int, at_once_bytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("small_bytes", [file_hashes.SMALL_BYTES, 0], ids=["small", "large"])
+def test_changed_rows_of_equal_size_are_detected(ranks: int, small_bytes: int, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     write_rows(file)
-    assert run_ranks(ranks, run, config_of(tmp_path, "rows", 4), at_once_bytes)[0] == ("", 4)
+    assert run_ranks(ranks, run, config_of(tmp_path, "rows", 4), small_bytes)[0] == ("", 4)
     size = file.stat().st_size
     write_rows(file, "a", *between_samples(file))
     assert file.stat().st_size == size
-    [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), at_once_bytes)[0]
+    [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0]
     assert "rows.jsonl" in message and "at equal size" in message and "exclude_from_loading" in message
-    # a small dataset is hashed before the first step; of a large one the thread tells, here after one step at most
-    assert steps <= (0 if at_once_bytes else 1)
-    if not at_once_bytes:
+    # small files are hashed before the first step, large ones in a thread that reports after at most one step here
+    assert steps <= (0 if small_bytes else 1)
+    if not small_bytes:
         assert "this start trained on it after step 4" in message
-        [again, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), at_once_bytes)[0]
-        assert steps == 0 and "rows.jsonl differ at equal size" in again  # the run's folder remembers
+        [again, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0]
+        assert steps == 0 and "rows.jsonl differ at equal size" in again  # recorded in the run folder
     write_rows(file)
-    assert run_ranks(1, run, config_of(tmp_path, "rows", 8), at_once_bytes)[0] == ("", 4)
+    assert run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0] == ("", 4)
 
 
-def test_a_checkpoint_of_steps_on_other_content_is_refused_when_the_old_file_is_back(tmp_path: Path) -> None:
+def test_checkpoint_trained_on_changed_content_is_rejected_after_the_file_is_restored(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     write_rows(file)
     assert run_ranks(1, run, config_of(tmp_path, "rows", 4), 0)[0] == ("", 4)
     write_rows(file, "a", *between_samples(file))
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0, 3)[0]
     assert steps == 3 and "continue with checkpoint.load_step=4" in message
-    assert (tmp_path / "run/checkpoint/step-6").is_dir(), "saved before the file was hashed"
+    assert (tmp_path / "run/checkpoint/step-6").is_dir(), "step 6 must be saved, before the file was hashed"
     write_rows(file)
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0)[0]
     assert steps == 0 and "rows.jsonl" in message and "checkpoint.load_step=4" in message
@@ -115,40 +116,45 @@ def test_a_checkpoint_of_steps_on_other_content_is_refused_when_the_old_file_is_
     assert run_ranks(1, run, config_of(tmp_path, "rows", 10, load_step=4), 0)[0] == ("", 6)
 
 
-def test_what_nobody_hashed_before_it_was_replaced_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_file_replaced_before_it_was_hashed_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "rows.jsonl"
     write_rows(file)
-    one = WholeFile("rows.jsonl", str(file), "training.dataset_path")
-    said = {"rows.jsonl": "0" * 64}
-    first = Contents([one], tmp_path / "run")
-    first._ended.set()  # it comes to nothing
-    first.expect(said)
+    file_entry = WholeFile("rows.jsonl", str(file), "training.dataset_path")
+    recorded = {"rows.jsonl": "0" * 64}
+    first = Contents([file_entry], tmp_path / "run")
+    first._ended.set()  # this instance never hashes
+    first.expect(recorded)
     first.start(4)
     unproven = first.unproven()
-    assert first.record() == said and unproven["rows.jsonl"].startswith("4 ")
-    assert Contents([one]).trained_on_other(said, unproven) == [] and not caplog.text
+    assert first.record() == recorded and unproven["rows.jsonl"].startswith("4 ")
+    assert Contents([file_entry]).trained_on_other(recorded, unproven) == [] and not caplog.text
     write_rows(file)
     os.utime(file, ns=(1, 1))
-    assert Contents([one]).trained_on_other(said, unproven) == []
+    assert Contents([file_entry]).trained_on_other(recorded, unproven) == []
     assert "has been replaced since steps after 4 were trained on it" in caplog.text
 
 
-def test_prepared_shards_that_are_not_what_their_index_says_stop_the_run(tmp_path: Path) -> None:
+def test_prepared_shard_that_differs_from_its_index_stops_the_run(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     write_rows(file)
-    words = ["--training.dataset", "jsonl", "--training.dataset_path", str(file), "--output", str(tmp_path / "shards")]
-    assert prepare.main([*words, "--model.hf_assets_path", "bytes"]) == 0
+    arguments = [
+        "--training.dataset",
+        "jsonl",
+        "--training.dataset_path",
+        str(file),
+        "--output",
+        str(tmp_path / "shards"),
+    ]
+    assert prepare.main([*arguments, "--model.hf_assets_path", "bytes"]) == 0
     tokens = tmp_path / "shards" / "tokens-00000.bin"
-    with tokens.open("r+b") as there:
-        there.seek(tokens.stat().st_size // 2)
-        there.write(b"\x07")
+    with tokens.open("r+b") as opened:
+        opened.seek(tokens.stat().st_size // 2)
+        opened.write(b"\x07")
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "shards", 4))[0]
     assert "tokens-00000.bin" in message and "does not match its SHA-256 in index.json" in message and steps == 0
 
 
-def test_a_file_is_hashed_once_and_again_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_hashed_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_hashes, "_SETTLED_SECONDS", -1e9)
     hashed: list[str] = []
     original = Contents._hash
@@ -164,9 +170,9 @@ def test_a_file_is_hashed_once_and_again_when_it_has_changed(tmp_path: Path, mon
     files = [WholeFile(path.name, str(path), "training.dataset_path") for path in paths]
 
     def look() -> Contents:
-        found = Contents(files, tmp_path)
-        found.look()
-        return found
+        contents = Contents(files, tmp_path)
+        contents.look()
+        return contents
 
     first = look()
     assert hashed == ["one", "two"] and look().record() == first.record() and hashed == ["one", "two"]
@@ -174,18 +180,18 @@ def test_a_file_is_hashed_once_and_again_when_it_has_changed(tmp_path: Path, mon
     data = bytearray(paths[0].read_bytes())
     data[500] ^= 1
     paths[0].write_bytes(data)
-    os.utime(paths[0], ns=(before.st_atime_ns, before.st_mtime_ns))  # which hides it from the time of change alone
+    os.utime(paths[0], ns=(before.st_atime_ns, before.st_mtime_ns))  # the modification time alone would hide the change
     assert look().expect(first.record()) == ["one"]
-    (tmp_path / file_hashes.NOTES).write_text("[1, {")  # notes are no more than saved time
+    (tmp_path / file_hashes.NOTES).write_text("[1, {")  # broken notes only cost time
     assert look().expect(first.record()) == ["one"]
 
 
-def test_the_thread_ends_with_the_run_and_says_what_is_not_known(
+def test_hashing_ends_with_the_run_and_reports_unhashed_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(file_hashes, "SMALL_BYTES", 0)
-    monkeypatch.setattr(file_hashes, "MAX_CORE_SHARE", 1e-9)  # a pause without end after the first piece
+    monkeypatch.setattr(file_hashes, "MAX_CORE_SHARE", 1e-9)  # pause indefinitely after the first piece
     path = tmp_path / "large"
     path.write_bytes(bytes(10_000_000))
     contents = Contents([WholeFile("large", str(path), "training.dataset_path")])

@@ -1,4 +1,4 @@
-"""Laws of the loader: the batches of a step depend on seed and samples consumed, never on ranks or accumulation."""
+"""The data loader: batches depend on the seed and the samples consumed, never on ranks or accumulation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEQ_LEN, GLOBAL_BATCH, NUM_SAMPLES = 4, 8, 23
 
 @pytest.fixture
 def config(tmp_path):
-    """23 rows of 4 tokens: 93 tokens, of which 2 are bos and eos."""
+    """23 rows of 4 tokens: 93 tokens including BOS and EOS."""
     (tmp_path / "a.txt").write_text("".join(chr(33 + i) for i in range(91)))
     training = Training(dataset="text", dataset_path=str(tmp_path), local_batch_size=GLOBAL_BATCH, seq_len=SEQ_LEN)
     return Config(training=replace(training, on_data_end="repeat"), debug=Debug(seed=7))
@@ -30,13 +30,13 @@ def with_training(config, **changes):
 
 
 def open_rank(config, rank=0, ranks=1, accumulation=1, **options):
-    """A stream of one rank such that the global batch is GLOBAL_BATCH."""
+    """Open the stream of one rank with a global batch of GLOBAL_BATCH."""
     config = with_training(config, local_batch_size=GLOBAL_BATCH // ranks // accumulation)
     return open_dataloader(config, batch_rank=rank, num_batch_ranks=ranks, accumulation=accumulation, **options)
 
 
 def global_steps(config, ranks, accumulation, steps, samples_consumed=0):
-    """Sample ids and tokens of each step, ranks one after another."""
+    """Return sample ids and tokens of each step, in the order of ranks."""
     streams = [open_rank(config, r, ranks, accumulation, samples_consumed=samples_consumed) for r in range(ranks)]
     result = []
     for _ in range(steps):
@@ -49,7 +49,7 @@ def global_steps(config, ranks, accumulation, steps, samples_consumed=0):
 
 @pytest.mark.parametrize(("ranks", "accumulation"), list(itertools.product((1, 2, 4), (1, 2))))
 @pytest.mark.parametrize("resume_step", [0, 2, 5])
-def test_ranks_accumulation_and_resumes_change_no_sample(config, ranks, accumulation, resume_step):
+def test_ranks_accumulation_and_resumes_change_no_samples(config, ranks, accumulation, resume_step):
     expected = global_steps(config, 1, 1, steps=9)
     resumed = global_steps(config, ranks, accumulation, 9 - resume_step, resume_step * GLOBAL_BATCH)
     assert resumed == expected[resume_step:]
@@ -63,17 +63,17 @@ def test_ranks_are_disjoint_and_complete_over_an_epoch(config):
     assert ids == sample_at(range(len(ids)), NUM_SAMPLES, seed=7).tolist()
 
 
-def test_a_stream_starts_at_any_number_of_samples(config):
-    # the global batch size may change between runs, so the start need not be a multiple of it
+def test_stream_starts_at_any_number_of_samples(config):
+    # the global batch size may change between runs, so any start must work
     assert (
         next(open_rank(config, samples_consumed=13)).sample_ids_B.tolist()
         == sample_at(range(13, 13 + GLOBAL_BATCH), NUM_SAMPLES, seed=7).tolist()
     )
-    far = next(open_rank(config, samples_consumed=10**15))
-    assert far.sample_ids_B.shape == (GLOBAL_BATCH,)
+    far_batch = next(open_rank(config, samples_consumed=10**15))
+    assert far_batch.sample_ids_B.shape == (GLOBAL_BATCH,)
 
 
-def test_a_batch_holds_the_rows_of_its_samples(config):
+def test_batch_contains_the_rows_of_its_samples(config):
     stream = open_rank(config)
     batch = next(stream)
     line = [256, *range(33, 124), 257]
@@ -88,7 +88,7 @@ def test_a_batch_holds_the_rows_of_its_samples(config):
     assert (stream.num_samples, stream.global_batch, stream.vocab) == (NUM_SAMPLES, GLOBAL_BATCH, 258)
 
 
-def test_ignored_targets_are_not_counted_and_a_batch_moves_as_a_whole():
+def test_ignored_targets_are_not_counted_and_a_batch_moves_all_its_tensors():
     two = torch.tensor([[1, 2]])
     batch = Batch(two, torch.tensor([[2, IGNORE]]), torch.tensor([[0, 1]]), torch.tensor([0]))
     assert batch.num_targets == 1
@@ -97,23 +97,25 @@ def test_ignored_targets_are_not_counted_and_a_batch_moves_as_a_whole():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_without_loop_all_ranks_end_together_and_each_sample_comes_once(config, ranks):
+def test_without_loop_all_ranks_end_together_after_each_sample_once(config, ranks):
     per_rank = [list(open_rank(config, r, ranks, accumulation=2, loop=False)) for r in range(ranks)]
-    assert {len(batches) for batches in per_rank} == {2 * 3}  # 23 samples in steps of 8: three steps, one row filled up
+    assert {len(batches) for batches in per_rank} == {
+        2 * 3
+    }  # 23 samples in steps of 8: three steps, and one padding row
     batches = list(itertools.chain(*per_rank))
     ids = torch.cat([batch.sample_ids_B for batch in batches]).tolist()
     assert sorted(ids) == [-1, *range(NUM_SAMPLES)]
     assert sum(batch.num_targets for batch in batches) == NUM_SAMPLES * SEQ_LEN
 
 
-def test_without_shuffle_rows_come_in_order(config):
+def test_without_shuffle_rows_are_in_order(config):
     stream = open_rank(config, shuffle=False)
     ids = torch.cat([next(stream).sample_ids_B for _ in range(6)]).tolist()
     assert ids == [i % NUM_SAMPLES for i in range(48)]
 
 
-def test_epochs_are_logged_at_each_power_of_two(config, caplog):
-    """A small dataset would otherwise log a line every few steps."""
+def test_epochs_are_logged_at_powers_of_two(config, caplog):
+    """Otherwise a small dataset would log a line every few steps."""
     with caplog.at_level(logging.WARNING):
         stream = open_rank(config, accumulation=2)
         while stream.samples_consumed < 10 * NUM_SAMPLES:
@@ -122,12 +124,12 @@ def test_epochs_are_logged_at_each_power_of_two(config, caplog):
     assert [r.getMessage() for r in caplog.records] == [f"dataset text is being re-looped (epoch {n})" for n in epochs]
 
 
-def test_a_resume_within_an_epoch_does_not_say_it_again(config, caplog):
+def test_resume_within_an_epoch_does_not_log_it_again(config, caplog):
     next(open_rank(config, samples_consumed=24))
     assert not caplog.records
 
 
-def test_the_fingerprint_changes_with_data_tokens_length_and_seed_alone(config, tmp_path):
+def test_fingerprint_changes_only_with_data_tokens_length_and_seed(config, tmp_path):
     first = open_rank(config).fingerprint
     assert open_rank(config, 1, 4, 2, samples_consumed=80).fingerprint == first
     assert (
@@ -150,23 +152,23 @@ def test_validation_reads_its_own_section(config):
         )
 
 
-def test_options_without_effect_are_said_aloud(config, caplog, monkeypatch):
+def test_options_without_effect_are_logged(config, caplog, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     open_rank(with_training(config, dataloader=DataLoaderOptions(pin_memory=True)))
     assert "pin_memory=true has no effect" in caplog.text
 
 
-def test_data_end_where_the_options_say(config):
+def test_data_ends_as_configured(config):
     ends = {"error": NUM_SAMPLES, "stop": NUM_SAMPLES, "repeat": None}
     for on_data_end, end in ends.items():
         assert open_rank(with_training(config, on_data_end=on_data_end)).end == end
     assert open_rank(with_training(config, epochs=3)).end == 3 * NUM_SAMPLES
     stream = open_rank(with_training(config, on_data_end="error"))
     assert len(list(stream)) == 3
-    assert stream.samples_consumed == NUM_SAMPLES, "filler rows are no samples"
+    assert stream.samples_consumed == NUM_SAMPLES, "padding rows must not count as samples"
 
 
-def test_a_dead_worker_is_an_error_of_one_line(config):
+def test_dead_worker_is_a_one_line_error(config):
     stream = open_rank(with_training(config, dataloader=DataLoaderOptions(num_workers=1)))
     next(stream)
     for worker in stream._batches._workers:
@@ -177,7 +179,7 @@ def test_a_dead_worker_is_an_error_of_one_line(config):
             next(stream)
 
 
-def test_bad_input_names_its_option(config):
+def test_invalid_input_is_reported_with_its_option(config):
     with pytest.raises(ConfigError, match=r"training.seq_len=0 must be at least 1"):
         open_rank(with_training(config, seq_len=0))
     with pytest.raises(ConfigError, match=r"model.tokenizer_path"):
@@ -188,13 +190,13 @@ def test_bad_input_names_its_option(config):
         open_rank(config, samples_consumed=-1)
 
 
-def test_a_row_longer_than_the_data_is_filled_up(config):
+def test_row_longer_than_the_data_is_padded(config):
     batch = next(open_rank(with_training(config, seq_len=100, on_data_end="stop")))
     assert (batch.sample_ids_B.tolist(), batch.num_targets) == ([0] + [-1] * 7, 92)
 
 
-def test_epochs_take_as_many_steps_as_hold_every_sample(config):
-    # epochs join without a gap: 69 samples in steps of 8, not three times three steps
+def test_epochs_take_the_fewest_steps_that_cover_every_sample(config):
+    # epochs join without a gap: 69 samples in steps of 8, and not three times three steps
     assert open_rank(with_training(config, epochs=3)).steps_left == 9
     assert open_rank(with_training(config, epochs=3), samples_consumed=13).steps_left == 7
     assert open_rank(with_training(config, epochs=1), samples_consumed=30).steps_left == 0
@@ -208,14 +210,14 @@ def jsonl_config(config, tmp_path, count=40, **data):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_says_once_that_it_begins_again(config, tmp_path, caplog, workers):
+def test_stream_logs_once_that_it_starts_over(config, tmp_path, caplog, workers):
     # 40 documents of 15 tokens are 150 rows of 4
     config = with_training(jsonl_config(config, tmp_path, readers=4), dataloader=DataLoaderOptions(num_workers=workers))
     stream = open_rank(config)
     for _ in range(45):
         next(stream)
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["dataset jsonl is being re-looped (epoch 2)"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["dataset jsonl is being re-looped (epoch 2)"]
     cursors = stream.cursors()
     stream.seek(stream.samples_consumed, cursors)
     for _ in range(5):
@@ -234,7 +236,7 @@ def mixture_of(config, tmp_path, **second):
     return replace(config, data=Data(sources=sources))
 
 
-def test_a_source_that_begins_again_is_named_though_another_ends(config, tmp_path, caplog):
+def test_source_that_starts_over_is_named_although_another_ends(config, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         stream = open_rank(mixture_of(config, tmp_path, epochs=1))
         assert len(list(stream)) == stream.end // GLOBAL_BATCH + 1
@@ -242,8 +244,8 @@ def test_a_source_that_begins_again_is_named_though_another_ends(config, tmp_pat
     assert set(stream.files) == {"first: a.txt", "second: a.txt"}
 
 
-def test_rows_of_each_source_are_counted_on_all_ranks_alike(config, tmp_path):
-    assert open_rank(config).rows_of_sources == {}  # of one source there is nothing to tell
+def test_rows_of_each_source_are_counted_equally_on_all_ranks(config, tmp_path):
+    assert open_rank(config).rows_of_sources == {}  # not reported for a single source
     mixed = mixture_of(config, tmp_path, weight=3.0)
     for rank in range(2):
         stream = open_rank(mixed, rank=rank, ranks=2)
@@ -253,7 +255,7 @@ def test_rows_of_each_source_are_counted_on_all_ranks_alike(config, tmp_path):
         assert rows["second"] == pytest.approx(3 * rows["first"], abs=3)
 
 
-def test_a_weight_that_is_too_small_to_be_read_is_said_aloud(config, tmp_path, caplog):
+def test_weight_too_small_to_read_a_row_is_logged(config, tmp_path, caplog):
     open_rank(mixture_of(config, tmp_path, weight=1e-6))
     assert "dataset second is not read in stage 1" in caplog.text
 
@@ -262,16 +264,14 @@ def test_a_weight_that_is_too_small_to_be_read_is_said_aloud(config, tmp_path, c
     ("readers", "ranks", "workers", "warns"),
     [(16, 4, 0, False), (16, 1, 0, False), (12, 4, 0, True), (16, 2, 2, False), (24, 1, 2, True), (8, 1, 2, True)],
 )
-def test_documents_that_several_processes_tokenize_are_said_aloud(
-    config, tmp_path, caplog, readers, ranks, workers, warns
-):
+def test_repeated_tokenization_by_several_processes_is_logged(config, tmp_path, caplog, readers, ranks, workers, warns):
     config = with_training(jsonl_config(config, tmp_path, 300, readers=readers), dataloader=DataLoaderOptions(workers))
     stream = open_rank(config, ranks=ranks)
     assert stream.num_readers == readers
     assert ("each document is tokenized by" in caplog.text) is warns
 
 
-def test_the_death_of_a_worker_is_known_wherever_it_is_reported():
+def test_death_of_a_worker_is_recognized_in_any_report():
     dead = death_of_worker(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. \nmore"))
     assert isinstance(dead, DataError) and dead.exit_code == 3 and "\n" not in str(dead)
     assert death_of_worker(RuntimeError("shapes differ")) is None

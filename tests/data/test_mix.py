@@ -1,4 +1,4 @@
-"""Mixing: shares are exact, any position is found at once, and a stage continues where the one before ended."""
+"""Mixing: shares are exact, any position is computed directly, and a stage continues where the previous one ended."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def test_equal_weights_alternate():
 
 @settings(max_examples=25)
 @given(weights, st.integers(1, 3000))
-def test_every_prefix_holds_each_source_in_its_share(given_weights, length):
+def test_every_prefix_contains_each_source_in_its_share(given_weights, length):
     sources, _ = Mixture([Stage(tuple(given_weights))]).locate(np.arange(length))
     share = np.array(given_weights) / sum(given_weights)
     counts = np.bincount(sources, minlength=len(given_weights))
-    # a row of each source stands in the middle of its stretch; ties between sources move it by a place each
+    # each row is in the middle of its interval; ties between sources shift it by one position each
     assert (np.abs(counts - share * length) <= len(given_weights)).all()
 
 
 @settings(max_examples=25)
 @given(weights, weights, st.integers(0, 5000), st.integers(0, 200_000))
-def test_numbers_count_the_rows_of_a_source_without_gap_over_stages(first, second, stop, position):
+def test_row_numbers_of_a_source_have_no_gaps_across_stages(first, second, stop, position):
     count = min(len(first), len(second))
     if sum(first[:count]) <= 0 or sum(second[:count]) <= 0:
         return
@@ -39,13 +39,15 @@ def test_numbers_count_the_rows_of_a_source_without_gap_over_stages(first, secon
     before = mixture.rows_before(position)
     assert before.sum() == position
     for source in range(count):
-        own = numbers[sources == source]
-        assert own.tolist() == list(range(int(before[source]), int(before[source]) + len(own)))
+        numbers_of_source = numbers[sources == source]
+        assert numbers_of_source.tolist() == list(
+            range(int(before[source]), int(before[source]) + len(numbers_of_source))
+        )
 
 
 @settings(max_examples=25)
 @given(weights, st.integers(0, 3000), st.integers(0, 100_000))
-def test_the_position_of_a_row_is_found_without_counting(given_weights, stop, rows):
+def test_position_of_a_row_is_computed_without_counting(given_weights, stop, rows):
     mixture = Mixture([Stage(tuple(given_weights), stop), Stage(tuple(reversed(given_weights)))])
     for source in range(len(given_weights)):
         position = mixture.first_position_beyond(source, rows)
@@ -56,7 +58,7 @@ def test_the_position_of_a_row_is_found_without_counting(given_weights, stop, ro
         assert (int(located_source[0]), int(number[0])) == (source, rows)
 
 
-def test_a_source_without_weight_in_a_stage_is_not_seen_in_it():
+def test_source_without_weight_in_a_stage_is_not_read():
     mixture = Mixture([Stage((1.0, 0.0), 1000), Stage((0.5, 0.5))])
     sources, numbers = mixture.locate(np.arange(2000))
     assert set(sources[:1000].tolist()) == {0}
@@ -64,14 +66,14 @@ def test_a_source_without_weight_in_a_stage_is_not_seen_in_it():
     assert numbers[1000:][sources[1000:] == 1].tolist() == list(range(500))
 
 
-def test_positions_beyond_a_billion_cost_as_little_as_the_first():
+def test_positions_beyond_a_billion_are_as_cheap_as_the_first():
     mixture = Mixture([Stage((0.7, 0.2, 0.1))])
     sources, numbers = mixture.locate(np.array([10**12]))
     assert mixture.rows_before(10**12)[int(sources[0])] == int(numbers[0])
     assert int(numbers[0]) == pytest.approx(10**12 * (0.7, 0.2, 0.1)[int(sources[0])], rel=1 / CYCLE)
 
 
-def test_hundreds_of_sources_take_no_table_of_all_places():
+def test_hundreds_of_sources_need_little_memory():
     import tracemalloc
 
     tracemalloc.start()
@@ -79,5 +81,5 @@ def test_hundreds_of_sources_take_no_table_of_all_places():
     sources, numbers = mixture.locate(np.arange(10**9 - 500, 10**9 + 500))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 8 * 2**20, "a table of 500 sources and 65,536 places would have 250 MiB a stage"
+    assert peak < 8 * 2**20, "a full table of 500 sources and 65,536 positions would take 250 MiB per stage"
     assert np.bincount(sources, minlength=500).min() >= 1 and numbers.max() >= 10**9 // 500 - 1

@@ -1,4 +1,4 @@
-"""Columns, templates and ends of documents: the rules reject an option exactly where nothing reads it."""
+"""Options for columns, templates and document ends are rejected exactly if they have no effect."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ TASKS = ("preference", "simpo", "orpo", "reward_model", "kto", "classification",
 
 
 def documents(reader: str, folder: Path, data: dict[str, Any]) -> list[str]:
-    """Describe what each of ROWS becomes, or the error."""
-    found = []
+    """Describe the document of each row in ROWS, or its error."""
+    descriptions = []
     for number, row in enumerate(ROWS):
         path = folder / f"{number}.jsonl"
         path.write_text(json.dumps(row) + "\n")
@@ -52,10 +52,10 @@ def documents(reader: str, folder: Path, data: dict[str, Any]) -> list[str]:
                 rows: Any = open_encoder(open_tokenizer("bytes"), config.data).encode([row])
             else:
                 rows = list(tasks.find(reader).Task(config).read_rows("train"))
-            found.append(repr(rows))
+            descriptions.append(repr(rows))
         except (ConfigError, DataError) as error:
-            found.append(str(error))
-    return found
+            descriptions.append(str(error))
+    return descriptions
 
 
 def config_of(reader: str, path: Path, data: dict[str, Any]) -> Config:
@@ -67,45 +67,45 @@ def config_of(reader: str, path: Path, data: dict[str, Any]) -> Config:
 
 
 @pytest.mark.parametrize("reader", [*FORMATS, *TASKS])
-def test_an_option_is_rejected_exactly_if_it_changes_no_document(
+def test_option_is_rejected_exactly_if_it_changes_no_document(
     reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("chat.jinja").write_text(TEMPLATE)
     Path("other.jinja").write_text(TEMPLATE.replace(";", "."))
-    # tasks of rows read a template of their own only where prompts are messages, as the format prompt_completion does
+    # tasks on rows read a chat template only if prompts are messages, like the format prompt_completion
     before = documents(reader, tmp_path, {"chat_template": "chat.jinja"})
     for option, value in CHANGES.items():
         after = documents(reader, tmp_path, {"chat_template": "chat.jinja", option: value})
-        words = ["--data.format", reader] if reader in FORMATS else ["--task.name", reader]
-        problems = check(load(None, [*words, f"--data.{option}", str(value).lower()]))
+        arguments = ["--data.format", reader] if reader in FORMATS else ["--task.name", reader]
+        problems = check(load(None, [*arguments, f"--data.{option}", str(value).lower()]))
         refused = [problem for problem in problems if getattr(problem, "option", "") == f"data.{option}"]
         assert bool(refused) == (after == before), (option, refused, before, after)
 
 
 @pytest.mark.parametrize("form", ["text", "prompt_completion", "chat"])
-def test_a_source_s_text_column_is_rejected_where_its_format_has_none(form: str) -> None:
-    words = ["--data.sources.web.dataset_path=x.jsonl", f"--data.sources.web.format={form}"]
-    problems = [str(problem) for problem in check(load(None, [*words, "--data.sources.web.text_field=body"]))]
+def test_text_column_of_a_source_is_rejected_if_its_format_has_none(form: str) -> None:
+    arguments = ["--data.sources.web.dataset_path=x.jsonl", f"--data.sources.web.format={form}"]
+    problems = [str(problem) for problem in check(load(None, [*arguments, "--data.sources.web.text_field=body"]))]
     expected = f'data.sources.web.text_field="body" has no effect on the format {form}; remove it'
     assert (problems == []) if form == "text" else any(expected in problem for problem in problems)
 
 
-def test_the_beginning_of_a_sample_s_prompt_may_be_set_for_conversations() -> None:
-    words = ["--data.format=chat", "--data.add_bos=true"]
-    assert any("data.add_bos" in str(problem) for problem in check(load(None, words)))
-    assert check(load(None, [*words, "--metrics.sample_prompt=Once", "--metrics.sample_freq=5"])) == []
+def test_add_bos_of_sample_prompts_may_be_set_for_conversations() -> None:
+    arguments = ["--data.format=chat", "--data.add_bos=true"]
+    assert any("data.add_bos" in str(problem) for problem in check(load(None, arguments)))
+    assert check(load(None, [*arguments, "--metrics.sample_prompt=Once", "--metrics.sample_freq=5"])) == []
 
 
-def test_a_prompt_of_messages_is_trained_as_the_template_file_writes_it(tmp_path: Path) -> None:
-    """The only fix that the rules name must lead to a run that trains."""
+def test_messages_prompt_is_trained_with_the_template_file(tmp_path: Path) -> None:
+    """The fix suggested by the rules must lead to a run that trains."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    words = [
+    arguments = [
         "--training.dataset=jsonl", f"--training.dataset_path={tmp_path}/rows.jsonl",
         "--data.format=prompt_completion", f"--data.chat_template={tmp_path}/chat.jinja",
     ]  # fmt: skip
-    loaded = load(None, words)
+    loaded = load(None, arguments)
     assert check(loaded) == []
     (document,) = open_encoder(open_tokenizer("bytes"), loaded.config.data).encode([ROWS[1]])
     tokenizer = open_tokenizer("bytes")

@@ -1,4 +1,4 @@
-"""Laws of the sample order: a fresh bijection every epoch, a function of position alone, and frozen for ever."""
+"""The sample order: a new permutation every epoch, computed from the position only, and never changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_epoch_visits_every_sample_exactly_once(n, epoch, seed):
     seed=st.integers(0, 2**64),
     positions=st.lists(st.integers(0, MAX_SAMPLES), min_size=1, max_size=30),
 )
-def test_a_position_gives_the_same_sample_alone_or_in_any_batch(n, seed, positions):
+def test_sample_of_a_position_does_not_depend_on_the_batch(n, seed, positions):
     together = sample_at(positions, n, seed)
     assert together.tolist() == [int(sample_at(p, n, seed)) for p in positions]
     assert sample_at(positions[::-1], n, seed).tolist() == together.tolist()[::-1]
@@ -51,7 +51,7 @@ def test_each_slot_holds_each_sample_equally_often_over_epochs(n):
         assert ((counts - expected) ** 2 / expected).sum() < (n - 1) + 5 * np.sqrt(2 * (n - 1)) + 10
 
 
-def test_neither_slots_nor_neighbours_are_correlated():
+def test_slots_and_neighbors_are_uncorrelated():
     n = 20_000
     order = sample_at(np.arange(n), n, seed=7)
     following = sample_at(n + np.arange(n), n, seed=7)
@@ -61,8 +61,8 @@ def test_neither_slots_nor_neighbours_are_correlated():
     assert abs(np.corrcoef(order, following)[0, 1]) < 0.035
 
 
-def test_the_order_never_changes_between_versions():
-    # frozen at the first release: a checkpoint holds a position alone, so other values would repeat and skip samples
+def test_order_never_changes_between_versions():
+    # frozen at the first release: checkpoints store only a position, so a new order would repeat and skip samples
     assert sample_at(range(10), 10, 42).tolist() == [8, 7, 1, 2, 5, 6, 9, 4, 3, 0]
     assert sample_at(range(8), 1003, 0).tolist() == [363, 34, 511, 375, 392, 646, 280, 791]
     assert sample_at(range(5), 10**6, 17982163893102248868).tolist() == [534365, 771816, 875574, 308633, 799383]
@@ -74,13 +74,13 @@ def test_the_order_never_changes_between_versions():
     ]
 
 
-def test_the_result_has_the_shape_of_the_positions():
+def test_result_has_the_shape_of_the_positions():
     assert sample_at(np.arange(6).reshape(2, 3), 10, 0).shape == (2, 3)
     assert sample_at(4, 10, 0).shape == ()
     assert sample_at([], 10, 0).shape == (0,)
 
 
 @pytest.mark.parametrize(("position", "n"), [(0, 0), (0, -3), (0, MAX_SAMPLES + 1), (-1, 5), (MAX_SAMPLES + 1, 5)])
-def test_numbers_out_of_range_are_refused(position, n):
+def test_numbers_out_of_range_are_rejected(position, n):
     with pytest.raises(ValueError, match=r"2\*\*62"):
         sample_at(position, n, 0)

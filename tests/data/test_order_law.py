@@ -1,4 +1,4 @@
-"""The order of the data is a function of seed and samples consumed: of no rank, worker, mesh or resume."""
+"""Data order depends only on the seed and the samples consumed, not on ranks, workers, mesh or resumes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def make_huggingface(folder):
 
 def make_tokens(folder):
     make_jsonl(folder)
-    words = [
+    arguments = [
         "--training.dataset",
         "jsonl",
         "--training.dataset_path",
@@ -77,7 +77,7 @@ def make_tokens(folder):
         "--shard_tokens",
         "3000",
     ]
-    assert prepare.main([*words, "--model.hf_assets_path", "bytes", "--output", str(folder / "shards")]) == 0
+    assert prepare.main([*arguments, "--model.hf_assets_path", "bytes", "--output", str(folder / "shards")]) == 0
     return {"dataset": "tokens", "dataset_path": str(folder / "shards")}
 
 
@@ -119,7 +119,7 @@ KINDS = {
     "huggingface as a stream": streamed(make_huggingface, streaming=True),
     "stream, documents fitted and masked": streamed(make_jsonl, packing="first_fit"),
     "documents fitted and masked": lambda folder: (make_jsonl(folder), Data(packing="first_fit")),
-    "a document a row": lambda folder: (make_jsonl(folder), Data(packing="padded", long_documents="cut")),
+    "one document per row": lambda folder: (make_jsonl(folder), Data(packing="padded", long_documents="cut")),
     "mixture in stages": mixed(),
     "mixture with streams": mixed(mode="stream"),
 }
@@ -131,7 +131,7 @@ def config_of(kind, folder):
 
 
 def open_ranks(config, ranks, workers, samples_consumed, cursors):
-    accumulation = 2 if ranks == 2 else 1  # accumulation changes with the ranks, as the batch stays
+    accumulation = 2 if ranks == 2 else 1  # accumulation changes with the ranks, because the global batch is fixed
     local = GLOBAL_BATCH // ranks // accumulation
     training = replace(config.training, local_batch_size=local, dataloader=DataLoaderOptions(num_workers=workers))
     options = {"num_batch_ranks": ranks, "accumulation": accumulation}
@@ -147,9 +147,9 @@ def rows_of(batch):
 
 
 def sequence(config, plan, workers):
-    """Rows in the order of training and the sum of their hashes.
+    """Return rows in training order, and the sum of their hashes.
 
-    ``plan`` is (ranks, steps) after each resume, or (ranks, steps, workers) instead of ``workers``.
+    ``plan`` lists (ranks, steps) for each resume, or (ranks, steps, workers) to override ``workers``.
     """
     result, order_hash, samples, cursors = [], 0, 0, None
     for ranks, steps, *own_workers in plan:
@@ -160,7 +160,7 @@ def sequence(config, plan, workers):
                     result += rows_of(next(stream))
                 order_hash += stream.step_hash
         samples = streams[0].samples_consumed
-        # as the trainer does: what any rank knows of a reader
+        # like the trainer, merge the cursors that any rank has of a reader
         merged = np.max([stream.cursors() for stream in streams], axis=0)
         assert (merged >= 0).all()
         cursors = merged
@@ -171,7 +171,7 @@ FIRST = ("tokens", "jsonl as a stream", "documents fitted and masked", "mixture 
 
 
 @pytest.mark.parametrize("kind", cases(FIRST, nightly=[kind for kind in KINDS if kind not in FIRST]))
-def test_ranks_workers_and_resumes_change_no_sample_and_no_token(kind, tmp_path):
+def test_ranks_workers_and_resumes_change_no_samples_or_tokens(kind, tmp_path):
     config = config_of(kind, tmp_path)
     expected = sequence(config, [(1, STEPS)], workers=0)
     assert len({sample for sample, _ in expected[0]}) > STEPS
@@ -185,16 +185,16 @@ def test_ranks_workers_and_resumes_change_no_sample_and_no_token(kind, tmp_path)
     assert sequence(config, other_workers, workers=0) == expected
 
 
-def test_another_seed_is_another_order_and_another_hash(tmp_path):
+def test_seed_changes_the_order_and_its_hash(tmp_path):
     config = config_of("jsonl", tmp_path)
     first = sequence(config, [(1, 4)], 0)
-    other = sequence(replace(config, debug=Debug(seed=12)), [(1, 4)], 0)
-    assert first[0] != other[0]
-    assert first[1] != other[1]
+    other_sequence = sequence(replace(config, debug=Debug(seed=12)), [(1, 4)], 0)
+    assert first[0] != other_sequence[0]
+    assert first[1] != other_sequence[1]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "mixture" not in kind and kind != "python_stdlib"])
-def test_every_token_is_a_target_once_an_epoch_at_any_number_of_ranks(kind, tmp_path):
+def test_every_token_is_a_target_once_per_epoch_on_any_number_of_ranks(kind, tmp_path):
     config = config_of(kind, tmp_path)
     config = replace(config, training=replace(config.training, on_data_end="stop"))
     counted = {}
@@ -209,7 +209,7 @@ def test_every_token_is_a_target_once_an_epoch_at_any_number_of_ranks(kind, tmp_
                 batches = [next(stream) for stream in streams]
             except StopIteration:
                 break
-            # as the trainer does: the data have ended when every reader was asked in vain
+            # like the trainer: the data ends when no reader has another row
             empty = empty + streams[0].global_batch if all(batch.num_rows == 0 for batch in batches) else 0
             for batch in batches:
                 for (sample, digest), row in zip(rows_of(batch), batch.targets_BT, strict=True):

@@ -1,4 +1,4 @@
-"""What eats memory or time is refused in one line, by a child with limits, and not by the end of this process."""
+"""Artifacts that exhaust memory or time are rejected in one line, by trying them in a child process with limits."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize("text", cases(TEMPLATES[::4], nightly=[t for i, t in enumerate(TEMPLATES) if i % 4]))
-def test_a_template_that_repeats_what_it_holds_is_refused(text: str) -> None:
+def test_template_that_multiplies_its_text_is_rejected(text: str) -> None:
     with pytest.raises((Unusable, ConfigError)) as refused:
         ChatTemplate(text, {}).render([{"role": "user", "content": "hello"}])
     assert len(str(refused.value).splitlines()) == 1 and len(str(refused.value)) < 1000
 
 
-def test_a_long_conversation_is_none_of_that() -> None:
+def test_long_conversation_is_accepted() -> None:
     text = "{% for m in messages %}{{ m['role'] + m['content']|trim }}{% if messages|length %}.{% endif %}{% endfor %}"
     written = ChatTemplate(text, {}).render([{"role": "user", "content": "word " * 3_000_000}] * 2)
     assert len(written) > 2 * 14_000_000
@@ -89,19 +89,19 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", cases(["doubling", "parts"], nightly=["long", "panic", "ids"]))
-def test_a_tokenizer_that_would_end_the_process_is_refused(name: str, tmp_path: Path) -> None:
-    change, words = TOKENIZERS[name]
+def test_tokenizer_that_would_exhaust_the_process_is_rejected(name: str, tmp_path: Path) -> None:
+    change, message = TOKENIZERS[name]
     file = bpe_folder(tmp_path) / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    with pytest.raises(ConfigError, match=words) as refused:
+    with pytest.raises(ConfigError, match=message) as refused:
         open_tokenizer(str(tmp_path))
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_a_parquet_bomb_is_refused(tmp_path: Path) -> None:
+def test_parquet_bomb_is_rejected(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "bomb.parquet"
-    # one page of 320 MB, which is above the limit that is set here
+    # one page of 320 MB, above the limit set here
     pq.write_table(pa.table({"text": ["a" * 40_000_000] * 8}), path, compression="zstd")
     with (
         _limits(memory_bytes=2**28),
@@ -110,7 +110,7 @@ def test_a_parquet_bomb_is_refused(tmp_path: Path) -> None:
         sources.find("parquet").open_source(sources.Request(path=str(path)))
 
 
-def test_a_parquet_file_of_nothing_many_times_is_tried_first(tmp_path: Path) -> None:
+def test_parquet_file_with_many_repeated_values_is_tried_first(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     nothing = pa.ListArray.from_arrays(pa.array([0, 60_000_000], pa.int32()), pa.nulls(60_000_000, pa.int8()))
     path = tmp_path / "bomb.parquet"
@@ -131,7 +131,7 @@ def _arrow(path: Path, column: Any, **options: Any) -> str:
 
 
 def _arrow_bomb(name: str, folder: Path) -> str:
-    """Files of a kilobyte that ask for 320 MB when they are opened, and one whose second text ends outside."""
+    """Write a file of a kilobyte that requires 320 MB when opened, or one with an offset outside its data."""
     pa = pytest.importorskip("pyarrow")
     text = pa.array(["a" * 40_000_000])
     if name == "compressed":
@@ -139,7 +139,7 @@ def _arrow_bomb(name: str, folder: Path) -> str:
     if name == "dictionary":
         eight = pa.DictionaryArray.from_arrays(pa.array([0] * 8, pa.int8()), text)
         return _arrow(folder / "a.arrow", eight, compression="zstd")
-    if name == "length":  # the number of bytes before the compressed ones is what is asked for
+    if name == "length":  # the uncompressed length, stored before the compressed bytes, determines the allocation
         file = Path(_arrow(folder / "a.arrow", text, compression="zstd"))
         number = (40_000_000).to_bytes(8, "little")
         assert file.read_bytes().count(number) == 1 or name
@@ -159,14 +159,14 @@ ARROW_BOMBS = {
 
 
 @pytest.mark.parametrize("name", cases(["compressed", "offsets"], nightly=["dictionary", "length"]))
-def test_an_arrow_bomb_is_refused(name: str, tmp_path: Path) -> None:
+def test_arrow_bomb_is_rejected(name: str, tmp_path: Path) -> None:
     path = _arrow_bomb(name, tmp_path)
     with _limits(memory_bytes=2**28), pytest.raises(DataError, match=ARROW_BOMBS[name]) as refused:
         sources.find("huggingface").open_source(sources.Request(path=path))
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_a_saved_dataset_is_tried_as_files_are(tmp_path: Path) -> None:
+def test_saved_dataset_is_tried_like_files(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": ["hello", "there"]}).save_to_disk(str(tmp_path / "saved"))
     file = next((tmp_path / "saved").glob("*.arrow"))
@@ -179,7 +179,7 @@ def test_a_saved_dataset_is_tried_as_files_are(tmp_path: Path) -> None:
         sources.find("huggingface").open_source(sources.Request(path=str(tmp_path / "saved")))
 
 
-def test_an_arrow_file_larger_than_the_limit_is_mapped_and_takes_none_of_it(tmp_path: Path) -> None:
+def test_arrow_file_larger_than_the_limit_is_memory_mapped(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     path = _arrow(tmp_path / "a.arrow", pa.array(["a" * 5_000_000] * 60))
     with _limits(memory_bytes=2**28):
@@ -187,7 +187,7 @@ def test_an_arrow_file_larger_than_the_limit_is_mapped_and_takes_none_of_it(tmp_
     assert source.num_rows == 60 and len(source.row(59)["text"]) == 5_000_000
 
 
-def test_a_row_counts_what_it_takes_in_python(tmp_path: Path) -> None:
+def test_row_counts_its_memory_in_python(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     from shardtrain.data.sources._batches import rows_of_batch
 
@@ -207,15 +207,15 @@ def test_a_row_counts_what_it_takes_in_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_local_experts", "n_routed_experts"])
-def test_a_config_of_more_parts_than_any_model_has_is_refused(key: str, tmp_path: Path) -> None:
+def test_config_with_too_many_layers_or_heads_is_rejected(key: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {key: 2**31 - 1}}))
     with pytest.raises(CheckpointError, match=f"{key}=2147483647 is above 4096"):
         read_json(tmp_path / "config.json")
 
 
-def test_what_was_proved_once_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(sandbox, "_ask", lambda request: asked.append(request) or "")
+def test_accepted_artifact_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials: list[object] = []
+    monkeypatch.setattr(sandbox, "_ask", lambda request: trials.append(request) or "")
     for _ in range(2):
         sandbox.prove("tokenizer", {}, f"key of {tmp_path}")
-    assert len(asked) == 1
+    assert len(trials) == 1

@@ -1,4 +1,4 @@
-"""Laws of recomputation: how often each layer runs, what is kept in between, and gradients equal to the bit."""
+"""Activation checkpointing: how often layers run, memory between forward and backward, and bitwise equal gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODES = {
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations, and the bytes of all results that are still alive."""
+    """Count operations, and the bytes of all results that are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def _config(options: dict[str, Any]) -> Config:
 
 
 @dataclasses.dataclass
-class Seen:
+class Observations:
     layer_runs: Counter
     forward: Counter
     total: Counter
@@ -78,7 +78,7 @@ def _model() -> tuple[Any, nn.Module]:
     return module, model
 
 
-def _watch(options: dict[str, Any]) -> Seen:
+def _watch(options: dict[str, Any]) -> Observations:
     module, model = _model()
     activation_checkpoint.apply(model, module.LAYOUT, MESH, _config(options))
     runs: Counter[str] = Counter()
@@ -89,11 +89,11 @@ def _watch(options: dict[str, Any]) -> Seen:
         logits = model(tokens, torch.arange(32).expand(2, -1))
         forward, between = watch.operations.copy(), watch.bytes_alive()
         (logits.square().sum() * 1e-3).backward()
-    return Seen(runs, forward, watch.operations, between, {n: p.grad for n, p in model.named_parameters()})
+    return Observations(runs, forward, watch.operations, between, {n: p.grad for n, p in model.named_parameters()})
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, Seen]:
+def observed() -> dict[str, Observations]:
     return {name: _watch(options) for name, options in MODES.items()}
 
 
@@ -106,59 +106,59 @@ def seen() -> dict[str, Seen]:
         ("full, early stop", [2, 2, 2, 2]),
         ("every 2nd", [2, 1, 2, 1]),
         ("every 3rd", [2, 1, 1, 2]),
-        ("op", [2, 2, 2, 2]),  # each layer's forward runs again, but its kept operations do not
+        ("op", [2, 2, 2, 2]),  # each layer's forward runs again, except for saved operations
     ],
 )
-def test_layers_run_again_in_backward_as_asked(mode: str, runs: list[int], seen) -> None:
-    assert [seen[mode].layer_runs[str(i)] for i in range(LAYERS)] == runs
+def test_layers_run_again_in_backward_as_configured(mode: str, runs: list[int], observed) -> None:
+    assert [observed[mode].layer_runs[str(i)] for i in range(LAYERS)] == runs
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_are_equal_to_the_bit(mode: str, seen) -> None:
-    for name, gradient in seen["none"].gradients.items():
-        assert torch.equal(seen[mode].gradients[name], gradient), name
+def test_gradients_are_bitwise_equal(mode: str, observed) -> None:
+    for name, gradient in observed["none"].gradients.items():
+        assert torch.equal(observed[mode].gradients[name], gradient), name
 
 
-def test_less_is_kept_between_forward_and_backward(seen) -> None:
-    kept = {mode: seen[mode].bytes_between for mode in MODES}
-    assert kept["none"] > kept["every 2nd"] > kept["full"]
-    assert kept["none"] > kept["op"] > kept["full"]
-    assert kept["full"] < 0.5 * kept["none"]
+def test_less_memory_is_kept_between_forward_and_backward(observed) -> None:
+    bytes_kept = {mode: observed[mode].bytes_between for mode in MODES}
+    assert bytes_kept["none"] > bytes_kept["every 2nd"] > bytes_kept["full"]
+    assert bytes_kept["none"] > bytes_kept["op"] > bytes_kept["full"]
+    assert bytes_kept["full"] < 0.5 * bytes_kept["none"]
 
 
-def _recomputed(seen: dict[str, Seen], mode: str, operation: str) -> int:
-    """How often an operation ran in backward beyond what backward itself needs."""
-    in_backward = seen[mode].total[operation] - seen[mode].forward[operation]
-    return in_backward - (seen["none"].total[operation] - seen["none"].forward[operation])
+def _recomputed(observed: dict[str, Observations], mode: str, operation: str) -> int:
+    """Return how often an operation ran in backward, in addition to the calls that backward itself needs."""
+    in_backward = observed[mode].total[operation] - observed[mode].forward[operation]
+    return in_backward - (observed["none"].total[operation] - observed["none"].forward[operation])
 
 
-def _attention(seen: dict[str, Seen]) -> str:
-    (name,) = (op for op in seen["none"].forward if "scaled_dot_product" in op)
+def _attention(observed: dict[str, Observations]) -> str:
+    (name,) = (op for op in observed["none"].forward if "scaled_dot_product" in op)
     return name
 
 
-def test_full_runs_every_matmul_and_attention_again(seen) -> None:
-    assert seen["none"].forward["mm"] == 7 * LAYERS + 1  # q k v o, three of the feed-forward; the head
-    assert _recomputed(seen, "full", "mm") == 7 * LAYERS
-    assert _recomputed(seen, "full", _attention(seen)) == LAYERS
-    assert _recomputed(seen, "every 2nd", "mm") == 7 * LAYERS // 2
+def test_full_runs_every_matmul_and_attention_again(observed) -> None:
+    assert observed["none"].forward["mm"] == 7 * LAYERS + 1  # q, k, v, o, three of the feed-forward, and the head
+    assert _recomputed(observed, "full", "mm") == 7 * LAYERS
+    assert _recomputed(observed, "full", _attention(observed)) == LAYERS
+    assert _recomputed(observed, "every 2nd", "mm") == 7 * LAYERS // 2
 
 
-def test_op_runs_every_second_matmul_again_and_no_attention(seen) -> None:
-    assert _recomputed(seen, "op", "mm") == 3 * LAYERS  # the first of seven is kept, and every other one
-    assert _recomputed(seen, "op", _attention(seen)) == 0
+def test_op_runs_every_second_matmul_again_and_no_attention(observed) -> None:
+    assert _recomputed(observed, "op", "mm") == 3 * LAYERS  # every second of seven is saved, beginning with the first
+    assert _recomputed(observed, "op", _attention(observed)) == 0
 
 
-def test_op_recomputes_the_matmuls_that_are_named(seen) -> None:
+def test_op_recomputes_named_matmuls(observed) -> None:
     forced = {**MODES["op"], "per_op_sac_force_recompute_mm_shapes_by_fqns": ["layers.*.ffn.w1"]}
-    seen = {**seen, "forced": _watch(forced)}
-    # w1 and w3 have one shape, so both; of the other five every second
-    assert _recomputed(seen, "forced", "mm") == (2 + 2) * LAYERS
-    assert torch.equal(seen["forced"].gradients["embed.weight"], seen["none"].gradients["embed.weight"])
+    observed = {**observed, "forced": _watch(forced)}
+    # w1 and w3 have the same shape, so both; and every second of the other five
+    assert _recomputed(observed, "forced", "mm") == (2 + 2) * LAYERS
+    assert torch.equal(observed["forced"].gradients["embed.weight"], observed["none"].gradients["embed.weight"])
 
 
-def test_a_linear_with_bias_is_named_by_the_shape_of_its_weight() -> None:
-    """Its matmul is another operation (addmm), whose weight is not its second argument."""
+def test_linear_with_bias_is_named_by_the_shape_of_its_weight() -> None:
+    """Its matmul is a different operation (addmm), in which the weight is not the second argument."""
 
     class Toy(nn.Module):
         def __init__(self) -> None:
@@ -178,18 +178,18 @@ def test_a_linear_with_bias_is_named_by_the_shape_of_its_weight() -> None:
         with Watch() as watch:
             model(torch.ones(2, 3, requires_grad=True)).sum().backward()
         counts[pattern] = watch.operations["addmm"]
-    # three in forward. Again: the second of three; the named one and, of the two others, the second
+    # three in forward. Recomputed: the second of three; or the named one, and the second of the two others
     assert counts == {"layers.0.9": 3 + 1, "layers.0.0": 3 + 2, "2": 3 + 2}
 
 
-def test_inputs_are_kept_in_host_memory_only_when_asked(monkeypatch) -> None:
+def test_inputs_are_offloaded_to_the_host_only_if_configured(monkeypatch) -> None:
     opened = []
     original = torch.autograd.graph.save_on_cpu
     monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", lambda **k: opened.append(k) or original(**k))
     _watch(MODES["full"])
     assert opened == []
     _watch({**MODES["every 2nd"], "cpu_offload": True})
-    assert opened == [{"pin_memory": False}] * 2  # one per recomputed layer; pinning needs an accelerator
+    assert opened == [{"pin_memory": False}] * 2  # one per recomputed layer; pinned memory needs an accelerator
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -201,7 +201,7 @@ def test_names_never_change(mode: str) -> None:
     assert [name for name, _ in model.named_modules()] == [name for name, _ in _model()[1].named_modules()]
 
 
-def test_a_memory_budget_is_the_compilers_and_leaves_layers_alone(monkeypatch) -> None:
+def test_memory_budget_configures_the_compiler_and_wraps_no_layers(monkeypatch) -> None:
     import torch._functorch.config as compiler
 
     module, model = _model()
@@ -224,5 +224,5 @@ def test_a_memory_budget_is_the_compilers_and_leaves_layers_alone(monkeypatch) -
         ("layers.0.attn.investigate", "gate", False),
     ],
 )
-def test_a_pattern_names_the_end_of_a_path(path: str, pattern: str, named: bool) -> None:
+def test_pattern_matches_the_end_of_a_path(path: str, pattern: str, named: bool) -> None:
     assert activation_checkpoint._names(path, pattern) is named

@@ -1,4 +1,4 @@
-"""Laws of the chain that pipelines need: what goes round x is seen, whichever way, and a sound forward passes."""
+"""The chain of modules that pipelines require: any data path other than x is detected, and a valid forward passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, more: object = None) -> Tensor:
         y = self.linear(x)
-        if isinstance(more, dict):  # values of the first layer, for all others
+        if isinstance(more, dict):  # values of the first layer that the others use
             y = y + more.setdefault("first", y)
         if isinstance(more, float):
             y = y * more
@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A sound one; ``run`` goes through the layers in its place."""
+    """A valid chain. ``run`` replaces the loop over the layers."""
 
     def __init__(self, run: Callable[[Model, Tensor, Tensor], Tensor] | None = None) -> None:
         super().__init__()
@@ -69,10 +69,10 @@ def values_by_an_attribute(model: Model, x: Tensor, _: Tensor) -> Tensor:
 
 
 def skips(model: Model, x: Tensor, _: Tensor) -> Tensor:
-    kept: list[Tensor] = []
+    outputs: list[Tensor] = []
     for i, layer in model.layers.items():
-        x = layer(x, kept.pop() if int(i) > 1 and kept else None)
-        kept.append(x)
+        x = layer(x, outputs.pop() if int(i) > 1 and outputs else None)
+        outputs.append(x)
     return x
 
 
@@ -118,19 +118,19 @@ BROKEN = {
 
 @pytest.mark.parametrize("run", BROKEN, ids=lambda run: run.__name__)
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_what_goes_round_x_is_refused(run: Callable[[Model, Tensor, Tensor], Tensor], is_frozen: bool) -> None:
+def test_data_path_other_than_x_is_rejected(run: Callable[[Model, Tensor, Tensor], Tensor], is_frozen: bool) -> None:
     model = built(run)
-    if is_frozen:  # as adapters leave a model: no gradient tells then
+    if is_frozen:  # frozen like a model with adapters: gradients reveal nothing
         model.requires_grad_(False)
         model.layers["3"].requires_grad_(True)
     with pytest.raises(ConfigError) as raised:
         chain.check(model, LAYOUT, PARTS, 2)
-    said = str(raised.value)
+    message = str(raised.value)
     expected = BROKEN[run] if not is_frozen else BROKEN[run].replace("layers.0.linear.", "the output of embed")
-    assert expected in said and "\n" not in said
+    assert expected in message and "\n" not in message
 
 
-def test_a_weight_that_a_module_takes_from_another_is_refused() -> None:
+def test_weight_of_another_module_is_rejected() -> None:
     class Head(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return input @ self.others[0].weight.T
@@ -138,13 +138,13 @@ def test_a_weight_that_a_module_takes_from_another_is_refused() -> None:
     model = built(None)
     with torch.device("meta"):
         model.head = Head(8, 16)
-    model.head.others = [model.embed]  # no module's child, so no name of the weight says that it is shared
+    model.head.others = [model.embed]  # not a submodule, so no parameter name shows that the weight is shared
     with pytest.raises(ConfigError, match="head uses embed.weight in addition to x"):
         chain.check(model, LAYOUT, PARTS, 2)
 
 
 @pytest.mark.parametrize("run", [None, by_key], ids=["sound", "by key"])
-def test_a_chain_passes_however_it_is_cut_and_is_left_as_it_was(run: Callable[..., Tensor] | None) -> None:
+def test_valid_chain_passes_for_any_split_and_is_unchanged(run: Callable[..., Tensor] | None) -> None:
     model = built(run)
     before = [list(vars(module)) for module in model.modules()]
     names = [name for part in PARTS for name in part]

@@ -1,4 +1,4 @@
-"""Laws of compilation: in place and layer by layer, apart under tensor parallelism, and only when asked."""
+"""Compilation: in place, per layer or submodule, and only if it is configured or saves time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _mesh(tensor_parallel: int) -> Any:
 
 
 def _apply(tensor_parallel: int = 1, **options: Any) -> tuple[nn.Module, list[str]]:
-    """A model, and the paths of its compiled modules."""
+    """Return a model and the paths of its compiled modules."""
     module = find("llama3")
     shape = shape_of(module, "debugmodel", {**SHAPE, "num_layers": 2}, "rmsnorm")
     assert build(module, shape)
@@ -42,24 +42,24 @@ def _apply(tensor_parallel: int = 1, **options: Any) -> tuple[nn.Module, list[st
     return model, [path for path, part in model.named_modules() if part._compiled_call_impl is not None]
 
 
-def test_each_layer_is_compiled_and_nothing_else() -> None:
+def test_each_layer_is_compiled_and_no_other_module() -> None:
     assert _apply(enable=True)[1] == ["layers.0", "layers.1"]
 
 
-def test_attention_and_feed_forward_are_compiled_apart_under_tensor_parallelism() -> None:
-    """A whole layer with sequence parallelism fails in backward when compiled (torch 2.13)."""
+def test_attention_and_feed_forward_are_compiled_separately_with_tensor_parallelism() -> None:
+    """An entire layer with sequence parallelism fails in backward when compiled (torch 2.13)."""
     assert _apply(2, enable=True)[1] == ["layers.0.attn", "layers.0.ffn", "layers.1.attn", "layers.1.ffn"]
 
 
 @pytest.mark.parametrize("options", [{"enable": False}, {"enable": True, "components": ["loss"]}])
-def test_layers_are_left_alone_unless_asked(options: dict[str, Any]) -> None:
+def test_layers_are_not_compiled_by_default(options: dict[str, Any]) -> None:
     assert _apply(**options)[1] == []
 
 
 FLOPS = 10**8
-"""For a token: of some 16 million parameters."""
+"""FLOPs per token of about 16 million parameters."""
 LONG = {"steps": 10_000, "local_batch_size": 8, "seq_len": 512}
-"""40,960,000 tokens, which are 20,000 seconds of the fastest core."""
+"""40,960,000 tokens, or 20,000 seconds of the fastest core."""
 
 
 def _decided(num_ranks: int = 1, flops: int = FLOPS, **sections: Any) -> bool | None:
@@ -79,14 +79,14 @@ def _decided(num_ranks: int = 1, flops: int = FLOPS, **sections: Any) -> bool | 
         torch._dynamo.config.suppress_errors = False
 
 
-def test_a_long_run_on_a_cpu_is_compiled_unless_it_says_otherwise(monkeypatch) -> None:
+def test_long_run_on_a_cpu_is_compiled_unless_disabled(monkeypatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert _decided() is True and _decided(num_ranks=2) is True
     assert _decided(training={"mixed_precision_param": "bfloat16", "steps": 100_000}) is True  # also with AMX
     assert _decided(compile={"enable": False}) is False
     short = {"steps": 200}  # 400 seconds of the fastest core
     assert _decided(training=short) is None and _decided(training=short, compile={"enable": True}) is True
-    assert _decided(flops=10**5, training={"steps": 10**7}) is None  # as long, in steps of 2 ms
+    assert _decided(flops=10**5, training={"steps": 10**7}) is None  # equally long, in steps of 2 ms
     assert _decided(training={"epochs": 1}) is None
 
 
@@ -104,26 +104,24 @@ def test_a_long_run_on_a_cpu_is_compiled_unless_it_says_otherwise(monkeypatch) -
     ],
     ids=str,
 )
-def test_what_was_not_measured_is_compiled_only_when_asked(sections: dict[str, Any], monkeypatch) -> None:
+def test_unmeasured_configurations_are_compiled_only_on_request(sections: dict[str, Any], monkeypatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert _decided(**sections) is None
 
 
-def test_a_machine_without_a_compiler_of_cpp_compiles_nothing_by_default(monkeypatch) -> None:
+def test_machine_without_a_cpp_compiler_compiles_nothing_by_default(monkeypatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert _decided() is None
 
 
-def test_vector_instructions_are_trusted_once_they_have_worked_and_asked_for_again_where_not(
-    tmp_path, monkeypatch
-) -> None:
+def test_result_of_the_vector_instruction_check_is_cached_only_on_success(tmp_path, monkeypatch) -> None:
     inductor = pytest.importorskip("torch._inductor.config")
     cpu_vec_isa = pytest.importorskip("torch._inductor.cpu_vec_isa")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    asked: list[bool] = []
+    calls: list[bool] = []
 
     def valid(claimed: bool = False) -> list[str]:
-        asked.append(claimed)
+        calls.append(claimed)
         return ["avx512", "avx2"] if claimed or working == "both" else ["avx2"]
 
     valid.__wrapped__ = lambda: valid(claimed=True)  # type: ignore[attr-defined]
@@ -137,33 +135,39 @@ def test_vector_instructions_are_trusted_once_they_have_worked_and_asked_for_aga
         monkeypatch.setenv("CXX", str(compiler))
         monkeypatch.setattr(inductor.cpp, "vec_isa_ok", None)
         compile._remember_vector_instructions()
-        assert (inductor.cpp.vec_isa_ok, len(asked)) == (trusted, times)
+        assert (inductor.cpp.vec_isa_ok, len(calls)) == (trusted, times)
 
 
-def test_libraries_that_a_kill_has_cut_are_removed_and_no_others(tmp_path, monkeypatch, caplog) -> None:
-    """A library of PyTorch's own is the whole one; those that are being written are locked by who writes them."""
+def test_truncated_libraries_of_killed_runs_are_removed(tmp_path, monkeypatch, caplog) -> None:
+    """PyTorch's own library serves as a complete one. Libraries that are being written are locked by their writers."""
     codecache = pytest.importorskip("torch._inductor.codecache")
     from torch.utils._filelock import FileLock
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     folder = tmp_path / "ab"
     folder.mkdir()
-    whole = Path(torch._C.__file__).read_bytes()
-    contents = {"empty": b"", "cut": whole[: len(whole) // 2], "zeros": bytes(4096), "locked": b"", "whole": whole}
+    complete = Path(torch._C.__file__).read_bytes()
+    contents = {
+        "empty": b"",
+        "cut": complete[: len(complete) // 2],
+        "zeros": bytes(4096),
+        "locked": b"",
+        "whole": complete,
+    }
     for name, content in contents.items():
         (folder / f"{name}.main.so").write_bytes(content)
     (folder / "locked.main.cpp").write_text("")
     with FileLock(Path(codecache.get_lock_dir()) / "locked.lock", timeout=1):
         compile._remove_cut_libraries()
-        left = {path.name for path in folder.iterdir()}
-    assert left == {"locked.main.cpp", "locked.main.so", "whole.main.so"}
+        remaining = {path.name for path in folder.iterdir()}
+    assert remaining == {"locked.main.cpp", "locked.main.so", "whole.main.so"}
     assert sorted(record.args or record.getMessage() for record in caplog.records) == [
         f"removed {folder / name}.main.so, which a killed run left half written" for name in ("cut", "empty", "zeros")
     ]
 
 
 def _trained(rank: int, enable: bool | None, lasts: bool) -> tuple[int, list[float]]:
-    """How many layers were compiled, and the losses of two steps."""
+    """Return the number of compiled layers, and the losses of two steps."""
     with pytest.MonkeyPatch.context() as patch:
         if lasts:
             patch.setattr(compile, "LONG_SECONDS", 0.0)
@@ -177,24 +181,26 @@ def _trained(rank: int, enable: bool | None, lasts: bool) -> tuple[int, list[flo
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_ranks_decide_alike_and_train_as_if_they_had_been_asked_to_compile(num_ranks: int) -> None:
+def test_ranks_decide_alike_and_train_as_with_compilation_configured(num_ranks: int) -> None:
     by_default = run_ranks(num_ranks, _trained, None, True)
     assert by_default == run_ranks(num_ranks, _trained, True, False)
     assert {count for count, _ in by_default} == {2}
     assert {count for count, _ in run_ranks(num_ranks, _trained, None, False)} == {0}
 
 
-def test_names_never_change_and_numbers_are_those_of_eager_mode() -> None:
+def test_names_never_change_and_numbers_match_eager_mode() -> None:
     plain, _ = _apply(enable=False)
     compiled, _ = _apply(enable=True)
     assert list(compiled.state_dict()) == list(plain.state_dict())
     assert not any("_orig_mod" in name for name, _ in compiled.named_modules())
     tokens, positions = torch.arange(16).view(1, 16), torch.arange(16)[None]
-    assert torch.equal(compiled(tokens, positions), plain(tokens, positions))  # the backend "eager" changes no kernel
+    assert torch.equal(
+        compiled(tokens, positions), plain(tokens, positions)
+    )  # the backend "eager" uses the same kernels
 
 
 @pytest.mark.parametrize(
-    ("options", "given"),
+    ("options", "passed"),
     [
         ({"enable": True}, True),
         ({"enable": True, "components": ["loss"]}, True),
@@ -202,9 +208,9 @@ def test_names_never_change_and_numbers_are_those_of_eager_mode() -> None:
         ({"enable": False}, False),
     ],
 )
-def test_the_loss_is_compiled_when_asked(options: dict[str, Any], given: bool) -> None:
+def test_loss_is_compiled_if_configured(options: dict[str, Any], passed: bool) -> None:
     chunk = compile.compiled_chunk_loss(_config(**options))
-    assert (chunk is not None) is given
+    assert (chunk is not None) is passed
     if chunk is not None:
         torch.manual_seed(0)
         logits, targets = torch.randn(2, 3, 5), torch.randint(0, 5, (2, 3))

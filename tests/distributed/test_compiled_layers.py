@@ -1,4 +1,4 @@
-"""Laws of layers that are compiled and recompute: all of a layer is compiled, and kept is what was asked for."""
+"""Compiled layers with recomputation: the entire layer is compiled, and the configured activations are saved."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep": (2, {"model": EXPERTS, "parallelism": {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}}),
 }
 PRODUCTS = {"experts": 4, "ep": 4, "adapters": 7 + 2 * 4}
-"""Linear layers of one layer that are compiled: those of attention and feed-forward, where experts are eager."""
+"""Number of compiled linear layers per layer: attention and feed-forward, but not experts."""
 APART = {"experts", "ep", "tp", "cp", "cp, documents"}
-"""Where a layer is compiled within what is recomputed, so that recomputation runs the graphs again."""
+"""Settings that compile inside the recomputed region: recomputation runs the graphs again."""
 BREAKS = {"cp": "SplitAttentionCore.forward", "cp, documents": "SplitAttentionCore.forward"}
-"""Where a graph may break, and at what: the attention core of a split sequence, which talks to other ranks."""
+"""Allowed graph breaks: the attention core of a split sequence, which communicates with other ranks."""
 
 
 @dataclasses.dataclass
 class Compiled:
-    """What a step did: its products within compiled graphs; all graphs by then, and after one step more."""
+    """Record of a step: its compiled matrix products, and the number of graphs after one and after two steps."""
 
     products: int
     graphs: list[int]
@@ -76,14 +76,14 @@ def _config(kind: str, setting: str) -> tuple[int, Config]:
         compile={"enable": True, "backend": "counted", "components": ["model"]},
     )
     if "model" in sections and sections["model"].get("name") == "mixtral":
-        del config.model.overrides["ffn_dim"]  # it has that of its experts
+        del config.model.overrides["ffn_dim"]  # the experts define it
     linear = dataclasses.replace(config.quantize.linear.float8, emulate=True)
     quantize = dataclasses.replace(config.quantize, linear=dataclasses.replace(config.quantize.linear, float8=linear))
     return num_ranks, dataclasses.replace(config, quantize=quantize)
 
 
 def _products(graph: torch.fx.GraphModule) -> int:
-    """Linear layers of a graph and of the graphs within it, such as a recomputed region."""
+    """Count linear layers of a graph and of its nested graphs, such as a recomputed region."""
     graphs = [module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
     targets = [node.target for inner in graphs for node in inner.nodes]
     return targets.count(torch.nn.functional.linear) + targets.count(torch.ops.shardtrain.onednn_product.default)
@@ -93,12 +93,12 @@ def _compiled(rank: int, config: Config) -> Compiled:
     import torch._dynamo
     from torch._dynamo.utils import counters
 
-    seen: list[int] = []
+    products_of_graphs: list[int] = []
     ran: Counter[str] = Counter()
 
     def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         products = _products(graph)
-        seen.append(products)
+        products_of_graphs.append(products)
 
         def run(*arguments: Any) -> Any:
             ran.update(graphs=1, products=products)
@@ -109,12 +109,12 @@ def _compiled(rank: int, config: Config) -> Compiled:
     torch._dynamo.register_backend(counted, name="counted")
     run = make_run(rank, config)
     trainer.step(run)
-    graphs = [len(seen)]
+    graphs = [len(products_of_graphs)]
     ran.clear()
     trainer.step(run)
-    graphs.append(len(seen))
+    graphs.append(len(products_of_graphs))
     breaks = [str(reason) for reason in counters["graph_break"]]
-    is_float8 = bool(config.model.converters)  # whose products are no linear layers: one graph for each layer
+    is_float8 = bool(config.model.converters)  # float8 products are not linear layers: one graph per layer
     return Compiled(ran["graphs" if is_float8 else "products"], graphs, breaks, dict(counters["frames"]))
 
 
@@ -135,19 +135,19 @@ def _compiled(rank: int, config: Config) -> Compiled:
         nightly=itertools.product(KINDS, SETTINGS),
     ),
 )
-def test_all_of_a_layer_is_compiled_with_every_kind_of_recomputation(kind: str, setting: str) -> None:
-    """Nothing is left out in silence: every product runs in a graph, no graph breaks but where it is named."""
+def test_entire_layer_is_compiled_with_every_kind_of_recomputation(kind: str, setting: str) -> None:
+    """Every product runs in a graph, and graphs break only where allowed."""
     if setting == "float8":
         pytest.importorskip("torchao")
     products = 1 if setting == "float8" else PRODUCTS.get(setting, 7)
     recomputing = {"none": 0, "memory budget": 0, "every 2nd": 1}.get(kind, LAYERS)
     again = recomputing if setting in APART else 0
-    for found in run_ranks(*_arguments(kind, setting)):
-        assert found.products == products * (LAYERS + again)
-        assert found.graphs[0] == found.graphs[1] > 0  # a later step compiles nothing
-        assert found.frames["total"] == found.frames["ok"]
+    for compiled in run_ranks(*_arguments(kind, setting)):
+        assert compiled.products == products * (LAYERS + again)
+        assert compiled.graphs[0] == compiled.graphs[1] > 0  # a later step compiles nothing
+        assert compiled.frames["total"] == compiled.frames["ok"]
         allowed = BREAKS.get(setting)
-        assert all(allowed is not None and allowed in reason for reason in found.breaks), found.breaks
+        assert all(allowed is not None and allowed in reason for reason in compiled.breaks), compiled.breaks
 
 
 def _arguments(kind: str, setting: str) -> tuple[int, Any, Config]:
@@ -159,7 +159,7 @@ MESH: Any = SimpleNamespace(device=torch.device("cpu"), size=lambda *axes: 1)
 
 
 class Kinds(nn.Module):
-    """Layers that are as many kinds to the compiler: each has a constant of its own."""
+    """Layers that the compiler treats as different: each has a different constant."""
 
     class Layer(nn.Module):
         def __init__(self, power: int) -> None:
@@ -187,23 +187,23 @@ def _toy_config(**options: Any) -> Config:
 def _graphs_of_kinds(rank: int, num_layers: int, config: Config, kinds: type[Kinds] = Kinds) -> int:
     import torch._dynamo
 
-    seen = []
-    torch._dynamo.register_backend(lambda graph, _: seen.append(graph) or graph, name="counted")
+    graphs = []
+    torch._dynamo.register_backend(lambda graph, _: graphs.append(graph) or graph, name="counted")
     model, layout, mesh = kinds(num_layers), Layout((), "layers", ()), MESH
     activation_checkpoint.apply(model, layout, mesh, config)
     compile.apply(model, layout, mesh, config)
     model(torch.ones(2, 4, requires_grad=True)).sum().backward()
-    return len(seen)
+    return len(graphs)
 
 
 @pytest.mark.parametrize("options", [{"mode": "none"}, {"mode": "full"}])
-def test_every_kind_of_layer_is_compiled_however_many_there_are(options: dict[str, Any]) -> None:
-    """PyTorch stops after eight graphs of a function, and runs the rest eagerly: T5's two stacks need ten."""
+def test_any_number_of_different_layers_is_compiled(options: dict[str, Any]) -> None:
+    """By default, PyTorch compiles eight graphs of a function and runs the rest eagerly. T5's stacks need ten."""
     assert run_ranks(1, _graphs_of_kinds, 12, _toy_config(**options)) == [12]
 
 
 class Broken(Kinds):
-    """The compiler cannot see these layers whole."""
+    """Layers with a graph break."""
 
     class Layer(Kinds.Layer):
         def forward(self, x: Tensor) -> Tensor:
@@ -211,15 +211,15 @@ class Broken(Kinds):
             return x + float(x.detach().sum())
 
 
-def _left_out(rank: int, model: type[Kinds], config: Config) -> str | None:
+def _uncompiled_layer(rank: int, model: type[Kinds], config: Config) -> str | None:
     _graphs_of_kinds(rank, 1, config, model)
     return compile.left_out(config)
 
 
 @pytest.mark.parametrize("options", [{"mode": "none"}, {"mode": "full"}])
-def test_a_layer_that_is_not_compiled_whole_is_reported(options: dict[str, Any]) -> None:
-    assert run_ranks(1, _left_out, Kinds, _toy_config(**options)) == [None]
-    (report,) = run_ranks(1, _left_out, Broken, _toy_config(**options))
+def test_layer_with_a_graph_break_is_logged(options: dict[str, Any]) -> None:
+    assert run_ranks(1, _uncompiled_layer, Kinds, _toy_config(**options)) == [None]
+    (report,) = run_ranks(1, _uncompiled_layer, Broken, _toy_config(**options))
     assert report is not None
     assert report.startswith("compile.enable: ")
     assert "TORCH_LOGS=graph_breaks" in report
@@ -228,15 +228,15 @@ def test_a_layer_that_is_not_compiled_whole_is_reported(options: dict[str, Any])
 @pytest.mark.parametrize(
     ("pattern", "graphs"), [("layers.0.ffn.w1", 2), ("layers.1.ffn.w1", 2), ("layers.*.ffn.w1", 1), ("nothing", 1)]
 )
-def test_a_product_that_is_named_in_one_layer_is_recomputed_there_alone(pattern: str, graphs: int) -> None:
-    """Layers share a graph where they keep the same: a graph of another layer would keep what that one keeps."""
+def test_product_named_in_one_layer_is_recomputed_only_there(pattern: str, graphs: int) -> None:
+    """Layers share a graph only if they save the same activations."""
     num_ranks, config = _config("op", "dense")
     options = dataclasses.replace(config.activation_checkpoint, per_op_sac_force_recompute_mm_shapes_by_fqns=[pattern])
-    (found,) = run_ranks(num_ranks, _compiled, dataclasses.replace(config, activation_checkpoint=options))
-    assert found.graphs == [graphs, graphs]
+    (compiled,) = run_ranks(num_ranks, _compiled, dataclasses.replace(config, activation_checkpoint=options))
+    assert compiled.graphs == [graphs, graphs]
 
 
-def _again_in_backward(rank: int, config: Config) -> list[Counter[str]]:
+def _operations_in_backward(rank: int, config: Config) -> list[Counter[str]]:
     import torch._dynamo
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
@@ -245,7 +245,7 @@ def _again_in_backward(rank: int, config: Config) -> list[Counter[str]]:
     backward: list[Counter[str]] = []
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        # attention is recomputed with the state of the generator as it was: an argument of the operation that sets it
+        # attention is recomputed with the saved random state, an argument of the operation that sets it
         called = [operation for node in graph.graph.nodes for operation in (node.target, *node.args)]
         names = Counter(getattr(operation, "__name__", "").partition(".")[0] for operation in called)
         backward.append(names)
@@ -263,22 +263,22 @@ def _again_in_backward(rank: int, config: Config) -> list[Counter[str]]:
 
 @pytest.mark.parametrize(
     ("kind", "products", "attention"),
-    # Of seven products the last one's result is needed by nobody in backward. "op" keeps the first of them and every
-    # other one, as it does in eager mode
+    # Backward does not need the result of the last of seven products. As in eager mode, "op" saves the first and every
+    # second one after it.
     [("none", [0], 0), ("full", [6], 1), ("op", [3], 0), ("every 2nd", [0, 6], 1)],
 )
-def test_compiled_backward_runs_again_what_eager_recomputation_does(
+def test_compiled_backward_recomputes_the_operations_of_eager_recomputation(
     kind: str, products: list[int], attention: int
 ) -> None:
     num_ranks, config = _config(kind, "dense")
-    (backward,) = run_ranks(num_ranks, _again_in_backward, config)
-    # two products for the gradients of each: the input's and the weight's
+    (backward,) = run_ranks(num_ranks, _operations_in_backward, config)
+    # two products for the gradients of each linear layer: input and weight
     assert sorted(names["mm"] - 2 * 7 for names in backward) == products
     name = "_scaled_dot_product_flash_attention_for_cpu"
     assert max(names[name] for names in backward) == attention
 
 
-def _moved(rank: int, config: Config) -> list[tuple[int, ...]]:
+def _offloaded_shapes(rank: int, config: Config) -> list[tuple[int, ...]]:
     moved: list[tuple[int, ...]] = []
     original = torch.autograd.graph.save_on_cpu
 
@@ -289,7 +289,7 @@ def _moved(rank: int, config: Config) -> list[tuple[int, ...]]:
             self.pack_hook = lambda tensor: note(tensor) or pack(tensor)
 
     def note(tensor: Tensor) -> None:
-        if tensor.is_floating_point():  # and not the state of a generator of random numbers
+        if tensor.is_floating_point():  # not the state of a random generator
             moved.append(tuple(tensor.shape))
 
     torch.autograd.graph.save_on_cpu = Watched
@@ -298,30 +298,30 @@ def _moved(rank: int, config: Config) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("setting", cases(["dense"], nightly=["fsdp", "documents", "tp", "experts"]))
-def test_inputs_of_a_compiled_layer_go_to_the_host_and_its_weights_do_not(setting: str) -> None:
-    """Backward of a compiled layer reads its weights too: moving those would copy the whole model in each step."""
+def test_inputs_of_a_compiled_layer_are_offloaded_and_its_weights_are_not(setting: str) -> None:
+    """Backward of a compiled layer also reads its weights. Moving them would copy the entire model in every step."""
     num_ranks, config = _config("full, on cpu", setting)
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, backend="aot_eager"))
-    for moved in run_ranks(num_ranks, _moved, config):
+    for moved in run_ranks(num_ranks, _offloaded_shapes, config):
         assert sum(shape[-1] == SHAPE["dim"] and len(shape) == 3 for shape in moved) == LAYERS
         assert not [shape for shape in moved if len(shape) < 2 or shape[0] != 2]  # two rows, or weights
 
 
-def _said(rank: int, config: Config) -> list[str]:
-    said: list[str] = []
+def _warnings(rank: int, config: Config) -> list[str]:
+    messages: list[str] = []
 
     class Listen(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            messages.append(record.getMessage())
 
     log, listen = logging.getLogger("torch._higher_order_ops.wrap"), Listen()
     log.addHandler(listen)
     trainer.step(make_run(rank, config))
     log.warning("another")
-    return said
+    return messages
 
 
-def test_what_pytorch_warns_of_any_selective_recomputation_is_not_said() -> None:
+def test_pytorch_warning_about_selective_recomputation_is_suppressed() -> None:
     num_ranks, config = _config("op", "dense")
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, backend="aot_eager"))
-    assert run_ranks(num_ranks, _said, config) == [["another"]]
+    assert run_ranks(num_ranks, _warnings, config) == [["another"]]

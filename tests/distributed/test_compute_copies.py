@@ -1,5 +1,7 @@
-"""Laws of one process, and of tensor-parallel peers alone, which do without FSDP: they have its bits, parameters stay
-what they are, and the memory of copies is freed."""
+"""Compute copies, which replace FSDP on one process and on meshes with only tensor parallelism.
+
+They are bitwise equal to FSDP, keep parameters unchanged, and free the memory of the copies.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import compute_copies, partial_gradients
 from shardtrain.ops.dtensor import local_tensor
 
-NEOX = {"num_kv_heads": None, "ffn_dim": 128}  # which has no grouped heads
+NEOX = {"num_kv_heads": None, "ffn_dim": 128}  # NeoX has no grouped heads
 MIXED = {"mixed_precision_param": "bfloat16"}
 EXPERTS = {"num_experts": 4, "top_k": 2, "moe_ffn_dim": 48}
 
@@ -80,8 +82,8 @@ DEFAULT = ["micro-batches", "adapters", "tied ends"]
 
 
 @pytest.mark.parametrize("name", cases(DEFAULT, nightly=[name for name in OPTIONS if name not in DEFAULT]))
-def test_copies_have_the_bits_of_fsdp(name: str) -> None:
-    """FSDP is the reference: on one process it casts, computes, accumulates and reduces without any exchange."""
+def test_copies_are_bitwise_equal_to_fsdp(name: str) -> None:
+    """FSDP is the reference: on one process it casts, computes, accumulates and reduces without communication."""
     config = _config(**OPTIONS[name])
     assert derived.computes_with_copies(config, 1, has_experts=name == "experts")
     copies = run_ranks(1, _steps, config, False)[0]
@@ -95,7 +97,7 @@ PEERS: dict[str, dict[str, Any]] = {
     "nothing else": {},
     "float32": {"training": {"mixed_precision_param": "float32"}},
     **{name: OPTIONS[name] for name in OPTIONS if name not in ("nothing else", "experts", "updates in backward")},
-    # each rank has addends of the gradients of biases that follow a sum over ranks
+    # gradients of biases after a sum over ranks are partial on each rank
     "biases": {"model": {"name": "neox", "flavor": "debugmodel", "overrides": NEOX}},
     "biases in float32": {
         "model": {"name": "neox", "flavor": "debugmodel", "overrides": NEOX},
@@ -104,7 +106,7 @@ PEERS: dict[str, dict[str, Any]] = {
     "adapters in float32": {**OPTIONS["adapters"], "training": {"mixed_precision_param": "float32"}},
     "whole logits": {"parallelism": {"disable_loss_parallel": True}},
     "experts of each rank": {**OPTIONS["experts"], "parallelism": {"expert_parallel_degree": 2}},
-    # with no gradient that is a sum over ranks: FSDP adds those of a single micro-batch up in bfloat16
+    # without partial gradients: FSDP sums those of a single micro-batch in bfloat16
     "one micro-batch": {"training": {"global_batch_size": 2}},
     "updates in backward": OPTIONS["updates in backward"],
     "updates of biases in backward": {
@@ -113,7 +115,7 @@ PEERS: dict[str, dict[str, Any]] = {
         "training": {"mixed_precision_param": "float32", "max_norm": 0.0, "global_batch_size": 2},
     },
 }
-"""Of two tensor-parallel ranks; where a case does not say otherwise, it has four micro-batches."""
+"""Options for two tensor-parallel ranks, with four micro-batches by default."""
 DEFAULT_OF_PEERS = ["biases in float32", "adapters"]
 
 
@@ -129,19 +131,19 @@ def _both_ways(rank: int, config: Config) -> list[Result]:
 @pytest.mark.parametrize(
     "name", cases(DEFAULT_OF_PEERS, nightly=[name for name in PEERS if name not in DEFAULT_OF_PEERS])
 )
-def test_tensor_parallel_peers_have_the_bits_of_fsdp(name: str) -> None:
-    """FSDP is the reference: with one data rank it casts, and adds up what tensor-parallel ranks have addends of."""
+def test_tensor_parallel_ranks_are_bitwise_equal_to_fsdp(name: str) -> None:
+    """FSDP is the reference: with one data rank it casts, and sums partial gradients of tensor-parallel ranks."""
     config = _peers(name)
     assert derived.does_without_fsdp(config, 2, has_experts="experts" in name)
-    for own, sharded in run_ranks(2, _both_ways, config):
-        assert own.losses == sharded.losses and own.losses[-1] != own.losses[0]
-        # squares in float64, which an update in backward adds up in the order of its gradients
-        assert own.grad_norms == pytest.approx(sharded.grad_norms, rel=1e-12)
-        assert_bitwise(own.gradients, sharded.gradients)
-        assert_bitwise(own.final, sharded.final)
+    for without_fsdp, sharded in run_ranks(2, _both_ways, config):
+        assert without_fsdp.losses == sharded.losses and without_fsdp.losses[-1] != without_fsdp.losses[0]
+        # squares are summed in float64; an update in backward sums them in the order of gradients
+        assert without_fsdp.grad_norms == pytest.approx(sharded.grad_norms, rel=1e-12)
+        assert_bitwise(without_fsdp.gradients, sharded.gradients)
+        assert_bitwise(without_fsdp.final, sharded.final)
 
 
-def test_fsdp_stays_where_it_shards_or_sums() -> None:
+def test_fsdp_is_used_where_it_shards_or_reduces() -> None:
     def does_without(
         ranks: int, has_experts: bool = False, training: dict[str, Any] | None = None, **degrees: Any
     ) -> bool:
@@ -162,16 +164,16 @@ def test_fsdp_stays_where_it_shards_or_sums() -> None:
 
 
 def _within_and_after(rank: int, config: Config) -> dict[str, Any]:
-    """What modules hold at moments of a step, and which copies have memory when it is over."""
+    """Return facts about modules during a step, and the copies that have memory after it."""
     run = make_run(rank, config)
     model = run.runner.parts[0]
     parameters = dict(model.named_parameters())
-    made: list[weakref.ref] = []
+    copy_references: list[weakref.ref] = []
     held_at_last_backward: set[torch.dtype] = set()
     first, last = (list(model.layers.values())[place] for place in (0, -1))
 
     def note(*_: Any) -> None:
-        made.extend(weakref.ref(copy) for copy in model.parameters())
+        copy_references.extend(weakref.ref(copy) for copy in model.parameters())
 
     def look(*_: Any) -> None:
         held_at_last_backward.update(p.dtype for key, p in last.named_parameters() if p.requires_grad)
@@ -180,12 +182,12 @@ def _within_and_after(rank: int, config: Config) -> dict[str, Any]:
     first.register_full_backward_pre_hook(look)
     batches = [next(run.dataloader) for _ in range(2)]
     total = run.runner.forward_backward(batches, torch.tensor(1e-3))
-    copies = [copy() for copy in made if copy() is not None]
+    copies = [copy() for copy in copy_references if copy() is not None]
     trained = [p for p in parameters.values() if p.requires_grad]
     facts = {
         "wrapped": isinstance(model, FSDPModule),
         "bytes of copies": sum(local_tensor(copy).nbytes for copy in copies if copy.dtype == torch.bfloat16),
-        "last layer while the first goes back": held_at_last_backward,
+        "last layer during backward of the first": held_at_last_backward,
         "gradients": {p.grad.dtype for p in trained},
         "whole": all(getattr(p.grad, "placements", None) == getattr(p, "placements", None) for p in trained),
         "same": all(p is parameters[key] for key, p in model.named_parameters()),
@@ -204,17 +206,17 @@ def _within_and_after(rank: int, config: Config) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "name"), cases([(1, "adapters"), (2, "biases")], nightly=[(1, "micro-batches"), (2, "adapters")])
 )
-def test_parameters_are_themselves_again_after_a_step_and_copies_are_gone(ranks: int, name: str) -> None:
+def test_parameters_are_restored_and_copies_freed_after_a_step(ranks: int, name: str) -> None:
     config = _config(**OPTIONS[name]) if ranks == 1 else _peers(name)
     for facts in run_ranks(ranks, _within_and_after, config):
         assert facts == {
             "wrapped": False,
             "bytes of copies": 0,
-            "last layer while the first goes back": {
+            "last layer during backward of the first": {
                 torch.float32
-            },  # its gradients are there: no copy waits for the end
+            },  # gradients exist, so its copies are already freed
             "gradients": {torch.float32},
-            "whole": True,  # no gradient is left as addends of ranks
+            "whole": True,  # no gradient is partial
             "same": True,
             "finite": True,
             "same after an error": True,
@@ -222,7 +224,7 @@ def test_parameters_are_themselves_again_after_a_step_and_copies_are_gone(ranks:
 
 
 def _continued(rank: int, folder: Path, config: Config) -> list[Ended]:
-    """A whole run, one that FSDP began and one that it ended."""
+    """Run without interruption, then with FSDP in the first part, then with FSDP in the second."""
 
     def run(name: str, with_fsdp: bool, stop_after: int | None = None) -> Ended:
         with pytest.MonkeyPatch.context() as patch:
@@ -238,17 +240,17 @@ def _continued(rank: int, folder: Path, config: Config) -> list[Ended]:
     return [straight, run("begun", False), run("ended", True)]
 
 
-def test_a_checkpoint_of_fsdp_continues_without_it_to_the_bit_and_back(tmp_path: Path) -> None:
-    """Saved tensors are split over dp_shard and tp there, and over tp alone here."""
+def test_checkpoints_with_and_without_fsdp_resume_bitwise_in_each_other(tmp_path: Path) -> None:
+    """FSDP splits saved tensors over dp_shard and tp; compute copies split them only over tp."""
     parallelism = {"tensor_parallel_degree": 2}
     config = shallow_config(
         training={**MIXED, "steps": 4}, parallelism=parallelism, checkpoint={"enable": True, "interval": 2}
     )
     for straight, *others in run_ranks(2, _continued, tmp_path, config):
-        for other in others:
-            assert other.error is None and other.losses == straight.losses[2:]
-            assert_bitwise(other.weights, straight.weights)
-            assert_bitwise(other.optimizer, straight.optimizer)
+        for mixed_run in others:
+            assert mixed_run.error is None and mixed_run.losses == straight.losses[2:]
+            assert_bitwise(mixed_run.weights, straight.weights)
+            assert_bitwise(mixed_run.optimizer, straight.optimizer)
 
 
 class _Weighted(nn.Module):
@@ -260,22 +262,22 @@ class _Weighted(nn.Module):
         return checkpoint(self.inner, input, use_reentrant=False)
 
 
-def test_two_passes_before_one_backward_have_the_gradient_of_both() -> None:
-    """As losses of pairs do, with what is recomputed."""
+def test_two_forward_passes_before_one_backward_sum_their_gradients() -> None:
+    """Preference losses do so, also with recomputation."""
     torch.manual_seed(0)
     model = _Weighted()
     compute_copies.use(model, torch.bfloat16)
     inputs = [torch.randn(4, 8).bfloat16() for _ in range(2)]
     (model(inputs[0]).sum() + model(inputs[1]).sum()).backward()
     assert model.inner.weight.dtype == model.inner.weight.grad.dtype == torch.float32
-    # the gradient of a sum over outputs is the sum of the inputs, added up in bfloat16: 8 bits
+    # the gradient of a sum over outputs is the sum of the inputs, accumulated in bfloat16 (8 bits)
     expected = sum(input.float().sum(0) for input in inputs).expand(8, 8)
     torch.testing.assert_close(model.inner.weight.grad, expected, rtol=2**-7, atol=2**-6)
     assert torch.equal(model.inner.bias.grad, torch.full((8,), 8.0))
 
 
 class _Scaled(nn.Module):
-    """A weight that is whole on both ranks, used in two ways: for a rank's own share of a sum, and alike on both."""
+    """A weight replicated on both ranks with two uses: one with a partial gradient, one with equal gradients."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -296,13 +298,13 @@ def _gradient_of_two_ways(rank: int, ways: list[Placement]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("ways", [[Partial(), Replicate()], [Replicate(), Partial(), Partial()]], ids=str)
-def test_gradients_that_are_sums_over_ranks_and_such_that_are_not_add_up(ways: list[Placement]) -> None:
+def test_partial_and_replicated_gradients_add_up(ways: list[Placement]) -> None:
     expected = sum(3.0 if isinstance(way, Replicate) else 1.0 + 2.0 for way in ways)
     for gradient in run_ranks(2, _gradient_of_two_ways, ways):
         assert torch.equal(gradient, torch.full((4,), expected))
 
 
-def test_forward_passes_see_what_was_written_since_the_last_one() -> None:
+def test_forward_sees_changes_of_parameters_since_the_previous_one() -> None:
     model = _Weighted()
     compute_copies.use(model, torch.bfloat16)
     input = torch.ones(1, 8).bfloat16()

@@ -18,7 +18,7 @@ class Store:
     """Store with the facts of ranks. It counts the requests of rank 0."""
 
     def __init__(self, ranks: int, facts: dict[int, Any]) -> None:
-        self.keys = {f"agreement/facts-{rank}": json.dumps(one) for rank, one in facts.items()}
+        self.keys = {f"agreement/facts-{rank}": json.dumps(facts_of_rank) for rank, facts_of_rank in facts.items()}
         self.requests = 0
         self.ranks = ranks
 
@@ -44,7 +44,7 @@ def facts(ranks: int) -> dict[str, str]:
     return config_consistency.facts_of(Config(), ranks)
 
 
-def test_each_rank_that_has_arrived_costs_two_requests() -> None:
+def test_each_arrived_rank_costs_two_requests() -> None:
     store = Store(4096, {rank: [facts(4096), {}] for rank in range(1, 4096)})
     config_consistency.check(Config(), store, 0, 4096)
     assert store.requests == 2 * 4095 + 1
@@ -66,18 +66,18 @@ def test_polling_for_missing_ranks_costs_the_same_for_any_number_of_ranks(monkey
     assert max(requests_per_round) <= 2 * config_consistency._RANKS_PER_POLL and len(rounds) < 320
 
 
-def test_a_rank_that_differs_is_named_while_others_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differing_rank_is_named_before_others_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_consistency, "_HEARD_SECONDS", 0)
     with pytest.raises(ConfigError, match="number of ranks: 300 on rank 0, 200 on rank 270"):
         config_consistency.check(Config(), Store(300, {270: [facts(200), {}]}), 0, 300)
 
 
-def test_ranks_that_do_not_come_are_named_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks_are_named_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter(range(0, 100_000, 7))
     monkeypatch.setattr(config_consistency.time, "monotonic", lambda: next(times))
     monkeypatch.setattr(config_consistency.time, "sleep", lambda seconds: None)
     config = Config(comm=Comm(init_timeout_seconds=60))
-    own = config_consistency.facts_of(config, 100)
-    store = Store(100, {rank: [own, {}] for rank in range(1, 100) if rank not in (40, 3)})
+    own_facts = config_consistency.facts_of(config, 100)
+    store = Store(100, {rank: [own_facts, {}] for rank in range(1, 100) if rank not in (40, 3)})
     with pytest.raises(PeerError, match="rank 3, 40 has not arrived"):
         config_consistency.check(config, store, 0, 100)

@@ -1,7 +1,7 @@
-"""Packed documents are what they are apart: loss and gradients of a packed batch equal the sums over its documents.
+"""Document masks: loss and gradients of a packed batch equal the sums over its separate documents.
 
-The reference runs each document alone, as a row of its own without numbers of documents, on one process: no kernel for
-documents is in it. All in float32: sums in another order differ by about 1e-7 of their size.
+The reference runs each document in a separate row without document ids, on one process, so it uses no kernel for
+documents. Everything is in float32, where sums in a different order differ by about 1e-7 of their size.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shardtrain.ops.dtensor import to_full
 
 T = 64
 CUTS = ([], [1, 2, 3, 20, 33, 63], [16, 32, 48], [7, 40])
-"""Where documents of each row end: one document, documents of one token, cuts at and across ends of ranks' parts."""
+"""Ends of the documents in each row: one document, single tokens, boundaries at and across ends of rank parts."""
 MASKED = 9
-"""Every so many targets carry no loss, as prompts do."""
+"""Every so many targets are masked, like prompts."""
 
 CP, TP = {"context_parallel_degree": 2}, {"tensor_parallel_degree": 2}
 RING = {"context_parallel_rotate_method": "alltoall"}
@@ -82,7 +82,7 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 
 COMMON = {"vocab_size": 512, "dim": 64, "num_layers": 4, "num_heads": 4}
 GROUPED = {**COMMON, "num_kv_heads": 2, "head_dim": 16}
-# a loss that balances experts is a statistic of a row, not of a document: it is left out
+# without the balance loss of experts, which is a statistic of rows and not of documents
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("debugmodel", {**GROUPED, "ffn_dim": 128}),
     "mistral": ("debugmodel", {**GROUPED, "ffn_dim": 128, "sliding_window": 13}),
@@ -143,7 +143,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def packed_batch() -> Batch:
-    """Four rows of documents, whose numbers ascend with gaps and do not begin at 0."""
+    """Four rows of documents. Document ids ascend with gaps and do not begin at 0."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, 512, (len(CUTS), T), generator=generator)
     targets = torch.full_like(tokens, IGNORE)
@@ -157,8 +157,8 @@ def packed_batch() -> Batch:
     return Batch(tokens, targets, positions, torch.arange(len(CUTS)), documents)
 
 
-def apart(batch: Batch) -> list[Batch]:
-    """Each document as a batch of its own."""
+def split_documents(batch: Batch) -> list[Batch]:
+    """Return each document as a separate batch."""
     assert batch.documents_BT is not None
     columns = (batch.tokens_BT, batch.targets_BT, batch.positions_BT)
     return [
@@ -202,39 +202,39 @@ def own_rows(batch: Batch, mesh: distributed.Mesh) -> Batch:
 
 
 def measure(rank: int, config: Config, batches: Sequence[Batch]) -> tuple[float, float, dict[str, Tensor]]:
-    """Loss sum in training and in evaluation over all ranks, and whole gradients of this rank's parameters."""
+    """Return the loss sums of training and evaluation over all ranks, and full gradients of this rank's parameters."""
     runner, mesh = build(rank, config)
-    mine = [own_rows(batch, mesh) for batch in batches]
-    loss = mesh.sum(runner.forward_backward(mine, torch.ones(())).double(), over=("pp", *LOSS_AXES)).item()
+    own_batches = [own_rows(batch, mesh) for batch in batches]
+    loss = mesh.sum(runner.forward_backward(own_batches, torch.ones(())).double(), over=("pp", *LOSS_AXES)).item()
     parameters = runner.parameters()
     gradients = {name: to_full(p.grad).clone() for name, p in parameters.items() if p.grad is not None}
-    evaluated = mesh.sum(sum(runner.evaluate(batch).double() for batch in mine), over=("pp", *LOSS_AXES)).item()
+    evaluated = mesh.sum(sum(runner.evaluate(batch).double() for batch in own_batches), over=("pp", *LOSS_AXES)).item()
     return loss, evaluated, gradients
 
 
 @functools.cache
 def reference(family: str) -> tuple[float, float, dict[str, Tensor]]:
-    return run_ranks(1, measure, config_of(family, {}), apart(packed_batch()))[0]
+    return run_ranks(1, measure, config_of(family, {}), split_documents(packed_batch()))[0]
 
 
 def assert_same(results: list[Any], expected: tuple[float, float, dict[str, Tensor]], tolerance: float) -> None:
-    """``tolerance`` is relative: of the loss, and of the norm of each gradient."""
-    held: set[str] = set()
+    """Compare with a tolerance relative to the loss and to the norm of each gradient."""
+    compared: set[str] = set()
     for loss, evaluated, gradients in results:
         assert loss == pytest.approx(expected[0], rel=tolerance)
         assert evaluated == pytest.approx(expected[1], rel=tolerance)
-        held |= gradients.keys()
+        compared |= gradients.keys()
         for name, gradient in gradients.items():
             error = float((gradient - expected[2][name]).norm() / expected[2][name].norm().clamp_min(1e-30))
             assert error <= tolerance, f"gradient of {name} is off by {error:.1e} of its norm"
-    assert held == expected[2].keys()
+    assert compared == expected[2].keys()
 
 
 FIRST = ("plain", "fsdp", "tp", "cp gather", "cp ring", "cp ulysses", "pp 1F1B", "recompute op")
 
 
 @pytest.mark.parametrize("run", cases(FIRST, nightly=[run for run in RUNS if run not in FIRST]))
-def test_packed_documents_are_what_they_are_apart(run: str) -> None:
+def test_packed_documents_match_separate_ones(run: str) -> None:
     num_ranks, sections = RUNS[run]
     results = run_ranks(num_ranks, measure, config_of("llama3", sections, num_ranks), [packed_batch()])
     assert_same(results, reference("llama3"), 1e-5)
@@ -266,13 +266,13 @@ def test_packed_documents_are_what_they_are_apart(run: str) -> None:
         ],
     ),
 )
-def test_packed_documents_of_every_family_are_what_they_are_apart(family: str, run: str) -> None:
+def test_packed_documents_of_every_family_match_separate_ones(family: str, run: str) -> None:
     num_ranks, sections = RUNS[run]
     results = run_ranks(num_ranks, measure, config_of(family, sections, num_ranks), [packed_batch()])
     assert_same(results, reference(family), 1e-5)
 
 
-def test_without_the_numbers_documents_would_not_be_what_they_are_apart() -> None:
+def test_without_document_ids_packed_documents_differ_from_separate_ones() -> None:
     blind = dataclasses.replace(packed_batch(), documents_BT=None)
     results = run_ranks(1, measure, config_of("llama3", {}), [blind])
     with pytest.raises(AssertionError):
@@ -282,20 +282,20 @@ def test_without_the_numbers_documents_would_not_be_what_they_are_apart() -> Non
 @pytest.mark.parametrize(
     "run", cases(["plain", "cp ring"], nightly=["cp gather", "cp ring, in order", "cp ulysses", "pp 1F1B", "tp"])
 )
-def test_one_number_for_all_tokens_changes_nothing(run: str) -> None:
+def test_one_document_id_for_all_tokens_changes_nothing(run: str) -> None:
     num_ranks, sections = RUNS[run]
     batch = dataclasses.replace(packed_batch(), documents_BT=None)
     constant = dataclasses.replace(batch, documents_BT=torch.full_like(batch.tokens_BT, 7))
     config = config_of("llama3", sections, num_ranks)
     without = run_ranks(num_ranks, measure, config, [batch])
-    for mine, theirs in zip(run_ranks(num_ranks, measure, config, [constant]), without, strict=True):
-        assert mine[:2] == pytest.approx(theirs[:2], rel=1e-6)
-        for name, gradient in theirs[2].items():
-            # each entry to 1e-6 of the largest, which float32's 6e-8 leaves room for
-            torch.testing.assert_close(mine[2][name], gradient, rtol=0, atol=1e-6 * float(gradient.abs().max()))
+    for with_one_id, without_ids in zip(run_ranks(num_ranks, measure, config, [constant]), without, strict=True):
+        assert with_one_id[:2] == pytest.approx(without_ids[:2], rel=1e-6)
+        for name, gradient in without_ids[2].items():
+            # each entry within 1e-6 of the largest; float32 rounds to 6e-8
+            torch.testing.assert_close(with_one_id[2][name], gradient, rtol=0, atol=1e-6 * float(gradient.abs().max()))
 
 
-def test_micro_batches_of_a_step_have_documents_all_or_none() -> None:
+def test_micro_batches_with_and_without_documents_are_rejected() -> None:
     batch = packed_batch()
     blind = dataclasses.replace(batch, documents_BT=None)
     with pytest.raises(ValueError, match="all micro-batches of a step must have documents_BT"):

@@ -1,8 +1,7 @@
-"""Expert parallelism changes no number: each family on each mesh against one process, 4 steps in float32, one 10.
+"""Expert parallelism changes no number: each family on each mesh against one process, for 4 or 10 steps in float32.
 
-A token whose second and third expert score alike to 1e-7 could choose otherwise on another mesh, where sums round
-differently, and every number after it would differ by more than rounding. The seeds and sizes here have no such token:
-the losses would show it.
+If the scores of the second and third expert of a token differed by only 1e-7, rounding on another mesh could change its
+choice, and all later numbers. The seeds and sizes here have no such token; the losses would show it.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def family_config(family: str, overrides: dict[str, Any] | None = None, **sectio
     flavor, sizes = FAMILIES[family]
     parallelism = sections.get("parallelism", {})
     if parallelism.get("tensor_parallel_degree", 1) * parallelism.get("context_parallel_degree", 1) > 1:
-        # ranks that share rows would make four parts of a step, where two show as much
+        # ranks that share rows would need four micro-batches, and two are sufficient
         sections = {**sections, "training": {"local_batch_size": 4, **sections.get("training", {})}}
     config = tiny_config(**sections)
     model = dataclasses.replace(config.model, name=family, flavor=flavor, overrides={**sizes, **(overrides or {})})
@@ -102,34 +101,34 @@ def one_process(family: str, steps: int = STEPS) -> Result:
     return run_tiny(1, family_config(family, training={"local_batch_size": 8}), steps)[0]
 
 
-CASES = [("deepseek_v3", mesh) for mesh in MESHES]  # the family with every mechanism, on all meshes
+CASES = [("deepseek_v3", mesh) for mesh in MESHES]  # the family with all mechanisms, on all meshes
 CASES += [(family, mesh) for family in ("qwen3_moe", "mixtral") for mesh in ("tp 2", "ep 4", "fsdp 2 x tp 2, ep 2")]
-FIRST = [("deepseek_v3", "tp 2, ep 2"), ("qwen3_moe", "tp 2"), ("mixtral", "ep 4")]  # test_grid.py has the others too
+FIRST = [("deepseek_v3", "tp 2, ep 2"), ("qwen3_moe", "tp 2"), ("mixtral", "ep 4")]  # test_grid.py covers the others
 
 
 @pytest.mark.nightly("at other sizes", by="tests/test_grid.py::test_each_family_equals_one_process")
 @pytest.mark.parametrize(("family", "mesh"), cases(FIRST, nightly=[case for case in CASES if case not in FIRST]))
-def test_no_mesh_changes_a_number(family: str, mesh: str) -> None:
+def test_meshes_change_no_number(family: str, mesh: str) -> None:
     num_ranks, parallelism = MESHES[mesh]
     for result in run_tiny(num_ranks, family_config(family, parallelism=parallelism)):
         assert_same_numbers(result, one_process(family))
 
 
 @pytest.mark.parametrize("mode", cases(["none"], nightly=["full", "selective"]))
-def test_experts_as_one_function_have_the_numbers_of_step_by_step(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two ranks of FSDP, with many rows of each expert or counted as if they were."""
-    found = []
+def test_fused_experts_match_step_by_step_experts(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two FSDP ranks, with many rows per expert, or treated as if there were many."""
+    results = []
     for many_rows in (1 << 30, 0):
         monkeypatch.setattr(expert_mix, "_MANY_ROWS", many_rows)
-        found.append(run_tiny(2, family_config("qwen3_moe", activation_checkpoint={"mode": mode}))[0])
-    assert_same_numbers(*found)
+        results.append(run_tiny(2, family_config("qwen3_moe", activation_checkpoint={"mode": mode}))[0])
+    assert_same_numbers(*results)
 
 
 @pytest.mark.nightly(
     "more steps",
-    by="tests/distributed/test_expert_parallel.py::test_biases_and_measures_are_those_of_one_process",
+    by="tests/distributed/test_expert_parallel.py::test_biases_and_metrics_match_one_process",
 )
-def test_ten_steps_of_biases_that_move_choose_the_same_experts() -> None:
+def test_ten_steps_with_changing_biases_choose_the_same_experts() -> None:
     for result in run_tiny(2, family_config("deepseek_v3", parallelism=degrees(ep=2)), 10):
         assert_same_numbers(result, one_process("deepseek_v3", 10))
 
@@ -146,13 +145,13 @@ def test_ten_steps_of_biases_that_move_choose_the_same_experts() -> None:
     "one family more",
     by="tests/test_grid.py::test_each_family_equals_one_process",
 )
-def test_no_mesh_changes_a_number_of_the_dense_qwen3(num_ranks: int, parallelism: dict[str, Any]) -> None:
+def test_meshes_change_no_number_of_the_dense_qwen3(num_ranks: int, parallelism: dict[str, Any]) -> None:
     for result in run_tiny(num_ranks, family_config("qwen3", parallelism=parallelism)):
         assert_same_numbers(result, one_process("qwen3"))
 
 
 @pytest.mark.parametrize(("q_lora_rank", "disabled"), cases([(0, False)], nightly=[(0, True), (32, False), (32, True)]))
-def test_latent_attention_without_a_latent_of_queries_splits_over_heads(q_lora_rank: int, disabled: bool) -> None:
+def test_latent_attention_without_query_compression_splits_over_heads(q_lora_rank: int, disabled: bool) -> None:
     overrides = {"q_lora_rank": q_lora_rank}
     parallelism = {**degrees(tp=2), "disable_loss_parallel": disabled}
     expected = run_tiny(1, family_config("deepseek_v3", overrides, training={"local_batch_size": 8}), 3)[0]
@@ -195,23 +194,25 @@ MORE_OPTIONS = (
 
 
 @pytest.mark.parametrize("name", cases([name for name in OPTIONS if name not in MORE_OPTIONS], nightly=MORE_OPTIONS))
-def test_no_option_changes_a_number_of_experts(name: str) -> None:
+def test_options_change_no_number_of_experts(name: str) -> None:
     num_ranks, sections = OPTIONS[name]
-    # where activations have 8 or 11 bits, near ties flip now and then, and with them whole tokens' outputs
+    # with 8 or 11 bits, near ties of expert scores sometimes flip, which changes the entire output of a token
     low = {"loss": 3e-2, "grad_norm": 1e-1} if "float16" in name else {}
     expected = one_process("deepseek_v3")
     for result in run_tiny(num_ranks, family_config("deepseek_v3", **sections)):
-        mine = dataclasses.replace(expected, initial={name: expected.initial[name] for name in result.initial})
-        assert_same_numbers(result, mine, **low)
+        expected_of_rank = dataclasses.replace(
+            expected, initial={name: expected.initial[name] for name in result.initial}
+        )
+        assert_same_numbers(result, expected_of_rank, **low)
 
 
 TEXT_TOKENS = 24
-"""Of each document, as inputs: a multiple of what meshes split."""
+"""Length of each document in inputs, divisible by the degrees of the meshes."""
 
 
 @functools.cache
 def texts() -> str:
-    """A file of documents of one length: bos, bytes, eos."""
+    """Write a file of documents with equal length: BOS, bytes, EOS."""
     letters = random.Random(0).choices("abcdefghijklmnop ", k=64 * (TEXT_TOKENS - 1))
     rows = ["".join(letters[i : i + TEXT_TOKENS - 1]) for i in range(0, len(letters), TEXT_TOKENS - 1)]
     path = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "texts.jsonl"
@@ -220,10 +221,10 @@ def texts() -> str:
 
 
 def config_of_texts(family: str, seq_len: int, local_batch_size: int = 4, **parallelism: int) -> Config:
-    """Each document a row, filled up to ``seq_len``."""
+    """Configuration with one document per row, padded to ``seq_len``."""
     training = {"dataset": "jsonl", "dataset_path": texts(), "seq_len": seq_len, "local_batch_size": local_batch_size}
-    made = family_config(family, training=training, parallelism=degrees(**parallelism))
-    return dataclasses.replace(made, data=dataclasses.replace(made.data, packing="padded"))
+    config = family_config(family, training=training, parallelism=degrees(**parallelism))
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, packing="padded"))
 
 
 @functools.cache
@@ -232,8 +233,8 @@ def unpadded(family: str) -> Result:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_padded_rows_have_the_gradients_of_rows_without_filler(family: str) -> None:
-    """Else filler, 62 of 100 tokens here, would steer the balance losses and the biases of routers."""
+def test_padded_rows_have_the_gradients_of_unpadded_rows(family: str) -> None:
+    """Otherwise padding (62 of 100 tokens here) would influence balance losses and router biases."""
     expected = unpadded(family)
     assert expected.facts["filler"] == 0
     meshes: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {"tp": 2, "ep": 2}), (2, {"cp": 2}), (2, {"pp": 2})]
@@ -242,11 +243,11 @@ def test_padded_rows_have_the_gradients_of_rows_without_filler(family: str) -> N
     for num_ranks, mesh in meshes:
         for result in run_tiny(num_ranks, config_of_texts(family, 64, 8 if num_ranks == 1 else 4, **mesh), 2):
             assert result.facts["filler"] > 0
-            held = {name: expected.initial[name] for name in result.initial}
-            assert_same_numbers(result, dataclasses.replace(expected, initial=held))
+            expected_initial = {name: expected.initial[name] for name in result.initial}
+            assert_same_numbers(result, dataclasses.replace(expected, initial=expected_initial))
             for name, gradient in result.gradients.items():
-                theirs = expected.gradients[name]
-                assert (gradient - theirs).norm() <= 1e-5 * theirs.norm() + 1e-7, name
+                expected_gradient = expected.gradients[name]
+                assert (gradient - expected_gradient).norm() <= 1e-5 * expected_gradient.norm() + 1e-7, name
             for name, weight in result.final.items():
                 assert (weight - expected.final[name]).abs().max() <= 1e-6, name
 
@@ -270,26 +271,26 @@ def biases_of_one_process(steps: int) -> tuple[list[Tensor], dict[str, float]]:
         nightly=[(4, {"parallelism": degrees(replicate=2, ep=2), "training": {"local_batch_size": 1}})],
     ),
 )
-def test_biases_and_measures_are_those_of_one_process(num_ranks: int, sections: dict[str, Any]) -> None:
-    """Counts are whole numbers: recomputation, accumulation and the mesh leave every bit of a bias."""
+def test_biases_and_metrics_match_one_process(num_ranks: int, sections: dict[str, Any]) -> None:
+    """Counts are integers, so biases are bitwise equal with recomputation, accumulation and any mesh."""
     expected, measures = biases_of_one_process(3)
     assert all(0.0 < bias.abs().max() <= 0.0301 for bias in expected)
-    for found, mine in run_ranks(num_ranks, biases, family_config("deepseek_v3", **sections), 3):
-        for bias, wanted in zip(found, expected, strict=True):
-            assert torch.equal(bias, wanted)
-        assert mine["moe_max_load"] == measures["moe_max_load"]
-        assert mine["moe_aux_loss"] == pytest.approx(measures["moe_aux_loss"], rel=1e-5)
+    for biases_of_rank, metrics in run_ranks(num_ranks, biases, family_config("deepseek_v3", **sections), 3):
+        for bias, expected_bias in zip(biases_of_rank, expected, strict=True):
+            assert torch.equal(bias, expected_bias)
+        assert metrics["moe_max_load"] == measures["moe_max_load"]
+        assert metrics["moe_aux_loss"] == pytest.approx(measures["moe_aux_loss"], rel=1e-5)
     assert measures["moe_max_load"] > 1.0 and measures["moe_aux_loss"] > 0.0
 
 
-def test_a_pipeline_reports_the_experts_of_all_stages() -> None:
+def test_pipeline_reports_the_experts_of_all_stages() -> None:
     _, expected = biases_of_one_process(3)
-    for _, mine in run_ranks(2, biases, family_config("deepseek_v3", parallelism=degrees(pp=2)), 3):
-        assert mine["moe_max_load"] == expected["moe_max_load"]
-        assert mine["moe_aux_loss"] == pytest.approx(expected["moe_aux_loss"], rel=1e-5)
+    for _, metrics in run_ranks(2, biases, family_config("deepseek_v3", parallelism=degrees(pp=2)), 3):
+        assert metrics["moe_max_load"] == expected["moe_max_load"]
+        assert metrics["moe_aux_loss"] == pytest.approx(expected["moe_aux_loss"], rel=1e-5)
 
 
-def test_a_bias_moves_towards_experts_with_few_tokens() -> None:
+def test_bias_increases_for_experts_with_few_tokens() -> None:
     def one_rank(rank: int) -> tuple[Tensor, dict[str, Tensor], float]:
         run = make_run(rank, family_config("mixtral", training={"local_batch_size": 8}))
         trainer.step(run)
@@ -300,19 +301,19 @@ def test_a_bias_moves_towards_experts_with_few_tokens() -> None:
     bias, load, weight = run_ranks(1, one_rank)[0]
     count = load["layers.0.moe"]
     assert count.sum() == 8 * 64 * 2
-    assert weight == pytest.approx(1 / (8 * 64))  # balance losses are divided as the main loss is
+    assert weight == pytest.approx(1 / (8 * 64))  # balance losses are normalized like the main loss
     assert torch.equal(bias, 1e-2 * torch.sign(count.double().mean() - count).float())
 
 
-def test_forced_balance_gives_every_expert_the_same_load() -> None:
+def test_forced_balance_loads_all_experts_equally() -> None:
     config = family_config("qwen3_moe", parallelism=degrees(ep=2), debug={"moe_force_load_balance": True})
     for _, measures in run_ranks(2, biases, config, 1):
         assert measures["moe_max_load"] == 1.0
 
 
 @pytest.mark.nightly("one mesh", by="tests/test_search.py::test_faults_of_earlier_searches_stay_fixed")
-def test_forced_balance_deals_along_the_sequence_on_any_mesh() -> None:
-    # a rank's own count would start from scratch at its first token, and with other rows in its batch
+def test_forced_balance_assigns_experts_along_the_sequence_on_any_mesh() -> None:
+    # a count per rank would restart at the first token of the rank, and depend on the rows of its batch
     def forced(parallelism: dict[str, int], **training: int) -> Config:
         return family_config(
             "qwen3_moe", parallelism=parallelism, training=training, debug={"moe_force_load_balance": True}
@@ -324,20 +325,20 @@ def test_forced_balance_deals_along_the_sequence_on_any_mesh() -> None:
             assert_same_numbers(result, expected)
 
 
-def test_a_dense_model_measures_nothing_of_experts() -> None:
+def test_dense_model_has_no_expert_metrics() -> None:
     assert run_ranks(1, biases, family_config("qwen3"), 1)[0] == ([], {})
 
 
 def placements(rank: int, config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
     run = make_run(rank, config)
     parameters = run.runner.parameters()
-    found = {}
+    result = {}
     for name in ("w1", "w2"):
         weight = parameters[f"layers.1.moe.experts.{name}"]
-        whole = to_full(weight.detach())
-        assert torch.equal(whole[local_slices(weight)], weight.to_local())
-        found[name] = (tuple(weight.to_local().shape), str(weight.device_mesh.mesh_dim_names))
-    return found
+        full_weight = to_full(weight.detach())
+        assert torch.equal(full_weight[local_slices(weight)], weight.to_local())
+        result[name] = (tuple(weight.to_local().shape), str(weight.device_mesh.mesh_dim_names))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -354,17 +355,17 @@ def placements(rank: int, config: Config) -> dict[str, tuple[tuple[int, ...], st
         ],
     ),
 )
-def test_experts_are_divided_over_all_ranks_with_other_tokens(
+def test_experts_are_split_over_all_ranks_with_different_tokens(
     num_ranks: int, parallelism: dict[str, Any], overrides: dict[str, Any], w1: tuple[int, ...], w2: tuple[int, ...]
 ) -> None:
-    """Whole experts while there are enough for the ranks; then parts of each."""
-    for found in run_ranks(num_ranks, placements, family_config("deepseek_v3", overrides, parallelism=parallelism)):
-        assert (found["w1"][0], found["w2"][0]) == (w1, w2)
+    """Ranks get entire experts if there are enough, and otherwise parts of each."""
+    for placement in run_ranks(num_ranks, placements, family_config("deepseek_v3", overrides, parallelism=parallelism)):
+        assert (placement["w1"][0], placement["w2"][0]) == (w1, w2)
 
 
 @pytest.mark.nightly(
     "more ranks",
-    by="tests/distributed/test_expert_parallel.py::test_biases_and_measures_are_those_of_one_process",
+    by="tests/distributed/test_expert_parallel.py::test_biases_and_metrics_match_one_process",
 )
 def test_more_ranks_than_experts_change_no_number() -> None:
     overrides = {"num_experts": 2, "num_groups": 1, "top_groups": 1, "top_k": 1}
@@ -374,28 +375,28 @@ def test_more_ranks_than_experts_change_no_number() -> None:
 
 
 def write_and_continue(rank: int, folder: str) -> tuple[list[float], list[float], set[str]]:
-    """Four steps at once, and two on one mesh that are continued by two on another."""
-    found = []
+    """Run four steps, and two steps on one mesh that are continued by two on another."""
+    losses_of_runs = []
     sections: dict[str, Any] = {"checkpoint": {"enable": True, "interval": 2}, "training": {"steps": 4}}
     sections["training"]["local_batch_size"] = 4
     for name, parallelism, stop in (("a", {"ep": 2}, None), ("b", {"ep": 2}, 2), ("b", {"tp": 2, "ep": 2}, None)):
         sections["training"]["local_batch_size"] = 8 if "tp" in parallelism else 4
         job = {"dump_folder": f"{folder}/{name}"}
         config = family_config("deepseek_v3", parallelism=degrees(**parallelism), job=job, **sections)
-        found.append(train_whole(rank, config, stop_after=stop))
+        losses_of_runs.append(train_whole(rank, config, stop_after=stop))
     names = set(resume.weights(make_run(rank, config)))
-    return found[0].losses, found[1].losses + found[2].losses, names
+    return losses_of_runs[0].losses, losses_of_runs[1].losses + losses_of_runs[2].losses, names
 
 
-def test_a_checkpoint_holds_the_biases_and_loads_on_any_mesh(tmp_path: Path) -> None:
-    """The coefficient is large: a run that continued with biases of zero would choose other experts."""
+def test_checkpoint_contains_the_biases_and_loads_on_any_mesh(tmp_path: Path) -> None:
+    """The coefficient is large: a run resumed with zero biases would choose different experts."""
     for straight, continued, names in run_ranks(2, write_and_continue, str(tmp_path)):
         assert continued == pytest.approx(straight, abs=1e-5)
         assert {f"model.layers.{i}.moe.router.expert_bias" for i in (1, 2)} <= names
 
 
 class Doubling(nn.Module):
-    """Experts that multiply by their global number plus one."""
+    """Experts that multiply by their global index plus one."""
 
     def __init__(self, first: int) -> None:
         super().__init__()
@@ -415,7 +416,7 @@ def exchange(rank: int, counts: list[list[int]]) -> list[int]:
     out_RD = expert_parallel.AllToAllDispatch(dist.group.WORLD)(experts, x_RD, count_E)
     factor_R = (torch.arange(4.0) + 1).repeat_interleave(count_E)[:, None]
     assert torch.equal(out_RD, x_RD * factor_R)
-    # gradients that are not laid out in a row, as those of a transposed view are
+    # non-contiguous gradients, like those of a transposed view
     gradient_RD = torch.randn(3, len(x_RD), generator=torch.Generator().manual_seed(9)).T
     out_RD.backward(gradient_RD)
     assert torch.equal(x_RD.grad, gradient_RD * factor_R)
@@ -425,6 +426,6 @@ def exchange(rank: int, counts: list[list[int]]) -> list[int]:
 @pytest.mark.parametrize(
     "counts", [[[3, 1, 0, 2], [0, 0, 5, 1]], [[4, 0, 0, 0], [0, 3, 0, 0]], [[0] * 4, [0, 0, 2, 0]]]
 )
-def test_rows_reach_their_experts_and_come_back_however_uneven_the_load(counts: list[list[int]]) -> None:
-    seen = run_ranks(2, exchange, counts)
-    assert [*seen[0], *seen[1]] == [a + b for a, b in zip(*counts, strict=True)]
+def test_rows_reach_their_experts_and_return_under_any_load(counts: list[list[int]]) -> None:
+    results = run_ranks(2, exchange, counts)
+    assert [*results[0], *results[1]] == [a + b for a, b in zip(*counts, strict=True)]

@@ -1,10 +1,10 @@
-"""Training with float8 products, emulated: the mesh changes no number, and float8 changes few.
+"""Training with emulated float8 products: the mesh changes no number, and float8 changes numbers little.
 
-A rank sees other tokens, or other columns of a weight, than one process, and scales them by itself. Scales are powers
-of two, so numbers are rounded alike but for those some 2^-14 below the largest. What is left in float32 is the order of
-sums: 1e-7 of a number, and one that lies so close to the middle of two of float8 becomes the other, an eighth away.
-Of some million roundings a step that is a few, and each moves a gradient of 10^4 numbers by 1e-3 at most; a missing
-sum, or a scale of another tensor, moves it by 1e-1.
+A rank scales its tokens or columns of a weight separately from other ranks. Scales are powers of two, so numbers are
+rounded alike, except those about 2^-14 below the largest. Sums in a different order differ by 1e-7 in float32, which
+can move a number near the midpoint of two float8 values to the other value, an eighth away. That happens a few times in
+about a million roundings per step, and changes a gradient of 10^4 numbers by at most 1e-3. A missing sum or a wrong
+scale changes it by 1e-1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS = 3
 
 
 def with_float8(options: dict[str, Any] | None = None, experts: bool = False, **sections: dict[str, Any]) -> Config:
-    """The tiny run with float8 linear layers but for the head, and experts where asked for."""
+    """Tiny run with float8 linear layers (except the head) and, optionally, experts."""
     converters = [LINEAR, GROUPED] if experts else [LINEAR]
     config = tiny_config(**{**sections, "model": {"converters": converters, **sections.get("model", {})}})
     linear = Float8Linear(**{"emulate": True, "filter_fqns": ["output"], **(options or {})})
@@ -46,7 +46,7 @@ MOE = {"name": "qwen3_moe", "flavor": "debugmodel_moe", "overrides": {"num_exper
 
 
 @functools.cache
-def alone(recipe: str, experts: bool = False) -> Result:
+def one_process(recipe: str, experts: bool = False) -> Result:
     sections = {"model": MOE} if experts else {}
     return run_tiny(
         1, with_float8({"recipe_name": recipe}, experts, training={"local_batch_size": 8}, **sections), STEPS
@@ -73,11 +73,11 @@ MESHES = {
 def test_float8_on_a_mesh_changes_no_number(recipe, mesh):
     ranks, parallelism = MESHES[mesh]
     results = run_tiny(ranks, with_float8({"recipe_name": recipe}, parallelism=parallelism), STEPS)
-    initial = {name: weight for one in results for name, weight in one.initial.items()}  # stages hold some each
-    gradients = {name: gradient for one in results for name, gradient in one.gradients.items()}
+    initial = {name: weight for stage in results for name, weight in stage.initial.items()}  # each stage has a part
+    gradients = {name: gradient for stage in results for name, gradient in stage.gradients.items()}
     result = dataclasses.replace(results[0], initial=initial, gradients=gradients)
-    assert_same_numbers(result, alone(recipe), loss=1e-4, grad_norm=1e-3)
-    for name, gradient in alone(recipe).gradients.items():
+    assert_same_numbers(result, one_process(recipe), loss=1e-4, grad_norm=1e-3)
+    for name, gradient in one_process(recipe).gradients.items():
         assert (result.gradients[name] - gradient).norm() <= 5e-3 * gradient.norm(), name
 
 
@@ -89,13 +89,13 @@ def test_float8_on_a_mesh_changes_no_number(recipe, mesh):
     ),
     ids=str,
 )
-def test_experts_in_float8_are_the_same_on_a_mesh(parallelism):
+def test_experts_in_float8_match_one_process_on_a_mesh(parallelism):
     result = run_tiny(2, with_float8({"recipe_name": "rowwise"}, True, model=MOE, parallelism=parallelism), STEPS)[0]
-    assert_same_numbers(result, alone("rowwise", True), loss=1e-4, grad_norm=1e-3)
+    assert_same_numbers(result, one_process("rowwise", True), loss=1e-4, grad_norm=1e-3)
 
 
 class Gathered(TorchDispatchMode):
-    """Notes the type and the size of what FSDP gathers over ranks, and counts sums of largest numbers."""
+    """Record dtype and size of FSDP's all-gathers, and count all-reduces of maxima."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Gathered(TorchDispatchMode):
                 self.bytes[input_tensor.dtype] = self.bytes.get(input_tensor.dtype, 0) + input_tensor.nbytes
             before = self.all_reduces
             call(instance, output_tensor, input_tensor, **keywords)
-            self.all_reduces = before  # what ranks wait for each other by is no reduction
+            self.all_reduces = before  # barriers are not reductions
 
         return noting
 
@@ -127,31 +127,33 @@ class Gathered(TorchDispatchMode):
 
 
 def _gather(rank: int, options: dict[str, Any]) -> tuple[Any, ...]:
-    """Loss, gradients, and what was sent, of one pass with weights that FSDP frees after forward."""
+    """Return loss, gradients and sent data of one pass in which FSDP frees weights after forward."""
     training = {"mixed_precision_param": "bfloat16", "global_batch_size": -1}
     run = make_run(rank, with_float8(options, training=training, parallelism={"fsdp_reshard_after_forward": "always"}))
     batch = [next(run.dataloader)]
     with Gathered() as gathered:
         loss = run.runner.forward_backward(batch, torch.tensor(1e-3))
     gradients = [parameter.grad.to_local().clone() for parameter in run.runner.parameters().values()]
-    weights = [one.shard.nbytes // 4 for one in float8_modules.gather_in_float8(run.runner.parts, run.mesh, run.config)]
+    weights = [
+        weight.shard.nbytes // 4 for weight in float8_modules.gather_in_float8(run.runner.parts, run.mesh, run.config)
+    ]
     return loss, gradients, gathered.bytes, gathered.all_reduces, sum(weights), len(weights)
 
 
-def test_gathering_in_float8_changes_no_bit_and_sends_half():
+def test_gathering_in_float8_is_bitwise_equal_and_sends_half():
     plain = run_ranks(2, _gather, {})
     each = run_ranks(2, _gather, {"enable_fsdp_float8_all_gather": True})
     once = run_ranks(
         2, _gather, {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
     )
-    for other in (each, once):
-        for (loss, gradients, *_), (expected, all_expected, *_) in zip(other, plain, strict=True):
+    for gathered in (each, once):
+        for (loss, gradients, *_), (expected, all_expected, *_) in zip(gathered, plain, strict=True):
             assert torch.equal(loss, expected)
             assert all(torch.equal(a, b) for a, b in zip(gradients, all_expected, strict=True))
     *_, sent, sums, _, _ = plain[0]
     *_, sent8, sums8, numbers, weights = each[0]
-    assert list(sent) == [torch.bfloat16] and weights == 2 * 7  # linear layers of two layers
-    # forward and backward gather each weight of a layer once, at one byte per number in place of two
+    assert list(sent) == [torch.bfloat16] and weights == 2 * 7  # 7 linear layers in each of two layers
+    # forward and backward gather each weight of a layer once, with one byte per number instead of two
     assert sum(sent.values()) - sum(sent8.values()) == 2 * numbers
     assert sums8 - sums == 2 * weights and once[0][3] - sums == 1
 
@@ -170,16 +172,16 @@ def _curve(recipe: str | None, steps: int) -> list[float]:
     ("recipe", "steps"),
     cases([("tensorwise", 12)], nightly=[(name, 50) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")]),
 )
-def test_a_loss_curve_stays_beside_that_of_bfloat16(recipe, steps):
-    """Of one model at the same learning rate and data: 2e-2 apart at most, while it learns."""
+def test_loss_curve_stays_close_to_bfloat16(recipe, steps):
+    """With the same model, learning rate and data, losses differ by at most 2e-2 while the model learns."""
     plain, losses = _curve(None, steps), _curve(recipe, steps)
     assert plain[-1] < plain[0] - steps / 40
     assert 0 < max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= 2e-2
 
 
 @pytest.mark.parametrize("line", ['[training]\nfp8_linear = "dynamic"', "[float8]\nenable_float8_linear = true"])
-def test_the_line_of_a_torchtrain_file_trains_in_float8(tmp_path, line):
-    """The files of April and of July 2024, with emulation on the command line."""
+def test_float8_option_of_a_torchtrain_file_works(tmp_path, line):
+    """Files of April and July 2024, with emulation enabled on the command line."""
     (tmp_path / "run.toml").write_text(line)
     loaded = load(str(tmp_path / "run.toml"), ["--quantize.linear.float8.emulate=true"])
     sections = {"training": {"local_batch_size": 8}, "model": {"converters": loaded.config.model.converters}}
@@ -196,9 +198,9 @@ def test_the_line_of_a_torchtrain_file_trains_in_float8(tmp_path, line):
     ),
     ids=str,
 )
-def test_recomputing_changes_no_bit_of_float8(changes):
+def test_recomputation_with_float8_is_bitwise_equal(changes):
     result = run_tiny(1, with_float8({"recipe_name": "rowwise"}, training={"local_batch_size": 8}, **changes), STEPS)[0]
-    assert result.losses == alone("rowwise").losses and result.grad_norms == alone("rowwise").grad_norms
+    assert result.losses == one_process("rowwise").losses and result.grad_norms == one_process("rowwise").grad_norms
 
 
 def _converted(config: Config, tp: int = 1) -> list[str]:
@@ -214,20 +216,20 @@ def _converted(config: Config, tp: int = 1) -> list[str]:
             return tp if "tp" in axes else 1
 
     float8_modules.convert(model, module.LAYOUT, Mesh(), config)  # type: ignore[arg-type]
-    return [path for path, one in model.named_modules() if isinstance(one, Module)]
+    return [path for path, submodule in model.named_modules() if isinstance(submodule, Module)]
 
 
-@pytest.mark.parametrize("word", ["output", "head"])
-def test_a_filter_takes_the_names_of_torchtitan_and_of_here(word):
+@pytest.mark.parametrize("head", ["output", "head"])
+def test_filter_accepts_names_of_torchtitan_and_of_shardtrain(head):
     assert len(_converted(with_float8({"filter_fqns": []}))) == 15
-    assert "head" not in _converted(with_float8({"filter_fqns": [word]}))
+    assert "head" not in _converted(with_float8({"filter_fqns": [head]}))
     assert _converted(with_float8({"filter_fqns": ["attention", "head"]})) == [
         f"layers.{layer}.ffn.{name}" for layer in (0, 1) for name in ("w1", "w2", "w3")
     ]
     assert "layers.0.ffn.w1" not in _converted(with_float8({"filter_fqns": ["feed_forward"]}))
 
 
-def test_small_layers_are_left_out_where_it_is_asked_for():
+def test_small_layers_are_skipped_on_request():
     large = {"overrides": {"dim": 2048, "ffn_dim": 8192, "num_heads": 32, "head_dim": 64, "num_kv_heads": 8}}
     small = {"filter_fqns": [float8_modules.SMALL]}
     tensorwise = _converted(with_float8({**small, "recipe_name": "tensorwise"}, model=large))
@@ -236,7 +238,7 @@ def test_small_layers_are_left_out_where_it_is_asked_for():
     assert rowwise == [f"layers.{layer}.ffn.{name}" for layer in (0, 1) for name in ("w1", "w3")]
 
 
-def test_layers_of_odd_sizes_are_left_out_and_all_is_counted(caplog):
+def test_layers_with_unsupported_sizes_are_skipped_and_counted(caplog):
     config = with_float8({"filter_fqns": ["wq"]}, model={"overrides": {"ffn_dim": 136}})
     with caplog.at_level(logging.INFO):
         assert len(_converted(config)) == 7
@@ -247,20 +249,20 @@ def test_layers_of_odd_sizes_are_left_out_and_all_is_counted(caplog):
 
 
 @pytest.mark.parametrize(
-    ("options", "tp", "words"),
+    ("options", "tp", "fragments"),
     [
         ({"filter_fqns": ["wqq"]}, 1, ["filter_fqns", "'wqq'", "names no module"]),
         ({"filter_fqns": ["layers", "head"]}, 1, ["leaves no linear layer", "filter less"]),
         ({"emulate": False}, 4, ["tensor_parallel_degree", "leaves a rank 8 of the 32 features of layers.0.attn.wk"]),
     ],
 )
-def test_what_cannot_be_is_refused(options, tp, words):
+def test_impossible_float8_options_are_rejected(options, tp, fragments):
     with pytest.raises(ConfigError) as refused:
         _converted(with_float8(options), tp)
-    assert all(word in str(refused.value) for word in words), refused.value
+    assert all(fragment in str(refused.value) for fragment in fragments), refused.value
 
 
-def test_experts_that_are_not_there_are_refused():
+def test_unknown_experts_are_rejected():
     config = with_float8({})
     grouped = dataclasses.replace(config.quantize, grouped_mm=QuantizeGroupedMM(float8=Float8GroupedMM(["experts"])))
     model = dataclasses.replace(config.model, converters=[GROUPED])

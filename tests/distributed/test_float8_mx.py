@@ -1,8 +1,8 @@
-"""Training with linear layers in MX, emulated: the mesh changes no number, and MX changes few.
+"""Training with emulated MX linear layers: the mesh changes no number, and MX changes numbers little.
 
-Blocks are of 32 numbers along what is summed: features of a rank's part of a weight, and tokens. The runs here cut both
-at multiples of that, so that ranks round by the scales of one process. What is left is the order of sums in float32,
-which moves single numbers to the other side of the middle of two of float8 (see test_float8.py).
+Blocks contain 32 numbers along the summed dimension: features of a rank's part of a weight, or tokens. The runs here
+split both at multiples of 32, so ranks use the scales of one process. Only the order of float32 sums differs, which can
+round single numbers to the neighboring float8 value (see test_float8_modules.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shardtrain.ops import microscaling
 from shardtrain.utils.errors import ConfigError
 
 STEPS = 3
-OVERRIDES = {"num_kv_heads": 4}  # so that half of the keys' features are 32
+OVERRIDES = {"num_kv_heads": 4}  # half of the keys' features are 32
 TRAINING = {"seq_len": 128, "local_batch_size": 8}
 
 
 def with_mx(options: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
-    """The tiny run with linear layers in MX but for the head."""
+    """Tiny run with MX linear layers, except the head."""
     model = {"converters": [float8_modules.MX], **sections.get("model", {})}
     model["overrides"] = {**OVERRIDES, **model.get("overrides", {})}
     config = tiny_config(**{**sections, "model": model})
@@ -40,7 +40,7 @@ def with_mx(options: dict[str, Any] | None = None, **sections: dict[str, Any]) -
 
 
 @functools.cache
-def alone() -> Result:
+def one_process() -> Result:
     return run_tiny(1, with_mx(training=TRAINING), STEPS)[0]
 
 
@@ -59,11 +59,11 @@ def test_mx_on_a_mesh_changes_no_number(mesh):
     ranks, parallelism = MESHES[mesh]
     training = {**TRAINING, "local_batch_size": 2}
     results = run_tiny(ranks, with_mx(training=training, parallelism=parallelism), STEPS)
-    initial = {name: weight for one in results for name, weight in one.initial.items()}  # stages hold some each
-    gradients = {name: gradient for one in results for name, gradient in one.gradients.items()}
+    initial = {name: weight for stage in results for name, weight in stage.initial.items()}  # each stage has a part
+    gradients = {name: gradient for stage in results for name, gradient in stage.gradients.items()}
     result = dataclasses.replace(results[0], initial=initial, gradients=gradients)
-    assert_same_numbers(result, alone(), loss=1e-4, grad_norm=1e-3)
-    for name, gradient in alone().gradients.items():
+    assert_same_numbers(result, one_process(), loss=1e-4, grad_norm=1e-3)
+    for name, gradient in one_process().gradients.items():
         assert (result.gradients[name] - gradient).norm() <= 5e-3 * gradient.norm(), name
 
 
@@ -75,19 +75,19 @@ def test_mx_on_a_mesh_changes_no_number(mesh):
     ),
     ids=str,
 )
-def test_recomputing_changes_no_bit_of_mx(changes):
+def test_recomputation_with_mx_is_bitwise_equal(changes):
     result = run_tiny(1, with_mx(training=TRAINING, **changes), STEPS)[0]
-    assert result.losses == alone().losses and result.grad_norms == alone().grad_norms
+    assert result.losses == one_process().losses and result.grad_norms == one_process().grad_norms
 
 
 @pytest.mark.nightly("the compiler", by="tests/distributed/test_float8_mx.py::test_mx_is_one_graph")
-def test_compiling_changes_no_number_of_mx():
+def test_compilation_changes_no_number_of_mx():
     result = run_tiny(1, with_mx(training=TRAINING, compile={"enable": True}), STEPS)[0]
-    assert_same_numbers(result, alone(), loss=1e-4, grad_norm=1e-3)
+    assert_same_numbers(result, one_process(), loss=1e-4, grad_norm=1e-3)
 
 
 def test_mx_is_one_graph():
-    """Rounding, its bits and its backward are traced whole, by the steps of a compiler that makes no code."""
+    """Rounding, its random bits and its backward are traced into one graph by a backend that generates no code."""
     layer = torch.nn.Linear(64, 48)
     microscaling.convert(layer, "mxfp8_emulated")
     x = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -115,10 +115,10 @@ def _curve(rule: str, steps: int) -> list[float]:
     ("rule", "apart", "steps"),
     cases([("rceil", 2e-2, 12)], nightly=[("rceil", 2e-2, 50), ("floor", 3e-2, 50)]),
 )
-def test_a_loss_curve_stays_beside_that_of_bfloat16(monkeypatch, rule, apart, steps):
-    """Of one model at the same learning rate and data, while it learns: 2e-2 apart at most, as with float8.
+def test_loss_curve_stays_close_to_bfloat16(monkeypatch, rule, apart, steps):
+    """With the same model, learning rate and data, losses differ by at most 2e-2 during training, as with float8.
 
-    floor is further off, since it cuts off up to an eighth of the largest number of a block.
+    The difference is larger with ``floor``, which clips up to an eighth of the largest number of a block.
     """
     monkeypatch.setitem(microscaling.RECIPES, "mxfp8_emulated", (rule, True))
     plain, losses = _curve("", steps), _curve(rule, steps)
@@ -126,8 +126,8 @@ def test_a_loss_curve_stays_beside_that_of_bfloat16(monkeypatch, rule, apart, st
     assert 0 < max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= apart
 
 
-def test_a_file_of_torchtitan_trains_in_mx(tmp_path):
-    """Its converter, its section and its name of the head, with emulation on the command line."""
+def test_file_of_torchtitan_trains_in_mx(tmp_path):
+    """Uses torchtitan's converter, section and name of the head, with emulation enabled on the command line."""
     lines = '[model]\nconverters = ["quantize.linear.mx"]\n[quantize.linear.mx]\nrecipe_name = "mxfp8_cublas_rceil"\n'
     (tmp_path / "run.toml").write_text(lines + 'filter_fqns = ["output"]\nmxfp8_dim1_cast_kernel_choice = "cuda"\n')
     loaded = load(str(tmp_path / "run.toml"), ["--quantize.linear.mx.recipe_name=mxfp8_emulated"])
@@ -153,10 +153,10 @@ def _converted(config: Config, tp: int = 1) -> list[str]:
             return tp if "tp" in axes else 1
 
     float8_modules.convert(model, layout, Mesh(), config)  # type: ignore[arg-type]
-    return [path for path, one in model.named_modules() if isinstance(one, microscaling.MXLinear)]
+    return [path for path, module in model.named_modules() if isinstance(module, microscaling.MXLinear)]
 
 
-def test_the_head_is_left_out_unless_it_is_asked_for_by_either_name(caplog):
+def test_head_is_skipped_unless_requested_by_either_name(caplog):
     with caplog.at_level(logging.INFO):
         assert len(_converted(with_mx())) == 14
     expected = "quantize.linear.mx: 14 linear layers compute in MX, mxfp8_emulated; not converted: 1 by filter"
@@ -168,7 +168,7 @@ def test_the_head_is_left_out_unless_it_is_asked_for_by_either_name(caplog):
     ]
 
 
-def test_a_default_filter_may_name_nothing():
+def test_default_filter_may_match_nothing():
     model = torch.nn.Sequential(torch.nn.Linear(32, 32))
     float8_modules.check(model, with_mx())
     with pytest.raises(ConfigError, match="names no module of this model by 'head'"):
@@ -176,19 +176,19 @@ def test_a_default_filter_may_name_nothing():
 
 
 @pytest.mark.parametrize(
-    ("options", "tp", "words"),
+    ("options", "tp", "fragments"),
     [
         ({"filter_fqns": ["wqq"]}, 1, ["quantize.linear.mx.filter_fqns", "'wqq'", "names no module"]),
         ({"filter_fqns": ["layers", "head"]}, 1, ["leaves no linear layer to compute in MX", "'quantize.linear.mx'"]),
         ({}, 4, ["tensor_parallel_degree", "leaves a rank 16 of the 64 features", "not a multiple of 32", "add 'wq'"]),
     ],
 )
-def test_what_cannot_be_is_refused(options, tp, words):
+def test_impossible_mx_options_are_rejected(options, tp, fragments):
     config = with_mx(options, parallelism={"tensor_parallel_degree": tp})
     for refuse in (lambda: _converted(config, tp), lambda: float8_modules.check(_model(config)[0], config)):
         with pytest.raises(ConfigError) as refused:
             refuse()
-        assert all(word in str(refused.value) for word in words), refused.value
+        assert all(fragment in str(refused.value) for fragment in fragments), refused.value
 
 
 class _Gpu:
@@ -200,7 +200,7 @@ class _Gpu:
 
 @pytest.mark.parametrize("recipe", ["mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"])
 @pytest.mark.parametrize(("capability", "hip"), [((9, 0), None), ((10, 0), None), ((12, 0), None), ((9, 5), "7.0")])
-def test_a_gpu_without_such_products_says_so(monkeypatch, recipe, capability, hip):
+def test_gpu_without_mx_products_is_rejected(monkeypatch, recipe, capability, hip):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
     monkeypatch.setattr(torch.version, "hip", hip)

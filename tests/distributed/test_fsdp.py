@@ -1,4 +1,4 @@
-"""Laws of data parallelism: types of computing and reducing, how often it communicates, fixed names."""
+"""Data parallelism: dtypes of compute and reduction, number of collectives, and unchanged names."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def _run(rank: int, **sections: dict[str, Any]):
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives by kind and notes in which types they send more than one number.
+    """Count collectives by kind, and record the dtypes of those that send more than one number.
 
-    PyTorch's CommDebugMode does the first, but fails on a second forward pass. What FSDP's own collectives are made of
-    on a CPU is not counted, but they are.
+    PyTorch's CommDebugMode counts too, but fails on a second forward pass. FSDP's collectives are counted once each,
+    without the collectives that implement them on a CPU.
     """
 
     KINDS: ClassVar = {"allgather": "gather", "reduce_scatter": "reduce_scatter", "allreduce": "all_reduce"}
@@ -81,7 +81,7 @@ class Collectives(TorchDispatchMode):
 
 
 def _count(run, passes: int) -> dict[str, int]:
-    """Collectives of some forward and backward passes that end in one update, by kind."""
+    """Count collectives by kind, in some forward and backward passes followed by one update."""
     batches = [next(run.dataloader) for _ in range(passes)]
     with Collectives() as collectives:
         run.runner.forward_backward(batches, torch.tensor(1e-3))
@@ -105,14 +105,14 @@ def communication() -> dict[str, dict[str, int]]:
     return run_ranks(2, _communication)[0]
 
 
-def test_each_unit_is_gathered_in_forward_and_again_in_backward_where_it_was_freed(communication) -> None:
+def test_each_unit_is_gathered_in_forward_and_again_in_backward_if_it_was_freed(communication) -> None:
     gathers = {policy: communication[policy]["gather"] for policy in ("never", "default", "always")}
-    # by default the last layer and the head are kept, since backward needs them first
+    # by default, the last layer and the head are not freed, because backward needs them first
     assert gathers == {"never": UNITS, "default": 2 * UNITS - 2, "always": 2 * UNITS}
 
 
 @pytest.mark.parametrize("policy", ["default", "always", "never"])
-def test_gradients_are_reduced_once_per_update_however_many_passes(policy: str, communication) -> None:
+def test_gradients_are_reduced_once_per_update_for_any_number_of_passes(policy: str, communication) -> None:
     assert communication[policy]["reduce_scatter"] == UNITS
     assert communication[f"{policy}, 3 passes"]["reduce_scatter"] == UNITS
     assert communication[policy]["all_reduce"] == 0
@@ -123,8 +123,8 @@ def test_replicas_reduce_their_gradients_once_per_update(communication) -> None:
     assert communication["ddp, 3 passes"]["all_reduce"] == UNITS
 
 
-def _seen_types(run) -> tuple[set[str], set[str]]:
-    """Types of weights and inputs within forward, and of what is reduced, in one forward and backward pass."""
+def _observed_types(run) -> tuple[set[str], set[str]]:
+    """Return dtypes of weights and inputs within forward, and of reductions, in one forward and backward pass."""
     computed: set[str] = set()
 
     def note(module, inputs, output) -> None:
@@ -138,7 +138,7 @@ def _seen_types(run) -> tuple[set[str], set[str]]:
 
 
 def _types(rank: int) -> dict[str, tuple[set, ...]]:
-    seen = {}
+    types_of_run = {}
     for name, parallelism in (("fsdp", {}), ("ddp", REPLICATE)):
         for param, reduce in (
             ("bfloat16", "float32"),
@@ -148,14 +148,14 @@ def _types(rank: int) -> dict[str, tuple[set, ...]]:
         ):
             training = {"mixed_precision_param": param, "mixed_precision_reduce": reduce}
             run = _run(rank, training=training, parallelism=parallelism)
-            computed, reduced = _seen_types(run)
+            computed, reduced = _observed_types(run)
             stored = {str(p.dtype) for p in run.runner.parameters().values()}
             gradients = {str(p.grad.dtype) for p in run.runner.parameters().values()}
-            seen[f"{name} {param} {reduce}"] = (computed, reduced, stored, gradients)
-    return seen
+            types_of_run[f"{name} {param} {reduce}"] = (computed, reduced, stored, gradients)
+    return types_of_run
 
 
-def test_weights_compute_in_one_type_are_reduced_in_another_and_stay_in_float32() -> None:
+def test_compute_and_reduction_have_separate_dtypes_and_weights_stay_in_float32() -> None:
     for key, (computed, reduced, stored, gradients) in run_ranks(2, _types)[0].items():
         _, param, reduce = key.split()
         assert computed == {f"torch.{param}"}, key
@@ -163,11 +163,11 @@ def test_weights_compute_in_one_type_are_reduced_in_another_and_stay_in_float32(
         assert stored == gradients == {"torch.float32"}, key
 
 
-def _alone(rank: int) -> dict[str, Any]:
-    """One process: mixed precision holds there too, and nothing is wrapped where there is nothing to do."""
+def _one_process(rank: int) -> dict[str, Any]:
+    """Run one process: mixed precision applies there too, and nothing is wrapped without need."""
     plain, mixed = _run(rank), _run(rank, training={"mixed_precision_param": "bfloat16"})
     stored = _run(rank, training={"dtype": "bfloat16"})
-    computed, computed_in_stored = _seen_types(mixed)[0], _seen_types(stored)[0]
+    computed, computed_in_stored = _observed_types(mixed)[0], _observed_types(stored)[0]
     return {
         "plain is wrapped": isinstance(plain.runner.parts[0], FSDPModule),
         "computed": computed,
@@ -176,8 +176,8 @@ def _alone(rank: int) -> dict[str, Any]:
     }
 
 
-def test_one_process_computes_in_the_same_types() -> None:
-    assert run_ranks(1, _alone)[0] == {
+def test_one_process_computes_in_the_same_dtypes() -> None:
+    assert run_ranks(1, _one_process)[0] == {
         "plain is wrapped": False,
         "computed": {"torch.bfloat16"},
         "stored": {"torch.float32"},
@@ -185,7 +185,7 @@ def test_one_process_computes_in_the_same_types() -> None:
     }
 
 
-def test_the_policy_leaves_inputs_alone() -> None:
+def test_policy_does_not_cast_inputs() -> None:
     policy = precision_policy(deep_config(training={"mixed_precision_param": "bfloat16"}))
     assert (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs) == (
         torch.bfloat16,
@@ -209,16 +209,16 @@ def _names(rank: int) -> list[tuple[list[str], list[str], list[str], bool]]:
     facts = []
     for sections in COMBINATIONS:
         run = _run(rank, **sections)
-        run.runner.forward_backward([next(run.dataloader)], torch.tensor(1e-3))  # also compiles
+        run.runner.forward_backward([next(run.dataloader)], torch.tensor(1e-3))  # triggers compilation
         parameters = run.runner.optimizer_parameters()
-        # the fused optimizer needs memory in a row
+        # the fused optimizer requires contiguous memory
         packed = all(local_tensor(p).is_contiguous() for p in parameters.values())
         packed &= all(local_tensor(p.grad).is_contiguous() for p in parameters.values() if p.grad is not None)
         facts.append((list(run.runner.parameters()), list(run.runner.parts[0].state_dict()), list(parameters), packed))
     return facts
 
 
-def test_names_never_change_and_memory_is_in_a_row() -> None:
+def test_names_never_change_and_memory_is_contiguous() -> None:
     module = find("llama3")
     plain = [n for n, _ in build(module, shape_of(module, "debugmodel", SHAPE, "rmsnorm")).named_parameters()]
     for sections, (parameters, state, optimized, packed) in zip(COMBINATIONS, run_ranks(2, _names)[0], strict=True):
@@ -227,7 +227,7 @@ def test_names_never_change_and_memory_is_in_a_row() -> None:
 
 
 def _gradient_of_a_frequent_token(rank: int, **sections: dict[str, Any]) -> tuple[float, float]:
-    """Of 4,096 occurrences whose gradient is 1 each: at that token, and the largest at any other."""
+    """Return the gradient of a token with 4,096 occurrences (gradient 1 each), and the largest of any other token."""
     run = make_run(rank, deep_config(**sections))
     embed = run.runner.parts[0].embed
     embed(torch.full((8, 512), 3)).float().sum().backward()
@@ -245,10 +245,10 @@ def _gradient_of_a_frequent_token(rank: int, **sections: dict[str, Any]) -> tupl
         (2, {"training": {"mixed_precision_param": "bfloat16"}, "parallelism": {"tensor_parallel_degree": 2}}),
     ],
 )
-def test_the_gradient_of_a_frequent_token_is_rounded_once(num_ranks: int, sections: dict[str, Any]) -> None:
-    # added one by one in bfloat16, ones stop at 256
-    for mine, others in run_ranks(num_ranks, partial(_gradient_of_a_frequent_token, **sections)):
-        assert mine == 4096.0 and others == 0.0
+def test_gradient_of_a_frequent_token_is_rounded_once(num_ranks: int, sections: dict[str, Any]) -> None:
+    # a sum of ones in bfloat16 stops at 256
+    for gradient, largest_other in run_ranks(num_ranks, partial(_gradient_of_a_frequent_token, **sections)):
+        assert gradient == 4096.0 and largest_other == 0.0
 
 
 EXPERTS_APART = {
@@ -257,8 +257,8 @@ EXPERTS_APART = {
 }
 
 
-def _gathered_ahead(rank: int, config, ahead: bool):
-    """Two steps, with what an accelerator gathers before it is reached; and how many units ask for another."""
+def _run_with_prefetch(rank: int, config, ahead: bool):
+    """Run two steps, optionally with the prefetch of accelerators. Return the result and the prefetching units."""
 
     shard = fsdp.apply
 
@@ -279,14 +279,14 @@ def _gathered_ahead(rank: int, config, ahead: bool):
     ("ranks", "sections"),
     cases([(2, {})], nightly=[(4, EXPERTS_APART), (2, {"activation_checkpoint": {"mode": "full"}})]),
 )
-def test_gathering_ahead_changes_no_bit(ranks, sections):
+def test_prefetch_is_bitwise_equal(ranks, sections):
     config = tiny_config(**{name: values for name, values in sections.items() if name != "model"})
     if "model" in sections:
         sizes = {**SHAPE, "num_layers": 2, **sections["model"]["overrides"]}
         sizes.pop("ffn_dim")
         model = replace(config.model, name=sections["model"]["name"], flavor="debugmodel_moe", overrides=sizes)
         config = replace(config, model=model)
-    ahead, plain = (run_ranks(ranks, _gathered_ahead, config, ahead) for ahead in (True, False))
-    assert ahead[0][1] >= 3 and plain[0][1] == 0  # the embedding and both layers ask
-    for (mine, _), (theirs, _) in zip(ahead, plain, strict=True):
-        assert_bitwise(mine, theirs)
+    ahead, plain = (run_ranks(ranks, _run_with_prefetch, config, ahead) for ahead in (True, False))
+    assert ahead[0][1] >= 3 and plain[0][1] == 0  # the embedding and both layers prefetch
+    for (prefetched, _), (expected, _) in zip(ahead, plain, strict=True):
+        assert_bitwise(prefetched, expected)

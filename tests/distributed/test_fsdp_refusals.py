@@ -1,4 +1,4 @@
-"""Parameters that cannot be sharded are refused in one line, with their names, before anything has memory."""
+"""Parameters that FSDP cannot shard are rejected by name in one line, before any memory is allocated."""
 
 from __future__ import annotations
 
@@ -37,36 +37,36 @@ def without_dimensions(model: Model) -> None:
     model.layers["1"].gain = torch.nn.Parameter(torch.empty((), device="meta"))
 
 
-def of_two_layers(model: Model) -> None:
+def shared_by_two_layers(model: Model) -> None:
     model.layers["3"].linear.weight = model.layers["0"].linear.weight
 
 
-def of_two_types(model: Model) -> None:
+def with_two_dtypes(model: Model) -> None:
     model.layers["2"].linear.weight = nn.Parameter(torch.empty(8, 8, device="meta", dtype=torch.bfloat16))
 
 
-def of_both_ends(model: Model) -> None:
+def shared_by_both_ends(model: Model) -> None:
     model.head.weight = model.embed.weight
 
 
 REFUSED = {
     without_dimensions: "the parameter layers.1.gain without dimensions",
-    of_two_layers: "one parameter as layers.0.linear.weight and layers.3.linear.weight",
-    of_two_types: "layers.2.linear.weight of bfloat16 and layers.2.linear.bias of float32",
+    shared_by_two_layers: "one parameter as layers.0.linear.weight and layers.3.linear.weight",
+    with_two_dtypes: "layers.2.linear.weight of bfloat16 and layers.2.linear.bias of float32",
 }
 
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
-def test_parameters_that_cannot_be_sharded_are_refused_by_name(change: Callable[[Model], None]) -> None:
+def test_parameters_that_cannot_be_sharded_are_rejected_by_name(change: Callable[[Model], None]) -> None:
     model = built()
     change(model)
     with pytest.raises(ConfigError) as raised:
         fsdp._check_parameters(model, LAYOUT)
-    said = str(raised.value)
-    assert REFUSED[change] in said and "\n" not in said
+    message = str(raised.value)
+    assert REFUSED[change] in message and "\n" not in message
 
 
-def test_ends_may_share_a_parameter() -> None:
+def test_first_and_last_modules_may_share_a_parameter() -> None:
     model = built()
-    of_both_ends(model)
+    shared_by_both_ends(model)
     fsdp._check_parameters(model, LAYOUT)

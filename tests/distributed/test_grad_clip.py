@@ -1,4 +1,4 @@
-"""Laws of clipping: the norm is that of the whole gradient on every mesh, and max_norm decides how far weights move."""
+"""Gradient clipping: every mesh computes the norm of the full gradient, and ``max_norm`` limits the update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESHES = {
 
 
 def _gradient_norms(rank: int, meshes: list[dict]) -> list[tuple[float, float]]:
-    """Our norm, and that of the whole gradient by torch.linalg in float64, before and after scaling by 0.25."""
+    """Return the package's norm and the float64 norm of the full gradient, before and after scaling by 0.25."""
     pairs = []
     for parallelism in meshes:
         run = make_run(rank, tiny_config(parallelism=parallelism, training={"global_batch_size": -1}))
@@ -40,19 +40,19 @@ def _gradient_norms(rank: int, meshes: list[dict]) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("num_ranks", MESHES)
-def test_the_norm_is_that_of_the_whole_gradient_on_every_mesh(num_ranks: int) -> None:
+def test_norm_is_that_of_the_full_gradient_on_every_mesh(num_ranks: int) -> None:
     by_rank = run_ranks(num_ranks, _gradient_norms, MESHES[num_ranks])
-    assert all(pairs == by_rank[0] for pairs in by_rank)  # equal on all ranks, to the bit
+    assert all(pairs == by_rank[0] for pairs in by_rank)  # bitwise equal on all ranks
     pairs = by_rank[0]
-    for mine, expected in pairs:
-        assert mine == pytest.approx(expected, rel=1e-12)  # squares are summed in float64
-        assert mine > 0.01
+    for norm, expected in pairs:
+        assert norm == pytest.approx(expected, rel=1e-12)  # squares are summed in float64
+        assert norm > 0.01
     for before, after in zip(pairs[::2], pairs[1::2], strict=True):
         assert after[0] == pytest.approx(before[0] / 4, rel=1e-6)
 
 
 def _norms_of_a_wide_layer(rank: int, parallelism: dict, dim: int) -> list[float]:
-    """The norm that each of two steps reports, for one layer."""
+    """Return the gradient norm and loss of each of two steps of a one-layer model."""
     sizes = {"dim": dim, "ffn_dim": 4 * dim, "num_layers": 1, "num_heads": 8, "num_kv_heads": 4, "head_dim": dim // 8}
     config = tiny_config(
         model={"overrides": sizes},
@@ -60,25 +60,25 @@ def _norms_of_a_wide_layer(rank: int, parallelism: dict, dim: int) -> list[float
         training={"seq_len": 16, "local_batch_size": 2, "global_batch_size": 4, "max_norm": 0.1},
     )
     run = make_run(rank, config)
-    found = []
+    norms_and_losses = []
     for _ in range(2):
         outcome = trainer.step(run)
-        found += [outcome.grad_norm, run.mesh.sum(outcome.loss_sum.double(), over=LOSS_AXES).item()]
-    return found
+        norms_and_losses += [outcome.grad_norm, run.mesh.sum(outcome.loss_sum.double(), over=LOSS_AXES).item()]
+    return norms_and_losses
 
 
 @pytest.mark.parametrize("dim", cases([768], [2048]))
-def test_the_norm_of_a_wide_layer_does_not_depend_on_the_mesh(dim: int) -> None:
-    # 9 and 64 million numbers, the layer of a model of a billion: squares added in float32 chains are 1e-4 and 1e-3 off
-    # by an amount of the mesh's, and so is the clipped update. The gradients themselves differ by rounding, some 1e-7.
+def test_norm_of_a_wide_layer_does_not_depend_on_the_mesh(dim: int) -> None:
+    # 9 and 64 million numbers, like a layer of a 1B model. Sums of squares in float32 would be off by 1e-4 and 1e-3,
+    # depending on the mesh, and so would the clipped update. The gradients themselves differ by about 1e-7.
     [alone] = run_ranks(1, _norms_of_a_wide_layer, {}, dim)
     for parallelism in ({}, TENSOR):
-        for found in run_ranks(2, _norms_of_a_wide_layer, parallelism, dim):
-            assert found == pytest.approx(alone, rel=1e-6)
+        for result in run_ranks(2, _norms_of_a_wide_layer, parallelism, dim):
+            assert result == pytest.approx(alone, rel=1e-6)
 
 
 def _disagree(rank: int, parallelism: dict, damage: str) -> tuple[str, bool]:
-    """What a step says when a gradient of rank 1 changes after the reduction, and whether its weights are the old."""
+    """Change a gradient of rank 1 after the reduction. Return the error, and True if weights are unchanged."""
     run = make_run(rank, tiny_config(parallelism=parallelism))
     before = {name: local_tensor(p).detach().clone() for name, p in run.runner.parameters().items()}
     reduce = run.runner.forward_backward
@@ -86,35 +86,35 @@ def _disagree(rank: int, parallelism: dict, damage: str) -> tuple[str, bool]:
     def damaged(batches, weight):
         loss = reduce(batches, weight)
         if rank == 1:
-            # a weight that no axis but the replicas' holds; bit 30 of a number below 2 makes it huge, NaN stays NaN
+            # a weight that is only replicated; bit 30 makes a number below 2 huge, and NaN stays NaN
             gradient = local_tensor(run.runner.parameters()["norm.weight"].grad).view(-1)
             gradient[:1] = math.nan if damage == "nan" else gradient[:1].abs() * 1e3 + 1.0
         return loss
 
     run.runner.forward_backward = damaged
-    said = ""
+    message = ""
     try:
         trainer.step(run)
     except NumericalError as error:
-        said = str(error)
+        message = str(error)
     after = run.runner.parameters()
-    return said, all(torch.equal(local_tensor(after[name]), weight) for name, weight in before.items())
+    return message, all(torch.equal(local_tensor(after[name]), weight) for name, weight in before.items())
 
 
 @pytest.mark.parametrize("damage", ["nan", "finite"])
 @pytest.mark.parametrize(("num_ranks", "parallelism"), [(2, REPLICATE), (4, REPLICATE), (2, TENSOR)])
-def test_one_replica_with_another_gradient_stops_all_ranks_at_the_same_step(num_ranks, parallelism, damage) -> None:
+def test_replica_with_a_different_gradient_stops_all_ranks_at_the_same_step(num_ranks, parallelism, damage) -> None:
     results = run_ranks(num_ranks, _disagree, parallelism, damage)
-    assert len({said for said, _ in results}) == 1
-    for said, unchanged in results:
+    assert len({message for message, _ in results}) == 1
+    for message, unchanged in results:
         assert unchanged
-        assert said.startswith("step 1: ") and "rank 1" in said
-        assert ("is not finite" in said) == (damage == "nan")
+        assert message.startswith("step 1: ") and "rank 1" in message
+        assert ("is not finite" in message) == (damage == "nan")
 
 
 def _changes(rank: int, parallelism: dict) -> list[tuple[float, float]]:
-    """Per max_norm: the norm that the step reports, and how far plain SGD with rate 1 moved the weights."""
-    seen = []
+    """For each max_norm, return the reported norm and the distance that SGD with rate 1 moves the weights."""
+    norms_and_changes = []
     for max_norm in (0.01, 0.05, 1e6):
         config = tiny_config(
             parallelism=parallelism,
@@ -127,24 +127,24 @@ def _changes(rank: int, parallelism: dict) -> list[tuple[float, float]]:
         before = whole(run)
         outcome = trainer.step(run)
         moved = sum((weight - before[name]).double().square().sum().item() for name, weight in whole(run).items())
-        seen.append((outcome.grad_norm, math.sqrt(moved) / outcome.lr))
-    return seen
+        norms_and_changes.append((outcome.grad_norm, math.sqrt(moved) / outcome.lr))
+    return norms_and_changes
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "parallelism"),
     [(1, {}), (2, {}), (2, TENSOR), (2, {**REPLICATE, "shard_optimizer_states": True}), (4, TENSOR)],
 )
-def test_weights_move_by_max_norm_where_the_gradient_is_larger(num_ranks: int, parallelism: dict) -> None:
+def test_larger_gradients_are_clipped_to_max_norm(num_ranks: int, parallelism: dict) -> None:
     for (norm_a, a), (norm_b, b), (norm_c, c) in run_ranks(num_ranks, _changes, parallelism):
-        assert norm_a == norm_b == norm_c > 0.05  # the norm reported is that before clipping
-        # weights near 1 hold a change of 1e-3 to 1e-7, a millionth of the whole vector's; eps of the rule is 1e-6
+        assert norm_a == norm_b == norm_c > 0.05  # the reported norm is the one before clipping
+        # weights near 1 represent a change of 1e-3 to a precision of 1e-7; the rule's eps is 1e-6
         assert a == pytest.approx(0.01, rel=1e-3)
         assert b == pytest.approx(0.05, rel=1e-3)
-        assert c == pytest.approx(norm_c, rel=1e-3)  # untouched, not scaled up
+        assert c == pytest.approx(norm_c, rel=1e-3)  # unchanged, not scaled up
 
 
-def test_parameters_without_gradient_are_left_out() -> None:
+def test_parameters_without_gradient_are_skipped() -> None:
     class Alone:
         device = torch.device("cpu")
 
@@ -162,7 +162,7 @@ def test_parameters_without_gradient_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_norm_of_what_is_not_finite_is_not_finite(bad: float) -> None:
+def test_norm_of_a_nonfinite_gradient_is_not_finite(bad: float) -> None:
     parameter = torch.ones(3, requires_grad=True)
     parameter.grad = torch.tensor([1.0, bad, 2.0])
 

@@ -1,4 +1,4 @@
-"""Laws of the mesh: torchtitan's order of axes, tensor-parallel peers are neighbours, sums over the axes asked for."""
+"""The mesh: torchtitan's order of axes, adjacent tensor-parallel ranks, and sums over the given axes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_axes_are_in_order_with_tensor_parallel_innermost() -> None:
         ({"dp_replicate": 2, "dp_shard": 4}, 8, (1, 2, 4, 1, 1)),
     ],
 )
-def test_shards_take_the_ranks_that_other_axes_leave(degrees, world_size: int, expected) -> None:
+def test_dp_shard_gets_the_ranks_that_other_axes_leave(degrees, world_size: int, expected) -> None:
     assert tuple(sizes_of(config_of(degrees), world_size).values()) == expected
 
 
@@ -81,7 +81,7 @@ def described() -> list[list[dict]]:
 
 
 @pytest.mark.parametrize("index", range(len(GRIDS)))
-def test_ranks_are_dealt_row_by_row(index: int, described) -> None:
+def test_ranks_are_in_row_major_order(index: int, described) -> None:
     sizes = {axis: GRIDS[index].get(axis, 1) for axis in AXES}
     places = list(itertools.product(*(range(size) for size in sizes.values())))
     for rank, place in enumerate(places):
@@ -95,19 +95,25 @@ def test_ranks_are_dealt_row_by_row(index: int, described) -> None:
             if sizes[axis] > 1:
                 assert facts["peers"][axis] == line
             else:
-                assert axis not in facts["peers"] or axis == "dp_shard"  # no group for an axis of one rank
+                assert axis not in facts["peers"] or axis == "dp_shard"  # no group for an axis with one rank
         alike = [r for r, p in enumerate(places) if p[0] == place[0] and p[4] == place[4]]
         assert facts["loss_sum"] == sum(2.0**r for r in alike)
         assert facts["max"] == 7.0
 
 
-def test_the_mesh_of_three_dimensions_is_the_documented_table(described) -> None:
+def test_three_dimensional_mesh_matches_the_documented_table(described) -> None:
     """PP 2 x FSDP 2 x TP 2: rank = 4 pp + 2 dp + tp."""
     table = [tuple(described[rank][0]["place"][axis] for axis in ("pp", "dp_shard", "tp")) for rank in range(8)]
     assert table == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
 
 
-def test_fsdp_gets_replicas_in_front_where_there_are_any(described) -> None:
-    seen = [(facts["data"], facts["data_size"]) for facts in described[0]]
-    both, with_context = ("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard_cp")
-    assert seen == [(("dp_shard",), 2), (both, 4), (with_context, 4), (("dp_shard",), 8), (both, 8)]
+def test_fsdp_mesh_begins_with_the_replicate_axis_if_there_is_one(described) -> None:
+    axes_of_ranks = [(facts["data"], facts["data_size"]) for facts in described[0]]
+    replicate_and_shard, with_context = ("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard_cp")
+    assert axes_of_ranks == [
+        (("dp_shard",), 2),
+        (replicate_and_shard, 4),
+        (with_context, 4),
+        (("dp_shard",), 8),
+        (replicate_and_shard, 8),
+    ]

@@ -1,4 +1,4 @@
-"""Pipeline stages: a whole model cut without renaming, every schedule with the numbers of one process."""
+"""Pipeline stages: models are split without renaming, and every schedule has the numbers of one process."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class FakeMesh:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
-def test_stages_share_the_model_out_and_keep_its_names(schedule: str) -> None:
+def test_stages_divide_the_model_and_keep_its_names(schedule: str) -> None:
     config = deep_config(parallelism=piped(schedule=schedule))
     module = models.find("llama3")
-    whole = models.build(module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm"))
+    full_model = models.build(module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm"))
     names: list[str] = []
     for rank in range(2):
-        for part in pipeline_parallel.cut(whole, module.LAYOUT, FakeMesh(2, rank), config):  # type: ignore[arg-type]
+        for part in pipeline_parallel.cut(full_model, module.LAYOUT, FakeMesh(2, rank), config):  # type: ignore[arg-type]
             names += [name for name, _ in part.named_parameters()]
             missing = [name for name in ("embed", "norm", "head") if isinstance(getattr(part, name), nn.Identity)]
             assert len(missing) + sum(name.split(".")[0] in ("embed", "norm", "head") for name in names) >= 3
-    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+    assert sorted(names) == sorted(name for name, _ in full_model.named_parameters())
 
 
-FIRST = ("Interleaved1F1B", "DualPipeV")  # test_grid.py has them all
+FIRST = ("Interleaved1F1B", "DualPipeV")  # test_grid.py covers all schedules
 SCHEDULES = [name for name in stages.SCHEDULES if name not in stages.FROM_CSV]
 
 
@@ -65,20 +65,20 @@ def test_every_schedule_changes_no_number(schedule: str) -> None:
 
 
 def assert_same_losses(result: Any) -> None:
-    """For a rank that holds some of the weights."""
+    """Compare losses and norms on a rank that has a part of the weights."""
     expected = reference(5, 4)
     for name, weight in result.initial.items():
         assert torch.equal(weight, expected.initial[name])
     for name, weight in result.final.items():
         torch.testing.assert_close(weight, expected.final[name], atol=2e-6, rtol=0, msg=name)
-    for mine, theirs in zip(result.losses, expected.losses, strict=True):
-        assert abs(mine - theirs) <= 1e-5
-    for mine, theirs in zip(result.grad_norms, expected.grad_norms, strict=True):
-        assert abs(mine - theirs) <= 1e-4
+    for actual, expected_value in zip(result.losses, expected.losses, strict=True):
+        assert abs(actual - expected_value) <= 1e-5
+    for actual, expected_value in zip(result.grad_norms, expected.grad_norms, strict=True):
+        assert abs(actual - expected_value) <= 1e-4
 
 
-# Gradients of inputs and of weights are computed apart: weights must then be found that forward had gathered and freed
-# again. Where layers are recomputed they are computed together.
+# Zero-bubble schedules compute gradients of inputs and weights separately, after FSDP has freed the gathered weights.
+# With recomputation they are computed together.
 APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "resharded": ({"fsdp_reshard_after_forward": "always"}, {"mode": "none"}),
     "recomputed by operation": ({}, {"mode": "selective", "selective_ac_option": "op"}),
@@ -86,7 +86,7 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"fsdp_reshard_after_forward": "always"},
         {"mode": "selective", "selective_ac_option": "op"},
     ),
-    "resharded, recomputed whole": ({"fsdp_reshard_after_forward": "always"}, {"mode": "full"}),
+    "resharded, fully recomputed": ({"fsdp_reshard_after_forward": "always"}, {"mode": "full"}),
 }
 
 
@@ -107,12 +107,12 @@ def one_process_apart() -> Any:
 
 
 @pytest.mark.parametrize("schedule", stages.SPLIT_BACKWARD)
-def test_gradients_of_inputs_and_weights_apart_are_those_of_one_process(schedule: str) -> None:
+def test_separate_gradients_of_inputs_and_weights_match_one_process(schedule: str) -> None:
     expected = one_process_apart()
     for results in run_ranks(2, run_apart, schedule):
         for case, result in results.items():
             assert result.losses == pytest.approx(expected.losses, abs=1e-5), case
-            # float32 sums in another order: 1e-7 of their size
+            # float32 sums in a different order differ by 1e-7 of their size
             assert result.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6), case
             assert result.gradients.keys() == result.initial.keys(), case
             for name, gradient in result.gradients.items():
@@ -121,7 +121,7 @@ def test_gradients_of_inputs_and_weights_apart_are_those_of_one_process(schedule
 
 
 def layer_runs(rank: int, schedule: str, case: str) -> list[int]:
-    """How often each layer of this rank runs for a micro-batch of a step."""
+    """Return how often each layer of this rank runs per micro-batch."""
     run, runs = make_run(rank, split_backward(schedule, case)), Counter[str]()
     for part in run.runner.parts:
         for name, layer in part.layers.items():  # type: ignore[union-attr, operator]
@@ -133,22 +133,22 @@ def layer_runs(rank: int, schedule: str, case: str) -> list[int]:
 @pytest.mark.parametrize(
     ("schedule", "case"),
     cases(
-        [("ZBVZeroBubble", "resharded, recomputed whole")],
+        [("ZBVZeroBubble", "resharded, fully recomputed")],
         nightly=[
             (schedule, case)
             for schedule in stages.SPLIT_BACKWARD
-            for case in ("resharded, recomputed whole", "recomputed by operation")
-            if (schedule, case) != ("ZBVZeroBubble", "resharded, recomputed whole")
+            for case in ("resharded, fully recomputed", "recomputed by operation")
+            if (schedule, case) != ("ZBVZeroBubble", "resharded, fully recomputed")
         ],
     ),
 )
-def test_a_layer_is_recomputed_once_whatever_the_schedule(schedule: str, case: str) -> None:
-    """Once for each group of weights, as where their gradients are asked for apart, would take more than it saves."""
+def test_layer_is_recomputed_once_in_every_schedule(schedule: str, case: str) -> None:
+    """Recomputing for each separately requested group of weights would cost more than it saves."""
     for runs in run_ranks(2, layer_runs, schedule, case):
         assert runs and set(runs) == {2}
 
 
-def test_uneven_stages_by_name_change_no_number() -> None:
+def test_uneven_stages_change_no_number() -> None:
     parts = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
     for result in run_tiny(2, deep_config(parallelism=piped(module_fqns_per_model_part=parts)), steps=5):
         assert_same_losses(result)
@@ -160,8 +160,8 @@ def test_larger_micro_batches_change_no_number() -> None:
         assert_same_losses(result)
 
 
-def test_a_schedule_from_a_file_changes_no_number(tmp_path: Path) -> None:
-    # GPipe written out for two ranks with one stage each and eight micro-batches
+def test_schedule_from_a_file_changes_no_number(tmp_path: Path) -> None:
+    # GPipe as a CSV schedule: two ranks with one stage each, and eight micro-batches
     lines = [
         ",".join([*(f"0F{i}" for i in range(8)), "", "", *(f"0B{i}" for i in range(8))]),
         ",".join(["", *(f"1F{i}" for i in range(8)), *(f"1B{i}" for i in range(8)), ""]),
@@ -174,7 +174,7 @@ def test_a_schedule_from_a_file_changes_no_number(tmp_path: Path) -> None:
         assert_same_losses(result)
 
 
-def test_a_file_that_splits_the_backward_changes_no_number(tmp_path: Path) -> None:
+def test_schedule_file_with_split_backward_changes_no_number(tmp_path: Path) -> None:
     lines = [
         ",".join([*(f"0F{i}" for i in range(4)), *(f"0{kind}{i}" for i in range(4) for kind in "IW")]),
         ",".join([*(f"1{kind}{i}" for i in range(4) for kind in "FI"), *(f"1W{i}" for i in range(4))]),
@@ -190,7 +190,7 @@ def test_a_file_that_splits_the_backward_changes_no_number(tmp_path: Path) -> No
 
 
 OTHERS = Path(__file__).parent.parent / "models" / "others"
-# file, what is changed in it -> what the refusal says
+# file, changes in it, fragments of the error
 NO_CHAIN = {
     "a scale after the embedding": (
         "gpt2",
@@ -233,8 +233,8 @@ NO_CHAIN = {
 
 
 @pytest.mark.parametrize("name", NO_CHAIN)
-def test_what_every_stage_would_do_again_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    file, changes, words = NO_CHAIN[name]
+def test_code_that_every_stage_would_repeat_is_rejected(name: str, tmp_path: Path) -> None:
+    file, changes, fragments = NO_CHAIN[name]
     text = (OTHERS / f"{file}.py").read_text()
     for old, new in changes:
         assert old in text, old
@@ -242,20 +242,20 @@ def test_what_every_stage_would_do_again_is_refused_by_name(name: str, tmp_path:
     path = tmp_path / "my_model.py"
     path.write_text(text)
     module = models.find(str(path))
-    whole = models.build(module, models.shape_of(module, "tiny", {}, "rmsnorm"))
+    full_model = models.build(module, models.shape_of(module, "tiny", {}, "rmsnorm"))
     with pytest.raises(ConfigError) as error:
-        pipeline_parallel.cut(whole, module.LAYOUT, FakeMesh(2, 0), deep_config(parallelism=piped()))  # type: ignore[arg-type]
+        pipeline_parallel.cut(full_model, module.LAYOUT, FakeMesh(2, 0), deep_config(parallelism=piped()))  # type: ignore[arg-type]
     assert "parallelism.pipeline_parallel_degree=2" in str(error.value)
-    assert all(word in str(error.value) for word in words), str(error.value)
-    assert not any("forward" in vars(module) for module in whole.modules())  # as it was
+    assert all(fragment in str(error.value) for fragment in fragments), str(error.value)
+    assert not any("forward" in vars(module) for module in full_model.modules())  # the model is unchanged
 
 
-def test_names_that_do_not_cover_the_model_are_refused() -> None:
+def test_split_names_that_do_not_cover_the_model_are_rejected() -> None:
     config = deep_config(parallelism=piped(module_fqns_per_model_part=[["embed", "layers.0"], ["layers.1", "norm"]]))
     module = models.find("llama3")
-    whole = models.build(module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm"))
+    full_model = models.build(module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm"))
     with pytest.raises(ConfigError, match="does not cover the model.*head.*layers.2"):
-        pipeline_parallel.cut(whole, module.LAYOUT, FakeMesh(2, 0), config)  # type: ignore[arg-type]
+        pipeline_parallel.cut(full_model, module.LAYOUT, FakeMesh(2, 0), config)  # type: ignore[arg-type]
 
 
 def evaluated(rank: int, config: Any) -> tuple[float, float, bool]:
@@ -268,7 +268,7 @@ def evaluated(rank: int, config: Any) -> tuple[float, float, bool]:
 
 
 @pytest.mark.parametrize("schedule", cases(["1F1B", "ZBVZeroBubble"], nightly=["Interleaved1F1B", "DualPipeV"]))
-def test_evaluation_gives_the_loss_of_one_process_and_changes_nothing(schedule: str) -> None:
+def test_evaluation_has_the_loss_of_one_process_and_changes_nothing(schedule: str) -> None:
     training = {"local_batch_size": 8}
     expected = run_ranks(1, evaluated, deep_config(training=training))[0]
     for result in run_ranks(2, evaluated, deep_config(training=training, parallelism=piped(schedule=schedule))):

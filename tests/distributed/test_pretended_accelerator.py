@@ -1,10 +1,9 @@
-"""Laws of a training step on an accelerator, tried on one that does not exist (``pretended_accelerator.py``).
+"""Training steps on a fake accelerator (``pretended_accelerator.py``): no mixed devices, and one synchronization.
 
-One step of the real trainer, built by the real build, for every family with every kind of recomputation, precision,
-parallelism, packing and optimizer: no operation mixes devices, and the host waits for the device once, for the loss
-and the gradient norm. No file of ``ops/cpu`` and ``distributed/cpu`` is imported. Of the pairs of two options every
-one occurs in some case (a covering array of strength two, Cohen et al. 1997); which third options they meet with is
-left to the seed.
+Each case runs one step of the real trainer with a family and a kind of recomputation, precision, parallelism, packing
+and optimizer. No operation mixes devices, the host waits for the device once (for the loss and the gradient norm), and
+no file of ``ops/cpu`` and ``distributed/cpu`` is imported. Every pair of two options occurs in some case (a covering
+array of strength two, Cohen et al. 1997). The seed decides the other options of a case.
 """
 
 from __future__ import annotations
@@ -87,16 +86,16 @@ Case = tuple[str, str, str, str, str, str]
 
 
 def is_legal(case: Case) -> bool:
-    """Whether a run with these options is one; ``test_the_cases_are_legal_runs`` holds it to the rules."""
+    """True if the options can be combined. ``test_cases_are_legal_runs`` compares this with the rules."""
     family, _, precision, mesh, _, _ = case
     if mesh == "ep" and family not in WITH_EXPERTS:
         return False
-    return not (precision == "fp32" and mesh in ("gather", "ring"))  # no flash kernel in float32
+    return not (precision == "fp32" and mesh in ("gather", "ring"))  # flash kernels do not support float32
 
 
 @functools.cache
 def covering() -> list[Case]:
-    """Cases in which every pair of options of two factors occurs that a legal case can have, found greedily."""
+    """Return legal cases that contain every possible pair of options of two factors, chosen greedily."""
     draw = random.Random(0)
     places = list(itertools.combinations(range(len(FACTORS)), 2))
     open_pairs = {(a, x, b, y) for a, b in places for x in FACTORS[a] for y in FACTORS[b]}
@@ -108,10 +107,10 @@ def covering() -> list[Case]:
             values: list[Any] = [draw.choice(options) for options in FACTORS]
             values[a], values[b] = x, y
             case: Case = tuple(values)  # type: ignore[assignment]
-            found = len(pairs_of(case) & open_pairs) if is_legal(case) else 0
-            if found > most:
-                best, most = case, found
-        if best is None:  # no legal case has this pair
+            num_pairs = len(pairs_of(case) & open_pairs) if is_legal(case) else 0
+            if num_pairs > most:
+                best, most = case, num_pairs
+        if best is None:  # this pair is impossible
             open_pairs.discard((a, x, b, y))
             continue
         chosen.append(best)
@@ -140,13 +139,13 @@ def config_of(case: Case) -> tuple[int, Config]:
 
 
 def stages_know_their_shapes(_: Any, stages: list[Any], *__: Any) -> None:
-    """What the ranks of a pipeline tell each other once, before their first step: that none has to ask for shapes."""
+    """Replace the exchange of shapes between pipeline stages before their first step."""
     for stage in stages:
         stage._inference_mode = schedules.InferenceMode.STATIC
 
 
 class Experts:
-    """Rows of the block of experts that runs now, from which the numbers follow that the host would have read."""
+    """Rows of the current block of experts, from which the numbers that the host would read are derived."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls = self._rows = 0
@@ -162,22 +161,22 @@ class Experts:
         return run
 
     def exchanged(self, _: torch.Tensor) -> list[Any]:
-        """Half of the rows stay, and half of those of the other rank of expert parallelism come."""
+        """Half of the rows stay, and half of the rows of the other expert-parallel rank arrive."""
         return [[self._rows // 2] * 2] * 2
 
     def of_each(self, counts: torch.Tensor) -> list[Any]:
-        """As many rows for each expert."""
+        """An equal number of rows for each expert."""
         return [self._rows // counts.numel()] * counts.numel()
 
 
 def waits_of_a_step(case: Case) -> tuple[dict[str, int], list[str], int]:
-    """How often a step waited for which numbers, other waits, and how often a block of experts was run."""
+    """Return how often a step waited for each number, its other waits, and how often a block of experts ran."""
     ranks, config = config_of(case)
     dist.init_process_group(f"cpu:fake,{NAME}:fake", store=FakeStore(), rank=0, world_size=ranks)
     with pytest.MonkeyPatch.context() as patch:
         experts = Experts(patch)
         patch.setattr(device_kernels, "has_flash_attention", accelerator.is_accelerator)
-        patch.setattr(moe, "has_grouped_matmul", lambda _, dtype: dtype == torch.bfloat16)  # as Hopper has
+        patch.setattr(moe, "has_grouped_matmul", lambda _, dtype: dtype == torch.bfloat16)  # like Hopper
         patch.setattr(schedules._PipelineSchedule, "_warmup_p2p", stages_know_their_shapes)
         with pretending({EXCHANGE: experts.exchanged, ROWS: experts.of_each}) as device:
             run = trainer.build(config, World(0, ranks, 0, torch.device(NAME, 0)))
@@ -191,14 +190,14 @@ def waits_of_a_step(case: Case) -> tuple[dict[str, int], list[str], int]:
 
 
 def forbid_cpu_folders() -> None:
-    """Let imports from the folders of a CPU's code fail in this process, also of modules that are imported already."""
+    """Make imports from the CPU folders fail in this process, including modules that are already imported."""
     for folder in ("shardtrain.ops.cpu", "shardtrain.distributed.cpu"):
         for name in [folder, *(name for name in sys.modules if name.startswith(f"{folder}."))]:
             sys.modules[name] = None  # type: ignore[assignment]
 
 
 def broken(chosen: list[Case]) -> list[str]:
-    """What is wrong with a step of each case, in words; in a fork, which knows the device."""
+    """Return descriptions of problems in a step of each case. Runs in a fork with the fake device."""
     forbid_cpu_folders()
     wrong = []
     for case in chosen:
@@ -224,20 +223,20 @@ def broken(chosen: list[Case]) -> list[str]:
     return wrong
 
 
-def test_the_cases_are_legal_runs():
+def test_cases_are_legal_runs():
     for case in covering():
         ranks, config = config_of(case)
         problems = problems_of(Loaded(config), ranks, "cuda", ranks)
         assert not [str(problem) for problem in problems if problem.option != "training.device"], case
 
 
-def seen() -> dict[str, str]:
-    """What the pretended device says of operations that a step must not have."""
+def reports() -> dict[str, str]:
+    """Reports of the fake device for operations that a step must not contain."""
 
     def matrix() -> torch.Tensor:
         return torch.ones(4, 4, device=NAME)
 
-    found = {}
+    report_of_operation = {}
     attempts: dict[str, Any] = {
         "item": lambda: matrix().sum().item(),
         "bool": lambda: bool(matrix().any()),
@@ -257,14 +256,14 @@ def seen() -> dict[str, str]:
         with pretending() as device:
             try:
                 attempt()
-                found[name] = " ".join(sorted({wait.why for wait in device.waits})) or "nothing"
+                report_of_operation[name] = " ".join(sorted({wait.why for wait in device.waits})) or "nothing"
             except Exception as error:
-                found[name] = type(error).__name__
-    return found
+                report_of_operation[name] = type(error).__name__
+    return report_of_operation
 
 
-def test_what_a_step_must_not_do_is_seen():
-    assert in_a_fork(seen) == {
+def test_forbidden_operations_are_reported():
+    assert in_a_fork(reports) == {
         **dict.fromkeys(("item", "bool", "tolist"), "_local_scalar_dense"),
         "cpu": "copy to the host",
         "equal": "equal",
@@ -277,17 +276,17 @@ def test_what_a_step_must_not_do_is_seen():
 
 
 def each_option_once() -> list[Case]:
-    """A few of the cases in which every option occurs."""
-    left = {(place, option) for place, options in enumerate(FACTORS) for option in options}
+    """Return a few of the cases that together contain every option."""
+    missing = {(place, option) for place, options in enumerate(FACTORS) for option in options}
     chosen: list[Case] = []
-    while left:
-        best = max(covering(), key=lambda case: len(left & set(enumerate(case))))
-        left -= set(enumerate(best))
+    while missing:
+        best = max(covering(), key=lambda case: len(missing & set(enumerate(case))))
+        missing -= set(enumerate(best))
         chosen.append(best)
     return chosen
 
 
 @pytest.mark.parametrize("mesh", cases(["each option once"], nightly=list(MESHES)))
-def test_a_step_waits_once_for_the_accelerator_and_mixes_no_devices(mesh):
+def test_step_waits_once_for_the_accelerator_and_mixes_no_devices(mesh):
     chosen = each_option_once() if mesh not in MESHES else [case for case in covering() if case[3] == mesh]
     assert in_a_fork(broken, chosen) == []

@@ -1,4 +1,4 @@
-"""Laws of the world: a process alone needs no launcher, ranks that disagree stop, collectives have a limit."""
+"""Process groups: a single process needs no launcher, ranks that disagree stop, and collectives have a timeout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("wanted", "available", "given"),
+    ("requested", "available", "expected"),
     [
         ("cpu", False, "cpu"),
         ("cpu", True, "cpu"),
@@ -35,21 +35,21 @@ CPU = torch.device("cpu")
         ("cuda", True, "cuda"),
         ("xpu", "xpu", "xpu"),
         ("auto", "xpu", "xpu"),
-        ("auto", "mps", "cpu"),  # it has no numbers of 64 bits, and no collectives
+        ("auto", "mps", "cpu"),  # MPS has no 64-bit floats and no collectives
     ],
 )
-def test_the_device_is_the_one_asked_for_or_the_best_there_is(wanted, available, given, monkeypatch) -> None:
+def test_device_is_the_requested_or_the_best_available_one(requested, available, expected, monkeypatch) -> None:
     monkeypatch.setattr(accelerator, "found", lambda: {True: "cuda", False: ""}.get(available, available))
-    assert pick_device_type(wanted) == given
+    assert pick_device_type(requested) == expected
 
 
-def test_a_missing_device_is_not_replaced_in_silence(monkeypatch) -> None:
+def test_missing_device_is_an_error(monkeypatch) -> None:
     monkeypatch.setattr(accelerator, "found", lambda: "")
     with pytest.raises(ConfigError, match=r'training.device="cuda" finds no such device; use "cpu"'):
         pick_device_type("cuda")
 
 
-def _alone(_: int) -> None:
+def _single_process(_: int) -> None:
     dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
@@ -59,12 +59,14 @@ def _alone(_: int) -> None:
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match="broken"), join(Comm(), "cpu"):
         raise RuntimeError("broken")
-    assert not dist.is_initialized()  # left also when the run fails
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what run_ranks will leave
+    assert not dist.is_initialized()  # destroyed even if the run fails
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )  # run_ranks expects a group to destroy
 
 
-def test_a_process_alone_is_a_world_of_one_without_a_launcher() -> None:
-    run_ranks(1, _alone)
+def test_single_process_is_a_world_of_one_without_a_launcher() -> None:
+    run_ranks(1, _single_process)
 
 
 def _timeouts() -> list[timedelta]:
@@ -83,19 +85,19 @@ def _together(rank: int) -> None:
     dist.barrier()
 
 
-def test_many_ranks_do_not_all_connect_to_each_other(monkeypatch) -> None:
+def test_many_ranks_connect_lazily(monkeypatch) -> None:
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
-    for most, told in [(1, None), (0, "1")]:
+    for most, expected in [(1, None), (0, "1")]:
         monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
         monkeypatch.setattr(gloo_sockets, "MOST_IN_A_FULL_MESH", most)
         with join(Comm(), "cpu"):
-            assert os.environ.get("TORCH_GLOO_LAZY_INIT") == told
+            assert os.environ.get("TORCH_GLOO_LAZY_INIT") == expected
         monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
     with join(Comm(), "cpu"):
-        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0", "the user's own stays"
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0", "a value set by the user must be kept"
 
 
-def test_ranks_find_out_together_who_disagrees_and_who_waves() -> None:
+def test_ranks_agree_on_which_rank_disagrees_or_signals() -> None:
     run_ranks(3, _together)
 
 
@@ -104,6 +106,6 @@ def _of_two_agents(rank: int) -> None:
     config_consistency.check(Config(), dist.distributed_c10d._get_default_store(), rank, 2)
 
 
-def test_ranks_of_agents_that_count_other_restarts_find_each_other() -> None:
-    """The agent of a node that was lost and came back begins at 0; the others have counted the loss."""
+def test_ranks_of_agents_with_different_restart_counts_find_each_other() -> None:
+    """The agent of a node that rejoined counts from 0, while other agents have counted the restart."""
     run_ranks(2, _of_two_agents)

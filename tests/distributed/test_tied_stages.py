@@ -1,4 +1,4 @@
-"""Embeddings that two pipeline stages share train as one parameter, on one rank or on two."""
+"""Tied embeddings in two pipeline stages train as one parameter, on one rank or on two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardtrain.train import trainer
 TIED = {"overrides": {"tied_embeddings": True}}
 STAGES = {"pipeline_parallel_degree": 2, "pipeline_parallel_first_stage_less_layers": 0}
 STAGES |= {"pipeline_parallel_last_stage_less_layers": 0}
-# 1F1B and Interleaved1F1B have the ends on two ranks, the V of ZBVZeroBubble has both on the first
+# 1F1B and Interleaved1F1B have the ends on two ranks; ZBVZeroBubble has both on the first
 SPLITS: dict[str, dict[str, Any]] = {
     "two ranks": {"pipeline_parallel_schedule": "1F1B"},
     "one rank": {"pipeline_parallel_schedule": "ZBVZeroBubble"},
@@ -35,15 +35,15 @@ def expected() -> Result:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_tied_embeddings_in_two_stages_change_no_number(split: str) -> None:
-    one = expected()
+    one_process = expected()
     for result in run_tiny(2, config_of(split, local_batch_size=8), steps=3):
-        # float32 sums in another order
-        assert result.losses == pytest.approx(one.losses, abs=1e-5)
-        assert result.grad_norms == pytest.approx(one.grad_norms, rel=1e-6)  # of both copies, counted once
+        # float32 sums in a different order
+        assert result.losses == pytest.approx(one_process.losses, abs=1e-5)
+        assert result.grad_norms == pytest.approx(one_process.grad_norms, rel=1e-6)  # both copies are counted once
         assert "head.weight" not in result.initial
-        if "embed.weight" in result.gradients:  # of its stages alone
+        if "embed.weight" in result.gradients:  # only the gradients of its stages
             torch.testing.assert_close(
-                result.gradients["embed.weight"], one.gradients["embed.weight"], rtol=1e-5, atol=1e-7
+                result.gradients["embed.weight"], one_process.gradients["embed.weight"], rtol=1e-5, atol=1e-7
             )
 
 
@@ -51,12 +51,12 @@ def copies_of(rank: int, split: str) -> list[torch.Tensor]:
     run = make_run(rank, config_of(split, local_batch_size=8))
     for _ in range(3):
         trainer.step(run)
-    run.runner.evaluate(next(run.dataloader))  # what a copy is given before a pass
+    run.runner.evaluate(next(run.dataloader))  # updates the copy before a pass
     named = [(name, p) for part in run.runner.parts for name, p in part.named_parameters()]
     return [local_tensor(p.detach()).clone() for name, p in named if name in ("embed.weight", "head.weight")]
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_copies_are_the_same_bits_after_training(split: str) -> None:
+def test_copies_are_bitwise_equal_after_training(split: str) -> None:
     first, second = [copy for copies in run_ranks(2, copies_of, split) for copy in copies]
     assert torch.equal(first, second)

@@ -1,4 +1,4 @@
-"""Training metrics in a user's file: one number on every mesh, and errors that name the file."""
+"""Token metrics in a Python file of the user: equal on every mesh, and errors name the file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tiny import text_file, tiny_config, train_whole
 
 from shardtrain.cli import main
 
-# the loss of each token, so that the loss of the step is an independent reference, and two others
+# a metric that equals the loss, to compare with the loss of the step, and two others
 FILES = {
     "loss": "import torch\ndef measure(logits, targets):\n"
     "    return torch.nn.functional.cross_entropy(logits, targets, reduction='none')\n",
     "accuracy": "def measure(logits, targets):\n    return (logits.argmax(-1) == targets).float()\n",
-    # changes its argument in place: neither the loss nor the next metric may see it
+    # changes its argument in place, which must not affect the loss or the next metric
     "mean": "def measure(logits, targets):\n    return logits.mul_(0).add_(logits.shape[1]).mean(-1)\n",
 }
 MESHES = {
@@ -31,7 +31,7 @@ MESHES = {
     "pp tp": (4, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}),
 }
 SHAPE = {"vocab_size": 514, "dim": 48, "num_heads": 6, "num_kv_heads": 6, "head_dim": 8, "ffn_dim": 96, "num_layers": 2}
-"""Sizes that 2 and 3 ranks divide, but the vocabulary, which 3 ranks cut into uneven parts."""
+"""Sizes divisible by 2 and 3, except for the vocabulary, which is uneven on 3 ranks."""
 
 
 def written(folder: Path) -> list[str]:
@@ -65,31 +65,33 @@ def trained(rank: int, folder: Path, paths: list[str], mesh: str, stop_after: in
 
 def logged(folder: Path) -> list[tuple[int, float, dict[str, float]]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    own = [{key: value for key, value in line.items() if key.startswith("token_metrics/")} for line in lines]
-    return [(line["step"], line["loss"], values) for line, values in zip(lines, own, strict=True)]
+    metrics_of_steps = [
+        {key: value for key, value in line.items() if key.startswith("token_metrics/")} for line in lines
+    ]
+    return [(line["step"], line["loss"], values) for line, values in zip(lines, metrics_of_steps, strict=True)]
 
 
 @pytest.mark.parametrize(
     "mesh", cases(["one process", "tp 3", "pp"], nightly=["fsdp", "tp", "whole logits", "cp", "pp tp"])
 )
-def test_a_metric_is_the_mean_over_target_tokens_on_every_mesh(tmp_path: Path, mesh: str) -> None:
+def test_metric_is_the_mean_over_target_tokens_on_every_mesh(tmp_path: Path, mesh: str) -> None:
     paths = written(tmp_path)
     for ended in run_ranks(MESHES[mesh][0], trained, tmp_path / "run", paths, mesh):
         assert ended.error is None
     for ended in run_ranks(1, trained, tmp_path / "plain", [], "one process"):
         assert ended.error is None
-    found = logged(tmp_path / "run")
-    assert [step for step, _, _ in found] == [1, 2, 3, 4]
-    for (_, loss, values), (_, plain_loss, nothing) in zip(found, logged(tmp_path / "plain"), strict=True):
+    logged_steps = logged(tmp_path / "run")
+    assert [step for step, _, _ in logged_steps] == [1, 2, 3, 4]
+    for (_, loss, values), (_, plain_loss, nothing) in zip(logged_steps, logged(tmp_path / "plain"), strict=True):
         assert nothing == {} and set(values) == {f"token_metrics/{name}" for name in FILES}
-        # float32 losses of single tokens, summed in another order
+        # float32 losses of single tokens, summed in a different order
         assert values["token_metrics/loss"] == pytest.approx(loss, rel=1e-6)
         assert values["token_metrics/mean"] == SHAPE["vocab_size"]
         assert 0 <= values["token_metrics/accuracy"] <= 1
         assert loss == pytest.approx(plain_loss, rel=1e-5)
 
 
-def test_a_resumed_run_logs_the_same_metrics(tmp_path: Path) -> None:
+def test_resumed_run_logs_the_same_metrics(tmp_path: Path) -> None:
     paths = written(tmp_path)
     run_ranks(1, trained, tmp_path / "straight", paths, "one process")
     run_ranks(1, trained, tmp_path / "killed", paths, "one process", 3)
@@ -98,7 +100,7 @@ def test_a_resumed_run_logs_the_same_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (None, "is not a file"),
         ("def accuracy(logits, targets): ...", "has no measure; define measure(logits, targets)"),
@@ -108,21 +110,21 @@ def test_a_resumed_run_logs_the_same_metrics(tmp_path: Path) -> None:
         ("def measure(logits):\n    return logits[:, 0]", "takes fewer than two arguments"),
     ],
 )
-def test_a_wrong_metric_file_is_one_error_that_names_it(tmp_path: Path, capsys, text: str | None, said: str) -> None:
+def test_invalid_metric_file_is_an_error_with_its_name(tmp_path: Path, capsys, text: str | None, message: str) -> None:
     path = tmp_path / "my_metric.py"
     if text is not None:
         path.write_text(text)
     assert main(["config", "check", "debug", f"--metrics.token_metrics={path}", "--training.device=cpu"]) == 2
     (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "my_metric.py" in line]
-    assert "metrics.token_metrics=" in line and said in line
+    assert "metrics.token_metrics=" in line and message in line
 
 
-def test_a_metric_requires_the_language_model_task_and_names_of_its_own(tmp_path: Path, capsys) -> None:
+def test_metrics_require_the_language_model_task_and_distinct_names(tmp_path: Path, capsys) -> None:
     paths = written(tmp_path)
     (tmp_path / "more").mkdir()
-    words = ["config", "check", "debug", "--training.device=cpu", f"--metrics.token_metrics={paths[0]}"]
-    assert main([*words, "--task.name=kto"]) == 2
+    arguments = ["config", "check", "debug", "--training.device=cpu", f"--metrics.token_metrics={paths[0]}"]
+    assert main([*arguments, "--task.name=kto"]) == 2
     assert 'is not supported with task.name="kto"' in "".join(capsys.readouterr())
     again = written(tmp_path / "more")[0]
-    assert main([*words[:-1], f"--metrics.token_metrics={paths[0]},{again}"]) == 2
+    assert main([*arguments[:-1], f"--metrics.token_metrics={paths[0]},{again}"]) == 2
     assert "two files of one name" in "".join(capsys.readouterr())

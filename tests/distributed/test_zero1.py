@@ -1,4 +1,4 @@
-"""Laws of split optimizer states: slices cover each parameter, and the update is the whole one's."""
+"""ZeRO-1: slices of optimizer states cover each parameter, and updates equal those of the full parameter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardtrain.distributed.process_group import World
 from shardtrain.distributed.zero1 import SplitStates
 from shardtrain.ops.dtensor import local_slices, local_tensor, to_full
 
-# sizes that 2 and 3 do not divide, fewer rows than replicas, one number, rows that leave a replica empty
+# sizes not divisible by 2 and 3, fewer rows than replicas, a single number, rows that leave a replica empty
 SHAPES = {"odd": (61, 7), "norm": (7,), "row": (1, 5), "one": (1,), "empty last": (4, 3), "three": (2, 3, 5)}
 
 
@@ -39,11 +39,11 @@ def _train(rank: int, num_ranks: int, replicas: int, shards: int, fused: bool) -
     parameters = {name: nn.Parameter(distribute_tensor(v, device_mesh, placements)) for name, v in _values(0).items()}
     split = SplitStates(parameters, mesh)
     options = {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.1, "fused": fused, "foreach": False}
-    # empty slices too: every replica gives the optimizer the same names
+    # empty slices too: the optimizer of every replica has the same names
     optimizer = torch.optim.AdamW(split.slices.values(), **options)
     plain = {name: nn.Parameter(value.clone()) for name, value in _values(0).items()}
     reference = torch.optim.AdamW(plain.values(), **{**options, "fused": False})
-    facts: dict[str, Any] = {"covered": {}, "numel": 0, "kept_whole": []}
+    facts: dict[str, Any] = {"covered": {}, "numel": 0, "unsplit": []}
     for step in range(1, 4):
         for name, gradient in _values(step).items():
             parameters[name].grad = distribute_tensor(gradient, device_mesh, placements)
@@ -66,13 +66,13 @@ def _train(rank: int, num_ranks: int, replicas: int, shards: int, fused: bool) -
         facts["covered"][name] = local_slices(piece)
         facts["numel"] += local_tensor(piece).numel()
         if piece is parameters[name]:
-            facts["kept_whole"].append(name)
+            facts["unsplit"].append(name)
     _check_changed_outside(split, parameters)
     return facts
 
 
 def _check_changed_outside(split: SplitStates, parameters: dict[str, nn.Parameter]) -> None:
-    """A checkpoint that is loaded into the parameters reaches the slices: the parameter stays the truth."""
+    """Check that values loaded into the parameters reach the slices."""
     with torch.no_grad():
         for parameter in parameters.values():
             parameter.fill_(3.0)
@@ -83,38 +83,38 @@ def _check_changed_outside(split: SplitStates, parameters: dict[str, nn.Paramete
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("num_ranks", "replicas", "shards"), [(2, 2, 1), (3, 3, 1), (4, 2, 2)])
-def test_split_states_update_like_the_whole_parameter(num_ranks, replicas, shards, fused) -> None:
-    """Fused AdamW writes wrong numbers, in silence, into memory with gaps: slices along dimension 1 must be copies."""
+def test_split_states_update_like_the_full_parameter(num_ranks, replicas, shards, fused) -> None:
+    """Fused AdamW silently corrupts non-contiguous memory, so slices along dimension 1 must be copies."""
     results = run_ranks(num_ranks, _train, num_ranks, replicas, shards, fused)
-    whole = results[0]["kept_whole"]
-    assert all(facts["kept_whole"] == whole for facts in results)
+    unsplit = results[0]["unsplit"]
+    assert all(facts["unsplit"] == unsplit for facts in results)
     for name, shape in SHAPES.items():
         covered = torch.zeros(shape)
         for facts in results:
             covered[facts["covered"][name]] += 1
-        expected = replicas if name in whole else 1  # else each number is updated by exactly one rank
+        expected = replicas if name in unsplit else 1  # otherwise each number is updated by exactly one rank
         assert torch.equal(covered, torch.full(shape, float(expected))), name
-    assert "one" in whole  # one number cannot be split
+    assert "one" in unsplit  # a single number cannot be split
     if shards == 1:
-        assert "norm" not in whole
+        assert "norm" not in unsplit
         sizes = [facts["numel"] for facts in results]
         assert max(sizes) <= sum(torch.Size(shape).numel() for shape in SHAPES.values()) * (
             0.6 if replicas == 2 else 0.45
         )
 
 
-@pytest.mark.xfail(strict=False, reason="fused AdamW reads memory in a row, gaps or not (torch 2.13)")
-def test_fused_adamw_heeds_gaps_in_memory() -> None:
-    """Why slices are copied. Where a PyTorch passes this, zero.py may do without."""
-    whole = torch.arange(12.0).view(3, 4)
-    gapped, packed = nn.Parameter(whole[:, :2]), nn.Parameter(whole[:, :2].clone())
+@pytest.mark.xfail(strict=False, reason="fused AdamW assumes contiguous memory (torch 2.13)")
+def test_fused_adamw_supports_non_contiguous_memory() -> None:
+    """The reason why slices are copied. Once PyTorch passes this test, copies are no longer needed."""
+    matrix = torch.arange(12.0).view(3, 4)
+    gapped, packed = nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[:, :2].clone())
     for parameter in (gapped, packed):
         parameter.grad = torch.ones(3, 2)
         torch.optim.AdamW([parameter], lr=0.1, fused=True).step()
     assert torch.equal(gapped, packed)
 
 
-def _kept_whole(rank: int, block: int) -> list[str]:
+def _unsplit_names(rank: int, block: int) -> list[str]:
     parallelism = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "shard_optimizer_states": True}
     mesh = build(tiny_config(parallelism=parallelism), World(rank, 4, rank, torch.device("cpu")))
     shapes = {"narrow": (8, 32), "of blocks": (8, 512), "within a block": (8, 768), "norm": (64,)}
@@ -126,6 +126,6 @@ def _kept_whole(rank: int, block: int) -> list[str]:
     return [name for name in shapes if slices[name] is parameters[name]]
 
 
-def test_columns_whose_states_have_one_scale_stay_together() -> None:
-    assert run_ranks(4, _kept_whole, 1) == [["norm"]] * 4  # whose one dimension FSDP has
-    assert run_ranks(4, _kept_whole, 256) == [["narrow", "within a block", "norm"]] * 4
+def test_columns_whose_states_share_a_scale_are_not_split() -> None:
+    assert run_ranks(4, _unsplit_names, 1) == [["norm"]] * 4  # FSDP splits its only dimension
+    assert run_ranks(4, _unsplit_names, 256) == [["narrow", "within a block", "norm"]] * 4

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and V2: published sizes, Hugging Face's logits, and what latent attention promises."""
+"""DeepSeek-V3: published sizes, Hugging Face's logits, and properties of latent attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardtrain.models import build, find, shape_of
 from shardtrain.models.layers import RotaryAngles, rotate, rotate_pairs
 from shardtrain.models.yarn import YarnAngles, yarn_scale
 
-# 671B is that of the published weights without the second head and the biases of the choice (58 layers of 256)
+# 671B: the published weights without the MTP head and the routing biases (58 layers of 256)
 SIZES = {"debugmodel": 33_014_016, "16B": 15_706_484_224, "236B": 235_741_434_880, "671B": 671_026_404_352}
 TINY = {
     "vocab_size": 64,
@@ -45,7 +45,7 @@ def test_every_flavor_has_its_published_size() -> None:
 @pytest.mark.parametrize(
     ("q_lora_rank", "factor", "norm_eps"), [(16, 40.0, 1e-6), (0, 40.0, 1e-6), (16, 1.0, 1e-6), (16, 40.0, 0.3)]
 )
-def test_logits_are_those_of_hugging_face(q_lora_rank: int, factor: float, norm_eps: float) -> None:
+def test_logits_match_hugging_face(q_lora_rank: int, factor: float, norm_eps: float) -> None:
     transformers = pytest.importorskip("transformers")
     yarn: dict[str, Any] = {
         "rope_type": "yarn",
@@ -86,16 +86,16 @@ def test_logits_are_those_of_hugging_face(q_lora_rank: int, factor: float, norm_
     assert_same_logits(transformers.DeepseekV3ForCausalLM(config), ours)
 
 
-def test_both_pairings_of_rotary_features_give_the_same_scores() -> None:
+def test_both_pairings_of_rotary_features_have_the_same_scores() -> None:
     angles = RotaryAngles(8, 100.0)(torch.arange(5).expand(1, -1))
     q, k = torch.randn(2, 1, 5, 2, 8, generator=torch.Generator().manual_seed(0))
     halves = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
     scores = torch.einsum("btnh,bsnh->bnts", rotate_pairs(q, angles), rotate_pairs(k, angles))
-    other = torch.einsum("btnh,bsnh->bnts", rotate(q[..., halves], angles), rotate(k[..., halves], angles))
-    torch.testing.assert_close(scores, other)
+    scores_of_halves = torch.einsum("btnh,bsnh->bnts", rotate(q[..., halves], angles), rotate(k[..., halves], angles))
+    torch.testing.assert_close(scores, scores_of_halves)
 
 
-def test_yarn_keeps_fast_pairs_and_divides_slow_ones() -> None:
+def test_yarn_keeps_high_frequencies_and_scales_low_ones() -> None:
     plain = RotaryAngles(64, 10000.0).inverse_frequencies()
     yarn = YarnAngles(64, 10000.0, 40.0, 4096, 32.0, 1.0).inverse_frequencies()
     turns = 4096 * plain / (2 * math.pi)
@@ -107,7 +107,7 @@ def test_yarn_keeps_fast_pairs_and_divides_slow_ones() -> None:
     assert yarn_scale(40.0, 1.0) == pytest.approx(1.3689, abs=1e-4)
 
 
-def test_the_first_layers_are_dense_and_the_others_have_experts() -> None:
+def test_first_layers_are_dense_and_others_have_experts() -> None:
     module = find("deepseek_v3")
     model = module.Model(module.Config(**{**TINY, "num_dense_layers": 2}))
     has_experts = [hasattr(layer.moe, "experts") for layer in model.layers.values()]

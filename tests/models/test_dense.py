@@ -1,4 +1,4 @@
-"""Llama's relatives: Mistral (a window), Qwen2.5 (biases), TinyLlama, and GPT-NeoX; Hugging Face's numbers."""
+"""Llama, Mistral (a window), Qwen2.5 (biases), TinyLlama and GPT-NeoX: numbers match Hugging Face."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HF_TINY = {
 }
 HF_GROUPED = {**HF_TINY, "num_key_value_heads": 2, "attn_implementation": "eager"}
 LENGTHS = (1, 6, 7, 24, 150)
-"""Tokens: fewer than a window of 7, as many, more, and more than one block of queries."""
+"""Token counts: below, equal to and above a window of 7, and more than one block of queries."""
 
 
 def ours(name: str, **sizes: Any) -> torch.nn.Module:
@@ -33,7 +33,7 @@ def ours(name: str, **sizes: Any) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("window", [None, 1, 7])
-def test_mistral_has_hugging_faces_logits_and_gradients(window: int | None) -> None:
+def test_mistral_matches_hugging_face(window: int | None) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MistralConfig(**HF_GROUPED, head_dim=8, sliding_window=window, rms_norm_eps=1e-5)
     model = ours("mistral", **GROUPED, sliding_window=window or 0)
@@ -41,7 +41,7 @@ def test_mistral_has_hugging_faces_logits_and_gradients(window: int | None) -> N
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_qwen2_has_hugging_faces_logits_and_gradients(tied: bool) -> None:
+def test_qwen2_matches_hugging_face(tied: bool) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen2Config(**HF_GROUPED, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=tied)
     model = ours("qwen2", **GROUPED, tied_embeddings=tied)
@@ -49,7 +49,7 @@ def test_qwen2_has_hugging_faces_logits_and_gradients(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama2", "llama3"])
-def test_llama_has_hugging_faces_logits_and_gradients(family: str) -> None:
+def test_llama_matches_hugging_face(family: str) -> None:
     transformers = pytest.importorskip("transformers")
     theta = 1e4 if family == "llama2" else 5e5
     config = transformers.LlamaConfig(**HF_GROUPED, rope_theta=theta, rms_norm_eps=1e-5)
@@ -57,7 +57,7 @@ def test_llama_has_hugging_faces_logits_and_gradients(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "fields"),
+    ("changes", "fields"),
     [
         ({}, {"rotary_pct": 0.5}),
         ({"use_parallel_residual": False}, {"rotary_pct": 0.5, "use_parallel_residual": False}),
@@ -65,14 +65,14 @@ def test_llama_has_hugging_faces_logits_and_gradients(family: str) -> None:
         ({"rotary_pct": 1.0}, {"rotary_pct": 1.0}),
     ],
 )
-def test_neox_has_hugging_faces_logits_and_gradients(theirs: dict[str, Any], fields: dict[str, Any]) -> None:
+def test_neox_matches_hugging_face(changes: dict[str, Any], fields: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPTNeoXConfig(**{**HF_TINY, "rotary_pct": 0.5, **theirs})
+    config = transformers.GPTNeoXConfig(**{**HF_TINY, "rotary_pct": 0.5, **changes})
     model = ours("neox", **TINY, **fields)
     assert_same_logits_and_gradients(transformers.GPTNeoXForCausalLM(config), model, LENGTHS)
 
 
-def test_biases_are_where_they_belong_and_start_at_zero() -> None:
+def test_biases_exist_where_they_should_and_start_at_zero() -> None:
     expected = {
         "qwen2": {f"attn.w{letter}" for letter in "qkv"},
         "neox": {"attn_norm", "ffn_norm", "ffn.w1", "ffn.w2", *(f"attn.w{letter}" for letter in "qkvo")},
@@ -89,7 +89,7 @@ def test_biases_are_where_they_belong_and_start_at_zero() -> None:
         assert {draws[name].distribution for name in biases} <= {"zeros"}
 
 
-def test_published_models_have_their_windows_angles_and_ends() -> None:
+def test_published_models_have_their_windows_angles_and_tied_embeddings() -> None:
     windows = {flavor: fields.get("sliding_window", 0) for flavor, fields in find("mistral").FLAVORS.items()}
     assert {flavor for flavor, window in windows.items() if window} == {"debugmodel", "7B-v0.1"}
     assert windows["7B-v0.1"] == 4096
@@ -106,7 +106,7 @@ def test_published_models_have_their_windows_angles_and_ends() -> None:
     assert {flavor for flavor, shape in shapes.items() if shape.hidden_act != "gelu"} == {"20B"}
 
 
-def test_attention_within_a_window_costs_the_window() -> None:
+def test_flops_of_attention_count_only_the_window() -> None:
     module = find("mistral")
     flops = {}
     for window in (0, 100, 300):
@@ -117,7 +117,7 @@ def test_attention_within_a_window_costs_the_window() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "words"),
+    ("field", "value", "fragments"),
     [
         ("hidden_act", "relu", ["hidden_act", '"relu"', "gelu_tanh"]),
         ("rotary_pct", 0.1, ["rotary_pct=0.1", "turns 3 of the 32 features"]),
@@ -125,8 +125,8 @@ def test_attention_within_a_window_costs_the_window() -> None:
         ("rotary_pct", 1.5, ["rotary_pct=1.5", "turns 48 of the 32"]),
     ],
 )
-def test_neox_refuses_what_it_cannot_be(field: str, value: Any, words: list[str]) -> None:
+def test_neox_rejects_invalid_rotary_fractions(field: str, value: Any, fragments: list[str]) -> None:
     module = find("neox")
     with pytest.raises(ConfigError) as error:
         build(module, shape_of(module, "debugmodel", {field: value}, "rmsnorm"))
-    assert all(word in str(error.value) for word in words), str(error.value)
+    assert all(fragment in str(error.value) for fragment in fragments), str(error.value)

@@ -1,4 +1,4 @@
-"""Laws of a model file outside the package: it trains on any mesh, or the run says what is wrong with it."""
+"""Model files outside the package train on any mesh, or are rejected with the reason."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def config_of(path: str, **sections):
     return dataclasses.replace(config, model=dataclasses.replace(config.model, name=path, flavor="small", overrides={}))
 
 
-def test_a_model_file_of_a_user_gives_the_same_numbers_on_every_mesh(tmp_path: Path) -> None:
+def test_model_file_of_a_user_has_the_same_numbers_on_every_mesh(tmp_path: Path) -> None:
     path = write(tmp_path)
     expected = run_tiny(1, config_of(path, training={"local_batch_size": 8}), steps=5)[0]
     assert expected.losses[-1] < expected.losses[0]
@@ -140,26 +140,26 @@ VIEWS = (
     ("for block in self.blocks", "x *= 1.5\n        for block in self.blocks"),
     ("x = block(x, angles)", "x = block(x, angles)\n            x *= 1.5"),
 )
-"""Layers return views, and the model changes their outputs in place."""
+"""Changes of the file: layers return views, and the model modifies their outputs in place."""
 
 
 @pytest.mark.parametrize(
     "parallelism",
     cases([{}], nightly=[{"fsdp_reshard_after_forward": "always"}, {"tensor_parallel_degree": 2}]),
 )
-def test_views_that_a_model_changes_in_place_train_as_on_one_process(parallelism, tmp_path: Path) -> None:
+def test_views_changed_in_place_train_as_on_one_process(parallelism, tmp_path: Path) -> None:
     path = write(tmp_path, *VIEWS)
     expected = run_tiny(1, config_of(path, training={"local_batch_size": 8}), steps=3)[0]
     for result in run_tiny(2, config_of(path, parallelism=parallelism), steps=3):
         assert_same_numbers(result, expected)
 
 
-def test_a_model_file_works_from_inside_and_outside_alike(tmp_path: Path) -> None:
+def test_model_file_works_inside_and_outside_of_the_package(tmp_path: Path) -> None:
     module = find(write(tmp_path))
     assert shape_of(module, "wide", {"num_layers": 3}, "rmsnorm") == module.Config(dim=64, num_layers=3)
 
 
-def test_a_model_file_cannot_stand_in_for_an_installed_package(tmp_path: Path) -> None:
+def test_model_file_does_not_shadow_an_installed_package(tmp_path: Path) -> None:
     import json
 
     find(write(tmp_path, name="json.py"))
@@ -167,7 +167,7 @@ def test_a_model_file_cannot_stand_in_for_an_installed_package(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("part", ["Config", "Model", "LAYOUT", "FLAVORS", "initial"])
-def test_a_missing_part_is_named(part: str, tmp_path: Path) -> None:
+def test_missing_part_is_named(part: str, tmp_path: Path) -> None:
     definition = {"Config": "class Config", "Model": "class Model", "initial": "def initial"}.get(part, f"{part} =")
     path = write(tmp_path, (definition, definition.replace(part, "Other")))
     with pytest.raises(ConfigError, match=rf"model.name=.*my_model.py.* has no {part};") as error:
@@ -191,7 +191,7 @@ def test_a_missing_part_is_named(part: str, tmp_path: Path) -> None:
         (('first=("tokens",)', 'first=("blocks.0",)'), ["blocks.0 must be a direct child"]),
     ],
 )
-def test_a_broken_promise_is_a_config_error_that_names_it(change, parts: list[str], tmp_path: Path) -> None:
+def test_violated_requirement_is_a_config_error_with_its_name(change, parts: list[str], tmp_path: Path) -> None:
     module = find(write(tmp_path, change))
     with pytest.raises(ConfigError) as error:
         build(module, module.Config())
@@ -199,29 +199,29 @@ def test_a_broken_promise_is_a_config_error_that_names_it(change, parts: list[st
     assert "my_model" in str(error.value)
 
 
-def test_what_all_layers_lack_is_one_line_and_a_star_that_stops_at_a_dot_is_reported(tmp_path: Path) -> None:
+def test_parameters_missing_in_all_layers_are_one_line_with_a_hint_about_stars(tmp_path: Path) -> None:
     module = find(write(tmp_path, ('"blocks.*.norm?.weight"', '"blocks*.weight"')))
     with pytest.raises(ConfigError) as error:
         build(module, module.Config())
-    told = "each * of 'blocks*.weight' stops at a dot, so write one for each part of the name"
+    hint = "each * of 'blocks*.weight' stops at a dot, so write one for each part of the name"
     assert str(error.value).splitlines() == [
-        f"model {tmp_path / 'my_model.py'}: initial() has no rule for parameter blocks.*.norm{number}.weight: {told}"
+        f"model {tmp_path / 'my_model.py'}: initial() has no rule for parameter blocks.*.norm{number}.weight: {hint}"
         for number in (1, 2)
     ]
 
 
-def test_a_model_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
+def test_missing_model_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent.py.* is not a file"):
         find(str(tmp_path / "absent.py"))
 
 
 @pytest.mark.parametrize("name", ["lama3", "layers", "yarn", "__init__", "../llama3", "llama3.sub", ""])
-def test_an_unknown_name_lists_the_models_there_are(name: str) -> None:
+def test_unknown_name_lists_the_models(name: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a model file; use .*llama2, llama3"):
         find(name)
 
 
-def test_an_unknown_flavor_lists_the_flavors_there_are() -> None:
+def test_unknown_flavor_lists_the_flavors() -> None:
     with pytest.raises(ConfigError, match=r'model.flavor="9B" is unknown; use one of 2.6M, debugmodel, .*8B'):
         shape_of(find("llama3"), "9B", {}, "rmsnorm")
 
@@ -233,11 +233,11 @@ def test_each_unknown_override_is_reported() -> None:
     assert "model.overrides.dims=3" in str(error.value) and "model.overrides.layers=4" in str(error.value)
 
 
-def test_overrides_win_over_the_flavor_and_the_norm_is_set() -> None:
+def test_overrides_take_precedence_over_the_flavor_and_the_norm_is_set() -> None:
     shape = shape_of(find("llama3"), "8B", {"num_layers": 2}, "layernorm")
     assert (shape.num_layers, shape.dim, shape.norm_type) == (2, 4096, "layernorm")
 
 
-def test_a_norm_that_the_model_cannot_choose_is_refused(tmp_path: Path) -> None:
+def test_unsupported_norm_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'model.norm_type="layernorm" has no effect'):
         shape_of(find(write(tmp_path)), "small", {}, "layernorm")

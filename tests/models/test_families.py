@@ -1,4 +1,4 @@
-"""Laws of every model of the package: exact sizes, and the four promises that make a model layoutable."""
+"""Every model family of the package: exact sizes, and the four requirements of a layout."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardtrain.models.layers import HeadNumbers
 from shardtrain.ops import init_weights
 
 FOLDER = Path(shardtrain.models.__file__).parent
-FAMILIES = [name for name in model_names() if name != "transformers"]  # a folder says what that is, and in its terms
+FAMILIES = [name for name in model_names() if name != "transformers"]  # defined by a folder, in its own terms
 CAUSAL = [name for name in FAMILIES if getattr(find(name), "CAUSAL", True)]
 
-# 7B, 13B, 70B of Llama 2 and 8B, 70B, 405B of Llama 3.1 are published; 1B and 3B are Llama 3.2's; others by hand from
+# Llama 2's 7B, 13B, 70B, Llama 3.1's 8B, 70B, 405B and Llama 3.2's 1B, 3B are published. Others are computed:
 # V D (2 unless tied) + L (2 D N H + 2 D K H + 3 D F + 2 D) + D
-# (with biases L (N H + 2 K H) more). Totals of TinyLlama, Mistral, Qwen2.5, Pythia and NeoX are those of their weights.
+# plus L (N H + 2 K H) with biases. Totals of TinyLlama, Mistral, Qwen2.5, Pythia and NeoX are from their weights.
 PARAMETER_COUNTS = {
     ("llama2", "debugmodel"): 23_204_096,
     ("llama2", "271M"): 271_090_688,
@@ -72,13 +72,13 @@ PARAMETER_COUNTS = {
 
 @pytest.fixture(autouse=True)
 def without_gradients():
-    """Forward alone: the balance losses of experts are a matter of training."""
+    """Disable gradients: balance losses of experts apply only to training."""
     with torch.no_grad():
         yield
 
 
 def small_shape(family: str, **overrides) -> tuple[Any, Any]:
-    """The module of a family and a small Config of it."""
+    """Return the module of a family and a small Config."""
     module = find(family)
     known = {field.name for field in dataclasses.fields(module.Config)}
     sizes = {name: size for name, size in {**SHAPE, "tied_embeddings": False, **overrides}.items() if name in known}
@@ -86,7 +86,7 @@ def small_shape(family: str, **overrides) -> tuple[Any, Any]:
 
 
 def tiny(family: str, **overrides) -> tuple[Any, nn.Module]:
-    """The module of a family and a small model of it, with weights on the CPU."""
+    """Return the module of a family and a small model with weights on the CPU."""
     module, shape = small_shape(family, **overrides)
     names = [name for name, _ in build(module, shape).named_parameters()]
     draws = init_weights.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
@@ -107,7 +107,7 @@ def test_every_flavor_of_dense_families_has_a_known_size() -> None:
 
 
 @pytest.mark.parametrize(("family", "flavor"), PARAMETER_COUNTS)
-def test_every_flavor_has_exactly_its_parameters_and_a_layout_that_fits(family: str, flavor: str) -> None:
+def test_every_flavor_has_its_parameter_count_and_a_valid_layout(family: str, flavor: str) -> None:
     module = find(family)
     shape = shape_of(module, flavor, {}, "rmsnorm")
     model = build(module, shape)  # on the meta device: 405B costs no memory
@@ -121,7 +121,7 @@ def test_every_flavor_has_exactly_its_parameters_and_a_layout_that_fits(family: 
 @pytest.mark.parametrize("family", ["llama2", "llama3"])
 @pytest.mark.parametrize("norm_type", ["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_choice_builds(family: str, norm_type: str, tied: bool) -> None:
+def test_every_norm_builds_with_and_without_tied_embeddings(family: str, norm_type: str, tied: bool) -> None:
     module = find(family)
     model = build(module, shape_of(module, "debugmodel", {"tied_embeddings": tied}, norm_type))
     names = {name for name, _ in model.named_parameters()}
@@ -130,7 +130,7 @@ def test_every_choice_builds(family: str, norm_type: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("depth_init", [False, True])
-def test_the_residual_projections_start_smaller_with_depth(depth_init: bool) -> None:
+def test_initial_residual_projections_decrease_with_depth(depth_init: bool) -> None:
     module = find("llama3")
     shape = shape_of(module, "debugmodel", {"depth_init": depth_init}, "rmsnorm")
     names = [name for name, _ in build(module, shape).named_parameters()]
@@ -144,18 +144,18 @@ def test_the_residual_projections_start_smaller_with_depth(depth_init: bool) -> 
 
 
 @pytest.mark.parametrize("family", CAUSAL)
-def test_a_model_is_causal(family: str) -> None:
+def test_models_are_causal(family: str) -> None:
     _, model = tiny(family)
     tokens, positions = inputs()
     changed = tokens.clone()
     changed[:, 8] = (changed[:, 8] + 1) % SHAPE["vocab_size"]
     before, after = model(tokens, positions), model(changed, positions)
-    # not to the bit: a matmul over an expert's tokens may round otherwise when their number changes
+    # not bitwise: rounding of an expert's matmul may depend on its number of tokens
     torch.testing.assert_close(after[:, :8], before[:, :8], atol=1e-6, rtol=1e-5)
     assert (before[:, 8:] - after[:, 8:]).abs().amax(dim=(0, 2)).min() > 1e-4
 
 
-def test_an_encoder_sees_both_ways_within_a_document_alone() -> None:
+def test_encoder_attends_in_both_directions_only_within_a_document() -> None:
     _, model = tiny("encoder")
     tokens, positions = inputs()
     changed = tokens.clone()
@@ -168,11 +168,11 @@ def test_an_encoder_sees_both_ways_within_a_document_alone() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_only_distances_of_positions_count(family: str) -> None:
+def test_only_distances_between_positions_matter(family: str) -> None:
     module, model = tiny(family)
     with torch.no_grad():
         for parameter in model.get_submodule(module.LAYOUT.layers).parameters():
-            parameter.mul_(10)  # attention that looks somewhere
+            parameter.mul_(10)  # sharper attention
     tokens, positions = inputs()
     logits = model(tokens, positions)
     torch.testing.assert_close(model(tokens, positions + 37), logits, atol=1e-3, rtol=0)
@@ -180,18 +180,18 @@ def test_only_distances_of_positions_count(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_positions_go_with_their_rows(family: str) -> None:
-    """A row of two documents whose positions restart: positions are an argument, not counted by the model."""
+def test_positions_apply_per_row(family: str) -> None:
+    """Positions of a row with two documents restart: they are an argument, and not counted by the model."""
     _, model = tiny(family)
     tokens, positions = inputs()
-    other = positions.clone()
-    other[1] = torch.arange(12) % 6
-    torch.testing.assert_close(model(tokens, other)[0], model(tokens, positions)[0], atol=1e-6, rtol=1e-5)
-    assert not torch.equal(model(tokens, positions)[1], model(tokens, other)[1])
+    changed = positions.clone()
+    changed[1] = torch.arange(12) % 6
+    torch.testing.assert_close(model(tokens, changed)[0], model(tokens, positions)[0], atol=1e-6, rtol=1e-5)
+    assert not torch.equal(model(tokens, positions)[1], model(tokens, changed)[1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_sit_in_a_dictionary_with_string_keys(family: str) -> None:
+def test_layers_are_in_a_dictionary_with_string_keys(family: str) -> None:
     module, model = tiny(family)
     layers = model.get_submodule(module.LAYOUT.layers)
     assert isinstance(layers, nn.ModuleDict)
@@ -200,9 +200,9 @@ def test_layers_sit_in_a_dictionary_with_string_keys(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_forward_is_a_chain_that_can_be_cut_between_layers(family: str, cut: int) -> None:
-    """Pipeline stages: the ends that a stage lacks become Identity, its other layers are deleted."""
-    module, whole = tiny(family)
+def test_forward_is_a_chain_that_can_be_split_between_layers(family: str, cut: int) -> None:
+    """In pipeline stages, missing ends become Identity, and layers of other stages are deleted."""
+    module, full_model = tiny(family)
     _, front = tiny(family)
     _, back = tiny(family)
     layout = module.LAYOUT
@@ -215,29 +215,29 @@ def test_forward_is_a_chain_that_can_be_cut_between_layers(family: str, cut: int
     tokens, positions = inputs()
     hidden = front(tokens, positions)
     assert hidden.shape == (2, 12, SHAPE["dim"])
-    assert torch.equal(back(hidden, positions), whole(tokens, positions))
-    kept = {name for stage in (front, back) for name, _ in stage.named_parameters()}
-    assert kept == {name for name, _ in whole.named_parameters()}  # names never change
+    assert torch.equal(back(hidden, positions), full_model(tokens, positions))
+    names_of_stages = {name for stage in (front, back) for name, _ in stage.named_parameters()}
+    assert names_of_stages == {name for name, _ in full_model.named_parameters()}  # names never change
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_head_counts_come_out_of_weights(family: str) -> None:
-    """A model whose projections hold half of the heads runs, and gives the shape of the whole one."""
+def test_head_counts_follow_from_weight_shapes(family: str) -> None:
+    """A model with half of the heads in its projections runs, and its outputs have the full shape."""
     module, model = tiny(family)
     for path, submodule in model.named_modules():
         if not isinstance(submodule, nn.Linear | HeadNumbers):
             continue
-        word = next((w for pattern, w in module.LAYOUT.tensor.items() if shardtrain.layout.matches(path, pattern)), "")
-        if word in ("colwise", "rowwise", "per_head"):
-            dim = 1 if word == "rowwise" else 0
+        style = next((w for pattern, w in module.LAYOUT.tensor.items() if shardtrain.layout.matches(path, pattern)), "")
+        if style in ("colwise", "rowwise", "per_head"):
+            dim = 1 if style == "rowwise" else 0
             submodule.weight = nn.Parameter(submodule.weight.chunk(2, dim)[0])
-            if word == "colwise" and submodule.bias is not None:
+            if style == "colwise" and submodule.bias is not None:
                 submodule.bias = nn.Parameter(submodule.bias.chunk(2)[0])
     assert model(*inputs()).shape == (2, 12, SHAPE["vocab_size"])
 
 
 @pytest.mark.parametrize("family", CAUSAL)
-def test_the_attention_core_holds_nothing(family: str) -> None:
+def test_attention_core_has_no_parameters_or_buffers(family: str) -> None:
     module, model = tiny(family)
     cores = [m for path, m in model.named_modules() if shardtrain.layout.matches(path, module.LAYOUT.context)]
     assert len(cores) == SHAPE["num_layers"]
@@ -245,7 +245,7 @@ def test_the_attention_core_holds_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_reads_every_token_count_and_batch_size(family: str) -> None:
+def test_models_accept_any_token_count_and_batch_size(family: str) -> None:
     _, model = tiny(family)
     for batch, tokens in ((1, 1), (3, 5)):
         positions = torch.arange(tokens).expand(batch, -1)

@@ -1,4 +1,4 @@
-"""Laws of the shared pieces: rotary angles, attention, norms and feed-forward against independent float64 formulas."""
+"""Shared layers: rotary angles, attention, norms and feed-forward against independent float64 formulas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LLAMA32 = {**LLAMA31, "factor": 32.0}
 def rotary_reference(
     head_dim: int, theta: float, scaling: str, factor: float = 8.0, original: int = 8192
 ) -> list[float]:
-    """Radians per position of each pair, in Python's floats, by the words of the papers."""
+    """Radians per position for each pair, in Python floats, by the definitions in the papers."""
     frequencies = []
     for pair in range(head_dim // 2):
         frequency = theta ** (-2 * pair / head_dim)
@@ -32,7 +32,7 @@ def rotary_reference(
         if scaling == "linear":
             frequency /= factor
         elif scaling == "llama3":
-            if wavelength > original / 1.0:  # longer than the context that low_freq_factor allows
+            if wavelength > original / 1.0:  # longer than the limit set by low_freq_factor
                 frequency /= factor
             elif wavelength > original / 4.0:
                 smooth = (original / wavelength - 1.0) / (4.0 - 1.0)
@@ -56,22 +56,22 @@ def test_rotary_frequencies_follow_their_formula(head_dim, theta, options, scali
     expected = torch.tensor(rotary_reference(head_dim, theta, scaling, factor), dtype=torch.float64)
     frequencies = RotaryAngles(head_dim, theta, **options).inverse_frequencies()
     assert frequencies.dtype == torch.float32
-    torch.testing.assert_close(frequencies.double(), expected, rtol=2e-6, atol=0)  # a few roundings of float32
+    torch.testing.assert_close(frequencies.double(), expected, rtol=2e-6, atol=0)  # a few float32 roundings
 
 
-def test_llama3_scaling_touches_long_waves_alone() -> None:
+def test_llama3_scaling_changes_only_long_wavelengths() -> None:
     plain, scaled = (RotaryAngles(128, 5e5, **o).inverse_frequencies() for o in ({}, LLAMA31))
     assert torch.equal(plain[:20], scaled[:20])
     torch.testing.assert_close(scaled[-10:], plain[-10:] / 8)
     assert ((scaled <= plain) & (scaled >= plain / 8 * (1 - 1e-6))).all()
 
 
-def test_an_unknown_scaling_is_refused() -> None:
+def test_unknown_scaling_is_rejected() -> None:
     with pytest.raises(ValueError, match="rope_scaling='yarn'"):
         RotaryAngles(16, 1e4, scaling="yarn")
 
 
-def test_rotary_angles_equal_those_of_transformers() -> None:
+def test_rotary_angles_match_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -84,8 +84,8 @@ def test_rotary_angles_equal_those_of_transformers() -> None:
         max_position_embeddings=131072,
         rope_scaling={**scaling, "original_max_position_embeddings": 8192},
     )
-    theirs = LlamaRotaryEmbedding(config).inv_freq
-    torch.testing.assert_close(RotaryAngles(128, 5e5, **LLAMA31).inverse_frequencies(), theirs, rtol=1e-6, atol=0)
+    reference = LlamaRotaryEmbedding(config).inv_freq
+    torch.testing.assert_close(RotaryAngles(128, 5e5, **LLAMA31).inverse_frequencies(), reference, rtol=1e-6, atol=0)
 
 
 def test_angles_are_float32_cosines_and_sines_of_position_times_frequency() -> None:
@@ -99,11 +99,11 @@ def test_angles_are_float32_cosines_and_sines_of_position_times_frequency() -> N
     assert torch.equal(cos[1, 1], cos[1, 2])
 
 
-def test_rotary_angles_hold_no_tensor() -> None:
+def test_rotary_angles_have_no_tensors() -> None:
     assert not RotaryAngles(8, 1e4).state_dict(keep_vars=True) and not list(RotaryAngles(8, 1e4).buffers())
 
 
-def test_rotation_turns_pairs_half_a_head_apart_and_keeps_lengths_and_type() -> None:
+def test_rotation_acts_on_pairs_half_a_head_apart_and_keeps_norms_and_dtype() -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 3, 2, 8, dtype=torch.float64)
     angles = RotaryAngles(8, 1e4)(torch.arange(3)[None])
@@ -134,35 +134,35 @@ def attention_reference(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (4, 1), (6, 3)])
-def test_the_attention_core_is_causal_softmax_over_grouped_heads(num_heads: int, num_kv_heads: int) -> None:
+def test_attention_core_is_causal_softmax_over_grouped_heads(num_heads: int, num_kv_heads: int) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 7, num_heads, 8, requires_grad=True)
     k, v = (torch.randn(2, 7, num_kv_heads, 8, requires_grad=True) for _ in range(2))
     out, expected = AttentionCore()(q, k, v), attention_reference(q, k, v)
     torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)
     coefficients = torch.randn_like(out)
-    mine = torch.autograd.grad((out * coefficients).sum(), (q, k, v))
-    theirs = torch.autograd.grad((expected * coefficients.double()).sum(), (q, k, v))
-    torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-5)
+    gradients = torch.autograd.grad((out * coefficients).sum(), (q, k, v))
+    expected_gradients = torch.autograd.grad((expected * coefficients.double()).sum(), (q, k, v))
+    torch.testing.assert_close(gradients, expected_gradients, atol=2e-6, rtol=1e-5)
 
 
-def test_the_attention_core_is_weightless() -> None:
+def test_attention_core_has_no_weights() -> None:
     assert not list(AttentionCore().parameters()) and not list(AttentionCore().buffers())
 
 
-def test_attention_counts_its_heads_from_its_weights() -> None:
-    """Half the heads' weights give the part of the output that those heads make: what tensor parallelism rests on."""
+def test_attention_derives_head_counts_from_weights() -> None:
+    """Weights of half of the heads compute the contribution of these heads, as tensor parallelism requires."""
     torch.manual_seed(0)
     x, angles = torch.randn(2, 5, 16), RotaryAngles(4, 1e4)(torch.arange(5)[None])
-    whole = Attention(16, num_heads=4, num_kv_heads=2, head_dim=4)
+    full_attention = Attention(16, num_heads=4, num_kv_heads=2, head_dim=4)
     parts = []
     for part in range(2):
         half = Attention(16, num_heads=4, num_kv_heads=2, head_dim=4)
         for name in ("wq", "wk", "wv"):
-            half.get_submodule(name).weight = torch.nn.Parameter(getattr(whole, name).weight.chunk(2)[part])
-        half.wo.weight = torch.nn.Parameter(whole.wo.weight.chunk(2, dim=1)[part])
+            half.get_submodule(name).weight = torch.nn.Parameter(getattr(full_attention, name).weight.chunk(2)[part])
+        half.wo.weight = torch.nn.Parameter(full_attention.wo.weight.chunk(2, dim=1)[part])
         parts.append(half(x, angles))
-    torch.testing.assert_close(parts[0] + parts[1], whole(x, angles), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(parts[0] + parts[1], full_attention(x, angles), atol=1e-6, rtol=1e-5)
 
 
 def test_feed_forward_is_swiglu() -> None:
@@ -175,7 +175,7 @@ def test_feed_forward_is_swiglu() -> None:
 
 
 @pytest.mark.parametrize("norm_type", ["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"])
-def test_norms_follow_their_formula_and_have_the_parameters_they_should(norm_type: str) -> None:
+def test_norms_follow_their_formula_and_have_their_parameters(norm_type: str) -> None:
     torch.manual_seed(0)
     norm, x = build_norm(norm_type, 16, 1e-5), torch.randn(3, 16, requires_grad=True)
     names = {name for name, _ in norm.named_parameters()}
@@ -193,11 +193,11 @@ def test_norms_follow_their_formula_and_have_the_parameters_they_should(norm_typ
     assert torch.isfinite(x.grad).all()
 
 
-def test_rmsnorm_and_its_fused_name_are_the_same() -> None:
+def test_fused_rmsnorm_is_an_alias_of_rmsnorm() -> None:
     x = torch.randn(3, 16)
     assert torch.equal(build_norm("rmsnorm", 16, 1e-5)(x), build_norm("fused_rmsnorm", 16, 1e-5)(x))
 
 
-def test_an_unknown_norm_is_refused_with_the_known_ones() -> None:
+def test_unknown_norm_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"batchnorm.*np_layernorm"):
         build_norm("batchnorm", 16, 1e-5)

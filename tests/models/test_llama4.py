@@ -1,4 +1,4 @@
-"""Llama 4: published sizes, Hugging Face's logits, and the folders of the model of images and text."""
+"""Llama 4: published sizes, Hugging Face's logits, and folders of the multimodal model."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from shardtrain.hf.hub_model import recognise
 from shardtrain.metrics.flops import count_model
 from shardtrain.models import build, find, shape_of
 
-# of the published weights without those of images; the debug model by hand
+# published weights without the vision model; computed for the debug model
 SIZES = {"debugmodel": 15_017_216, "17bx16e": 107_769_861_120, "17bx128e": 400_711_848_960}
 TOKENS = 24
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Scout": ("llama4", {}),
     "Maverick": ("llama4-interleaved", {}),
-    "chunks that end where the row does": ("llama4", {"attention_chunk_size": 12}),
-    "no layer without positions": ("llama4", {"no_rope_layers": [1, 1, 1, 1]}),
-    "the same temperature for all": ("llama4", {"attn_temperature_tuning": False}),
+    "chunks that end at the end of the row": ("llama4", {"attention_chunk_size": 12}),
+    "positions in all layers": ("llama4", {"no_rope_layers": [1, 1, 1, 1]}),
+    "no temperature tuning": ("llama4", {"attn_temperature_tuning": False}),
     "full attention": ("llama4", {"layer_types": ["full_attention"] * 4}),
-    "experts in the third layer alone": ("llama4", {"moe_layers": [2]}),
-    "a head that is the embedding": ("llama4", {"tie_word_embeddings": True}),
+    "experts only in the third layer": ("llama4", {"moe_layers": [2]}),
+    "tied embeddings": ("llama4", {"tie_word_embeddings": True}),
 }
 
 
-def ours_of(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Our model with the weights of a folder, as a run would be filled."""
-    found = recognise(folder)
-    module = find(found.name)
-    model: nn.Module = module.Model(found.config).to(dtype)
+def native_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Build the native model with the weights of a folder, like a run."""
+    description = recognise(folder)
+    module = find(description.name)
+    model: nn.Module = module.Model(description.config).to(dtype)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    importing.fill({f"model.{name}": tensor for name, tensor in tensors.items()}, folder, module, found.config)
+    importing.fill({f"model.{name}": tensor for name, tensor in tensors.items()}, folder, module, description.config)
     return model.eval()
 
 
@@ -60,23 +60,23 @@ def test_every_flavor_has_its_published_size() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_logits_are_those_of_hugging_face(variant: str, tmp_path: Path) -> None:
-    """In float32, to 1e-5 of logits of size 1: another formula is off by a hundredth and more."""
+def test_logits_match_hugging_face(variant: str, tmp_path: Path) -> None:
+    """In float32, within 1e-5 for logits of about 1. A different formula would differ by at least 1e-2."""
     pytest.importorskip("transformers")
     family, changed = VARIANTS[variant]
-    theirs = build_theirs(family, **changed)
-    ours = ours_of(save(theirs, tmp_path / "hf"))
+    reference = build_theirs(family, **changed)
+    ours = native_model(save(reference, tmp_path / "hf"))
     tokens_BT, positions_BT = rows()
-    expected_BTV = theirs(tokens_BT).logits
+    expected_BTV = reference(tokens_BT).logits
     assert expected_BTV.std() > 0.1
     torch.testing.assert_close(ours(tokens_BT, positions_BT), expected_BTV, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
 def test_each_mechanism_changes_logits(tmp_path: Path) -> None:
-    """What the law above compares is there to be seen: without each of the parts the numbers are others."""
+    """Without each of the mechanisms, logits differ, so the comparison above covers them."""
     folder = save(build_theirs("llama4"), tmp_path / "hf")
-    model, config = ours_of(folder), recognise(folder).config
+    model, config = native_model(folder), recognise(folder).config
     expected_BTV = model(*rows())
     changes = {
         "attention_chunk_size": 0,
@@ -87,16 +87,16 @@ def test_each_mechanism_changes_logits(tmp_path: Path) -> None:
         "score_before_experts": False,
     }
     for name, value in changes.items():
-        other = find("llama4").Model(dataclasses.replace(config, **{name: value})).eval()
-        other.load_state_dict(model.state_dict())
-        assert (other(*rows()) - expected_BTV).abs().max() > 1e-3, name
+        changed = find("llama4").Model(dataclasses.replace(config, **{name: value})).eval()
+        changed.load_state_dict(model.state_dict())
+        assert (changed(*rows()) - expected_BTV).abs().max() > 1e-3, name
 
 
 @torch.no_grad()
-def test_a_packed_document_is_cut_into_chunks_from_its_own_beginning(tmp_path: Path) -> None:
-    model = ours_of(save(build_theirs("llama4"), tmp_path / "hf"))
+def test_packed_document_is_chunked_from_its_own_beginning(tmp_path: Path) -> None:
+    model = native_model(save(build_theirs("llama4"), tmp_path / "hf"))
     tokens_BT, positions_BT = rows()
-    cut = 10  # neither a multiple of the chunk of 7 tokens nor of the 5 of the temperature
+    cut = 10  # not a multiple of the chunk (7 tokens) or of the temperature interval (5)
     documents_BT = (positions_BT >= cut).long() * 3
     apart_BT = torch.where(positions_BT >= cut, positions_BT - cut, positions_BT)
     packed_BTV = model(tokens_BT, apart_BT, documents_BT)
@@ -105,12 +105,12 @@ def test_a_packed_document_is_cut_into_chunks_from_its_own_beginning(tmp_path: P
         torch.testing.assert_close(packed_BTV[:, part], alone_BTV, atol=1e-5, rtol=1e-5)
 
 
-def whole_folder(tmp_path: Path) -> tuple[Any, Path]:
-    """A folder as Llama 4 is published: the text model below ``language_model``, and another one for images."""
-    theirs = build_theirs("llama4")
-    folder = save(theirs, tmp_path / "hf")
+def multimodal_folder(tmp_path: Path) -> tuple[Any, Path]:
+    """Return a folder like the published Llama 4: the text model below ``language_model``, and a vision model."""
+    reference = build_theirs("llama4")
+    folder = save(reference, tmp_path / "hf")
     text = json.loads((folder / "config.json").read_text())
-    said = {
+    model_config = {
         "architectures": ["Llama4ForConditionalGeneration"],
         "model_type": "llama4",
         "boi_token_index": 1,
@@ -118,32 +118,32 @@ def whole_folder(tmp_path: Path) -> tuple[Any, Path]:
         "text_config": {k: v for k, v in text.items() if k not in ("architectures", "dtype")},
         "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 8},
     }
-    (folder / "config.json").write_text(json.dumps(said))
+    (folder / "config.json").write_text(json.dumps(model_config))
     tensors = {f"language_model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     tensors["vision_model.class_embedding"] = torch.zeros(8)
     tensors["multi_modal_projector.linear_1.weight"] = torch.zeros(32, 8)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return theirs, folder
+    return reference, folder
 
 
 @torch.no_grad()
-def test_of_a_model_of_images_and_text_the_text_model_is_read(tmp_path: Path) -> None:
+def test_text_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    theirs, folder = whole_folder(tmp_path)
-    found = recognise(folder)
-    assert found.name == "llama4" and any("vision_config" in notice for notice in found.notices)
-    torch.testing.assert_close(ours_of(folder)(*rows()), theirs(rows()[0]).logits, atol=1e-5, rtol=1e-5)
+    reference, folder = multimodal_folder(tmp_path)
+    description = recognise(folder)
+    assert description.name == "llama4" and any("vision_config" in notice for notice in description.notices)
+    torch.testing.assert_close(native_model(folder)(*rows()), reference(rows()[0]).logits, atol=1e-5, rtol=1e-5)
     checkpoint, back = str(tmp_path / "checkpoint"), tmp_path / "back"
     assert main(["import", str(folder), "--to", checkpoint, "--check", "weights"]) == 0
     assert main(["export", checkpoint, "--to", str(back), "--check", "logits"]) == 0
-    said = json.loads((back / "config.json").read_text())
-    assert said["architectures"] == ["Llama4ForCausalLM"] and said["model_type"] == "llama4_text"
-    before, after = theirs.state_dict(), load_file(back / "model.safetensors")
+    exported_config = json.loads((back / "config.json").read_text())
+    assert exported_config["architectures"] == ["Llama4ForCausalLM"] and exported_config["model_type"] == "llama4_text"
+    before, after = reference.state_dict(), load_file(back / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("changes", "reason"),
     [
         ({"no_rope_layers": [0, 1, 1, 0]}, "no_rope_layers"),
         ({"moe_layers": [0, 1]}, "moe_layers"),
@@ -151,13 +151,13 @@ def test_of_a_model_of_images_and_text_the_text_model_is_read(tmp_path: Path) ->
         ({"attention_bias": True}, "attention_bias"),
     ],
 )
-def test_another_order_of_layers_is_left_to_transformers(said: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_different_order_of_layers_uses_transformers(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = save(build_theirs("llama4"), tmp_path / "hf")
     fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**fields, **said}))
-    found = recognise(folder)
-    assert found.name == "transformers" and words in found.notices[0]
+    (folder / "config.json").write_text(json.dumps({**fields, **changes}))
+    description = recognise(folder)
+    assert description.name == "transformers" and reason in description.notices[0]
 
 
 PUBLISHED: dict[str, Any] = {
@@ -181,7 +181,7 @@ PUBLISHED: dict[str, Any] = {
         "vocab_size": 202048,
     },
 }  # fmt: skip
-"""The keys of Scout's file; those of Maverick's are the same, with four other values."""
+"""Configuration of Scout. Maverick's has the same keys, with four different values."""
 MAVERICK = {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_scaling": None}
 
 
@@ -195,18 +195,18 @@ MAVERICK = {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_no
         ("17bx128e", {**MAVERICK, "moe_layers": list(range(1, 48, 2))}),
     ],
 )
-def test_published_files_are_the_flavors(flavor: str, changed: dict[str, Any], tmp_path: Path) -> None:
-    said = {**PUBLISHED, "text_config": {**PUBLISHED["text_config"], **changed}}
-    (tmp_path / "config.json").write_text(json.dumps(said))
-    found = describe(tmp_path)
-    assert (found.name, found.flavor, dict(found.overrides)) == ("llama4", flavor, {})
-    assert len(found.notices) == 1 and "vision_config" in found.notices[0]
+def test_published_configurations_match_the_flavors(flavor: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    published_config = {**PUBLISHED, "text_config": {**PUBLISHED["text_config"], **changed}}
+    (tmp_path / "config.json").write_text(json.dumps(published_config))
+    description = describe(tmp_path)
+    assert (description.name, description.flavor, dict(description.overrides)) == ("llama4", flavor, {})
+    assert len(description.notices) == 1 and "vision_config" in description.notices[0]
 
 
-def test_attention_within_chunks_counts_as_many_tokens_as_a_chunk_has() -> None:
+def test_flops_of_attention_within_chunks_count_only_the_chunk() -> None:
     module = find("llama4")
     shape = shape_of(module, "debugmodel", {}, "rmsnorm")
     model = build(module, shape)
     _, flops = count_model(model, module.LAYOUT, shape)
-    # of six layers the fourth alone sees more than 256 tokens
+    # only the fourth of six layers attends to more than 256 tokens
     assert flops(1024) - flops(256) == 12 * shape.num_heads * shape.head_dim * (1024 - 256)

@@ -1,4 +1,4 @@
-"""Mixtral: published sizes, and Hugging Face's logits."""
+"""Mixtral: published sizes and Hugging Face's logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_every_flavor_has_its_published_size() -> None:
         assert sum(p.numel() for p in model.parameters()) == SIZES[flavor], flavor
 
 
-def test_logits_are_those_of_hugging_face() -> None:
+def test_logits_match_hugging_face() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
         vocab_size=64,

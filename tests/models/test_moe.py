@@ -1,4 +1,4 @@
-"""Laws of the mixture-of-experts block: against plain loops written here, in float64 where a law is exact."""
+"""The mixture-of-experts block against plain loops, in float64 where results are exact."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from shardtrain.ops.targets import FILLER_DOCUMENT
 DIM, FFN, EXPERTS = 16, 12, 8
 ROUTINGS = {
     "softmax": Routing(EXPERTS, 2),
-    "softmax, not normalised": Routing(EXPERTS, 3, route_norm=False),
+    "softmax, not normalized": Routing(EXPERTS, 3, route_norm=False),
     "top 1": Routing(EXPERTS, 1, route_norm=False),
     "all experts": Routing(EXPERTS, EXPERTS),
     "sigmoid": Routing(EXPERTS, 2, score_func="sigmoid", route_scale=2.5),
     "groups": Routing(EXPERTS, 3, score_func="sigmoid", num_groups=4, top_groups=2),
-    "groups by their best": Routing(EXPERTS, 2, num_groups=4, top_groups=2, group_top_k=1),
+    "groups by their best expert": Routing(EXPERTS, 2, num_groups=4, top_groups=2, group_top_k=1),
     "weights first": Routing(EXPERTS, 2, score_before_experts=True),
     "biased choice": Routing(EXPERTS, 2, score_func="sigmoid", load_balance_coeff=1e-3),
 }
@@ -44,7 +44,7 @@ def tokens(batch: int = 2, length: int = 11, dtype: torch.dtype = torch.float64)
 
 
 def plain(moe: MoE, x_BTD: Tensor) -> Tensor:
-    """The block token by token and expert by expert, from the papers' formulas."""
+    """Reference: loop over tokens and experts, by the formulas in the papers."""
     r, out = moe.routing, []
     for x_D in x_BTD.flatten(0, 1):
         logits_E = moe.router.gate.weight @ x_D
@@ -71,34 +71,36 @@ def plain(moe: MoE, x_BTD: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("shared", [0, 20])
-@pytest.mark.parametrize("at_once", [False, True])  # as one function, which is for many rows otherwise
-def test_a_block_is_a_plain_loop_over_tokens_and_experts(
-    name: str, shared: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_fused", [False, True])  # the fused function, which is otherwise used for many rows
+def test_block_matches_a_loop_over_tokens_and_experts(
+    name: str, shared: int, is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_mix, "_MANY_ROWS", 0 if at_once else 64)
+    monkeypatch.setattr(expert_mix, "_MANY_ROWS", 0 if is_fused else 64)
     moe = block(ROUTINGS[name], shared)
-    x, other = (tokens().requires_grad_() for _ in range(2))
+    x, reference_input = (tokens().requires_grad_() for _ in range(2))
     moe.balance.loss_weight = torch.tensor(1.0)
-    expected = plain(moe, other)
+    expected = plain(moe, reference_input)
     out = moe(x)
     torch.testing.assert_close(out, expected)
-    wanted = torch.autograd.grad((expected**2).sum(), [other, *moe.parameters()])
-    for mine, theirs in zip(torch.autograd.grad((out**2).sum(), [x, *moe.parameters()]), wanted, strict=True):
-        torch.testing.assert_close(mine, theirs)
+    expected_gradients = torch.autograd.grad((expected**2).sum(), [reference_input, *moe.parameters()])
+    for gradient, expected_gradient in zip(
+        torch.autograd.grad((out**2).sum(), [x, *moe.parameters()]), expected_gradients, strict=True
+    ):
+        torch.testing.assert_close(gradient, expected_gradient)
 
 
 SEVERAL_WAYS = {
-    # rows of experts, of which some have none and some equally many; whether experts are sorted by size
-    "as they are": ([7, 0, 3, 3, 3, 0, 1, 15], False),
+    # rows per expert (some zero, some equal), and whether experts are sorted by size
+    "unsorted": ([7, 0, 3, 3, 3, 0, 1, 15], False),
     "sorted": ([7, 0, 3, 3, 3, 0, 1, 15], True),
     "sorted already": ([0, 0, 2, 2, 2, 2, 9, 15], True),
     "one expert": ([0, 0, 0, 0, 32, 0, 0, 0], True),
-    "all alike": ([4] * 8, True),
+    "all equal": ([4] * 8, True),
 }
 
 
 def choice_of(counts: list[int], top_k: int) -> Tensor:
-    """Experts (S, K) of which each is chosen so often, in an order that is not sorted."""
+    """Return an unsorted choice of experts (S, K) in which each occurs the given number of times."""
     expert_R = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     order_R = torch.randperm(len(expert_R), generator=torch.Generator().manual_seed(4))
     return expert_R[order_R].view(-1, top_k)
@@ -107,11 +109,11 @@ def choice_of(counts: list[int], top_k: int) -> Tensor:
 def mixed(
     dtype: torch.dtype, expert_SK: Tensor, mix: Callable[..., Tensor], sizes: tuple[int, int] = (DIM, FFN)
 ) -> list[Tensor]:
-    """Outputs of experts with random weights, and the gradients of their inputs and weights."""
+    """Return outputs of experts with random weights, and gradients of inputs and weights."""
     generator = torch.Generator().manual_seed(5)
     dim, ffn = sizes
     shapes = ((len(expert_SK), dim), expert_SK.shape, (EXPERTS, ffn, dim), (EXPERTS, dim, ffn), (EXPERTS, ffn, dim))
-    # Numbers that 16 bits hold, so that all types begin with the same ones
+    # Numbers that are exact in 16 bits, so all dtypes start with equal ones
     base = [(torch.randn(shape, generator=generator) * 0.4).bfloat16() for shape in shapes]
     leaves = [tensor.to(dtype).requires_grad_() for tensor in base]
     out = mix(leaves[0], Choice(expert_SK, leaves[1]), *leaves[2:])
@@ -120,7 +122,7 @@ def mixed(
 
 
 def plain_mix(x_SD: Tensor, choice: Choice, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> Tensor:
-    """Each token's experts one by one."""
+    """Reference: loop over the experts of each token."""
     sums = []
     for x_D, expert_K, weights_K in zip(x_SD, choice.expert_SK, choice.weights_SK, strict=True):
         w1, w2, w3 = (w[expert_K] for w in (w1_EFD, w2_EDF, w3_EFD))
@@ -132,8 +134,8 @@ def plain_mix(x_SD: Tensor, choice: Choice, w1_EFD: Tensor, w2_EDF: Tensor, w3_E
 @pytest.mark.parametrize("name", SEVERAL_WAYS)
 @pytest.mark.parametrize("roomy", [False, True])
 @pytest.mark.parametrize("top_k", [1, 4])
-def test_experts_as_one_function_are_a_plain_loop(name: str, roomy: bool, top_k: int) -> None:
-    """In float64: sorted or not, with room or without, and with experts that no token has chosen."""
+def test_fused_experts_match_a_loop(name: str, roomy: bool, top_k: int) -> None:
+    """In float64: sorted or not, with or without padding, and with unused experts."""
     counts, by_size = SEVERAL_WAYS[name]
     expert_SK = choice_of(counts, top_k)
 
@@ -141,23 +143,23 @@ def test_experts_as_one_function_are_a_plain_loop(name: str, roomy: bool, top_k:
         places = expert_mix.Places(choice.expert_SK, EXPERTS, roomy, by_size)
         return expert_mix._Mix.apply(x_SD, choice.weights_SK, *weights, places)
 
-    for mine, expected in zip(*(mixed(torch.float64, expert_SK, f) for f in (mix, plain_mix)), strict=True):
-        torch.testing.assert_close(mine, expected)
+    for actual, expected in zip(*(mixed(torch.float64, expert_SK, f) for f in (mix, plain_mix)), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
-def test_places_are_for_each_row_and_sizes_are_few() -> None:
+def test_every_row_has_a_place_and_sizes_are_few() -> None:
     counts = [0, 3, 250, 62, 61, 1000, 3, 17]
     expert_SK = choice_of(counts, 4)
     for by_size in (False, True):
         places = expert_mix.Places(expert_SK, EXPERTS, roomy=True, by_size=by_size)
         sizes = torch.tensor([batch.size for batch in places.batches for _ in range(batch.experts)])
         order = places.order_E if by_size else torch.arange(EXPERTS)
-        # Each size takes all rows of its expert, and is a multiple of a power of two of an eighth of the mean at most:
-        # of 16, and of 8 where experts are sorted
+        # Each size covers the rows of its expert. It is a multiple of a power of two of at most an eighth of the mean:
+        # 16, or 8 if experts are sorted
         assert bool((sizes >= torch.tensor(counts)[order]).all()) and bool((sizes % (8 if by_size else 16) == 0).all())
         assert places.num_places == int(sizes.sum())
         assert sizes.tolist() == [[0, 16, 256, 64, 64, 1024, 16, 32], [24, 24, 24, 24, 64, 64, 256, 1024]][by_size]
-        # Rows lie at places of their own, within those of their expert
+        # Rows have distinct places within the range of their expert
         starts = torch.empty(EXPERTS, dtype=torch.int64).index_copy_(0, order, sizes.cumsum(0) - sizes)
         stops = torch.empty(EXPERTS, dtype=torch.int64).index_copy_(0, order, sizes.cumsum(0))
         expert_R = expert_SK.flatten()
@@ -166,36 +168,36 @@ def test_places_are_for_each_row_and_sizes_are_few() -> None:
         x_SD = torch.arange(1.0, len(expert_SK) + 1).unsqueeze(1)
         rows_PD = places.rows_of(x_SD)
         assert torch.equal(rows_PD[places.place_R], x_SD.repeat_interleave(4, 0))
-        assert torch.equal(rows_PD.sum(), 4 * x_SD.sum())  # zeros in the room
+        assert torch.equal(rows_PD.sum(), 4 * x_SD.sum())  # padding is zero
         assert torch.equal(places.sum_of(rows_PD), 4 * x_SD)
 
 
-def test_batches_are_those_that_cost_least() -> None:
-    """Beside all ways to cut sorted experts into batches: rows, and for each batch what its calls take."""
+def test_batches_have_the_lowest_cost() -> None:
+    """Compare with all ways to split sorted experts into batches. The cost is the rows plus a constant per batch."""
     counts = [0, 3, 3, 17, 61, 62, 70, 250, 1000]
 
-    def cost(found: list[tuple[int, int]]) -> int:
-        return sum(experts * size + expert_mix._CALL for experts, size in found)
+    def cost(split: list[tuple[int, int]]) -> int:
+        return sum(experts * size + expert_mix._CALL for experts, size in split)
 
-    def ways(rest: list[int]) -> list[list[tuple[int, int]]]:
-        if not rest:
+    def ways(remaining: list[int]) -> list[list[tuple[int, int]]]:
+        if not remaining:
             return [[]]
-        allowed = [n for n in expert_mix._TOGETHER if n <= len(rest)]
-        return [[(n, rest[n - 1]), *others] for n in allowed for others in ways(rest[n:])]
+        allowed = [n for n in expert_mix._TOGETHER if n <= len(remaining)]
+        return [[(n, remaining[n - 1]), *others] for n in allowed for others in ways(remaining[n:])]
 
-    found = expert_mix.batches(counts, 0)
-    assert cost([(batch.experts, batch.size) for batch in found]) == min(cost(way) for way in ways(counts))
-    stops = [(batch.first + batch.experts, batch.start + batch.experts * batch.size) for batch in found]
-    assert [(batch.first, batch.start) for batch in found] == [(0, 0), *stops[:-1]]
+    split = expert_mix.batches(counts, 0)
+    assert cost([(batch.experts, batch.size) for batch in split]) == min(cost(way) for way in ways(counts))
+    stops = [(batch.first + batch.experts, batch.start + batch.experts * batch.size) for batch in split]
+    assert [(batch.first, batch.start) for batch in split] == [(0, 0), *stops[:-1]]
     assert stops[-1][0] == len(counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", [(64, 32), (256, 192)])  # small experts, which are sorted, and large ones
-def test_experts_as_one_function_round_no_worse_in_16_bits(sizes: tuple[int, int], dtype: torch.dtype) -> None:
-    """Beside rows that are sorted, multiplied, brought back and summed one after the other, both beside float64.
+def test_fused_experts_are_as_accurate_in_16_bits(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """Compare errors against float64 with those of separate sorting, products, unsorting and summation.
 
-    Errors are those of some thousand numbers each, rounded to 2^-9 at random, and so alike to a few percent.
+    Errors of a few thousand numbers with random rounding to 2^-9 agree within a few percent.
     """
     expert_SK = torch.rand(256, EXPERTS, generator=torch.Generator().manual_seed(6)).argsort(1)[:, :2]
     assert (3 * sizes[0] * sizes[1] <= expert_mix.SMALL_EXPERT_NUMEL) == (sizes == (64, 32))
@@ -222,7 +224,7 @@ def test_experts_as_one_function_round_no_worse_in_16_bits(sizes: tuple[int, int
 
 
 @pytest.mark.parametrize("by_size", [False, True])
-def test_a_frozen_weight_has_no_gradient_and_the_others_have_theirs(by_size: bool) -> None:
+def test_frozen_weight_has_no_gradient_and_others_are_unchanged(by_size: bool) -> None:
     expert_SK = choice_of([7, 0, 3, 3, 3, 0, 1, 15], 4)
     places = expert_mix.Places(expert_SK, EXPERTS, roomy=False, by_size=by_size)
     generator = torch.Generator().manual_seed(7)
@@ -234,16 +236,16 @@ def test_a_frozen_weight_has_no_gradient_and_the_others_have_theirs(by_size: boo
         expert_mix._Mix.apply(*leaves, places).square().sum().backward()
         return [leaf.grad for leaf in leaves]
 
-    whole = gradients(None)
+    all_gradients = gradients(None)
     for frozen in range(len(tensors)):
-        found = gradients(frozen)
-        assert found[frozen] is None
-        for number, gradient in enumerate(found):
-            assert number == frozen or torch.equal(gradient, whole[number])
+        unfrozen_gradients = gradients(frozen)
+        assert unfrozen_gradients[frozen] is None
+        for number, gradient in enumerate(unfrozen_gradients):
+            assert number == frozen or torch.equal(gradient, all_gradients[number])
 
 
-def test_what_one_function_does_not_compute_goes_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows, biases, another gate or product, weights that come first, and a dispatch to other ranks."""
+def test_cases_that_the_fused_function_does_not_support_run_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows, biases, a different gate or product, score_before_experts, and dispatch to other ranks."""
     calls: list[int] = []
     mix = expert_mix.mix
     monkeypatch.setattr(expert_mix, "mix", lambda *given: calls.append(1) or mix(*given))
@@ -266,15 +268,15 @@ def test_what_one_function_does_not_compute_goes_step_by_step(monkeypatch: pytes
     assert calls_of(of(expert_bias=True)) == 0
     assert calls_of(of(gate=lambda gate_RF, up_RF: gate_RF * up_RF)) == 0
     assert calls_of(block(ROUTINGS["weights first"], dtype=torch.float32)) == 0
-    other = of()
-    other.experts.product = lambda *given: product(*given)
-    assert calls_of(other) == 0
+    changed = of()
+    changed.experts.product = lambda *given: product(*given)
+    assert calls_of(changed) == 0
     distant = of()
     distant.dispatch.is_local = False
     assert calls_of(distant) == 0
 
 
-def test_tokens_do_not_see_each_other() -> None:
+def test_tokens_are_independent() -> None:
     moe, x = block(ROUTINGS["groups"], 20), tokens()
     changed = x.clone()
     changed[1, 3] += 1.0
@@ -283,8 +285,8 @@ def test_tokens_do_not_see_each_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_matmuls_are_the_loop_over_experts(dtype: torch.dtype) -> None:
-    """Experts without a row too; bfloat16 rounds the middle once more or less: 2^-8 of numbers of about 1."""
+def test_grouped_matmuls_match_a_loop_over_experts(dtype: torch.dtype) -> None:
+    """Includes experts without rows. bfloat16 differs by one rounding: 2^-8 for numbers of about 1."""
     if not hasattr(F, "grouped_mm"):
         pytest.skip("this PyTorch has no grouped matmul")
     generator = torch.Generator().manual_seed(3)
@@ -304,8 +306,8 @@ def test_grouped_matmuls_are_the_loop_over_experts(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 5])
-def test_experts_take_any_size(dtype: torch.dtype, rows: int) -> None:
-    """No rows at all, and feed-forwards of 12 features, which bfloat16's grouped matmul cannot take."""
+def test_experts_support_any_size(dtype: torch.dtype, rows: int) -> None:
+    """No rows, and feed-forward sizes of 12, which the grouped matmul does not support in bfloat16."""
     moe = block(ROUTINGS["softmax"], dtype=dtype)
     count_E = torch.tensor([rows] + [0] * (EXPERTS - 1))
     out = moe.experts(torch.ones(rows, DIM, dtype=dtype, requires_grad=True), count_E)
@@ -314,7 +316,7 @@ def test_experts_take_any_size(dtype: torch.dtype, rows: int) -> None:
     assert all(parameter.grad is not None for parameter in moe.experts.parameters())
 
 
-def test_the_router_computes_in_float32_whatever_its_inputs_are() -> None:
+def test_router_computes_in_float32_for_any_input_dtype() -> None:
     moe = block(ROUTINGS["sigmoid"], dtype=torch.bfloat16)
     x = tokens(dtype=torch.bfloat16)
     logits, scores, _ = moe.router(x)
@@ -323,7 +325,7 @@ def test_the_router_computes_in_float32_whatever_its_inputs_are() -> None:
     assert moe(x).dtype == torch.bfloat16
 
 
-def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
+def test_bias_changes_the_choice_and_not_the_weights() -> None:
     moe, x = block(ROUTINGS["biased choice"]), tokens()
     moe.router.expert_bias.zero_()
     moe.router.expert_bias[5] = 10.0
@@ -335,14 +337,14 @@ def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
     torch.testing.assert_close(weights, picked / picked.sum(-1, keepdim=True))
 
 
-def test_only_experts_of_the_best_groups_are_chosen_where_biased_scores_are_negative() -> None:
+def test_only_experts_of_the_best_groups_are_chosen_even_with_negative_biased_scores() -> None:
     moe, x = block(dataclasses.replace(ROUTINGS["groups"], load_balance_coeff=1e-3)), tokens()
     moe.router.expert_bias.fill_(-5.0)
     _, _, chosen = moe.router(x)
     assert all(len({e // 2 for e in row}) <= 2 for row in chosen.flatten(0, 1).tolist())
 
 
-def test_forced_balance_deals_experts_in_turn() -> None:
+def test_forced_balance_assigns_experts_in_turn() -> None:
     moe = block(ROUTINGS["softmax"])
     moe.router.force_balance = True
     _, _, chosen = moe.router(tokens(2, 12))
@@ -351,7 +353,7 @@ def test_forced_balance_deals_experts_in_turn() -> None:
 
 
 def expected_balance_loss(moe: MoE, x_BTD: Tensor) -> Tensor:
-    """DeepSeek-V3 equations 17-20 for each sequence, times its tokens, and the z-loss of each token."""
+    """DeepSeek-V3 equations 17 to 20 per sequence, times its tokens, plus the z-loss of each token."""
     r, total = moe.routing, torch.zeros((), dtype=x_BTD.dtype)
     for x_TD in x_BTD:
         logits_TE = x_TD @ moe.router.gate.weight.T
@@ -368,41 +370,39 @@ def expected_balance_loss(moe: MoE, x_BTD: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("coefficients", [(0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
-def test_balance_losses_add_exactly_their_weighted_gradients(
-    score_func: str, coefficients: tuple[float, float]
-) -> None:
+def test_balance_losses_add_their_weighted_gradients(score_func: str, coefficients: tuple[float, float]) -> None:
     balance, z = coefficients
     moe = block(Routing(EXPERTS, 2, score_func=score_func, balance_loss_coeff=balance, z_loss_coeff=z))
     x = tokens().requires_grad_()
     moe.balance.loss_weight = torch.tensor(0.25)
-    mine = torch.autograd.grad((moe(x) ** 2).sum(), [x, moe.router.gate.weight, moe.experts.w1])
+    gradients = torch.autograd.grad((moe(x) ** 2).sum(), [x, moe.router.gate.weight, moe.experts.w1])
     loss = expected_balance_loss(moe, x)
-    whole = (plain(moe, x) ** 2).sum() + 0.25 * loss
+    total_loss = (plain(moe, x) ** 2).sum() + 0.25 * loss
     for gradient, expected in zip(
-        mine, torch.autograd.grad(whole, [x, moe.router.gate.weight, moe.experts.w1]), strict=True
+        gradients, torch.autograd.grad(total_loss, [x, moe.router.gate.weight, moe.experts.w1]), strict=True
     ):
         torch.testing.assert_close(gradient, expected)
     torch.testing.assert_close(moe.balance.loss_sum, loss.detach())
 
 
-def test_balance_losses_do_not_depend_on_how_rows_are_batched() -> None:
+def test_balance_losses_do_not_depend_on_batching() -> None:
     moe, x = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3, z_loss_coeff=0.1)), tokens(4)
     moe.balance.loss_weight = torch.tensor(0.1)
-    found = []
+    gradients_of_batchings = []
     for size in (4, 1):
         moe.zero_grad()
         moe.balance.reset()
         for rows in x.split(size):
             (moe(rows) ** 2).sum().backward()
-        found.append((moe.router.gate.weight.grad.clone(), moe.balance.loss_sum, moe.balance.count_E))
-    torch.testing.assert_close(found[0], found[1])
+        gradients_of_batchings.append((moe.router.gate.weight.grad.clone(), moe.balance.loss_sum, moe.balance.count_E))
+    torch.testing.assert_close(gradients_of_batchings[0], gradients_of_batchings[1])
 
 
 @pytest.mark.parametrize("shared", [0, 12])
-def test_filler_behind_a_text_changes_no_gradient_and_no_load(shared: int) -> None:
+def test_padding_after_a_text_changes_no_gradient_and_no_load(shared: int) -> None:
     routing = Routing(EXPERTS, 2, balance_loss_coeff=0.3, z_loss_coeff=0.1, load_balance_coeff=1e-3)
     x_BTD, lengths = tokens(3), (11, 6, 1)
-    found = []
+    results = []
     for padded in (True, False):
         moe = block(routing, shared)
         moe.balance.loss_weight = torch.tensor(0.1, dtype=torch.float64)
@@ -410,19 +410,19 @@ def test_filler_behind_a_text_changes_no_gradient_and_no_load(shared: int) -> No
         if padded:
             documents_BT = torch.full((3, 11), FILLER_DOCUMENT)
             for row, length in enumerate(lengths):
-                documents_BT[row, :length] = torch.arange(length) // 4  # of several documents
+                documents_BT[row, :length] = torch.arange(length) // 4  # several documents per row
             is_text_BT1 = (documents_BT != FILLER_DOCUMENT).unsqueeze(-1)
             (moe(x, documents_BT) ** 2 * is_text_BT1).sum().backward()
         else:
             for row, length in enumerate(lengths):
                 (moe(x[row : row + 1, :length]) ** 2).sum().backward()
         gradients = {name: p.grad for name, p in moe.named_parameters()}
-        found.append((gradients, x.grad, moe.balance.loss_sum, moe.balance.count_E))
-    torch.testing.assert_close(found[0], found[1])
-    assert int(found[0][3].sum()) == 2 * sum(lengths)
+        results.append((gradients, x.grad, moe.balance.loss_sum, moe.balance.count_E))
+    torch.testing.assert_close(results[0], results[1])
+    assert int(results[0][3].sum()) == 2 * sum(lengths)
 
 
-def test_a_row_of_filler_alone_has_no_balance_loss() -> None:
+def test_row_of_only_padding_has_no_balance_loss() -> None:
     moe = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3, z_loss_coeff=0.1))
     moe.balance.loss_weight = torch.tensor(1.0)
     (moe(tokens(), torch.full((2, 11), FILLER_DOCUMENT)) * 0.0).sum().backward()
@@ -430,7 +430,7 @@ def test_a_row_of_filler_alone_has_no_balance_loss() -> None:
     assert all(bool((p.grad == 0).all()) for p in moe.parameters())
 
 
-def test_a_balance_loss_without_its_weight_is_an_error() -> None:
+def test_balance_loss_without_its_weight_is_an_error() -> None:
     moe = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3))
     with pytest.raises(RuntimeError, match="set loss_weight"):
         moe(tokens())
@@ -439,7 +439,7 @@ def test_a_balance_loss_without_its_weight_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_counts_are_taken_once_under_recomputation_and_never_in_evaluation(
+def test_tokens_are_counted_once_with_recomputation_and_never_in_evaluation(
     at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_mix, "_MANY_ROWS", 0 if at_once else 64)
@@ -467,13 +467,13 @@ def test_counts_are_taken_once_under_recomputation_and_never_in_evaluation(
         ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "top_k=3"),
     ],
 )
-def test_what_cannot_be_routed_is_refused(fields: dict[str, object], message: str) -> None:
+def test_invalid_routing_is_rejected(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Routing(**{"num_experts": EXPERTS, "top_k": 2, **fields})
 
 
 @pytest.mark.parametrize("copies", [1, 3])
-def test_rows_are_sorted_and_brought_back(copies: int) -> None:
+def test_rows_are_sorted_and_unsorted(copies: int) -> None:
     x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     order = torch.randperm(5 * copies, generator=torch.Generator().manual_seed(1))
     inverse = inverse_of(order)
@@ -485,7 +485,7 @@ def test_rows_are_sorted_and_brought_back(copies: int) -> None:
 
 @pytest.mark.parametrize("counts", [[0, 40, 7, 33], [64, 0, 0, 0], [1, 0, 2, 1], [16, 16, 16, 16]])
 @pytest.mark.parametrize("bias", [False, True])
-def test_room_between_the_rows_of_experts_changes_no_number(counts: list[int], bias: bool) -> None:
+def test_padding_between_the_rows_of_experts_changes_no_number(counts: list[int], bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     experts = Experts(4, DIM, 16, bias)
     with torch.no_grad():
@@ -508,10 +508,10 @@ def test_room_between_the_rows_of_experts_changes_no_number(counts: list[int], b
         torch.testing.assert_close(roomy, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_of_16_bits_are_given_room_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+def test_only_16_bit_rows_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
     compute = Experts._compute
-    monkeypatch.setattr(Experts, "_compute", lambda *given: seen.append(given[2].tolist()) or compute(*given))
+    monkeypatch.setattr(Experts, "_compute", lambda *given: sizes.append(given[2].tolist()) or compute(*given))
     counts = torch.tensor([30, 10, 20, 4])
     for dtype in (torch.float32, torch.bfloat16):
         experts = Experts(4, DIM, 16).to(dtype)
@@ -519,6 +519,6 @@ def test_rows_of_16_bits_are_given_room_and_others_are_not(monkeypatch: pytest.M
             for parameter in experts.parameters():
                 parameter.fill_(0.01)
         assert experts(torch.ones(64, DIM, dtype=dtype), counts).shape == (64, DIM)
-    assert seen == [[30, 10, 20, 4], [30, 10, 20, 4]]  # an eighth of 16 rows: multiples of 2
+    assert sizes == [[30, 10, 20, 4], [30, 10, 20, 4]]  # an eighth of 16 rows, so multiples of 2
     experts(torch.ones(512, DIM, dtype=torch.bfloat16), torch.tensor([101, 200, 11, 200]))
-    assert seen[-1] == [112, 208, 16, 208]
+    assert sizes[-1] == [112, 208, 16, 208]

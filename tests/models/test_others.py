@@ -1,8 +1,7 @@
-"""Model files in other people's styles, as users write them: each has the numbers of one process on every kind of mesh,
-or is refused there for a reason that is true.
+"""Model files in many styles have the numbers of one process on every kind of mesh, or are rejected for a valid reason.
 
-Two steps in float32, as tests/test_grid.py compares them; one launch of ranks runs all files on a mesh. A file that is
-refused is so before its weights have memory, on all ranks alike.
+They run two steps in float32, compared as in tests/test_grid.py. One launch of ranks runs all files on a mesh. A file
+is rejected on all ranks before memory for its weights is allocated.
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ NIGHTLY: dict[str, tuple[int, dict[str, Any]]] = {
 ALL = {**MESHES, **NIGHTLY}
 MIXTURES = ("granite_moe", "mla_moe")
 
-# What a run takes in place of a file's own sizes. Masks of dropout depend on the mesh and have laws of their own.
+# Sizes that replace those of a file. Dropout masks depend on the mesh and have separate tests.
 OVERRIDES: dict[str, dict[str, Any]] = {"dropout": {"dropout": 0.0}}
 WHOLE_CORE = "is given more than queries, keys, values and documents_BT"
 OWN_HEADS = "has 2 key-value heads, which 4 ranks cannot share"
-# file -> part of the mesh's name -> why it is refused there
+# file -> part of the name of a mesh -> reason for the rejection
 REFUSED: dict[str, dict[str, str]] = {
     **{name: {"pp": "needs a forward that is a chain"} for name in NO_CHAIN},
     "kerple": {"cp": WHOLE_CORE},
@@ -100,7 +99,7 @@ def num_layers(mesh: str) -> int:
 
 LATER = {*NEWER, *NO_CHAIN}
 WITH_ALL = ("tp", "pp", "cp gather", "fsdp x tp")
-"""The meshes of files that came later, and in the rest alone."""
+"""Meshes of files outside the default tier."""
 
 
 def files_of(mesh: str) -> list[str]:
@@ -113,27 +112,27 @@ def files_of(mesh: str) -> list[str]:
 FIRST = {
     mesh: [name for name in FILES if name not in LATER][number :: len(MESHES)] for number, mesh in enumerate(MESHES)
 }
-"""The files of the default tier: each on one mesh; the others are nightly."""
+"""Files of the default tier, each on one mesh. The others are nightly."""
 
 
 def reason(name: str, mesh: str) -> str | None:
-    """Why a file is refused on a mesh, or None where it runs."""
+    """Return the reason why a file is rejected on a mesh. None if it runs."""
     return next((why for part, why in REFUSED.get(name, {}).items() if part in mesh), None)
 
 
 def run_files(rank: int, mesh: str, files: list[str]) -> dict[str, Result | str]:
     num_ranks, keys = ALL[mesh]
-    found: dict[str, Result | str] = {}
+    results: dict[str, Result | str] = {}
     for name in files:
-        asked = config(name, keys, num_layers(mesh), num_ranks)
-        problems = configs.check(Loaded(asked))
+        file_config = config(name, keys, num_layers(mesh), num_ranks)
+        problems = configs.check(Loaded(file_config))
         try:
             if problems:
                 raise ConfigError(problems)
-            found[name] = train_steps(rank, asked, STEPS)
+            results[name] = train_steps(rank, file_config, STEPS)
         except ConfigError as error:
-            found[name] = str(error)
-    return found
+            results[name] = str(error)
+    return results
 
 
 @functools.cache
@@ -142,23 +141,24 @@ def one_process(name: str, layers: int) -> Result:
 
 
 def differences(result: Result, expected: Result, times: float = 1) -> list[str]:
-    """Every way in which a rank's numbers are not those of one process, to ``times`` the usual rounding."""
-    found = [f"initial {name}" for name, w in result.initial.items() if not torch.equal(w, expected.initial[name])]
+    """Return the differences from one process that exceed ``times`` the usual rounding."""
+    messages = [f"initial {name}" for name, w in result.initial.items() if not torch.equal(w, expected.initial[name])]
     for step in range(STEPS):
         if not abs(result.losses[step] - expected.losses[step]) <= 1e-5 * times:
-            found.append(f"loss of step {step + 1}: {result.losses[step]} for {expected.losses[step]}")
+            messages.append(f"loss of step {step + 1}: {result.losses[step]} for {expected.losses[step]}")
         if not abs(result.grad_norms[step] - expected.grad_norms[step]) <= 1e-4 * times:
-            found.append(f"norm of step {step + 1}: {result.grad_norms[step]} for {expected.grad_norms[step]}")
-    # some gradients are nothing but rounding: those of key biases, which no softmax sees
-    whole = sum(gradient.norm() ** 2 for gradient in expected.gradients.values()) ** 0.5
+            messages.append(f"norm of step {step + 1}: {result.grad_norms[step]} for {expected.grad_norms[step]}")
+    # gradients of key biases are only rounding, because softmax is invariant to them
+    total_norm = sum(gradient.norm() ** 2 for gradient in expected.gradients.values()) ** 0.5
     for name, gradient in result.gradients.items():
-        theirs = expected.gradients[name]
-        if not (gradient - theirs).norm() <= (1e-5 * theirs.norm() + 1e-7 * whole) * times:
-            found.append(f"gradient of {name}: off by {(gradient - theirs).norm() / theirs.norm():.1e} of its norm")
+        expected_gradient = expected.gradients[name]
+        if not (gradient - expected_gradient).norm() <= (1e-5 * expected_gradient.norm() + 1e-7 * total_norm) * times:
+            error = (gradient - expected_gradient).norm() / expected_gradient.norm()
+            messages.append(f"gradient of {name}: off by {error:.1e} of its norm")
     for name, weight in result.final.items():
         if not (weight - expected.final[name]).abs().max() <= 2e-6 * times:
-            found.append(f"final {name}: off by {(weight - expected.final[name]).abs().max():.1e}")
-    return found
+            messages.append(f"final {name}: off by {(weight - expected.final[name]).abs().max():.1e}")
+    return messages
 
 
 @pytest.mark.timeout(400)
@@ -173,9 +173,7 @@ def differences(result: Result, expected: Result, times: float = 1) -> list[str]
         ],
     ),
 )
-def test_files_of_other_styles_have_the_numbers_of_one_process_or_are_refused_for_a_true_reason(
-    mesh: str, files: list[str]
-) -> None:
+def test_files_have_the_numbers_of_one_process_or_are_rejected_for_a_valid_reason(mesh: str, files: list[str]) -> None:
     wrong: list[str] = []
     for rank, results in enumerate(run_ranks(ALL[mesh][0], run_files, mesh, files)):
         for name, result in results.items():
@@ -184,12 +182,12 @@ def test_files_of_other_styles_have_the_numbers_of_one_process_or_are_refused_fo
                 if why is None or why not in result:
                     wrong.append(f"{name}, rank {rank}: refused: {result}")
             elif why is not None:
-                wrong.append(f"{name}, rank {rank}: runs, and was to be refused: {why}")
+                wrong.append(f"{name}, rank {rank}: runs instead of being rejected: {why}")
             else:
-                # their recurrences multiply what one process rounds by as much (see test_rounding.py of verify)
+                # their recurrences amplify rounding by this factor (see test_rounding.py of verify)
                 times = 10 if name in AMPLIFYING else 1
-                found = differences(result, one_process(name, num_layers(mesh)), times)
-                wrong += [f"{name}, rank {rank}: {line}" for line in found[:3]]
+                messages = differences(result, one_process(name, num_layers(mesh)), times)
+                wrong += [f"{name}, rank {rank}: {line}" for line in messages[:3]]
     assert not wrong, "\n".join(wrong)
 
 
@@ -197,17 +195,19 @@ COMPILED = ("olmo2", "normformer", "gemma2")
 
 
 def run_compiled(rank: int) -> dict[str, Result]:
-    found = {}
+    results = {}
     for name in COMPILED:
-        asked = config(name, TP, 2, num_ranks=2)
-        asked = replace(asked, compile=replace(asked.compile, enable=True, backend="aot_eager", components=["model"]))
-        found[name] = train_steps(rank, asked, STEPS)
-    return found
+        file_config = config(name, TP, 2, num_ranks=2)
+        file_config = replace(
+            file_config, compile=replace(file_config.compile, enable=True, backend="aot_eager", components=["model"])
+        )
+        results[name] = train_steps(rank, file_config, STEPS)
+    return results
 
 
 @pytest.mark.nightly("compiles three models; compiled tensor parallelism has a law in the default tier")
-def test_compiled_modules_under_tensor_parallelism_have_the_numbers_of_one_process() -> None:
-    """OLMo 2's first attention is given the embedding's output with nothing between: its gradient was once lost."""
+def test_compiled_modules_with_tensor_parallelism_have_the_numbers_of_one_process() -> None:
+    """OLMo 2's first attention reads the embedding's output directly. Its gradient was lost in an earlier version."""
     for results in run_ranks(2, run_compiled):
         for name, result in results.items():
             assert differences(result, one_process(name, 2)) == [], name
@@ -220,7 +220,7 @@ def test_compiled_modules_under_tensor_parallelism_have_the_numbers_of_one_proce
         nightly=[pytest.param([name for name in FILES if name in LATER], id="later")],
     ),
 )
-def test_there_are_twenty_files_and_each_learns(names: list[str]) -> None:
+def test_at_least_twenty_files_exist_and_each_learns(names: list[str]) -> None:
     assert len(names) >= 20
     for name in names:
         losses = one_process(name, 2).losses

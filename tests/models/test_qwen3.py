@@ -1,4 +1,4 @@
-"""Qwen3, dense and with experts: published sizes, and Hugging Face's logits."""
+"""Qwen3, dense and with experts: published sizes and Hugging Face's logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hf_models import assert_same_logits
 from shardtrain.layout import check
 from shardtrain.models import build, find, shape_of
 
-# the totals of the published weights; the debug models by hand
+# totals of the published weights; computed for the debug models
 SIZES = {
     ("qwen3", "debugmodel"): 31_987_968,
     ("qwen3", "0.6B"): 596_049_920,
@@ -51,7 +51,7 @@ def test_the_layout_fits_every_module(name: str, extra: dict[str, float]) -> Non
     assert check(module.LAYOUT, paths, names) == []
 
 
-def test_a_bias_of_the_choice_exists_only_where_it_is_asked_for() -> None:
+def test_routing_bias_exists_only_if_configured() -> None:
     module = find("qwen3_moe")
     plain = module.Model(module.Config(**TINY, **EXPERTS))
     assert not list(plain.named_buffers())
@@ -60,17 +60,17 @@ def test_a_bias_of_the_choice_exists_only_where_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_dense_logits_are_those_of_hugging_face(tied: bool) -> None:
+def test_dense_logits_match_hugging_face(tied: bool) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.Qwen3ForCausalLM(
+    reference = transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(**HF_TINY, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=tied)
     )
     module = find("qwen3")
-    assert_same_logits(theirs, module.Model(module.Config(**TINY, ffn_dim=48, tied_embeddings=tied)))
+    assert_same_logits(reference, module.Model(module.Config(**TINY, ffn_dim=48, tied_embeddings=tied)))
 
 
 @pytest.mark.parametrize("route_norm", [False, True])
-def test_logits_with_experts_are_those_of_hugging_face(route_norm: bool) -> None:
+def test_logits_with_experts_match_hugging_face(route_norm: bool) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3MoeConfig(
         **HF_TINY,

@@ -1,4 +1,4 @@
-"""Any architecture of ``transformers``: the same loss and gradients as there, on one process and on any data mesh."""
+"""Architectures of ``transformers`` have the same loss and gradients as there, on one process and on any mesh."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = [("llama", "one"), ("gpt2", "fsdp"), ("opt", "hsdp"), ("phi", "ddp"), ("
 
 
 def first_step(rank: int, config: Config) -> tuple[float, dict[str, Tensor], dict[int, tuple[Tensor, Tensor]]]:
-    """The loss and whole gradients of the first step from a folder's weights, and this rank's rows by sample."""
+    """Return loss and full gradients of the first step with a folder's weights, and the rows of this rank by sample."""
     run, checkpoints = make_run(rank, config), Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
@@ -66,8 +66,8 @@ def first_step(rank: int, config: Config) -> tuple[float, dict[str, Tensor], dic
     return loss / outcome.global_tokens, gradients, rows
 
 
-def theirs(_: int, name: str, rows: dict[int, tuple[Tensor, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the same rows by ``transformers`` alone, with nothing of this package."""
+def transformers_step(_: int, name: str, rows: dict[int, tuple[Tensor, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+    """Return loss and gradients of the same rows, computed only by ``transformers``."""
     import transformers
 
     model = getattr(transformers, SHAPES[name][0]).from_pretrained(folder(name)).eval()
@@ -78,49 +78,49 @@ def theirs(_: int, name: str, rows: dict[int, tuple[Tensor, Tensor]]) -> tuple[f
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_loss_and_gradients_are_those_of_transformers(name: str, mesh: str, tmp_path: Path) -> None:
-    """To 1e-5 of the largest gradient: two programs that add float32 numbers in another order."""
+def test_loss_and_gradients_match_transformers(name: str, mesh: str, tmp_path: Path) -> None:
+    """Within 1e-5 of the largest gradient: the programs sum float32 numbers in a different order."""
     import transformers
 
     if mesh == "tp" and "layers.*.self_attn.q_norm" not in transformers.Qwen3Config.base_model_tp_plan:
-        pytest.skip("this version's plan of Qwen3 leaves out norms of heads, and is refused")
+        pytest.skip("the Qwen3 plan of this version lacks the norms of heads, and is rejected")
     ranks, degrees = MESHES[mesh]
-    found = run_ranks(ranks, first_step, config_for(name, tmp_path, parallelism=degrees))
-    rows = {sample: row for _, _, own in found for sample, row in own.items()}
+    answers = run_ranks(ranks, first_step, config_for(name, tmp_path, parallelism=degrees))
+    rows = {sample: row for _, _, own_values in answers for sample, row in own_values.items()}
     assert len(rows) == 8
-    loss, gradients = run_ranks(1, theirs, name, rows)[0]
-    for mine, own, _ in found:
+    loss, gradients = run_ranks(1, transformers_step, name, rows)[0]
+    for mine, own_values, _ in answers:
         assert abs(mine - loss) <= 1e-5
-        assert own.keys() == gradients.keys()
+        assert own_values.keys() == gradients.keys()
         scale = max(float(gradient.abs().max()) for gradient in gradients.values())
         for parameter, gradient in gradients.items():
-            torch.testing.assert_close(own[parameter], gradient, atol=1e-5 * scale, rtol=0, msg=parameter)
+            torch.testing.assert_close(own_values[parameter], gradient, atol=1e-5 * scale, rtol=0, msg=parameter)
 
 
 def starts(rank: int, config: Config) -> dict[str, Tensor]:
     return whole(make_run(rank, config))
 
 
-def test_random_weights_are_the_architectures_own_and_equal_on_every_mesh(tmp_path: Path) -> None:
+def test_random_weights_follow_the_architecture_and_are_equal_on_every_mesh(tmp_path: Path) -> None:
     alone = run_ranks(1, starts, config_for("gpt2", tmp_path / "a", in_hf=False))[0]
     split = run_ranks(2, starts, config_for("gpt2", tmp_path / "b", in_hf=False))[0]
     assert_bitwise(split, alone)
     residual = alone["hf.transformer.h.0.mlp.c_proj.weight"].std()
-    # GPT-2 divides what enters the residual stream by the root of twice its layers; 2,048 draws tell 3 % apart
+    # GPT-2 divides residual projections by the root of twice its layers; 2,048 samples distinguish 3 %
     assert abs(float(residual) - 0.02 / math.sqrt(4)) < 5e-4
     assert abs(float(alone["hf.transformer.wte.weight"].std()) - 0.02) < 5e-4
     assert alone["hf.transformer.ln_f.weight"].eq(1).all() and alone["hf.transformer.ln_f.bias"].eq(0).all()
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_parameter_has_a_start_and_every_block_is_found(name: str) -> None:
+def test_every_parameter_has_an_initializer_and_every_block_is_found(name: str) -> None:
     module = models.find("transformers")
     shape = models.shape_of(module, "folder", {"path": str(folder(name))}, "rmsnorm")
     model = models.build(module, shape)
     assert {name: d for name, d in module.initial(shape).items() if math.isnan(d.std)} == {}
     assert len(model.blocks) == shape.num_layers == (4 if name in ("bart", "bart_classifier", "t5") else 2)
     assert all(parameter.is_meta for parameter in model.parameters())
-    # what is computed from config.json keeps its values, whatever is cast or emptied
+    # values computed from config.json survive casts and to_empty
     before = [owner.__dict__[constant].clone() for owner, constant in model._constants]
     model.to(torch.bfloat16).to_empty(device="cpu")
     assert all(
@@ -129,7 +129,7 @@ def test_every_parameter_has_a_start_and_every_block_is_found(name: str) -> None
     )
 
 
-def whole_runs(rank: int, output: Path) -> list[Any]:
+def runs_with_resume(rank: int, output: Path) -> list[Any]:
     recompute = {"activation_checkpoint": {"mode": "full"}}
     sections = {"overrides": {"dropout": True}, **recompute}
     straight = train_whole(rank, config_for("gpt2", output / "straight", **sections))
@@ -137,9 +137,9 @@ def whole_runs(rank: int, output: Path) -> list[Any]:
     return [straight, train_whole(rank, config_for("gpt2", output / "cut", **sections))]
 
 
-def test_a_run_with_dropout_and_recomputation_continues_to_the_bit(tmp_path: Path) -> None:
-    folder("gpt2")  # made here, once for all ranks
-    for straight, resumed in run_ranks(2, whole_runs, tmp_path):
+def test_run_with_dropout_and_recomputation_resumes_bitwise(tmp_path: Path) -> None:
+    folder("gpt2")  # created once for all ranks
+    for straight, resumed in run_ranks(2, runs_with_resume, tmp_path):
         assert straight.error is None and resumed.error is None
         assert resumed.losses == straight.losses[2:]
         assert_bitwise(resumed.weights, straight.weights)
@@ -147,27 +147,27 @@ def test_a_run_with_dropout_and_recomputation_continues_to_the_bit(tmp_path: Pat
 
 
 def evaluations(rank: int, output: Path) -> list[float]:
-    found = []
+    losses = []
     for dropout in (False, True):
         run = make_run(rank, config_for("gpt2", output, overrides={"dropout": dropout}))
         batch, part = next(run.dataloader), run.runner.parts[0]
         trained = float(run.runner.forward_backward([batch], torch.ones(())))
         part.eval()
-        found += [float(run.runner.evaluate(batch)), trained]
-    return found
+        losses += [float(run.runner.evaluate(batch)), trained]
+    return losses
 
 
-def test_nothing_drops_unless_asked_and_never_in_validation(tmp_path: Path) -> None:
+def test_dropout_applies_only_if_configured_and_never_in_validation(tmp_path: Path) -> None:
     sure, trained, validated, dropped = run_ranks(1, evaluations, tmp_path)[0]
     assert sure == trained == validated != dropped
 
 
 @pytest.mark.nightly(
-    "blocks of our own",
-    by="tests/distributed/test_compile.py::test_names_never_change_and_numbers_are_those_of_eager_mode",
+    "native blocks",
+    by="tests/distributed/test_compile.py::test_names_never_change_and_numbers_match_eager_mode",
 )
-def test_compiled_blocks_compute_the_same(tmp_path: Path) -> None:
-    """On the data mesh; with tensor parallelism the pair is refused."""
+def test_compiled_blocks_match_eager_ones(tmp_path: Path) -> None:
+    """On a data mesh. With tensor parallelism, compilation is rejected."""
     plain = run_ranks(2, train_steps, config_for("llama", tmp_path, in_hf=False), 2)[0]
     options = {"enable": True, "components": ["model"], "backend": "aot_eager"}
     compiled = run_ranks(2, train_steps, config_for("llama", tmp_path, in_hf=False, compile=options), 2)[0]
@@ -175,7 +175,7 @@ def test_compiled_blocks_compute_the_same(tmp_path: Path) -> None:
     assert all(abs(a - b) <= 1e-4 for a, b in zip(compiled.grad_norms, plain.grad_norms, strict=True))
 
 
-def refused(rank: int, config: Config) -> str:
+def rejection(rank: int, config: Config) -> str:
     try:
         run = make_run(rank, config)
         resume(run, Checkpoints(config))
@@ -184,29 +184,29 @@ def refused(rank: int, config: Config) -> str:
     return ""
 
 
-def test_a_plan_that_is_missing_or_not_known_is_refused(tmp_path: Path) -> None:
+def test_missing_or_unknown_plan_is_rejected(tmp_path: Path) -> None:
     degrees = {"tensor_parallel_degree": 2}
-    text = run_ranks(2, refused, config_for("gpt2", tmp_path, parallelism=degrees))[0]
+    text = run_ranks(2, rejection, config_for("gpt2", tmp_path, parallelism=degrees))[0]
     assert "needs the plan of GPT2LMHeadModel, which does not exist" in text
     model = models.build(module := models.find("transformers"), module.Config(str(folder("mixtral"))))
     if set(model.tensor_plan.values()) <= set(STYLES):
-        return  # of versions whose experts are modules of their own
-    text = run_ranks(2, refused, config_for("mixtral", tmp_path, parallelism=degrees))[0]
+        return  # versions with separate modules for experts
+    text = run_ranks(2, rejection, config_for("mixtral", tmp_path, parallelism=degrees))[0]
     assert "needs the plan of MixtralForCausalLM, which has unknown styles" in text
 
 
 def copy_with(name: str, path: Path, **changes: Any) -> Path:
-    """The folder with keys of its config.json replaced."""
+    """Copy a folder with changed keys of config.json."""
     path.mkdir()
     for file in folder(name).iterdir():
         (path / file.name).write_bytes(file.read_bytes())
-    found = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**found, **changes}))
+    model_config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**model_config, **changes}))
     return path
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model_type": "mine", "auto_map": {"AutoModel": "evil.Model"}}, r"whose own code \(auto_map\) is never run"),
         ({"model_type": "nobody_knows"}, "model_type 'nobody_knows', which transformers"),
@@ -216,19 +216,19 @@ def copy_with(name: str, path: Path, **changes: Any) -> Path:
         ({"hidden_size": "wide"}, "transformers refuses it|cannot be built as LlamaForCausalLM"),
     ],
 )
-def test_a_folder_that_cannot_be_built_is_one_line(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_unsupported_folder_is_a_one_line_error(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     module = models.find("transformers")
     path = copy_with("llama", tmp_path / "folder", **changes)
     with pytest.raises(ConfigError) as raised:
         models.build(module, models.shape_of(module, "folder", {"path": str(path)}, "rmsnorm"))
-    assert re.search(said, str(raised.value)) and "\n" not in str(raised.value)
+    assert re.search(message, str(raised.value)) and "\n" not in str(raised.value)
 
 
 DOCUMENTS = "".join(json.dumps({"text": "one two three four " * n + str(n)}) + "\n" for n in (1, 2, 1, 1, 2, 1, 1, 1))
 
 
-def in_rows(rank: int, config: Config) -> tuple[float, dict[str, Tensor]]:
-    """Loss sum and gradients of one step over all documents."""
+def step_over_documents(rank: int, config: Config) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss sum and gradients of one step over all documents."""
     run, checkpoints = make_run(rank, config), Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
@@ -242,7 +242,7 @@ def in_rows(rank: int, config: Config) -> tuple[float, dict[str, Tensor]]:
 
 
 def run_targets(config: Config) -> int:
-    """Targets of all documents: each token after the first, and the end."""
+    """Number of targets of all documents: each token after the first, and the end."""
     lines = Path(config.training.dataset_path or "").read_text().splitlines()
     return sum(len(json.loads(line)["text"]) + 1 for line in lines)
 
@@ -251,30 +251,38 @@ def run_targets(config: Config) -> int:
     ("name", "attention"),
     cases([("gpt2", "sdpa"), ("gemma2", "eager")], nightly=[("phi", "eager"), ("qwen3", "sdpa")]),
 )
-def test_documents_in_one_row_are_documents_apart(name: str, attention: str, tmp_path: Path) -> None:
-    """Learned positions and windows of attention: the loss and gradients of packed rows are those of padded."""
+def test_packed_documents_match_padded_ones(name: str, attention: str, tmp_path: Path) -> None:
+    """With learned positions and attention windows, loss and gradients of packed rows equal those of padded rows."""
     file = tmp_path / "rows.jsonl"
     file.write_text(DOCUMENTS)
-    found = {}
+    results = {}
     for packing in ("first_fit", "padded"):
-        given = {"dataset": "jsonl", "dataset_path": str(file), "seq_len": 64, "local_batch_size": 1, "epochs": 1}
-        training = {**given, "steps": 1}
+        training_options = {
+            "dataset": "jsonl",
+            "dataset_path": str(file),
+            "seq_len": 64,
+            "local_batch_size": 1,
+            "epochs": 1,
+        }
+        training = {**training_options, "steps": 1}
         data = {"packing": packing}
-        one = config_for(name, tmp_path / packing, overrides={"attention": attention}, training=training, data=data)
-        found[packing] = run_ranks(1, in_rows, one)[0]
-    (loss, gradients), (apart, of_apart) = found["first_fit"], found["padded"]
+        packing_config = config_for(
+            name, tmp_path / packing, overrides={"attention": attention}, training=training, data=data
+        )
+        results[packing] = run_ranks(1, step_over_documents, packing_config)[0]
+    (loss, gradients), (apart, of_apart) = results["first_fit"], results["padded"]
     assert loss == pytest.approx(apart, rel=1e-5)
     scale = max(float(gradient.abs().max()) for gradient in of_apart.values())
     for parameter, gradient in of_apart.items():
         torch.testing.assert_close(gradients[parameter], gradient, atol=1e-5 * scale, rtol=0, msg=parameter)
 
 
-def heeds(rank: int, config: Config, deaf: bool) -> str:
+def error_about_documents(rank: int, config: Config, deaf: bool) -> str:
     run, checkpoints = make_run(rank, config), Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
     model = run.runner.parts[0]
-    if deaf:  # a network that takes places, and sees all that comes before
+    if deaf:  # a network that accepts positions, but attends across documents
         whole_forward = model.hf.forward
         model.hf.forward = lambda input_ids, position_ids=None: whole_forward(  # type: ignore[union-attr]
             input_ids, position_ids=position_ids, attention_mask=torch.ones_like(input_ids)
@@ -287,14 +295,14 @@ def heeds(rank: int, config: Config, deaf: bool) -> str:
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_a_network_that_does_not_heed_documents_is_found_on_its_own_mesh(deaf: bool, tmp_path: Path) -> None:
+def test_network_that_ignores_documents_is_detected_on_its_mesh(deaf: bool, tmp_path: Path) -> None:
     folder("llama")
     degrees = {"tensor_parallel_degree": 2}
-    for said in run_ranks(2, heeds, config_for("llama", tmp_path, parallelism=degrees), deaf):
-        assert ("is ignored by LlamaForCausalLM" in said) is deaf and "\n" not in said
+    for message in run_ranks(2, error_about_documents, config_for("llama", tmp_path, parallelism=degrees), deaf):
+        assert ("is ignored by LlamaForCausalLM" in message) is deaf and "\n" not in message
     half = config_for("llama", tmp_path / "half", training={"mixed_precision_param": "bfloat16"})
-    for said in run_ranks(2, heeds, half, deaf):
-        assert ("is ignored by LlamaForCausalLM" in said) is deaf
-    if deaf:  # in transformers 5.23 OPT makes its masks without the positions, and packed rows have another loss
-        said = run_ranks(1, heeds, config_for("opt", tmp_path / "other"), False)[0]
-        assert "is ignored by OPTForCausalLM" in said
+    for message in run_ranks(2, error_about_documents, half, deaf):
+        assert ("is ignored by LlamaForCausalLM" in message) is deaf
+    if deaf:  # OPT in transformers 5.23 ignores positions in its masks, so packed rows have a different loss
+        message = run_ranks(1, error_about_documents, config_for("opt", tmp_path / "other"), False)[0]
+        assert "is ignored by OPTForCausalLM" in message

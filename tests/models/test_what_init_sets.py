@@ -1,4 +1,4 @@
-"""Everything that ``__init__`` of a model file can set is kept in training, or the model is rejected when it is built.
+"""Anything that ``__init__`` of a model file sets is kept in training, or the model is rejected.
 
 ``REJECTED`` and ``KEPT`` are tables: a line added to ``__init__`` of the feed-forward module ("mlp") or of the model
 ("model"), and the error, or the same model written without that line.
@@ -89,7 +89,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_what_training_would_lose_is_rejected(name: str, tmp_path: Path) -> None:
+def test_settings_that_training_would_lose_are_rejected(name: str, tmp_path: Path) -> None:
     place, line, message = REJECTED[name]
     changes = [*with_line(place, line), *([BUFFERS] if "saved" in name else [])]
     module = find(write(tmp_path, *changes))
@@ -107,7 +107,7 @@ class Double(torch.autograd.Function):
 
 class Mlp("""
 KEPT = {
-    # the line, and the same model without it; None for the model as it is
+    # the line, and the changes that express its effect without it
     "forward pre-hook": ("mlp", "self.up.register_forward_pre_hook(lambda m, x: 2 * x[0])", [DOUBLED]),
     "forward pre-hook with keywords": (
         "mlp",
@@ -144,7 +144,7 @@ NIGHTLY = [(name, mesh) for name in KEPT for mesh in ("fsdp", "tp") if (name, me
 
 
 @pytest.mark.parametrize(("name", "mesh"), cases(DEFAULT, nightly=NIGHTLY))
-def test_what_is_accepted_acts_in_training(name: str, mesh: str, tmp_path: Path) -> None:
+def test_accepted_settings_take_effect_in_training(name: str, mesh: str, tmp_path: Path) -> None:
     """The reference is the same model on one process, with the effect of the line written into forward."""
     place, line, same = KEPT[name]
     extra = [BUFFERS] if "buffer" in name else []
@@ -161,7 +161,7 @@ def test_what_is_accepted_acts_in_training(name: str, mesh: str, tmp_path: Path)
 
 @pytest.mark.parametrize("mesh", cases(["one process", "tp"], nightly=["fsdp"]))
 @pytest.mark.parametrize(("part", "frozen"), [("self.up", ["weight", "bias"]), ("self.up.bias", ["bias"])])
-def test_a_frozen_part_stays_as_it_was_drawn(part: str, frozen: list[str], mesh: str, tmp_path: Path) -> None:
+def test_frozen_part_keeps_its_initial_values(part: str, frozen: list[str], mesh: str, tmp_path: Path) -> None:
     path = write(tmp_path, *with_line("mlp", f"{part}.requires_grad_(False)"))
     num_ranks, degrees = MESHES[mesh]
     result = run_tiny(num_ranks, config_of(path, parallelism=degrees), steps=2)[0]

@@ -1,4 +1,4 @@
-"""Laws of the questions asked of a device, each answered for the host, for CUDA and for a device that pretends."""
+"""Queries of device capabilities, for the host, CUDA and a fake device."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A CUDA device of compute capability 9.0 to ask."""
+    """Fake CUDA device with compute capability 9.0."""
     here = SimpleNamespace(capability=(9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: here.capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     return here
 
 
-def test_the_host_has_no_queue_and_nothing_to_pin():
+def test_host_has_no_queue_and_needs_no_pinned_memory():
     assert not accelerator.is_accelerator("cpu") and not accelerator.is_accelerator("meta")
     assert accelerator.collectives("cpu") == "gloo"
     assert accelerator.of_rank("cpu", 3) == CPU
@@ -39,12 +39,12 @@ def test_the_host_has_no_queue_and_nothing_to_pin():
     assert accelerator.profiler_activity("cpu") is None
 
 
-def test_cpu_counts_travel_beside_the_collectives_of_each_kind_of_device():
+def test_backends_of_every_device_include_gloo_for_cpu_counts():
     assert accelerator.collectives("cuda") == "cpu:gloo,cuda:nccl"
     assert accelerator.collectives("xpu") == "cpu:gloo,xpu:xccl"
 
 
-def test_what_pytorch_finds_is_what_is_found(monkeypatch):
+def test_accelerator_found_by_pytorch_is_used(monkeypatch):
     assert accelerator.found() == ""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
@@ -54,13 +54,13 @@ def test_what_pytorch_finds_is_what_is_found(monkeypatch):
 
 @pytest.mark.parametrize(
     ("devices", "counted", "place"),
-    [(8, True, 3), (8, False, 3), (1, False, 0), (1, True, 3)],  # the last is refused before ranks start
+    [(8, True, 3), (8, False, 3), (1, False, 0), (1, True, 3)],  # the last case is rejected before ranks start
 )
-def test_a_rank_that_sees_one_device_of_its_own_has_that_one(devices, counted, place, monkeypatch):
-    """As with ``srun --gpus-per-task=1``, which does not count the ranks of a host as torchrun does."""
+def test_rank_that_sees_a_single_device_uses_it(devices, counted, place, monkeypatch):
+    """For example with ``srun --gpus-per-task=1``, which does not set the number of ranks per host."""
     chosen = []
-    there = SimpleNamespace(device_count=lambda: devices, set_device=chosen.append)
-    monkeypatch.setattr(accelerator, "module", lambda _: there)
+    device_module = SimpleNamespace(device_count=lambda: devices, set_device=chosen.append)
+    monkeypatch.setattr(accelerator, "module", lambda _: device_module)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if counted:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -77,7 +77,7 @@ def test_a_rank_that_sees_one_device_of_its_own_has_that_one(devices, counted, p
         ((12, 0), True, False, True),
     ],
 )
-def test_kernels_follow_from_the_compute_capability(cuda, capability, flash, grouped, bfloat16):
+def test_kernels_depend_on_the_compute_capability(cuda, capability, flash, grouped, bfloat16):
     cuda.capability = capability
     assert device_kernels.has_flash_attention(CUDA) == flash
     assert device_kernels.has_grouped_matmul(CUDA, torch.bfloat16) == grouped
@@ -88,22 +88,24 @@ def test_kernels_follow_from_the_compute_capability(cuda, capability, flash, gro
 
 
 @pytest.mark.parametrize(
-    ("capability", "asked", "first"),
+    ("capability", "implementation", "first"),
     [((8, 0), "FA2", "FLASH_ATTENTION"), ((9, 0), "FA2", "CUDNN_ATTENTION"), ((9, 0), "FA3", "FLASH_ATTENTION")],
 )
-def test_attention_tries_the_fastest_kernel_first_and_gives_the_order_back(cuda, monkeypatch, capability, asked, first):
+def test_attention_prefers_the_fastest_kernel_and_restores_the_order(
+    cuda, monkeypatch, capability, implementation, first
+):
     cuda.capability, activated = capability, []
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
     before = torch._C._get_sdp_priority_order()
-    with device_kernels.prefer_attention(CUDA, asked):
+    with device_kernels.prefer_attention(CUDA, implementation):
         assert torch._C._get_sdp_priority_order()[0] == int(getattr(torch.nn.attention.SDPBackend, first))
     assert torch._C._get_sdp_priority_order() == before
-    assert activated == ([] if asked == "FA2" else [asked])
+    assert activated == ([] if implementation == "FA2" else [implementation])
     with device_kernels.prefer_attention(CPU):
         assert torch._C._get_sdp_priority_order() == before
 
 
-def asked_of_a_pretended_device():
+def answers_of_fake_device():
     answers = {}
     device = accelerator.of_rank(NAME, 0)
     answers["device"] = str(device)
@@ -118,14 +120,14 @@ def asked_of_a_pretended_device():
         accelerator.finish_stream(device)
         answers["waits"] = [wait.why for wait in mode.waits]
         reading = accelerator.Reading(torch.ones(2, device=NAME), "two numbers")
-        answers["asked for"] = len(mode.waits)
+        answers["requested"] = len(mode.waits)
         answers["numbers"] = reading.get()
         answers["read"] = mode.waits[-1].read
     return answers
 
 
-def test_a_device_of_any_kind_is_asked_the_same_questions():
-    assert in_a_fork(asked_of_a_pretended_device) == {
+def test_queries_work_on_any_kind_of_device():
+    assert in_a_fork(answers_of_fake_device) == {
         "device": f"{NAME}:0",
         "pins": True,
         "name": "Pretended 80GB",
@@ -134,17 +136,17 @@ def test_a_device_of_any_kind_is_asked_the_same_questions():
         "found": NAME,
         "history": False,
         "waits": ["synchronize", "Stream.synchronize"],
-        "asked for": 2,
-        "numbers": [0.0, 0.0],  # they have no memory
+        "requested": 2,
+        "numbers": [0.0, 0.0],  # fake tensors have no data
         "read": "two numbers",
     }
 
 
 def attention_of_grouped_heads():
-    """Attention to some of the keys and its backward, with repeating refused; the waits that it cost."""
+    """Run attention to a part of the keys and its backward. Fail if heads are repeated, and return the waits."""
 
     def refused(*_):
-        raise AssertionError("heads of keys were repeated")
+        raise AssertionError("key heads were repeated")
 
     with pytest.MonkeyPatch.context() as patch, pretending() as mode:
         patch.setattr(flash_attention, "repeat_heads", refused)
@@ -157,24 +159,24 @@ def attention_of_grouped_heads():
         return mode.waits
 
 
-def test_split_attention_repeats_no_heads_of_keys_on_an_accelerator():
+def test_split_attention_repeats_no_key_heads_on_an_accelerator():
     assert in_a_fork(attention_of_grouped_heads) == []
 
 
-def test_micro_batches_are_remembered_by_the_whole_of_which_they_are_rows(monkeypatch):
-    # the documents of a step on a device, and rows of it as a pipeline cuts them
+def test_host_copies_of_documents_are_found_for_row_slices(monkeypatch):
+    # documents of a step on a device, and the rows that a pipeline slices from them
     host = torch.arange(12).reshape(4, 3)
-    whole = torch.empty(4, 3, dtype=torch.int64, device="meta")
-    document_mask.remember(whole, host)
+    step_documents = torch.empty(4, 3, dtype=torch.int64, device="meta")
+    document_mask.remember(step_documents, host)
     for start, stop in ((0, 2), (1, 4), (3, 4)):
-        assert torch.equal(document_mask.on_host(whole[start:stop]), host[start:stop])
-    # other views are copied from the device, and the meta device has no numbers
-    for view in (whole[:, 1:], whole[::2], whole[:1].expand(4, -1)):
+        assert torch.equal(document_mask.on_host(step_documents[start:stop]), host[start:stop])
+    # other views would be copied from the device, and the meta device has no data
+    for view in (step_documents[:, 1:], step_documents[::2], step_documents[:1].expand(4, -1)):
         with pytest.raises(NotImplementedError):
             document_mask.on_host(view)
 
 
-def test_a_memory_snapshot_is_refused_where_no_allocator_writes_its_history():
+def test_memory_snapshot_is_rejected_without_an_allocator_history():
     from shardtrain.config.schema import Config, Profiling
 
     config = Config(profiling=Profiling(enable_memory_snapshot=True))

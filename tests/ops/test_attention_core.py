@@ -1,4 +1,4 @@
-"""The contract of an attention core: one that keeps it is accepted, and one that does not is named for what it does."""
+"""The contract of attention cores: a violation is reported with what the core does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS_FIRST = CoreCall(((1, N, T, H), (1, K, T, H), (1, K, T, H)), 0, True, Fals
 
 
 class User(nn.Module):
-    """A core written out, whose parts can be switched on; attributes are what it says of itself."""
+    """Reference core with optional features. Keyword arguments become the attributes that declare them."""
 
     def __init__(self, by: float = 0.0, cap: float = 0.0, slopes: bool = False, sees: int = 0, **more: Any) -> None:
         super().__init__()
@@ -41,12 +41,12 @@ class User(nn.Module):
         if self._slopes:
             slopes = torch.tensor(getattr(self, "alibi_slopes", SLOPES))
             scores = scores - slopes[:, None, None] * (place[:, None] - place)
-        seen = torch.ones(q.size(2), q.size(2), dtype=torch.bool)
-        seen = seen.tril() if self._causal else seen
-        seen = seen.triu(1 - self._window) if self._window else seen
+        visible = torch.ones(q.size(2), q.size(2), dtype=torch.bool)
+        visible = visible.tril() if self._causal else visible
+        visible = visible.triu(1 - self._window) if self._window else visible
         if documents_BT is not None and self._documents:
-            seen = (seen & (documents_BT[:, :, None] == documents_BT[:, None]))[:, None]
-        scores = scores.masked_fill(~seen, -1e9)
+            visible = (visible & (documents_BT[:, :, None] == documents_BT[:, None]))[:, None]
+        scores = scores.masked_fill(~visible, -1e9)
         if self._sink:
             scores = torch.cat((scores, torch.zeros_like(scores[..., :1])), -1)
         weights = F.dropout(scores.softmax(-1)[..., : q.size(2)], self._drop, self.training)
@@ -66,7 +66,7 @@ class Weighted(User):
 
 
 class Chunked(AttentionCore):
-    """Chunks that no attribute tells."""
+    """Core with undeclared chunks."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None) -> Tensor:  # type: ignore[override]
         chunks_BT = (torch.arange(q.size(1)) // 5).expand(q.size(0), -1)
@@ -83,7 +83,7 @@ KEPT: dict[str, tuple[nn.Module, CoreCall]] = {
     "all": (AttentionCore(7, 0.3, 4.0, SLOPES), GIVEN),
     "heads first": (User(heads_first=True), HEADS_FIRST),
     "chunks": (AttentionCore(chunk=5), GIVEN),
-    "chunks, a window and all": (AttentionCore(4, 0.3, 4.0, SLOPES, chunk=6), GIVEN),
+    "chunks, a window and all other features": (AttentionCore(4, 0.3, 4.0, SLOPES, chunk=6), GIVEN),
     "sinks": (SinkAttentionCore(), GIVEN),
     "sinks and a window": (SinkAttentionCore(5), GIVEN),
     "sinks and a soft cap": (SinkAttentionCore(0, 0.3, 4.0), GIVEN),
@@ -111,17 +111,17 @@ BROKEN: dict[str, tuple[nn.Module, CoreCall, str]] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_core_that_does_what_its_attributes_say_is_accepted(name: str) -> None:
-    module, given = KEPT[name]
-    assert attention_core.broken_when_split(module, given, seq_len=64) is None
-    assert attention_core.broken_when_heads_are_dealt(module, given) is None
+def test_core_that_follows_its_attributes_is_accepted(name: str) -> None:
+    module, call = KEPT[name]
+    assert attention_core.broken_when_split(module, call, seq_len=64) is None
+    assert attention_core.broken_when_heads_are_dealt(module, call) is None
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_a_core_does_beyond_its_attributes_is_named(name: str) -> None:
-    module, given, words = BROKEN[name]
-    broken = attention_core.broken_when_split(module, given, seq_len=64)
-    assert broken is not None and words in broken.rule and broken.fix, broken
+def test_undeclared_feature_of_a_core_is_named(name: str) -> None:
+    module, call, message = BROKEN[name]
+    broken = attention_core.broken_when_split(module, call, seq_len=64)
+    assert broken is not None and message in broken.rule and broken.fix, broken
 
 
 class NanForSomeHeads(AttentionCore):
@@ -132,17 +132,17 @@ class NanForSomeHeads(AttentionCore):
         return output if q.size(2) == 4 else output * float("nan")
 
 
-def test_a_core_that_returns_nan_for_some_heads_cannot_be_dealt() -> None:
+def test_core_that_returns_nan_for_some_heads_cannot_be_split() -> None:
     broken = attention_core.broken_when_heads_are_dealt(NanForSomeHeads(), GIVEN)
     assert broken is not None and "other values for some of its heads" in broken.rule
 
 
-def test_a_window_that_no_row_reaches_is_not_a_difference() -> None:
+def test_window_longer_than_the_rows_is_accepted() -> None:
     assert attention_core.broken_when_split(User(sees=40), GIVEN, seq_len=40) is None
 
 
-def test_heads_that_differ_by_more_than_their_slopes_cannot_be_dealt() -> None:
-    class FromCount(User):  # slopes of as many heads as there are, which are others for a part of them
+def test_heads_that_differ_by_more_than_their_slopes_cannot_be_split() -> None:
+    class FromCount(User):  # slopes that depend on the number of heads, so they change for a part of the heads
         def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None) -> Tensor:
             self.alibi_slopes = tuple(2.0 ** -(i + 1) / q.size(2) for i in range(q.size(2)))
             return super().forward(q, k, v, documents_BT)
@@ -153,7 +153,7 @@ def test_heads_that_differ_by_more_than_their_slopes_cannot_be_dealt() -> None:
     assert fixed is not None and "cannot be given half of its heads" in fixed.rule
 
 
-def test_key_heads_that_ranks_cannot_share_are_found_by_the_shapes() -> None:
+def test_indivisible_key_heads_are_detected_by_shapes() -> None:
     broken = attention_core.broken_number_of_heads(User(), GIVEN, 4)
     assert broken is not None and "2 key-value heads, which 4 ranks cannot share" in broken.rule
     assert attention_core.broken_number_of_heads(User(), GIVEN, 2) is None

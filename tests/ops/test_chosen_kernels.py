@@ -1,4 +1,4 @@
-"""Kernels are measured once per machine, remembered, and left out where a run asks for PyTorch's own."""
+"""CPU kernels are measured once per machine and cached. A run can disable them in favor of PyTorch's own."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from shardtrain.ops.cpu import kernel_speed, packed_linear
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(kernel_speed, "_PRESSURE", "/dev/null")  # whatever else this machine does now
+    monkeypatch.setattr(kernel_speed, "_PRESSURE", "/dev/null")  # ignore the current load of the machine
     return tmp_path / "home/shardtrain"
 
 
-def test_a_machine_measures_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_is_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = kernel_speed.remembered_or_measured()
     speeds = asdict(first)
     if not packed_linear.is_available(torch.bfloat16):
-        assert speeds.pop("packed_linear") == 0  # this processor packs no bfloat16 weights
+        assert speeds.pop("packed_linear") == 0  # this processor cannot pack bfloat16 weights
     assert all(speed > 0 for speed in speeds.values())
     monkeypatch.setattr(kernel_speed, "measure", lambda: pytest.fail("measured again"))
     assert kernel_speed.remembered_or_measured() == first
-    assert len(list(cache.iterdir())) == 1  # nothing temporary is left
+    assert len(list(cache.iterdir())) == 1  # no temporary files remain
 
 
-def test_what_was_measured_short_of_memory_is_measured_again_after_an_hour(
+def test_measurement_under_memory_pressure_is_repeated_after_an_hour(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pressure = tmp_path / "memory"
@@ -45,7 +45,7 @@ def test_what_was_measured_short_of_memory_is_measured_again_after_an_hour(
     monkeypatch.setattr(kernel_speed, "measure", lambda: slow)
     assert kernel_speed.remembered_or_measured() == slow
     monkeypatch.setattr(kernel_speed, "measure", lambda: fast)
-    assert kernel_speed.remembered_or_measured() == slow, "runs of one hour have one choice"
+    assert kernel_speed.remembered_or_measured() == slow, "all runs within an hour use the same choice"
 
     (path,) = cache.iterdir()
     os.utime(path, (time.time() - 3700, time.time() - 3700))
@@ -53,11 +53,11 @@ def test_what_was_measured_short_of_memory_is_measured_again_after_an_hour(
     assert kernel_speed.remembered_or_measured() == fast
     os.utime(path, (0, 0))
     monkeypatch.setattr(kernel_speed, "measure", lambda: pytest.fail("measured again"))
-    assert kernel_speed.remembered_or_measured() == fast, "and this one is kept for good"
+    assert kernel_speed.remembered_or_measured() == fast, "this measurement is kept permanently"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"another": 2.0}', '{"onednn_linear": "fast"}'])
-def test_a_damaged_file_is_measured_again_and_replaced(cache: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_cache_file_is_replaced(cache: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
     kernel_speed.remembered_or_measured()
     (path,) = cache.iterdir()
@@ -66,21 +66,21 @@ def test_a_damaged_file_is_measured_again_and_replaced(cache: Path, text: str, m
     assert json.loads(path.read_text()) == asdict(Kernels(onednn_linear=2.0, blocked_attention=3.0))
 
 
-def test_a_home_that_cannot_be_written_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_home_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
     assert kernel_speed.remembered_or_measured() == Kernels(onednn_linear=2.0, blocked_attention=3.0)
 
 
-def test_a_kernel_is_taken_where_it_is_clearly_faster() -> None:
+def test_kernel_is_used_if_clearly_faster() -> None:
     kernels = Kernels(onednn_linear=1.04, blocked_attention=1.8)
     assert not kernels.uses("onednn_linear") and kernels.uses("blocked_attention")
     assert kernels.describe() == "CPU kernels: attention in bfloat16 by blocks (1.8 x as fast)"
     assert "none here is faster" in chosen_kernels.PYTORCH.describe()
 
 
-def test_a_kernel_that_fails_is_reported_when_measured_and_at_each_start(
+def test_failing_kernel_is_logged_when_measured_and_at_each_start(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing(*_: object) -> None:
@@ -89,14 +89,14 @@ def test_a_kernel_that_fails_is_reported_when_measured_and_at_each_start(
     monkeypatch.setattr("shardtrain.ops.cpu.blocked_attention.attend", missing)
     monkeypatch.setattr(logging.getLogger("shardtrain"), "propagate", True)
     with caplog.at_level("WARNING"):
-        found = kernel_speed.remembered_or_measured()
-    assert found.blocked_attention == chosen_kernels.FAILED and not found.uses("blocked_attention")
+        speeds = kernel_speed.remembered_or_measured()
+    assert speeds.blocked_attention == chosen_kernels.FAILED and not speeds.uses("blocked_attention")
     assert [record.message for record in caplog.records] == [
         f"CPU kernels: attention in {name} by blocks failed (RuntimeError: no such kernel); PyTorch's own is used"
         for name in ("bfloat16", "float32 with narrow heads", "float32 with wide heads")
     ]
     again = kernel_speed.remembered_or_measured()
-    assert again == found
+    assert again == speeds
     assert again.describe().endswith(
         "; failed when measured, so PyTorch's own: "
         "attention in bfloat16 by blocks, attention in float32 with narrow heads by blocks, "

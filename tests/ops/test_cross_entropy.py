@@ -1,4 +1,4 @@
-"""Laws of the loss: a sum over targets in float32, equal to a float64 reference, split or in chunks or neither."""
+"""Cross-entropy: a sum over targets in float32 that matches a float64 reference, with any split or chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardtrain.distributed.tensor_parallel.split_vocabulary import SplitVocabul
 from shardtrain.ops import cross_entropy, split_cross_entropy
 from shardtrain.ops.cross_entropy import IGNORE, cross_entropy_sum
 
-# the loss is summed in float32: 1e-6 of its size; a gradient is rounded once to the type of the logits
+# the loss is summed in float32, to a relative 1e-6; gradients are rounded once to the dtype of the logits
 GRADIENT_ATOL = {torch.float32: 1e-7, torch.bfloat16: 2**-9, torch.float16: 2**-12}
 
 
@@ -30,7 +30,7 @@ def example(dtype=torch.float32, batch: int = 2, tokens: int = 9, vocab: int = 1
 
 
 def float64_reference(logits: Tensor, targets: Tensor, weight: float = 1.0) -> tuple[float, Tensor]:
-    """Loss sum and gradient, token by token, by the definition."""
+    """Return the loss sum and its gradient by the definition, token by token."""
     logits = logits.double()
     total, gradient = 0.0, torch.zeros_like(logits)
     for place in torch.cartesian_prod(*(torch.arange(size) for size in targets.shape)).tolist():
@@ -54,8 +54,8 @@ def value_and_gradient(logits: Tensor, targets: Tensor, *args, **keywords) -> tu
 
 @pytest.mark.parametrize("dtype", GRADIENT_ATOL)
 @pytest.mark.parametrize("chunk_numel", [1, 17, 40, 17 * 6, 17 * 18, 1 << 24])
-def test_loss_and_gradient_equal_the_float64_reference(dtype, chunk_numel: int, monkeypatch) -> None:
-    # from one token a chunk to all of them, even and not
+def test_loss_and_gradient_match_the_float64_reference(dtype, chunk_numel: int, monkeypatch) -> None:
+    # from one token per chunk to all tokens, also uneven
     monkeypatch.setattr(cross_entropy, "CPU_CHUNK_NUMEL", chunk_numel)
     logits, targets = example(dtype)
     loss, gradient = value_and_gradient(logits, targets)
@@ -66,23 +66,23 @@ def test_loss_and_gradient_equal_the_float64_reference(dtype, chunk_numel: int, 
     torch.testing.assert_close(gradient.double(), expected_gradient, atol=GRADIENT_ATOL[dtype], rtol=2**-8)
 
 
-def test_the_loss_is_pytorchs_own() -> None:
+def test_loss_matches_pytorch() -> None:
     logits, targets = example()
-    theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    torch.testing.assert_close(cross_entropy_sum(logits, targets), theirs, rtol=1e-6, atol=0)
+    reference = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(cross_entropy_sum(logits, targets), reference, rtol=1e-6, atol=0)
 
 
-def test_ignored_targets_give_neither_loss_nor_gradient() -> None:
+def test_ignored_targets_have_no_loss_and_no_gradient() -> None:
     logits, targets = example()
     loss, gradient = value_and_gradient(logits, targets)
     assert torch.equal(gradient[targets == IGNORE], torch.zeros_like(gradient[targets == IGNORE]))
-    kept = targets != IGNORE
-    alone, _ = value_and_gradient(logits[kept][None], targets[kept][None])
+    is_target = targets != IGNORE
+    alone, _ = value_and_gradient(logits[is_target][None], targets[is_target][None])
     torch.testing.assert_close(loss, alone, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
-def test_a_batch_of_ignored_targets_alone_is_zero_not_nan(scale: float) -> None:
+def test_batch_of_only_ignored_targets_is_zero_and_not_nan(scale: float) -> None:
     logits, targets = example(torch.bfloat16)
     loss, gradient = value_and_gradient(logits * scale, torch.full_like(targets, IGNORE), 1.0)
     assert loss.item() == 0.0
@@ -90,7 +90,7 @@ def test_a_batch_of_ignored_targets_alone_is_zero_not_nan(scale: float) -> None:
 
 
 @pytest.mark.parametrize("weight", [0.25, torch.tensor(1 / 4096), 65536.0 / 4096])
-def test_the_weight_scales_loss_and_gradient(weight) -> None:
+def test_weight_scales_loss_and_gradient(weight) -> None:
     logits, targets = example()
     loss, gradient = value_and_gradient(logits, targets, weight)
     expected, expected_gradient = float64_reference(logits, targets, float(weight))
@@ -98,9 +98,9 @@ def test_the_weight_scales_loss_and_gradient(weight) -> None:
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6 * float(weight))
 
 
-def test_the_weight_meets_the_gradient_before_it_is_rounded() -> None:
-    """In float16 a gradient of 1e-6 times a loss scale survives, and would be lost if it were rounded first."""
-    logits = torch.zeros(1, 1, 60_000, dtype=torch.float16)  # each probability is 1.7e-5, coarse in float16
+def test_gradient_is_weighted_before_rounding() -> None:
+    """In float16, a gradient of 1e-6 survives if it is multiplied by the loss scale before rounding."""
+    logits = torch.zeros(1, 1, 60_000, dtype=torch.float16)  # probabilities are 1.7e-5, imprecise in float16
     targets = torch.zeros(1, 1, dtype=torch.int64)
     _, gradient = value_and_gradient(logits, targets, 65536.0 / 2)
     assert gradient[0, 0, 1].item() == pytest.approx(32768 / 60_000, rel=2**-11)
@@ -112,14 +112,14 @@ def test_huge_logits_do_not_overflow() -> None:
     assert loss.item() == 0.0 and torch.isfinite(gradient).all()
 
 
-def test_a_target_beyond_the_vocabulary_is_an_error() -> None:
+def test_target_outside_the_vocabulary_is_an_error() -> None:
     logits, targets = example(ignored=False)
     targets[0, 0] = logits.size(-1)
     with pytest.raises((RuntimeError, IndexError)):
         cross_entropy_sum(logits, targets)
 
 
-def test_without_gradients_nothing_is_kept() -> None:
+def test_nothing_is_saved_without_gradients() -> None:
     logits, targets = example()
     with torch.no_grad():
         loss = cross_entropy_sum(logits, targets)
@@ -127,7 +127,7 @@ def test_without_gradients_nothing_is_kept() -> None:
     assert loss.item() == pytest.approx(float64_reference(logits, targets)[0], rel=1e-6)
 
 
-def test_a_second_backward_is_an_error_and_not_a_wrong_gradient() -> None:
+def test_second_backward_is_an_error() -> None:
     logits, targets = example()
     loss = cross_entropy_sum(logits.requires_grad_(), targets, 0.5)
     loss.backward(torch.tensor(3.0), retain_graph=True)
@@ -135,20 +135,20 @@ def test_a_second_backward_is_an_error_and_not_a_wrong_gradient() -> None:
         loss.backward()
 
 
-def test_a_function_for_chunks_replaces_ours() -> None:
+def test_custom_chunk_function_is_used() -> None:
     logits, targets = example()
-    seen = []
+    chunk_sizes = []
 
     def chunk(logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(targets_n.numel())
+        chunk_sizes.append(targets_n.numel())
         return torch.ones(()), torch.full(logits_nV.shape, 2.0) * weight
 
     loss, gradient = value_and_gradient(logits, targets, 0.5, chunk=chunk)
-    assert seen == [18] and loss.item() == 0.5 and torch.equal(gradient, torch.ones_like(logits))
+    assert chunk_sizes == [18] and loss.item() == 0.5 and torch.equal(gradient, torch.ones_like(logits))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_compiled_is_what_is_not(dtype: torch.dtype) -> None:
+def test_compiled_loss_matches_eager(dtype: torch.dtype) -> None:
     logits, targets = (example()[0] * 5).to(dtype), example()[1]
     assert (targets == IGNORE).any()
     logits_NV, targets_N, weight = logits.flatten(0, -2), targets.flatten(), torch.tensor(0.3)
@@ -159,7 +159,7 @@ def test_what_is_compiled_is_what_is_not(dtype: torch.dtype) -> None:
 
 
 class LargestFloat32(TorchDispatchMode):
-    """Remembers the size of the largest float32 result of any operation."""
+    """Record the size of the largest float32 result of any operation."""
 
     numel = 0
 
@@ -174,18 +174,18 @@ class LargestFloat32(TorchDispatchMode):
 def test_no_float32_copy_of_all_logits_exists(monkeypatch) -> None:
     monkeypatch.setattr(cross_entropy, "CPU_CHUNK_NUMEL", 17 * 3)
     logits, targets = example(torch.bfloat16, tokens=30)
-    kept = []
+    kept_bytes = []
     with (
         LargestFloat32() as largest,
-        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept_bytes.append(t) or t, lambda t: t),
     ):
         cross_entropy_sum(logits.requires_grad_(), targets).backward()
     assert 0 < largest.numel <= 17 * 3
-    assert [(tensor.dtype, tensor.numel()) for tensor in kept] == [(torch.bfloat16, logits.numel())]
+    assert [(tensor.dtype, tensor.numel()) for tensor in kept_bytes] == [(torch.bfloat16, logits.numel())]
 
 
 class CountCollectives(TorchDispatchMode):
-    """How many collectives are begun."""
+    """Count collectives."""
 
     count = 0
 
@@ -207,19 +207,19 @@ def _count_collectives(rank: int) -> list[int]:
     return counts
 
 
-def test_a_split_loss_is_one_collective_however_many_chunks() -> None:
+def test_split_loss_takes_one_collective_for_any_number_of_chunks() -> None:
     assert run_ranks(2, _count_collectives) == [[1, 1]] * 2
 
 
 def _check_split(rank: int, num_ranks: int) -> None:
     config = tiny_config(parallelism={"tensor_parallel_degree": num_ranks})
     mesh = distributed.build(config, World(rank, num_ranks, rank, torch.device("cpu")))
-    for vocab in (12, 7, 17, 3, 4):  # 4 over 3 ranks: the last has none
+    for vocab in (12, 7, 17, 3, 4):  # with 4 on 3 ranks, the last rank has none
         vocabulary = SplitVocabulary(mesh, vocab)
         columns = slice(vocabulary.offset, min(vocab, vocabulary.offset + -(-vocab // num_ranks)))
-        # ranks of fewer columns take more tokens a chunk; exponentials are kept for the gradient, or computed again
-        for chunk_numel, kept in ((12, 0), (31, 1 << 24), (1 << 24, 0)):
-            cross_entropy.CPU_CHUNK_NUMEL, split_cross_entropy.MOST_KEPT_NUMEL = chunk_numel, kept
+        # ranks with fewer columns process more tokens per chunk; exponentials are saved for backward, or recomputed
+        for chunk_numel, kept_numel in ((12, 0), (31, 1 << 24), (1 << 24, 0)):
+            cross_entropy.CPU_CHUNK_NUMEL, split_cross_entropy.MOST_KEPT_NUMEL = chunk_numel, kept_numel
             for dtype, atol in GRADIENT_ATOL.items():
                 logits, targets = example(dtype, vocab=vocab)
                 expected, expected_gradient = float64_reference(logits, targets, 0.5)
@@ -232,5 +232,5 @@ def _check_split(rank: int, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_split_vocabulary_gives_the_loss_and_gradient_of_the_whole(num_ranks: int) -> None:
+def test_split_vocabulary_has_the_loss_and_gradient_of_the_full_one(num_ranks: int) -> None:
     run_ranks(num_ranks, _check_split, num_ranks)

@@ -1,4 +1,4 @@
-"""The loss of a student and its gradient are those of the formulas in float64, for columns whole and split."""
+"""The distillation loss and its gradient match float64 formulas, for full and split vocabularies."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MIXES = {
     "forward_kl": Mix(0.5, 1.0, "forward_kl", 0.5),
     "forward_kl, warm": Mix(0.9, 2.5, "forward_kl", 0.5),
     "reverse_kl": Mix(0.3, 1.0, "reverse_kl", 0.5),
-    "reverse_kl, cold, alone": Mix(1.0, 0.7, "reverse_kl", 0.5),
+    "reverse_kl, cold, without cross-entropy": Mix(1.0, 0.7, "reverse_kl", 0.5),
     "jsd": Mix(0.5, 1.0, "jsd", 0.5),
     "jsd, warm, uneven": Mix(0.6, 3.0, "jsd", 0.1),
 }
 
 
 def batch(columns: int = 24, teacher_columns: int = 24) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of both and targets (2, 7), of which some are not learned."""
+    """Return logits of student and teacher, and targets (2, 7), some of which are ignored."""
     generator = torch.Generator().manual_seed(0)
     logits_BTV = 3 * torch.randn(2, 7, columns, generator=generator)
     teacher_BTV = 3 * torch.randn(2, 7, teacher_columns, generator=generator)
@@ -35,14 +35,14 @@ def batch(columns: int = 24, teacher_columns: int = 24) -> tuple[Tensor, Tensor,
 
 
 def by_formula(logits_BTV: Tensor, teacher_BTV: Tensor, targets_BT: Tensor, mix: Mix) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum, cross-entropy's and the divergence's, in float64, as a book writes them."""
+    """Return the total loss, the cross-entropy and the divergence in float64, by their formulas."""
     loss = divergence = torch.zeros((), dtype=torch.float64)
-    both = min(logits_BTV.size(-1), teacher_BTV.size(-1))
+    shared_columns = min(logits_BTV.size(-1), teacher_BTV.size(-1))
     for s_V, t_V, target in zip(logits_BTV.flatten(0, 1), teacher_BTV.flatten(0, 1), targets_BT.flatten(), strict=True):
         if target == IGNORE:
             continue
         loss = loss - s_V.softmax(0)[target].log()
-        q_V, p_V = ((x[:both] / mix.temperature).softmax(0) for x in (s_V, t_V))
+        q_V, p_V = ((x[:shared_columns] / mix.temperature).softmax(0) for x in (s_V, t_V))
 
         def kl(a_V: Tensor, b_V: Tensor) -> Tensor:
             return (a_V * (a_V / b_V).log()).sum()
@@ -56,91 +56,93 @@ def by_formula(logits_BTV: Tensor, teacher_BTV: Tensor, targets_BT: Tensor, mix:
                 "jsd": lambda p=p_V, q=q_V, m=m_V: mix.jsd_beta * kl(p, m) + (1 - mix.jsd_beta) * kl(q, m),
             }[mix.divergence]()
         )
-    whole = (1 - mix.ratio) * loss + mix.ratio * mix.temperature**2 * divergence
-    return whole, loss.detach(), divergence.detach()
+    total = (1 - mix.ratio) * loss + mix.ratio * mix.temperature**2 * divergence
+    return total, loss.detach(), divergence.detach()
 
 
 def assert_by_formula(mix: Mix, columns: int, teacher_columns: int, weight: float = 0.125) -> None:
     logits_BTV, teacher_BTV, targets_BT = batch(columns, teacher_columns)
     given_BTV = logits_BTV.clone().requires_grad_()
-    found, sums_2 = distillation_sum(given_BTV, teacher_BTV, targets_BT, mix, weight)
-    found.backward()
+    total, sums_2 = distillation_sum(given_BTV, teacher_BTV, targets_BT, mix, weight)
+    total.backward()
     exact_BTV = logits_BTV.double().requires_grad_()
     expected, loss, divergence = by_formula(exact_BTV, teacher_BTV.double(), targets_BT, mix)
     (weight * expected).backward()
-    # float32 within a token, of terms up to 10
-    torch.testing.assert_close(found.double(), (weight * expected).detach(), rtol=2e-6, atol=0)
+    # float32 per token, with terms up to 10
+    torch.testing.assert_close(total.double(), (weight * expected).detach(), rtol=2e-6, atol=0)
     torch.testing.assert_close(sums_2, torch.stack((loss, divergence)), rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(given_BTV.grad.double(), exact_BTV.grad, rtol=0, atol=1e-6)
-    assert not given_BTV.grad[targets_BT == IGNORE].any(), "what is not learned has no gradient"
+    assert not given_BTV.grad[targets_BT == IGNORE].any(), "ignored targets must have no gradient"
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_loss_and_gradient_are_those_of_the_formulas(name: str) -> None:
+def test_loss_and_gradient_match_the_formulas(name: str) -> None:
     assert_by_formula(MIXES[name], 24, 24)
 
 
 @pytest.mark.parametrize("columns", [(24, 30), (30, 24)])
-def test_rows_that_one_of_the_two_lacks_are_in_neither_distribution(columns: tuple[int, int]) -> None:
+def test_vocabulary_rows_missing_in_one_model_are_excluded(columns: tuple[int, int]) -> None:
     for mix in MIXES.values():
         assert_by_formula(mix, *columns)
 
 
-def test_a_teacher_that_is_the_student_diverges_by_nothing() -> None:
+def test_identical_teacher_has_no_divergence() -> None:
     logits_BTV, _, targets_BT = batch()
     for name in ("forward_kl", "reverse_kl", "jsd"):
         given_BTV = logits_BTV.clone().requires_grad_()
-        found, _ = distillation_sum(given_BTV, logits_BTV, targets_BT, Mix(1.0, 2.0, name, 0.3))
-        found.backward()
-        assert abs(found.item()) < 1e-5 and float(given_BTV.grad.abs().max()) < 1e-6
+        total, _ = distillation_sum(given_BTV, logits_BTV, targets_BT, Mix(1.0, 2.0, name, 0.3))
+        total.backward()
+        assert abs(total.item()) < 1e-5 and float(given_BTV.grad.abs().max()) < 1e-6
 
 
-def test_tokens_that_a_teacher_never_gives_cost_no_number() -> None:
+def test_tokens_with_teacher_probability_0_keep_the_loss_finite() -> None:
     logits_BTV, teacher_BTV, targets_BT = batch()
     teacher_BTV[..., 20:] = -math.inf
     for name in ("forward_kl", "jsd"):
         given_BTV = logits_BTV.clone().requires_grad_()
-        found, _ = distillation_sum(given_BTV, teacher_BTV, targets_BT, Mix(0.5, 1.0, name, 0.3))
-        found.backward()
-        assert math.isfinite(found.item()) and bool(given_BTV.grad.isfinite().all())
+        total, _ = distillation_sum(given_BTV, teacher_BTV, targets_BT, Mix(0.5, 1.0, name, 0.3))
+        total.backward()
+        assert math.isfinite(total.item()) and bool(given_BTV.grad.isfinite().all())
 
 
 def test_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     mix, (logits_BTV, teacher_BTV, targets_BT) = MIXES["jsd, warm, uneven"], batch()
-    whole, sums_2 = distillation_sum(logits_BTV, teacher_BTV, targets_BT, mix)
+    expected, sums_2 = distillation_sum(logits_BTV, teacher_BTV, targets_BT, mix)
     monkeypatch.setattr("shardtrain.ops.distillation_loss.CHUNK_NUMEL", 24 * 3)
     parts, chunked_2 = distillation_sum(logits_BTV, teacher_BTV, targets_BT, mix)
-    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
+    torch.testing.assert_close(parts, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(chunked_2, sums_2, rtol=1e-6, atol=0)
 
 
 def split(rank: int) -> list[tuple[float, Tensor, Tensor]]:
-    """Each mix on this rank's columns: 25 over two ranks, so that one has a column more."""
+    """Compute each mix on this rank's columns: 25 columns on two ranks, so uneven."""
     from shardtrain.config.schema import Config, Parallelism
     from shardtrain.distributed.process_group import World
 
     config = Config(parallelism=Parallelism(tensor_parallel_degree=2))
-    mesh, found = meshes.build(config, World(rank, 2, rank, torch.device("cpu"))), []
+    mesh, results = meshes.build(config, World(rank, 2, rank, torch.device("cpu"))), []
     vocabulary = SplitVocabulary(mesh, 25)
     for mix in MIXES.values():
         logits_BTV, teacher_BTV, targets_BT = batch(25, 25)
-        own = slice(vocabulary.offset, vocabulary.offset + vocabulary.columns)
-        given_BTv = logits_BTV[..., own].clone().requires_grad_()
-        loss, sums_2 = distillation_sum(given_BTv, teacher_BTV[..., own], targets_BT, mix, 0.125, vocabulary)
+        columns_of_rank = slice(vocabulary.offset, vocabulary.offset + vocabulary.columns)
+        given_BTv = logits_BTV[..., columns_of_rank].clone().requires_grad_()
+        loss, sums_2 = distillation_sum(
+            given_BTv, teacher_BTV[..., columns_of_rank], targets_BT, mix, 0.125, vocabulary
+        )
         loss.backward()
-        found.append((float(loss), sums_2, given_BTv.grad))
-    return found
+        results.append((float(loss), sums_2, given_BTv.grad))
+    return results
 
 
-def test_columns_split_over_ranks_change_no_number() -> None:
+def test_split_columns_change_no_number() -> None:
     ranks = run_ranks(2, split)
     for mix, *parts in zip(MIXES.values(), *ranks, strict=True):
         logits_BTV, teacher_BTV, targets_BT = batch(25, 25)
         logits_BTV.requires_grad_()
-        whole, sums_2 = distillation_sum(logits_BTV, teacher_BTV, targets_BT, mix, 0.125)
-        whole.backward()
+        expected, sums_2 = distillation_sum(logits_BTV, teacher_BTV, targets_BT, mix, 0.125)
+        expected.backward()
         for loss, sums, _ in parts:
-            assert loss == pytest.approx(float(whole), rel=2e-6)
+            assert loss == pytest.approx(float(expected), rel=2e-6)
             torch.testing.assert_close(sums, sums_2, rtol=2e-6, atol=1e-6)
         gradient_BTV = torch.cat([gradient for _, _, gradient in parts], -1)
         torch.testing.assert_close(gradient_BTV, logits_BTV.grad, rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Attention within documents, on one device: equal to attention written out in float64, for any cut of a row."""
+"""Attention within documents on one device matches a float64 reference, for any document boundaries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inputs(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tens
 
 
 def numbers(cuts: list[set[int]], gap: int = 1) -> Tensor:
-    """Documents of rows that are cut before the given tokens; their numbers are ``gap`` apart."""
+    """Return ids of documents that begin at the given tokens of each row. Ids are ``gap`` apart."""
     begins = torch.zeros(len(cuts), T, dtype=torch.int64)
     for row, places in enumerate(cuts):
         begins[row, sorted(places)] = gap
@@ -36,41 +36,41 @@ def numbers(cuts: list[set[int]], gap: int = 1) -> Tensor:
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor) -> Tensor:
-    """Causal grouped attention within documents, written out in float64."""
+    """Reference: causal grouped-query attention within documents, in float64."""
     q, k, v = q.double(), k.double().repeat_interleave(N // K, 2), v.double().repeat_interleave(N // K, 2)
     scores = torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.size(-1))
-    seen = (documents_BT[:, :, None] == documents_BT[:, None, :]) & torch.ones(T, T, dtype=torch.bool).tril()
-    return torch.einsum("bnts,bsnh->btnh", scores.masked_fill(~seen[:, None], -math.inf).softmax(-1), v)
+    visible = (documents_BT[:, :, None] == documents_BT[:, None, :]) & torch.ones(T, T, dtype=torch.bool).tril()
+    return torch.einsum("bnts,bsnh->btnh", scores.masked_fill(~visible[:, None], -math.inf).softmax(-1), v)
 
 
 def largest_errors(function: Callable[..., Tensor], documents_BT: Tensor, parts: list[Tensor]) -> list[float]:
-    *whole, gradient = parts
-    exact = [x.detach().cpu().double().requires_grad_() for x in whole]
+    *attention_inputs, gradient = parts
+    exact = [x.detach().cpu().double().requires_grad_() for x in attention_inputs]
     expected = by_hand(*exact, documents_BT.cpu())
     expected.backward(gradient.cpu().double())
-    leaves = [x.clone().requires_grad_() for x in whole]
+    leaves = [x.clone().requires_grad_() for x in attention_inputs]
     out = function(*leaves, documents_BT)
     out.backward(gradient)
-    pairs = [(out, expected), *((mine.grad, theirs.grad) for mine, theirs in zip(leaves, exact, strict=True))]
-    assert all(mine.dtype == gradient.dtype for mine, _ in pairs)
-    return [float((mine.detach().cpu().double() - theirs.detach()).abs().max()) for mine, theirs in pairs]
+    pairs = [(out, expected), *((actual.grad, target.grad) for actual, target in zip(leaves, exact, strict=True))]
+    assert all(actual.dtype == gradient.dtype for actual, _ in pairs)
+    return [float((actual.detach().cpu().double() - target.detach()).abs().max()) for actual, target in pairs]
 
 
 @settings(max_examples=40, derandomize=True)
 @given(CUTS, st.integers(1, 3), st.sampled_from([document_mask.attention, document_mask.masked_attention]))
-def test_attention_within_documents_equals_attention_written_out(cuts, gap, function) -> None:
-    # values and gradients are about one; float32 keeps 1e-7
+def test_attention_within_documents_matches_the_reference(cuts, gap, function) -> None:
+    # values and gradients are about 1; float32 has a precision of 1e-7
     assert max(largest_errors(function, numbers(cuts, gap), inputs())) < 2e-6
 
 
-def test_a_mask_is_made_for_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_created_for_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_mask, "_QUERIES_AT_ONCE", 7)
     assert max(largest_errors(document_mask.masked_attention, numbers([{5, 9}, {7, 14}]), inputs())) < 2e-6
 
 
 @settings(max_examples=20, derandomize=True)
 @given(CUTS, st.integers(0, 9), st.sampled_from([0, 1, 5, 9, 40]))
-def test_chunks_are_documents_of_their_own(cuts, chunk, window) -> None:
+def test_chunks_are_separate_documents(cuts, chunk, window) -> None:
     documents_BT, (q, k, v, _) = numbers(cuts, 3), inputs()
     cut_BT = document_mask.chunked(documents_BT, chunk, (B, T), q.device)
     whole_BT = document_mask.chunked(None, chunk, (B, T), q.device)
@@ -88,41 +88,41 @@ def test_chunks_are_documents_of_their_own(cuts, chunk, window) -> None:
 
 @settings(max_examples=20, derandomize=True)
 @given(CUTS, st.sampled_from([0, 1, 5, 40]), st.sampled_from([-30.0, 0.0, 2.0, 30.0]))
-def test_attention_with_sinks_equals_attention_written_out(cuts, window, level) -> None:
-    """Forward and all gradients, of weak sinks, usual ones, and some that take nearly everything."""
+def test_attention_with_sinks_matches_the_reference(cuts, window, level) -> None:
+    """Forward and all gradients, for weak, typical and dominant sinks."""
     documents_BT, (q, k, v, gradient) = numbers(cuts), inputs()
     sinks_N = torch.linspace(-1.0, 1.0, N) + level
     exact = [x.double().requires_grad_() for x in (q, k, v, sinks_N)]
-    mine = [x.clone().requires_grad_() for x in (q, k, v, sinks_N)]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks_N)]
     expected = scores.attention(*exact[:3], documents_BT, window, scores.PLAIN, exact[3])
-    found = document_mask.attention(*mine[:3], documents_BT, window, None, mine[3])
+    out = document_mask.attention(*leaves[:3], documents_BT, window, None, leaves[3])
     expected.backward(gradient.double())
-    found.backward(gradient)
-    pairs = [(found, expected), *((a.grad, b.grad) for a, b in zip(mine, exact, strict=True))]
-    # gradients of sinks are sums of B T numbers of about one
+    out.backward(gradient)
+    pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(leaves, exact, strict=True))]
+    # gradients of sinks are sums of B T numbers of about 1
     assert max(float((a.detach().double() - b.detach()).abs().max()) for a, b in pairs) < 1e-5
 
 
-def test_a_sink_that_scores_nothing_leaves_attention_as_it_is() -> None:
+def test_negligible_sink_does_not_change_attention() -> None:
     documents_BT, (q, k, v, _) = numbers([{3}, {9}]), inputs()
-    found = document_mask.attention(q, k, v, documents_BT, sinks_N=torch.full((N,), -200.0))
-    torch.testing.assert_close(found, document_mask.attention(q, k, v, documents_BT), rtol=0, atol=0)
+    with_sinks = document_mask.attention(q, k, v, documents_BT, sinks_N=torch.full((N,), -200.0))
+    torch.testing.assert_close(with_sinks, document_mask.attention(q, k, v, documents_BT), rtol=0, atol=0)
 
 
-def test_bfloat16_loses_no_more_than_the_type_does() -> None:
+def test_bfloat16_has_its_usual_precision() -> None:
     errors = largest_errors(document_mask.attention, numbers([{1, 9}, {12}]), inputs(torch.bfloat16))
-    assert max(errors) < 6e-2  # 2^-8 of values up to about 4
+    assert max(errors) < 6e-2  # 2^-8 relative to values up to about 4
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 6e-2), (torch.float16, 1e-2), (torch.float32, 1e-4)])
-def test_cuda_has_the_same_attention_within_documents(dtype: torch.dtype, tolerance: float) -> None:
+def test_cuda_matches_attention_within_documents(dtype: torch.dtype, tolerance: float) -> None:
     for cuts in ([set(), set()], [{1, 2, 9}, {12}], [set(range(1, T)), {23}]):
         parts = inputs(dtype, "cuda")
         assert max(largest_errors(document_mask.attention, numbers(cuts).cuda(), parts)) < tolerance
 
 
-def test_a_compiled_function_gives_the_same() -> None:
+def test_compiled_function_matches_eager() -> None:
     documents_BT, (q, k, v, gradient) = numbers([{3, 4}, {20}]), inputs()
 
     def weighed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -135,11 +135,11 @@ def test_a_compiled_function_gives_the_same() -> None:
         out = function(*leaves)
         out.sum().backward()
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
+    for compiled_value, eager_value in zip(*results, strict=True):
+        assert torch.equal(compiled_value, eager_value)
 
 
-def test_tensors_without_data_pass_through_forward_and_backward() -> None:
+def test_meta_tensors_pass_through_forward_and_backward() -> None:
     with FakeTensorMode():
         q, k, v = (torch.randn(B, T, heads, H, requires_grad=True) for heads in (N, K, K))
         out = document_mask.attention(q, k, v, torch.zeros(B, T, dtype=torch.int64))
@@ -148,35 +148,35 @@ def test_tensors_without_data_pass_through_forward_and_backward() -> None:
         assert (q.grad.shape, k.grad.shape) == (q.shape, k.shape)
 
 
-def test_a_token_moves_its_own_document_alone() -> None:
+def test_token_affects_only_its_own_document() -> None:
     documents_BT, (q, k, v, _) = numbers([{10, 15}, {1}]), inputs()
-    other = k.clone()
-    other[0, 11] += 1
-    moved = (document_mask.attention(q, other, v, documents_BT) != document_mask.attention(q, k, v, documents_BT)).any(
-        -1
-    )
+    changed = k.clone()
+    changed[0, 11] += 1
+    moved = (
+        document_mask.attention(q, changed, v, documents_BT) != document_mask.attention(q, k, v, documents_BT)
+    ).any(-1)
     assert moved.any(-1).nonzero().tolist() == [[0, t] for t in range(11, 15)]
 
 
 @pytest.mark.parametrize("bad", [[0, 0, 1, 0], [2, 1, 1, 1]])
-def test_numbers_that_do_not_ascend_are_refused(bad: list[int]) -> None:
+def test_document_ids_that_do_not_ascend_are_rejected(bad: list[int]) -> None:
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(ValueError, match="documents_BT must ascend"):
         document_mask.attention(q, q, q, torch.tensor([bad]))
 
 
-def test_ragged_tells_each_beginning_once_and_never_joins_rows() -> None:
+def test_ragged_lists_each_beginning_once_and_never_joins_rows() -> None:
     documents_BT = numbers([{3, 4}, set()])
-    documents_BT[1] = documents_BT[0, -1]  # the second row begins with the number that the first ends with
+    documents_BT[1] = documents_BT[0, -1]  # the second row begins with the last id of the first
     starts, longest = document_mask.ragged(documents_BT)
     assert starts.tolist() == [0, 3, 4, T, 2 * T]
     assert (starts.dtype, longest) == (torch.int32, T)
 
 
-def test_numbers_on_a_device_are_read_where_the_batch_came_from() -> None:
+def test_document_ids_on_a_device_are_read_from_the_host_copy() -> None:
     documents_BT = numbers([{3}, {4}])
     batch = Batch(documents_BT, documents_BT, documents_BT, torch.arange(B), documents_BT)
-    moved = batch.to("meta")  # a device from which nothing can be read
+    moved = batch.to("meta")  # a device whose data cannot be read
     assert moved.documents_BT is not None
     assert document_mask.on_host(moved.documents_BT) is documents_BT
     assert document_mask.on_host(documents_BT) is documents_BT

@@ -1,4 +1,4 @@
-"""Laws of shards: the slices of all ranks lie where DTensor put them and cover a tensor, divisible or not."""
+"""Local slices of DTensors: they match DTensor's placement and cover the tensor, for even and uneven sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardtrain.ops.dtensor import local_slices, local_tensor, sharded_dim, split_axes, squared_norm, to_full
 
 
-def test_a_plain_tensor_is_its_own_whole_part() -> None:
+def test_plain_tensor_is_one_full_slice() -> None:
     tensor = torch.arange(6.0).view(2, 3)
     assert local_tensor(tensor) is tensor and to_full(tensor) is tensor
     assert split_axes(tensor) == ()
@@ -29,7 +29,7 @@ def test_only_shards_split_a_dimension() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_squared_norm_is_that_of_all_tensors_together(dtype) -> None:
+def test_squared_norm_covers_all_tensors(dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 4), (5,), (0, 2), (100, 7)]
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -48,7 +48,7 @@ def _check_dtensors(rank: int) -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     flat = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
     for shape in ((61, 7), (8, 8), (2, 3), (1, 1), (5,)):
-        whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+        full = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
         dims = range(len(shape))
         cases = [(line, (Shard(dim),)) for dim in dims]
         cases += [
@@ -56,9 +56,9 @@ def _check_dtensors(rank: int) -> None:
         ]
         cases += [(flat, (Shard(0), Shard(dim))) for dim in dims]
         for mesh, placements in cases:
-            tensor = distribute_tensor(whole, mesh, placements)
-            assert torch.equal(whole[local_slices(tensor)], local_tensor(tensor)), (shape, mesh, placements)
-            assert torch.equal(to_full(tensor), whole)
+            tensor = distribute_tensor(full, mesh, placements)
+            assert torch.equal(full[local_slices(tensor)], local_tensor(tensor)), (shape, mesh, placements)
+            assert torch.equal(to_full(tensor), full)
             expected_axes = tuple(
                 axis for axis, p in enumerate(placements) if isinstance(p, Shard) and mesh.size(axis) > 1
             )
@@ -70,15 +70,15 @@ def _check_fsdp_over_tp(grid) -> None:
     for style, sizes in ((ColwiseParallel(), (7, 61)), (RowwiseParallel(), (61, 7)), (ColwiseParallel(), (4, 8))):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(*sizes, bias=False))
-        whole = model[0].weight.detach().clone()
+        full = model[0].weight.detach().clone()
         parallelize_module(model, grid["tp"], {"0": style})
         fully_shard(model, mesh=grid["dp"])
         weight = model[0].weight
-        assert torch.equal(whole[local_slices(weight)], local_tensor(weight)), (style, sizes, weight.placements)
+        assert torch.equal(full[local_slices(weight)], local_tensor(weight)), (style, sizes, weight.placements)
         assert split_axes(weight) == (0, 1)
-        if sizes == (4, 8):  # PyTorch gathers what divides
-            assert torch.equal(to_full(weight).detach(), whole)
+        if sizes == (4, 8):  # PyTorch can gather even shards
+            assert torch.equal(to_full(weight).detach(), full)
 
 
-def test_slices_lie_where_dtensor_put_them() -> None:
+def test_slices_match_the_placement_of_dtensor() -> None:
     run_ranks(4, _check_dtensors)

@@ -1,4 +1,4 @@
-"""Products in float8, beside a model of their rounding in float64 that is written down here by itself."""
+"""Float8 products against an independent model of their rounding in float64."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ FORMATS = {"e4m3": (4, -6, 448.0), "e5m2": (3, -14, 57344.0)}
 
 
 def nearest(x: Tensor, name: str) -> Tensor:
-    """The nearest numbers of a format, ties to even, in float64."""
+    """Round to the nearest number of a format, ties to even, in float64."""
     bits, smallest, largest = FORMATS[name]
     _, exponent = torch.frexp(x)
     step = torch.ldexp(torch.ones_like(x), (exponent - 1).clamp_min(smallest) - (bits - 1))
-    found = torch.round(x / step) * step  # torch.round takes ties to even
-    assert found.abs().max() <= largest
-    return found
+    nearest_x = torch.round(x / step) * step  # torch.round rounds ties to even
+    assert nearest_x.abs().max() <= largest
+    return nearest_x
 
 
 def on_grid(x: Tensor, dim: int | None, name: str) -> Tensor:
-    """What a tensor is rounded to, under the largest power of two that leaves its numbers within the format."""
+    """Round a tensor with the largest power-of-two scale that keeps its numbers within the format."""
     x = x.double()
     amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     exponent = torch.floor(torch.log2(FORMATS[name][2] / amax.clamp_min(2.0**-50)))
@@ -35,7 +35,7 @@ def on_grid(x: Tensor, dim: int | None, name: str) -> Tensor:
 
 
 def expected(recipe: str, x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, gradient of the input and of the weight, in float64."""
+    """Return the output and the gradients of input and weight, in float64."""
     if recipe == "tensorwise":
         x8, w8, g8 = on_grid(x, None, "e4m3"), on_grid(w, None, "e4m3"), on_grid(g, None, "e5m2")
         return x8 @ w8.T, g8 @ w8, g8.T @ x8
@@ -47,7 +47,7 @@ def expected(recipe: str, x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tens
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
-    """Numbers of many magnitudes, some of them far below what the scale of the largest leaves in the format."""
+    """Numbers of many magnitudes, some of which underflow with the scale of the largest."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     return x * torch.exp2(4 * torch.randn(shape, generator=generator))
@@ -55,8 +55,8 @@ def numbers(seed: int, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", list(float8.RECIPES))
-def test_a_linear_layer_is_its_rounding_model_in_float64(recipe, dtype):
-    """Sums in float32 alone are rounded otherwise: 1e-6 of the sum of magnitudes; in bfloat16 the result is, once."""
+def test_linear_layer_matches_its_rounding_model_in_float64(recipe, dtype):
+    """Only float32 sums differ, by 1e-6 of the sum of magnitudes. bfloat16 results are rounded once more."""
     x, w, g = numbers(0, 48, 64).to(dtype), numbers(1, 32, 64).to(dtype), numbers(2, 48, 32).to(dtype)
     layer = torch.nn.Linear(64, 32, bias=False).to(dtype)
     layer.weight.data.copy_(w)
@@ -66,25 +66,25 @@ def test_a_linear_layer_is_its_rounding_model_in_float64(recipe, dtype):
     out.backward(g)
     exact, magnitudes = expected(recipe, x.detach(), w, g), (x.detach().abs(), w.abs(), g.abs())
     sizes = magnitudes[0] @ magnitudes[1].T, magnitudes[2] @ magnitudes[1], magnitudes[2].T @ magnitudes[0]
-    for found, wanted, size in zip((out, x.grad, layer.weight.grad), exact, sizes, strict=True):
-        bound = 1e-6 * 2 * size.double() + (wanted.abs() * 2.0**-8 if dtype is torch.bfloat16 else 0)
-        assert ((found.double() - wanted).abs() <= bound).all()
-        assert found.dtype is dtype
+    for actual, expected_value, size in zip((out, x.grad, layer.weight.grad), exact, sizes, strict=True):
+        bound = 1e-6 * 2 * size.double() + (expected_value.abs() * 2.0**-8 if dtype is torch.bfloat16 else 0)
+        assert ((actual.double() - expected_value).abs() <= bound).all()
+        assert actual.dtype is dtype
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
-def test_a_scale_is_the_largest_power_of_two_that_fits(name):
+def test_scale_is_the_largest_power_of_two_that_fits(name):
     largest = FORMATS[name][2]
     amax = torch.tensor([1.0, 448.0, 449.0, 57344.0, 57345.0, 1e-3, 3e30, 1.75, 1.7500001, 2.0**-100, 0.0])
     power = float8.powers(amax, float8.dtype_of(name)).double()
     fits = amax.double() * torch.exp2(power)
     assert (fits <= largest).all()
-    assert (2 * fits > largest)[:9].all()  # the last two are at the largest exponent that is used
+    assert (2 * fits > largest)[:9].all()  # the last two are at the largest supported exponent
     assert power[9:].tolist() == [63.0, 63.0]
 
 
-def test_what_is_not_finite_is_seen():
-    """One infinite number is not rounded to the largest of the format: its tensor, or its row, becomes NaN."""
+def test_nonfinite_numbers_are_propagated():
+    """An infinite number is not rounded to the largest one of the format. Its tensor or row becomes NaN."""
     x = numbers(0, 4, 16)
     x[1, 3] = math.inf
     assert float8.rounded(x, None, "e4m3").isnan().all()
@@ -95,14 +95,14 @@ def test_what_is_not_finite_is_seen():
 
 
 def test_rounding_again_changes_nothing():
-    """What a gathered weight relies on."""
+    """Gathered weights rely on it."""
     for seed in range(20):
         x = numbers(seed, 32, 16).bfloat16()
         once = float8.rounded(x, None, "e4m3")
         assert torch.equal(float8.rounded(once, None, "e4m3"), once)
 
 
-def test_other_numbers_beside_it_move_a_number_only_where_it_is_small():
+def test_other_numbers_of_a_tensor_affect_only_small_numbers():
     x = numbers(0, 64, 64)
     alone, together = float8.rounded(x, None, "e4m3"), float8.rounded(torch.cat([x, 5.3 * x]), None, "e4m3")[:64]
     large = x.abs() > x.abs().max() * 5.3 * 2.0**-14
@@ -110,7 +110,7 @@ def test_other_numbers_beside_it_move_a_number_only_where_it_is_small():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_experts_are_their_rounding_model_expert_by_expert(dtype):
+def test_experts_match_their_rounding_model(dtype):
     counts = [5, 0, 17, 10]
     x, g, w = numbers(0, 32, 16).to(dtype), numbers(1, 32, 24).to(dtype), numbers(2, 4, 24, 16).to(dtype)
     x.requires_grad_(), w.requires_grad_()
@@ -119,32 +119,34 @@ def test_experts_are_their_rounding_model_expert_by_expert(dtype):
     parts = zip(x.detach().split(counts), g.split(counts), w.detach().unbind(), strict=True)
     exact = [expected("rowwise", x_e, w_e, g_e) for x_e, g_e, w_e in parts if len(x_e)]
     assert w.grad is not None and w.grad[1].eq(0).all()
-    found_and_wanted = (
+    pairs = (
         (out, torch.cat([out for out, _, _ in exact])),
         (x.grad, torch.cat([dx for _, dx, _ in exact])),
         (w.grad[[e for e, count in enumerate(counts) if count]], torch.stack([dw for _, _, dw in exact])),
     )
     rounding = 2.0**-8 if dtype is torch.bfloat16 else 1e-5
-    for found, wanted in found_and_wanted:
-        assert torch.allclose(found.double(), wanted, rtol=rounding, atol=1e-6 * float(wanted.abs().max()))
+    for actual, expected_value in pairs:
+        assert torch.allclose(
+            actual.double(), expected_value, rtol=rounding, atol=1e-6 * float(expected_value.abs().max())
+        )
 
 
 @pytest.mark.parametrize("recipe", list(float8.RECIPES))
-def test_the_products_of_a_device_are_those_that_are_emulated(recipe):
-    """Of a CPU, which has the operation of devices too, if not its speed: sums are added in another order."""
+def test_products_of_a_device_match_emulated_ones(recipe):
+    """On a CPU, which supports the scaled matmul of devices too, but sums in a different order."""
     x, w, g = numbers(0, 40, 64).bfloat16(), numbers(1, 32, 64).bfloat16(), numbers(2, 40, 32).bfloat16()
-    found = []
+    results = []
     for emulate in (False, True):
         x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
         out = float8.linear(x_, w_, recipe, emulate)
         out.backward(g)
-        found.append((out.detach(), x_.grad, w_.grad))
-    for mine, emulated in zip(*found, strict=True):
-        assert torch.allclose(mine.float(), emulated.float(), rtol=2.0**-7, atol=1e-5 * emulated.abs().max())
+        results.append((out.detach(), x_.grad, w_.grad))
+    for on_device, emulated in zip(*results, strict=True):
+        assert torch.allclose(on_device.float(), emulated.float(), rtol=2.0**-7, atol=1e-5 * emulated.abs().max())
 
 
 def _grouped_by_contract(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum):
-    """PyTorch's grouped product of float8, in float64, from what its documentation of layouts and scales says."""
+    """Reference for PyTorch's grouped float8 product in float64, by its documentation of layouts and scales."""
     a, b, scale_a, scale_b = a.double(), b.double(), scale_a.double(), scale_b.double()
     starts = [0, *offs.tolist()]
     if b.ndim == 3:
@@ -157,24 +159,24 @@ def _grouped_by_contract(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum
     return torch.stack(parts).to(out_dtype)
 
 
-def test_experts_of_a_device_are_given_its_operands(monkeypatch):
-    """The kernel runs on GPUs alone; here what it is given is multiplied as it would, and laid out as it asks."""
+def test_experts_on_a_device_get_valid_operands(monkeypatch):
+    """The kernel runs only on GPUs. A stand-in multiplies its operands and checks their layout."""
     laid_out = []
 
     def grouped_mm(*operands, **options):
         on_meta = [operand.to("meta") for operand in operands]
-        laid_out.append(original(*on_meta, **options).shape)  # checks strides, sizes and types
+        laid_out.append(original(*on_meta, **options).shape)  # checks strides, sizes and dtypes
         return _grouped_by_contract(*operands, **options)
 
     original = torch._scaled_grouped_mm
     monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped_mm)
-    count_E, found = torch.tensor([5, 0, 17, 10]), []
+    count_E, results = torch.tensor([5, 0, 17, 10]), []
     x, g, w = numbers(0, 32, 16).bfloat16(), numbers(1, 32, 48).bfloat16(), numbers(2, 4, 48, 16).bfloat16()
     for emulate in (False, True):
         x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
         out = float8.grouped_product(x_, count_E, w_, moe.product, emulate)
         out.backward(g)
-        found.append((out.detach(), x_.grad, w_.grad))
-    for mine, emulated in zip(*found, strict=True):
-        assert torch.allclose(mine.float(), emulated.float(), rtol=2.0**-7, atol=1e-5 * emulated.abs().max())
+        results.append((out.detach(), x_.grad, w_.grad))
+    for on_device, emulated in zip(*results, strict=True):
+        assert torch.allclose(on_device.float(), emulated.float(), rtol=2.0**-7, atol=1e-5 * emulated.abs().max())
     assert laid_out == [(32, 48), (32, 16), (4, 48, 16)]

@@ -1,4 +1,4 @@
-"""Laws of initial weights: a function of (seed, name, block), bitwise equal on any mesh, with the right statistics."""
+"""Initial weights: a function of (seed, name, block), bitwise equal on any mesh, with the right statistics."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def drawn(shape: tuple[int, ...], draw: Draw = NORMAL, name: str = "w", seed: in
     return tensor
 
 
-def test_the_same_seed_and_name_give_the_same_bits() -> None:
+def test_equal_seed_and_name_are_bitwise_equal() -> None:
     assert torch.equal(drawn((300, 500)), drawn((300, 500)))
 
 
-def test_seeds_names_and_blocks_give_other_numbers() -> None:
+def test_seeds_names_and_blocks_have_different_numbers() -> None:
     weight = drawn((300, 500))
     assert not torch.equal(weight, drawn((300, 500), name="v"))
     assert not torch.equal(weight, drawn((300, 500), seed=1))
@@ -43,7 +43,7 @@ def test_seeds_names_and_blocks_give_other_numbers() -> None:
 
 
 def test_weights_of_a_seed_never_change() -> None:
-    """A new version that draws other numbers would break every run that is to be repeated; CPU generator, float32."""
+    """If a new version drew different numbers, runs could not be reproduced. CPU generator, float32."""
     digest = hashlib.sha256(drawn((70, 1000), name="layers.0.attn.wq.weight", seed=42).numpy().tobytes()).hexdigest()
     expected = torch.empty(65, 1000)
     seed = int.from_bytes(hashlib.blake2b(b"42/layers.0.attn.wq.weight/0", digest_size=7).digest(), "big")
@@ -64,16 +64,16 @@ def test_ones_and_zeros() -> None:
     assert torch.equal(drawn((5, 2), Draw("zeros")), torch.zeros(5, 2))
 
 
-def test_a_normal_has_its_mean_and_standard_deviation() -> None:
+def test_normal_has_its_mean_and_standard_deviation() -> None:
     values = drawn((1000, 1000), Draw("normal", std=0.3)).double()
-    # of a million numbers, mean and std are within 5 sigma: 0.3 / 1000 * 5 and half of it times sqrt(2)
+    # for a million numbers, 5 sigma of the mean is 0.3 / 1000 * 5, and of the std half of it times sqrt(2)
     assert abs(values.mean()) < 1.5e-3
     assert abs(values.std() - 0.3) < 1.1e-3
-    assert values.abs().max() > 4 * 0.3  # not cut
+    assert values.abs().max() > 4 * 0.3  # not truncated
 
 
 @pytest.mark.parametrize("cutoff", [1.0, 2.0, 3.0])
-def test_a_truncated_normal_stays_within_its_cutoff_and_has_its_variance(cutoff: float) -> None:
+def test_truncated_normal_stays_within_its_cutoff_and_has_its_variance(cutoff: float) -> None:
     values = drawn((1000, 1000), Draw("truncated_normal", std=0.5, cutoff=cutoff)).double() / 0.5
     density = math.exp(-(cutoff**2) / 2) / math.sqrt(2 * math.pi)
     variance = 1 - 2 * cutoff * density / math.erf(cutoff / math.sqrt(2))
@@ -83,7 +83,7 @@ def test_a_truncated_normal_stays_within_its_cutoff_and_has_its_variance(cutoff:
     assert abs(values.var() - variance) < 5e-3 * variance + 2e-3
 
 
-def test_a_bfloat16_parameter_is_the_rounded_float32_one() -> None:
+def test_bfloat16_parameter_is_the_rounded_float32_one() -> None:
     for draw in (NORMAL, TRUNCATED):
         assert torch.equal(drawn((200, 500), draw, dtype=torch.bfloat16), drawn((200, 500), draw).bfloat16())
 
@@ -96,10 +96,10 @@ def test_every_shape_is_filled(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("draw", [NORMAL, TRUNCATED, Draw("uniform", std=0.5)])
-def test_blocks_that_an_accelerator_transforms_together_are_those_of_one_by_one(draw, monkeypatch) -> None:
+def test_blocks_transformed_together_match_single_ones(draw, monkeypatch) -> None:
     alone = drawn((700, 1000), draw)
     monkeypatch.setattr(init_weights, "is_accelerator", lambda _: True)
-    for together in (1, 200_000, 1 << 22):  # one, some and all of the eleven blocks
+    for together in (1, 200_000, 1 << 22):  # one, several and all of the eleven blocks
         monkeypatch.setattr(init_weights, "GROUP_NUMEL", together)
         assert torch.equal(drawn((700, 1000), draw), alone)
 
@@ -112,7 +112,7 @@ def _check_plain_placements(rank: int) -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     for shape in SHAPES:
         for draw in (NORMAL, TRUNCATED):
-            whole = drawn(shape, draw)
+            full = drawn(shape, draw)
             cases = [(mesh, [Shard(dim)]) for dim in range(len(shape))]
             cases += [(grid, [Replicate(), Shard(dim)]) for dim in range(len(shape))]
             cases += [(grid, [Shard(dim), Replicate()]) for dim in range(len(shape))]
@@ -120,15 +120,15 @@ def _check_plain_placements(rank: int) -> None:
             for device_mesh, placements in cases:
                 shard = distribute_tensor(torch.full(shape, float("nan")), device_mesh, placements)
                 init_weights.draw_(shard, "w", draw, 0)
-                part = whole[local_slices(shard)]
+                part = full[local_slices(shard)]
                 assert torch.equal(local_tensor(shard), part), (shape, placements)
-                assert torch.equal(distribute_tensor(whole, device_mesh, placements).to_local(), part)
+                assert torch.equal(distribute_tensor(full, device_mesh, placements).to_local(), part)
 
 
 def _check_fsdp_over_tensor_parallel(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for out_features, in_features in ((61, 7), (7, 61), (64, 8), (3, 5)):
-        whole = drawn((out_features, in_features))
+        full = drawn((out_features, in_features))
         for style in (ColwiseParallel(), RowwiseParallel()):
             with torch.device("meta"):
                 model = nn.Sequential(nn.Linear(in_features, out_features, bias=False))
@@ -137,15 +137,15 @@ def _check_fsdp_over_tensor_parallel(rank: int) -> None:
             model.to_empty(device="cpu")
             init_weights.draw_(model[0].weight, "w", NORMAL, 0)
             local = local_tensor(model[0].weight)
-            assert torch.equal(local, whole[local_slices(model[0].weight)])
-            # the parts of all ranks cover the whole, each number once
+            assert torch.equal(local, full[local_slices(model[0].weight)])
+            # the shards of all ranks cover each number once
             parts = [None] * 4
             torch.distributed.all_gather_object(parts, (local_slices(model[0].weight), local))
-            covered, rebuilt = torch.zeros_like(whole), torch.zeros_like(whole)
+            covered, rebuilt = torch.zeros_like(full), torch.zeros_like(full)
             for slices, part in parts:
                 covered[slices] += 1
                 rebuilt[slices] = part
-            assert torch.equal(rebuilt, whole) and torch.equal(covered, torch.ones_like(whole))
+            assert torch.equal(rebuilt, full) and torch.equal(covered, torch.ones_like(full))
 
 
 def _check_meshes(rank: int) -> None:
@@ -153,18 +153,18 @@ def _check_meshes(rank: int) -> None:
     _check_fsdp_over_tensor_parallel(rank)
 
 
-def test_weights_are_bitwise_equal_on_every_mesh_even_where_sizes_do_not_divide(monkeypatch) -> None:
-    monkeypatch.setattr(init_weights, "BLOCK_NUMEL", 20)  # many blocks, that shards cut; ranks inherit it
+def test_weights_are_bitwise_equal_on_every_mesh_also_with_uneven_sizes(monkeypatch) -> None:
+    monkeypatch.setattr(init_weights, "BLOCK_NUMEL", 20)  # many blocks with shard boundaries within; ranks inherit it
     run_ranks(4, _check_meshes)
 
 
-def test_first_matching_rule_gives_the_draw() -> None:
+def test_first_matching_rule_is_used() -> None:
     rules = {"layers.*.w": Draw("normal", std=1.0), "layers.*.*": Draw("zeros"), "embed": Draw("ones")}
     plan = init_weights.plan(["layers.0.w", "layers.0.b", "embed"], rules, LAYOUT, 2)
     assert [plan[name].distribution for name in ("layers.0.w", "layers.0.b", "embed")] == ["normal", "zeros", "ones"]
 
 
-def test_a_parameter_without_a_rule_is_an_error() -> None:
+def test_parameter_without_a_rule_is_an_error() -> None:
     with pytest.raises(KeyError, match=r"layers\.0\.b"):
         init_weights.plan(["layers.0.b"], {"embed": Draw("ones")}, LAYOUT, 2)
 

@@ -1,4 +1,4 @@
-"""The head and the loss together are the head and then the loss, on every mesh, and logits never exist."""
+"""The fused head and loss match separate ones on every mesh, and full logits never exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS, DIM, VOCABULARY = 30, 24, 50
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", 1)  # an eighth of the tokens at a time
+    monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", 1)  # an eighth of the tokens per chunk
 
 
 def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +46,7 @@ def computed(hidden: Tensor, head: Tensor, targets: Tensor, together: bool, weig
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_its_error_against_float64_is_that_of_the_two_apart(dtype: torch.dtype) -> None:
+def test_error_against_float64_is_that_of_separate_head_and_loss(dtype: torch.dtype) -> None:
     hidden, head, targets = drawn(dtype)
     leaves = [hidden.double().requires_grad_(), head.double().requires_grad_()]
     logits = (leaves[0] @ leaves[1].t()).flatten(0, 1)
@@ -54,14 +54,14 @@ def test_its_error_against_float64_is_that_of_the_two_apart(dtype: torch.dtype) 
     exact_loss.backward()
     exact = [exact_loss.detach(), *(leaf.grad for leaf in leaves)]
     ours, usual = (computed(hidden, head, targets, together) for together in (True, False))
-    for mine, theirs, expected in zip(ours, usual, exact, strict=True):
-        assert expected is not None and mine.dtype == theirs.dtype
-        mine_error, usual_error = (float((one.double() - expected).norm()) for one in (mine, theirs))
-        # products of a chunk are rounded once each, and their sum once more
+    for fused, separate, expected in zip(ours, usual, exact, strict=True):
+        assert expected is not None and fused.dtype == separate.dtype
+        mine_error, usual_error = (float((value.double() - expected).norm()) for value in (fused, separate))
+        # the product of each chunk is rounded once, and the sum once more
         assert mine_error <= 1.5 * usual_error + torch.finfo(dtype).eps * float(expected.norm())
 
 
-def test_a_frozen_head_and_evaluation_make_no_gradient_of_it() -> None:
+def test_frozen_head_and_evaluation_compute_no_gradient_of_the_head() -> None:
     hidden, head, targets = drawn(torch.float32)
     hidden.requires_grad_()
     linear_cross_entropy_sum(hidden, head, targets, torch.ones(())).backward()
@@ -72,7 +72,7 @@ def test_a_frozen_head_and_evaluation_make_no_gradient_of_it() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The largest result of any operation, in rows of the vocabulary."""
+    """Record the largest result of any operation, in rows of the vocabulary."""
 
     rows = 0
 
@@ -85,7 +85,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_logits_of_more_than_a_chunk_never_exist() -> None:
+def test_logits_of_more_than_one_chunk_never_exist() -> None:
     hidden, head, targets = drawn(torch.float32)
     with Largest() as largest:
         computed(hidden, head, targets, together=True)
@@ -95,20 +95,22 @@ def test_logits_of_more_than_a_chunk_never_exist() -> None:
 @pytest.mark.parametrize("tokens", [1, 4096, 8192])
 @pytest.mark.parametrize("dim", [256, 4096])
 @pytest.mark.parametrize("vocabulary", [2048, 128256])
-def test_large_logits_are_worth_it(tokens: int, dim: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fusion_is_used_for_large_logits(
+    tokens: int, dim: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     saved = saved_bytes(tokens, dim, vocabulary, 2)
-    # logits of 4,096 tokens and more of a large vocabulary weigh more than the head itself
+    # logits of at least 4,096 tokens with a large vocabulary take more memory than the head
     assert (saved >= linear_cross_entropy.WORTH_IT_BYTES) == (vocabulary > 2048 and tokens > dim)
 
 
 def at_head(rank: int, config: Any) -> tuple[Result, int]:
-    asked = []
+    calls = []
     compute = loss_at_head.linear_cross_entropy_sum
-    loss_at_head.linear_cross_entropy_sum = lambda *arguments: asked.append(1) or compute(*arguments)  # type: ignore[assignment]
+    loss_at_head.linear_cross_entropy_sum = lambda *arguments: calls.append(1) or compute(*arguments)  # type: ignore[assignment]
     loss_at_head.WORTH_IT_BYTES = -(1 << 62)
     cross_entropy.CHUNK_NUMEL = 1
-    return train_steps(rank, config, 4), len(asked)
+    return train_steps(rank, config, 4), len(calls)
 
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -125,18 +127,20 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_it_changes_no_number_of_a_run(mesh: str) -> None:
+def test_fusion_changes_no_number_of_a_run(mesh: str) -> None:
     config = tiny_config(parallelism=MESHES[mesh], training={"local_batch_size": 4 if mesh == "fsdp" else 8})
-    for result, asked in run_ranks(1 if mesh == "one" else 2, at_head, config):
-        assert (asked > 0) == (mesh not in ("tp", "pp"))  # their logits are split, or cross a stage's end
+    for result, calls in run_ranks(1 if mesh == "one" else 2, at_head, config):
+        assert (calls > 0) == (
+            mesh not in ("tp", "pp")
+        )  # with tp, logits are split; with pp, they cross the end of a stage
         assert result.losses == pytest.approx(reference(4).losses, abs=1e-5)
         assert result.grad_norms == pytest.approx(reference(4).grad_norms, rel=1e-5)
 
 
-def test_a_tied_head_and_one_that_is_not_trained_alone_change_no_number() -> None:
+def test_fusion_with_a_tied_head_changes_no_number() -> None:
     config = tiny_config(model={"overrides": {"tied_embeddings": True}}, training={"local_batch_size": 4})
-    tied, whole = run_ranks(2, at_head, config), run_ranks(2, train_steps, config, 4)
-    for (result, asked), expected in zip(tied, whole, strict=True):
-        assert asked
+    tied, separate = run_ranks(2, at_head, config), run_ranks(2, train_steps, config, 4)
+    for (result, calls), expected in zip(tied, separate, strict=True):
+        assert calls
         assert result.losses == pytest.approx(expected.losses, abs=1e-5)
         assert result.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Rounding to MX, beside a model of the specification in float64 that is written down here by itself, in tables."""
+"""Rounding to MX against an independent, table-based model of the specification in float64."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ E4M3 = torch.tensor(
     [n * 2.0**-9 for n in range(8)] + [(8 + n) * 2.0 ** (e - 10) for e in range(1, 16) for n in range(8)][:-1],
     dtype=torch.float64,
 )
-"""All numbers of float8 e4m3 from 0 to 448: subnormal ones, then eight for each exponent; the last would be NaN."""
+"""All float8 e4m3 numbers from 0 to 448: subnormals, then eight per exponent. The last code would be NaN."""
 POWERS = torch.exp2(torch.arange(-127, 128, dtype=torch.float64))
 """All scales of e8m0."""
 
 
 def nearest(x: Tensor) -> Tensor:
-    """The nearest number of e4m3; in the middle of two that with an even code, and 448 for all above it."""
+    """Round to the nearest e4m3 number, ties to the even code, and saturate at 448."""
     size = x.abs().clamp(max=448)
     above = torch.searchsorted(E4M3, size).clamp(min=1)
     below = above - 1
@@ -31,13 +31,13 @@ def nearest(x: Tensor) -> Tensor:
 
 
 def model(x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
-    """What rows are rounded to, in float64, and the number of the scale of each block."""
+    """Return rows rounded in float64, and the scale code of each block."""
     rows, length = x.shape
     filled = x.new_zeros(rows, -(-length // 32) * 32, dtype=torch.float64)
     filled[:, :length] = x
     blocks = filled.view(rows, -1, 32)
     amax = blocks.abs().amax(-1)
-    if rule == "floor":  # section 6.3: the largest power of two in the block, over that of the format, which is 2^8
+    if rule == "floor":  # section 6.3: the largest power of two in the block divided by that of the format (2^8)
         scale = (torch.searchsorted(POWERS * 2**8, amax, right=True) - 1).clamp(min=0)
     else:
         scale = torch.searchsorted(POWERS * 448, amax)
@@ -46,14 +46,14 @@ def model(x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
-    """Numbers of many magnitudes, in a block and from block to block."""
+    """Numbers of many magnitudes, within blocks and between them."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     return x * torch.exp2(4 * torch.randn(shape, generator=generator))
 
 
 def edges() -> Tensor:
-    """Blocks whose largest number lies at a rule's edge, with numbers at and beside the middle of two of float8."""
+    """Blocks whose maximum is at an edge of a rule, with numbers at and near midpoints of float8 values."""
     tops = [0.0, 1.0, 1.75, 448.0, 256.0, 2.0**-126, 2.0**-118, 2.0**-119, 2.0**119, 2.0**127]
     tops += [math.nextafter(top, up) for top in (1.0, 1.75, 448.0) for up in (0.0, 1e9)]
     finfo = torch.finfo(torch.float32)
@@ -90,22 +90,22 @@ def edges() -> Tensor:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rounding_is_exactly_that_of_the_specification(dtype, rule):
-    """Scales and numbers, which the type holds but for subnormal ones of bfloat16, and 2^128."""
+def test_rounding_matches_the_specification_exactly(dtype, rule):
+    """Scales and numbers match exactly, except for bfloat16 subnormals and 2^128."""
     for x in (numbers(0, 64, 256), numbers(1, 64, 128) * 1e-30, numbers(2, 3, 100), numbers(3, 5, 7), edges()):
         x = x.to(dtype)
-        x = torch.where(x.isfinite(), x, 1.0)  # float32's largest number is infinite in bfloat16
+        x = torch.where(x.isfinite(), x, 1.0)  # the largest float32 number is infinite in bfloat16
         bits, scale = microscaling.to_mx(x, rule)
         expected, expected_scale = model(x, rule)
         assert torch.equal(scale.long(), expected_scale)
         meant = bits.double().unflatten(1, (-1, 32)) * POWERS[scale.long()][..., None]
         assert torch.equal(meant.flatten(1)[:, : x.size(1)], expected)
-        found = microscaling.rounded(x, rule)
-        assert found.dtype is dtype and torch.equal(found, expected.to(dtype))
+        actual = microscaling.rounded(x, rule)
+        assert actual.dtype is dtype and torch.equal(actual, expected.to(dtype))
 
 
-def test_what_a_rule_is_for():
-    """floor cuts off what exceeds 448 times its scale, up to an eighth of it; rceil cuts off nothing."""
+def test_floor_clips_and_rceil_does_not():
+    """``floor`` clips numbers above 448 times the scale, by up to an eighth. ``rceil`` clips nothing."""
     x = torch.full((1, 32), 511.0)
     assert microscaling.rounded(x, "floor").unique().tolist() == [448.0]
     assert microscaling.rounded(x, "rceil").unique().tolist() == [512.0]
@@ -114,13 +114,13 @@ def test_what_a_rule_is_for():
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_block_with_a_number_that_is_not_finite_is_nan(value, rule):
+def test_block_with_a_nonfinite_number_is_nan(value, rule):
     x = numbers(0, 4, 96)
     x[1, 40] = value
     bits, scale = microscaling.to_mx(x, rule)
     assert scale[1, 1] == 0xFF and (scale == 0xFF).sum() == 1
-    found = microscaling.rounded(x, rule)
-    assert found[1, 32:64].isnan().all() and found.isnan().sum() == 32
+    actual = microscaling.rounded(x, rule)
+    assert actual[1, 32:64].isnan().all() and actual.isnan().sum() == 32
     assert bits.view(4, 3, 32)[1, 1].float().isnan().all()
 
 
@@ -132,7 +132,7 @@ def test_zeros_keep_their_signs_and_have_the_smallest_scale():
 
 @pytest.mark.parametrize("shape", [(0, 64, 32), (4, 64, 0), (0, 5, 7)], ids=str)
 @pytest.mark.parametrize("emulate", [True, False])
-def test_nothing_gives_nothing(shape, emulate):
+def test_empty_tensors_are_supported(shape, emulate):
     rows, inputs, outputs = shape
     x, w = torch.ones(rows, inputs, requires_grad=True), torch.ones(outputs, inputs, requires_grad=True)
     out = microscaling.linear(x, w, "floor", emulate)
@@ -143,13 +143,13 @@ def test_nothing_gives_nothing(shape, emulate):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_parts_of_whole_blocks_round_as_the_whole(rule):
-    """What tensor parallelism and FSDP rely on."""
+def test_parts_with_complete_blocks_round_like_the_full_tensor(rule):
+    """Tensor parallelism and FSDP rely on it."""
     x = numbers(0, 64, 192).bfloat16()
-    whole = microscaling.rounded(x, rule)
+    full = microscaling.rounded(x, rule)
     parts = torch.cat([microscaling.rounded(part, rule) for part in x.split([96, 32, 64], dim=1)], 1)
-    assert torch.equal(whole, parts)
-    assert torch.equal(whole, torch.cat([microscaling.rounded(part, rule) for part in x.split(16)]))
+    assert torch.equal(full, parts)
+    assert torch.equal(full, torch.cat([microscaling.rounded(part, rule) for part in x.split(16)]))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -160,7 +160,7 @@ def test_rounding_again_changes_nothing(rule):
 
 
 def products(x: Tensor, w: Tensor, g: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, gradient of the input and of the weight, in float64: each operand along what is summed."""
+    """Return output and gradients of input and weight in float64, with operands rounded along the summed dimension."""
     x_I, w_I, g_O, w_O, g_R, x_R = (model(one, rule)[0] for one in (x, w, g, w.T, g.T, x.T))
     return x_I @ w_I.T, g_O @ w_O.T, g_R @ x_R.T
 
@@ -168,10 +168,10 @@ def products(x: Tensor, w: Tensor, g: Tensor, rule: str) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("sizes", [(64, 96, 32), (40, 48, 80)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_linear_layer_is_its_rounding_model(rule, dtype, sizes):
-    """Sums are rounded alone: 1e-15 in float64, 1e-6 of the sum of magnitudes in float32; and a bfloat16 result once.
+def test_linear_layer_matches_its_rounding_model(rule, dtype, sizes):
+    """Only sums differ: by 1e-15 in float64, by 1e-6 of the sum of magnitudes in float32. bfloat16 rounds once more.
 
-    The second sizes are those of sums that 32 does not divide.
+    With the second sizes, summed dimensions are not divisible by 32.
     """
     rows, inputs, outputs = sizes
     half = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
@@ -185,38 +185,38 @@ def test_a_linear_layer_is_its_rounding_model(rule, dtype, sizes):
     out.backward(g.to(dtype))
     magnitudes = x.abs().double(), w.abs().double(), g.abs().double()
     bounds = magnitudes[0] @ magnitudes[1].T, magnitudes[2] @ magnitudes[1], magnitudes[2].T @ magnitudes[0]
-    for found, wanted, size in zip((out, x_.grad, w_.grad), products(x, w, g, rule), bounds, strict=True):
+    for actual, expected, size in zip((out, x_.grad, w_.grad), products(x, w, g, rule), bounds, strict=True):
         bound = (1e-15 if dtype is torch.float64 else 2e-6) * 2 * size
-        bound = bound + (wanted.abs() * 2.0**-8 if dtype is torch.bfloat16 else 0)
-        assert found.dtype is dtype and ((found.double() - wanted).abs() <= bound).all()
+        bound = bound + (expected.abs() * 2.0**-8 if dtype is torch.bfloat16 else 0)
+        assert actual.dtype is dtype and ((actual.double() - expected).abs() <= bound).all()
 
 
 def laid_out(scale: Tensor, rows: int, blocks: int) -> Tensor:
-    """Scales (rows, blocks) from the layout that cuBLAS documents for 1D block scaling factors, one by one."""
+    """Return scales (rows, blocks) read one by one from the cuBLAS layout of 1D block scaling factors."""
     tiles = -(-blocks // 4)
-    found = torch.empty(rows, blocks, dtype=torch.uint8)
+    scales = torch.empty(rows, blocks, dtype=torch.uint8)
     for row in range(rows):
         for block in range(blocks):
             tile = row // 128 * tiles + block // 4
             outer = row % 128
-            found[row, block] = scale[512 * tile + outer % 32 * 16 + outer // 32 * 4 + block % 4]
-    return found
+            scales[row, block] = scale[512 * tile + outer % 32 * 16 + outer // 32 * 4 + block % 4]
+    return scales
 
 
-def test_scales_are_laid_out_as_cublas_documents_it():
+def test_scales_have_the_layout_documented_by_cublas():
     for rows, blocks in ((1, 1), (128, 4), (130, 5), (300, 9)):
         scale = torch.randint(0, 255, (rows, blocks), generator=torch.Generator().manual_seed(rows), dtype=torch.uint8)
-        found = microscaling.swizzled(scale)
-        assert found.numel() == 512 * -(-rows // 128) * -(-blocks // 4)
-        assert torch.equal(laid_out(found, rows, blocks), scale)
+        actual = microscaling.swizzled(scale)
+        assert actual.numel() == 512 * -(-rows // 128) * -(-blocks // 4)
+        assert torch.equal(laid_out(actual, rows, blocks), scale)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("sizes", [(64, 96, 32), (200, 48, 160)], ids=str)
-def test_the_product_of_a_device_is_given_its_operands(monkeypatch, rule, sizes):
-    """No GPU here has the kernel: a stand-in undoes its layout and multiplies in float64, which is then rounded once.
+def test_product_on_a_device_gets_valid_operands(monkeypatch, rule, sizes):
+    """A stand-in for the GPU kernel undoes the layout, multiplies in float64, and rounds once.
 
-    What it is given goes through PyTorch's own checks of types, strides and sizes as well.
+    Its operands also pass PyTorch's checks of dtypes, strides and sizes.
     """
     original = torch._scaled_mm
     shapes = []
@@ -243,12 +243,12 @@ def test_the_product_of_a_device_is_given_its_operands(monkeypatch, rule, sizes)
     x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
     microscaling_out = microscaling.linear(x_, w_, rule, emulate=False)
     microscaling_out.backward(g)
-    for found, wanted in zip((microscaling_out, x_.grad, w_.grad), products(x, w, g, rule), strict=True):
-        assert torch.equal(found, wanted.bfloat16())
+    for actual, expected in zip((microscaling_out, x_.grad, w_.grad), products(x, w, g, rule), strict=True):
+        assert torch.equal(actual, expected.bfloat16())
     assert shapes == [(rows, outputs), (rows, inputs), (outputs, inputs)]
 
 
-def test_a_recipe_is_torchaos_of_its_name():
+def test_recipes_match_those_of_torchao():
     layer = torch.nn.Linear(64, 32)
     x = numbers(0, 8, 64)
     microscaling.convert(layer, "mxfp8_emulated")
@@ -260,8 +260,8 @@ def test_a_recipe_is_torchaos_of_its_name():
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rounding_is_torchaos_bit_by_bit(dtype, rule):
-    """Of blocks from 2^-100 to 2^100: of those below its scales are not exact, and NaN or infinity it hides."""
+def test_rounding_is_bitwise_equal_to_torchao(dtype, rule):
+    """For blocks from 2^-100 to 2^100. Below, torchao's scales are inexact, and it hides NaN and infinity."""
     mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     config = pytest.importorskip("torchao.prototype.mx_formats.config")
     mode = getattr(config.ScaleCalculationMode, rule.upper(), None)

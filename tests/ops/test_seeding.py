@@ -1,4 +1,4 @@
-"""Laws of random numbers: a function of seed, step and place, in range for every generator, for any seed."""
+"""Random seeds: a function of seed, step and rank, valid for every generator and any seed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def numbers() -> tuple[float, float, float]:
 
 @pytest.fixture(autouse=True)
 def own_generators():
-    """Leave the generators of other tests alone."""
+    """Restore the generators for other tests."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
     random.setstate(states[0])
@@ -31,27 +31,27 @@ def own_generators():
 
 
 @pytest.mark.parametrize("seed", BIG_SEEDS)
-def test_any_seed_gives_numbers_that_every_generator_accepts(seed: int) -> None:
+def test_any_seed_is_valid_for_every_generator(seed: int) -> None:
     for place in range(4):
         assert 0 <= seed_of(seed, place) < 2**32
         seed_step(seed, 10**6, place, place)
 
 
-def test_a_seed_is_the_same_in_every_version() -> None:
+def test_seeds_never_change_between_versions() -> None:
     assert seed_of(0) == 872845860
     assert seed_of(42, 1, 2, 3) == 2889399323
 
 
-def test_every_part_changes_the_seed_and_parts_do_not_run_together() -> None:
+def test_every_part_changes_the_seed_and_parts_are_not_concatenated() -> None:
     values = [seed_of(*parts) for parts in ((1, 23), (12, 3), (123,), (1, 2, 3), (1, 3, 2), (3, 2, 1), (0, 1, 23))]
     assert len(set(values)) == len(values)
 
 
-def test_a_thousand_places_get_a_thousand_seeds() -> None:
+def test_thousand_inputs_have_a_thousand_seeds() -> None:
     assert len({seed_of(0, step, rank) for step in range(25) for rank in range(40)}) == 1000
 
 
-def test_a_step_gives_the_same_numbers_again_whatever_came_before() -> None:
+def test_step_has_the_same_numbers_regardless_of_earlier_steps() -> None:
     seed_step(7, 3, 0, 1)
     first = numbers()
     numbers()
@@ -59,16 +59,16 @@ def test_a_step_gives_the_same_numbers_again_whatever_came_before() -> None:
     assert numbers() == first
 
 
-@pytest.mark.parametrize("other", [(8, 3, 0, 1), (7, 4, 0, 1), (7, 3, 1, 1), (7, 3, 0, 2)])
-def test_seed_step_pipeline_stage_and_data_rank_each_change_all_three_generators(other) -> None:
+@pytest.mark.parametrize("arguments", [(8, 3, 0, 1), (7, 4, 0, 1), (7, 3, 1, 1), (7, 3, 0, 2)])
+def test_seed_step_pipeline_stage_and_data_rank_each_change_all_three_generators(arguments) -> None:
     seed_step(7, 3, 0, 1)
     first = numbers()
-    seed_step(*other)
-    assert all(mine != theirs for mine, theirs in zip(numbers(), first, strict=True))
+    seed_step(*arguments)
+    assert all(number != first_number for number, first_number in zip(numbers(), first, strict=True))
 
 
 @pytest.mark.parametrize("warn_only", [False, True])
-def test_determinism_reaches_pytorch(warn_only: bool, monkeypatch) -> None:
+def test_deterministic_option_configures_pytorch(warn_only: bool, monkeypatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     benchmark, deterministic = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
     try:
@@ -82,7 +82,7 @@ def test_determinism_reaches_pytorch(warn_only: bool, monkeypatch) -> None:
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, deterministic
 
 
-def test_a_workspace_that_the_user_chose_is_kept(monkeypatch) -> None:
+def test_workspace_setting_of_the_user_is_kept(monkeypatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     try:
         set_determinism()

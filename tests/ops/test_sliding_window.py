@@ -1,4 +1,4 @@
-"""Attention within a window equals attention written out in float64, alone and within documents."""
+"""Attention within a window matches a float64 reference, with and without documents."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def inputs(dtype: torch.dtype = torch.float32, device: str = "cpu", tokens: int 
 
 
 def numbers(cuts: list[set[int]]) -> Tensor:
-    """Documents of rows that are cut before the given tokens."""
+    """Return ids of documents that begin at the given tokens of each row."""
     begins = torch.zeros(len(cuts), T, dtype=torch.int64)
     for row, places in enumerate(cuts):
         begins[row, sorted(places)] = 1
     return begins.cumsum(1)
 
 
-def seen(tokens: int, size: int) -> Tensor:
-    """The rule in words: key j is at or before query i, and fewer than ``size`` tokens before it."""
+def visible(tokens: int, size: int) -> Tensor:
+    """The definition: key j is at or before query i, and fewer than ``size`` tokens before it."""
     i, j = torch.arange(tokens)[:, None], torch.arange(tokens)[None]
     return (j <= i) & (j > i - size)
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, size: int, documents_BT: Tensor | None = None) -> Tensor:
-    """Causal grouped attention within a window, written out in float64."""
+    """Reference: causal grouped-query attention within a window, in float64."""
     q, k, v = q.double(), k.double().repeat_interleave(N // K, 2), v.double().repeat_interleave(N // K, 2)
     scores = torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.size(-1))
-    mask_BTT = seen(q.size(1), size).expand(B, -1, -1)
+    mask_BTT = visible(q.size(1), size).expand(B, -1, -1)
     if documents_BT is not None:
         mask_BTT = mask_BTT & (documents_BT[:, :, None] == documents_BT[:, None, :])
     return torch.einsum("bnts,bsnh->btnh", scores.masked_fill(~mask_BTT[:, None], -math.inf).softmax(-1), v)
@@ -53,16 +53,16 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, size: int, documents_BT: Tensor | N
 def largest_error(
     function: Callable[..., Tensor], size: int, documents_BT: Tensor | None, parts: list[Tensor]
 ) -> float:
-    *whole, gradient = parts
-    exact = [x.detach().cpu().double().requires_grad_() for x in whole]
+    *attention_inputs, gradient = parts
+    exact = [x.detach().cpu().double().requires_grad_() for x in attention_inputs]
     expected = by_hand(*exact, size, None if documents_BT is None else documents_BT.cpu())
     expected.backward(gradient.cpu().double())
-    leaves = [x.clone().requires_grad_() for x in whole]
+    leaves = [x.clone().requires_grad_() for x in attention_inputs]
     out = function(*leaves, documents_BT, size)
     out.backward(gradient)
-    pairs = [(out, expected), *((mine.grad, theirs.grad) for mine, theirs in zip(leaves, exact, strict=True))]
-    assert all(mine.dtype == gradient.dtype for mine, _ in pairs)
-    errors = [float((mine.detach().cpu().double() - theirs.detach()).abs().max()) for mine, theirs in pairs]
+    pairs = [(out, expected), *((actual.grad, target.grad) for actual, target in zip(leaves, exact, strict=True))]
+    assert all(actual.dtype == gradient.dtype for actual, _ in pairs)
+    errors = [float((actual.detach().cpu().double() - target.detach()).abs().max()) for actual, target in pairs]
     assert not any(map(math.isnan, errors))
     return max(errors)
 
@@ -74,33 +74,33 @@ def largest_error(
     st.sampled_from([1, 5, 128]),
     st.sampled_from([document_mask.attention, document_mask.masked_attention]),
 )
-def test_attention_within_a_window_equals_attention_written_out(cuts, size, at_once, function) -> None:
+def test_attention_within_a_window_matches_the_reference(cuts, size, at_once, function) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sliding_window, "QUERIES_AT_ONCE", at_once)
         patch.setattr(document_mask, "_QUERIES_AT_ONCE", at_once)
-        # values and gradients are about one; float32 keeps 1e-7
+        # values and gradients are about 1; float32 has a precision of 1e-7
         assert largest_error(function, size, None if cuts is None else numbers(cuts), inputs()) < 2e-6
 
 
-def test_blocks_longer_than_the_kernels_own_are_exact() -> None:
-    """A window and a row over several blocks of keys of the kernel, some of which a query sees nothing of."""
-    parts = inputs(tokens=1300)  # values of up to 4 and sums over 700 keys: more roundings than above
+def test_rows_longer_than_kernel_blocks_are_exact() -> None:
+    """The window and the row span several key blocks of the kernel, some of which are outside the window."""
+    parts = inputs(tokens=1300)  # values up to 4 and sums over 700 keys: more rounding than above
     assert largest_error(document_mask.attention, 700, None, parts) < 5e-6
 
 
-def test_bfloat16_loses_no_more_than_the_type_does() -> None:
+def test_bfloat16_has_its_usual_precision() -> None:
     assert largest_error(document_mask.attention, 5, numbers([{1, 9}, {12}]), inputs(torch.bfloat16)) < 6e-2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 6e-2), (torch.float16, 1e-2), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("size", [1, 5, 23])
-def test_cuda_has_the_same_attention_within_a_window(dtype: torch.dtype, tolerance: float, size: int) -> None:
+def test_cuda_matches_attention_within_a_window(dtype: torch.dtype, tolerance: float, size: int) -> None:
     for documents_BT in (None, numbers([{1, 2, 9}, {12}]).cuda()):
         assert largest_error(document_mask.attention, size, documents_BT, inputs(dtype, "cuda")) < tolerance
 
 
-def test_a_window_of_the_whole_row_is_none_to_the_bit() -> None:
+def test_window_of_the_entire_row_is_bitwise_equal_to_no_window() -> None:
     *parts, _ = inputs()
     for size in (T, T + 5):
         assert torch.equal(AttentionCore(size)(*parts), AttentionCore()(*parts))
@@ -113,28 +113,28 @@ def test_a_window_of_the_whole_row_is_none_to_the_bit() -> None:
 @given(
     st.integers(1, 20), st.integers(1, 20), st.integers(0, 30), st.integers(1, 30), st.sampled_from([1, 3, sys.maxsize])
 )
-def test_blocks_hold_each_pair_within_the_window_once_and_no_query_without_keys(q, s, offset, size, at_once) -> None:
-    found = torch.zeros(q, s, dtype=torch.int64)
+def test_blocks_cover_each_pair_within_the_window_once(q, s, offset, size, at_once) -> None:
+    visits = torch.zeros(q, s, dtype=torch.int64)
     for queries, keys, band in sliding_window.blocks(q, s, offset, size, at_once):
         part = sliding_window.mask(queries.stop - queries.start, keys.stop - keys.start, band, torch.empty(0)) == 0
         assert part.any(1).all() and part.any(0).all()
-        assert part[-1, -1]  # what kernels count from
-        found[queries, keys] += part.long()
+        assert part[-1, -1]  # kernels align the mask at the last key
+        visits[queries, keys] += part.long()
     i, j = torch.arange(q)[:, None] + offset, torch.arange(s)[None]
-    assert torch.equal(found, ((j <= i) & (j > i - size)).long())
+    assert torch.equal(visits, ((j <= i) & (j > i - size)).long())
 
 
 def test_no_mask_grows_with_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, mask = [], sliding_window.mask
+    mask_sizes, mask = [], sliding_window.mask
     monkeypatch.setattr(
-        "shardtrain.ops.flash_attention.mask", lambda q, s, *rest: made.append(q * s) or mask(q, s, *rest)
+        "shardtrain.ops.flash_attention.mask", lambda q, s, *rest: mask_sizes.append(q * s) or mask(q, s, *rest)
     )
     *parts, _ = inputs(tokens=2000)
     document_mask.attention(*parts, None, 50)
-    assert len(made) == 16 and max(made) <= 128 * (128 + 49)
+    assert len(mask_sizes) == 16 and max(mask_sizes) <= 128 * (128 + 49)
 
 
-def test_a_compiled_function_gives_the_same() -> None:
+def test_compiled_function_matches_eager() -> None:
     *parts, gradient = inputs()
     core = AttentionCore(7)
     results = []
@@ -142,11 +142,11 @@ def test_a_compiled_function_gives_the_same() -> None:
         leaves = [x.clone().requires_grad_() for x in parts]
         (function(*leaves) * gradient).sum().backward()
         results.append([leaf.grad for leaf in leaves])
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
+    for compiled_value, eager_value in zip(*results, strict=True):
+        assert torch.equal(compiled_value, eager_value)
 
 
-def test_tensors_without_data_pass_through_forward_and_backward() -> None:
+def test_meta_tensors_pass_through_forward_and_backward() -> None:
     with FakeTensorMode():
         q, k, v = (torch.randn(B, T, heads, H, requires_grad=True) for heads in (N, K, K))
         out = document_mask.attention(q, k, v, None, 5)

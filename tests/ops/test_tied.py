@@ -1,4 +1,4 @@
-"""Laws of shared parameters: found under all their names, and joined again after a call that parts them."""
+"""Shared parameters are found under all their names, and tied again after calls that untie them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_equal_values_are_not_shared_parameters() -> None:
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_parted_parameters_are_joined_again(device: str) -> None:
+def test_untied_parameters_are_tied_again(device: str) -> None:
     with torch.device("meta"):
         model = Three()
     groups = tied_names(model)
-    model.to_empty(device=device)  # parts them, in the versions of PyTorch that do
+    model.to_empty(device=device)  # unties them in some versions of PyTorch
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     tie(model, groups)
     assert model.head.weight is model.embed.weight is model.inner["0"].weight
@@ -54,14 +54,14 @@ def test_no_groups_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_llama_ties_its_head_when_asked(tied: bool) -> None:
+def test_llama_ties_its_head_if_configured(tied: bool) -> None:
     module = find("llama3")
     model = build(module, shape_of(module, "debugmodel", {**SHAPE, "tied_embeddings": tied}, "rmsnorm"))
     assert tied_names(model) == ([["embed.weight", "head.weight"]] if tied else [])
 
 
-def test_a_change_of_type_on_the_meta_device_keeps_parameters_shared() -> None:
-    """The model is cast before anything joins its parameters again."""
+def test_cast_on_the_meta_device_keeps_parameters_shared() -> None:
+    """The model is cast before its parameters are tied again."""
     with torch.device("meta"):
         model = Three()
     groups = tied_names(model)

@@ -1,4 +1,4 @@
-"""Where tokens meet outside of the core, or are counted, is named by shapes alone; sound models are left in peace."""
+"""Operations that mix or count tokens outside of the attention core are detected by shapes. Valid models pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOUND = (Path(__file__).parents[1] / "tools/verify" / "sound_model.py").read_tex
 IN_FFN, IN_BLOCK = "return self.down(F.gelu(self.up(x)))", "        x = x + self.drop(self.attn("
 ARANGE = "positions = torch.arange(tokens.size(1), device=tokens.device)[None]\n        "
 EMBEDDED = "x = self.embed(tokens)\n"
-# change -> what cp refuses, what tp refuses; none is nothing
+# change -> errors of CP and of TP (None if accepted)
 FAULTS: dict[str, tuple[str, str, str | None, str | None]] = {
     "nothing": (IN_FFN, IN_FFN, None, None),
     "a constant of its type": (
@@ -35,7 +35,7 @@ FAULTS: dict[str, tuple[str, str, str | None, str | None]] = {
         IN_BLOCK, "        x = x + x.mean(1, keepdim=True)\n" + IN_BLOCK,
         "by mean in blocks.0:", "by mean in blocks.0:",
     ),
-    "attention beside the core": (
+    "attention outside the core": (
         IN_BLOCK, "        x = x + F.scaled_dot_product_attention(x, x, x)\n" + IN_BLOCK,
         "by scaled_dot_product_attention in blocks.0:", "by scaled_dot_product_attention in blocks.0:",
     ),
@@ -53,19 +53,19 @@ def built(path: Path | str) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_tokens_that_meet_where_a_rank_has_a_part_of_them_are_named(name: str, tmp_path: Path) -> None:
+def test_operations_that_mix_split_tokens_are_named(name: str, tmp_path: Path) -> None:
     old, new, *expected = FAULTS[name]
     assert old in SOUND
     file = tmp_path / "mixing_model.py"
     file.write_text(SOUND.replace(old, new, 1))
     model, layout = built(file)
-    for find, words in zip((token_mixing.outside_of_cores, token_mixing.outside_of_gathered), expected, strict=True):
+    for find, message in zip((token_mixing.outside_of_cores, token_mixing.outside_of_gathered), expected, strict=True):
         broken = find(model, layout)
-        assert (broken is None) == (words is None), broken
-        assert words is None or (broken is not None and words in broken.rule)
+        assert (broken is None) == (message is None), broken
+        assert message is None or (broken is not None and message in broken.rule)
 
 
-def test_a_second_core_that_has_no_name_is_found() -> None:
+def test_second_core_missing_in_the_layout_is_found() -> None:
     model, layout = built("llama3")
     attention = model.get_submodule("layers.0.attn")
     attention.second = type(attention.core)()
@@ -81,10 +81,10 @@ FAMILIES = ["llama3", "qwen3_moe", "mixtral", "deepseek_v3", "neox", "llama4", "
     cases([*FAMILIES, *OTHERS[::3]], nightly=[path for path in OTHERS if path not in OTHERS[::3]]),
     ids=lambda path: Path(path).stem,
 )
-def test_models_that_can_be_split_are_not_accused(path: Path | str) -> None:
+def test_models_that_can_be_split_are_accepted(path: Path | str) -> None:
     model, layout = built(path)
     assert token_mixing.outside_of_gathered(model, layout) is None
-    if layout.context and "t5_bias" not in str(path):  # a bias by distance, refused for what its core is given
+    if layout.context and "t5_bias" not in str(path):  # a distance bias, rejected because of an argument of its core
         broken = token_mixing.outside_of_cores(model, layout)
         mixes = "outside of the attention core" in NOT_POSSIBLE.get(Path(path).stem, {}).get("cp=2", "")
         assert (broken is not None) == mixes, broken

@@ -1,4 +1,4 @@
-"""A trial pass leaves nothing behind in a model's code, wherever that code keeps what it has made."""
+"""State that a model's code stores during a trial pass is removed, wherever the code keeps it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_a_trial_has_kept_is_removed_and_named(place: str, tmp_path: Path) -> None:
+def test_state_of_a_trial_is_removed_and_named(place: str, tmp_path: Path) -> None:
     statement, name = PLACES[place]
     path = tmp_path / "kept.py"
     path.write_text(TEXT.replace("PLACE", statement))
@@ -84,7 +84,7 @@ def test_what_a_trial_has_kept_is_removed_and_named(place: str, tmp_path: Path) 
     assert before.changed() == []
 
 
-def test_state_from_before_a_trial_stays(tmp_path: Path) -> None:
+def test_state_from_before_a_trial_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "kept.py"
     path.write_text(TEXT.replace("PLACE", "self.table[n] = self.mask = torch.ones(n)"))
     model = own_file.run(path, own_file.MODEL, "model.name").Model()

@@ -1,4 +1,4 @@
-"""Laws of conversations: tokens and masks are those of transformers, and a turn that cannot be found is refused."""
+"""Conversations get the tokens and masks of transformers. A turn that cannot be located makes a bad row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("jinja2")
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|h|>", "<|/h|>", "<|eot|>", "<|user|>", "<|assistant|>")
 
-# Each in the style of a family of models, with {% generation %} marks; without them the prefix method must agree.
+# Templates in the style of model families, with {% generation %} marks. Without marks, the prefix method must agree.
 CHATML = """\
 {% if tools %}<|im_start|>system
 Tools: {% for tool in tools %}{{ tool | tojson }}
@@ -102,9 +102,9 @@ WITH_TOOLS = [
 
 
 def without_marks(template: str) -> str:
-    for sign in ("{% generation %}", "{%- generation %}", "{% endgeneration %}", "{%- endgeneration %}"):
-        template = template.replace(sign, "")
-    # where trim_blocks eats the line end after a tag, two must be left for one
+    for mark in ("{% generation %}", "{%- generation %}", "{% endgeneration %}", "{%- endgeneration %}"):
+        template = template.replace(mark, "")
+    # trim_blocks removes the newline after a tag, so one of two remains
     return template.replace("<|im_end|>\n\n{% else %}", "<|im_end|>\n{% else %}")
 
 
@@ -113,8 +113,8 @@ def folder_of(tmp_path, template, **more):
 
 
 def encode(path, row, **options):
-    (found,) = open_encoder(open_tokenizer(str(path)), Data(format="chat", **options)).encode([row])
-    return found
+    (result,) = open_encoder(open_tokenizer(str(path)), Data(format="chat", **options)).encode([row])
+    return result
 
 
 def learned_text(path, row, **options):
@@ -131,14 +131,14 @@ def learned_text(path, row, **options):
 
 @pytest.mark.parametrize("style", TEMPLATES)
 @pytest.mark.parametrize("chat", ["turns", "tools"])
-def test_tokens_and_masks_are_those_of_transformers(tmp_path, style, chat):
+def test_tokens_and_masks_match_transformers(tmp_path, style, chat):
     transformers = pytest.importorskip("transformers")
     if chat == "tools" and style in ("zephyr", "inst"):
         pytest.skip("this style has no tools")
     messages, tools = (TURNS, None) if chat == "turns" else (WITH_TOOLS, TOOLS)
     path = folder_of(tmp_path, TEMPLATES[style])
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
-    # transformers finds the first token of a span by its first character, which spaces cut off the offsets hide
+    # transformers locates a span by the offset of its first character, which may be a space that offsets exclude
     reference.backend_tokenizer.post_processor = open_tokenizer(str(path))._tokenizer.post_processor
     expected = reference.apply_chat_template(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
     document = encode(path, {"messages": messages, "tools": tools})
@@ -149,7 +149,7 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path, style, chat):
 
 @pytest.mark.parametrize("style", TEMPLATES)
 @pytest.mark.parametrize("chat", ["turns", "tools"])
-def test_turns_are_found_without_marks_as_with_them(tmp_path, style, chat):
+def test_turns_are_the_same_with_and_without_marks(tmp_path, style, chat):
     if chat == "tools" and style in ("zephyr", "inst"):
         pytest.skip("this style has no tools")
     row = {"messages": TURNS} if chat == "turns" else {"messages": WITH_TOOLS, "tools": TOOLS}
@@ -159,7 +159,7 @@ def test_turns_are_found_without_marks_as_with_them(tmp_path, style, chat):
     assert plain.learned.tolist() == marked.learned.tolist()
 
 
-def test_learned_are_the_assistant_s_words_and_the_end_of_each_turn(tmp_path):
+def test_assistant_text_and_end_of_turn_are_learned(tmp_path):
     path = folder_of(tmp_path, without_marks(CHATML))
     assert learned_text(path, {"messages": TURNS}) == [
         "  I am well,\nthank you. 🦜<|im_end|>",
@@ -171,7 +171,7 @@ def test_learned_are_the_assistant_s_words_and_the_end_of_each_turn(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
-def test_other_tokenizers_learn_the_same_words(tmp_path, kind):
+def test_other_tokenizers_learn_the_same_text(tmp_path, kind):
     end = "<|eot_id|>" if kind == "tiktoken" else "</s>"
     (tmp_path / "tokenizer.model").write_bytes(tiktoken_bytes() if kind == "tiktoken" else sentencepiece_bytes())
     template = (
@@ -185,12 +185,12 @@ def test_other_tokenizers_learn_the_same_words(tmp_path, kind):
     )
     (tmp_path / "chat_template.jinja").write_text(template)
     expected = [message["content"] + end for message in TURNS if message["role"] == "assistant"]
-    # sentencepiece writes no space before the first word of what it decodes alone
-    found = learned_text(tmp_path, {"messages": TURNS})
-    assert [text.lstrip() for text in found] == [text.lstrip() for text in expected]
+    # sentencepiece drops the space before the first word of a text it decodes
+    learned = learned_text(tmp_path, {"messages": TURNS})
+    assert [text.lstrip() for text in learned] == [text.lstrip() for text in expected]
 
 
-def test_bos_is_the_template_s_and_there_once(tmp_path):
+def test_bos_from_the_template_appears_once(tmp_path):
     document = encode(folder_of(tmp_path, HEADERS), {"messages": TURNS})
     bos = open_tokenizer(str(tmp_path)).bos_id
     assert document.tokens[0] == bos and (document.tokens == bos).sum() == 1
@@ -198,7 +198,7 @@ def test_bos_is_the_template_s_and_there_once(tmp_path):
     assert (document.tokens == bos).sum() == 0
 
 
-# writes earlier turns without the line that the last one has, as templates of reasoning models do
+# like templates of reasoning models, writes a block only in the last turn and not in earlier ones
 UNSTABLE = """\
 {% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
 {%- if m.role == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}
@@ -206,14 +206,14 @@ UNSTABLE = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-def test_turns_are_found_where_a_template_rewrites_earlier_ones(tmp_path):
+def test_turns_are_located_if_the_template_rewrites_earlier_ones(tmp_path):
     path = folder_of(tmp_path, UNSTABLE)
     chat = [*TURNS[:3], {"role": "assistant", "content": "Hello"}]
     expected = ["  I am well,\nthank you. 🦜<|im_end|>", "<think></think>Hello<|im_end|>"]
     assert learned_text(path, {"messages": chat}) == expected
 
 
-def test_a_turn_that_cannot_be_found_is_refused(tmp_path):
+def test_turn_that_cannot_be_located_is_a_bad_row(tmp_path):
     path = folder_of(tmp_path, UNSTABLE.replace("m.content +", "m.content | lower +"))
     result = encode(path, {"messages": TURNS})
     assert isinstance(result, BadRow) and not result.harmless
@@ -221,14 +221,14 @@ def test_a_turn_that_cannot_be_found_is_refused(tmp_path):
     assert "data.chat_template" in result.reason and "{% generation %}" in result.reason
 
 
-def test_the_speaker_s_name_is_not_learned_where_a_template_has_no_generation_prompt(tmp_path):
+def test_role_header_is_not_learned_without_a_generation_prompt(tmp_path):
     path = folder_of(
         tmp_path, "{% for m in messages %}{{ '<|h|>' + m.role + '<|/h|>' + m.content + '<|eot|>' }}{% endfor %}"
     )
     assert learned_text(path, {"messages": TURNS[:2]}) == ["  I am well,\nthank you. 🦜<|eot|>"]
 
 
-def test_marks_within_a_macro_have_the_right_place(tmp_path):
+def test_marks_within_a_macro_are_located(tmp_path):
     template = (
         "{% macro say(m) %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endmacro %}"
         "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{{ say(m) }}{% else %}{{ m.content }}"
@@ -238,7 +238,7 @@ def test_marks_within_a_macro_have_the_right_place(tmp_path):
     assert learned_text(path, {"messages": TURNS[:2]}) == ["  I am well,\nthank you. 🦜</s>"]
 
 
-def test_marks_whose_text_is_changed_are_refused():
+def test_marks_around_text_that_is_changed_later_are_rejected():
     template = ChatTemplate(
         "{{ messages[0].content }}{% set x %}{% generation %} {{ messages[1].content }} {% endgeneration %}{% endset %}"
         "{{ x | trim }}",
@@ -248,7 +248,7 @@ def test_marks_whose_text_is_changed_are_refused():
         write(template, TURNS[:2])
 
 
-def test_marks_that_leave_out_the_end_are_reported(tmp_path, caplog):
+def test_marks_that_exclude_the_end_token_are_logged(tmp_path, caplog):
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|eot|>{% endfor %}"
     path = folder_of(tmp_path, template)
     encoder = open_encoder(open_tokenizer(str(path)), Data(format="chat"))
@@ -259,19 +259,22 @@ def test_marks_that_leave_out_the_end_are_reported(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
-def test_sharegpt_rows_are_messages(tmp_path):
+def test_sharegpt_rows_become_messages(tmp_path):
     path = folder_of(tmp_path, CHATML)
     speakers = {"user": "human", "assistant": "gpt"}
     row = {"conversations": [{"from": speakers[m["role"]], "value": m["content"]} for m in TURNS]}
     expected = encode(path, {"messages": TURNS})
-    for found in (encode(path, row), encode(path, {"talk": row["conversations"]}, messages_field="talk")):
-        assert found.tokens.tolist() == expected.tokens.tolist() and found.learned.tolist() == expected.learned.tolist()
+    for document in (encode(path, row), encode(path, {"talk": row["conversations"]}, messages_field="talk")):
+        assert (
+            document.tokens.tolist() == expected.tokens.tolist()
+            and document.learned.tolist() == expected.learned.tolist()
+        )
     call = {"from": "function_call", "value": '{"name": "get_weather", "arguments": {"city": "Paris"}}'}
     row["conversations"] += [{"from": "human", "value": "Paris?"}, call, {"from": "observation", "value": "21"}]
     assert '"arguments": {"city": "Paris"}' in learned_text(path, row)[-1]
 
 
-def test_text_parts_and_nulls_and_json_tools_mean_the_same(tmp_path):
+def test_text_parts_nulls_and_json_tools_are_equivalent_forms(tmp_path):
     path = folder_of(tmp_path, CHATML)
     expected = encode(path, {"messages": WITH_TOOLS, "tools": TOOLS})
     parts = [
@@ -282,13 +285,15 @@ def test_text_parts_and_nulls_and_json_tools_mean_the_same(tmp_path):
         "type": "function",
         "function": {**CALL["function"], "arguments": json.dumps(CALL["function"]["arguments"])},
     }
-    parts[1]["tool_calls"] = [text_call]  # as OpenAI writes them; the template must not put them in quotes
-    found = encode(path, {"messages": parts, "tools": json.dumps(TOOLS)})
-    assert found.tokens.tolist() == expected.tokens.tolist()
-    assert found.learned.tolist() == expected.learned.tolist()
+    parts[1]["tool_calls"] = [
+        text_call
+    ]  # arguments as a JSON string, as in OpenAI's format; the template must not quote it again
+    document = encode(path, {"messages": parts, "tools": json.dumps(TOOLS)})
+    assert document.tokens.tolist() == expected.tokens.tolist()
+    assert document.learned.tolist() == expected.learned.tolist()
 
 
-def test_a_template_that_takes_arguments_as_text_gets_them_as_text():
+def test_template_that_expects_arguments_as_text_gets_text():
     template = ChatTemplate(
         "{% for m in messages %}{% set f = m.tool_calls[0].function %}{{ m.content + f.arguments + '!' + f.name }}"
         "{% endfor %}",
@@ -327,14 +332,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_conversations_are_bad_rows_with_a_reason(tmp_path, name):
+def test_invalid_conversations_are_bad_rows_with_a_reason(tmp_path, name):
     row, reason = BAD[name]
     result = encode(folder_of(tmp_path, CHATML), row)
     assert isinstance(result, BadRow) and reason in result.reason and not result.harmless
     assert "\n" not in result.reason
 
 
-def test_an_empty_conversation_is_harmless_and_a_deep_one_is_not_followed(tmp_path):
+def test_empty_conversation_is_harmless_and_a_deeply_nested_one_is_rejected(tmp_path):
     path = folder_of(tmp_path, CHATML)
     assert encode(path, {"messages": []}) == BadRow("the conversation is empty", harmless=True)
     deep: object = "x"
@@ -343,12 +348,12 @@ def test_an_empty_conversation_is_harmless_and_a_deep_one_is_not_followed(tmp_pa
     assert "nested more than 100 deep" in encode(path, {"messages": [{"role": "user", "content": deep}]}).reason
 
 
-def test_a_template_s_refusal_is_reported(tmp_path):
+def test_exception_raised_by_the_template_is_the_reason(tmp_path):
     result = encode(folder_of(tmp_path, INST), {"messages": [{"role": "system", "content": "x"}, *TURNS]})
     assert result.reason == "the chat template refuses the conversation: Only user and assistant roles are supported!"
 
 
-def test_no_chat_template_is_an_error_that_names_the_option(tmp_path):
+def test_missing_chat_template_is_an_error_with_the_option(tmp_path):
     path = bpe_folder(tmp_path, SPECIAL)
     with pytest.raises(
         ConfigError, match=r"data.chat_template is not set, and the tokenizer has no chat template; name"
@@ -361,18 +366,20 @@ def test_no_chat_template_is_an_error_that_names_the_option(tmp_path):
         open_encoder(open_tokenizer(str(path)), Data(format="chat", chat_template=str(tmp_path / "broken.jinja")))
 
 
-def test_a_template_that_leaves_a_tool_call_out_makes_no_document(tmp_path):
-    told = [{**message, "content": message["content"] or "let me get_weather"} for message in WITH_TOOLS]
-    result = encode(folder_of(tmp_path, ZEPHYR), {"messages": told, "tools": TOOLS})
+def test_template_that_drops_a_tool_call_makes_a_bad_row(tmp_path):
+    messages = [{**message, "content": message["content"] or "let me get_weather"} for message in WITH_TOOLS]
+    result = encode(folder_of(tmp_path, ZEPHYR), {"messages": messages, "tools": TOOLS})
     assert isinstance(result, BadRow) and "drops the tool call of turn 2" in result.reason
 
 
-def test_a_template_of_one_s_own_counts_before_the_tokenizer_s(tmp_path):
+def test_option_overrides_the_template_of_the_tokenizer(tmp_path):
     path = folder_of(tmp_path, CHATML)
     (tmp_path / "own.jinja").write_text(ZEPHYR)
     tokenizer = open_tokenizer(str(path))
-    own, other = (Data(format="chat", chat_template=name) for name in (str(tmp_path / "own.jinja"), None))
-    assert open_encoder(tokenizer, own).fingerprint != open_encoder(tokenizer, other).fingerprint
+    with_template, without_template = (
+        Data(format="chat", chat_template=name) for name in (str(tmp_path / "own.jinja"), None)
+    )
+    assert open_encoder(tokenizer, with_template).fingerprint != open_encoder(tokenizer, without_template).fingerprint
     assert learned_text(path, {"messages": TURNS[:2]}, chat_template=str(tmp_path / "own.jinja")) == [
         "  I am well,\nthank you. 🦜</s>"
     ]
@@ -385,7 +392,7 @@ def test_conversations_with_tools_use_the_template_for_tools(tmp_path):
     assert learned_text(path, {"messages": TURNS[:2], "tools": TOOLS})[0].endswith("<|im_end|>")
 
 
-def test_the_date_does_not_change_the_tokens(caplog):
+def test_strftime_now_is_a_fixed_date(caplog):
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {})
     assert template.render(TURNS) == template.render(TURNS) == "26 Jul 2024"
     assert len(caplog.records) == 1 and "2024-07-26" in caplog.text
@@ -406,25 +413,25 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates_end_in_a_reason(name):
+def test_hostile_templates_are_rejected_with_a_reason(name):
     with pytest.raises(Unusable, match="the chat template (refuses|writes)"):
         ChatTemplate(HOSTILE[name], {}).render(TURNS)
 
 
-def test_many_rows_at_once_are_each_as_alone(tmp_path):
+def test_batched_rows_encode_like_single_rows(tmp_path):
     path = folder_of(tmp_path, without_marks(CHATML))
     rows = [{"messages": TURNS}, {"messages": 3}, {"messages": WITH_TOOLS, "tools": TOOLS}, {"messages": TURNS[:2]}]
     encoder = open_encoder(open_tokenizer(str(path)), Data(format="chat"))
-    for row, found in zip(rows, encoder.encode(rows), strict=True):
+    for row, document in zip(rows, encoder.encode(rows), strict=True):
         (alone,) = encoder.encode([row])
         if isinstance(alone, BadRow):
-            assert found == alone
+            assert document == alone
         else:
-            assert np.array_equal(found.tokens, alone.tokens) and np.array_equal(found.learned, alone.learned)
+            assert np.array_equal(document.tokens, alone.tokens) and np.array_equal(document.learned, alone.learned)
     assert encoder.encode([]) == []
 
 
-# What a template writes of a message -> the templates of this kind
+# Template, messages, and the dropped text (None if it drops none)
 SMOLVLM = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>
@@ -459,7 +466,7 @@ DROPPED = {
         [{"role": "system", "content": "Be brief."}, USER, ANSWER],
         "the content of turn 1",
     ),
-    "a system prompt that is not there": (NO_SYSTEM, [USER, ANSWER], None),
+    "no system prompt in the row": (NO_SYSTEM, [USER, ANSWER], None),
     "no tool result": (NO_TOOL, [USER, ANSWER, TOOL_RESULT, ANSWER], "the content of turn 3"),
     "marks around nothing": (EMPTY_MARKS, [USER, ANSWER], "the content of turn 2"),
     "no reasoning": (NO_REASONING, [USER, THOUGHT], "the reasoning of turn 2"),
@@ -490,7 +497,7 @@ DROPPED = {
         [USER, {**ANSWER, "content": "a" * 61}, USER, ANSWER],
         "a part of the content of turn 2",
     ),
-    "contents that are not cut": (CUT, [{**USER, "content": "a" * 60}, ANSWER], None),
+    "contents that are not truncated": (CUT, [{**USER, "content": "a" * 60}, ANSWER], None),
     "a command to the template": (NO_COMMAND, [{**USER, "content": "a /no_think"}, ANSWER], None),
     "the arguments of a tool call": (
         NAMES_OF_CALLS,
@@ -514,8 +521,8 @@ DROPPED = {
 
 @pytest.mark.parametrize("form", ["chat", "prompt_completion"])
 @pytest.mark.parametrize(("template", "messages", "dropped"), DROPPED.values(), ids=DROPPED.keys())
-def test_a_conversation_of_which_the_template_drops_a_text_is_a_bad_row(tmp_path, template, messages, dropped, form):
-    """The model would learn only the ends of turns, or answers to empty questions."""
+def test_conversation_with_text_that_the_template_drops_is_a_bad_row(tmp_path, template, messages, dropped, form):
+    """Otherwise the model would learn only ends of turns, or answers to empty questions."""
     row = {"messages": messages}
     if form == "prompt_completion":
         row = {"prompt": messages[:-1], "completion": messages[-1:]}
@@ -527,35 +534,39 @@ def test_a_conversation_of_which_the_template_drops_a_text_is_a_bad_row(tmp_path
         return
     assert isinstance(result, Document), result
     assert "Blue." in tokenizer.decode(result.tokens[result.learned])
-    wanted = [message["content"].split("</think>")[-1].removesuffix("/no_think") for message in messages]
-    assert all(one in tokenizer.decode(result.tokens) for one in wanted)
+    expected_texts = [message["content"].split("</think>")[-1].removesuffix("/no_think") for message in messages]
+    assert all(text in tokenizer.decode(result.tokens) for text in expected_texts)
 
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 @pytest.mark.parametrize("read", REASONING)
-@pytest.mark.parametrize("given", REASONING)
-def test_a_reasoning_reaches_templates_that_read_another_name(tmp_path, given, read):
-    """Tables of Arrow have every name in every message: an empty reasoning is none, and hides none."""
+@pytest.mark.parametrize("key", REASONING)
+def test_reasoning_is_passed_under_the_key_that_the_template_reads(tmp_path, key, read):
+    """In Arrow tables every message has every key, so an empty reasoning must count as absent."""
     path = folder_of(
         tmp_path, LAST_REASONING.replace("reasoning_content is defined", read).replace("reasoning_content", read)
     )
     tokenizer = open_tokenizer(str(path))
-    thought, none = ({**ANSWER, **dict.fromkeys(REASONING, ""), given: text} for text in ("Water is blue.", ""))
-    rows = [{"messages": [USER, one]} for one in (thought, none, thought)]
+    thought, no_thought = ({**ANSWER, **dict.fromkeys(REASONING, ""), key: text} for text in ("Water is blue.", ""))
+    rows = [{"messages": [USER, message]} for message in (thought, no_thought, thought)]
     documents = open_encoder(tokenizer, Data(format="chat")).encode(rows)
     expected = ["<think>Water is blue.</think>Blue.", "Blue.", "<think>Water is blue.</think>Blue."]
-    assert [tokenizer.decode(one.tokens[one.learned]).removesuffix("<|eot|>") for one in documents] == expected
+    assert [
+        tokenizer.decode(message.tokens[message.learned]).removesuffix("<|eot|>") for message in documents
+    ] == expected
 
 
-def test_an_empty_reasoning_is_accepted_by_a_template_that_writes_none(tmp_path):
+def test_empty_reasoning_is_accepted_by_a_template_without_reasoning(tmp_path):
     encoder = open_encoder(open_tokenizer(str(folder_of(tmp_path, NO_REASONING))), Data(format="chat"))
-    thought, empty = encoder.encode([{"messages": [USER, {**ANSWER, "reasoning_content": one}]} for one in ("Hm.", "")])
+    thought, empty = encoder.encode(
+        [{"messages": [USER, {**ANSWER, "reasoning_content": text}]} for text in ("Hm.", "")]
+    )
     assert isinstance(thought, BadRow) and isinstance(empty, Document)
 
 
-# In the style of Gemma 3, and of templates that put each part on a line of its own
+# In the style of Gemma 3, and of templates that write each part on its own line
 TRIMMED_PARTS = """\
 {% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content | trim }}{% else %}\
 {% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endif %}<|eot|>{% endfor %}\
@@ -573,8 +584,8 @@ PARTS = {
 
 @pytest.mark.parametrize("form", ["chat", "prompt_completion"])
 @pytest.mark.parametrize(("template", "learned"), PARTS.values(), ids=PARTS.keys())
-def test_several_parts_of_a_content_are_written_as_in_transformers(tmp_path, template, learned, form):
-    """A template that reads no list, or only its first part, gets them joined. transformers would lose the others."""
+def test_content_in_several_parts_is_rendered_as_in_transformers(tmp_path, template, learned, form):
+    """A template that reads no list, or only its first part, gets joined parts. transformers would lose the others."""
     transformers = pytest.importorskip("transformers")
     path = folder_of(tmp_path, template)
     question, answer = (
@@ -590,11 +601,11 @@ def test_several_parts_of_a_content_are_written_as_in_transformers(tmp_path, tem
             message["content"] = text if template == NO_REASONING else [{"type": "text", "text": text}]
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
     assert document.tokens.tolist() == reference.apply_chat_template(chat)["input_ids"]
-    found = tokenizer.decode(document.tokens[document.learned], keep_special=True)
-    assert found in (learned + "<|eot|>", learned + "<|im_end|>")
+    text = tokenizer.decode(document.tokens[document.learned], keep_special=True)
+    assert text in (learned + "<|eot|>", learned + "<|im_end|>")
 
 
-def test_a_prompt_of_which_the_template_drops_a_text_is_not_answered(tmp_path):
+def test_prompt_with_text_that_the_template_drops_is_rejected(tmp_path):
     tokenizer = open_tokenizer(str(folder_of(tmp_path, NO_USER)))
     with pytest.raises(Unusable, match="drops the content of turn 1"):
         open_conversations(tokenizer, Data(format="chat")).prompt([USER])
@@ -616,26 +627,26 @@ KWARGS = {
 
 
 @pytest.mark.parametrize("kwargs", KWARGS.values(), ids=KWARGS.keys())
-def test_variables_of_a_row_reach_the_template_as_in_transformers(tmp_path, kwargs):
-    """The column chat_template_kwargs has TRL's meaning: arguments of ``apply_chat_template``."""
+def test_template_variables_of_a_row_work_as_in_transformers(tmp_path, kwargs):
+    """The column ``chat_template_kwargs`` contains arguments of ``apply_chat_template``, as in TRL."""
     transformers = pytest.importorskip("transformers")
     path = folder_of(tmp_path, THINKING)
     tokenizer = open_tokenizer(str(path))
     row = {"messages": [USER, ANSWER], "prompt": [USER], "completion": [ANSWER], "chat_template_kwargs": kwargs}
     row |= {"chosen": [ANSWER], "rejected": [ANSWER]}
-    given = json.loads(kwargs) if isinstance(kwargs, str) else kwargs or {}
-    given = {name: value for name, value in given.items() if value is not None}
+    variables = json.loads(kwargs) if isinstance(kwargs, str) else kwargs or {}
+    variables = {name: value for name, value in variables.items() if value is not None}
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
-    expected = reference.apply_chat_template([USER, ANSWER], **given)["input_ids"]
-    prompt = reference.apply_chat_template([USER], add_generation_prompt=True, **given)["input_ids"]
-    assert (expected == reference.apply_chat_template([USER, ANSWER])["input_ids"]) == (not given)
+    expected = reference.apply_chat_template([USER, ANSWER], **variables)["input_ids"]
+    expected_prompt = reference.apply_chat_template([USER], add_generation_prompt=True, **variables)["input_ids"]
+    assert (expected == reference.apply_chat_template([USER, ANSWER])["input_ids"]) == (not variables)
     for form in ("chat", "prompt_completion"):
         (document,) = open_encoder(tokenizer, Data(format=form)).encode([row])
         assert document.tokens.tolist() == expected
         assert tokenizer.decode(document.tokens[document.learned]) == "Blue."
     conversations = open_conversations(tokenizer, Data(format="chat"))
-    asked = GenerationPrompts(tokenizer, Data(), conversations).row(PromptRow("a:1", "", row), "prompt", "tools")
-    assert asked == prompt
+    prompt = GenerationPrompts(tokenizer, Data(), conversations).row(PromptRow("a:1", "", row), "prompt", "tools")
+    assert prompt == expected_prompt
 
 
 BAD_KWARGS = {
@@ -647,13 +658,13 @@ BAD_KWARGS = {
 
 
 @pytest.mark.parametrize(("kwargs", "reason"), BAD_KWARGS.values(), ids=BAD_KWARGS.keys())
-def test_variables_that_make_no_sense_are_a_bad_row(tmp_path, kwargs, reason):
+def test_invalid_template_variables_make_a_bad_row(tmp_path, kwargs, reason):
     result = encode(folder_of(tmp_path, THINKING), {"messages": [USER, ANSWER], "chat_template_kwargs": kwargs})
     assert isinstance(result, BadRow) and reason in result.reason
 
 
 @pytest.mark.parametrize("form", ["chat", "prompt_completion"])
-def test_what_only_other_trainers_read_is_named_once(tmp_path, form, caplog):
+def test_keys_that_only_other_trainers_read_are_logged_once(tmp_path, form, caplog):
     encoder = open_encoder(open_tokenizer(str(folder_of(tmp_path, CHATML))), Data(format=form))
     silent = [{**ANSWER, "weight": 1}]
     plain = {"messages": [USER, *silent], "prompt": [USER], "completion": silent, "images": [], "image": None}
@@ -676,24 +687,24 @@ SEPARATED = (
 
 
 @pytest.mark.parametrize("form", ["chat", "prompt_completion"])
-def test_the_line_end_after_a_turn_is_learned_on_request(tmp_path, form):
+def test_newline_after_a_turn_is_learned_with_learn_turn_separator(tmp_path, form):
     chat = [USER, ANSWER, USER, ANSWER]
     row = {"messages": chat, "prompt": chat[:1], "completion": chat[1:]}
     tokenizer = open_tokenizer(str(folder_of(tmp_path, SEPARATED)))
-    found = {}
-    for asked in (False, True):
-        encoder = open_encoder(tokenizer, Data(format=form, learn_turn_separator=asked))
+    texts = {}
+    for is_learned in (False, True):
+        encoder = open_encoder(tokenizer, Data(format=form, learn_turn_separator=is_learned))
         (document,) = encoder.encode([row])
-        found[encoder.fingerprint] = tokenizer.decode(document.tokens[document.learned], keep_special=True)
-    assert list(found.values()) == ["Blue.<|im_end|>" * 2, "Blue.<|im_end|>\n" * 2]
+        texts[encoder.fingerprint] = tokenizer.decode(document.tokens[document.learned], keep_special=True)
+    assert list(texts.values()) == ["Blue.<|im_end|>" * 2, "Blue.<|im_end|>\n" * 2]
 
 
-def test_a_line_end_is_not_requested_of_a_template_that_marks_what_is_learned(tmp_path):
+def test_learn_turn_separator_is_rejected_for_a_template_with_marks(tmp_path):
     with pytest.raises(ConfigError, match=r"learn_turn_separator=true has no effect: the chat template marks"):
         encode(folder_of(tmp_path, CHATML), {"messages": TURNS}, learn_turn_separator=True)
 
 
-# In the style of GLM-4-MoE: nothing ends a turn, and the next speaker's token follows it
+# In the style of GLM-4-MoE: a turn has no end token, and the next role token follows directly
 NO_END = (
     "<s>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -713,7 +724,7 @@ ADVICE = "add one with data.turn_end, such as '</s>'"
     ],
     ids=["no end", "inserted", "of the next turn", "ChatML"],
 )
-def test_a_template_that_writes_no_end_of_a_turn_is_warned_of_and_gets_one(
+def test_template_without_end_of_turn_is_logged_and_turn_end_inserts_one(
     form, template, end, learned, is_warned, tmp_path, caplog
 ):
     chat = [USER, ANSWER, USER, ANSWER]
@@ -732,7 +743,7 @@ def test_a_template_that_writes_no_end_of_a_turn_is_warned_of_and_gets_one(
     assert {tokenizer.decode([token], keep_special=True) for token in ends} == {"</s>", of_turn or "</s>"}
 
 
-def test_an_end_of_a_turn_extends_the_marks_of_a_template(tmp_path):
+def test_turn_end_extends_the_marks_of_a_template(tmp_path):
     tokenizer = open_tokenizer(str(folder_of(tmp_path, NO_END_MARKED)))
     encoder = open_encoder(tokenizer, Data(format="chat", turn_end="<|user|>"))
     (document,) = encoder.encode([{"messages": [ANSWER]}])
@@ -747,6 +758,6 @@ def test_an_end_of_a_turn_extends_the_marks_of_a_template(tmp_path):
         (SEPARATED, "</s>", r"has no effect: the chat template ends a turn with '<\|im_end\|>'"),
     ],
 )
-def test_an_end_of_a_turn_that_cannot_be_added_is_an_error(template, end, reason, tmp_path):
+def test_turn_end_that_cannot_be_added_is_an_error(template, end, reason, tmp_path):
     with pytest.raises(ConfigError, match=f"data.turn_end=.*{reason}"):
         encode(folder_of(tmp_path, template), {"messages": TURNS}, turn_end=end)

@@ -1,4 +1,4 @@
-"""Turns of published templates, without marks: the learned text is that of TRL's marked versions of the templates."""
+"""Turns in published templates without marks: the learned text matches TRL's marked versions of the templates."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ CHATS: dict[str, list[Message]] = {
     "a call at the end": [ASK, CALL],
     "a call in each of two rounds": [ASK, CALL, RESULT, SAY, MORE, CALL, RESULT, THEN],
     "two calls in a round": [ASK, CALL, RESULT, CALL, RESULT, SAY],
-    "content beside a call": [ASK, {**CALL, "content": "Let me see."}, RESULT, SAY],
+    "content with a call": [ASK, {**CALL, "content": "Let me see."}, RESULT, SAY],
     "an empty answer": [ASK, EMPTY],
     "an empty answer first": [ASK, EMPTY, MORE, THEN],
     "an empty answer last": [ASK, SAY, MORE, EMPTY],
     "reasoning": [ASK, THOUGHT, MORE, {**THEN, "reasoning_content": "Sunset."}],
-    "reasoning beside a call": [ASK, {**CALL, "reasoning_content": "Hm."}, RESULT, THOUGHT],
+    "reasoning with a call": [ASK, {**CALL, "reasoning_content": "Hm."}, RESULT, THOUGHT],
 }
 TRL = importlib.util.find_spec("trl")
 FOLDER = Path(TRL.origin).parent / "chat_templates" if TRL and TRL.origin else Path("absent")
@@ -57,8 +57,8 @@ FIRST = ["deepseekv3", "gemma4", "gptoss", "nemotron_3_nano", "phi3", "phi3_5", 
 
 @pytest.mark.skipif(not NAMES, reason="trl is not installed (the dev extra has it)")
 @pytest.mark.parametrize("name", cases(FIRST, nightly=[name for name in NAMES if name not in FIRST]))
-def test_turns_of_published_templates_are_those_that_trl_marks(name: str) -> None:
-    """Up to the generation prompt, which TRL learns for some templates, and the spaces around a turn."""
+def test_turns_of_published_templates_match_the_marks_of_trl(name: str) -> None:
+    """Except for the generation prompt, which TRL learns for some templates, and spaces around a turn."""
     template = _template(FOLDER / f"{name}.jinja")
     marked_file = FOLDER / f"{name.split('_v')[0]}_training.jinja"
     header = _header(template)
@@ -76,14 +76,14 @@ def test_turns_of_published_templates_are_those_that_trl_marks(name: str) -> Non
             continue
         text, spans = _template(marked_file, template.content_as_parts).render_marked(messages, variables)
         if text != written.text:
-            continue  # TRL has changed more than marks
-        found = [written.text[start:stop] for start, stop in written.spans]
-        learned = "".join(found).replace("<|tool_response>", "")  # Gemma ends a call with it
+            continue  # TRL changed more than the marks
+        turns = [written.text[start:stop] for start, stop in written.spans]
+        learned = "".join(turns).replace("<|tool_response>", "")  # Gemma's end of a call
         expected = "".join(text[start:stop] for start, stop in spans)
         for piece in header:
             expected = expected.replace(piece, "")
             learned = learned.replace(piece, "")
-        assert "".join(learned.split()) == "".join(expected.split()), (chat_name, found, expected)
+        assert "".join(learned.split()) == "".join(expected.split()), (chat_name, turns, expected)
 
 
 def _template(file: Path, as_parts: bool | None = None) -> ChatTemplate:
@@ -96,9 +96,9 @@ def _template(file: Path, as_parts: bool | None = None) -> ChatTemplate:
 
 
 def _header(template: ChatTemplate) -> list[str]:
-    """The generation prompt and its pieces, which one side may learn and the other not."""
-    plain, asked = template.render([ASK]), template.render([ASK], {}, True)
-    prompt = asked[_common(asked, plain) :].strip()
+    """Return the generation prompt and its pieces, which only one side may learn."""
+    without_prompt, with_prompt = template.render([ASK]), template.render([ASK], {}, True)
+    prompt = with_prompt[_common(with_prompt, without_prompt) :].strip()
     return [prompt, *re.findall("<[^<>]*>", prompt)]
 
 
@@ -119,7 +119,7 @@ OWN: dict[str, tuple[str, list[Message], list[str]]] = {
         [ASK, SAY, MORE, THEN],
         ["It is blue.<|end|>\n", "Then red.<|end|>\n</s>"],
     ),
-    "the last turn has an end of its own": (
+    "the last turn has a different end": (
         "{% for m in messages %}"
         + LINE
         + "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
@@ -182,7 +182,7 @@ OWN: dict[str, tuple[str, list[Message], list[str]]] = {
     ),
     "an empty answer without a generation prompt": (VICUNA, [ASK, EMPTY, MORE, EMPTY], ["</s>", "</s>"]),
     "an empty answer after a space": (INST, [ASK, EMPTY, MORE, THEN], [" </s>", " Then red.</s>"]),
-    "a space before each answer, and earlier questions in another form": (
+    "a space before each answer, and earlier questions in a different form": (
         INST.replace("{{ m.content }} [", "{{ 'Be brief. ' if loop.index > messages | length - 2 }}{{ m.content }} ["),
         [ASK, SAY, MORE, EMPTY],
         [" It is blue.</s>", " </s>"],
@@ -191,15 +191,15 @@ OWN: dict[str, tuple[str, list[Message], list[str]]] = {
 
 
 @pytest.mark.parametrize(("template", "chat", "expected"), OWN.values(), ids=OWN.keys())
-def test_turns_are_found_where_templates_write_turns_in_several_ways(
+def test_turns_are_located_if_templates_render_turns_differently(
     template: str, chat: list[Message], expected: list[str]
 ) -> None:
     written: Any = write(ChatTemplate(template, SPECIAL), messages_of(chat, "messages"))
     assert [written.text[start:stop] for start, stop in written.spans] == expected
 
 
-def test_a_hostile_thinking_block_costs_no_time() -> None:
-    """A pattern with two runs of spaces would need minutes."""
+def test_hostile_thinking_block_is_parsed_in_linear_time() -> None:
+    """A pattern with two runs of spaces would take minutes."""
     content = "<think>" + " " * 200_000
     template = ChatTemplate("{% for m in messages %}" + LINE + "<|end|>{% endfor %}" + PROMPT, SPECIAL)
     written = write(template, messages_of([ASK, {**SAY, "content": content}], "messages"))

@@ -1,4 +1,4 @@
-"""A prompt and its completion are trained on as the joined text, for each kind of tokenizer and format of rows."""
+"""Prompt and completion are tokenized as the joined text, for each kind of tokenizer and row format."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer, open_tokeni
 from shardtrain.tasks import open_task
 
 PAIRS = {
-    "no space written": ("Q: what?\nA:", "two words"),
+    "no space": ("Q: what?\nA:", "two words"),
     "space in the completion": ("Q: what?\nA:", " two words"),
     "space in the prompt": ("Q: what?\nA: ", "two words"),
     "new line": ("def main\n", "return x"),
     "indented": ("def main\n", " return x"),
-    "within a word": ("hel", "lo world"),
+    "within one word": ("hel", "lo world"),
     "two spaces": ("A: ", " two"),
     "empty prompt": ("", "two words"),
-    "other letters": ("Antwort: grö", "ßer als 7!"),
+    "non-ASCII letters": ("Antwort: grö", "ßer als 7!"),
 }
 
 
 @pytest.mark.parametrize("kind", tokenizers_of_kinds.KINDS)
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
-def test_tokens_decode_to_exactly_the_prompt_and_the_completion(kind: str, pair: tuple[str, str]) -> None:
+def test_tokens_decode_to_the_prompt_and_the_completion(kind: str, pair: tuple[str, str]) -> None:
     tokenizer = tokenizers_of_kinds.open_kind(kind)
     prompt, completion = pair
     ((prompt_ids, completion_ids, shared),) = encode_pairs(tokenizer, [pair])
     joined = tokenizer.encode(prompt + completion)
     ids = np.concatenate((prompt_ids, completion_ids))
-    assert prompt_ids.tolist() == tokenizer.encode(prompt).tolist(), "the prompt has the tokens of generation"
+    assert prompt_ids.tolist() == tokenizer.encode(prompt).tolist(), (
+        "the prompt must have the tokens it has in generation"
+    )
     assert tokenizer.decode(ids) == tokenizer.decode(joined)
     assert shared is (joined[: len(prompt_ids)].tolist() != prompt_ids.tolist())
     if not shared:
@@ -49,15 +51,15 @@ def test_tokens_decode_to_exactly_the_prompt_and_the_completion(kind: str, pair:
 
 
 SEAMS = {
-    # what the tokenizer has more, and a pair whose joined text has other characters or tokens than its halves
+    # normalizer or added token, and a pair whose joined text has different characters or tokens than its halves
     "a normalizer that composes characters": (True, ("gro", "\u0308\u00dfer")),
-    "a token that only a whole word becomes": (False, ("hello", "world")),
+    "a token for the joined text only": (False, ("hello", "world")),
 }
 
 
 @pytest.mark.parametrize("kind", [kind for kind in tokenizers_of_kinds.KINDS if kind != "sentencepiece"])
 @pytest.mark.parametrize(("has_nfc", "pair"), SEAMS.values(), ids=SEAMS.keys())
-def test_no_space_is_put_where_the_joined_text_has_other_characters(kind, has_nfc, pair, tmp_path) -> None:
+def test_no_space_is_inserted_if_joining_changes_characters(kind, has_nfc, pair, tmp_path) -> None:
     file = tokenizers_of_kinds.write(kind, tmp_path) / "tokenizer.json"
     changed = tokenizers.Tokenizer.from_file(str(file))
     if has_nfc:
@@ -72,7 +74,7 @@ def test_no_space_is_put_where_the_joined_text_has_other_characters(kind, has_nf
     assert shared and text.strip().replace("<unk>", "\u0308") == "".join(pair)
 
 
-def test_a_word_split_by_the_end_of_the_prompt_is_noted() -> None:
+def test_word_split_by_the_end_of_the_prompt_is_noted() -> None:
     tokenizer = tokenizers_of_kinds.open_kind("metaspace_first")
     encoder = PromptEncoder(tokenizer, Data(format="prompt_completion"))
     rows = [{"prompt": "hel", "completion": "lo world"}, {"prompt": "A:", "completion": " two"}]
@@ -92,7 +94,9 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", tokenizers_of_kinds.KINDS)
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS.keys())
-def test_both_answers_of_a_pair_continue_the_prompt(kind: str, form: tuple[str, dict[str, Any]], tmp_path) -> None:
+def test_both_answers_of_a_preference_pair_continue_the_prompt(
+    kind: str, form: tuple[str, dict[str, Any]], tmp_path
+) -> None:
     name, row = form
     folder = tokenizers_of_kinds.write(kind, tmp_path / kind)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
@@ -115,7 +119,7 @@ def test_both_answers_of_a_pair_continue_the_prompt(kind: str, form: tuple[str, 
 
 
 ENDS = {
-    # the text of a row: the tokens it must have once each, and the notes about it
+    # text of a row: the tokens it must contain once each, and the notes about it
     "nothing spelled": ("two words", ()),
     "the end": ("two words</s>", (HAS_END,)),
     "the beginning": ("<s>two words", (HAS_BEGINNING,)),
@@ -126,7 +130,7 @@ ENDS = {
 @pytest.mark.parametrize(("text", "notes"), ENDS.values(), ids=ENDS.keys())
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace_first", "prepend_normalizer"])
 @pytest.mark.parametrize("form", ["text", "prompt_completion"])
-def test_ends_that_a_row_spells_out_are_not_added_again(
+def test_bos_and_eos_written_in_a_row_are_not_added_again(
     kind: str, form: str, text: str, notes: tuple[str, ...]
 ) -> None:
     tokenizer = tokenizers_of_kinds.open_kind(kind, with_bos=True)
@@ -142,10 +146,10 @@ def test_ends_that_a_row_spells_out_are_not_added_again(
     assert (tokens[0], tokens[-1]) == (bos, eos) and tokens.count(bos) == tokens.count(eos) == 1
     assert tuple(note for note in document.notes if note != SHARED_TOKEN) == notes
     if form == "prompt_completion":
-        assert document.learned is not None and document.learned[-1], "the end of the completion is learned"
+        assert document.learned is not None and document.learned[-1], "the end of the completion must be learned"
 
 
-def test_fingerprints_of_text_stay_where_no_text_can_spell_the_ends_out() -> None:
-    """A run of an earlier version continues if its tokens are the same."""
+def test_fingerprint_is_unchanged_for_tokenizers_without_bos_and_eos_in_text() -> None:
+    """A run of an earlier version can resume if its tokens are unchanged."""
     by_bytes = TextEncoder(ByteTokenizer(), "text", Data()).fingerprint
     assert by_bytes == "07f07c09622ce8c5a2f5978b9738fae4871bfd677d6a80594009a86141c3836c"

@@ -1,4 +1,4 @@
-"""Laws of encoders: which tokens a row gives, which of them are learned, and why a row gives none."""
+"""Encoders: the tokens of a row, which of them are learned, and the reason for a bad row."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ BOS, EOS = 256, 257
 
 
 def encode(row, source=None, tokenizer=BYTES, **options):
-    (found,) = open_encoder(tokenizer, Data(**options), source).encode([row])
-    return found
+    (result,) = open_encoder(tokenizer, Data(**options), source).encode([row])
+    return result
 
 
 def ids(text):
     return list(text.encode())
 
 
-def test_a_text_is_between_bos_and_eos_and_all_of_it_is_learned():
+def test_text_gets_bos_and_eos_and_is_learned_entirely():
     document = encode({"text": "aé", "id": 3})
     assert document.tokens.tolist() == [BOS, *ids("aé"), EOS]
     assert document.tokens.dtype == np.int32 and document.learned is None
 
 
-def test_a_tokenizer_without_ends_adds_none(tmp_path):
+def test_tokenizer_without_bos_and_eos_adds_none(tmp_path):
     tokenizer = open_tokenizer(str(bpe_folder(tmp_path, (), bos_token=None, eos_token=None)))
     document = encode({"text": "the cat"}, tokenizer=tokenizer)
     assert document.tokens.tolist() == tokenizer.encode("the cat").tolist()
 
 
-def test_a_dotted_path_reaches_into_objects_but_a_column_of_that_name_comes_first():
+def test_dotted_path_reads_nested_objects_unless_a_column_has_that_name():
     row = {"meta": {"body": {"text": "deep"}}, "a.b": "dotted", "a": {"b": "nested"}}
     assert encode(row, text_field="meta.body.text").tokens.tolist() == [BOS, *ids("deep"), EOS]
     assert encode(row, text_field="a.b").tokens.tolist() == [BOS, *ids("dotted"), EOS]
 
 
-def test_a_source_s_own_format_and_column_count_first():
+def test_format_and_column_of_a_source_take_precedence():
     row = {"text": "x", "body": "y", "prompt": "p", "completion": "c"}
     assert encode(row, DataSource(text_field="body")).tokens.tolist() == [BOS, *ids("y"), EOS]
     assert encode(row, DataSource(format="prompt_completion")).tokens.tolist() == [BOS, *ids("pc"), EOS]
@@ -68,42 +68,42 @@ BAD_TEXTS = {
 
 
 @pytest.mark.parametrize("name", BAD_TEXTS)
-def test_rows_without_a_text_are_bad_with_a_reason(name):
+def test_rows_without_text_are_bad_with_a_reason(name):
     row, reason = BAD_TEXTS[name]
     assert encode(row) == BadRow(reason)
 
 
-def test_an_empty_text_is_harmless():
+def test_empty_text_is_harmless():
     assert encode({"text": ""}) == BadRow("the text is empty", harmless=True)
 
 
-def test_names_of_columns_are_reported_within_bounds():
+def test_long_lists_of_columns_are_shortened():
     with pytest.raises(Unusable) as caught:
         column({f"column-{i}-{'x' * 1000}": i for i in range(1000)}, "text")
     assert "and 988 more" in caught.value.reason and len(caught.value.reason) < 700
 
 
-def test_a_completion_is_learned_and_its_prompt_is_not():
+def test_completion_is_learned_and_its_prompt_is_not():
     document = encode({"prompt": "2+2=", "completion": "4"}, format="prompt_completion")
     assert document.tokens.tolist() == [BOS, *ids("2+2=4"), EOS]
     assert document.learned.tolist() == [False] * 5 + [True, True]
-    own = {"prompt_field": "q.text", "completion_field": "a"}
-    found = encode({"q": {"text": "2+2="}, "a": "4"}, format="prompt_completion", **own)
-    assert found.tokens.tolist() == document.tokens.tolist()
+    fields = {"prompt_field": "q.text", "completion_field": "a"}
+    nested = encode({"q": {"text": "2+2="}, "a": "4"}, format="prompt_completion", **fields)
+    assert nested.tokens.tolist() == document.tokens.tolist()
 
 
-def test_the_boundary_is_exact_where_a_token_could_span_it(tmp_path):
+def test_no_token_spans_prompt_and_completion(tmp_path):
     tokenizer = open_tokenizer(str(bpe_folder(tmp_path)))
     document = encode({"prompt": "t", "completion": "he"}, tokenizer=tokenizer, format="prompt_completion")
     learned = document.tokens[document.learned]
     assert tokenizer.decode(learned) == "he" and learned[-1] == tokenizer.eos_id
     assert tokenizer.decode(document.tokens[~document.learned]) == "t"
-    assert len(tokenizer.encode("the")) == 1  # in one piece it would be a single token
+    assert len(tokenizer.encode("the")) == 1  # tokenized together it would be a single token
 
 
 @settings(max_examples=50, derandomize=True)
 @given(prompt=st.text(max_size=20), completion=st.text(min_size=1, max_size=20))
-def test_any_prompt_and_completion_come_back(prompt, completion):
+def test_any_prompt_and_completion_round_trip(prompt, completion):
     document = encode({"prompt": prompt, "completion": completion}, format="prompt_completion")
     assert BYTES.decode(document.tokens[document.learned]) == completion
     assert BYTES.decode(document.tokens[~document.learned]) == prompt
@@ -114,13 +114,13 @@ def test_any_prompt_and_completion_come_back(prompt, completion):
     ("prompt", "completion", "add_eos", "learned"),
     [("x", "", None, [EOS]), ("", "", None, [EOS]), ("x", "", False, None), ("x", " ", False, ids(" "))],
 )
-def test_the_end_of_an_empty_completion_is_learned(prompt, completion, add_eos, learned):
-    found = encode({"prompt": prompt, "completion": completion}, format="prompt_completion", add_eos=add_eos)
+def test_end_token_of_an_empty_completion_is_learned(prompt, completion, add_eos, learned):
+    result = encode({"prompt": prompt, "completion": completion}, format="prompt_completion", add_eos=add_eos)
     if learned is None:
-        assert found == BadRow("the completion has no token to learn, and no end token", harmless=True)
+        assert result == BadRow("the completion has no token to learn, and no end token", harmless=True)
     else:
-        assert found.tokens.tolist() == [BOS, *ids(prompt), *learned]
-        assert found.tokens[found.learned].tolist() == learned
+        assert result.tokens.tolist() == [BOS, *ids(prompt), *learned]
+        assert result.tokens[result.learned].tolist() == learned
 
 
 BAD_PAIRS = {
@@ -133,10 +133,10 @@ BAD_PAIRS = {
 
 
 @pytest.mark.parametrize("name", BAD_PAIRS)
-def test_bad_pairs_are_bad_rows_with_a_reason(name):
+def test_invalid_pairs_are_bad_rows_with_a_reason(name):
     row, reason, harmless = BAD_PAIRS[name]
-    found = encode(row, format="prompt_completion")
-    assert isinstance(found, BadRow) and found.reason.startswith(reason) and found.harmless is harmless
+    result = encode(row, format="prompt_completion")
+    assert isinstance(result, BadRow) and result.reason.startswith(reason) and result.harmless is harmless
 
 
 TEMPLATE = (
@@ -149,7 +149,7 @@ SHOT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "one"
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_of_a_prompt_of_messages_the_completion_alone_is_learned(tmp_path, template):
+def test_only_the_completion_of_a_messages_prompt_is_learned(tmp_path, template):
     pytest.importorskip("jinja2")
     (tmp_path / "chat.jinja").write_text(template)
     row = {"prompt": [*SHOT, {"role": "user", "content": "2"}], "completion": [{"role": "assistant", "content": "two"}]}
@@ -157,32 +157,32 @@ def test_of_a_prompt_of_messages_the_completion_alone_is_learned(tmp_path, templ
     document = encode(row, **options)
     assert BYTES.decode(document.tokens) == "<user>1.<assistant>one.<user>2.<assistant>two."
     assert BYTES.decode(document.tokens[document.learned]) == "two."
-    both = open_encoder(BYTES, Data(**options)).encode([{"prompt": "a", "completion": "b"}, row, {"prompt": "c"}])
-    assert [type(one) for one in both] == [Document, Document, BadRow]
-    assert both[1].tokens.tolist() == document.tokens.tolist()
+    results = open_encoder(BYTES, Data(**options)).encode([{"prompt": "a", "completion": "b"}, row, {"prompt": "c"}])
+    assert [type(result) for result in results] == [Document, Document, BadRow]
+    assert results[1].tokens.tolist() == document.tokens.tolist()
 
 
-def test_a_prompt_of_messages_needs_a_chat_template():
+def test_messages_prompt_requires_a_chat_template():
     row = {"prompt": SHOT[:1], "completion": SHOT[1:]}
     with pytest.raises(ConfigError, match=r"data.chat_template is not set"):
         encode(row, format="prompt_completion")
 
 
 @pytest.mark.parametrize("form", ["text", "prompt_completion"])
-def test_many_rows_at_once_are_each_as_alone(form):
+def test_batched_rows_encode_like_single_rows(form):
     rows = [{"text": f"row {i}", "prompt": "p" * i, "completion": "c" * (i % 3)} for i in range(7)]
     rows += [{}, {"text": None, "prompt": None, "completion": "x"}, {"text": "", "prompt": "", "completion": ""}]
     encoder = open_encoder(BYTES, Data(format=form))
-    for row, found in zip(rows, encoder.encode(rows), strict=True):
+    for row, document in zip(rows, encoder.encode(rows), strict=True):
         (alone,) = encoder.encode([row])
         if isinstance(alone, BadRow):
-            assert found == alone
+            assert document == alone
         else:
-            assert found.tokens.tolist() == alone.tokens.tolist()
+            assert document.tokens.tolist() == alone.tokens.tolist()
     assert encoder.encode([]) == []
 
 
-def test_what_decides_the_documents_decides_the_fingerprint(tmp_path):
+def test_fingerprint_covers_every_option_that_changes_documents(tmp_path):
     pytest.importorskip("jinja2")
     for name, text in (("a", PLAIN), ("b", MARKED)):
         (tmp_path / name).write_text(text)
@@ -196,7 +196,7 @@ def test_what_decides_the_documents_decides_the_fingerprint(tmp_path):
         Data(**chat, chat_template=str(tmp_path / "b")),
         Data(**chat, chat_template=str(tmp_path / "a"), messages_field="talk"),
     ]
-    prints = [open_encoder(BYTES, data).fingerprint for data in variants]
-    prints.append(open_encoder(open_tokenizer(str(bpe_folder(tmp_path / "t"))), Data()).fingerprint)
-    assert len(set(prints)) == len(prints) and all(len(one) == 64 for one in prints)
-    assert open_encoder(BYTES, Data(packing="padded")).fingerprint == prints[0]
+    fingerprints = [open_encoder(BYTES, data).fingerprint for data in variants]
+    fingerprints.append(open_encoder(open_tokenizer(str(bpe_folder(tmp_path / "t"))), Data()).fingerprint)
+    assert len(set(fingerprints)) == len(fingerprints) and all(len(fingerprint) == 64 for fingerprint in fingerprints)
+    assert open_encoder(BYTES, Data(packing="padded")).fingerprint == fingerprints[0]

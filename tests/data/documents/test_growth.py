@@ -1,4 +1,4 @@
-"""Small files that are read whole stay within bounds of memory and time, whatever they become; texts grow freely."""
+"""Files that expand when read stay within limits of memory and time. Ordinary text is not limited."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardtrain.utils.errors import DataError
 
 
 def zstd_frames(data: bytes) -> bytes:
-    """Small frames: one step of reading a large one may give 32 MiB."""
+    """Compress in small frames. One read of a large frame could return 32 MiB."""
     return b"".join(zstandard.compress(data[at : at + 2**16]) for at in range(0, len(data), 2**16))
 
 
@@ -46,8 +46,8 @@ def limits() -> Iterator[None]:
     sandbox.set_limits(sandbox.Limits())
 
 
-def a_second_each_time(monkeypatch: pytest.MonkeyPatch, module: object, clock: str) -> None:
-    """Time passes by being looked at, so that no test depends on how fast this machine is."""
+def tick_on_each_call(monkeypatch: pytest.MonkeyPatch, module: object, clock: str) -> None:
+    """Advance the clock by a second per call, to make tests independent of the speed of the machine."""
     seconds = itertools.count()
     monkeypatch.setattr(module, "time", type("Time", (), {clock: staticmethod(lambda: float(next(seconds)))}))
 
@@ -57,7 +57,7 @@ def open_training(path: Path, **data: object) -> None:
     build_dataset.open_data(config, config.training, shuffle=True, loop=True)
 
 
-def test_rows_that_grow_a_thousand_times_are_stopped_by_the_limit_of_memory(tmp_path: Path) -> None:
+def test_rows_that_expand_a_thousandfold_hit_the_memory_limit(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "%s"}\n' % (b"ab " * 400_000) * 120))
     with pytest.raises(DataError, match="dataset jsonl takes more than data.artefact_memory_bytes=67108864") as refused:
@@ -66,18 +66,18 @@ def test_rows_that_grow_a_thousand_times_are_stopped_by_the_limit_of_memory(tmp_
     open_training(path, artefact_memory_bytes=2**26, mode="memory")
 
 
-def test_rows_that_grow_and_give_nothing_are_stopped_by_the_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_expand_without_documents_hit_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "FREE_BYTES", 1000)
-    a_second_each_time(monkeypatch, growth, "process_time")
+    tick_on_each_call(monkeypatch, growth, "process_time")
     sandbox.set_limits(sandbox.Limits(seconds=3))
     empty = (((0, number), {"text": ""}) for number in itertools.count())
     with pytest.raises(DataError, match=r"seconds=3 to read: it expanded from 10 bytes to 1\d{3} so far"):
         list(Growth("a", 10).rows(empty))
 
 
-def test_what_grows_as_text_does_may_take_as_long_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_text_has_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "FREE_BYTES", 1000)
-    a_second_each_time(monkeypatch, growth, "process_time")
+    tick_on_each_call(monkeypatch, growth, "process_time")
     sandbox.set_limits(sandbox.Limits(seconds=3))
     rows = [((0, number), {"text": "word " * 100}) for number in range(1000)]
     assert list(Growth("a", 1000 * 500 // 15).rows(rows)) == rows
@@ -86,15 +86,15 @@ def test_what_grows_as_text_does_may_take_as_long_as_it_needs(monkeypatch: pytes
 
 @pytest.mark.parametrize("has_mask", [False, True])
 @pytest.mark.parametrize("size", [10, 10_000])
-def test_a_buffer_is_never_in_memory_twice(size: int, has_mask: bool) -> None:
-    """It takes what Growth counts, and an eighth more: a bytearray grows by so much at once."""
+def test_buffer_is_never_in_memory_twice(size: int, has_mask: bool) -> None:
+    """The buffer takes the bytes counted by Growth plus an eighth, the step by which a bytearray grows."""
     count = 2**19 // size
-    kept = 0
+    counted_bytes = 0
 
     class Counted(Growth):
         def keep(self, num_bytes: int) -> None:
-            nonlocal kept
-            kept += num_bytes
+            nonlocal counted_bytes
+            counted_bytes += num_bytes
 
     def documents() -> Iterator[Document]:
         for _ in range(count):
@@ -105,10 +105,10 @@ def test_a_buffer_is_never_in_memory_twice(size: int, has_mask: bool) -> None:
     MemoryTokenBuffer(documents(), 100, growth)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 1.25 * kept
+    assert peak < 1.25 * counted_bytes
 
 
-def test_a_buffer_holds_what_it_was_given_and_counts_it() -> None:
+def test_buffer_keeps_and_counts_its_documents() -> None:
     documents = [Document(np.arange(size, dtype=np.int32), None) for size in (3, 0, 5)]
     buffer = MemoryTokenBuffer(documents, 100, Growth("a", 10))
     assert buffer.tokens(0, 8).tolist() == [0, 1, 2, 0, 1, 2, 3, 4] and buffer.num_documents == 3
@@ -118,14 +118,12 @@ def test_a_buffer_holds_what_it_was_given_and_counts_it() -> None:
 
 
 @pytest.mark.parametrize("kind", ["empty members", "blank lines", "one line"])
-def test_a_compressed_file_may_take_only_so_long_for_a_row(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decompression_of_one_row_has_a_time_limit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compressed, "BLOCK_BYTES", 64)
     nothing = {"empty members": gzip.compress(b"") * 1000, "blank lines": gzip.compress(b"\n" * 2**24)}
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "a"}\n') + nothing.get(kind, gzip.compress(b"a" * 2**24)))
-    a_second_each_time(monkeypatch, _compressed, "thread_time")
+    tick_on_each_call(monkeypatch, _compressed, "thread_time")
     sandbox.set_limits(sandbox.Limits(seconds=20))
     rows = every_row(jsonl.open_source(Request(str(path))))
     assert next(rows)[1] == {"text": "a"}
@@ -135,10 +133,10 @@ def test_a_compressed_file_may_take_only_so_long_for_a_row(
 
 @pytest.mark.parametrize("ending", PACK)
 @pytest.mark.parametrize("kind", ["a line", "an open quote", "blank lines"])
-def test_a_compressed_file_is_not_read_beyond_the_bound_of_a_row(
+def test_compressed_row_is_not_read_beyond_the_size_limit(
     ending: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the whole row has at least 8 MiB, the bound is one: what is read is counted
+    # the row has at least 8 MiB and the limit is 1 MiB: count the bytes read
     monkeypatch.setattr(_records, "SKIPPED_BYTES", 2**20)
     count = [0]
     read = _compressed._Stream.read
@@ -150,13 +148,13 @@ def test_a_compressed_file_is_not_read_beyond_the_bound_of_a_row(
 
     monkeypatch.setattr(_compressed._Stream, "read", counted)
     first = b"text\na\n" if kind == "an open quote" else b'{"text": "a"}\n'
-    rest = {
+    contents = {
         "a line": b"a" * 2**23,
         "an open quote": b'"' + (b"a" * 1023 + b"\n") * 2**13,
         "blank lines": b" \n" * 2**22,
     }[kind]
     path = tmp_path / f"a.{'csv' if kind == 'an open quote' else 'jsonl'}.{ending}"
-    path.write_bytes(PACK[ending](first + rest))
+    path.write_bytes(PACK[ending](first + contents))
     reader = tsv if kind == "an open quote" else jsonl
     rows = [row for _, row in every_row(reader.open_source(Request(str(path), max_row_bytes=1000)))]
     assert rows[0] == {"text": "a"} and "contains more than 1.00 MiB without the end of a row" in str(rows[1])
@@ -164,28 +162,28 @@ def test_a_compressed_file_is_not_read_beyond_the_bound_of_a_row(
     assert count[0] < 2**22
 
 
-def test_a_long_row_of_a_compressed_file_is_skipped(tmp_path: Path) -> None:
+def test_long_row_of_a_compressed_file_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "%s"}\n{"text": "b"}\n' % (b"a" * 10_000)))
     rows = [row for _, row in every_row(jsonl.open_source(Request(str(path), max_row_bytes=1000)))]
     assert "is longer than data.max_row_bytes" in str(rows[0]) and rows[1:] == [{"text": "b"}]
 
 
-def test_a_compressed_file_of_many_rows_may_take_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_file_with_many_rows_has_no_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compressed, "BLOCK_BYTES", 64)
     path = tmp_path / "a.jsonl.bz2"
     path.write_bytes(bz2.compress(b"".join(b'{"text": "%d"}\n\n\n' % number for number in range(3000))))
-    a_second_each_time(monkeypatch, _compressed, "thread_time")
+    tick_on_each_call(monkeypatch, _compressed, "thread_time")
     sandbox.set_limits(sandbox.Limits(seconds=20))
     assert len(list(every_row(jsonl.open_source(Request(str(path)))))) == 3000
 
 
-def test_an_array_is_read_within_time_and_by_the_element(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_array_is_read_by_element_within_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from shardtrain.data.sources import _json_array
 
     path = tmp_path / "a.json"
     path.write_text('[{"text": "é"},\n' + ",".join(["{}"] * 100) + ', {"text": "' + "b" * 60 + '"}]')
-    for move in (1, 7, 50, 10**6):  # wherever the parts of the text end
+    for move in (1, 7, 50, 10**6):  # parts of any length
         monkeypatch.setattr(_json_array, "_MOVE_CHARACTERS", move)
         monkeypatch.setattr(_json_array, "_ELEMENT_CHARACTERS", 80)
         rows = [row for _, row in every_row(jsonl.open_source(Request(str(path), max_row_bytes=80)))]
@@ -196,14 +194,14 @@ def test_an_array_is_read_within_time_and_by_the_element(tmp_path: Path, monkeyp
         jsonl.open_source(Request(str(path), max_row_bytes=80))
     path.write_text("[" + "{}," * 50 + "{}]")
     monkeypatch.setattr(_json_array, "_LOOK_EVERY", 1)
-    a_second_each_time(monkeypatch, _json_array, "thread_time")
+    tick_on_each_call(monkeypatch, _json_array, "thread_time")
     sandbox.set_limits(sandbox.Limits(seconds=20))
     with pytest.raises(DataError, match="a.json:1: takes more than data.artefact_seconds=20 to read"):
         jsonl.open_source(Request(str(path)))
 
 
-def test_a_stream_of_rows_without_a_document_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    a_second_each_time(monkeypatch, stream, "thread_time")
+def test_stream_without_documents_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    tick_on_each_call(monkeypatch, stream, "thread_time")
     sandbox.set_limits(sandbox.Limits(seconds=2))
 
     class Walk:

@@ -1,4 +1,4 @@
-"""Rows of preferences in the shapes that people have: one prompt and two answers, whatever the columns hold."""
+"""Preference rows in common layouts are split into one prompt and two answers."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 HUMAN = "\n\nHuman: Sea?\n\nAssistant:"
 
 
-def parted(row: dict[str, Any]) -> Any:
+def split_row(row: dict[str, Any]) -> Any:
     before = copy.deepcopy(row)
-    found = split(row, "prompt", "chosen", "rejected")
-    assert row == before, "a row is left as it was"
-    return found
+    pair = split(row, "prompt", "chosen", "rejected")
+    assert row == before, "the row must not be modified"
+    return pair
 
 
-def test_every_shape_of_one_conversation_is_that_conversation() -> None:
-    whole = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+def test_every_layout_of_a_conversation_is_split_alike() -> None:
+    full_answers = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
     shapes: list[dict[str, Any]] = [
         {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
-        {"prompt": [ASK], **whole},
-        {"prompt": "Sea?", **whole},  # ultrafeedback_binarized
+        {"prompt": [ASK], **full_answers},
+        {"prompt": "Sea?", **full_answers},  # ultrafeedback_binarized
         {"prompt": "Sea?", "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": [ASK], "chosen": "Blue.", "rejected": "Red."},
-        whole,
+        full_answers,
     ]
     for row in shapes:
-        assert parted(row) == ([ASK], [GOOD], [BAD]), row
+        assert split_row(row) == ([ASK], [GOOD], [BAD]), row
     more = {"prompt": "Sea?", "chosen": [SYSTEM, ASK, GOOD], "rejected": [SYSTEM, ASK, BAD]}
-    assert parted(more) == ([SYSTEM, ASK], [GOOD], [BAD])
+    assert split_row(more) == ([SYSTEM, ASK], [GOOD], [BAD])
 
 
-def test_answers_that_are_equal_still_have_a_prompt() -> None:
-    assert parted({"prompt": "Sea?", "chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}) == ([ASK], [GOOD], [GOOD])
+def test_equal_answers_have_a_prompt() -> None:
+    assert split_row({"prompt": "Sea?", "chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}) == ([ASK], [GOOD], [GOOD])
 
 
-def test_texts_have_a_prompt_of_their_own_or_what_they_begin_with() -> None:
-    assert parted({"prompt": "a", "chosen": "b", "rejected": "c"}) == ("a", "b", "c")
-    # hh-rlhf: the answer begins after the speaker's name, also where both begin with the same words
+def test_texts_have_a_prompt_column_or_a_common_beginning() -> None:
+    assert split_row({"prompt": "a", "chosen": "b", "rejected": "c"}) == ("a", "b", "c")
+    # hh-rlhf: the answer begins after the speaker's name, even if both answers begin with the same words
     sides = {"chosen": HUMAN + " The blue.", "rejected": HUMAN + " The red."}
-    assert parted(sides) == (HUMAN, " The blue.", " The red.")
-    # no name: at the word in which they part, which keeps the space before it
-    assert parted({"chosen": "2+2 is four", "rejected": "2+2 is forty"}) == ("2+2 is", " four", " forty")
+    assert split_row(sides) == (HUMAN, " The blue.", " The red.")
+    # no name: the answers begin at the first different word, including the space before it
+    assert split_row({"chosen": "2+2 is four", "rejected": "2+2 is forty"}) == ("2+2 is", " four", " forty")
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "reason"),
     [
         ({"chosen": "a"}, "has no column 'rejected'"),
         ({"chosen": "Blue.", "rejected": "Red."}, "begin with different words"),
@@ -71,12 +71,12 @@ def test_texts_have_a_prompt_of_their_own_or_what_they_begin_with() -> None:
         ({"prompt": "a", "chosen": "\ud800", "rejected": "b"}, "lone surrogate"),
     ],
 )
-def test_what_is_not_a_pair_is_reported(row: dict[str, Any], told: str) -> None:
+def test_invalid_pair_is_reported(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unusable) as caught:
         split(row, "prompt", "chosen", "rejected")
-    assert told in caught.value.reason
+    assert reason in caught.value.reason
 
 
-def test_a_prompt_column_that_was_named_must_be_there() -> None:
+def test_configured_prompt_column_must_exist() -> None:
     with pytest.raises(Unusable, match="has no column 'question'"):
         split({"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "question", "chosen", "rejected")

@@ -1,4 +1,4 @@
-"""Rows to documents: a bad row stops the run by its place, or is skipped and counted; memory stays bounded."""
+"""Reading documents from rows: a bad row stops the run with its place, or is skipped and counted. Memory is bounded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardtrain.utils.errors import DataError
 
 
 class Rows:
-    """A table whose bad rows are named by their number."""
+    """Table with bad rows at the given numbers."""
 
     total_bytes = None
 
@@ -49,27 +49,27 @@ def read(source, policy):
     return list(read_documents(source, Bytes(), policy, tally)), tally
 
 
-def test_the_first_bad_row_stops_by_its_place_and_its_detail():
+def test_first_bad_row_stops_with_its_place_and_detail():
     with pytest.raises(
         DataError, match=r"^a.jsonl:301: is not JSON \(column 300\); correct or remove the row, name its"
     ):
         read(Rows(1000, bad=[300, 700]), BadRows())
 
 
-def test_an_empty_text_is_counted_and_stops_nothing():
+def test_empty_text_is_counted_and_does_not_stop_the_run():
     documents, tally = read(Rows(10, empty=[2, 5]), BadRows())
     assert (len(documents), tally.rows, tally.documents, tally.tokens, tally.num_bad) == (8, 10, 8, 16, 0)
     assert tally.reasons() == ["2 rows: the text is empty (a.jsonl:3, a.jsonl:6)"]
 
 
-def test_skipped_rows_are_counted_by_reason_with_their_first_places():
+def test_skipped_rows_are_counted_by_reason_with_the_first_places():
     documents, tally = read(Rows(2000, bad=[0, 7, 900, 1999]), BadRows(skip=True, max_fraction=0.002))
     assert (len(documents), tally.num_bad, tally.rows) == (1996, 4, 2000)
     assert tally.reasons() == ["4 rows: is not JSON (a.jsonl:1, a.jsonl:8, a.jsonl:901, ...)"]
     BadRows(skip=True, max_fraction=0.002).judge(tally, "dataset x")
 
 
-def test_more_bad_rows_than_allowed_stop_with_the_count():
+def test_too_many_bad_rows_stop_with_the_count():
     policy = BadRows.of(Data(bad_rows="skip"))
     _, tally = read(Rows(1000, bad=[3, 4]), policy)
     with pytest.raises(
@@ -78,7 +78,7 @@ def test_more_bad_rows_than_allowed_stop_with_the_count():
         policy.judge(tally, "dataset x")
 
 
-def test_the_line_of_an_error_names_the_main_reasons_and_how_many_more():
+def test_error_names_the_main_reasons_and_the_number_of_others():
     tally = RowStats()
     for number in range(5):
         for _ in range(number + 1):
@@ -88,7 +88,7 @@ def test_the_line_of_an_error_names_the_main_reasons_and_how_many_more():
     assert line.endswith("3 rows: reason 2 (a:2, a:2, a:2); and 2 more reasons")
 
 
-def test_a_dataset_without_a_usable_row_says_what_its_rows_are():
+def test_dataset_without_usable_rows_reports_their_reasons():
     _, tally = read(Rows(3, bad=[0], empty=[1, 2]), BadRows(skip=True, max_fraction=1))
     expected = r"x has 0 usable of 3 rows: 2 rows: the text is empty \(a.jsonl:2, a.jsonl:3\); 1 row: is not JSON"
     with pytest.raises(DataError, match=expected):
@@ -97,20 +97,20 @@ def test_a_dataset_without_a_usable_row_says_what_its_rows_are():
         BadRows().judge(RowStats(), "x")
 
 
-def test_tallies_of_parts_add_up_to_that_of_the_whole():
+def test_tallies_of_parts_add_up():
     policy = BadRows(skip=True, max_fraction=1)
     source = Rows(600, bad=[5, 50, 500], empty=[7])
-    _, whole = read(source, policy)
+    _, total = read(source, policy)
     merged = RowStats()
     for start in range(0, 600, 150):
         part = RowStats()
         keyed = (((0, index), source.row(index)) for index in range(start, start + 150))
         list(read_documents(source, Bytes(), policy, part, keyed))
         merged.merge(part)
-    assert merged == whole
+    assert merged == total
 
 
-def test_huge_rows_are_not_held_together(monkeypatch):
+def test_huge_rows_are_not_in_memory_together(monkeypatch):
     monkeypatch.setattr(reading, "CHARACTERS_AT_ONCE", 100)
     rows = [((0, i), {"text": "x" * size}) for i, size in enumerate([10, 95, 300, 1, 1, 1])]
     assert [[number for (_, number), _ in chunk] for chunk in chunks(rows)] == [[0, 1], [2], [3, 4, 5]]

@@ -1,4 +1,4 @@
-"""Laws of data.template: any table becomes what a format reads, and what a template cannot write is told."""
+"""``data.template`` converts any table to the columns of a format, and reports rows it cannot render."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ QUESTION = {"question": "2+2?", "answer": {"text": "4"}, "year": 1999, "hint": N
 
 
 def encode(row: dict[str, Any], source: DataSource | None = None, **options: Any) -> Any:
-    (found,) = open_encoder(BYTES, Data(**options), source).encode([row])
-    return found
+    (result,) = open_encoder(BYTES, Data(**options), source).encode([row])
+    return result
 
 
 def halves(document: Any) -> tuple[str, str]:
-    """What is read and what is learned of it."""
+    """Return the text that is only read and the text that is learned."""
     assert not isinstance(document, BadRow), document
     learned = document.learned
     return BYTES.decode(document.tokens[~learned]), BYTES.decode(document.tokens[learned])
 
 
-def test_any_table_becomes_a_text_a_pair_or_a_conversation(tmp_path: Path) -> None:
+def test_any_table_becomes_a_text_a_pair_or_a_conversation_by_template(tmp_path: Path) -> None:
     text = encode(QUESTION, template={"text": "Q: {{ question }} ({{ year }})\nA: {{ answer.text }}\n"})
     assert BYTES.decode(text.tokens) == "Q: 2+2? (1999)\nA: 4\n"
     pair = {"prompt": "Q: {{ question }}\nA:", "completion": " {{ answer.text }}"}
@@ -44,14 +44,14 @@ def test_any_table_becomes_a_text_a_pair_or_a_conversation(tmp_path: Path) -> No
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     turns = {"system": "{% if hint %}{{ hint }}{% endif %}", "user": "{{ question }}", "assistant": "{{ answer.text }}"}
-    found = encode(QUESTION, format="chat", chat_template=str(chat), template=turns)
-    assert halves(found) == ("[user]2+2?[assistant]", "4"), "an empty system turn is none"
-    found = encode({**QUESTION, "hint": "Add."}, format="chat", chat_template=str(chat), template=turns)
-    assert halves(found) == ("[system]Add.[user]2+2?[assistant]", "4")
+    conversation = encode(QUESTION, format="chat", chat_template=str(chat), template=turns)
+    assert halves(conversation) == ("[user]2+2?[assistant]", "4"), "an empty system turn must be dropped"
+    conversation = encode({**QUESTION, "hint": "Add."}, format="chat", chat_template=str(chat), template=turns)
+    assert halves(conversation) == ("[system]Add.[user]2+2?[assistant]", "4")
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "reason"),
     [
         (
             "{{ query }}",
@@ -64,14 +64,14 @@ def test_any_table_becomes_a_text_a_pair_or_a_conversation(tmp_path: Path) -> No
         ("{{ ''.__class__ }}", "the template of 'text'"),
     ],
 )
-def test_what_cannot_be_written_is_a_bad_row_and_never_an_empty_text(template: str, told: str) -> None:
-    found = encode(QUESTION, template={"text": template})
-    assert isinstance(found, BadRow) and told in found.reason
+def test_row_that_cannot_be_rendered_is_a_bad_row(template: str, reason: str) -> None:
+    result = encode(QUESTION, template={"text": template})
+    assert isinstance(result, BadRow) and reason in result.reason
 
 
-def test_a_source_has_a_template_of_its_own_and_fingerprints_know_it() -> None:
-    own = DataSource(template={"text": "{{ year }}"})
-    assert BYTES.decode(encode(QUESTION, own, template={"text": "{{ question }}"}).tokens) == "1999"
+def test_source_template_takes_precedence_and_changes_the_fingerprint() -> None:
+    source = DataSource(template={"text": "{{ year }}"})
+    assert BYTES.decode(encode(QUESTION, source, template={"text": "{{ question }}"}).tokens) == "1999"
     prints = {open_encoder(BYTES, Data(template=t)).fingerprint for t in ({}, {"text": "a"}, {"text": "b"})}
     assert len(prints) == 3
 
@@ -84,13 +84,13 @@ def test_alpaca_reads_instruction_input_and_output() -> None:
     assert prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n2+2\n\n### Response:\n")
     prompt, _ = halves(encode({**row, "input": ""}, source, format="prompt_completion"))
     assert prompt.startswith("Below is an instruction that describes a task. Write") and "Input" not in prompt
-    whole = encode(row, source)
-    assert BYTES.decode(whole.tokens).endswith("2+2\n\n### Response:\n4")
-    assert BYTES.decode(encode({**row, "text": "as it is"}, source).tokens) == "as it is"
+    text = encode(row, source)
+    assert BYTES.decode(text.tokens).endswith("2+2\n\n### Response:\n4")
+    assert BYTES.decode(encode({**row, "text": "verbatim"}, source).tokens) == "verbatim"
     assert alpaca.TEMPLATES.keys() == {"text", "prompt_completion", "chat"}
     without = {key: value for key, value in row.items() if key != "input"}
-    found = encode(without, source, format="prompt_completion")
-    assert "Input" not in halves(found)[0]
+    pair = encode(without, source, format="prompt_completion")
+    assert "Input" not in halves(pair)[0]
 
 
 def config_of(tmp_path: Path, rows: list[Any], text: str) -> Loaded:
@@ -101,7 +101,7 @@ def config_of(tmp_path: Path, rows: list[Any], text: str) -> Loaded:
     return load(tmp_path / "run.toml")
 
 
-def test_a_template_is_tried_on_the_first_rows(tmp_path: Path) -> None:
+def test_template_is_tried_on_the_first_rows_before_training(tmp_path: Path) -> None:
     text = '[data]\nbad_rows = "skip"\nbad_rows_max_fraction = 1.0\n[data.template]\ntext = "{{ quest }}"\n'
     loaded = config_of(tmp_path, [QUESTION] * 20, text)
     assert list(check(loaded)) == []
@@ -112,7 +112,7 @@ def test_a_template_is_tried_on_the_first_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ('[data.template]\nprompt = "{{ a }}"', "data.template creates prompt, and data.format text reads text"),
         ('[data]\nformat = "chat"\n[data.template]\nhuman = "{{ a }}"', "has the entry 'human', which is not a role"),
@@ -120,27 +120,27 @@ def test_a_template_is_tried_on_the_first_rows(tmp_path: Path) -> None:
         ('[data.template]\ntext = "{% if %}"', 'data.template.text="{% if %}" is not a Jinja template'),
     ],
 )
-def test_templates_that_make_nothing_that_is_read_are_refused(text: str, told: str, tmp_path: Path) -> None:
+def test_template_with_unread_columns_is_rejected(text: str, message: str, tmp_path: Path) -> None:
     (problem,) = check(config_of(tmp_path, [QUESTION], text))
-    assert told in str(problem) and "run.toml:" in str(problem)
+    assert message in str(problem) and "run.toml:" in str(problem)
 
 
-def test_a_template_that_is_none_is_refused() -> None:
+def test_invalid_template_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"data.template.text=.* is not a Jinja template .*write columns like"):
         open_encoder(BYTES, Data(template={"text": "{% if %}"}))
 
 
-def test_rows_of_a_task_are_made_by_a_template_too(tmp_path: Path) -> None:
+def test_template_creates_the_rows_of_a_task(tmp_path: Path) -> None:
     rows = [{"title": "a", "body": "b", "label": 1}, {"title": "c", "body": "d", "label": 0}]
     text = '[task]\nname = "classification"\n[data.template]\ntext = "{{ title }}: {{ body }}"\n'
     loaded = config_of(tmp_path, rows, text)
     assert list(check(loaded)) == []
-    found = Classification(loaded.config).read_rows("train")
-    assert [BYTES.decode(row.tokens) for row in found] == ["a: b", "c: d"]
+    documents = Classification(loaded.config).read_rows("train")
+    assert [BYTES.decode(document.tokens) for document in documents] == ["a: b", "c: d"]
 
 
 def rows_of(tmp_path: Path, options: str) -> list[tuple[str, str]]:
-    """Of each sequence of an epoch what is read and what is learned."""
+    """Return the text and the learned text of each sequence of an epoch."""
     long = {"prompt": "Sea?", "completion": "blue and deep and wide"}
     (tmp_path / "a").mkdir(exist_ok=True)
     loaded = config_of(
@@ -150,14 +150,14 @@ def rows_of(tmp_path: Path, options: str) -> list[tuple[str, str]]:
     stream = data.open_dataloader(
         loaded.config, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
     )
-    found = []
+    sequences = []
     for batch in stream:
         for tokens, targets in zip(batch.tokens_BT, batch.targets_BT, strict=True):
-            found.append((BYTES.decode(tokens[tokens < 256]), BYTES.decode(targets[targets >= 0])))
-    return [row for row in found if row[0] or row[1]]
+            sequences.append((BYTES.decode(tokens[tokens < 256]), BYTES.decode(targets[targets >= 0])))
+    return [row for row in sequences if row[0] or row[1]]
 
 
-def test_no_answer_is_trained_without_its_question_unless_that_is_asked_for(tmp_path: Path) -> None:
+def test_long_answers_are_split_from_their_questions_only_on_request(tmp_path: Path) -> None:
     cut = rows_of(tmp_path, "")
     assert ("Sea?blue and de", "blue and dee") in cut and all(not read.startswith("e") for read, _ in cut)
     dropped = rows_of(tmp_path, 'long_documents = "drop"\n')

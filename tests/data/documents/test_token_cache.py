@@ -1,4 +1,4 @@
-"""Tokens that an earlier start has kept are those that tokenizing gives, or they are not taken."""
+"""Cached tokens equal freshly computed ones, or the cache is not used."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ HOUR_NS = 3600 * 10**9
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own, in which anything is worth keeping."""
+    """Use a temporary cache folder without a minimum size of entries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(token_cache, "_MIN_SECONDS", 0.0)
-    monkeypatch.setattr(token_cache, "_SETTLED_SECONDS", -1.0)  # a test does not wait until a file is two seconds old
+    monkeypatch.setattr(token_cache, "_SETTLED_SECONDS", -1.0)  # files count as settled immediately
     return tmp_path / "cache/shardtrain/tokens"
 
 
@@ -36,7 +36,7 @@ def file(tmp_path: Path) -> Path:
 
 
 class Count:
-    """How often a dataset was really tokenized."""
+    """Count how often a dataset was tokenized."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times = 0
@@ -55,7 +55,7 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> Count:
 
 
 def opened(file: Path, tokenizer: str = "bytes", **data: Any) -> MemoryTokenBuffer:
-    """The token buffer of a dataset of one file."""
+    """Return the token buffer of a dataset with one file."""
     training = Training(dataset="jsonl", dataset_path=str(file), seq_len=16)
     config = Config(training=training, data=Data(**data), model=Model(hf_assets_path=tokenizer))
     (feed,) = build_dataset.open_data(config, training, shuffle=True, loop=None).feeds
@@ -63,7 +63,7 @@ def opened(file: Path, tokenizer: str = "bytes", **data: Any) -> MemoryTokenBuff
     return feed._tokens  # type: ignore[attr-defined]
 
 
-def test_kept_tokens_are_those_that_were_tokenized(
+def test_cached_tokens_equal_computed_ones(
     file: Path, tokenized: Count, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -76,9 +76,7 @@ def test_kept_tokens_are_those_that_were_tokenized(
     assert np.array_equal(first.document_starts(), second.document_starts())
 
 
-def test_masks_and_what_was_left_out_are_kept_too(
-    tmp_path: Path, tokenized: Count, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_masks_and_skipped_rows_are_cached(tmp_path: Path, tokenized: Count, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "pairs.jsonl"
     rows = [json.dumps({"prompt": f"question {n}", "completion": f"answer {n}"}) for n in range(99)]
     file.write_text("\n".join([*rows, "no JSON"]) + "\n")
@@ -90,7 +88,7 @@ def test_masks_and_what_was_left_out_are_kept_too(
     assert first.has_mask and first.fingerprint == second.fingerprint
 
 
-def test_a_file_of_equal_size_and_time_with_other_content_is_tokenized(file: Path, tokenized: Count) -> None:
+def test_changed_file_with_equal_size_and_time_is_tokenized_again(file: Path, tokenized: Count) -> None:
     before, status = opened(file), file.stat()
     file.write_bytes(file.read_bytes().replace(b"row 7", b"row 8"))
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -100,7 +98,7 @@ def test_a_file_of_equal_size_and_time_with_other_content_is_tokenized(file: Pat
 
 
 @pytest.mark.parametrize("form", ["chat", "prompt_completion"])
-def test_a_chat_template_of_equal_size_and_time_with_other_content_tokenizes(
+def test_changed_chat_template_with_equal_size_and_time_tokenizes_again(
     tmp_path: Path, tokenized: Count, form: str
 ) -> None:
     pytest.importorskip("jinja2")
@@ -119,7 +117,7 @@ def test_a_chat_template_of_equal_size_and_time_with_other_content_tokenizes(
     assert tokenized.times == 2
 
 
-def test_a_file_of_another_inode_is_tokenized(file: Path, tokenized: Count) -> None:
+def test_file_with_another_inode_is_tokenized_again(file: Path, tokenized: Count) -> None:
     opened(file)
     copy = file.with_suffix(".copy")
     copy.write_bytes(file.read_bytes().replace(b"row 7", b"row 8"))
@@ -130,7 +128,7 @@ def test_a_file_of_another_inode_is_tokenized(file: Path, tokenized: Count) -> N
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changed",
     [
         {"tokenizer": "python_bpe"},
         {"text_field": "other"},
@@ -141,31 +139,31 @@ def test_a_file_of_another_inode_is_tokenized(file: Path, tokenized: Count) -> N
         {"bad_rows": "skip"},
         {"artefact_seconds": 31},
     ],
-    ids=lambda other: next(iter(other)),
+    ids=lambda changed: next(iter(changed)),
 )
-def test_each_option_that_decides_the_tokens_is_part_of_the_key(
-    file: Path, tokenized: Count, other: dict[str, Any]
+def test_every_option_that_changes_tokens_is_part_of_the_key(
+    file: Path, tokenized: Count, changed: dict[str, Any]
 ) -> None:
     file.write_text(file.read_text().replace("}", ', "other": "text"}'))
     opened(file)
-    opened(file, **other)
+    opened(file, **changed)
     assert tokenized.times == 2
 
 
-def test_options_that_come_after_the_tokens_are_not_part_of_the_key(file: Path, tokenized: Count) -> None:
-    """As in a search for the best packing, length or mixture."""
+def test_options_applied_after_tokenization_are_not_part_of_the_key(file: Path, tokenized: Count) -> None:
+    """A search for the best packing, length or mixture reuses the tokens."""
     opened(file)
     opened(file, packing="first_fit", document_mask="on", long_documents="drop", readers=3)
     for weight in (1.0, 2.0):
         source = DataSource(dataset="jsonl", dataset_path=str(file), weight=weight)
         opened(file, sources={"only": source})
-    other = Training(dataset="jsonl", dataset_path=str(file), seq_len=64)
+    longer = Training(dataset="jsonl", dataset_path=str(file), seq_len=64)
     model = Model(hf_assets_path="bytes")
-    build_dataset.open_data(Config(training=other, model=model), other, shuffle=False, loop=True)
+    build_dataset.open_data(Config(training=longer, model=model), longer, shuffle=False, loop=True)
     assert tokenized.times == 1
 
 
-def test_a_dataset_of_very_many_files_is_not_kept(
+def test_dataset_with_very_many_files_is_not_cached(
     file: Path, tokenized: Count, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_cache, "_MAX_FILES", 0)
@@ -173,7 +171,7 @@ def test_a_dataset_of_very_many_files_is_not_kept(
     assert tokenized.times == 1 and not own_cache.exists()
 
 
-def test_other_code_or_another_library_tokenizes(
+def test_changed_code_or_library_tokenizes_again(
     file: Path, tokenized: Count, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     opened(file)
@@ -182,44 +180,42 @@ def test_other_code_or_another_library_tokenizes(
         opened(file)
     assert tokenized.times == 2
     monkeypatch.setattr(token_cache, "__file__", str(tmp_path / "data/documents/token_cache.py"))
-    for times, folder in enumerate(("documents", "tokenizers"), start=3):  # code of any folder decides
+    for times, folder in enumerate(("documents", "tokenizers"), start=3):  # code in any folder is part of the key
         (tmp_path / "data" / folder).mkdir(parents=True)
         (tmp_path / "data" / folder / "code.py").write_text("# other code\n")
         opened(file)
         assert tokenized.times == times
 
 
-def test_damage_anywhere_costs_time_and_no_token(file: Path, tokenized: Count, own_cache: Path) -> None:
+def test_damaged_entry_is_tokenized_again(file: Path, tokenized: Count, own_cache: Path) -> None:
     first = opened(file)
-    (kept,) = own_cache.iterdir()
-    whole = kept.read_bytes()
-    damages = [whole[:-1], whole[:70], b"", whole + b"0"]
+    (entry,) = own_cache.iterdir()
+    intact = entry.read_bytes()
+    damages = [intact[:-1], intact[:70], b"", intact + b"0"]
     damages += [
-        whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :]
-        for place in range(0, len(whole), len(whole) // 20)
+        intact[:place] + bytes([intact[place] ^ 4]) + intact[place + 1 :]
+        for place in range(0, len(intact), len(intact) // 20)
     ]
     for number, damage in enumerate(damages):
-        kept.write_bytes(damage)
+        entry.write_bytes(damage)
         assert opened(file).fingerprint == first.fingerprint
         assert tokenized.times == number + 2, f"damage {number}"
-        assert kept.read_bytes() == whole  # and it is replaced
+        assert entry.read_bytes() == intact  # the damaged entry is replaced
 
 
-def test_tokens_that_the_vocabulary_lacks_are_not_taken(file: Path, tokenized: Count, own_cache: Path) -> None:
-    """A file that is whole by its checksum, and was made by somebody else."""
+def test_cached_ids_outside_the_vocabulary_are_rejected(file: Path, tokenized: Count, own_cache: Path) -> None:
+    """An entry with a valid checksum, written by another program."""
     opened(file)
-    (kept,) = own_cache.iterdir()
-    found = token_cache._read(kept, vocab_size=10**6)
-    assert found is not None
-    found["line"] = {**found["line"], "tokens": found["line"]["tokens"] + np.uint16(60_000)}
-    token_cache._write(kept, found)
+    (entry,) = own_cache.iterdir()
+    tokens = token_cache._read(entry, vocab_size=10**6)
+    assert tokens is not None
+    tokens["line"] = {**tokens["line"], "tokens": tokens["line"]["tokens"] + np.uint16(60_000)}
+    token_cache._write(entry, tokens)
     opened(file)
     assert tokenized.times == 2
 
 
-def test_what_is_not_settled_or_changes_meanwhile_is_not_kept(
-    file: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recently_changed_files_are_not_cached(file: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as new:
         new.setattr(token_cache, "_SETTLED_SECONDS", 3600.0)
         opened(file)
@@ -227,16 +223,16 @@ def test_what_is_not_settled_or_changes_meanwhile_is_not_kept(
     original = build_dataset._read
 
     def read(*arguments: Any) -> Any:
-        found = original(*arguments)
-        os.utime(file, ns=(0, file.stat().st_mtime_ns))  # its time of change is another then
-        return found
+        documents = original(*arguments)
+        os.utime(file, ns=(0, file.stat().st_mtime_ns))  # changes its ctime
+        return documents
 
     monkeypatch.setattr(build_dataset, "_read", read)
     opened(file)
     assert not own_cache.exists()
 
 
-def test_it_can_be_turned_off_and_a_dataset_of_code_is_never_kept(
+def test_cache_can_be_disabled_and_never_stores_datasets_defined_by_code(
     file: Path, tmp_path: Path, tokenized: Count, own_cache: Path
 ) -> None:
     opened(file, cache_tokens=False)
@@ -251,26 +247,26 @@ def test_it_can_be_turned_off_and_a_dataset_of_code_is_never_kept(
     assert tokenized.times == 2 and not own_cache.exists()
 
 
-def test_only_the_user_can_read_what_is_kept_and_the_oldest_go_first(
+def test_entries_are_private_and_the_oldest_are_deleted_first(
     file: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened(file)
     (first,) = own_cache.iterdir()
     assert (first.stat().st_mode & 0o777, own_cache.stat().st_mode & 0o777) == (0o600, 0o700)
     os.utime(first, ns=(0, first.stat().st_mtime_ns - HOUR_NS))
-    # four of them fit, and each is of equal size: the limit of a row changes no token
+    # four entries of equal size fit; max_row_bytes changes the key but not the tokens
     monkeypatch.setattr(token_cache, "MAX_BYTES", 4 * first.stat().st_size)
     for number in range(5):
         opened(file, max_row_bytes=10_000 + number)
     assert not first.exists()
-    assert sum(one.stat().st_size for one in own_cache.iterdir()) <= token_cache.MAX_BYTES
+    assert sum(entry.stat().st_size for entry in own_cache.iterdir()) <= token_cache.MAX_BYTES
     monkeypatch.setattr(token_cache, "MAX_BYTES", 100)
     before = set(own_cache.iterdir())
     opened(file, separator="too large to be kept")
     assert set(own_cache.iterdir()) == before and len(before) == 4
 
 
-def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
+def test_unwritable_cache_folder_only_disables_caching(
     file: Path, tokenized: Count, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a file").write_text("")

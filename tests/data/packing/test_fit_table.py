@@ -1,4 +1,4 @@
-"""How documents of prepared shards fit into rows, computed once: the same rows, or none where the file is damaged."""
+"""Fit tables of prepared shards: the same rows as fitting at start, and a damaged table is rejected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKINGS = [
 
 @pytest.fixture
 def line(tmp_path, monkeypatch):
-    """Forty documents in blocks of six, some of one token, some longer than a row."""
+    """Forty documents in blocks of six. Some have one token, some are longer than a row."""
     monkeypatch.setattr(fitted, "BLOCK_DOCUMENTS", 6)
     lengths = np.random.default_rng(0).integers(1, 40, 40)
     writer = ShardWriter(tmp_path / "shards", 60_000, 200)
@@ -52,42 +52,40 @@ def rows_of(rows, packing):
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=lambda p: f"{p.kind}-{p.long_documents}")
-def test_rows_by_a_table_are_the_rows_that_are_fitted_at_the_start(line, packing):
+def test_table_yields_the_same_rows_as_fitting_at_start(line, packing):
     at_start = pack(line, packing)
     assert table_of(line, packing, "o") is None
     written(line, packing)
     by_table = pack(line, packing, table_of(line, packing, "o"))
     for name in ("num_rows", "num_targets", "cut", "dropped", "single"):
         assert getattr(by_table, name) == getattr(at_start, name), name
-    one, other = rows_of(at_start, packing), rows_of(by_table, packing)
+    rows_at_start, rows_by_table = rows_of(at_start, packing), rows_of(by_table, packing)
     for name in ("tokens_BT", "targets_BT", "positions_BT", "documents_BT", "lengths_B"):
-        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+        assert np.array_equal(getattr(rows_at_start, name), getattr(rows_by_table, name)), name
 
 
-def test_every_changed_byte_of_a_table_is_refused(line):
+def test_every_changed_byte_of_a_table_is_rejected(line):
     packing = PACKINGS[0]
     path = written(line, packing)
-    whole = path.read_bytes()
-    for place in [*range(0, 4096, 13), *range(4096, len(whole))]:
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    intact = path.read_bytes()
+    for place in [*range(0, 4096, 13), *range(4096, len(intact))]:
+        path.write_bytes(intact[:place] + bytes([intact[place] ^ 1]) + intact[place + 1 :])
         with pytest.raises(ConfigError, match="data prepare") as refused:
             rows_of(pack(line, packing, table_of(line, packing, "training.dataset_path")), packing)
         assert str(path) in str(refused.value)
-    path.write_bytes(whole[:-1])
+    path.write_bytes(intact[:-1])
     with pytest.raises(ConfigError, match="has other bytes in block 6"):
         rows_of(pack(line, packing, table_of(line, packing, "o")), packing)
 
 
-def test_a_table_of_other_tokens_is_not_used(line):
+def test_table_of_different_tokens_is_not_used(line):
     packing = PACKINGS[0]
     written(line, packing)
     line.fingerprint = "f" * 64
     assert table_of(line, packing, "o") is None
 
 
-def test_more_documents_than_each_rank_could_fit_at_each_start_are_refused_with_the_command_that_fits_them(
-    line, monkeypatch
-):
+def test_too_many_documents_without_a_table_are_rejected_with_the_command_that_creates_it(line, monkeypatch):
     monkeypatch.setattr(fitted, "MAX_DOCUMENTS", 39)
     with pytest.raises(
         ConfigError, match=r'has 40 documents without a table.*more than 39 .*"shardtrain data prepare"'
@@ -95,16 +93,16 @@ def test_more_documents_than_each_rank_could_fit_at_each_start_are_refused_with_
         table_of(line, PACKINGS[0], "o")
     written(line, PACKINGS[0])
     assert table_of(line, PACKINGS[0], "o") is not None
-    assert table_of(line, PACKINGS[3], "o") is None, "padded rows need no fitting"
+    assert table_of(line, PACKINGS[3], "o") is None, "padded rows need no table"
 
 
-def test_prepare_fits_documents_and_fits_them_again_for_another_length(tmp_path, monkeypatch, capsys):
+def test_prepare_creates_a_table_for_each_sequence_length(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "FIT_DOCUMENTS", 3)
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n{"text": "four"}\n' * 3)
-    words = ["--training.dataset", "jsonl", "--training.dataset_path", str(tmp_path / "a.jsonl"), "--data.packing"]
-    words = ["prepare", *words, "first_fit", "--output", str(tmp_path / "out"), "--processes", "2"]
+    arguments = ["--training.dataset", "jsonl", "--training.dataset_path", str(tmp_path / "a.jsonl"), "--data.packing"]
+    arguments = ["prepare", *arguments, "first_fit", "--output", str(tmp_path / "out"), "--processes", "2"]
     for length in (32, 64):
-        assert main([*words, "--training.seq_len", str(length)]) == 0
+        assert main([*arguments, "--training.seq_len", str(length)]) == 0
         assert f"rows of {length} (first_fit)" in capsys.readouterr().out
         line = ShardTokenBuffer(tmp_path / "out")
         packing = Packing(length, "first_fit")
@@ -113,5 +111,5 @@ def test_prepare_fits_documents_and_fits_them_again_for_another_length(tmp_path,
         assert np.array_equal(
             rows_of(pack(line, packing, table), packing).tokens_BT, rows_of(pack(line, packing), packing).tokens_BT
         )
-    assert main([*words, "--training.seq_len", "64"]) == 0
-    assert "fitted" not in capsys.readouterr().out, "the table is there"
+    assert main([*arguments, "--training.seq_len", "64"]) == 0
+    assert "fitted" not in capsys.readouterr().out, "the existing table must be used"

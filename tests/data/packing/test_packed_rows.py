@@ -1,4 +1,4 @@
-"""Rows of documents: which tokens they hold, and that none is lost or learned twice."""
+"""Packed rows: their tokens and targets, with no token lost or learned twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("concat", "first_fit", "padded")
 
 
 def documents_of(lengths, learned=None):
-    """Documents whose tokens are all different, so that a token says where it comes from."""
+    """Documents with distinct tokens, which identify their position."""
     result, token = [], 1
     for length in lengths:
         tokens = np.arange(token, token + length, dtype=np.int32)
@@ -34,7 +34,7 @@ def rows_of(documents, packing):
     return rows, out
 
 
-def test_three_documents_in_windows_of_four_are_these_arrays():
+def test_three_documents_in_rows_of_four():
     _, out = rows_of(documents_of([3, 4, 2]), Packing(4, pad_id=0))
     assert out.tokens_BT.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert out.targets_BT.tolist() == [[2, 3, 4, 5], [6, 7, 8, 9]]
@@ -42,7 +42,7 @@ def test_three_documents_in_windows_of_four_are_these_arrays():
     assert out.documents_BT is None
 
 
-def test_masked_documents_have_positions_of_their_own_and_no_target_in_another():
+def test_masked_documents_restart_positions_and_have_no_target_in_another_document():
     _, out = rows_of(documents_of([3, 4, 2]), Packing(5, masked=True, pad_id=0))
     assert out.tokens_BT.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]]
     assert out.targets_BT.tolist() == [[2, 3, IGNORE, 5, 6], [7, IGNORE, 9, IGNORE, IGNORE]]
@@ -50,22 +50,22 @@ def test_masked_documents_have_positions_of_their_own_and_no_target_in_another()
     assert out.documents_BT.tolist() == [[0, 0, 0, 1, 1], [0, 0, 1, 2, 2]]
 
 
-def test_first_fit_puts_whole_documents_into_the_first_row_with_room():
+def test_first_fit_places_unsplit_documents_in_the_first_row_with_room():
     _, out = rows_of(documents_of([4, 5, 3]), Packing(6, kind="first_fit", masked=True, pad_id=0))
-    # 4 targets of the second document leave room for the 2 of the third; the first has a row of its own
+    # the 4 targets of the second document leave room for the 2 of the third; the first document gets its own row
     assert out.tokens_BT.tolist() == [[1, 2, 3, 0, 0, 0], [5, 6, 7, 8, 10, 11]]
     assert out.targets_BT.tolist() == [[2, 3, 4] + [IGNORE] * 3, [6, 7, 8, 9, 11, 12]]
     assert out.documents_BT.tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]]
 
 
-def test_a_padded_row_is_one_document_and_its_end_is_learned_once():
+def test_padded_row_has_one_document_and_learns_its_end_once():
     _, out = rows_of(documents_of([3, 1, 5]), Packing(4, kind="padded", masked=True, pad_id=5))
     assert out.tokens_BT.tolist() == [[1, 2, 5, 5], [5, 6, 7, 8]]
     assert out.targets_BT.tolist() == [[2, 3, IGNORE, IGNORE], [6, 7, 8, 9]]
-    assert out.documents_BT is None, "attention is causal, so what follows a document cannot reach it"
+    assert out.documents_BT is None, "causal attention needs no mask against later padding"
 
 
-def test_what_is_not_to_be_learned_is_not_a_target():
+def test_masked_tokens_are_not_targets():
     _, out = rows_of(documents_of([4, 4], learned=lambda tokens: tokens % 2 == 0), Packing(7))
     assert out.targets_BT.tolist() == [[2, IGNORE, 4, IGNORE, 6, IGNORE, 8]]
 
@@ -73,7 +73,7 @@ def test_what_is_not_to_be_learned_is_not_a_target():
 @pytest.mark.parametrize(
     ("policy", "rows", "cut", "dropped"), [("split", 4, 0, 0), ("cut", 2, 1, 0), ("drop", 1, 0, 1)]
 )
-def test_a_document_longer_than_a_row_is_split_cut_or_dropped(policy, rows, cut, dropped):
+def test_long_document_is_split_cut_or_dropped(policy, rows, cut, dropped):
     packed, out = rows_of(documents_of([11, 4]), Packing(4, kind="padded", long_documents=policy))
     assert (packed.num_rows, packed.cut, packed.dropped) == (rows, cut, dropped)
     expected = {"split": [*range(2, 12), *range(13, 16)], "cut": [2, 3, 4, 5, 13, 14, 15], "drop": [13, 14, 15]}
@@ -87,7 +87,7 @@ def test_every_token_is_the_target_of_exactly_one_row(lengths, seq_len, kind, ma
     rows, out = rows_of(documents, Packing(seq_len, kind=kind, masked=masked))
     first_tokens = {int(document.tokens[0]) for document in documents}
     every = {int(token) for document in documents for token in document.tokens}
-    # the first token of a document follows another document, which is masked or not in the row at all
+    # the first token of a document follows another document, which is masked or in another row
     expected = every - (first_tokens if masked or kind != "concat" else {1})
     assert sorted(t for t in out.targets_BT.ravel().tolist() if t != IGNORE) == sorted(expected)
     assert rows.num_targets >= len(expected)
@@ -95,7 +95,7 @@ def test_every_token_is_the_target_of_exactly_one_row(lengths, seq_len, kind, ma
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 17), st.sampled_from(KINDS))
-def test_a_target_is_the_next_token_of_the_same_document(lengths, seq_len, kind):
+def test_target_is_the_next_token_of_the_same_document(lengths, seq_len, kind):
     documents = documents_of(lengths)
     owner = {int(token): number for number, document in enumerate(documents) for token in document.tokens}
     _, out = rows_of(documents, Packing(seq_len, kind=kind, masked=True))
@@ -114,22 +114,22 @@ def test_a_target_is_the_next_token_of_the_same_document(lengths, seq_len, kind)
 
 @settings(max_examples=100)
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
-def test_first_fit_fills_no_row_beyond_its_capacity_and_wastes_less_than_half(lengths, capacity):
+def test_first_fit_never_exceeds_the_capacity_and_wastes_less_than_half(lengths, capacity):
     rows = first_fit(np.array(lengths, dtype=np.int64), capacity)
     filled = np.bincount(rows, weights=lengths) if lengths else np.array([])
     assert (filled <= capacity).all()
-    assert set(rows.tolist()) == set(range(len(filled))), "row numbers have no gap"
-    # two rows that are both at most half full would have been one (Johnson 1973)
+    assert set(rows.tolist()) == set(range(len(filled))), "row numbers must have no gaps"
+    # two rows that are at most half full would have been merged (Johnson 1973)
     assert int((filled <= capacity / 2).sum()) <= 1
 
 
-def test_first_fit_takes_the_first_row_with_room():
+def test_first_fit_uses_the_first_row_with_room():
     assert first_fit(np.array([5, 6, 4, 2]), 10).tolist() == [0, 1, 1, 0]
     with pytest.raises(ValueError, match="a piece of 11 does not fit into a row of 10"):
         first_fit(np.array([11]), 10)
 
 
-def test_a_line_keeps_two_bytes_a_token_where_ids_allow():
+def test_buffer_stores_two_bytes_per_token_if_ids_fit():
     documents = documents_of([3, 2])
     assert MemoryTokenBuffer(documents, 2**16)._tokens.dtype == np.uint16
     assert MemoryTokenBuffer(documents, 2**16 + 1)._tokens.dtype == np.int32

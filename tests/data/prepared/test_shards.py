@@ -1,4 +1,4 @@
-"""Prepared shards are the documents that were written, token for token, whatever the sizes of files and parts."""
+"""Prepared shards contain exactly the tokens of the documents, for any size of files and parts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def assert_same(line: ShardTokenBuffer, memory: TokenBuffer, ranges: list[tuple[
 
 @settings(max_examples=60)
 @given(data=st.data(), vocab_size=st.sampled_from([300, 65536, 65537, 200_000]), shard_tokens=st.integers(1, 30))
-def test_shards_hold_what_memory_would(data: st.DataObject, vocab_size: int, shard_tokens: int) -> None:
+def test_shards_match_documents_in_memory(data: st.DataObject, vocab_size: int, shard_tokens: int) -> None:
     given_documents = data.draw(documents(vocab_size))
     ranges = data.draw(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=5))
     with tempfile.TemporaryDirectory() as folder:
@@ -67,10 +67,10 @@ def test_shards_hold_what_memory_would(data: st.DataObject, vocab_size: int, sha
 
 @settings(max_examples=40)
 @given(data=st.data(), shard_tokens=st.integers(1, 30))
-def test_a_writer_that_continues_from_a_position_writes_the_same_bytes(data: st.DataObject, shard_tokens: int) -> None:
+def test_writer_resumed_from_a_position_writes_the_same_bytes(data: st.DataObject, shard_tokens: int) -> None:
     given_documents = data.draw(documents(300))
     with tempfile.TemporaryDirectory() as name:
-        whole = write(Path(name) / "whole", given_documents, shard_tokens=shard_tokens)
+        uninterrupted = write(Path(name) / "uninterrupted", given_documents, shard_tokens=shard_tokens)
         folder = Path(name) / "parts"
         writer = ShardWriter(folder, 300, shard_tokens)
         for document in given_documents:
@@ -78,13 +78,13 @@ def test_a_writer_that_continues_from_a_position_writes_the_same_bytes(data: st.
             writer.add_tokens(document.tokens, document.learned)
             if data.draw(st.booleans()):
                 position = writer.position()
-                extra = data.draw(st.integers(0, 40))  # written after the position, and lost with the process
+                extra = data.draw(st.integers(0, 40))  # written after the position and lost in a crash
                 writer.add_documents(np.array([extra]))
                 writer.add_tokens(np.arange(extra), np.arange(extra) % 2 == 0)
                 writer.close()
                 writer = ShardWriter(folder, 300, shard_tokens, position)
         writer.finish(tokenizer=ByteTokenizer.fingerprint, tokenizer_name="bytes")
-        assert contents(folder) == contents(whole)
+        assert contents(folder) == contents(uninterrupted)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -98,7 +98,7 @@ def two_documents() -> list[Document]:
     ]
 
 
-def test_a_folder_without_index_is_not_a_dataset(tmp_path: Path) -> None:
+def test_folder_without_index_is_rejected(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "x", 300, 7)
     writer.add_documents(np.array([3]))
     writer.add_tokens(np.arange(3))
@@ -107,8 +107,8 @@ def test_a_folder_without_index_is_not_a_dataset(tmp_path: Path) -> None:
         ShardTokenBuffer(tmp_path / "x")
 
 
-def test_opening_reads_no_more_than_the_ends_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening is O(1) in tokens: no file is read whole."""
+def test_opening_reads_only_the_ends_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening is O(1) in tokens: no file is read entirely."""
     folder = write(tmp_path / "x", [Document(np.zeros(100_000, np.int32))] * 3, shard_tokens=200_000)
     sizes = [path.stat().st_size for path in folder.glob("tokens-*")]
     before = read_bytes()
@@ -120,28 +120,30 @@ def read_bytes() -> int:
     return int(Path("/proc/self/io").read_text().split()[1]) if os.path.exists("/proc/self/io") else 0
 
 
-def test_the_fingerprint_is_of_tokens_masks_and_boundaries(tmp_path: Path) -> None:
-    one, other = two_documents()
+def test_fingerprint_covers_tokens_masks_and_boundaries(tmp_path: Path) -> None:
+    first, second = two_documents()
     marks = {
-        "same": [one, other],
-        "tokens": [dataclasses.replace(one, tokens=one.tokens + 1), other],
-        "mask": [one, dataclasses.replace(other, learned=None)],
+        "same": [first, second],
+        "tokens": [dataclasses.replace(first, tokens=first.tokens + 1), second],
+        "mask": [first, dataclasses.replace(second, learned=None)],
         "boundaries": [
             Document(np.arange(10, dtype=np.int32)),
             Document(np.arange(10, 20, dtype=np.int32)),
-            other,
+            second,
         ],
     }
-    fingerprints = {name: ShardTokenBuffer(write(tmp_path / name, given)).fingerprint for name, given in marks.items()}
+    fingerprints = {
+        name: ShardTokenBuffer(write(tmp_path / name, variant)).fingerprint for name, variant in marks.items()
+    }
     assert len(set(fingerprints.values())) == 4
-    assert ShardTokenBuffer(write(tmp_path / "again", [one, other])).fingerprint == fingerprints["same"]
+    assert ShardTokenBuffer(write(tmp_path / "again", [first, second])).fingerprint == fingerprints["same"]
 
 
-def test_default_shards_hold_512_megabytes() -> None:
+def test_default_shard_size_is_512_megabytes() -> None:
     assert default_shard_tokens(300) * 2 == default_shard_tokens(100_000) * 4 == 512 * 10**6
 
 
-def test_an_id_beyond_the_vocabulary_is_not_written(tmp_path: Path) -> None:
+def test_id_outside_the_vocabulary_is_not_written(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "x", 300, 7)
     for wrong in (300, -1):
         writer.add_documents(np.array([1]))
@@ -149,37 +151,37 @@ def test_an_id_beyond_the_vocabulary_is_not_written(tmp_path: Path) -> None:
             writer.add_tokens(np.array([wrong]))
 
 
-def test_another_tokenizer_is_refused_with_both_sizes(tmp_path: Path) -> None:
+def test_different_tokenizer_is_rejected_with_both_vocabulary_sizes(tmp_path: Path) -> None:
     line = ShardTokenBuffer(write(tmp_path / "x", two_documents(), vocab_size=258))
     check_tokenizer(line, ByteTokenizer())
-    other = ByteTokenizer()
-    other.fingerprint, other.vocab_size = "f" * 64, 50257
+    tokenizer = ByteTokenizer()
+    tokenizer.fingerprint, tokenizer.vocab_size = "f" * 64, 50257
     with pytest.raises(ConfigError) as caught:
-        check_tokenizer(line, other, "model.tokenizer_path")
+        check_tokenizer(line, tokenizer, "model.tokenizer_path")
     text = str(caught.value)
     assert text.startswith("model.tokenizer_path: use that tokenizer, or prepare") and "\n" not in text
-    assert all(word in text for word in ("258", "50257", "ffffffffffff", ByteTokenizer.fingerprint[:12], '"bytes"'))
+    assert all(part in text for part in ("258", "50257", "ffffffffffff", ByteTokenizer.fingerprint[:12], '"bytes"'))
 
 
-def test_ids_beyond_a_model_are_refused_with_both_sizes(tmp_path: Path) -> None:
+def test_ids_outside_the_vocabulary_of_the_model_are_rejected(tmp_path: Path) -> None:
     line = ShardTokenBuffer(write(tmp_path / "x", two_documents()))
     check_vocabulary(line, 110)
     with pytest.raises(ConfigError, match=r"has a vocabulary of 109, and .* ids up to 109 of a vocabulary of 300"):
         check_vocabulary(line, 109)
 
 
-def test_the_dataset_tokens_opens_a_prepared_folder(tmp_path: Path) -> None:
+def test_dataset_tokens_opens_a_prepared_folder(tmp_path: Path) -> None:
     folder = write(tmp_path / "x", two_documents())
     assert tokens.open_line(Request(path=str(folder)), ByteTokenizer()).num_documents == 2
     with pytest.raises(ConfigError, match=r"training\.dataset_path is not set"):
         tokens.open_line(Request(path=None), ByteTokenizer())
-    other = ByteTokenizer()
-    other.fingerprint = "0" * 64
+    tokenizer = ByteTokenizer()
+    tokenizer.fingerprint = "0" * 64
     with pytest.raises(ConfigError, match="differs from the tokenizer of"):
-        tokens.open_line(Request(path=str(folder)), other)
+        tokens.open_line(Request(path=str(folder)), tokenizer)
 
 
-def test_tokens_outside_the_line_are_not_tokens(tmp_path: Path) -> None:
+def test_positions_outside_the_buffer_are_rejected(tmp_path: Path) -> None:
     line = ShardTokenBuffer(write(tmp_path / "x", two_documents()))
     for start, stop in ((-1, 3), (0, 31), (5, 4)):
         with pytest.raises(ValueError, match="of 30"):
@@ -194,28 +196,34 @@ def test_many_shards_need_few_open_files(tmp_path: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) - before <= 64
 
 
-def test_the_index_says_where_the_tokens_come_from(tmp_path: Path) -> None:
+def test_index_records_the_origin_of_the_tokens(tmp_path: Path) -> None:
     index = ShardTokenBuffer(write(tmp_path / "x", two_documents())).index
     assert (index.dtype, index.vocab_size, index.max_id) == ("uint16", 300, 109)
-    assert [shard.num_documents for shard in index.shards] == [1, 0, 1, 0, 0]  # those that begin in each 7 tokens
+    assert [shard.num_documents for shard in index.shards] == [
+        1,
+        0,
+        1,
+        0,
+        0,
+    ]  # documents that begin in each shard of 7 tokens
     assert index.created_by.startswith("shardtrain ") and index.tokenizer_name == "bytes"
     assert sorted(p.name for p in (tmp_path / "x").iterdir() if p.name.endswith(".tmp")) == []
     assert (tmp_path / "x" / INDEX).stat().st_size > 100
 
 
-def test_of_many_files_each_is_checked_when_it_is_first_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 15T tokens there are 117,000 files, and each rank reads a few of them."""
+def test_many_files_are_checked_when_first_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """15T tokens have 117,000 files, of which each rank reads a few."""
     tokens_of = [Document(np.arange(50, dtype=np.int32) + 7 * number) for number in range(4)]
     write(tmp_path / "shards", tokens_of)
-    whole = ShardTokenBuffer(tmp_path / "shards")
+    all_shards = ShardTokenBuffer(tmp_path / "shards")
     monkeypatch.setattr(shard_index, "MAX_CHECKED", 3)
     looked: list[str] = []
     check = shard_index.check_file
     for module in (shard_index, shards):
         monkeypatch.setattr(module, "check_file", lambda *a: (looked.append(a[1].name), check(*a)))
     late = ShardTokenBuffer(tmp_path / "shards")
-    assert looked == ["starts.bin"] and late.fingerprint == whole.fingerprint
-    assert (late.tokens(0, 200) == whole.tokens(0, 200)).all()
+    assert looked == ["starts.bin"] and late.fingerprint == all_shards.fingerprint
+    assert (late.tokens(0, 200) == all_shards.tokens(0, 200)).all()
     assert sorted(looked[1:]) == sorted(file.name for file in late.index.files() if file.name != "starts.bin")
     late.tokens(0, 200)
     assert len(looked) == len(set(looked)), "once"

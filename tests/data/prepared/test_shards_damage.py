@@ -1,4 +1,4 @@
-"""A prepared folder that is not what it was is refused, and the file that is wrong is named."""
+"""A damaged or changed prepared folder is rejected with the name of the wrong file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardtrain.utils.errors import ConfigError, StorageError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three documents, 30,000 tokens in three shards, the first of which has a mask."""
+    """Three documents with 30,000 tokens in three shards. The first shard has a mask."""
     writer = ShardWriter(tmp_path / "x", 300, 10_000)
     tokens = np.random.default_rng(0).integers(0, 300, 30_000)
     writer.add_documents(np.array([9_000, 1_000, 20_000]))
@@ -69,7 +69,7 @@ INDEX_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "negative": (lambda t: t.update(num_documents=-3), "num_documents is -3"),
     "shards no list": (lambda t: t.update(shards={}), "shards is not a list"),
     "shard no object": (lambda t: t.update(shards=[1]), "is damaged"),
-    "a name that leads elsewhere": (
+    "a name outside the folder": (
         lambda t: t["shards"][0]["tokens"].update(name="../../secret"),
         r"file name '\.\./\.\./secret' should be tokens-00000\.bin",
     ),
@@ -82,7 +82,7 @@ INDEX_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-def assert_refused(folder: Path, match: str) -> None:
+def assert_rejected(folder: Path, match: str) -> None:
     with pytest.raises(ConfigError, match=match) as caught:
         ShardTokenBuffer(folder)
     assert "\n" not in str(caught.value)
@@ -90,42 +90,42 @@ def assert_refused(folder: Path, match: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILE_DAMAGE)
-def test_a_damaged_file_is_named(folder: Path, name: str) -> None:
+def test_damaged_file_is_named(folder: Path, name: str) -> None:
     damage, match = FILE_DAMAGE[name]
     damage(folder)
-    assert_refused(folder, match)
+    assert_rejected(folder, match)
 
 
 @pytest.mark.parametrize("name", INDEX_DAMAGE)
-def test_an_index_that_contradicts_itself_is_refused(folder: Path, name: str) -> None:
+def test_inconsistent_index_is_rejected(folder: Path, name: str) -> None:
     damage, match = INDEX_DAMAGE[name]
     edit(folder, damage)
-    assert_refused(folder, match)
+    assert_rejected(folder, match)
 
 
-def test_a_path_that_is_not_a_prepared_folder_is_refused(folder: Path, tmp_path: Path) -> None:
-    assert_refused(tmp_path / "none", "does not exist")
-    assert_refused(folder / INDEX, "is a file, not a folder of prepared tokens")
-    assert_refused(tmp_path, "has no index.json; name one of its folders: x")
+def test_path_that_is_not_a_prepared_folder_is_rejected(folder: Path, tmp_path: Path) -> None:
+    assert_rejected(tmp_path / "none", "does not exist")
+    assert_rejected(folder / INDEX, "is a file, not a folder of prepared tokens")
+    assert_rejected(tmp_path, "has no index.json; name one of its folders: x")
     (tmp_path / "y" / UNFINISHED).mkdir(parents=True)
-    assert_refused(tmp_path / "y", "is not completely prepared; start the same")
+    assert_rejected(tmp_path / "y", "is not completely prepared; start the same")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_an_unreadable_file_is_named(folder: Path) -> None:
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read every file")
+def test_unreadable_file_is_named(folder: Path) -> None:
     (folder / "tokens-00000.bin").chmod(0)
-    assert_refused(folder, "cannot be read")
+    assert_rejected(folder, "cannot be read")
 
 
-def test_starts_outside_the_tokens_are_refused(folder: Path) -> None:
-    """The ends of the file are hashed, so the index must have been changed with it."""
+def test_document_starts_outside_the_tokens_are_rejected(folder: Path) -> None:
+    """The ends of the file are hashed, so the test changes the index too."""
     starts = np.array([0, 9_000, 31_000], dtype="<i8")
     (folder / "starts.bin").write_bytes(starts.tobytes())
     import hashlib
 
     ends = hashlib.sha256(starts.tobytes() * 2).hexdigest()
     edit(folder, lambda t: t["starts"].update(ends_sha256=ends))
-    assert_refused(folder, "contains starts of documents outside the 30000 tokens")
+    assert_rejected(folder, "contains starts of documents outside the 30000 tokens")
 
 
 @pytest.mark.parametrize(
@@ -137,11 +137,11 @@ def test_starts_outside_the_tokens_are_refused(folder: Path) -> None:
         ("starts.bin", 8, b"\xff" * 7 + b"\x00", "has starts of documents that do not ascend"),
     ],
 )
-def test_verifying_finds_a_changed_byte_that_opening_cannot(
+def test_verification_detects_a_changed_byte_that_opening_misses(
     folder: Path, name: str, offset: int, value: bytes, match: str
 ) -> None:
     if name == "starts.bin":
-        line = ShardTokenBuffer(folder)  # a file of 24 bytes is all ends, and is verified after it was opened
+        line = ShardTokenBuffer(folder)  # a file of 24 bytes is hashed entirely on opening, so damage it afterwards
     with (folder / name).open("r+b") as file:
         file.seek(offset)
         file.write(value)
@@ -153,7 +153,7 @@ def test_verifying_finds_a_changed_byte_that_opening_cannot(
 
 
 @pytest.mark.parametrize("name", ["tokens-00001.bin", "learned-00000.bin", "starts.bin"])
-def test_a_file_that_changes_under_a_run_is_named(folder: Path, name: str) -> None:
+def test_file_changed_during_a_run_is_named(folder: Path, name: str) -> None:
     line = ShardTokenBuffer(folder)
     line.check_unchanged()
     os.utime(folder / name, ns=(1, 1))
@@ -161,7 +161,7 @@ def test_a_file_that_changes_under_a_run_is_named(folder: Path, name: str) -> No
         line.check_unchanged()
 
 
-def test_a_file_that_shrinks_or_goes_under_a_run_is_an_error_and_no_crash(folder: Path) -> None:
+def test_file_truncated_or_deleted_during_a_run_is_an_error_without_a_crash(folder: Path) -> None:
     line = ShardTokenBuffer(folder)
     assert len(line.tokens(10_000, 20_000)) == 10_000
     os.truncate(folder / "tokens-00001.bin", 100)
@@ -179,8 +179,8 @@ def test_a_file_that_shrinks_or_goes_under_a_run_is_an_error_and_no_crash(folder
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
-def test_storage_that_does_not_answer_is_not_damage(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Neither at the start nor while a run reads: a retry may find the file as it was."""
+def test_storage_errors_are_not_reported_as_damage(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Not at the start and not during a run: a retry may succeed."""
     line = ShardTokenBuffer(folder)
 
     def fails(*_: Any, **__: Any) -> Any:

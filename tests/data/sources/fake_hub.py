@@ -1,4 +1,4 @@
-"""A hub on this machine for tests: a few repositories of data sets, and the refusals of the real one."""
+"""Fake Hugging Face hub on localhost: a few dataset repositories, and the error responses of the real hub."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ REPOSITORIES = {"allenai/c4": C4, "org/script": {"script.py": b"raise SystemExit
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves on a free port of the loopback; ``seen`` holds the paths that were asked for."""
+    """HTTP server on a free port of localhost. ``seen`` records the requested paths."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.server.seen.append(f"{self.command} {path}")
         self.server.tokens.add(self.headers.get("Authorization", ""))
-        if self.server.gone:  # hang up without an answer
+        if self.server.gone:  # close the connection without an answer
             self.close_connection = True
             return None
         length = int(self.headers.get("Content-Length") or 0)
@@ -94,15 +94,15 @@ class _Handler(BaseHTTPRequestHandler):
             {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
             for file, data in files.items()
         ]
-        rest = path.removeprefix(f"/api/datasets/{name}").strip("/")
-        if rest.startswith("paths-info"):
-            wanted = json.loads(self.posted)["paths"]
+        endpoint = path.removeprefix(f"/api/datasets/{name}").strip("/")
+        if endpoint.startswith("paths-info"):
+            requested = json.loads(self.posted)["paths"]
             folders = {"/".join(file.split("/")[:-1]) for file in files} - {""}
-            found = [entry for entry in entries if entry["path"] in wanted]
-            found += [{"type": "directory", "path": path, "oid": "0" * 40} for path in folders if path in wanted]
-            return self.json(found)
-        if rest.startswith("tree"):
-            under = rest.split("/", 2)[2] + "/" if rest.count("/") > 1 else ""
+            matches = [entry for entry in entries if entry["path"] in requested]
+            matches += [{"type": "directory", "path": path, "oid": "0" * 40} for path in folders if path in requested]
+            return self.json(matches)
+        if endpoint.startswith("tree"):
+            under = endpoint.split("/", 2)[2] + "/" if endpoint.count("/") > 1 else ""
             inside = [entry for entry in entries if entry["path"].startswith(under)]
             if "recursive=true" not in self.path.lower():
                 folders = {under + e["path"].removeprefix(under).split("/")[0] for e in inside}

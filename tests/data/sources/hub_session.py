@@ -1,6 +1,6 @@
-"""Opens datasets of a fake hub in a process of its own, as the library reads its settings when it is imported.
+"""Open datasets of a fake hub in a separate process, because the library reads its settings on import.
 
-Prints one JSON object: what each case gave.
+Prints one JSON object with the result of each case.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def main(home: str) -> None:
             source = module.open_source(Request(**options))
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
-        found = list(every_row(source))
+        rows = list(every_row(source))
         return {
             "table": isinstance(source, Table),
             "shards": getattr(source, "num_shards", None),
-            "texts": [row["text"] for _, row in (found[0], found[-1])],
-            "rows": len(found),
+            "texts": [row["text"] for _, row in (rows[0], rows[-1])],
+            "rows": len(rows),
             "files": dict(source.files()),
-            "place": place_of(source, found[-1][0]),
+            "place": place_of(source, rows[-1][0]),
         }
 
     results = {

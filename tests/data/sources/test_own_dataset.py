@@ -1,4 +1,4 @@
-"""A dataset in a file of the user's is used as one of the package's is."""
+"""Datasets defined in a Python file of the user."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_source(request):
 """
 
 
-def test_a_path_in_the_config_is_a_dataset(tmp_path):
+def test_path_of_a_python_file_is_a_dataset(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     name = str(tmp_path / "mine.py")
     assert not [p for p in check(load(None, ["--training.dataset", name])) if "dataset" in str(p)]
@@ -45,7 +45,7 @@ def test_a_path_in_the_config_is_a_dataset(tmp_path):
     assert bytes(batch.tokens_BT[0, 1:9].tolist()).decode() == "number 0"
 
 
-def test_a_file_that_is_missing_or_is_not_a_dataset_is_refused(tmp_path):
+def test_missing_file_or_file_without_a_dataset_is_rejected(tmp_path):
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(ConfigError, match=r'dataset=".*empty.py" has no open_source; define open_source\(request\)'):
         sources.find(str(tmp_path / "empty.py"))

@@ -1,4 +1,4 @@
-"""Every kind of bad row has a defined result, at its exact line, plain and compressed, in bounded memory."""
+"""Every kind of bad row has a defined result at its line number, in plain and compressed files and bounded memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardtrain.data.sources import BadRow, Request, every_row, jsonl, place_of
 GOOD = b'{"text": "good"}'
 MILLION = "a " * 10**6
 
-# name -> the bytes of one line, and its row or why it is none
+# name: (bytes of one line, the parsed row or the reason why it is bad)
 LINES = {
     "no JSON": (b"{text: 1}", "is not JSON: expecting property name enclosed in double quotes (column 2)"),
     "cut": (b'{"text": "a', "is not JSON: unterminated string starting (column 10)"),
     "two objects": (b'{"text": "a"} {"text": "b"}', "is not JSON: extra data (column 15)"),
     "trailing comma": (b'{"text": "a",}', "is not JSON"),
     "single quotes": (b"{'text': 'a'}", "is not JSON"),
-    "wrong type": (b'{"text": 7}', {"text": 7}),  # what a text must be is the format's matter, not the source's
+    "wrong type": (b'{"text": 7}', {"text": 7}),  # the format checks types, not the source
     "missing field": (b'{"title": "a"}', {"title": "a"}),
     "null": (b'{"text": null}', {"text": None}),
     "nested": (b'{"text": {"body": ["a"]}}', {"text": {"body": ["a"]}}),
@@ -36,7 +36,7 @@ LINES = {
         "contains half of a surrogate pair, which is not text (\\ud83d)",
     ),
     "surrogate pair": (b'{"text": "\\ud83d\\ude00"}', {"text": "\U0001f600"}),
-    "words that look like one": (b'{"text": "\\\\ud83d"}', {"text": "\\ud83d"}),
+    "an escaped surrogate escape": (b'{"text": "\\\\ud83d"}', {"text": "\\ud83d"}),
     "bad UTF-8": (b'{"text": "a\xff"}', "is not UTF-8 (byte 12 is 0xff)"),
     "cut UTF-8": (b'{"text": "a\xc3', "is not UTF-8 (byte 12 is 0xc3)"),
     "UTF-8 of a surrogate": (b'{"text": "\xed\xa0\xbd"}', "is not UTF-8 (byte 11 is 0xed)"),
@@ -54,14 +54,14 @@ LINES = {
     "NaN": (b'{"text": "a", "score": NaN}', "contains NaN, which is not JSON"),
     "Infinity": (b'{"text": "a", "score": [Infinity]}', "contains Infinity, which is not JSON"),
     "-Infinity": (b'{"text": "a", "score": -Infinity}', "contains -Infinity, which is not JSON"),
-    "the word NaN": (b'{"text": "NaN"}', {"text": "NaN"}),
+    "NaN as text": (b'{"text": "NaN"}', {"text": "NaN"}),
     "integer above 2**63": (b'{"text": "a", "id": 18446744073709551617}', {"text": "a", "id": 2**64 + 1}),
     "integer of 10,000 digits": (b'{"id": ' + b"1" * 10**4 + b"}", "contains a number with too many digits"),
     "array": (b'["a"]', "is not a JSON object but an array"),
     "string": (b'"a"', "is not a JSON object but a string"),
     "number": (b"1.5", "is not a JSON object but a number"),
     "boolean": (b"true", "is not a JSON object but a boolean"),
-    "null alone": (b"null", "is not a JSON object but null"),
+    "only null": (b"null", "is not a JSON object but null"),
     "empty object": (b"{}", {}),
 }
 
@@ -86,7 +86,7 @@ def read(path, **options):
 
 
 @pytest.mark.parametrize("kind", LINES)
-def test_a_line_has_a_defined_result_at_its_own_number_and_spoils_no_other(write, kind):
+def test_bad_line_has_a_defined_result_and_does_not_affect_others(write, kind):
     line, expected = LINES[kind]
     path = write(b"\n".join([GOOD, b"", line, GOOD]) + b"\n")
     (_, first), (place, row), (last_place, last) = read(path)
@@ -100,7 +100,7 @@ def test_a_line_has_a_defined_result_at_its_own_number_and_spoils_no_other(write
         assert "\n" not in str(row) and len(str(row)) < 200
 
 
-def test_200_levels_of_nesting_are_read_from_any_depth_of_the_stack(write):
+def test_200_levels_of_nesting_are_read_at_any_stack_depth(write):
     line = b'{"a":' * 200 + b"1" + b"}" * 200
     path = write(line)
 
@@ -111,31 +111,31 @@ def test_200_levels_of_nesting_are_read_from_any_depth_of_the_stack(write):
     assert row == read(path)[0][1] and not isinstance(row, BadRow)
 
 
-def test_reasons_are_few_however_many_rows_are_bad(tmp_path):
-    """They are counted by reason, so a reason must name nothing that differs from row to row."""
+def test_reasons_do_not_depend_on_the_row(tmp_path):
+    """Bad rows are counted by reason, so a reason must not contain details of its row."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(b'{"k%d": "%s\n' % (n, b"x" * n) + b'{"%d": 1, "%d": 2}\n' % (n, n) for n in range(200)))
     assert {row.reason for _, row in read(path)} == {"is not JSON: unterminated string starting", "has a duplicate key"}
 
 
-def test_a_byte_order_mark_at_the_head_is_not_part_of_the_first_row(write):
+def test_byte_order_mark_is_not_part_of_the_first_row(write):
     path = write(b"\xef\xbb\xbf" + GOOD + b"\n")
     assert read(path) == [(f"{path}:1", {"text": "good"})]
 
 
-def test_a_byte_order_mark_alone_is_not_a_row(write):
+def test_file_with_only_a_byte_order_mark_has_no_rows(write):
     assert read(write(b"\xef\xbb\xbf")) == []
     assert read(write(b"\xef\xbb\xbf\r\n \n")) == []
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n", b"\n\n\n", b"\n \t\r\n", b"\n  "])
-def test_the_last_line_is_read_once_whatever_follows_it(write, end):
+def test_last_line_is_read_once_with_or_without_a_line_end(write, end):
     path = write(GOOD + b"\r\n" + GOOD + end)
     assert read(path) == [(f"{path}:1", {"text": "good"}), (f"{path}:2", {"text": "good"})]
 
 
 @pytest.mark.parametrize("end", [b"", b"\n"])
-def test_a_row_may_have_max_row_bytes_and_no_more(write, end):
+def test_row_may_have_at_most_max_row_bytes(write, end):
     path = write(GOOD + b"\n" + GOOD + b" \n" + GOOD + b" " + end)
     reason = BadRow("is longer than data.max_row_bytes", detail=f"{len(GOOD) + 1} bytes")
     assert read(path, max_row_bytes=len(GOOD)) == [
@@ -155,11 +155,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, rows)
 """
 
 
-def test_a_row_of_64_mb_is_skipped_without_being_held(write):
+def test_row_of_64_mb_is_skipped_without_loading_it(write):
     path = write(GOOD + b'\n{"text": "' + b"a" * 64 * 2**20 + b'"}\n' + GOOD)
     result = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
     grown, rows = result.stdout.split(maxsplit=1)
     good = "{'text': 'good'}"
     assert rows.strip() == str([good, f"is longer than data.max_row_bytes ({64 * 2**20 + 12} bytes)", good])
-    # two blocks of 16 MiB, and a mask and an index of one; a row of 64 MiB, read and parsed, would take 128
+    # two blocks of 16 MiB plus a mask and an index of one block; reading and parsing the row would take 128 MiB
     assert int(grown) / 1024 < 72

@@ -1,4 +1,4 @@
-"""Laws of a dataset's files: which they are, that they are files, and that they stay as they were."""
+"""Files of a dataset: which paths they are, that they are regular files, and that changes are detected."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def names(path, **options):
     return [file.name for file in list_files(Request(str(path), **options), "jsonl", (".jsonl", ".json"))]
 
 
-def test_a_folder_stands_for_its_files_of_the_right_ending_in_the_order_of_their_paths(tmp_path):
+def test_folder_means_its_files_with_the_right_suffix_sorted_by_path(tmp_path):
     write(tmp_path, "c.jsonl", "a.JSONL", "b/x.json", "b-1.jsonl.gz", "notes.txt", ".a.jsonl", ".cache/b.jsonl", "d.gz")
     assert names(tmp_path) == ["a.JSONL", "b-1.jsonl.gz", "b/x.json", "c.jsonl"]
 
 
-def test_a_file_may_have_any_ending_and_is_called_by_its_own_name(tmp_path, monkeypatch):
+def test_single_file_may_have_any_suffix(tmp_path, monkeypatch):
     write(tmp_path, "a.data")
     assert names(tmp_path / "a.data") == ["a.data"]
     monkeypatch.chdir(tmp_path)
     assert names("a.data") == ["a.data"]
 
 
-def test_a_pattern_gives_the_files_that_match_named_from_its_fixed_folder_on(tmp_path):
+def test_pattern_matches_files_named_relative_to_its_fixed_folder(tmp_path):
     write(tmp_path, "x/a1.jsonl", "x/a2.jsonl", "y/a1.jsonl", "y/b1.jsonl", "x/a3.folder/c.jsonl")
     assert names(tmp_path / "*" / "a*") == ["x/a1.jsonl", "x/a2.jsonl", "y/a1.jsonl"]
     assert names(tmp_path / "**" / "*1.jsonl") == ["x/a1.jsonl", "y/a1.jsonl", "y/b1.jsonl"]
@@ -48,12 +48,12 @@ def test_a_pattern_gives_the_files_that_match_named_from_its_fixed_folder_on(tmp
         names(tmp_path / "z*")
 
 
-def test_a_name_with_a_wildcard_that_exists_is_that_file(tmp_path):
+def test_existing_file_with_a_wildcard_in_its_name_is_not_a_pattern(tmp_path):
     write(tmp_path, "a[1].jsonl", "a1.jsonl")
     assert names(tmp_path / "a[1].jsonl") == ["a[1].jsonl"]
 
 
-def test_links_to_files_and_folders_are_followed_and_a_loop_is_an_error(tmp_path):
+def test_links_are_followed_and_a_loop_is_an_error(tmp_path):
     write(tmp_path, "real/a.jsonl")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "link.jsonl").symlink_to(tmp_path / "real" / "a.jsonl")
@@ -64,7 +64,7 @@ def test_links_to_files_and_folders_are_followed_and_a_loop_is_an_error(tmp_path
         names(tmp_path / "data")
 
 
-def test_a_path_that_is_missing_or_leads_nowhere_names_the_option(tmp_path):
+def test_missing_path_is_reported_with_the_option(tmp_path):
     with pytest.raises(ConfigError, match=r'validation.dataset_path is not set, and the dataset "jsonl" requires it'):
         names("", option="validation.dataset_path")
     with pytest.raises(ConfigError, match=r'training.dataset_path=".*/no" does not exist; name a file'):
@@ -73,7 +73,7 @@ def test_a_path_that_is_missing_or_leads_nowhere_names_the_option(tmp_path):
         names(tmp_path)
 
 
-def test_what_is_not_a_regular_file_is_refused_and_never_opened(tmp_path):
+def test_special_files_are_rejected_without_opening_them(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(DataError, match=r'pipe.jsonl" is a pipe, not a regular file'):
         names(tmp_path)
@@ -85,7 +85,7 @@ def test_what_is_not_a_regular_file_is_refused_and_never_opened(tmp_path):
             names(tmp_path / "s")
 
 
-def test_an_empty_file_and_a_broken_link_are_named(tmp_path):
+def test_empty_file_and_broken_link_are_named(tmp_path):
     write(tmp_path, "a.jsonl")
     write(tmp_path, "b.jsonl", content="")
     with pytest.raises(DataError, match=r'b.jsonl" is empty; remove the file'):
@@ -96,10 +96,10 @@ def test_an_empty_file_and_a_broken_link_are_named(tmp_path):
         names(tmp_path)
 
 
-def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
+def test_unreadable_file_is_named(tmp_path, monkeypatch):
     write(tmp_path, "a.jsonl")
 
-    def refuse(path, flags, *rest):  # the mode of a file does not stop root
+    def refuse(path, flags, *rest):  # file modes do not stop root
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(os, "open", refuse)
@@ -107,7 +107,7 @@ def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
         jsonl.open_source(Request(str(tmp_path)))
 
 
-def test_an_unreadable_folder_is_named(tmp_path, monkeypatch):
+def test_unreadable_folder_is_named(tmp_path, monkeypatch):
     write(tmp_path, "a.jsonl", "b/c.jsonl")
     scandir = os.scandir
 
@@ -132,20 +132,18 @@ def test_an_unreadable_folder_is_named(tmp_path, monkeypatch):
         ("jsonl", '{"text": "a"}'.encode("utf-16"), "is UTF-16; convert it to UTF-8"),
     ],
 )
-def test_a_file_in_another_code_than_its_name_says_is_one_error_and_not_one_for_each_row(
-    tmp_path, ending, content, rule
-):
+def test_wrong_compression_or_encoding_is_one_error_per_file(tmp_path, ending, content, rule):
     (tmp_path / f"a.{ending}").write_bytes(content)
     with pytest.raises(DataError, match=rf'a.{ending}" {rule}'):
         jsonl.open_source(Request(str(tmp_path)))
 
 
-def test_a_text_that_begins_like_a_bzip2_file_is_a_text(tmp_path):
+def test_text_that_begins_like_a_bzip2_file_is_read_as_text(tmp_path):
     (tmp_path / "a.jsonl").write_text("BZh9 is not JSON\n")
     assert jsonl.open_source(Request(str(tmp_path))).num_rows == 1
 
 
-def test_a_fingerprint_follows_content_and_not_place_or_time(tmp_path):
+def test_fingerprint_depends_on_content_and_not_on_path_or_time(tmp_path):
     content = os.urandom(3 * 2**20)
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
@@ -157,7 +155,7 @@ def test_a_fingerprint_follows_content_and_not_place_or_time(tmp_path):
         return file.name, file.fingerprint()
 
     assert fingerprint("x") == fingerprint("y")
-    for offset in (0, len(content) - 1):  # the first and the last byte are always looked at
+    for offset in (0, len(content) - 1):  # the first and last bytes are always hashed
         changed = bytearray(content)
         changed[offset] ^= 1
         (tmp_path / "y" / "a.bin").write_bytes(changed)
@@ -166,21 +164,21 @@ def test_a_fingerprint_follows_content_and_not_place_or_time(tmp_path):
     assert fingerprint("x") != fingerprint("y")
 
 
-def test_every_byte_of_a_small_file_counts_in_its_fingerprint(tmp_path):
-    seen = set()
+def test_fingerprint_covers_every_byte_of_a_small_file(tmp_path):
+    fingerprints = set()
     content = bytearray(200_000)
     for offset in (None, 0, 65_535, 65_536, 131_072, 199_999):
         if offset is not None:
             content[offset] ^= 1
         (tmp_path / "a.bin").write_bytes(content)
         (file,) = list_files(Request(str(tmp_path)), "x", (".bin",))
-        seen.add(file.fingerprint())
-    assert len(seen) == 6
+        fingerprints.add(file.fingerprint())
+    assert len(fingerprints) == 6
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
 @pytest.mark.parametrize("change", ["grow", "same size", "replace", "remove", "rename"])
-def test_a_file_that_changes_under_the_run_is_named(tmp_path, ending, change):
+def test_file_changed_during_the_run_is_named(tmp_path, ending, change):
     file = tmp_path / f"a.{ending}"
     content = b'{"a": 1}\n'
     file.write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
@@ -202,12 +200,12 @@ def test_a_file_that_changes_under_the_run_is_named(tmp_path, ending, change):
     rule = "was removed or renamed" if change in ("remove", "rename") else "was changed"
     with pytest.raises(ConfigError, match=rf'training.dataset_path=".*a.{ending}" {rule} since the run opened it'):
         source.check_unchanged()
-    if change in ("replace", "remove"):  # also a copy of the source in another process, which opens the files anew
+    if change in ("replace", "remove"):  # also in a copy of the source in another process, which reopens the files
         with pytest.raises(ConfigError, match=rf"a.{ending}\" {rule}"):
             list(every_row(pickle.loads(pickle.dumps(source))))
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path):
+def test_file_truncated_while_it_is_read_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
     source = jsonl.open_source(Request(str(tmp_path)))
     os.truncate(tmp_path / "a.jsonl", 12)
@@ -216,7 +214,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path):
         source.row(1)
 
 
-def test_a_reader_keeps_few_files_open_and_reads_them_all(tmp_path):
+def test_reader_keeps_few_files_open_and_reads_all(tmp_path):
     for number in range(10):
         (tmp_path / f"{number}.bin").write_text(f"content {number}")
     files = list_files(Request(str(tmp_path)), "x", (".bin",))

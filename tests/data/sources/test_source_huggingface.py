@@ -1,4 +1,4 @@
-"""Laws of Hugging Face datasets: the hub by id, local copies in each form, and one line for every refusal."""
+"""Hugging Face datasets: hub datasets by id, local copies in each form, and one-line errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def saved(tmp_path):
     return path
 
 
-def test_a_saved_dataset_is_a_table_or_shards_with_the_rows_that_were_saved(saved):
+def test_saved_dataset_is_read_as_a_table_or_as_shards(saved):
     table, shards = opened(saved), opened(saved, streaming=True)
     assert isinstance(table, Table) and isinstance(shards, Shards)
     assert shards.num_shards == 3
@@ -66,7 +66,7 @@ def test_a_saved_dataset_is_a_table_or_shards_with_the_rows_that_were_saved(save
         assert [row for _, row in every_row(copy)] == ROWS
 
 
-def test_the_fingerprint_is_of_the_rows_and_moves_with_the_folder(saved, tmp_path):
+def test_fingerprint_depends_on_rows_and_not_on_the_folder(saved, tmp_path):
     first = opened(saved).files()
     assert list(first) == ["saved"]
     (tmp_path / "elsewhere").mkdir()
@@ -76,7 +76,7 @@ def test_the_fingerprint_is_of_the_rows_and_moves_with_the_folder(saved, tmp_pat
     assert opened(tmp_path / "other" / "saved").files() != first
 
 
-def test_a_saved_dataset_that_changes_is_named(saved):
+def test_changed_saved_dataset_is_named(saved):
     sources_ = opened(saved), opened(saved, streaming=True)
     (file, *_) = sorted(saved.glob("*.arrow"))
     os.utime(file, ns=(1, 1))
@@ -85,7 +85,7 @@ def test_a_saved_dataset_that_changes_is_named(saved):
             source.check_unchanged()
 
 
-def test_a_split_of_a_saved_dictionary_is_chosen_and_a_missing_one_lists_those_that_exist(tmp_path):
+def test_split_of_a_saved_dictionary_is_selected_and_a_missing_one_lists_the_existing(tmp_path):
     parts = {"train": datasets.Dataset.from_list(ROWS[:5]), "test": datasets.Dataset.from_list(ROWS[5:7])}
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "d")
     assert texts(opened(tmp_path / "d")) == [f"row {n}" for n in range(5)]
@@ -94,7 +94,7 @@ def test_a_split_of_a_saved_dictionary_is_chosen_and_a_missing_one_lists_those_t
         opened(tmp_path / "d", split="validation")
 
 
-def test_a_broken_saved_dataset_is_one_line(saved):
+def test_broken_saved_dataset_is_a_one_line_error(saved):
     for file in saved.glob("*.arrow"):
         file.write_bytes(b"no arrow")
     with pytest.raises(ConfigError, match=r"cannot be opened as a saved dataset") as error:
@@ -102,14 +102,14 @@ def test_a_broken_saved_dataset_is_one_line(saved):
     assert "\n" not in str(error.value)
 
 
-def test_an_image_is_not_decoded(tmp_path):
+def test_images_are_not_decoded(tmp_path):
     features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
     rows = [{"text": "a", "image": {"bytes": b"this is no image", "path": None}}] * 2
     datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "d")
     assert texts(opened(tmp_path / "d")) == texts(opened(tmp_path / "d", streaming=True)) == ["a", "a"]
 
 
-def test_a_row_above_max_row_bytes_is_a_bad_row(tmp_path):
+def test_row_above_max_row_bytes_is_a_bad_row(tmp_path):
     datasets.Dataset.from_list([{"text": "a"}, {"text": "b" * 9999}, {"text": "c"}]).save_to_disk(tmp_path / "d")
     for streaming in (False, True):
         rows = [row for _, row in every_row(opened(tmp_path / "d", streaming=streaming, max_row_bytes=5000))]
@@ -117,8 +117,8 @@ def test_a_row_above_max_row_bytes_is_a_bad_row(tmp_path):
         assert rows[1].reason == "is longer than data.max_row_bytes"
 
 
-def test_a_stream_that_breaks_off_is_an_error_and_no_bad_row(saved, monkeypatch):
-    """A row that is left out is counted; the rest of a shard would be lost without one."""
+def test_interrupted_stream_is_an_error_and_not_a_bad_row(saved, monkeypatch):
+    """A skipped row would be counted, but the rest of the shard would be lost silently."""
     monkeypatch.setenv("HF_TOKEN", SECRET)
 
     class Broken:
@@ -131,18 +131,18 @@ def test_a_stream_that_breaks_off_is_an_error_and_no_bad_row(saved, monkeypatch)
 
     source = opened(saved, streaming=True)
     source._dataset = Broken()
-    found = []
+    rows_read = []
     with pytest.raises(
         DataError, match=r"shard 1, row 64, both from 0: cannot be read further \(.*token \*\*\* was refused\)"
     ):
-        found.extend(source.rows(1))
-    assert len(found) == 64
+        rows_read.extend(source.rows(1))
+    assert len(rows_read) == 64
     rows = source.rows(1)
     assert [next(rows) for _ in range(64)] == [{"text": "a"}] * 64
 
 
 class Shard(torch.utils.data.Dataset):
-    """Rows of shard 0, as each worker process sees them."""
+    """Rows of shard 0 as seen by each worker process."""
 
     def __init__(self, source):
         self.source = source
@@ -154,8 +154,8 @@ class Shard(torch.utils.data.Dataset):
         return sum(1 for _ in self.source.rows(0))
 
 
-def test_every_worker_process_sees_all_rows_of_a_shard(saved):
-    """The library deals a stream's shards to PyTorch's workers by itself, which would leave some without rows."""
+def test_every_worker_process_reads_all_rows_of_a_shard(saved):
+    """By default, the library distributes shards over PyTorch's workers, and some would get no rows."""
     loader = torch.utils.data.DataLoader(Shard(opened(saved, streaming=True)), batch_size=None, num_workers=2)
     assert [int(count) for count in loader] == [50] * 4
 
@@ -163,7 +163,7 @@ def test_every_worker_process_sees_all_rows_of_a_shard(saved):
 @pytest.mark.parametrize(
     "name", ["huggingface", "c4", "c4_mini", "c4_test", "alpaca", "openwebtext", "minipile", "c4_validation"]
 )
-def test_every_name_reads_a_local_copy_in_each_form(tmp_path, saved, name):
+def test_every_dataset_name_reads_a_local_copy_in_each_form(tmp_path, saved, name):
     save_jsonl(tmp_path / "lines" / "data.json")
     (tmp_path / "array.json").write_text(json.dumps(ROWS, indent=1))
     (tmp_path / "parquet").mkdir()
@@ -175,7 +175,7 @@ def test_every_name_reads_a_local_copy_in_each_form(tmp_path, saved, name):
         assert [row for _, row in every_row(opened(path, name))] == ROWS
 
 
-def test_a_folder_of_arrow_files_is_read(saved, tmp_path):
+def test_folder_of_arrow_files_is_read(saved, tmp_path):
     (tmp_path / "arrow").mkdir()
     for file in saved.glob("*.arrow"):
         file.rename(tmp_path / "arrow" / file.name)
@@ -186,7 +186,7 @@ def test_a_folder_of_arrow_files_is_read(saved, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_files_of_the_split_are_read_where_their_names_tell_it(tmp_path, caplog):
+def test_files_of_the_split_are_selected_by_name(tmp_path, caplog):
     for name, rows in (("train-00000-of-00002", ROWS[:2]), ("train-00001-of-00002", ROWS[2:4]), ("test", ROWS[4:5])):
         save_jsonl(tmp_path / "data" / f"{name}.jsonl", rows)
     save_jsonl(tmp_path / "dev" / "x.jsonl", ROWS[5:6])
@@ -202,17 +202,17 @@ def test_files_of_the_split_are_read_where_their_names_tell_it(tmp_path, caplog)
         opened(tmp_path, split="other")
 
 
-def test_files_whose_names_tell_no_split_are_train(tmp_path):
-    save_jsonl(tmp_path / "pretrained" / "latest.jsonl", ROWS[:2])  # words within words are none
+def test_files_without_a_split_in_their_name_are_train(tmp_path):
+    save_jsonl(tmp_path / "pretrained" / "latest.jsonl", ROWS[:2])  # split names within longer words do not count
     assert texts(opened(tmp_path)) == ["row 0", "row 1"]
     with pytest.raises(ConfigError, match=r'no files of the split "test"; set data.split to train'):
         opened(tmp_path, split="test")
     save_jsonl(tmp_path / "my-test.jsonl", ROWS[:2])
-    assert texts(opened(tmp_path / "my-test.jsonl")) == ["row 0", "row 1"]  # one file, named by the user
+    assert texts(opened(tmp_path / "my-test.jsonl")) == ["row 0", "row 1"]  # a single file that the user names
 
 
 SPLITS = [
-    # dataset, option, its split, the error; None if the rows are read
+    # dataset, option, its split, the error (None if the rows are read)
     ("c4_mini", "data.split", "train", None),
     ("c4_mini", "validation.split", "validation", None),
     ("c4_mini", "task.test_split", "test", None),
@@ -229,7 +229,7 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("name", "option", "split", "error"), SPLITS)
-def test_a_dataset_of_one_split_ignores_the_default_of_an_option(tmp_path, name, option, split, error):
+def test_dataset_with_one_split_rejects_a_split_option_but_ignores_its_default(tmp_path, name, option, split, error):
     save_jsonl(tmp_path / "en.jsonl", ROWS[:2])
     save_jsonl(tmp_path / "more.jsonl", ROWS[2:3])
     if error is None:
@@ -239,7 +239,7 @@ def test_a_dataset_of_one_split_ignores_the_default_of_an_option(tmp_path, name,
         opened(tmp_path, name, split=split, split_option=option)
 
 
-def test_a_subset_is_a_folder_of_the_local_copy(tmp_path):
+def test_subset_is_a_folder_of_the_local_copy(tmp_path):
     save_jsonl(tmp_path / "en" / "x.jsonl", ROWS[:1])
     save_jsonl(tmp_path / "de" / "x.jsonl", ROWS[1:2])
     assert texts(opened(tmp_path, "c4", subset="de")) == ["row 1"]
@@ -251,7 +251,7 @@ def test_a_subset_is_a_folder_of_the_local_copy(tmp_path):
         sources.find("c4").open_source(request_for(Config(), named))
 
 
-def test_a_folder_of_several_kinds_or_of_none_is_refused(tmp_path):
+def test_folder_with_several_or_no_formats_is_rejected(tmp_path):
     (tmp_path / "script.py").write_text("raise SystemExit('code of a dataset was run')")
     with pytest.raises(ConfigError, match=r"is a folder without \*.parquet, .* files"):
         opened(tmp_path)
@@ -267,13 +267,13 @@ def test_a_folder_of_several_kinds_or_of_none_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./no", "~/no/such", "a/b/c", "no*"])
-def test_a_local_path_that_does_not_exist_is_never_looked_for_on_the_hub(path, monkeypatch):
-    monkeypatch.setattr(huggingface._hub, "open_hub", lambda *_: pytest.fail("asked the hub"))
+def test_missing_local_path_is_not_searched_on_the_hub(path, monkeypatch):
+    monkeypatch.setattr(huggingface._hub, "open_hub", lambda *_: pytest.fail("the hub was contacted"))
     with pytest.raises(ConfigError, match=r"does not exist|matches no file"):
         opened(path)
 
 
-def test_a_path_is_asked_for_where_one_is_needed():
+def test_missing_required_path_is_reported():
     rules = {
         "huggingface": 'training.dataset_path is not set, and the dataset "huggingface"',
         "c4_test": r'training.dataset="c4_test" is a local dataset.*; name its folder .*, or use "python_stdlib"',
@@ -283,18 +283,18 @@ def test_a_path_is_asked_for_where_one_is_needed():
             sources.find(name).open_source(Request(None))
 
 
-def test_a_dataset_named_without_a_path_is_reported_by_its_name(monkeypatch):
+def test_hub_id_as_dataset_name_is_reported_by_its_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r'^training.dataset="allenai/c4" needs the datasets library'):
         sources.find("c4_mini").open_source(Request(None))
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch, tmp_path):
+def test_missing_datasets_library_is_reported_with_the_install_command(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r'datasets library, which is not installed; pip install "shardtrain\[hf\]"'):
         opened("org/name")
     save_jsonl(tmp_path / "x.jsonl")
-    assert len(texts(opened(tmp_path))) == 150  # local files need it not
+    assert len(texts(opened(tmp_path))) == 150  # local files do not need the library
 
 
 @pytest.fixture(scope="module")
@@ -310,21 +310,21 @@ def hub(tmp_path_factory):
 
 @pytest.mark.nightly(
     "against a server",
-    by="tests/data/sources/test_source_huggingface.py::test_every_worker_process_sees_all_rows_of_a_shard",
+    by="tests/data/sources/test_source_huggingface.py::test_every_worker_process_reads_all_rows_of_a_shard",
 )
-def test_a_stream_from_the_hub_has_the_hub_s_own_shards_of_one_pinned_revision(hub):
-    found = hub["c4"]
-    assert (found["table"], found["shards"], found["rows"]) == (False, 2, 50_100)
-    assert found["texts"] == ["row 0", "row 50099"]
-    assert found["files"] == {"allenai/c4/en/train": "0123456789abcdef0123456789abcdef01234567::2"}
-    assert found["place"] == "allenai/c4/en/train: shard 1, row 99, both from 0"
-    assert f"Bearer {SECRET}" in hub["tokens"]  # of the environment
+def test_hub_stream_has_the_shards_of_the_hub_at_one_pinned_revision(hub):
+    result = hub["c4"]
+    assert (result["table"], result["shards"], result["rows"]) == (False, 2, 50_100)
+    assert result["texts"] == ["row 0", "row 50099"]
+    assert result["files"] == {"allenai/c4/en/train": "0123456789abcdef0123456789abcdef01234567::2"}
+    assert result["place"] == "allenai/c4/en/train: shard 1, row 99, both from 0"
+    assert f"Bearer {SECRET}" in hub["tokens"]  # from the environment
 
 
-def test_a_subset_a_split_and_a_part_of_it_are_downloaded(hub):
-    found = hub["c4 de"]
-    assert (found["table"], found["rows"], found["texts"]) == (True, 5, ["row 80000", "row 80004"])
-    assert list(found["files"]) == ["allenai/c4/de/train"]
+def test_subset_split_and_slice_are_downloaded(hub):
+    result = hub["c4 de"]
+    assert (result["table"], result["rows"], result["texts"]) == (True, 5, ["row 80000", "row 80004"])
+    assert list(result["files"]) == ["allenai/c4/de/train"]
     assert hub["c4 part"]["texts"] == ["row 90000", "row 90002"]
     assert (hub["c4_validation"]["rows"], hub["c4_validation"]["table"]) == (10, False)
     assert (hub["c4_mini"]["rows"], hub["c4_mini"]["texts"]) == (45_000, ["row 0", "row 44999"])
@@ -354,7 +354,7 @@ def test_a_subset_a_split_and_a_part_of_it_are_downloaded(hub):
         ("offline streamed", r"is not in the local cache, and HF_HUB_OFFLINE forbids access"),
     ],
 )
-def test_what_the_hub_refuses_is_one_line_that_says_what_to_do(hub, case, text):
+def test_hub_errors_are_one_line_with_the_fix(hub, case, text):
     error = hub[case]["error"]
     assert error.startswith("ConfigError: ")
     assert "\n" not in error

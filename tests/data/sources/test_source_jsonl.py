@@ -1,4 +1,4 @@
-"""Laws of JSON lines: each line that is not blank is a row, read alike at once, in sequence, and compressed."""
+"""JSON Lines: each non-blank line is a row, read identically by index, in sequence and from compressed files."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ def opened(path, **options):
 
 
 def rows_and_lines(source):
-    """Each row with its line, or its reason and line where it is bad."""
-    found = []
+    """Each row (or the reason why it is bad) with its line number."""
+    rows = []
     for key, row in every_row(source):
         line = int(place_of(source, key).rpartition(":")[2].partition(" (element")[0])
-        found.append((line, str(row) if isinstance(row, BadRow) else dict(row)))
-    return found
+        rows.append((line, str(row) if isinstance(row, BadRow) else dict(row)))
+    return rows
 
 
-def test_a_plain_file_is_a_table_and_a_compressed_one_is_shards(tmp_path):
+def test_plain_file_is_a_table_and_a_compressed_one_is_shards(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n')
     plain = opened(tmp_path)
     assert isinstance(plain, Table) and not isinstance(plain, Shards)
     assert (plain.num_rows, plain.total_bytes) == (2, 19)
     assert (plain.row(1), plain.place(1)) == ({"a": 2}, f"{tmp_path}/a.jsonl:3")
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'\n{"b": 1}\n{"b": 2}'))
-    both = opened(tmp_path)
-    assert isinstance(both, Shards) and not isinstance(both, Table)
-    assert both.num_shards == 2
-    assert list(both.rows(0)) == [{"a": 1}, {"a": 2}]
-    assert list(both.rows(1, start=1)) == [{"b": 2}]
-    assert both.shard_place(0, 1) == f"{tmp_path}/a.jsonl:3"
-    assert both.shard_place(1, 1) == f"{tmp_path}/b.jsonl.gz:3"
-    assert list(both.files()) == ["a.jsonl", "b.jsonl.gz"]
+    mixed = opened(tmp_path)
+    assert isinstance(mixed, Shards) and not isinstance(mixed, Table)
+    assert mixed.num_shards == 2
+    assert list(mixed.rows(0)) == [{"a": 1}, {"a": 2}]
+    assert list(mixed.rows(1, start=1)) == [{"b": 2}]
+    assert mixed.shard_place(0, 1) == f"{tmp_path}/a.jsonl:3"
+    assert mixed.shard_place(1, 1) == f"{tmp_path}/b.jsonl.gz:3"
+    assert list(mixed.files()) == ["a.jsonl", "b.jsonl.gz"]
 
 
-def test_rows_of_several_files_follow_one_another(tmp_path):
+def test_rows_of_several_files_are_concatenated(tmp_path):
     for name, count in (("a", 2), ("b", 0), ("c", 3)):
         lines = "".join(f'{{"{name}": {number}}}\n' for number in range(count)) or "\n \n"
         (tmp_path / f"{name}.jsonl").write_text(lines)
@@ -79,13 +79,13 @@ def test_rows_of_several_files_follow_one_another(tmp_path):
             source.row(index)
 
 
-def test_a_place_is_found_in_another_process_too(tmp_path):
+def test_places_work_in_another_process(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n\n\n{}\n\n{}\n{}"))
     source = pickle.loads(pickle.dumps(opened(tmp_path)))
     assert [source.shard_place(0, number).rpartition(":")[2] for number in (3, 0, 2, 1)] == ["7", "1", "6", "4"]
 
 
-# Pieces of files as they come: objects, spaces, blank lines, both line ends, broken text, a byte order mark.
+# Parts of files: objects, spaces, blank lines, both line endings, broken text, a byte order mark.
 PIECES = st.sampled_from(
     [
         b'{"a": 1}',
@@ -109,7 +109,7 @@ PIECES = st.sampled_from(
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.lists(PIECES, min_size=1, max_size=30).map(b"".join), block=st.sampled_from([7, 16, 1 << 20]))
-def test_a_table_and_shards_give_the_rows_of_each_line(tmp_path, content, block):
+def test_table_and_shards_read_the_same_rows(tmp_path, content, block):
     expected = []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line.strip(b" \t\r"):
@@ -119,17 +119,17 @@ def test_a_table_and_shards_give_the_rows_of_each_line(tmp_path, content, block)
         except (ValueError, UnicodeDecodeError):
             value = None
         expected.append((number, value if isinstance(value, dict) else "bad"))
-    with pytest.MonkeyPatch.context() as patch:  # small blocks make every cut fall somewhere
+    with pytest.MonkeyPatch.context() as patch:  # small blocks, to place block boundaries everywhere
         patch.setattr(_index, "_BLOCK_BYTES", block)
         patch.setattr(_records, "BLOCK_BYTES", block)
-        found = []
+        rows = []
         for name, data in (("a.jsonl", content), ("a.jsonl.gz", gzip.compress(content, 1))):
             (tmp_path / name).write_bytes(data)
             if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
                 return
-            found.append(rows_and_lines(opened(tmp_path / name, max_row_bytes=40)))
-    assert found[0] == found[1]
-    assert [(line, "bad" if isinstance(row, str) else row) for line, row in found[0]] == expected
+            rows.append(rows_and_lines(opened(tmp_path / name, max_row_bytes=40)))
+    assert rows[0] == rows[1]
+    assert [(line, "bad" if isinstance(row, str) else row) for line, row in rows[0]] == expected
 
 
 OBJECTS = st.dictionaries(
@@ -153,9 +153,7 @@ OBJECTS = st.dictionaries(
     ascii_only=st.booleans(),
     compression=st.sampled_from([*COMPRESS]),
 )
-def test_what_json_writes_is_read_back_in_order_plain_compressed_and_as_an_array(
-    tmp_path, objects, ascii_only, compression
-):
+def test_rows_round_trip_in_order_plain_compressed_and_as_an_array(tmp_path, objects, ascii_only, compression):
     lines = "\n".join(json.dumps(value, ensure_ascii=ascii_only) for value in objects).encode()
     array = json.dumps(objects, ensure_ascii=ascii_only, indent=1).encode()
     for name, data in (("a.jsonl", lines), ("a.json", lines), ("b.json", array)):
@@ -166,8 +164,8 @@ def test_what_json_writes_is_read_back_in_order_plain_compressed_and_as_an_array
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
-def test_a_compressed_file_may_have_several_members(tmp_path, compression):
-    """As ``cat a.gz b.gz`` and parallel compressors make them."""
+def test_compressed_file_may_have_several_members(tmp_path, compression):
+    """``cat a.gz b.gz`` and parallel compressors write such files."""
     parts = [b"".join(b'{"a": %d}\n' % number for number in range(start, start + 5000)) for start in (0, 5000, 10000)]
     content = b"".join(COMPRESS[compression](part) for part in parts)
     (tmp_path / f"a.jsonl{compression}").write_bytes(content)
@@ -177,7 +175,7 @@ def test_a_compressed_file_may_have_several_members(tmp_path, compression):
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
-def test_rows_before_a_cut_are_read_and_the_cut_is_one_bad_row(tmp_path, compression):
+def test_rows_before_a_truncation_are_read_and_the_truncation_is_one_bad_row(tmp_path, compression):
     lines = [json.dumps({"n": number, "text": os.urandom(30).hex()}).encode() for number in range(30000)]
     data = COMPRESS[compression](b"\n".join(lines) + b"\n")
     path = tmp_path / f"a.jsonl{compression}"
@@ -185,20 +183,20 @@ def test_rows_before_a_cut_are_read_and_the_cut_is_one_bad_row(tmp_path, compres
     source = opened(path)
     *rows, last = source.rows(0)
     assert last == BadRow("the file ends in the middle of its compressed data")
-    # what a compressor holds back at a cut is a block: 900 kB of text for bzip2, less for the others
+    # a cut loses one block: 900 kB of text for bzip2, less for the others
     assert len(rows) > (5_000 if compression != ".bz2" else 1_000)
     assert rows == [json.loads(line) for line in lines[: len(rows)]]
     assert source.shard_place(0, len(rows)) == f"{path}:{len(rows) + 1}"
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
-def test_damage_within_compressed_data_is_one_bad_row_at_the_end(tmp_path, compression):
+def test_damaged_compressed_data_is_one_bad_row_at_the_end(tmp_path, compression):
     lines = b"".join(b'{"n": %d, "text": "%s"}\n' % (n, os.urandom(30).hex().encode()) for n in range(30000))
     data = bytearray(COMPRESS[compression](lines))
     middle = len(data) // 2
     data[middle : middle + 400] = bytes(400)
     (tmp_path / f"a.jsonl{compression}").write_bytes(data)
-    # where a checksum alone could tell, damaged rows may come before it is reached
+    # where only a checksum detects damage, damaged rows may precede it
     rows = list(opened(tmp_path).rows(0))
     assert isinstance(rows[-1], BadRow) and "compressed data" in rows[-1].reason
     assert rows[0]["n"] == 0
@@ -216,7 +214,7 @@ def test_damage_within_compressed_data_is_one_bad_row_at_the_end(tmp_path, compr
         (b'[{"a": 1},\n{"a":' + b"1" * 10**4 + b"}]", 2, "contains a number with too many digits"),
     ],
 )
-def test_a_broken_array_is_an_error_with_its_line(tmp_path, content, line, reason):
+def test_broken_array_is_an_error_with_its_line(tmp_path, content, line, reason):
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(DataError) as error:
         opened(tmp_path)
@@ -224,7 +222,7 @@ def test_a_broken_array_is_an_error_with_its_line(tmp_path, content, line, reaso
     assert "\n" not in str(error.value)
 
 
-def test_elements_of_an_array_that_are_not_rows_are_bad_rows_with_their_lines(tmp_path):
+def test_invalid_array_elements_are_bad_rows_with_their_lines(tmp_path):
     elements = ['{"text": "\u00e9"}', "[1]", '{"a": NaN}', '{"a": 1, "a": 2}', '{"a": "' + "x" * 99 + '"}', '{"b": 2}']
     (tmp_path / "a.json").write_text("\ufeff [\n" + ",\n".join(elements) + "\n]\n")
     source = opened(tmp_path, max_row_bytes=90)
@@ -240,7 +238,7 @@ def test_elements_of_an_array_that_are_not_rows_are_bad_rows_with_their_lines(tm
     assert pickle.loads(pickle.dumps(source)).row(5) == {"b": 2}
 
 
-def test_an_array_above_its_bound_is_refused_and_an_empty_one_has_no_rows(tmp_path, monkeypatch):
+def test_array_above_the_size_limit_is_rejected_and_an_empty_one_has_no_rows(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text("[ ]")
     assert opened(tmp_path).num_rows == 0
     monkeypatch.setattr("shardtrain.data.sources._json_array.MAX_BYTES", 2)
@@ -249,15 +247,15 @@ def test_an_array_above_its_bound_is_refused_and_an_empty_one_has_no_rows(tmp_pa
 
 
 @pytest.mark.parametrize("blank", [b"\n", b"\r\n", b" \t\n"])
-def test_an_index_holds_rows_and_not_the_blank_lines_between(tmp_path, monkeypatch, blank):
-    monkeypatch.setattr(_index, "_BLOCK_BYTES", 1000)  # runs of blank lines cross blocks
+def test_index_skips_blank_lines(tmp_path, monkeypatch, blank):
+    monkeypatch.setattr(_index, "_BLOCK_BYTES", 1000)  # runs of blank lines span blocks
     path = tmp_path / "a.jsonl"
     path.write_bytes(blank * 5000 + b"1\n" + blank * 3000 + b"2\n3\n" + blank * 2000 + b"4" + blank)
     (file,) = list_of(path)
-    found = _index.RecordIndex(file, _index.RecordReader())
-    assert [found.read(row, 100) for row in range(found.num_rows)] == [b"1", b"2", b"3", b"4" + blank[:-1]]
-    assert [found.line(row) for row in range(4)] == [5001, 8002, 8003, 10004]
-    assert sum(map(len, found.arrays().values())) < 20
+    index = _index.RecordIndex(file, _index.RecordReader())
+    assert [index.read(row, 100) for row in range(index.num_rows)] == [b"1", b"2", b"3", b"4" + blank[:-1]]
+    assert [index.line(row) for row in range(4)] == [5001, 8002, 8003, 10004]
+    assert sum(map(len, index.arrays().values())) < 20
 
 
 def list_of(path):

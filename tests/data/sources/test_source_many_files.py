@@ -1,4 +1,4 @@
-"""Folders of many files: none is opened before it is read, and they give the rows that few files give."""
+"""Folders of many files: files are opened only when read, and yield the same rows as few files."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ def rows_of(source):
     return [row for _, row in every_row(source)]
 
 
-def test_many_files_have_the_rows_of_few(folder, monkeypatch):
+def test_many_files_yield_the_same_rows_as_few(folder, monkeypatch):
     module, request = folder
     few = rows_of(module.open_source(request))
     monkeypatch.setattr(_data_files, "MANY_FILES", COUNT)
     many = module.open_source(request)
     assert rows_of(many) == few
     if isinstance(many, Shards):
-        whole = list(many.rows(7))
-        assert all(list(many.rows(7, start)) == whole[start:] for start in range(len(whole) + 1))
+        all_rows = list(many.rows(7))
+        assert all(list(many.rows(7, start)) == all_rows[start:] for start in range(len(all_rows) + 1))
         assert many.shard_place(7, 0).startswith(os.path.join(request.path, "007"))
 
 
-def test_no_file_of_many_is_opened_before_it_is_read_but_a_thousand_that_are_sampled(folder, monkeypatch):
+def test_files_of_a_large_folder_are_opened_only_when_read_or_sampled(folder, monkeypatch):
     module, request = folder
     opened = []
     monkeypatch.setattr(
@@ -78,13 +78,13 @@ def test_no_file_of_many_is_opened_before_it_is_read_but_a_thousand_that_are_sam
     monkeypatch.setattr(_data_files, "MANY_FILES", COUNT)
     monkeypatch.setattr(_data_files, "_FILES_SAMPLED", 10)
     source = module.open_source(request)
-    assert len(set(opened)) <= 1, "a table's columns are those of its first file"
+    assert len(set(opened)) <= 1, "only the first file may be opened, for the columns of a table"
     marks = source.files()
     assert len(set(opened)) <= 11
     assert len(marks) == COUNT and sum(":" in mark for mark in marks.values()) == 10
 
 
-def test_a_file_of_many_that_cannot_serve_is_named_when_it_is_read(tmp_path, monkeypatch):
+def test_unsuitable_file_of_a_large_folder_is_named_when_read(tmp_path, monkeypatch):
     monkeypatch.setattr(_data_files, "MANY_FILES", 3)
     for number in range(3):
         _tsv(tmp_path / str(number), number)
@@ -100,7 +100,7 @@ def test_a_file_of_many_that_cannot_serve_is_named_when_it_is_read(tmp_path, mon
         list(jsonl.open_source(Request(str(tmp_path))).rows(1))
 
 
-def test_more_files_than_each_rank_could_look_at_are_refused_with_the_limit(tmp_path, monkeypatch):
+def test_too_many_files_are_rejected_with_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(_data_files, "MAX_FILES", 2)
     for number in range(3):
         _text(tmp_path / str(number), number)

@@ -1,4 +1,4 @@
-"""Laws of Parquet: a row group is a shard, values are as they were written, and damage is said."""
+"""Parquet: a row group is a shard, values round-trip, and damage is reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(path, rows, **options):
     return path
 
 
-def test_rows_come_back_with_nested_values_a_row_group_a_shard(tmp_path):
+def test_rows_with_nested_values_round_trip_with_a_shard_per_row_group(tmp_path):
     write(tmp_path / "b.parquet", ROWS[600:], row_group_size=250)
     write(tmp_path / "a.parquet", ROWS[:600], row_group_size=600, compression="zstd")
     source = opened(tmp_path)
@@ -41,12 +41,12 @@ def test_rows_come_back_with_nested_values_a_row_group_a_shard(tmp_path):
 
 
 @pytest.mark.parametrize("start", [0, 1, 255, 256, 257, 599, 600])
-def test_a_shard_is_read_from_any_row_on(tmp_path, start):
+def test_shard_is_read_from_any_row(tmp_path, start):
     source = opened(write(tmp_path / "a.parquet", ROWS[:600]))
     assert list(source.rows(0, start)) == ROWS[start:600]
 
 
-def test_a_row_above_max_row_bytes_and_text_that_is_not_utf_8_are_bad_rows(tmp_path):
+def test_row_above_max_row_bytes_and_invalid_utf_8_are_bad_rows(tmp_path):
     wrong = pa.array([b"a", b"a\xff", b"c" * 2000, b"d"]).cast(pa.binary())
     text = pa.Array.from_buffers(pa.string(), 4, wrong.buffers())
     source = opened(write(tmp_path / "a.parquet", pa.table({"text": text})), max_row_bytes=1000)
@@ -56,17 +56,17 @@ def test_a_row_above_max_row_bytes_and_text_that_is_not_utf_8_are_bad_rows(tmp_p
     assert third.reason == "is longer than data.max_row_bytes"
 
 
-def test_what_is_not_parquet_is_named(tmp_path):
+def test_file_that_is_not_parquet_is_named(tmp_path):
     path = write(tmp_path / "a.parquet", ROWS)
-    whole = path.read_bytes()
-    for content in (whole[:-10], b"PAR1" + bytes(100) + b"PAR1", b'{"text": "a"}\n'):
+    intact = path.read_bytes()
+    for content in (intact[:-10], b"PAR1" + bytes(100) + b"PAR1", b'{"text": "a"}\n'):
         path.write_bytes(content)
         with pytest.raises(DataError, match=r'a.parquet" cannot be read as Parquet') as error:
             opened(tmp_path)
         assert "\n" not in str(error.value)
 
 
-def test_a_damaged_row_group_is_one_bad_row_and_others_are_read(tmp_path):
+def test_damaged_row_group_is_one_bad_row_and_others_are_read(tmp_path):
     path = write(tmp_path / "a.parquet", ROWS, row_group_size=500, compression="none", use_dictionary=False)
     content = bytearray(path.read_bytes())
     content[4:40] = bytes(b"\xff" * 36)  # the header of the first page
@@ -77,7 +77,7 @@ def test_a_damaged_row_group_is_one_bad_row_and_others_are_read(tmp_path):
     assert list(source.rows(1)) == ROWS[500:]
 
 
-def test_a_file_without_rows_and_one_with_two_columns_of_one_name_are_refused(tmp_path):
+def test_file_without_rows_or_with_duplicate_columns_is_rejected(tmp_path):
     path = write(tmp_path / "a.parquet", pa.table({"text": pa.array([], pa.string())}))
     source = opened(path) if pq.ParquetFile(path).metadata.num_row_groups else None
     assert source is None or list(every_row(source)) == []
@@ -86,7 +86,7 @@ def test_a_file_without_rows_and_one_with_two_columns_of_one_name_are_refused(tm
         opened(path)
 
 
-def test_a_file_that_changed_is_named(tmp_path):
+def test_changed_file_is_named(tmp_path):
     path = write(tmp_path / "a.parquet", ROWS)
     source = opened(path)
     write(path, ROWS[:10])
@@ -95,7 +95,7 @@ def test_a_file_that_changed_is_named(tmp_path):
             read()
 
 
-def test_without_pyarrow_it_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_pyarrow_is_reported_with_the_install_command(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
@@ -104,7 +104,7 @@ def test_without_pyarrow_it_says_what_to_install(tmp_path, monkeypatch):
         opened(path)
 
 
-def test_a_place_names_each_row(tmp_path):
+def test_place_names_the_row(tmp_path):
     source = opened(write(tmp_path / "a.parquet", ROWS[:7], row_group_size=4))
     places = [place_of(source, key).rpartition(": ")[2] for key, _ in every_row(source)]
     assert places == [f"row {number} from 0" for number in range(7)]

@@ -1,4 +1,4 @@
-"""Lines of the standard library with their packages: the same on every rank, and no line in two splits."""
+"""Lines of the standard library labeled with their packages: equal on every rank, and no line in two splits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def rows(split: str) -> list[tuple[str, str]]:
 
 
 def test_no_line_is_in_two_splits_and_all_packages_are_in_each() -> None:
-    found = {split: rows(split) for split in stdlib_packages.SPLITS}
-    texts = [text for part in found.values() for text, _ in part]
+    rows_of_split = {split: rows(split) for split in stdlib_packages.SPLITS}
+    texts = [text for part in rows_of_split.values() for text, _ in part]
     assert len(set(texts)) == len(texts) > 1000
-    for part in found.values():
+    for part in rows_of_split.values():
         assert {label for _, label in part} == set(stdlib_packages.PACKAGES)
-    assert found["train"] == rows("train") and len(found["train"]) > 3 * len(found["test"])
+    assert rows_of_split["train"] == rows("train") and len(rows_of_split["train"]) > 3 * len(rows_of_split["test"])
 
 
-def test_a_row_is_where_it_says() -> None:
+def test_place_locates_the_row() -> None:
     source = stdlib_packages.open_source(Request())
     path, line = source.place(3).rsplit(":", 1)
     with open(path, encoding="utf-8") as file:
@@ -30,6 +30,6 @@ def test_a_row_is_where_it_says() -> None:
 
 
 @pytest.mark.parametrize("request_", [Request(split="dev"), Request(path="x")])
-def test_what_it_has_not_is_refused(request_: Request) -> None:
+def test_unknown_split_and_path_are_rejected(request_: Request) -> None:
     with pytest.raises(ConfigError, match=r"not a split of stdlib_packages|has no effect"):
         stdlib_packages.open_source(request_)

@@ -1,4 +1,4 @@
-"""Laws of text files as a dataset: one file is one row, as it is written."""
+"""Text files as a dataset: each file is one row with its exact text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rows(path, **options):
     return [row for _, row in every_row(opened(path, **options))]
 
 
-def test_a_text_file_is_one_row_with_its_line_ends_and_without_its_mark(tmp_path):
+def test_text_file_is_one_row_with_its_line_ends_and_without_byte_order_mark(tmp_path):
     (tmp_path / "a.md").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo \xc3\xa9\0\n")
     source = opened(tmp_path / "a.md")
     assert isinstance(source, Table)
@@ -27,7 +27,7 @@ def test_a_text_file_is_one_row_with_its_line_ends_and_without_its_mark(tmp_path
     assert source.place(0) == f"{tmp_path}/a.md"
 
 
-def test_a_folder_gives_its_text_files_in_the_order_of_their_paths(tmp_path):
+def test_folder_yields_its_text_files_sorted_by_path(tmp_path):
     (tmp_path / "b").mkdir()
     for path in ("c.txt", "a.txt", "b/x.txt", "ignored.md"):
         (tmp_path / path).write_text(path)
@@ -38,12 +38,12 @@ def test_a_folder_gives_its_text_files_in_the_order_of_their_paths(tmp_path):
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_a_wrong_byte_is_named_by_its_place_in_the_file(tmp_path, mark):
+def test_invalid_byte_is_reported_with_its_position(tmp_path, mark):
     (tmp_path / "a.txt").write_bytes(mark + b"ab\xff")
     assert rows(tmp_path) == [BadRow("is not UTF-8", detail=f"byte {len(mark) + 3} is 0xff")]
 
 
-def test_an_empty_text_is_a_row_and_a_missing_path_an_error(tmp_path):
+def test_empty_text_is_a_row_and_a_missing_path_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("")
     assert rows(tmp_path) == [{"text": ""}]
     with pytest.raises(ConfigError, match=r'training.dataset_path is not set, and the dataset "text" requires it'):
@@ -55,7 +55,7 @@ def test_an_empty_text_is_a_row_and_a_missing_path_an_error(tmp_path):
         opened(tmp_path / "b")
 
 
-def test_a_text_above_max_row_bytes_is_not_read_also_when_it_is_small_in_compressed_form(tmp_path):
+def test_text_above_max_row_bytes_is_skipped_even_if_its_compressed_file_is_small(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 101)
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"x" * 10**7))
     (tmp_path / "c.txt").write_text("x" * 100)
@@ -65,12 +65,12 @@ def test_a_text_above_max_row_bytes_is_not_read_also_when_it_is_small_in_compres
     assert third == {"text": "x" * 100}
 
 
-def test_a_cut_compressed_text_is_a_bad_row(tmp_path):
+def test_truncated_compressed_text_is_a_bad_row(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text" * 100)[:-9])
     assert rows(tmp_path) == [BadRow("the file ends in the middle of its compressed data")]
 
 
-def test_utf_16_is_refused_at_once(tmp_path):
+def test_utf_16_is_rejected(tmp_path):
     (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
     with pytest.raises(DataError, match=r'a.txt" is UTF-16'):
         opened(tmp_path)

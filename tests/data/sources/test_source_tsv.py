@@ -1,4 +1,4 @@
-"""Laws of TSV and CSV: the first line names the columns, each other record is a row of that many fields."""
+"""TSV and CSV: the first line names the columns, and every other record is a row with that number of fields."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(root, name, content):
 
 
 @pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
-def test_a_tab_ends_a_field_and_quotes_are_text(tmp_path, name):
+def test_tabs_separate_fields_and_quotes_are_text(tmp_path, name):
     path = write(tmp_path, name, b'\xef\xbb\xbflabel\ttext\r\n1\t"a\r\n\n0\tb "c", d\0\r\n2\t')
     assert read(path) == [
         (2, {"label": "1", "text": '"a'}),
@@ -42,13 +42,13 @@ def test_a_tab_ends_a_field_and_quotes_are_text(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
-def test_without_a_header_columns_are_numbers_from_0_and_the_first_line_is_a_row(tmp_path, name):
+def test_without_a_header_columns_are_numbered_and_the_first_line_is_a_row(tmp_path, name):
     path = write(tmp_path, name, b"good\t1\nbad\t0\n")
     assert read(path, header=False) == [(1, {"0": "good", "1": "1"}), (2, {"0": "bad", "1": "0"})]
 
 
 @pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
-def test_a_line_that_is_not_a_row_of_the_table_is_named(tmp_path, name):
+def test_invalid_line_is_a_bad_row_with_its_number(tmp_path, name):
     path = write(tmp_path, name, b"a\tb\n1\n1\t2\t3\n\xff\t1\n1\t" + b"x" * 50 + b"\n1\t2\n")
     fields = "has another number of fields than there are columns"
     assert read(path, max_row_bytes=50) == [
@@ -61,7 +61,7 @@ def test_a_line_that_is_not_a_row_of_the_table_is_named(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
-def test_quoted_fields_of_a_csv_may_hold_anything(tmp_path, name):
+def test_quoted_csv_fields_may_contain_anything(tmp_path, name):
     path = write(tmp_path, name, b'id,text\r\n1,"a, ""b""\r\n\r\nc"\r\n\r\n2,\xc3\xa9\r\n"3",""\r\n4,last')
     assert read(path) == [
         (2, {"id": "1", "text": 'a, "b"\r\n\r\nc'}),
@@ -72,7 +72,7 @@ def test_quoted_fields_of_a_csv_may_hold_anything(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
-def test_a_quote_that_csv_does_not_allow_makes_bad_rows_and_never_moves_a_field(tmp_path, name):
+def test_invalid_csv_quote_makes_bad_rows_and_never_shifts_fields(tmp_path, name):
     path = write(tmp_path, name, b'id,text\n1,"a"b\n2,"open\n3,c\n')
     assert read(path) == [
         (2, BadRow("is not CSV", detail="',' expected after '\"'")),
@@ -81,7 +81,7 @@ def test_a_quote_that_csv_does_not_allow_makes_bad_rows_and_never_moves_a_field(
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
-def test_a_csv_field_may_be_longer_than_the_library_s_own_limit_and_a_long_record_is_skipped(tmp_path, name):
+def test_csv_field_may_exceed_the_limit_of_the_library_and_a_long_record_is_skipped(tmp_path, name):
     lines = b'text\n"' + b"x" * 200_000 + b'"\n"' + b'y""\n' * 300_000 + b'"\nz\n'
     path = write(tmp_path, name, lines)
     (first_line, first), (long_line, long), (last_line, last) = read(path, max_row_bytes=2**20)
@@ -95,7 +95,7 @@ TEXTS = st.text(st.sampled_from('ab é",\t\n\r\0;'), max_size=8)
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=1, max_size=12), block=st.sampled_from([7, 1 << 20]))
-def test_what_the_csv_library_writes_is_read_back(tmp_path, data, block):
+def test_rows_written_by_the_csv_library_round_trip(tmp_path, data, block):
     written = io.StringIO()
     csv.writer(written, quoting=csv.QUOTE_ALL).writerows([("a", "b", "c"), *data])
     content = written.getvalue().encode()
@@ -115,13 +115,13 @@ def test_what_the_csv_library_writes_is_read_back(tmp_path, data, block):
 @pytest.mark.parametrize(
     ("content", "shown"), [(b"a\ta\n1\t2\n", "'a', 'a'"), (b"a\t\n1\t2\n", "'a', ''"), (b"\xff\n1\n", "is not UTF-8")]
 )
-def test_a_first_line_that_names_no_columns_says_how_to_read_a_file_without_one(tmp_path, content, shown):
+def test_invalid_header_is_an_error_with_the_option_for_files_without_one(tmp_path, content, shown):
     path = write(tmp_path, "a.tsv", content)
     with pytest.raises(DataError, match=rf"a.tsv:1: the first line .*{shown}"):
         opened(path)
 
 
-def test_files_with_other_columns_or_of_another_kind_are_refused(tmp_path):
+def test_files_with_different_columns_or_formats_are_rejected(tmp_path):
     write(tmp_path, "a.tsv", b"a\tb\n")
     write(tmp_path, "b.tsv", b"b\ta\n")
     with pytest.raises(DataError, match=r'b.tsv" has the columns b, a, but .*a.tsv has a, b; give all files the same'):
@@ -131,7 +131,7 @@ def test_files_with_other_columns_or_of_another_kind_are_refused(tmp_path):
         opened(tmp_path / "[ab].[ct]sv")
 
 
-def test_a_header_alone_has_no_rows_and_a_source_can_be_sent_to_a_process(tmp_path):
+def test_file_with_only_a_header_has_no_rows_and_sources_are_picklable(tmp_path):
     path = write(tmp_path, "a.tsv", b"a\tb\n")
     assert read(path) == []
     write(tmp_path, "a.tsv", b"a\tb\n1\t2\n")

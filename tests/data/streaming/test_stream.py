@@ -1,4 +1,4 @@
-"""Datasets read while training runs: each document once per epoch, and any point reached again from small cursors."""
+"""Streamed datasets: each document once per epoch, and small cursors restore any position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardtrain.utils.errors import ConfigError, DataError
 
 
 class Letters:
-    """An encoder: a row names its tokens."""
+    """Encoder for rows that list their tokens."""
 
     fingerprint = "letters"
 
@@ -87,7 +87,7 @@ def feed_of(source, packing=None, readers=4, seed=7, passes=1):
 
 
 def take(feed, start, stop):
-    """Rows start..stop-1 of a feed as (sample id, tokens, targets)."""
+    """Return rows ``start`` to ``stop - 1`` of a feed as tuples of sample id, tokens, targets and moved cursors."""
     result = []
     for k in range(start, stop):
         out = PackedSequences(1, feed.packing)
@@ -108,20 +108,20 @@ def take(feed, start, stop):
     ],
     ids=["concat", "first_fit", "padded"],
 )
-def test_documents_that_are_cut_or_left_out_are_counted(packing, lost, caplog):
-    """Each count is logged when it reaches a power of two. Documents laid end to end need no second token."""
+def test_cut_and_skipped_documents_are_counted(packing, lost, caplog):
+    """Each count is logged when it reaches a power of two. Concatenated documents need no second token."""
     caplog.set_level("INFO")
     lengths = [1, 0, 4, 1, 12, 0, 1, 0, 5, 12, 0, 1, 12, 1]
     feed = feed_of(table(lengths), packing, readers=1)
     take(feed, 0, len(lengths))
-    told = [record.getMessage() for record in caplog.records]
-    # All documents are one block, so its counts are added at once; rows without a document come one by one
+    messages = [record.getMessage() for record in caplog.records]
+    # All documents are one block, whose counts are added together. Rows without a document are counted singly.
     expected = [f"dataset rows: {count} documents so far are skipped: empty" for count in (1, 2, 4)]
     if packing.kind != "concat":
         lost = [f"3 documents so far {fate}" for fate in lost]
         lost.append("5 documents so far have a single token, and so no target")
         expected += [f"dataset rows: {line}" for line in lost]
-    assert told == expected
+    assert messages == expected
 
 
 sources = st.builds(
@@ -136,9 +136,9 @@ packings = st.sampled_from(
 
 @settings(max_examples=40)
 @given(sources, packings, st.integers(1, 6))
-def test_one_pass_takes_every_token_of_every_document_once(source, packing, readers):
+def test_one_pass_reads_every_token_once(source, packing, readers):
     feed = feed_of(source, packing, readers)
-    seen, learned, k = Counter(), Counter(), 0
+    read_tokens, learned, k = Counter(), Counter(), 0
     while k < 10_000:
         round_of_readers = take(feed, k, k + feed.num_readers)
         k += feed.num_readers
@@ -149,18 +149,18 @@ def test_one_pass_takes_every_token_of_every_document_once(source, packing, read
                 assert set(targets) == {IGNORE}
                 continue
             learned.update(target for target in targets if target != IGNORE)
-            seen.update(token for token, target in zip(tokens, targets, strict=True) if target != IGNORE)
+            read_tokens.update(token for token, target in zip(tokens, targets, strict=True) if target != IGNORE)
     rows = source._rows if isinstance(source, ListTable) else [row for shard in source._shards for row in shard]
     inner = [token for row in rows for token in row["tokens"][1:]]
-    # a document's first token is a target too where documents are laid end to end, but for each reader's first
+    # with concatenation, the first token of a document is a target too, except for the first document of each reader
     assert all(learned[token] == 1 for token in inner)
     assert max(learned.values()) == 1
-    assert max(seen.values()) <= 1
+    assert max(read_tokens.values()) <= 1
 
 
 @settings(max_examples=40)
 @given(sources, packings, st.integers(1, 6), st.integers(0, 40), st.booleans())
-def test_cursors_lead_back_to_any_row(source, packing, readers, stop, repeat):
+def test_cursors_restore_any_row(source, packing, readers, stop, repeat):
     options = {"packing": packing, "readers": readers, "passes": None if repeat else 1}
     straight = take(feed_of(source, **options), 0, stop + 20)
     cursors = np.zeros((feed_of(source, **options).num_readers, 3), dtype=np.int64)
@@ -176,7 +176,7 @@ def test_cursors_lead_back_to_any_row(source, packing, readers, stop, repeat):
 
 @settings(max_examples=30)
 @given(sources, st.integers(1, 6), st.integers(1, 5))
-def test_whoever_takes_a_row_gets_the_same(source, readers, workers):
+def test_row_does_not_depend_on_the_feed_that_reads_it(source, readers, workers):
     straight = take(feed_of(source, readers=readers, passes=None), 0, 30)
     for worker in range(workers):
         own = feed_of(source, readers=readers, passes=None)
@@ -184,19 +184,19 @@ def test_whoever_takes_a_row_gets_the_same(source, readers, workers):
             assert take(own, k, k + 1)[0][:3] == straight[k][:3]
 
 
-def test_epochs_have_different_orders_and_another_seed_another_one():
+def test_epochs_and_seeds_have_different_orders():
     feed = feed_of(table([9] * 12), Packing(8, kind="padded"), readers=1, passes=None)
     epochs = [[row[1][0] for row in take(feed, 12 * e, 12 * e + 12)] for e in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1])
     assert epochs[0] != epochs[1]
-    other = feed_of(table([9] * 12), Packing(8, kind="padded"), readers=1, seed=8)
-    assert [row[1][0] for row in take(other, 0, 12)] != epochs[0]
+    other_seed = feed_of(table([9] * 12), Packing(8, kind="padded"), readers=1, seed=8)
+    assert [row[1][0] for row in take(other_seed, 0, 12)] != epochs[0]
     plain = feed_of(table([9] * 12), Packing(8, kind="padded"), readers=1, seed=None)
     assert [row[1][0] for row in take(plain, 0, 12)] == list(range(1, 109, 9))
 
 
 @given(st.integers(0, 500), st.integers(1, 40))
-def test_the_rows_of_all_readers_add_up(rows, readers):
+def test_rows_of_all_readers_add_up(rows, readers):
     assert sum(rows_of_reader(rows, reader, readers) for reader in range(readers)) == rows
 
 
@@ -204,19 +204,19 @@ def test_the_rows_of_all_readers_add_up(rows, readers):
     "source",
     [ListTable([{"tokens": []}] * 5), ListShards([[{"tokens": []}], [{"tokens": []}]]), ListShards([[], []])],
 )
-def test_readers_without_documents_end_with_a_warning_and_search_no_more(source, caplog):
+def test_readers_without_documents_end_with_a_warning(source, caplog):
     rows = take(feed_of(source, readers=2, passes=None), 0, 4)
     assert [row[0] for row in rows] == [-1] * 4
     assert "reader 0 of 2 found no" in caplog.text and "reader 1 of 2 found no" in caplog.text
 
 
-def test_a_reader_without_documents_does_not_stop_the_others():
+def test_reader_without_documents_does_not_stop_others():
     shard = [{"tokens": list(range(1, 10))}]
     rows = take(feed_of(ListShards([shard, []]), Packing(8), readers=2, passes=None), 0, 6)
     assert [row[0] for row in rows] == [0, -1, 2, -1, 4, -1]
 
 
-def test_a_bad_row_names_its_place():
+def test_bad_row_is_reported_with_its_place():
     rows = rows_with([9, 9, 9])
     rows[1] = BadRow("is not JSON")
     with pytest.raises(
@@ -229,7 +229,7 @@ def test_a_bad_row_names_its_place():
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(2, 9), min_size=6, max_size=40), st.sampled_from([0, 3]), st.integers(0, 30))
-def test_rows_of_an_epoch_are_the_same_whether_or_not_another_follows(lengths, count, stop):
+def test_rows_of_an_epoch_do_not_depend_on_a_following_epoch(lengths, count, stop):
     packing = Packing(9, kind="first_fit", masked=True)
     source = shards(lengths, count) if count else table(lengths)
     ending, repeating = (feed_of(source, packing, readers=2, passes=passes) for passes in (1, None))
@@ -237,7 +237,7 @@ def test_rows_of_an_epoch_are_the_same_whether_or_not_another_follows(lengths, c
     own = {row[0] for row in once if row[0] >= 0}
     again = {row[0]: row[:3] for row in take(repeating, 0, 60)}
     assert [row[:3] for row in once if row[0] in own] == [again[k] for k in sorted(own)]
-    # a run that ended and is told to repeat continues from cursors of rows that were made without a next epoch
+    # a finished run that is continued with more passes resumes from cursors written without a next epoch
     cursors = np.zeros((2, 3), dtype=np.int64)
     for *_, moved in once[:stop]:
         cursors[moved.reader] = moved.cursor
@@ -246,7 +246,7 @@ def test_rows_of_an_epoch_are_the_same_whether_or_not_another_follows(lengths, c
     assert all(row[:3] == again[row[0]] for row in take(resumed, stop, 60) if row[0] in own)
 
 
-def test_a_reader_whose_documents_never_fit_ends_with_a_warning_and_stops_no_other(caplog):
+def test_reader_whose_documents_never_fit_ends_with_a_warning(caplog):
     source = ListShards([rows_with([40]), rows_with([5, 5])])
     packing = Packing(8, kind="first_fit", masked=True, long_documents="drop")
     rows = take(feed_of(source, packing, readers=2, passes=None), 0, 6)
@@ -254,7 +254,7 @@ def test_a_reader_whose_documents_never_fit_ends_with_a_warning_and_stops_no_oth
     assert caplog.text.count("found no document that fits") == 1
 
 
-def test_a_row_that_is_bad_since_its_file_changed_names_the_file():
+def test_bad_row_in_a_changed_file_is_reported_as_the_changed_file():
     class Changed(ListTable):
         def check_unchanged(self):
             raise ConfigError("a.jsonl was changed")
@@ -264,7 +264,7 @@ def test_a_row_that_is_bad_since_its_file_changed_names_the_file():
 
 
 @pytest.mark.parametrize("packing", [Packing(8), Packing(8, kind="padded")])
-def test_a_row_says_its_epoch(packing):
+def test_row_reports_its_epoch(packing):
     rows = take(feed_of(table([9] * 6), packing, readers=2, passes=None), 0, 24)
     epochs = [row[3].epoch for row in rows]
     assert (epochs[0], sorted(set(epochs)), sorted(epochs)) == (0, list(range(max(epochs) + 1)), epochs)

@@ -1,4 +1,4 @@
-"""Laws of what stands before and after a text: the tokenizer's own files decide, and an option overrides them."""
+"""BOS, EOS and separators of documents: the files of the tokenizer decide, and options override them."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def encode(tokenizer: Tokenizer, row: dict[str, str], **options: Any) -> list[in
     return document.tokens.tolist()
 
 
-def test_a_text_begins_and_ends_as_transformers_has_it(tmp_path: Path) -> None:
+def test_text_begins_and_ends_as_in_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     compared = 0
     for style, switch in product(STYLES, (None, True, False)):
         config = {} if switch is None else {"add_bos_token": switch}
         path = folder(tmp_path / f"{style}-{switch}", style, **config)
-        theirs = transformers.AutoTokenizer.from_pretrained(path)("the cat").input_ids
+        reference_ids = transformers.AutoTokenizer.from_pretrained(path)("the cat").input_ids
         tokenizer = open_tokenizer(str(path))
         ours = [*tokenizer.prefix_ids, *tokenizer.encode("the cat").tolist(), *tokenizer.suffix_ids]
-        assert ours == theirs, (style, switch)
+        assert ours == reference_ids, (style, switch)
         compared += 1
     assert compared == 12
 
 
-def test_a_file_whose_switch_is_not_heeded_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_add_bos_token_in_a_file_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     open_tokenizer(str(folder(tmp_path / "agree", "llama3", add_bos_token=True)))
     assert not caplog.records
     path = folder(tmp_path / "differ", "gpt2", add_bos_token=True)
@@ -51,7 +51,7 @@ def test_a_file_whose_switch_is_not_heeded_is_reported(tmp_path: Path, caplog: p
     assert "the post-processor takes precedence, as in transformers, unless you set data.add_bos = true" in caplog.text
 
 
-def test_documents_begin_as_the_tokenizer_says_and_end_where_it_names_an_end(tmp_path: Path) -> None:
+def test_documents_begin_and_end_as_the_tokenizer_specifies(tmp_path: Path) -> None:
     for style, before in ((None, []), ("gpt2", []), ("llama3", [0]), ("bert", [0])):
         tokenizer = open_tokenizer(str(folder(tmp_path / str(style), style)))
         text = tokenizer.encode("the cat").tolist()
@@ -71,15 +71,16 @@ def test_options_override_the_tokenizer_and_are_reported(tmp_path: Path) -> None
     assert encode(with_bos, row, add_bos=False) == [*text, 1]
     assert encode(with_bos, row, add_eos=False) == [0, *text]
     assert encode(without, row, add_bos=False, add_eos=False) == text
-    told = described(with_bos, Data())
-    assert told == "documents begin with '<s>' and end with '</s>' (from the tokenizer)"
-    told = described(with_bos, Data(add_bos=False, add_eos=False))
+    description = described(with_bos, Data())
+    assert description == "documents begin with '<s>' and end with '</s>' (from the tokenizer)"
+    description = described(with_bos, Data(add_bos=False, add_eos=False))
     assert (
-        told == "documents begin with nothing added and end with nothing added (data.add_bos=false, data.add_eos=false)"
+        description
+        == "documents begin with nothing added and end with nothing added (data.add_bos=false, data.add_eos=false)"
     )
 
 
-def test_a_separator_follows_each_document(tmp_path: Path) -> None:
+def test_separator_follows_each_document(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(str(folder(tmp_path, "llama3")))
     text, line = tokenizer.encode("the cat").tolist(), tokenizer.encode("\n\n").tolist()
     assert encode(tokenizer, {"text": "the cat"}, separator="\n\n") == [0, *text, 1, *line]
@@ -87,7 +88,7 @@ def test_a_separator_follows_each_document(tmp_path: Path) -> None:
     assert encode(tokenizer, {"text": "the cat"}, separator="</s>", add_eos=False) == [0, *text, 1]
 
 
-def test_an_end_that_the_tokenizer_has_not_is_refused(tmp_path: Path) -> None:
+def test_end_token_that_the_tokenizer_lacks_is_rejected(tmp_path: Path) -> None:
     bare = open_tokenizer(str(bpe_folder(tmp_path, (), bos_token=None, eos_token=None)))
     assert ends_of(bare, Data(add_bos=False, add_eos=False)).prefix == ()
     for option, kind in (("add_bos", "begins"), ("add_eos", "ends")):
@@ -95,7 +96,7 @@ def test_an_end_that_the_tokenizer_has_not_is_refused(tmp_path: Path) -> None:
             ends_of(bare, Data(**{option: True}))
 
 
-def test_models_without_a_post_processor_follow_the_switch_beside_them(tmp_path: Path) -> None:
+def test_tokenizers_without_a_post_processor_follow_add_bos_token(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
     for name, content in (("piece", sentencepiece_bytes()), ("tiktoken", tiktoken_bytes())):
         for switch in (None, True, False):
@@ -105,11 +106,11 @@ def test_models_without_a_post_processor_follow_the_switch_beside_them(tmp_path:
             if switch is not None:
                 (path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": switch}))
             tokenizer = open_tokenizer(str(path))
-            # Llama's reference code begins a text with bos, and such files are its
+            # Llama's reference code, which wrote such files, begins texts with BOS
             assert tokenizer.prefix_ids == (() if switch is False else (tokenizer.bos_id,))
 
 
-def test_tokenizers_that_begin_texts_otherwise_have_other_fingerprints(tmp_path: Path) -> None:
+def test_tokenizers_with_different_beginnings_have_different_fingerprints(tmp_path: Path) -> None:
     prints = {style: open_tokenizer(str(folder(tmp_path / str(style), style))).fingerprint for style in STYLES}
     assert len(set(prints.values())) == len(STYLES)
     tokenizer = open_tokenizer("bytes")

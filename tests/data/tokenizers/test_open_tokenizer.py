@@ -1,4 +1,4 @@
-"""Laws of the tokenizers: what is encoded comes back, ids stay in range, and a broken file is named."""
+"""Tokenizers round-trip text, return ids in range, and report broken files by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = "the cat sat on the mat"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a small word tokenizer whose bos and eos have the usual names."""
+    """Folder with a small word-level tokenizer with the usual names of BOS and EOS."""
     tokenizers = pytest.importorskip("tokenizers")
     vocab = {word: i for i, word in enumerate(["[UNK]", *sorted(set(TEXT.split()))])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 @settings(max_examples=50, derandomize=True)
 @given(st.text())
-def test_bytes_give_back_every_text(text):
+def test_bytes_round_trip_any_text(text):
     tokenizer = open_tokenizer("bytes")
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int32
@@ -39,7 +39,7 @@ def test_bytes_give_back_every_text(text):
     assert tokenizer.decode([tokenizer.bos_id, *ids.tolist(), tokenizer.eos_id]) == text
 
 
-def test_bytes_has_258_ids_and_these_ends():
+def test_bytes_has_258_ids_with_bos_and_eos():
     tokenizer = ByteTokenizer()
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (258, 256, 257)
     assert tokenizer.encode("aé").tolist() == [97, 195, 169]
@@ -48,26 +48,26 @@ def test_bytes_has_258_ids_and_these_ends():
 
 
 @pytest.mark.parametrize("bad", [-1, 258])
-def test_bytes_refuses_ids_out_of_range(bad):
+def test_bytes_rejects_ids_out_of_range(bad):
     with pytest.raises(ValueError, match="outside"):
         ByteTokenizer().decode([97, bad])
 
 
-def test_a_folder_and_its_file_open_the_same_tokenizer(folder):
+def test_folder_and_its_file_open_the_same_tokenizer(folder):
     by_folder, by_file = open_tokenizer(str(folder)), open_tokenizer(str(folder / "tokenizer.json"))
     assert by_folder.fingerprint == by_file.fingerprint != ByteTokenizer.fingerprint
     assert by_folder.vocab_size == 9
     assert (by_folder.bos_id, by_folder.eos_id) == (6, 7)
 
 
-def test_cutting_and_filling_saved_in_the_file_do_not_touch_documents(folder):
+def test_truncation_and_padding_saved_in_the_file_are_ignored(folder):
     tokenizer = open_tokenizer(str(folder))
     ids = tokenizer.encode(TEXT)
     assert len(ids) == 6
     assert tokenizer.decode(ids) == TEXT
 
 
-def test_tokenizer_config_decides_the_ends(folder):
+def test_tokenizer_config_decides_bos_and_eos(folder):
     before = open_tokenizer(str(folder)).fingerprint
     config = {"bos_token": None, "eos_token": {"content": "<|im_end|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -76,20 +76,20 @@ def test_tokenizer_config_decides_the_ends(folder):
     assert tokenizer.fingerprint != before
 
 
-def test_an_end_without_an_id_is_refused(folder):
+def test_end_token_without_an_id_is_rejected(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<absent>"}))
     with pytest.raises(ConfigError, match=r"model.hf_assets_path names the eos_token '<absent>'"):
         open_tokenizer(str(folder))
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
-def test_a_broken_tokenizer_config_is_named(folder, content):
+def test_broken_tokenizer_config_is_named(folder, content):
     (folder / "tokenizer_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tokenizer_config.json"):
         open_tokenizer(str(folder))
 
 
-def test_a_broken_or_missing_file_names_the_option_and_the_path(tmp_path):
+def test_broken_or_missing_file_is_reported_with_option_and_path(tmp_path):
     with pytest.raises(
         ConfigError, match=r'model.hf_assets_path=".*" holds no tokenizer.json or tokenizer.model; .*"bytes"'
     ):

@@ -1,4 +1,4 @@
-"""Laws of tokenizers of the user's: they train, are told apart by their content, and no folder makes one run."""
+"""Tokenizers in a Python file of the user: they train, are identified by content, and run only if users name them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def written(folder, text=LETTERS):
     return str(path)
 
 
-def test_it_encodes_decodes_and_opens_again_in_another_process(tmp_path):
+def test_own_tokenizer_encodes_decodes_and_reopens_in_another_process(tmp_path):
     tokenizer = open_tokenizer(written(tmp_path), OPTION)
     ids = tokenizer.encode("The cat")
     assert ids.dtype.name == "int32" and tokenizer.decode([27, *ids.tolist(), 28]) == "the cat"
@@ -51,7 +51,7 @@ def test_it_encodes_decodes_and_opens_again_in_another_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (LETTERS.replace("class Tokenizer", "class Letters"), "has no Tokenizer"),
         (LETTERS.replace("def decode", "def text"), "without decode"),
@@ -59,14 +59,14 @@ def test_it_encodes_decodes_and_opens_again_in_another_process(tmp_path):
         (LETTERS.replace("len(LETTERS) + 1", "99"), "eos_id=99, which is not an id"),
     ],
 )
-def test_a_file_that_is_not_a_tokenizer_is_one_line_before_ranks_start(tmp_path, capsys, text, said):
+def test_file_without_a_valid_tokenizer_is_a_one_line_error_before_ranks_start(tmp_path, capsys, text, message):
     path = written(tmp_path, text)
     assert main(["config", "check", DEBUG, f"--{OPTION}={path}", "--training.device=cpu"]) == 2
     (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "my_tokenizer.py" in line]
-    assert OPTION in line and said in line
+    assert OPTION in line and message in line
 
 
-def test_ids_outside_the_vocabulary_and_missing_spans_are_named(tmp_path):
+def test_ids_outside_the_vocabulary_and_missing_spans_are_reported(tmp_path):
     wrong = open_tokenizer(written(tmp_path, LETTERS.replace("else 26", "else 99")), OPTION)
     with pytest.raises(ConfigError, match="returns ids from 99 to 99"):
         wrong.encode("!")
@@ -75,7 +75,7 @@ def test_ids_outside_the_vocabulary_and_missing_spans_are_named(tmp_path):
         plain.encode_spans(["a"])
 
 
-def test_options_that_name_artefacts_run_no_code(tmp_path):
+def test_options_that_name_artifacts_run_no_code(tmp_path):
     path = written(tmp_path, "raise SystemExit('ran')\n" + LETTERS)
     with pytest.raises(ConfigError, match="model.hf_assets_path"):
         open_tokenizer(path)

@@ -1,4 +1,4 @@
-"""Laws of sentencepiece and tiktoken models: found by content, texts come back, spans cover, broken files are named."""
+"""SentencePiece and tiktoken models: detected by content, texts round-trip, spans cover texts, bad files are named."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = ["bpe", "unigram", "tiktoken", "json", "bytes"]
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizers")
-    found = {"bytes": "bytes", "json": str(bpe_folder(folder / "json"))}
+    path_of_kind = {"bytes": "bytes", "json": str(bpe_folder(folder / "json"))}
     for name, content in (
         ("bpe", sentencepiece_bytes("bpe")),
         ("unigram", sentencepiece_bytes("unigram")),
@@ -32,8 +32,8 @@ def paths(tmp_path_factory):
     ):
         (folder / name).mkdir()
         (folder / name / "tokenizer.model").write_bytes(content)
-        found[name] = str(folder / name)
-    return found
+        path_of_kind[name] = str(folder / name)
+    return path_of_kind
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -41,8 +41,8 @@ def tokenizer(request, paths):
     return open_tokenizer(paths[request.param])
 
 
-def test_texts_come_back(tokenizer):
-    # the last but one spells out special tokens, which tokenizer.json takes as such
+def test_texts_round_trip(tokenizer):
+    # the second to last sample spells out special tokens, which tokenizer.json encodes as such
     for text in SAMPLES[:-2] + SAMPLES[-1:]:
         ids = tokenizer.encode(text)
         assert ids.dtype == np.int32
@@ -52,15 +52,15 @@ def test_texts_come_back(tokenizer):
 
 @settings(max_examples=60, derandomize=True)
 @given(text=st.text(max_size=40))
-def test_any_text_comes_back(paths, text):
+def test_any_text_round_trips(paths, text):
     for kind in ("bpe", "tiktoken", "bytes"):
         tokenizer = open_tokenizer_once(paths[kind])
         ids = tokenizer.encode(text)
-        if kind == "bpe" and "\u2581" in text:  # sentencepiece's own sign for a space comes back as a space
+        if kind == "bpe" and "\u2581" in text:  # SentencePiece's space symbol is decoded as a space
             continue
         assert tokenizer.decode(ids) == text, kind
         ((again, spans),) = tokenizer.encode_spans([text])
-        if not any(word in text for word in tokenizer.special_tokens.values()):
+        if not any(token in text for token in tokenizer.special_tokens.values()):
             assert again.tolist() == ids.tolist()
         assert spans.shape == (len(again), 2)
         assert spans.size == 0 or (spans.min() >= 0 and spans.max() <= len(text))
@@ -73,7 +73,7 @@ def open_tokenizer_once(path):
     return _opened.setdefault(path, open_tokenizer(path))
 
 
-def test_a_batch_is_its_texts_one_by_one(tokenizer):
+def test_batch_encodes_like_single_texts(tokenizer):
     batch = tokenizer.encode_batch(SAMPLES)
     assert [ids.tolist() for ids in batch] == [tokenizer.encode(text).tolist() for text in SAMPLES]
     assert all(ids.dtype == np.int32 for ids in batch)
@@ -91,7 +91,7 @@ def test_spans_cover_every_character_in_order(tokenizer):
         assert (np.diff(spans[:, 0]) >= 0).all() and (np.diff(spans[:, 1]) >= 0).all()
 
 
-def test_a_span_holds_the_text_of_its_tokens(paths):
+def test_span_contains_the_text_of_its_token(paths):
     for kind in ("bpe", "tiktoken", "json"):
         tokenizer = open_tokenizer(paths[kind])
         text = "Hello the cat, 42"
@@ -100,7 +100,7 @@ def test_a_span_holds_the_text_of_its_tokens(paths):
             assert tokenizer.decode([i]).strip() == text[start:stop].strip()
 
 
-def test_special_tokens_count_in_conversations_alone(paths):
+def test_special_tokens_are_recognized_only_in_conversations(paths):
     tiktoken, piece = open_tokenizer(paths["tiktoken"]), open_tokenizer(paths["bpe"])
     for tokenizer, end in ((tiktoken, "<|eot_id|>"), (piece, "</s>")):
         text = f"the cat{end}Hello"
@@ -114,7 +114,7 @@ def test_special_tokens_count_in_conversations_alone(paths):
         assert tokenizer.decode(ids) == "the catHello"
 
 
-def test_tokenizer_json_keeps_special_tokens_where_asked(paths):
+def test_tokenizer_json_keeps_special_tokens_on_request(paths):
     tokenizer = open_tokenizer(paths["json"])
     ids = tokenizer.encode("<s>the cat</s>")
     assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
@@ -123,7 +123,7 @@ def test_tokenizer_json_keeps_special_tokens_where_asked(paths):
     assert tokenizer.special_ids == {tokenizer.bos_id, tokenizer.eos_id}
 
 
-def test_sentencepiece_ids_are_the_library_s_own(paths):
+def test_sentencepiece_ids_match_the_library(paths):
     sentencepiece = pytest.importorskip("sentencepiece")
     reference = sentencepiece.SentencePieceProcessor(model_file=paths["bpe"] + "/tokenizer.model")
     tokenizer = open_tokenizer(paths["bpe"])
@@ -134,7 +134,7 @@ def test_sentencepiece_ids_are_the_library_s_own(paths):
     assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def test_tiktoken_has_llama_3_s_special_tokens(paths):
+def test_tiktoken_has_the_special_tokens_of_llama_3(paths):
     tokenizer = open_tokenizer(paths["tiktoken"])
     ranks = len(tiktoken_bytes().splitlines())
     assert tokenizer.vocab_size == ranks + 256
@@ -147,21 +147,21 @@ def test_tiktoken_has_llama_3_s_special_tokens(paths):
         assert ids.tolist() == [ranks + place], text
 
 
-def test_tiktoken_ids_are_the_library_s_own_and_long_runs_are_cut_as_llama_3_cuts_them(paths):
+def test_tiktoken_ids_match_the_library_and_long_runs_are_split_as_in_llama_3(paths):
     tokenizer = open_tokenizer(paths["tiktoken"])
     reference = tokenizer._encoding
     for text in SAMPLES:
         assert tokenizer.encode(text).tolist() == reference.encode_ordinary(text)
     for sign in (" ", "a"):
         long = f"the{sign * 60_000} cat"
-        ids = tokenizer.encode(long)  # the library's regular expressions fail on runs of a few 100,000 spaces
+        ids = tokenizer.encode(long)  # the library's regular expressions fail on a few 100,000 spaces
         assert tokenizer.decode(ids) == long
     spaces = tokenizer.encode(" " * 60_000).tolist()
     assert spaces == 2 * reference.encode_ordinary(" " * 25_000) + reference.encode_ordinary(" " * 10_000)
     assert tokenizer.decode(tokenizer.encode(" " * 500_000)) == " " * 500_000
 
 
-def test_names_beside_a_tiktoken_file_count_first(paths, tmp_path):
+def test_special_tokens_of_the_folder_override_those_of_tiktoken(paths, tmp_path):
     ranks = len(tiktoken_bytes().splitlines())
     added = {str(ranks + 4): {"content": "<|finetune_right_pad_id|>", "special": True}}
     config = {"added_tokens_decoder": added, "eos_token": "<|eot_id|>"}
@@ -176,7 +176,7 @@ def test_names_beside_a_tiktoken_file_count_first(paths, tmp_path):
         open_tokenizer(str(tmp_path))
 
 
-def test_added_tokens_of_a_sentencepiece_model_follow_its_pieces(tmp_path):
+def test_added_tokens_of_a_sentencepiece_model_follow_its_vocabulary(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_bytes())
     pieces = open_tokenizer(str(tmp_path)).vocab_size
     added = {str(pieces): {"content": "<|im_end|>", "special": True}, str(pieces + 1): {"content": "<tab>"}}
@@ -184,7 +184,7 @@ def test_added_tokens_of_a_sentencepiece_model_follow_its_pieces(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = open_tokenizer(str(tmp_path))
     assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (pieces + 2, pieces, pieces + 1)
-    ids = tokenizer.encode("the<tab> cat")  # an added token that is not special counts in every text
+    ids = tokenizer.encode("the<tab> cat")  # an added token that is not special is recognized in every text
     assert pieces + 1 in ids and tokenizer.decode(ids, keep_special=True) == "the<tab> cat"
     ((ids, spans),) = tokenizer.encode_spans(["the cat<|im_end|>"])
     assert ids[-1] == pieces and spans[-1].tolist() == [7, 17]
@@ -196,19 +196,19 @@ def test_added_tokens_of_a_sentencepiece_model_follow_its_pieces(tmp_path):
 
 @pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
 @pytest.mark.parametrize("value", [-1, 10**6, 1.5, True])
-def test_special_ids_out_of_range_are_refused(tmp_path, key, value):
+def test_special_ids_out_of_range_are_rejected(tmp_path, key, value):
     folder = bpe_folder(tmp_path, **{key: value})
     with pytest.raises(ConfigError, match=rf"{key}=.* is not in 0\.\.\d+") as caught:
         open_tokenizer(str(folder))
     assert "\n" not in str(caught.value)
 
 
-def test_ids_beside_the_file_are_taken(tmp_path):
+def test_special_ids_in_the_folder_are_used(tmp_path):
     folder = bpe_folder(tmp_path, pad_token_id=3)
     assert open_tokenizer(str(folder)).pad_id == 3
 
 
-def test_chat_templates_are_found_in_each_place(tmp_path):
+def test_chat_templates_are_found_in_each_file(tmp_path):
     assert open_tokenizer(str(bpe_folder(tmp_path / "none"))).chat_template is None
     folder = bpe_folder(tmp_path / "text", chat_template="a")
     assert (open_tokenizer(str(folder)).chat_template, open_tokenizer(str(folder)).tool_template) == ("a", None)
@@ -245,7 +245,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_model_is_named_in_one_line(tmp_path, name):
+def test_broken_model_is_reported_in_one_line(tmp_path, name):
     content, message = BROKEN[name]
     file = tmp_path / "tokenizer.model"
     file.write_bytes(sentencepiece_bytes()[:50] if content is None else content)
@@ -255,20 +255,20 @@ def test_a_broken_model_is_named_in_one_line(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-def test_ranks_of_another_model_are_refused(tmp_path):
+def test_ranks_of_another_model_are_rejected(tmp_path):
     tokens = [bytes((i,)) for i in range(256)] + [i.to_bytes(3, "big") for i in range(50257 - 256)]
     (tmp_path / "gpt2.tiktoken").write_bytes(b"".join(line(token, rank) for rank, token in enumerate(tokens)))
     with pytest.raises(ConfigError, match=r"has 50257 ranks like GPT-2"):
         open_tokenizer(str(tmp_path / "gpt2.tiktoken"))
 
 
-def test_a_folder_in_place_of_the_file_is_refused(tmp_path):
+def test_folder_instead_of_the_file_is_rejected(tmp_path):
     (tmp_path / "tokenizer.json").mkdir()
     with pytest.raises(ConfigError, match=r"holds no tokenizer.json or tokenizer.model"):
         open_tokenizer(str(tmp_path))
 
 
-def test_ids_beyond_the_vocabulary_have_no_text(paths):
+def test_ids_outside_the_vocabulary_have_no_text(paths):
     for kind in ("bpe", "tiktoken"):
         tokenizer = open_tokenizer(paths[kind])
         for wrong in (-1, tokenizer.vocab_size):
@@ -276,13 +276,13 @@ def test_ids_beyond_the_vocabulary_have_no_text(paths):
                 tokenizer.decode([wrong])
 
 
-def test_a_tokenizer_travels_to_another_process(tokenizer):
+def test_tokenizer_can_be_sent_to_another_process(tokenizer):
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert copy.fingerprint == tokenizer.fingerprint and copy.spec == tokenizer.spec
     assert copy.encode(SAMPLES[1]).tolist() == tokenizer.encode(SAMPLES[1]).tolist()
 
 
-def test_a_tokenizer_works_on_both_sides_of_a_fork(tokenizer, monkeypatch):
+def test_tokenizer_works_on_both_sides_of_a_fork(tokenizer, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     expected = [ids.tolist() for ids in tokenizer.encode_batch(SAMPLES)]
     context = multiprocessing.get_context("fork")
@@ -294,7 +294,7 @@ def test_a_tokenizer_works_on_both_sides_of_a_fork(tokenizer, monkeypatch):
     assert [ids.tolist() for ids in tokenizer.encode_batch(SAMPLES)] == expected
 
 
-def test_a_file_that_changed_does_not_travel(tmp_path):
+def test_changed_file_cannot_be_reopened_in_another_process(tmp_path):
     folder = bpe_folder(tmp_path)
     parcel = pickle.dumps(open_tokenizer(str(folder)))
     bpe_folder(tmp_path, ("<s>", "</s>", "<pad>"))

@@ -1,4 +1,4 @@
-"""Cutting sequences over ranks: every token goes to one rank with its own position and target."""
+"""Context parallelism: every token goes to one rank with its position and target, and numbers do not change."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_each_token_goes_to_one_rank_with_its_position_and_target(way: str, size
     config = tiny_config(parallelism={"context_parallel_degree": size, **WAYS[way]})
     tokens = torch.arange(3 * 64).view(3, 64)
     batch = SimpleNamespace(tokens_BT=tokens, targets_BT=tokens + 1000, positions_BT=torch.arange(64).expand(3, 64))
-    seen = []
+    tokens_of_ranks = []
     for rank in range(size):
         tokens_Bt, targets_Bt, positions_Bt = context_parallel.cut(batch, FakeMesh(size, rank), config)  # type: ignore[arg-type]
         assert tokens_Bt.shape == (3, 64 // size)
         assert torch.equal(targets_Bt, tokens_Bt + 1000)
         assert torch.equal(tokens_Bt % 64, positions_Bt)
-        seen.append(tokens_Bt)
-    assert torch.equal(torch.cat(seen, 1).sort(1).values, tokens)
+        tokens_of_ranks.append(tokens_Bt)
+    assert torch.equal(torch.cat(tokens_of_ranks, 1).sort(1).values, tokens)
 
 
 IN_ORDER = ("gather, in order", "ring, in order")
@@ -63,7 +63,7 @@ def test_context_parallelism_changes_no_number(way: str) -> None:
 
 
 FIRST_ODD = [("ulysses", 34, 2, 1), ("ring", 36, 2, 1)]
-ODD = [  # parts that no further cut divides: tokens a rank, or a chunk of a rank, in odd numbers
+ODD = [  # lengths with an odd number of tokens per rank or chunk, which cannot be split further
     ("gather, in order", 34, 2, 1),
     ("ring, in order", 34, 2, 1),
     ("gather", 36, 2, 2),
@@ -72,19 +72,19 @@ ODD = [  # parts that no further cut divides: tokens a rank, or a chunk of a ran
 
 
 @pytest.mark.parametrize(("way", "seq_len", "cp", "tp"), cases(FIRST_ODD, nightly=ODD))
-def test_any_length_that_the_ranks_can_share_is_accepted_and_changes_no_number(way, seq_len, cp, tp) -> None:
+def test_any_divisible_length_is_accepted_and_changes_no_number(way, seq_len, cp, tp) -> None:
     parallelism = {"context_parallel_degree": cp, "tensor_parallel_degree": tp, **WAYS[way]}
-    made = tiny_config(parallelism=parallelism, training={"seq_len": seq_len})
-    assert configs.check(Loaded(made)) == []
+    config = tiny_config(parallelism=parallelism, training={"seq_len": seq_len})
+    assert configs.check(Loaded(config)) == []
     [expected] = run_tiny(1, tiny_config(training={"local_batch_size": 8, "seq_len": seq_len}), 2)
-    for result in run_tiny(cp * tp, made, 2):
+    for result in run_tiny(cp * tp, config, 2):
         assert_same_numbers(result, expected)
 
 
 @pytest.mark.parametrize(
     ("way", "seq_len", "tp", "multiple"), [("ring", 34, 1, 4), ("ulysses", 33, 1, 2), ("gather", 34, 2, 4)]
 )
-def test_a_length_that_the_ranks_cannot_share_is_refused_with_the_nearest(way, seq_len, tp, multiple) -> None:
+def test_indivisible_length_is_rejected_with_the_nearest_valid_ones(way, seq_len, tp, multiple) -> None:
     parallelism = {"context_parallel_degree": 2, "tensor_parallel_degree": tp, **WAYS[way]}
     [problem] = configs.check(Loaded(tiny_config(parallelism=parallelism, training={"seq_len": seq_len})))
     low = seq_len // multiple * multiple
@@ -102,14 +102,14 @@ def test_four_context_ranks_change_no_number(way: str) -> None:
         assert_same_numbers(result, reference(4))
 
 
-def test_the_largest_loss_of_a_rank_is_per_token_of_its_part() -> None:
+def test_largest_loss_of_a_rank_is_per_token_of_its_part() -> None:
     config = tiny_config(parallelism={"context_parallel_degree": 2})
-    tokens = [run_ranks(2, own_tokens, config), run_ranks(1, own_tokens, tiny_config())]
+    tokens = [run_ranks(2, tokens_of_rank, config), run_ranks(1, tokens_of_rank, tiny_config())]
     assert sum(count for count, _ in tokens[0]) == tokens[1][0][0] == 8 * 64
     for count, loss in tokens[0]:
-        assert abs(loss / count - tokens[1][0][1] / tokens[1][0][0]) < 0.1  # halves of the same text are alike
+        assert abs(loss / count - tokens[1][0][1] / tokens[1][0][0]) < 0.1  # both halves are similar text
 
 
-def own_tokens(rank: int, config: Any) -> tuple[int, float]:
+def tokens_of_rank(rank: int, config: Any) -> tuple[int, float]:
     outcome = trainer.step(make_run(rank, config))
     return outcome.local_tokens, float(outcome.loss_sum)

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over ranks equals attention over the whole, forward and backward."""
+"""Attention over a sequence split over ranks equals attention over the full sequence, forward and backward."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ B, T, N, K, H = 2, 48, 4, 2, 8
 
 @functools.cache
 def exchange() -> SequenceExchange:
-    """The memory that the ranks share, made by all at their first call: each is a forked process of its own."""
-    made = SequenceExchange.between(dist.group.WORLD)
-    assert made is not None
-    return made
+    """Return the shared memory of the ranks. All ranks create it together in their first call."""
+    sequence_exchange = SequenceExchange.between(dist.group.WORLD)
+    assert sequence_exchange is not None
+    return sequence_exchange
 
 
 def gathered_by_memory(*inputs: Any) -> Tensor:
@@ -47,7 +47,7 @@ KINDS = {
     "ring, in order": (ring.ring_attention, False),
     "ulysses": (ulysses.ulysses_attention, False),
 }
-if not Path("/dev/shm").is_dir():  # no shared memory of files
+if not Path("/dev/shm").is_dir():  # no file-backed shared memory
     KINDS = {name: kind for name, kind in KINDS.items() if "memory" not in name}
 
 
@@ -60,7 +60,7 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 def by_hand(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int = 0, scores_of: Scores = PLAIN
 ) -> Tensor:
-    """Causal grouped attention written out in float64; with a window, a query sees so many keys."""
+    """Reference: causal grouped-query attention in float64. A query sees at most ``window`` keys, or all if 0."""
     q, k, v = q.double(), k.double().repeat_interleave(N // K, 2), v.double().repeat_interleave(N // K, 2)
     scores = torch.einsum("btnh,bsnh->bnts", q, k) * (scores_of.scale or 1 / math.sqrt(H))
     if scores_of.softcap:
@@ -77,10 +77,10 @@ def by_hand(
     return torch.einsum("bnts,bsnh->btnh", scores.softmax(-1), v)
 
 
-def part(whole: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
+def part(full: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
     if not balanced:
-        return whole.chunk(size, 1)[rank].contiguous()
-    chunks = whole.chunk(2 * size, 1)
+        return full.chunk(size, 1)[rank].contiguous()
+    chunks = full.chunk(2 * size, 1)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), 1)
 
 
@@ -88,8 +88,8 @@ def largest_errors(
     rank: int, dtype: torch.dtype, documents: Tensor | None = None, window: int = 0, scores: Scores = PLAIN
 ) -> dict[str, list[float]]:
     size = dist.get_world_size()
-    *whole, gradient = inputs(dtype)
-    leaves = [x.double().requires_grad_() for x in whole]
+    *full_inputs, gradient = inputs(dtype)
+    leaves = [x.double().requires_grad_() for x in full_inputs]
     expected = by_hand(*leaves, documents, window, scores)
     expected.backward(gradient.double())
     targets = [expected.detach(), *(leaf.grad for leaf in leaves)]
@@ -97,69 +97,77 @@ def largest_errors(
     for name, (function, balanced) in KINDS.items():
         if name == "ulysses" and K % size:
             continue
-        local = [part(x, rank, size, balanced).requires_grad_() for x in whole]
+        local = [part(x, rank, size, balanced).requires_grad_() for x in full_inputs]
         out = function(*local, dist.group.WORLD, balanced, documents, window, scores)
         out.backward(part(gradient, rank, size, balanced))
         got = [out.detach(), *(x.grad for x in local)]
         pairs = zip(got, targets, strict=True)
-        errors[name] = [float((mine - part(theirs, rank, size, balanced)).abs().max()) for mine, theirs in pairs]
+        errors[name] = [
+            float((local_value - part(full_value, rank, size, balanced)).abs().max())
+            for local_value, full_value in pairs
+        ]
     return errors
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_split_attention_equals_attention_written_out(num_ranks: int) -> None:
+def test_split_attention_matches_the_reference(num_ranks: int) -> None:
     for errors in run_ranks(num_ranks, largest_errors, torch.float32):
         for name, values in errors.items():
-            assert max(values) < 2e-6, (name, values)  # values and gradients are about one; float32 keeps 1e-7
+            assert max(values) < 2e-6, (
+                name,
+                values,
+            )  # values and gradients are about 1; float32 has a precision of 1e-7
 
 
-def test_split_attention_in_bfloat16_loses_no_more_than_the_type_does() -> None:
+def test_split_attention_in_bfloat16_has_the_precision_of_bfloat16() -> None:
     for errors in run_ranks(2, largest_errors, torch.bfloat16):
         for name, values in errors.items():
-            assert max(values) < 6e-2, (name, values)  # 2^-8 of values up to about 4
+            assert max(values) < 6e-2, (name, values)  # 2^-8 relative to values up to about 4
 
 
 def errors_of_large_scores(rank: int, kernels: Kernels) -> dict[str, list[float]]:
-    """Relative errors of output and gradients in bfloat16, as multiples of those of PyTorch's kernel on one process."""
-    chosen_kernels.use(kernels)  # in a forked process of its own
+    """Errors of output and gradients in bfloat16, relative to those of PyTorch's kernel on one process."""
+    chosen_kernels.use(kernels)  # global state of this forked rank
     size = dist.get_world_size()
     q, k, v, gradient = inputs(torch.float32)
-    whole = [(10 * q).bfloat16(), (10 * k).bfloat16(), v.bfloat16()]  # scores have a standard deviation of 100
+    full_inputs = [(10 * q).bfloat16(), (10 * k).bfloat16(), v.bfloat16()]  # the standard deviation of scores is 100
     gradient = gradient.bfloat16()
-    exact_leaves = [x.double().requires_grad_() for x in whole]
+    exact_leaves = [x.double().requires_grad_() for x in full_inputs]
     exact = by_hand(*exact_leaves)
     exact.backward(gradient.double())
-    leaves = [x.clone().requires_grad_() for x in whole]
-    theirs = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True, enable_gqa=True)
-    theirs.transpose(1, 2).backward(gradient)
+    leaves = [x.clone().requires_grad_() for x in full_inputs]
+    pytorch_out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True, enable_gqa=True)
+    pytorch_out.transpose(1, 2).backward(gradient)
 
-    def error(found: Tensor, expected: Tensor) -> float:
-        return float((found.detach().double() - expected).norm())
+    def error(actual: Tensor, expected: Tensor) -> float:
+        return float((actual.detach().double() - expected).norm())
 
     errors = {}
     for name, (function, balanced) in KINDS.items():
-        local = [part(x, rank, size, balanced).requires_grad_() for x in whole]
+        local = [part(x, rank, size, balanced).requires_grad_() for x in full_inputs]
         out = function(*local, dist.group.WORLD, balanced, None, 0, PLAIN)
         out.backward(part(gradient, rank, size, balanced))
         targets = [exact.detach(), *(leaf.grad for leaf in exact_leaves)]
-        pytorch = [theirs.transpose(1, 2), *(leaf.grad for leaf in leaves)]
+        pytorch = [pytorch_out.transpose(1, 2), *(leaf.grad for leaf in leaves)]
         errors[name] = [
-            error(ours, part(target, rank, size, balanced))
-            / error(part(other, rank, size, balanced), part(target, rank, size, balanced))
-            for ours, other, target in zip([out, *(x.grad for x in local)], pytorch, targets, strict=True)
+            error(local_value, part(target, rank, size, balanced))
+            / error(part(pytorch_value, rank, size, balanced), part(target, rank, size, balanced))
+            for local_value, pytorch_value, target in zip(
+                [out, *(x.grad for x in local)], pytorch, targets, strict=True
+            )
         ]
     return errors
 
 
 @pytest.mark.parametrize("kernels", [Kernels(), Kernels(blocked_attention=2.0)], ids=["flash", "blocks"])
-def test_split_attention_of_large_scores_in_bfloat16_has_the_error_of_pytorch(kernels: Kernels) -> None:
+def test_split_attention_of_large_scores_in_bfloat16_has_the_error_of_pytorch_on_one_process(kernels: Kernels) -> None:
     for errors in run_ranks(2, errors_of_large_scores, kernels):
         for name, values in errors.items():
             assert max(values) <= 1.5, (name, values)
 
 
 def random_documents(seed: int) -> Tensor:
-    """Rows cut at random places: none to all of them."""
+    """Return ids of documents with random boundaries, from none to one per token."""
     generator = torch.Generator().manual_seed(seed)
     share = torch.rand(B, 1, generator=generator) ** 3
     begins = torch.rand(B, T, generator=generator) < share
@@ -168,8 +176,8 @@ def random_documents(seed: int) -> Tensor:
 
 def errors_of_many_cuts(rank: int) -> dict[str, float]:
     edges = torch.zeros(B, T, dtype=torch.int64)
-    edges[0, :: T // (2 * dist.get_world_size())] = 1  # a document for each chunk
-    each = torch.arange(T).expand(B, T)  # each token a document
+    edges[0, :: T // (2 * dist.get_world_size())] = 1  # one document per chunk
+    each = torch.arange(T).expand(B, T)  # one document per token
     cuts = [edges.cumsum(1), each, torch.zeros_like(each), *(random_documents(seed) for seed in range(20))]
     worst: dict[str, float] = {}
     for documents in cuts:
@@ -180,16 +188,18 @@ def errors_of_many_cuts(rank: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_split_attention_within_documents_equals_attention_written_out(num_ranks: int) -> None:
+def test_split_attention_within_documents_matches_the_reference(num_ranks: int) -> None:
     for worst in run_ranks(num_ranks, errors_of_many_cuts):
         assert len(worst) >= 4
-        assert max(worst.values()) < 4e-6, worst  # the worst of 23 cuts, where one without documents is below 2e-6
+        assert max(worst.values()) < 4e-6, (
+            worst
+        )  # the maximum over 23 inputs; a single one without documents is below 2e-6
 
 
 def errors_of_many_windows(rank: int) -> dict[str, float]:
     worst: dict[str, float] = {}
     for window, at_once, cut in ((1, 5, 0), (2, 5, 2), (7, 128, 1), (12, 5, 0), (13, 5, 3), (25, 5, 1), (40, 128, 0)):
-        sliding_window.QUERIES_AT_ONCE = at_once  # in a forked process of its own
+        sliding_window.QUERIES_AT_ONCE = at_once  # global state of this forked rank
         documents = random_documents(cut) if cut else None
         for name, values in largest_errors(rank, torch.float32, documents, window).items():
             assert not any(math.isnan(value) for value in values), name
@@ -198,7 +208,7 @@ def errors_of_many_windows(rank: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_split_attention_within_a_window_equals_attention_written_out(num_ranks: int) -> None:
+def test_split_attention_within_a_window_matches_the_reference(num_ranks: int) -> None:
     for worst in run_ranks(num_ranks, errors_of_many_windows):
         assert len(worst) >= 4
         assert max(worst.values()) < 5e-6, worst  # few keys have large weights, and gradients reach 10
@@ -215,7 +225,7 @@ SCORES = {
 
 def errors_of_scores(rank: int) -> dict[str, float]:
     worst: dict[str, float] = {}
-    merged_attention.QUERIES_AT_ONCE = 5  # in a forked process of its own: blocks end within chunks
+    merged_attention.QUERIES_AT_ONCE = 5  # global state of this forked rank; blocks end within chunks
     for scores in SCORES.values():
         for documents, window in ((None, 0), (None, 13), (random_documents(2), 0), (random_documents(3), 7)):
             for name, values in largest_errors(rank, torch.float32, documents, window, scores).items():
@@ -225,18 +235,20 @@ def errors_of_scores(rank: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))])
-def test_split_attention_with_other_scores_equals_attention_written_out(num_ranks: int) -> None:
+def test_split_attention_with_modified_scores_matches_the_reference(num_ranks: int) -> None:
     for worst in run_ranks(num_ranks, errors_of_scores):
         assert len(worst) >= 4
         assert max(worst.values()) < 5e-6, worst  # few keys have large weights, and gradients reach 10
 
 
 def errors_by_blocks(rank: int) -> dict[str, list[float]]:
-    chosen_kernels.use(Kernels(blocked_attention=2.0, blocked_attention_float32=2.0))  # in a forked process of its own
+    chosen_kernels.use(
+        Kernels(blocked_attention=2.0, blocked_attention_float32=2.0)
+    )  # global state of this forked rank
     taken, original = [], blocked_attention.attend_in_pieces
     blocked_attention.attend_in_pieces = lambda *inputs: taken.append(1) or original(*inputs)
     errors: dict[str, list[float]] = {"cuts": [], "windows": [], "scaled": []}
-    # Blocks that end within chunks, and parts of chunks that fit into the memory at a time
+    # Blocks that end within chunks, and limited memory that holds parts of chunks
     for queries, half_bytes in ((128, 1 << 20), (5, 128 * (dist.get_world_size() - 1) * 7)):
         blocked_attention._QUERIES = {2: queries, 4: queries}
         shared_memory._HALF_BYTES = half_bytes
@@ -245,57 +257,57 @@ def errors_by_blocks(rank: int) -> dict[str, list[float]]:
         errors["cuts"] += errors_of_many_cuts(rank).values()
         errors["windows"] += errors_of_many_windows(rank).values()
         errors["scaled"] += largest_errors(rank, torch.float32, scores=Scores(scale=0.1)).get("gathered, balanced", [])
-        assert len(taken) >= before + 4 * 30  # of four ways to gather, once each
+        assert len(taken) >= before + 4 * 30  # at least once for each of the four gathering implementations
     errors["bfloat16"] = [max(values) for values in largest_errors(rank, torch.bfloat16).values()]
     return errors
 
 
 @pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))])
-def test_split_attention_by_blocks_of_products_equals_attention_written_out(num_ranks: int) -> None:
+def test_split_attention_by_blocks_matches_the_reference(num_ranks: int) -> None:
     for errors in run_ranks(num_ranks, errors_by_blocks):
         assert max(errors.pop("bfloat16")) < 6e-2
         assert max(value for values in errors.values() for value in values) < 5e-6, errors
 
 
 def recomputed_and_kept(rank: int) -> None:
-    *whole, gradient = inputs(torch.bfloat16)
+    *full_inputs, gradient = inputs(torch.bfloat16)
     for kernels in (Kernels(), Kernels(blocked_attention=2.0)):
         chosen_kernels.use(kernels)
         for documents, window in ((None, 0), (random_documents(1), 0), (random_documents(2), 7)):
             for name, (function, balanced) in KINDS.items():
                 gradients = []
                 for recomputes in (False, True):
-                    local = [part(x, rank, 2, balanced).requires_grad_() for x in whole]
+                    local = [part(x, rank, 2, balanced).requires_grad_() for x in full_inputs]
                     arguments = (*local, dist.group.WORLD, balanced, documents, window)
                     out = checkpoint(function, *arguments, use_reentrant=False) if recomputes else function(*arguments)
                     out.backward(part(gradient, rank, 2, balanced))
                     gradients.append([x.grad for x in local])
-                for kept, again in zip(*gradients, strict=True):
-                    assert torch.equal(kept, again), name
+                for saved_gradient, recomputed_gradient in zip(*gradients, strict=True):
+                    assert torch.equal(saved_gradient, recomputed_gradient), name
 
 
-def test_split_attention_may_be_recomputed() -> None:
+def test_split_attention_can_be_recomputed() -> None:
     run_ranks(2, recomputed_and_kept)
 
 
-def test_split_attention_within_a_window_in_bfloat16_loses_no_more_than_the_type_does() -> None:
+def test_split_attention_within_a_window_in_bfloat16_has_the_precision_of_bfloat16() -> None:
     for errors in run_ranks(2, largest_errors, torch.bfloat16, None, 9):
         for name, values in errors.items():
             assert max(values) < 6e-2, (name, values)
 
 
-def test_parts_of_the_ring_meet_every_earlier_key_once() -> None:
+def test_ring_visits_every_earlier_key_once() -> None:
     for balanced in (True, False):
         for size in (1, 2, 3, 5):
             tokens = 2 * 4
             order = torch.arange(size * tokens)[None, :, None, None]
             places = [part(order, rank, size, balanced).flatten() for rank in range(size)]
             for rank in range(size):
-                seen = torch.zeros(tokens, size * tokens, dtype=torch.int64)
+                visits = torch.zeros(tokens, size * tokens, dtype=torch.int64)
                 for source in range(size):
                     for rows, columns, causal in masks._causal_parts(tokens, source, rank, balanced):
                         mask = torch.ones(tokens, tokens)[rows, columns]
                         mask = mask.tril() if causal else mask
-                        seen[rows, places[source][columns]] += mask.long()
+                        visits[rows, places[source][columns]] += mask.long()
                 expected = places[rank][:, None] >= torch.arange(size * tokens)[None]
-                assert torch.equal(seen, expected.long()), (balanced, size, rank)
+                assert torch.equal(visits, expected.long()), (balanced, size, rank)

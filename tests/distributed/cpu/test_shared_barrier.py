@@ -1,4 +1,4 @@
-"""Ranks that share memory wait for each other, and none waits for one that has ended or does not come."""
+"""The barrier in shared memory: ranks wait for each other, and detect a rank that ended or does not arrive."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardtrain.distributed.cpu import shared_barrier
 from shardtrain.distributed.cpu.shared_barrier import LINE_BYTES, Barrier, Process, can_meet, own_process
 from shardtrain.utils.errors import PeerError
 
-pytestmark = pytest.mark.skipif(not own_process().number, reason="no futexes of Linux on x86-64")
+pytestmark = pytest.mark.skipif(not own_process().number, reason="requires futexes of Linux on x86-64")
 
 
 def _barrier(memory: mmap.mmap, rank: int, limit: float = 300.0) -> Barrier:
-    own = torch.tensor(own_process())
-    all_processes = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_processes, own)
-    processes = [Process(*one.tolist()) for one in all_processes]
+    own_numbers = torch.tensor(own_process())
+    all_processes = [torch.zeros_like(own_numbers) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_processes, own_numbers)
+    processes = [Process(*numbers.tolist()) for numbers in all_processes]
     assert can_meet(processes)
     return Barrier(memory, processes, rank, lambda: limit)
 
@@ -36,15 +36,15 @@ def _turns(rank: int, memory: mmap.mmap, ranks: int, first_turn: int) -> None:
     written = torch.frombuffer(memory, dtype=torch.int64, offset=ranks * LINE_BYTES)[: 2 * ranks].view(2, ranks)
     for turn in range(300):
         if turn % 7 == rank:
-            time.sleep(0.001)  # another one comes last
+            time.sleep(0.001)  # a different rank arrives last
         written[turn % 2, rank] = turn
         barrier.wait()
         assert written[turn % 2].tolist() == [turn] * ranks
 
 
-@pytest.mark.parametrize("first_turn", [0, 2**32 - 100])  # counters begin again within the turns
-def test_what_all_wrote_before_is_seen_after(first_turn: int) -> None:
-    memory = mmap.mmap(-1, mmap.PAGESIZE)  # forked ranks share it
+@pytest.mark.parametrize("first_turn", [0, 2**32 - 100])  # counters wrap around during the test
+def test_writes_before_the_barrier_are_visible_after_it(first_turn: int) -> None:
+    memory = mmap.mmap(-1, mmap.PAGESIZE)  # shared by forked ranks
     run_ranks(3, _turns, memory, 3, first_turn)
 
 
@@ -53,13 +53,13 @@ def _ends(rank: int, memory: mmap.mmap) -> str:
     barrier = _barrier(memory, rank)
     barrier.wait()
     if rank == 1:
-        return ""  # and its process ends
-    with pytest.raises(PeerError) as told:
+        return ""  # the process ends
+    with pytest.raises(PeerError) as caught:
         barrier.wait()
-    return str(told.value)
+    return str(caught.value)
 
 
-def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+def test_barrier_fails_if_a_rank_has_ended() -> None:
     text, _ = run_ranks(2, _ends, mmap.mmap(-1, mmap.PAGESIZE))
     assert text == "rank 1 of the ranks that share memory with this one has ended"
 
@@ -69,21 +69,21 @@ def _late(rank: int, memory: mmap.mmap) -> str:
     barrier = _barrier(memory, rank, limit=0.2)
     text = ""
     if rank == 0:
-        with pytest.raises(PeerError) as told:
+        with pytest.raises(PeerError) as caught:
             barrier.wait()
-        text = str(told.value)
-    dist.barrier()  # the other one lives, and waits elsewhere
+        text = str(caught.value)
+    dist.barrier()  # rank 1 is alive, and waits in another collective
     return text
 
 
-def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_groups_limit_says() -> None:
+def test_barrier_times_out_with_the_limit_of_the_group() -> None:
     text, _ = run_ranks(2, _late, mmap.mmap(-1, mmap.PAGESIZE))
     assert text.startswith("rank 1 of the ranks that share memory with this one did not arrive within 0.2 s")
     assert "comm.train_timeout_seconds" in text
 
 
-def test_processes_that_cannot_tell_whether_each_other_runs_do_not_meet() -> None:
-    own = own_process()
-    assert own.number == os.getpid() and can_meet([own, own])
-    assert not can_meet([own, Process(0, 0, 0)])
-    assert not can_meet([own, own._replace(namespace=own.namespace + 1)])
+def test_barrier_requires_ranks_that_can_detect_each_others_end() -> None:
+    process = own_process()
+    assert process.number == os.getpid() and can_meet([process, process])
+    assert not can_meet([process, Process(0, 0, 0)])
+    assert not can_meet([process, process._replace(namespace=process.namespace + 1)])

@@ -1,4 +1,4 @@
-"""Ranks on several machines that share a secret read nothing from the store that none of them has signed."""
+"""Ranks that share a secret reject values of the store that none of them signed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def connection(server: dist.TCPStore) -> dist.TCPStore:
 
 
 def run_two(rank_main: Callable[[int], None]) -> None:
-    """Ranks 1 and 0 as threads of this process, to their end."""
+    """Run ranks 1 and 0 as threads of this process until they end."""
     threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in (1, 0)]
     for thread in threads:
         thread.start()
@@ -45,7 +45,7 @@ def server() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
 
 
-def test_ranks_with_one_secret_read_what_they_have_set(server: dist.TCPStore) -> None:
+def test_ranks_with_the_same_secret_read_each_others_values(server: dist.TCPStore) -> None:
     first, second = (signed(connection(server), OURS, "1") for _ in range(2))
     first.set("text", "one\nline")
     first.set("bytes", bytes(range(256)))
@@ -56,14 +56,14 @@ def test_ranks_with_one_secret_read_what_they_have_set(server: dist.TCPStore) ->
     assert (first.add("count", 2), second.add("count", 3)) == (2, 5)
     assert second.check(["text"]) and not second.check(["nothing"])
     assert second.delete_key("text") and not first.check(["text"])
-    below = dist.PrefixStore("below", first)  # as PyTorch uses it: through C++ and back
+    below = dist.PrefixStore("below", first)  # through C++ and back, like PyTorch
     below.set("text", "deep")
     assert dist.PrefixStore("below", second).get("text") == b"deep"
     assert first.clone().get("bytes") == bytes(range(256))
 
 
-def test_a_store_lives_as_long_as_what_pytorch_builds_on_it(server: dist.TCPStore) -> None:
-    """A PrefixStore holds C++'s half of it alone; so do the process groups that are made later."""
+def test_store_outlives_the_pytorch_objects_built_on_it(server: dist.TCPStore) -> None:
+    """PrefixStore and later process groups keep a reference only to the C++ part of the store."""
     first = dist.PrefixStore("below", signed(connection(server), OURS, "1"))
     second = dist.PrefixStore("below", signed(connection(server), OURS, "1").clone())
     gc.collect()
@@ -72,52 +72,54 @@ def test_a_store_lives_as_long_as_what_pytorch_builds_on_it(server: dist.TCPStor
     assert first.clone().get("text") == b"deep"
 
 
-def test_the_store_is_as_it_is_where_there_is_no_secret(server: dist.TCPStore) -> None:
+def test_store_is_unchanged_without_a_secret(server: dist.TCPStore) -> None:
     assert signed(server, {SECRET: ""}, "1") is server
 
 
 @pytest.mark.parametrize(
-    "other", [{SECRET: "of another"}, {"TORCHELASTIC_RUN_ID": "another"}, {"attempt": "2"}, {SECRET: ""}]
+    "changes", [{SECRET: "of another"}, {"TORCHELASTIC_RUN_ID": "another"}, {"attempt": "2"}, {SECRET: ""}]
 )
-def test_a_value_of_another_secret_run_or_attempt_is_refused(other: dict[str, str], server: dist.TCPStore) -> None:
+def test_value_of_another_secret_run_or_attempt_is_rejected(changes: dict[str, str], server: dist.TCPStore) -> None:
     ours = signed(connection(server), OURS, "1")
-    theirs = signed(connection(server), {**OURS, **other}, other.get("attempt", "1"))
-    theirs.set("address", "6.6.6.6")
+    foreign = signed(connection(server), {**OURS, **changes}, changes.get("attempt", "1"))
+    foreign.set("address", "6.6.6.6")
     for read in (lambda: ours.get("address"), lambda: ours.multi_get(["address"])):
         with pytest.raises(ForgedError, match="'address'.* not signed with this node's SHARDTRAIN_SECRET"):
             read()
     with pytest.raises(ForgedError):
         ours.compare_set("address", "", "7.7.7.7")
-    dist.PrefixStore("a", theirs).set("b", "forged")
+    dist.PrefixStore("a", foreign).set("b", "forged")
     with pytest.raises(ForgedError):
         dist.PrefixStore("a", ours).get("b")  # through C++ and back
 
 
-def test_a_signed_value_says_nothing_under_another_key_and_no_part_of_it_does(server: dist.TCPStore) -> None:
+def test_signed_value_is_invalid_under_another_key_or_when_truncated(server: dist.TCPStore) -> None:
     ours, raw = signed(connection(server), OURS, "1"), connection(server)
     ours.set("rank/1", "10.0.0.1")
-    seen = raw.get("rank/1")
-    raw.set("rank/2", seen)
-    for number, damaged in enumerate((seen[:-1], seen + b"0", b"", seen[:80], seen.replace(b"10.", b"66."))):
+    signed_value = raw.get("rank/1")
+    raw.set("rank/2", signed_value)
+    for number, damaged in enumerate(
+        (signed_value[:-1], signed_value + b"0", b"", signed_value[:80], signed_value.replace(b"10.", b"66."))
+    ):
         raw.set(f"damaged/{number}", damaged)
     for key in ("rank/2", *(f"damaged/{number}" for number in range(5))):
         with pytest.raises(ForgedError):
             ours.get(key)
 
 
-def test_ranks_make_a_group_and_new_ones_through_it(server: dist.TCPStore) -> None:
-    """gloo's addresses travel through the signed store, and tensors are what they were."""
-    found: dict[int, float] = {}
+def test_ranks_create_process_groups_through_the_signed_store(server: dist.TCPStore) -> None:
+    """gloo exchanges addresses through the signed store, and collectives work."""
+    sums: dict[int, float] = {}
 
     def rank_main(rank: int) -> None:
         store = signed(connection(server), OURS, "1")
         group = dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, 2, TIMEOUT)
         tensor = torch.tensor([float(rank + 1)])
         group.allreduce([tensor]).wait()
-        found[rank] = tensor.item()
+        sums[rank] = tensor.item()
 
     run_two(rank_main)
-    assert found == {0: 3.0, 1: 3.0}
+    assert sums == {0: 3.0, 1: 3.0}
 
 
 def launched(server: dist.TCPStore, rank: int, **more: str) -> dict[str, str]:
@@ -125,25 +127,25 @@ def launched(server: dist.TCPStore, rank: int, **more: str) -> dict[str, str]:
     return {**OURS, **address, "TORCHELASTIC_USE_AGENT_STORE": "True", **more}
 
 
-def test_a_stranger_who_asks_and_answers_is_believed_by_nobody(server: dist.TCPStore) -> None:
+def test_requests_and_answers_of_an_attacker_are_ignored(server: dist.TCPStore) -> None:
     stranger = connection(server)
     stranger.set(f"shardtrain/asked/{stranger.add('shardtrain/asked', 1)}", "a word")  # rank 0 continues
-    found: dict[int, bytes] = {}
+    values: dict[int, bytes] = {}
     joined = threading.Barrier(2)
 
     def rank_main(rank: int) -> None:
         with attempt_store.store_of_attempt(launched(server, rank), TIMEOUT) as store:
             assert store is not None
             store.set(f"of/{rank}", str(rank))
-            found[rank] = store.get(f"of/{1 - rank}")
+            values[rank] = store.get(f"of/{1 - rank}")
             joined.wait(patience.seconds(60))
 
     run_two(rank_main)
-    assert found == {0: b"1", 1: b"0"}
+    assert values == {0: b"1", 1: b"0"}
     assert not stranger.check(["shardtrain/asked/answer/a word"])
 
 
-def test_a_forged_answer_ends_the_start_with_its_cause(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forged_answer_stops_the_start_with_its_cause(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt_store.secrets, "token_hex", lambda size: "word")
     connection(server).set("shardtrain/asked/answer/word", "a store of mine")
     with (
@@ -153,10 +155,10 @@ def test_a_forged_answer_ends_the_start_with_its_cause(server: dist.TCPStore, mo
         pass
 
 
-def test_a_forged_address_stops_the_start_with_exit_code_6(
+def test_forged_address_stops_the_start_with_exit_code_6(
     server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gloo reads the other rank's address through C++: the cause comes out as ours."""
+    """gloo reads the other rank's address through C++, and the error is still the package's own."""
     address = launched(server, 1, WORLD_SIZE="2", LOCAL_RANK="1", TORCHELASTIC_RESTART_COUNT="0", SHARDTRAIN_JOB="j")
     for name, value in address.items():
         monkeypatch.setenv(name, value)
@@ -164,7 +166,7 @@ def test_a_forged_address_stops_the_start_with_exit_code_6(
     done = threading.Event()
 
     def forge() -> None:
-        while not done.wait(0.02):  # rank 0's address, beside that which rank 1 has just set
+        while not done.wait(0.02):  # rank 0's address, next to the one that rank 1 has just set
             for key in stranger.list_keys():  # type: ignore[attr-defined]
                 if key.endswith("/0/1"):
                     stranger.set(key[:-1] + "0", "6.6.6.6")
@@ -179,22 +181,22 @@ def test_a_forged_address_stops_the_start_with_exit_code_6(
         thread.join()
 
 
-# --- the watchdog: a stranger neither ends a run nor hides one that hangs
+# --- the watchdog: an attacker can neither end a run nor hide a hang
 
 
-def test_a_forged_verdict_ends_no_run_and_ours_is_heard(server: dist.TCPStore) -> None:
+def test_forged_verdict_is_ignored_and_a_signed_one_is_received(server: dist.TCPStore) -> None:
     stranger = connection(server)
     ranks = [HeartbeatExchange(signed(connection(server), OURS, "1"), rank, 2, 0.02) for rank in range(2)]
     stranger.set(VERDICT, '{"text": "mine"}')
-    assert [one.verdict() for one in ranks] == [None, None]
+    assert [channel.verdict() for channel in ranks] == [None, None]
     assert ranks[0].declare("ours") == b"ours" == ranks[1].verdict()
 
 
-def test_forged_and_old_signs_change_nobodys_life(server: dist.TCPStore) -> None:
+def test_forged_and_replayed_heartbeats_are_ignored(server: dist.TCPStore) -> None:
     stranger = connection(server)
     ranks = [HeartbeatExchange(signed(connection(server), OURS, "1"), rank, 2, 0.02) for rank in range(2)]
-    for rank, one in enumerate(ranks):
-        one.say(Heartbeat(1, f"node{rank}"))
+    for rank, channel in enumerate(ranks):
+        channel.say(Heartbeat(1, f"node{rank}"))
     old = stranger.get("place-2")
     ranks[1].say(Heartbeat(2, "node1"))
     assert {rank: sign.beat for rank, sign in ranks[0].receive().items()} == {0: 1, 1: 2}
@@ -204,11 +206,11 @@ def test_forged_and_old_signs_change_nobodys_life(server: dist.TCPStore) -> None
     heard = ranks[0].receive()
     assert {rank: (sign.beat, sign.has_left) for rank, sign in heard.items()} == {0: (1, False), 1: (2, False)}
     stranger.set("place-2", old)
-    assert ranks[0].receive()[1].beat == 2, "an old sign is not believed"
+    assert ranks[0].receive()[1].beat == 2, "a replayed heartbeat must be ignored"
     assert len(ranks[0]._known) <= 2 + SPARE_PLACES
 
 
-# --- tasks of srun on one node meet in a folder
+# --- tasks of srun on one node use a folder for rendezvous
 
 
 def task(tmp_path: Path, rank: int = 0, **more: str) -> dict[str, str]:
@@ -218,25 +220,25 @@ def task(tmp_path: Path, rank: int = 0, **more: str) -> dict[str, str]:
     return {**step, **names, "XDG_RUNTIME_DIR": str(tmp_path / "runtime"), **more}
 
 
-def test_tasks_of_one_node_meet_in_a_folder_time_and_again(tmp_path: Path) -> None:
-    """A script that srun starts may train twice: nothing of the first run is read by the second."""
+def test_tasks_of_one_node_rendezvous_repeatedly_in_a_folder(tmp_path: Path) -> None:
+    """A script started by srun may train twice. The second run reads nothing of the first."""
     for attempt in range(2):
-        found: dict[int, bytes] = {}
+        values: dict[int, bytes] = {}
         joined = threading.Barrier(2)
 
         def rank_main(
-            rank: int, attempt: int = attempt, found: dict[int, bytes] = found, joined: threading.Barrier = joined
+            rank: int, attempt: int = attempt, values: dict[int, bytes] = values, joined: threading.Barrier = joined
         ) -> None:
             environment = task(tmp_path, rank)
-            # nothing listens at that address
+            # nothing listens on that address
             with attempt_store.store_of_attempt(environment, TIMEOUT) as store:
                 assert store is not None and private_store.folder_of(environment)
                 store.set(f"of/{rank}", str(attempt))
-                found[rank] = store.get(f"of/{1 - rank}")
+                values[rank] = store.get(f"of/{1 - rank}")
                 joined.wait(patience.seconds(60))
 
         run_two(rank_main)
-        assert found == dict.fromkeys(range(2), str(attempt).encode())
+        assert values == dict.fromkeys(range(2), str(attempt).encode())
     (folder,) = (tmp_path / "runtime/shardtrain").iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.geteuid()
 
@@ -246,13 +248,13 @@ def test_tasks_of_one_node_meet_in_a_folder_time_and_again(tmp_path: Path) -> No
     [
         {"SLURM_STEP_NUM_NODES": "2"},
         {"SLURM_STEP_NUM_TASKS": "1"},
-        {"WORLD_SIZE": "4"},  # of a launcher in the step
+        {"WORLD_SIZE": "4"},  # set by a launcher within the step
         {"TORCHELASTIC_RUN_ID": "run"},
         {"LOCAL_WORLD_SIZE": "2"},
         {"SHARDTRAIN_STORE": "address"},
     ],
 )
-def test_tasks_of_several_nodes_and_ranks_of_other_launchers_meet_as_they_did(
+def test_tasks_of_several_nodes_and_ranks_of_other_launchers_use_no_folder(
     change: dict[str, str], tmp_path: Path
 ) -> None:
     assert private_store.folder_of_step(task(tmp_path)) is not None
@@ -264,11 +266,11 @@ def test_tasks_of_several_nodes_and_ranks_of_other_launchers_meet_as_they_did(
 
 
 @pytest.mark.parametrize("change", [{"SLURM_JOB_ID": "8"}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"}])
-def test_each_step_has_a_folder_of_its_own(change: dict[str, str], tmp_path: Path) -> None:
+def test_each_step_has_a_separate_folder(change: dict[str, str], tmp_path: Path) -> None:
     assert private_store.folder_of_step(task(tmp_path)) != private_store.folder_of_step(task(tmp_path, **change))
 
 
-def test_a_key_is_signed_with_its_length() -> None:
-    """``a`` with the value ``b`` is not ``ab`` without one, however they are put together."""
+def test_key_is_signed_with_its_length() -> None:
+    """Key ``a`` with value ``b`` has a different signature than key ``ab`` without a value."""
     store = SignedStore(dist.HashStore(), b"key")
     assert store._seal("a", "\0b") != store._seal("a\0b", "")

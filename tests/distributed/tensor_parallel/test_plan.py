@@ -1,4 +1,4 @@
-"""Laws of tensor parallelism: each word of the layout splits its weight as it says, and the logits stay the same."""
+"""Tensor parallelism: each style of the layout splits its weight as defined, and logits do not change."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _check(rank: int) -> None:
         logits = model(tokens, positions)
         vocabulary = slice(None) if whole_logits else slice(256 * rank, 256 * rank + 256)
         torch.testing.assert_close(logits, expected[..., vocabulary], atol=1e-5, rtol=1e-5)
-        # norms see half of the sequence, the attention core half of the heads
+        # norms get half of the sequence, the attention core half of the heads
         assert shapes["layers.0.attn_norm"] == shapes["norm"] == (2, 6, 64)
         assert shapes["layers.0.attn.core"] == (2, 12, 2, 16)
         logits.sum().backward()
@@ -92,7 +92,7 @@ def _vocabularies(mesh) -> tuple[int, int]:
     assert largest.tolist() == [1.0, -5.0]
     assert vocabulary.sum(torch.tensor([1.0, mesh.rank("tp") + 1.0])).tolist() == [2.0, 3.0]
     assert vocabulary.gather(torch.tensor([mesh.rank("tp"), 5])).tolist() == [[0, 5], [1, 5]]
-    assert SplitVocabulary(mesh, 7).offset == 4 * mesh.rank("tp")  # as torch.chunk: 4 and 3
+    assert SplitVocabulary(mesh, 7).offset == 4 * mesh.rank("tp")  # 4 and 3, like torch.chunk
     return vocabulary.offset, vocabulary.columns
 
 
@@ -103,54 +103,56 @@ def _check_tied(rank: int) -> None:
     assert model.head.weight.grad is model.embed.weight.grad is not None
 
 
-def test_words_split_weights_and_activations_as_they_say() -> None:
+def test_styles_split_weights_and_activations_as_defined() -> None:
     run_ranks(2, _check)
 
 
-def _multiplications(rank: int, has_bias: bool) -> None:
-    """What is multiplied, and gathered through the group, in a step of a layer with two split linear layers."""
+def _check_operand_types(rank: int, has_bias: bool) -> None:
+    """Check matrix products and collectives in a step of two split linear layers."""
     mesh = build(tiny_config(parallelism={"tensor_parallel_degree": 2}), World(rank, 2, rank, torch.device("cpu")))
     torch.manual_seed(0)
-    whole = torch.nn.Sequential(torch.nn.Linear(8, 12, has_bias), torch.nn.Tanh(), torch.nn.Linear(12, 8, has_bias))
-    split = copy.deepcopy(whole)
+    unsplit = torch.nn.Sequential(torch.nn.Linear(8, 12, has_bias), torch.nn.Tanh(), torch.nn.Linear(12, 8, has_bias))
+    split = copy.deepcopy(unsplit)
     model = torch.nn.ModuleDict({"layer": split})
     model.forward = lambda x_BtD, positions_BT: split(x_BtD)
-    words = {"layer.0": "colwise", "layer.2": "rowwise"}
-    layout = Layout(first=(), layers="", last=(), tensor=words, context="", expert="")
+    styles = {"layer.0": "colwise", "layer.2": "rowwise"}
+    layout = Layout(first=(), layers="", last=(), tensor=styles, context="", expert="")
     tensor_parallel.apply(model, layout, mesh, tiny_config(parallelism={"tensor_parallel_degree": 2}))
     x_BTD = torch.randn(3, 6, 8)
     own_BtD = x_BTD.chunk(2, 1)[rank].clone().requires_grad_()
-    seen: list[type] = []
+    operand_types: list[type] = []
 
     class Look(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             if function is torch.nn.functional.linear:
-                seen.extend(type(one) for one in args[:2])
+                operand_types.extend(type(one) for one in args[:2])
             return function(*args, **(kwargs or {}))
 
     with Look(), CommDebugMode() as collectives:
         out_BtD = model(own_BtD, torch.arange(6).expand(3, -1))
         out_BtD.square().sum().backward()
-    assert len(seen) == 4 and not any(issubclass(kind, DTensor) for kind in seen)  # whatever parallelism has made of it
-    # ranks of one machine exchange parts of sequences by their memory, and meet before they read: twice each way
+    assert len(operand_types) == 4 and not any(
+        issubclass(kind, DTensor) for kind in operand_types
+    )  # plain tensors, not DTensors
+    # ranks of one machine exchange sequences through shared memory, with two barriers in each direction
     by_gloo = {} if shared_barrier.own_process().number else {"c10d.allreduce_": 4}
     assert {str(one): count for one, count in collectives.get_comm_counts().items()} == by_gloo
     whole_BTD = x_BTD.clone().requires_grad_()
-    expected_BTD = whole(whole_BTD)
+    expected_BTD = unsplit(whole_BTD)
     expected_BTD.square().sum().backward()
     torch.testing.assert_close(out_BtD, expected_BTD.chunk(2, 1)[rank])
     torch.testing.assert_close(own_BtD.grad, whole_BTD.grad.chunk(2, 1)[rank])
-    for (name, mine), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=name)
+    for (name, split_weight), weight in zip(split.named_parameters(), unsplit.parameters(), strict=True):
+        torch.testing.assert_close(split_weight.grad.full_tensor(), weight.grad, msg=name)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_split_linear_layers_multiply_plain_tensors_and_give_what_whole_ones_do(has_bias: bool) -> None:
-    run_ranks(2, _multiplications, has_bias)
+def test_split_linear_layers_multiply_plain_tensors_and_match_unsplit_ones(has_bias: bool) -> None:
+    run_ranks(2, _check_operand_types, has_bias)
 
 
 class Uses(torch.nn.Module):
-    """Every way in which a gathered sequence is used: by split layers, by a whole one, and by an operation."""
+    """All uses of a gathered sequence: by split layers, a replicated layer, and an operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,61 +183,61 @@ def _note_gradient_of_input(seen: list[torch.Tensor], _: torch.nn.Module, inputs
 
 
 def _check_chain(rank: int, ranks: int, shared: bool) -> None:
-    """Losses and gradients of a model whose activations are plain tensors wherever they can be."""
+    """Check outputs and gradients of a model whose activations are plain tensors where possible."""
     if not shared:
         mapped_memory.FOLDER = Path("/nowhere")
     config = tiny_config(parallelism={"tensor_parallel_degree": ranks})
     mesh = build(config, World(rank, ranks, rank, torch.device("cpu")))
-    words = {
+    styles = {
         "embed": "embed", "norm": "sequence", "block": "gather", "block.one": "colwise", "block.two": "colwise",
         "block.third": "colwise", "block.fourth": "colwise", "block.whole": "replicate", "block.out": "rowwise",
         "head": "head",
     }  # fmt: skip
-    layout = Layout(first=(), layers="", last=(), tensor=words, context="", expert="")
-    for vocab in (12, 11):  # and one that ranks cannot share evenly
+    layout = Layout(first=(), layers="", last=(), tensor=styles, context="", expert="")
+    for vocab in (12, 11):  # the second one is not divisible by 2 or 3 ranks
         torch.manual_seed(vocab)
-        whole = Chain(vocab).double()
-        split = copy.deepcopy(whole)
+        unsplit = Chain(vocab).double()
+        split = copy.deepcopy(unsplit)
         tensor_parallel.apply(split, layout, mesh, config)
         tokens_BT, positions_BT = torch.randint(vocab, (3, 4 * ranks)), torch.arange(4 * ranks).expand(3, -1)
         back_BTV = torch.randn(3, 4 * ranks, vocab, dtype=torch.float64)
-        expected_BTV, out_BTV = whole(tokens_BT, positions_BT), split(tokens_BT, positions_BT)
+        expected_BTV, out_BTV = unsplit(tokens_BT, positions_BT), split(tokens_BT, positions_BT)
         rows = -(-vocab // ranks)
         columns = slice(rows * rank, rows * rank + rows)
         torch.testing.assert_close(out_BTV, expected_BTV[..., columns])
         expected_BTV.backward(back_BTV)
         out_BTV.backward(back_BTV[..., columns])
-        for (name, mine), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=name)
-        # a second backward of one graph gives the same once more, and so does a block that is computed again for it
+        for (name, split_weight), weight in zip(split.named_parameters(), unsplit.parameters(), strict=True):
+            torch.testing.assert_close(split_weight.grad.full_tensor(), weight.grad, msg=name)
+        # a second backward through the graph adds the same gradients again, also with a recomputed block
         split.recomputes = True
         again_BTV = split(tokens_BT, positions_BT)
         again_BTV.backward(back_BTV[..., columns], retain_graph=True)
         again_BTV.backward(back_BTV[..., columns])
-        for (name, mine), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.full_tensor(), 3 * theirs.grad, msg=name)
-        # whoever looks at the gradient of the gathered sequence sees all of it
+        for (name, split_weight), weight in zip(split.named_parameters(), unsplit.parameters(), strict=True):
+            torch.testing.assert_close(split_weight.grad.full_tensor(), 3 * weight.grad, msg=name)
+        # a hook on the gathered sequence sees its full gradient
         split.recomputes = False
-        seen: list[torch.Tensor] = []
-        for model in (whole, split):
-            note = partial(_note_gradient_of_input, seen)
+        gradients: list[torch.Tensor] = []
+        for model in (unsplit, split):
+            note = partial(_note_gradient_of_input, gradients)
             model.block.register_forward_pre_hook(note)
-        whole(tokens_BT, positions_BT).backward(back_BTV)
+        unsplit(tokens_BT, positions_BT).backward(back_BTV)
         split(tokens_BT, positions_BT).backward(back_BTV[..., columns])
-        torch.testing.assert_close(seen[1].full_tensor(), seen[0])
-        # the embedding's weight is a parameter again, and not what its forward has seen
+        torch.testing.assert_close(gradients[1].full_tensor(), gradients[0])
+        # after forward, the embedding's weight is the parameter again
         assert split.embed.weight is split.embed._parameters["weight"]
 
 
 @pytest.mark.parametrize(("ranks", "shared"), [(2, True), (3, True), (2, False)])
-def test_split_layers_have_the_gradients_of_whole_ones_however_a_gathered_sequence_is_used(
+def test_split_layers_have_the_gradients_of_unsplit_ones_for_any_use_of_a_gathered_sequence(
     ranks: int, shared: bool
 ) -> None:
     run_ranks(ranks, _check_chain, ranks, shared)
 
 
 class Mixer(torch.nn.Module):
-    """A state that all features share, so that every rank computes all of it, and a linear out of it."""
+    """A state shared by all features, which every rank computes in full, followed by a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +247,7 @@ class Mixer(torch.nn.Module):
         return self.out(self.into(x_BTD).softmax(-1).cumsum(1))
 
 
-def _check_rowwise_on_whole_features(rank: int) -> None:
+def _check_rowwise_on_full_features(rank: int) -> None:
     mesh = build(tiny_config(parallelism={"tensor_parallel_degree": 2}), World(rank, 2, rank, torch.device("cpu")))
     generator = torch.Generator().manual_seed(0)
     x_BTD, back_BTD = (torch.randn(3, 4, 8, generator=generator) for _ in range(2))
@@ -254,9 +256,12 @@ def _check_rowwise_on_whole_features(rank: int) -> None:
     split.load_state_dict(alone.state_dict())
     length = SequenceLength(2)
     length.set_from_positions(split, (x_BTD, torch.zeros(3, 4)), {})
-    words = {"": "gather", "into": "replicate", "out": "rowwise"}
+    style_names = {"": "gather", "into": "replicate", "out": "rowwise"}
     splitting = Splitting(2, False, length, Sequences())
-    styles = {path: style_for(path, split.get_submodule(path), word, splitting) for path, word in words.items()}
+    styles = {
+        path: style_for(path, split.get_submodule(path), style_name, splitting)
+        for path, style_name in style_names.items()
+    }
     parallelize_module(split, mesh.submesh("tp"), styles)
     half = slice(2 * rank, 2 * rank + 2)
     mine_BTD, theirs_BTD = x_BTD[:, half].clone().requires_grad_(), x_BTD.clone().requires_grad_()
@@ -267,14 +272,14 @@ def _check_rowwise_on_whole_features(rank: int) -> None:
     torch.testing.assert_close(mine_BTD.grad, theirs_BTD.grad[:, half])
     for name, parameter in split.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), alone.get_parameter(name).grad, msg=name)
-    # weights that each rank has whole have whole gradients: they are never summed
+    # replicated weights have full gradients, which must not be summed
     torch.testing.assert_close(split.into.weight.grad.to_local(), alone.into.weight.grad)
     with pytest.raises(ConfigError, match='"rowwise" works on the full sequence.*write "router"'):
         split.out(torch.zeros(3, 2, 12))
 
 
-def test_a_rowwise_linear_that_is_given_all_features_on_each_rank_takes_its_own() -> None:
-    run_ranks(2, _check_rowwise_on_whole_features)
+def test_rowwise_linear_with_replicated_input_uses_the_features_of_its_rank() -> None:
+    run_ranks(2, _check_rowwise_on_full_features)
 
 
 def test_one_rank_changes_nothing() -> None:
@@ -286,17 +291,17 @@ def test_one_rank_changes_nothing() -> None:
     run_ranks(1, check)
 
 
-def test_the_words_of_dense_models_have_a_style_and_an_unknown_one_has_none() -> None:
+def test_styles_of_dense_models_exist_and_an_unknown_one_is_rejected() -> None:
     splitting = Splitting(2, True, SequenceLength(2), Sequences())
-    for word in ("embed", "sequence", "gather", "colwise", "rowwise", "head"):
-        assert style_for("", torch.nn.Linear(2, 2), word, splitting) is not None
+    for name in ("embed", "sequence", "gather", "colwise", "rowwise", "head"):
+        assert style_for("", torch.nn.Linear(2, 2), name, splitting) is not None
     with pytest.raises(ValueError, match="unknown layout style 'diagonal'"):
         style_for("", torch.nn.Linear(2, 2), "diagonal", splitting)
 
 
 @pytest.mark.parametrize("slopes", [(0.5, 0.25, 0.125, 0.0625), torch.tensor([0.5, 0.25, 0.125, 0.0625]), None])
-def test_only_attention_cores_lose_the_slopes_of_other_ranks_heads(slopes: Any) -> None:
-    """A model may keep slopes elsewhere, in any form, for example to pass them to its core."""
+def test_only_attention_cores_drop_the_slopes_of_other_ranks_heads(slopes: Any) -> None:
+    """Slopes outside of attention cores are unchanged, for example those a model passes to its core."""
 
     class SecondOfTwo:
         def size(self, axis: str) -> int:

@@ -1,4 +1,4 @@
-"""A causal BERT (Devlin et al. 2018): norm(x + f(x)), token types, norms after the embedding and in the head."""
+"""A causal BERT (Devlin et al. 2018): post-norm, token types, and norms after the embedding and in the head."""
 
 from dataclasses import dataclass
 

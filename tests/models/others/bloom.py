@@ -1,4 +1,4 @@
-"""BLOOM (BigScience 2022): ALiBi, a norm after the embedding, q, k and v in one matrix head by head, biases."""
+"""BLOOM (BigScience 2022): ALiBi, a norm after the embedding, fused q, k and v per head, biases."""
 
 from dataclasses import dataclass
 

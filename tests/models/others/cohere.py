@@ -1,4 +1,4 @@
-"""Command R (Cohere 2024): parallel layers, LayerNorm without bias, norms of each head, a scale on the logits."""
+"""Command R (Cohere 2024): parallel layers, LayerNorm without bias, norms per head, scaled logits."""
 
 from dataclasses import dataclass
 

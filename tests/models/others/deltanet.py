@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Yang et al. 2024): a memory forgets what it would say of a key before it learns the value."""
+"""Gated DeltaNet (Yang et al. 2024): the memory erases its prediction for a key before it stores the value."""
 
 from dataclasses import dataclass
 
@@ -86,8 +86,8 @@ class Delta(nn.Module):
         memory, out = q.new_zeros(x.size(0), q.size(2), self.width, self.width), []
         for t in range(x.size(1)):
             memory = memory * keep[:, t]
-            said = (memory * k[:, t, :, :, None]).sum(2)
-            memory = memory + k[:, t, :, :, None] * (beta[:, t] * (v[:, t] - said))[:, :, None]
+            prediction = (memory * k[:, t, :, :, None]).sum(2)
+            memory = memory + k[:, t, :, :, None] * (beta[:, t] * (v[:, t] - prediction))[:, :, None]
             out.append((memory * q[:, t, :, :, None]).sum(2))
         y = self.head_norm(torch.stack(out, 1)).flatten(2)
         return self.out(y * F.silu(self.z(x)))

@@ -1,4 +1,4 @@
-"""A mixture of experts by hand: softmax, the best two, all experts computed in one matrix, and a shared expert."""
+"""Dense mixture of experts: softmax, top 2, all experts computed as one matrix, and a shared expert."""
 
 from dataclasses import dataclass
 
@@ -68,7 +68,7 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """All experts are computed; their features lie feature by feature in one matrix."""
+    """Compute all experts. Their features are interleaved in one matrix."""
 
     def __init__(self, c, experts=4):
         super().__init__()

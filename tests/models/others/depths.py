@@ -1,4 +1,4 @@
-"""Mixture of depths (Raposo et al. 2024), as sampled: a number of each token says whether a layer counts for it."""
+"""Mixture of depths (Raposo et al. 2024), as in sampling: a score per token decides if a layer applies to it."""
 
 from dataclasses import dataclass
 

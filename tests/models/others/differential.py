@@ -1,4 +1,4 @@
-"""Differential attention (Ye et al. 2024): the difference of two maps, so the core is called twice in a layer."""
+"""Differential attention (Ye et al. 2024): the difference of two maps, so layers call the core twice."""
 
 import math
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ LAYOUT = Layout(
 
 
 class Lambda(nn.Module):
-    """exp(q1 k1) - exp(q2 k2) + a start that grows with depth (Ye et al. 2024); scales the second map."""
+    """Factor of the second map: exp(q1 k1) - exp(q2 k2) + an initial value that grows with depth (Ye et al. 2024)."""
 
     def __init__(self, hd, i):
         super().__init__()
@@ -71,8 +71,8 @@ class Attention(nn.Module):
         # heads 2n and 2n + 1 are the two maps of pair n; both read the pair's two values
         first = self.core(q, k, v[..., 0, :].repeat_interleave(2, 2)).unflatten(2, (-1, 2))
         second = self.core(q, k, v[..., 1, :].repeat_interleave(2, 2)).unflatten(2, (-1, 2))
-        both = torch.cat([first, second], -1)
-        y = both[..., 0, :] - self.lam(both[..., 1, :])
+        values = torch.cat([first, second], -1)
+        y = values[..., 0, :] - self.lam(values[..., 1, :])
         return self.wo((self.head_norm(y) * (1 - self.lam.start)).flatten(2))
 
 

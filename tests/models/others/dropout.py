@@ -1,4 +1,4 @@
-"""nanoGPT's style with dropout after the embedding and after both parts of a layer."""
+"""Model in nanoGPT's style with dropout after the embedding and after both parts of a layer."""
 
 from dataclasses import dataclass
 

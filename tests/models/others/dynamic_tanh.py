@@ -1,4 +1,4 @@
-"""DynamicTanh in place of norms (Zhu et al. 2025)."""
+"""DynamicTanh instead of norms (Zhu et al. 2025)."""
 
 from dataclasses import dataclass
 

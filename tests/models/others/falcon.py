@@ -1,4 +1,4 @@
-"""Falcon 7B (Penedo et al. 2023): one key-value head for all queries, attention and feed-forward side by side."""
+"""Falcon 7B (Penedo et al. 2023): one key-value head for all queries, parallel attention and feed-forward."""
 
 from dataclasses import dataclass
 

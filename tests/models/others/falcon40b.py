@@ -1,4 +1,4 @@
-"""Falcon 40B (2023): parallel layers with a norm each, queries, key and value of a group in one matrix, tied ends."""
+"""Falcon 40B (2023): parallel layers with separate norms, fused queries, key and value per group, tied embeddings."""
 
 from dataclasses import dataclass
 
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.core = AttentionCore()
 
     def forward(self, x, angles):
-        # for each kv head: its queries, its key, its value
+        # for each KV head: queries, key, value
         qkv = self.query_key_value(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
         return self.dense(self.core(rotate(q, angles), rotate(k, angles), v).flatten(2))

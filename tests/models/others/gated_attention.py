@@ -1,4 +1,4 @@
-"""Gated attention (Qwen3-Next, 2025): a gate per feature behind attention, GLU values, angles for half a head."""
+"""Gated attention (Qwen3-Next, 2025): a gate per feature after attention, GLU values, partial rotary angles."""
 
 from dataclasses import dataclass
 
@@ -51,18 +51,18 @@ class MLP(nn.Module):
 
 
 def rotary(x, positions):
-    turned, rest = x.chunk(2, -1)
-    half = turned.size(-1) // 2
+    rotated, unrotated = x.chunk(2, -1)
+    half = rotated.size(-1) // 2
     angles = positions[..., None, None] * 1000.0 ** (-torch.arange(half, device=x.device) / half)
-    a, b = turned.chunk(2, -1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin(), rest], -1)
+    a, b = rotated.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin(), unrotated], -1)
 
 
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.width = c.dim // c.num_heads
-        self.q = nn.Linear(c.dim, 2 * c.dim, bias=False)  # by head: a query, and its gate
+        self.q = nn.Linear(c.dim, 2 * c.dim, bias=False)  # per head: a query and its gate
         self.k, self.v, self.u, self.o = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
         self.nq, self.nk, self.core = nn.RMSNorm(self.width), nn.RMSNorm(self.width), AttentionCore()
 

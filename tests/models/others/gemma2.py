@@ -1,4 +1,4 @@
-"""Gemma 2 (2024): scaled embedding, (1 + w) norms before and after, soft caps, a window on every other layer."""
+"""Gemma 2 (2024): scaled embedding, (1 + w) norms before and after, soft caps, a window in every other layer."""
 
 from __future__ import annotations
 

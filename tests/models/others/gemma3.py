@@ -1,4 +1,4 @@
-"""Gemma 3 (2025): layers with a window and layers without, each kind with angles of its own; norms of heads."""
+"""Gemma 3 (2025): layers with and without a window, separate rotary angles for both kinds, norms of heads."""
 
 from dataclasses import dataclass
 

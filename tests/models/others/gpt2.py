@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): learned positions, pre-norm, biases everywhere, one matrix for q, k and v, tied ends."""
+"""GPT-2 (Radford et al. 2019): learned positions, pre-norm, biases everywhere, fused q, k and v, tied embeddings."""
 
 from dataclasses import dataclass
 
@@ -60,7 +60,7 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.head_dim = c.dim // c.num_heads
-        self.c_attn = nn.Linear(c.dim, 3 * c.dim)  # head by head: its q, its k, its v
+        self.c_attn = nn.Linear(c.dim, 3 * c.dim)  # per head: q, k, v
         self.core = Core()
         self.c_proj = nn.Linear(c.dim, c.dim)
 

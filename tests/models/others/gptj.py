@@ -1,4 +1,4 @@
-"""GPT-J (Wang and Komatsuzaki 2021): both parts of a layer from one norm, interleaved partial rotary, heads first."""
+"""GPT-J (Wang and Komatsuzaki 2021): parallel parts after one norm, interleaved partial rotary angles, heads first."""
 
 from dataclasses import dataclass
 
@@ -39,15 +39,15 @@ LAYOUT = Layout(
 
 
 def rotate_every_two(x, positions, dim):
-    turned, kept = x[..., :dim], x[..., dim:]
+    rotated, unrotated = x[..., :dim], x[..., dim:]
     frequencies = 10000.0 ** (-torch.arange(0, dim, 2, device=x.device).float() / dim)
     angles = (positions.float()[..., None] * frequencies).repeat_interleave(2, -1)[:, :, None]
-    partner = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
-    return torch.cat((turned * angles.cos() + partner * angles.sin(), kept), -1)
+    partner = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), -1).flatten(-2)
+    return torch.cat((rotated * angles.cos() + partner * angles.sin(), unrotated), -1)
 
 
 class Core(nn.Module):
-    heads_first = True  # it takes and gives (B, N, T, H)
+    heads_first = True  # input and output are (B, N, T, H)
 
     def forward(self, q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)

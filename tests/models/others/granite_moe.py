@@ -1,4 +1,4 @@
-"""Granite-like experts (IBM 2024): multipliers on embedding, attention, residual and logits; no shared expert."""
+"""Experts in Granite's style (IBM 2024): multipliers on embedding, attention, residual and logits; no shared expert."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Griffin's style (De et al. 2024): two layers with a gated linear recurrence, then one with attention in a window."""
+"""Model in Griffin's style (De et al. 2024): two layers with a gated linear recurrence, then one with a window."""
 
 from dataclasses import dataclass
 
@@ -67,7 +67,7 @@ class Conv(nn.Module):
 
 
 class RGLRU(nn.Module):
-    """The real-gated linear recurrent unit, whose gates are linear within each block of features."""
+    """Real-gated linear recurrent unit. Its gates are block-diagonal linear functions."""
 
     def __init__(self, blocks, width):
         super().__init__()
@@ -79,10 +79,10 @@ class RGLRU(nn.Module):
         x = x.unflatten(-1, (-1, self.rate.size(1)))
         i, r = (torch.einsum("btnd,nde->btne", x, w).sigmoid() for w in (self.input_gate, self.recurrence_gate))
         log_a = -8.0 * r * F.softplus(self.rate)
-        given = (1 - (2 * log_a).exp()).clamp_min(1e-6).sqrt() * i * x
+        gated_input = (1 - (2 * log_a).exp()).clamp_min(1e-6).sqrt() * i * x
         h, out = torch.zeros_like(x[:, 0]), []
         for t in range(x.size(1)):
-            h = log_a[:, t].exp() * h + given[:, t]
+            h = log_a[:, t].exp() * h + gated_input[:, t]
             out.append(h)
         return torch.stack(out, 1).flatten(2)
 

@@ -1,4 +1,4 @@
-"""Hyena (Poli et al. 2023): gates around a convolution as long as the row, its filter a network of the lag."""
+"""Hyena (Poli et al. 2023): gates around a convolution over the entire row, whose filter is a network of the lag."""
 
 from dataclasses import dataclass
 
@@ -69,7 +69,7 @@ class Skip(nn.Module):
 
 
 class Filter(nn.Module):
-    """One number for each lag and feature, from waves of the lag."""
+    """Filter values for each lag and feature, computed from sines and cosines of the lag."""
 
     def __init__(self, dim):
         super().__init__()
@@ -78,8 +78,8 @@ class Filter(nn.Module):
     def forward(self, x):
         lag = torch.arange(x.size(1), device=x.device) / 64
         waves = lag[:, None] * torch.arange(1, 5, device=x.device)
-        given = torch.cat([lag[:, None], waves.sin(), waves.cos()], -1)
-        h = self.out(self.into(given).sin()) * (-4 * lag[:, None]).exp()
+        encoded_lag = torch.cat([lag[:, None], waves.sin(), waves.cos()], -1)
+        h = self.out(self.into(encoded_lag).sin()) * (-4 * lag[:, None]).exp()
         size = 2 * x.size(1)
         y = torch.fft.irfft(torch.fft.rfft(x, size, 1) * torch.fft.rfft(h, size, 0), size, 1)[:, : x.size(1)]
         return y + self.skip(x)

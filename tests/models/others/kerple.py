@@ -1,4 +1,4 @@
-"""KERPLE (Chi et al. 2022): a bias of the logarithm of the distance, with a learned slope for each head."""
+"""KERPLE (Chi et al. 2022): a bias proportional to the logarithm of the distance, with a learned slope per head."""
 
 from dataclasses import dataclass
 

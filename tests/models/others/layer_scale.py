@@ -1,4 +1,4 @@
-"""LayerScale (Touvron et al. 2021): a learned factor for each feature of what a branch adds."""
+"""LayerScale (Touvron et al. 2021): a learned factor for each feature of the output of a branch."""
 
 from dataclasses import dataclass
 

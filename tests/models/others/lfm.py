@@ -1,4 +1,4 @@
-"""LFM2's short convolutions (2025): gates around a depthwise convolution, whose weights go with split features."""
+"""LFM2's short convolutions (2025): gates around a depthwise convolution, whose weights are split with the features."""
 
 from dataclasses import dataclass
 
@@ -50,7 +50,7 @@ class MLP(nn.Module):
 
 
 class Depthwise(nn.Module):
-    """A causal convolution of each feature by itself: features of a rank go with its rows of the weight."""
+    """Causal depthwise convolution. The rows of the weight are split with the features."""
 
     def __init__(self, dim):
         super().__init__()

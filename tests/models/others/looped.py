@@ -1,4 +1,4 @@
-"""ALBERT and the Universal Transformer: the layers are passed through twice; a small embedding is projected."""
+"""ALBERT and the Universal Transformer: the layers run twice, and a small embedding is projected."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Mamba's style (Gu and Dao 2023): a selective scan, whose state every rank computes whole; no feed-forward."""
+"""Model in Mamba's style (Gu and Dao 2023): a selective scan with its full state on every rank, and no feed-forward."""
 
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ class Conv(nn.Module):
 
 
 class Scan(nn.Module):
-    """h = exp(dt A) h + dt B x, y = C h + D x, with dt, B and C of each token's own."""
+    """h = exp(dt A) h + dt B x, y = C h + D x, with dt, B and C computed per token."""
 
     def __init__(self, c, width):
         super().__init__()

@@ -1,4 +1,4 @@
-"""MiniCPM (2024): embedding, residual by depth and logits scaled as muP asks; gate beside value in one matrix."""
+"""MiniCPM (2024): muP scales of embedding, residual branches and logits; fused gate and value."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""DeepSeek-like: latent keys and values with a norm, a dense first layer, then experts beside a shared one."""
+"""Model in DeepSeek's style: normalized latent keys and values, a dense first layer, then experts with a shared one."""
 
 from dataclasses import dataclass
 

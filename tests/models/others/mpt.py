@@ -1,4 +1,4 @@
-"""MPT (MosaicML 2023): ALiBi in an attention core of its own, no biases anywhere, LayerNorm without bias, wide GELU."""
+"""MPT (MosaicML 2023): ALiBi in its own attention core, no biases, LayerNorm without bias, wide GELU."""
 
 import math
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ LAYOUT = Layout(
 
 
 class AlibiCore(nn.Module):
-    """Causal attention with a bias per head; the slopes are those of the heads at hand."""
+    """Causal attention with a bias per head. The slopes are those of the heads of this rank."""
 
     def __init__(self, num_heads, bias_max):
         super().__init__()
@@ -49,10 +49,10 @@ class AlibiCore(nn.Module):
         place = torch.arange(q.size(1), device=q.device)
         slopes = torch.tensor(self.alibi_slopes, device=q.device, dtype=scores.dtype)
         scores = scores + slopes[:, None, None] * (place - place[-1])
-        seen = (place[:, None] >= place)[None]
+        visible = (place[:, None] >= place)[None]
         if documents is not None:
-            seen = seen & (documents[:, :, None] == documents[:, None])
-        return torch.einsum("bnts,bsnh->btnh", scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1), v)
+            visible = visible & (documents[:, :, None] == documents[:, None])
+        return torch.einsum("bnts,bsnh->btnh", scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1), v)
 
 
 class Attention(nn.Module):

@@ -1,4 +1,4 @@
-"""muP's scales (Yang et al. 2022): scores divided by the width of a head, output divided by a ratio of widths."""
+"""muP's scales (Yang et al. 2022): scores are divided by the head dimension, logits by a ratio of widths."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""nGPT (Loshchilov et al. 2024): weights and activations on a sphere, normalised in forward; learned steps."""
+"""nGPT (Loshchilov et al. 2024): weights and activations on a sphere, normalized in forward; learned steps."""
 
 from dataclasses import dataclass
 
@@ -52,14 +52,14 @@ class UnitEmbedding(nn.Embedding):
 
 
 class UnitLinear(nn.Linear):
-    """Rows of the weight, over the inputs, have length 1."""
+    """Linear layer whose rows (over the inputs) have length 1."""
 
     def forward(self, x):
         return F.linear(x, unit(self.weight))
 
 
 class UnitOut(nn.Linear):
-    """Columns of the weight, over the outputs, have length 1."""
+    """Linear layer whose columns (over the outputs) have length 1."""
 
     def forward(self, x):
         return F.linear(x, unit(self.weight, 0))

@@ -1,4 +1,4 @@
-"""OLMo 2's norms over all heads, as LayerNorm, with fewer heads of keys than of queries."""
+"""OLMo 2's norms over all heads as LayerNorm, with fewer key heads than query heads."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""OPT (Zhang et al. 2022): learned positions that begin at row 2, ReLU, separate q, k and v with biases."""
+"""OPT (Zhang et al. 2022): learned positions that start at row 2, ReLU, separate q, k and v with biases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Config:
     ffn_dim: int = 128
     num_layers: int = 4
     num_heads: int = 4
-    max_positions: int = 127  # an odd number of rows with the offset
+    max_positions: int = 127  # with the offset, an odd number of rows
 
 
 LAYOUT = Layout(
@@ -64,7 +64,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, documents: Tensor | None) -> Tensor:
         shape = (-1, self.head_dim)
-        q = (self.q_proj(x) * self.head_dim**-0.5).unflatten(-1, shape)  # scaled before, as fairseq does
+        q = (self.q_proj(x) * self.head_dim**-0.5).unflatten(-1, shape)  # scaled before, like fairseq
         k, v = self.k_proj(x).unflatten(-1, shape), self.v_proj(x).unflatten(-1, shape)
         return self.out_proj(self.core(q, k, v, documents).flatten(2))
 

@@ -1,4 +1,4 @@
-"""Gemma 3n's embeddings for each layer (2025), beside those at the beginning."""
+"""Gemma 3n's embeddings per layer (2025), in addition to the input embedding."""
 
 from dataclasses import dataclass
 

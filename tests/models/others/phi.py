@@ -1,4 +1,4 @@
-"""Phi 2 (2023): attention and feed-forward side by side, rotary angles on half of a head, biases everywhere."""
+"""Phi 2 (2023): parallel attention and feed-forward, rotary angles on half of a head, biases everywhere."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Phi-3's style (Abdin et al. 2024): fused q, k, v and fused gate and value, feature by feature, with a window."""
+"""Model in Phi-3's style (Abdin et al. 2024): fused q, k, v, interleaved gate and value, and a window."""
 
 from dataclasses import dataclass
 
@@ -45,7 +45,7 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.head_dim, self.group = c.hidden_size // c.num_heads, c.num_heads // c.num_kv_heads
-        # of each key-value head: its queries, its key, its value
+        # for each KV head: queries, key, value
         self.qkv_proj = nn.Linear(c.hidden_size, c.num_kv_heads * (self.group + 2) * self.head_dim, bias=False)
         self.core = AttentionCore(window=c.sliding_window)
         self.o_proj = nn.Linear(c.hidden_size, c.hidden_size, bias=False)

@@ -1,4 +1,4 @@
-"""RetNet's style (Sun et al. 2023): retention, a sum that decays at each head's own pace, and a norm of each head."""
+"""Model in RetNet's style (Sun et al. 2023): retention, a sum with a decay rate per head, and a norm per head."""
 
 from dataclasses import dataclass
 
@@ -50,7 +50,7 @@ class MLP(nn.Module):
 
 
 class Pace(nn.Module):
-    """How fast each head forgets, as one number per head."""
+    """Decay rate per head."""
 
     def __init__(self, heads):
         super().__init__()
@@ -72,8 +72,8 @@ class Retention(nn.Module):
 
     def forward(self, x):
         q, k, v = (f(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        kept = self.pace(q @ k.transpose(-1, -2) * self.width**-0.5)
-        y = self.group((kept @ v).transpose(1, 2)).flatten(2)
+        decayed = self.pace(q @ k.transpose(-1, -2) * self.width**-0.5)
+        y = self.group((decayed @ v).transpose(1, 2)).flatten(2)
         return self.out(F.silu(self.g(x)) * y)
 
 

@@ -1,4 +1,4 @@
-"""RWKV's style (Peng et al. 2023): no attention; tokens meet in a shift by one and in a decaying sum."""
+"""Model in RWKV's style (Peng et al. 2023): no attention; a shift by one and a decaying sum mix tokens."""
 
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ LAYOUT = Layout(
 
 
 class Shift(nn.Module):
-    """A mix of each token with the one before it, by a weight per feature."""
+    """Mix each token with the previous one, with a weight per feature."""
 
     def __init__(self, dim):
         super().__init__()
@@ -63,10 +63,10 @@ class TimeMix(nn.Module):
     def forward(self, x):
         x = self.shift(x)
         w, r, k, v = (f(x) for f in (self.decay, self.receptance, self.key, self.value))
-        decay = (-0.5 - F.softplus(w)).cumsum(1)  # logarithms of how much of a token is left at each later one
-        left = decay[:, :, None] - decay[:, None]
+        decay = (-0.5 - F.softplus(w)).cumsum(1)  # logarithm of the remaining weight of a token at each later one
+        log_weight = decay[:, :, None] - decay[:, None]
         hidden = torch.ones(x.size(1), x.size(1), dtype=torch.bool, device=x.device).triu(1)
-        share = (left + k[:, None].tanh()).masked_fill(hidden[None, :, :, None], -torch.inf).exp()
+        share = (log_weight + k[:, None].tanh()).masked_fill(hidden[None, :, :, None], -torch.inf).exp()
         summed = (share * v[:, None]).sum(2) / share.sum(2)
         return self.output(r.sigmoid() * summed)
 

@@ -1,4 +1,4 @@
-"""gpt-oss's style (OpenAI 2025): a learned sink per head takes a part of the attention."""
+"""Model in the style of gpt-oss (OpenAI 2025): a learned sink per head takes part of the attention."""
 
 from dataclasses import dataclass
 
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = c.dim // c.num_heads
         self.q, self.k, self.v, self.out = (nn.Linear(c.dim, c.dim) for _ in range(4))
-        self.sinks = nn.Embedding(1, c.num_heads)  # a table of one row, whose columns go with the heads
+        self.sinks = nn.Embedding(1, c.num_heads)  # a table with one row, whose columns are split with the heads
         self.core = SinkCore()
 
     def forward(self, x, angles):

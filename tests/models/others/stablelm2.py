@@ -1,4 +1,4 @@
-"""StableLM 2 12B (2024): parallel layers, a norm of queries and keys with weights of its own for each head."""
+"""StableLM 2 12B (2024): parallel layers, and norms of queries and keys with separate weights per head."""
 
 from dataclasses import dataclass
 
@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
 
 class PerHead(nn.Module):
-    """A LayerNorm for each head, with weights of its own (StableLM 2 12B)."""
+    """LayerNorm with separate weights per head (StableLM 2 12B)."""
 
     def __init__(self, n, h):
         super().__init__()

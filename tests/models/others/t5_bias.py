@@ -1,4 +1,4 @@
-"""A decoder with T5's learned bias of distances (Raffel et al. 2020), per layer, given to the core."""
+"""Decoder with T5's learned distance bias (Raffel et al. 2020) per layer, passed to the core."""
 
 from dataclasses import dataclass
 

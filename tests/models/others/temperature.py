@@ -1,4 +1,4 @@
-"""Attention of unit queries and keys with a learned temperature for each head."""
+"""Attention of normalized queries and keys with a learned temperature per head."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Skips between the first and the last layers, as modded-nanogpt and U-ViT have them."""
+"""Skips between the first and the last layers, as in modded-nanogpt and U-ViT."""
 
 from dataclasses import dataclass
 
@@ -95,13 +95,13 @@ class Model(nn.Module):
 
     def forward(self, tokens, positions):
         x, angles = self.embed(tokens), self.rope(positions)
-        kept, half = [], len(self.layers) // 2
+        skips, half = [], len(self.layers) // 2
         for i, layer in enumerate(self.layers.values()):
             if i < half:
                 x = layer(x, angles)
-                kept.append(x)
+                skips.append(x)
             else:
-                x = layer(x, angles, kept.pop())
+                x = layer(x, angles, skips.pop())
         return self.head(self.norm(x))
 
 

@@ -1,4 +1,4 @@
-"""xLSTM (Beck et al. 2024): a matrix memory with exponential gates of each head, kept in range by a maximum."""
+"""xLSTM (Beck et al. 2024): a matrix memory with exponential gates per head, stabilized by a maximum."""
 
 from dataclasses import dataclass
 
@@ -54,7 +54,7 @@ class Cell(nn.Module):
         super().__init__()
         self.width = c.dim // c.num_heads
         self.q, self.k, self.v, self.o = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
-        self.gates = nn.Linear(c.dim, 2 * c.num_heads)  # by head: how much is taken in, how much is kept
+        self.gates = nn.Linear(c.dim, 2 * c.num_heads)  # per head: input gate, forget gate
         self.head_norm, self.down = nn.RMSNorm(self.width), nn.Linear(c.dim, c.dim, bias=False)
 
     def forward(self, x):

@@ -1,4 +1,4 @@
-"""Attention by blocks is attention: against float64, with every kind of mask that it is given."""
+"""Blocked attention matches attention in float64, with every kind of mask."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def drawn(dtype: torch.dtype, tokens: int, groups: int = 2, width: int = 16) -> 
     return [torch.randn(2, tokens, count, width, generator=generator).to(dtype) for count in heads]
 
 
-def exact(inputs: list[Tensor], seen_BTT: Tensor, scale: float | None) -> list[Tensor]:
+def exact(inputs: list[Tensor], visible_BTT: Tensor, scale: float | None) -> list[Tensor]:
     q, k, v, gradient = (x.double() for x in inputs)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     groups = q.size(2) // k.size(2)
     k, v = (x.repeat_interleave(groups, dim=2).transpose(1, 2) for x in leaves[1:])
-    out = F.scaled_dot_product_attention(leaves[0].transpose(1, 2), k, v, attn_mask=seen_BTT[:, None], scale=scale)
+    out = F.scaled_dot_product_attention(leaves[0].transpose(1, 2), k, v, attn_mask=visible_BTT[:, None], scale=scale)
     out.transpose(1, 2).backward(gradient)
     return [out.transpose(1, 2).detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.detach().double() - expected).norm() / expected.norm())
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.detach().double() - expected).norm() / expected.norm())
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:
@@ -58,88 +58,95 @@ def documents(tokens: int) -> Tensor:
 @pytest.mark.parametrize("window", [0, 1, 17, 200])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.5])
-def test_it_is_attention_to_the_rounding_of_bfloat16(
+def test_blocked_attention_has_the_precision_of_bfloat16(
     tokens: int, window: int, packed: bool, scale: float | None
 ) -> None:
     inputs = drawn(torch.bfloat16, tokens)
     of_row = documents(tokens) if packed else None
-    seen = torch.ones(2, tokens, tokens, dtype=torch.bool).tril()
-    seen = seen.triu(1 - window) if window else seen
-    seen = seen if of_row is None else seen & (of_row[:, :, None] == of_row[:, None])
+    visible = torch.ones(2, tokens, tokens, dtype=torch.bool).tril()
+    visible = visible.triu(1 - window) if window else visible
+    visible = visible if of_row is None else visible & (of_row[:, :, None] == of_row[:, None])
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     out = document_mask.attention(*leaves, of_row, window, scale)
     out.backward(inputs[3])
-    found_ones = [out, *(x.grad for x in leaves)]
-    for name, found, expected in zip("oqkv", found_ones, exact(inputs, seen, scale), strict=True):
-        assert found is not None
+    results = [out, *(x.grad for x in leaves)]
+    for name, actual, expected in zip("oqkv", results, exact(inputs, visible, scale), strict=True):
+        assert actual is not None
         if (tokens == 1 or window == 1) and name in "qk":
-            # a token sees itself alone: no score has a gradient, and rounding leaves some
-            assert float(found.abs().max()) <= 1e-2
+            # a token attends only to itself: exact gradients of scores are 0, and rounding leaves small ones
+            assert float(actual.abs().max()) <= 1e-2
             continue
-        # weights, derivatives of scores and results are rounded to 2^-9 of themselves
-        assert error(found, expected) <= 5e-3, name
+        # weights, gradients of scores and results are rounded to a relative 2^-9
+        assert error(actual, expected) <= 5e-3, name
 
 
 @pytest.mark.parametrize(("window", "packed"), [(0, True), (17, True), (200, False)])
-def test_in_float32_with_masks_it_is_attention_to_1e_6(window: int, packed: bool) -> None:
+def test_blocked_attention_with_masks_matches_within_1e_6_in_float32(window: int, packed: bool) -> None:
     inputs = drawn(torch.float32, 300)
     of_row = documents(300) if packed else None
-    seen = torch.ones(2, 300, 300, dtype=torch.bool).tril()
-    seen = seen.triu(1 - window) if window else seen
-    seen = seen if of_row is None else seen & (of_row[:, :, None] == of_row[:, None])
+    visible = torch.ones(2, 300, 300, dtype=torch.bool).tril()
+    visible = visible.triu(1 - window) if window else visible
+    visible = visible if of_row is None else visible & (of_row[:, :, None] == of_row[:, None])
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     out = document_mask.attention(*leaves, of_row, window)
     out.backward(inputs[3])
-    found = [out, *(x.grad for x in leaves)]
-    assert all(error(one, other) <= 1e-6 for one, other in zip(found, exact(inputs, seen, None), strict=True))
+    results = [out, *(x.grad for x in leaves)]
+    assert all(
+        error(actual, expected) <= 1e-6 for actual, expected in zip(results, exact(inputs, visible, None), strict=True)
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_in_float32_it_is_attention_to_1e_6(groups: int) -> None:
+def test_blocked_attention_matches_within_1e_6_in_float32(groups: int) -> None:
     q, k, v, gradient = inputs = drawn(torch.float32, 300, groups)
-    found = attended(q, k, v, gradient)
+    results = attended(q, k, v, gradient)
     expected = exact(inputs, torch.ones(2, 300, 300, dtype=torch.bool).tril(), None)
-    assert all(error(one, other) <= 1e-6 for one, other in zip(found, expected, strict=True))
+    assert all(error(actual, reference) <= 1e-6 for actual, reference in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scores_bytes", [1, 5 * 64 * 80 * 4, 1 << 30])
-def test_how_many_rows_and_heads_meet_at_a_time_changes_no_number(
+def test_number_of_rows_and_heads_per_block_changes_no_number(
     dtype: torch.dtype, scores_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    heads = (9, 3, 3, 9)  # three pairs of a row, of which one, two or all fit, and rows of which two or all do
+    heads = (9, 3, 3, 9)  # three head groups per row: 1, 2 or all fit into memory, and so do 2 or all rows
     q, k, v, gradient = (torch.randn(5, 150, count, 16, generator=generator).to(dtype) for count in heads)
     monkeypatch.setattr(blocked_attention, "_SCORES_BYTES", scores_bytes)
     expected = exact([q, k, v, gradient], torch.ones(5, 150, 150, dtype=torch.bool).tril(), None)
     bound = 1e-6 if dtype == torch.float32 else 5e-3
-    found = attended(q, k, v, gradient)
-    assert all(error(one, other) <= bound for one, other in zip(found, expected, strict=True))
+    results = attended(q, k, v, gradient)
+    assert all(error(actual, reference) <= bound for actual, reference in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_tensors_that_do_not_lie_in_order_are_read_as_they_are(groups: int) -> None:
+def test_non_contiguous_tensors_are_supported(groups: int) -> None:
     inputs = drawn(torch.float32, 70, groups, 24)
-    # One product for queries, keys and values gives views of it, and heads may be given before tokens
+    # Views of a fused product of queries, keys and values, and tensors with heads before tokens
     fused = torch.cat([x.flatten(2) for x in inputs], dim=-1)
     parts = fused.split([x[0, 0].numel() for x in inputs], dim=-1)
     views = [part.unflatten(2, (-1, 24)) for part in parts]
-    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
     expected = attended(*inputs)
-    for others in (views, turned):
-        # the same sums; a product may add those of a matrix with another distance between rows in another order
-        assert all(error(one, other.double()) <= 5e-7 for one, other in zip(attended(*others), expected, strict=True))
+    for others in (views, transposed):
+        # the order of sums may depend on the stride of rows
+        assert all(
+            error(actual, reference.double()) <= 5e-7
+            for actual, reference in zip(attended(*others), expected, strict=True)
+        )
 
 
 @pytest.mark.parametrize("size", [30.0, 1e4])
-def test_large_scores_in_float32_are_those_of_the_softmax(size: float) -> None:
+def test_large_scores_in_float32_match_softmax(size: float) -> None:
     q, k, v, gradient = drawn(torch.float32, 200)
-    found = attended(q * size, k, v, gradient)
+    results = attended(q * size, k, v, gradient)
     expected = exact([q * size, k, v, gradient], torch.ones(2, 200, 200, dtype=torch.bool).tril(), None)
-    # a score of some thousands is rounded to 2^-12 of it at best, and with it the logarithm of its weight
+    # scores of some thousands are rounded to 2^-12, and so are logarithms of weights
     bound = 4 * size * 2.0**-23 * 4
-    assert all(bool(x.isfinite().all()) for x in found)
-    assert all(error(one, other) <= max(1e-5, bound) for one, other in zip(found, expected, strict=True))
+    assert all(bool(x.isfinite().all()) for x in results)
+    assert all(
+        error(actual, reference) <= max(1e-5, bound) for actual, reference in zip(results, expected, strict=True)
+    )
 
 
 def _by_blocks(q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None, window: int) -> Tensor:
@@ -155,10 +162,10 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None, w
     return attention_scores.attention(q, k, v, documents_BT, window, PLAIN)
 
 
-def _by_pytorch(inputs: list[Tensor], seen_BTT: Tensor) -> list[Tensor]:
+def _by_pytorch(inputs: list[Tensor], visible_BTT: Tensor) -> list[Tensor]:
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     q, k, v = (x.transpose(1, 2) for x in leaves)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_BTT[:, None], enable_gqa=True).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible_BTT[:, None], enable_gqa=True).transpose(1, 2)
     out.backward(inputs[3])
     return [out, *(x.grad for x in leaves if x.grad is not None)]
 
@@ -171,26 +178,26 @@ def _by_pytorch(inputs: list[Tensor], seen_BTT: Tensor) -> list[Tensor]:
         nightly=itertools.product((1, 10, 40, 100), (31, 64, 127, 517), (8, 16, 40, 64, 128, 256), (False, True)),
     ),
 )
-def test_error_in_bfloat16_is_that_of_pytorch_for_any_score(
+def test_error_in_bfloat16_is_that_of_pytorch_for_any_scores(
     deviation: int, tokens: int, width: int, packed: bool, kernel: Callable[..., Tensor]
 ) -> None:
-    """Queries and keys are drawn so that scores have this standard deviation. PyTorch's kernel has the same inputs."""
+    """Scores have the given standard deviation. PyTorch's kernel gets the same inputs."""
     sizes = (deviation**0.5, deviation**0.5, 1.0, 1.0)
     inputs = [(x * size).bfloat16() for x, size in zip(drawn(torch.float32, tokens, 1, width), sizes, strict=True)]
     of_row, window = (documents(tokens), tokens // 4) if packed else (None, 0)
-    seen = torch.ones(2, tokens, tokens, dtype=torch.bool).tril()
+    visible = torch.ones(2, tokens, tokens, dtype=torch.bool).tril()
     if of_row is not None:
-        seen = seen.triu(1 - window) & (of_row[:, :, None] == of_row[:, None])
-    expected = exact(inputs, seen, None)
+        visible = visible.triu(1 - window) & (of_row[:, :, None] == of_row[:, None])
+    expected = exact(inputs, visible, None)
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     out = kernel(*leaves, of_row, window)
     out.backward(inputs[3])
-    found = [out, *(x.grad for x in leaves if x.grad is not None)]
-    for name, ours, theirs, right in zip("oqkv", found, _by_pytorch(inputs, seen), expected, strict=True):
-        assert error(ours, right) <= 1.5 * error(theirs, right), name
+    results = [out, *(x.grad for x in leaves if x.grad is not None)]
+    for name, actual, pytorch, exact_value in zip("oqkv", results, _by_pytorch(inputs, visible), expected, strict=True):
+        assert error(actual, exact_value) <= 1.5 * error(pytorch, exact_value), name
 
 
-def test_a_compiler_and_fake_tensors_take_it_as_one_operation() -> None:
+def test_compiler_and_fake_tensors_treat_it_as_one_operation() -> None:
     q, k, v, _ = drawn(torch.bfloat16, 20)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     for arguments in ((*leaves, None, 0, None), (*leaves, documents(20), 5, 0.5)):

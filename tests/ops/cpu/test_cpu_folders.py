@@ -1,6 +1,6 @@
 """Only a run on a CPU imports the modules of ``ops/cpu`` and ``distributed/cpu``.
 
-``tests/distributed/test_pretended_accelerator.py`` shows it on steps of training; this file reads imports.
+``tests/distributed/test_pretended_accelerator.py`` checks training steps; this file checks import statements.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import shardtrain
 PACKAGE = Path(shardtrain.__file__).parent
 FOLDERS = ("shardtrain.ops.cpu", "shardtrain.distributed.cpu")
 PROGRAMS = ("tools/", "api.py")
-"""Programs next to the trainer, which choose kernels of a CPU themselves."""
+"""Programs next to the trainer, which choose CPU kernels themselves."""
 
 
 def imports_at_top(tree: ast.AST) -> Iterator[str]:
-    """Modules that are imported when a file is imported: not inside functions and not for types only."""
+    """Yield modules imported at import time: not inside functions, and not only for type checking."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
@@ -56,16 +56,16 @@ for _ in range(1):
 """
 
 
-def test_imports_inside_of_blocks_are_found() -> None:
+def test_imports_inside_blocks_are_found() -> None:
     assert sorted(imports_at_top(ast.parse(SOURCE))) == ["a", "b.c", "d", "e", "f", "g", "h", "i"]
 
 
-def test_no_module_outside_of_the_cpu_folders_imports_them_at_its_top() -> None:
-    found = []
+def test_modules_outside_the_cpu_folders_do_not_import_them_at_module_level() -> None:
+    imports = []
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()
         if "/cpu/" in name or name.startswith(PROGRAMS):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        found += [f"{name}: {module}" for module in imports_at_top(tree) if module.startswith(FOLDERS)]
-    assert not found, "import these inside the function that runs on a CPU: " + ", ".join(found)
+        imports += [f"{name}: {module}" for module in imports_at_top(tree) if module.startswith(FOLDERS)]
+    assert not imports, "import these inside the function that runs on a CPU: " + ", ".join(imports)

@@ -1,4 +1,4 @@
-"""LayerNorm in 16 bits on a CPU: gradients of weight and bias are sums in float32, however many rows there are."""
+"""LayerNorm in 16 bits on a CPU: gradients of weight and bias are summed in float32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardtrain.train import trainer
 def computed(
     kind: type[nn.LayerNorm], dtype: torch.dtype, shape: tuple[int, ...], bias: bool, eps: float = 1e-5
 ) -> list[Tensor]:
-    """Output, and gradients of the input, the weight and the bias."""
+    """Return the output, and gradients of input, weight and bias."""
     generator = torch.Generator().manual_seed(0)
     x, gradient = (
         torch.randn(*shape, generator=generator, dtype=torch.float32).add_(0.3).bfloat16().to(dtype) for _ in range(2)
@@ -43,61 +43,63 @@ def _float64_by_default() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def test_the_default_dtype_changes_no_number(request: pytest.FixtureRequest) -> None:
+def test_default_dtype_changes_no_number(request: pytest.FixtureRequest) -> None:
     expected = computed(Float32SumLayerNorm, torch.bfloat16, (7, 24), True)
     request.getfixturevalue("_float64_by_default")
-    for found, usual in zip(computed(Float32SumLayerNorm, torch.bfloat16, (7, 24), True), expected, strict=True):
-        assert torch.equal(found, usual)
+    for actual, expected_value in zip(
+        computed(Float32SumLayerNorm, torch.bfloat16, (7, 24), True), expected, strict=True
+    ):
+        assert torch.equal(actual, expected_value)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 5), (7, 24), (3, 2, 5, 8), (8192, 2, 16)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("eps", [1e-5, 0.1])
-def test_all_gradients_are_those_of_float64_but_for_the_last_rounding(
+def test_gradients_match_float64_except_for_the_last_rounding(
     dtype: torch.dtype, shape: tuple[int, ...], bias: bool, eps: float
 ) -> None:
     exact = computed(nn.LayerNorm, torch.float64, shape, bias, eps)
-    found = computed(Float32SumLayerNorm, dtype, shape, bias, eps)
-    assert len(found) == len(exact) == 3 + bias
-    for mine, expected in zip(found, exact, strict=True):
-        assert float((mine.double() - expected).norm()) <= torch.finfo(dtype).eps * float(expected.norm())
+    results = computed(Float32SumLayerNorm, dtype, shape, bias, eps)
+    assert len(results) == len(exact) == 3 + bias
+    for actual, expected in zip(results, exact, strict=True):
+        assert float((actual.double() - expected).norm()) <= torch.finfo(dtype).eps * float(expected.norm())
 
 
-def test_what_it_replaces_loses_most_of_a_sum() -> None:
-    """Where this fails, PyTorch adds in float32 too, and the class can go."""
-    exact, theirs = (computed(nn.LayerNorm, d, (16384, 16), True) for d in (torch.float64, torch.bfloat16))
-    assert float((theirs[3].double() - exact[3]).norm()) > 0.1 * float(exact[3].norm())
+def test_pytorch_layer_norm_loses_most_of_a_sum() -> None:
+    """If this fails, PyTorch sums in float32 too, and the class can be removed."""
+    exact, pytorch = (computed(nn.LayerNorm, d, (16384, 16), True) for d in (torch.float64, torch.bfloat16))
+    assert float((pytorch[3].double() - exact[3]).norm()) > 0.1 * float(exact[3].norm())
 
 
-def test_float32_mixed_types_and_norms_without_weights_stay_pytorch_s() -> None:
+def test_float32_mixed_dtypes_and_norms_without_weights_use_pytorch() -> None:
     x = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
     model = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm((4, 8))])
     before = [model[0](x), model[1](x.bfloat16()), model[2](x.view(10, 4, 8))]
     layer_norm.use(model)
     assert [type(module) for module in model] == [Float32SumLayerNorm, nn.LayerNorm, Float32SumLayerNorm]
     after = [model[0](x), model[1](x.bfloat16()), model[2](x.view(10, 4, 8))]
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    assert torch.equal(model[0](x.bfloat16()), nn.LayerNorm(8)(x.bfloat16()))  # weights in float32
+    assert all(torch.equal(original, replaced) for original, replaced in zip(before, after, strict=True))
+    assert torch.equal(model[0](x.bfloat16()), nn.LayerNorm(8)(x.bfloat16()))  # float32 weights
 
 
 def gradients(rank: int, config: Config) -> dict[str, Tensor]:
     run = make_run(rank, config)
-    kept: dict[str, Tensor] = {}
+    saved: dict[str, Tensor] = {}
     update = run.runner.update
 
     def keep(optimizer: torch.optim.Optimizer) -> None:
-        kept.update({n: to_full(p.grad).float() for n, p in run.runner.parameters().items() if p.grad is not None})
+        saved.update({n: to_full(p.grad).float() for n, p in run.runner.parameters().items() if p.grad is not None})
         update(optimizer)
 
     run.runner.update = keep  # type: ignore[method-assign]
     trainer.step(run)
-    return kept
+    return saved
 
 
 @pytest.mark.parametrize("how", ["mixed precision", "whole model"])
-def test_a_model_in_bfloat16_has_the_gradients_of_float32_on_one_process(how: str) -> None:
-    """A row of 2,048 tokens: PyTorch's sums would be a tenth off."""
+def test_bfloat16_model_has_the_gradients_of_float32_on_one_process(how: str) -> None:
+    """With rows of 2,048 tokens, PyTorch's sums would be off by a tenth."""
     overrides = {"dim": 16, "num_heads": 2, "head_dim": 8, "ffn_dim": 32, "vocab_size": 320, "num_layers": 2}
     reduced = {"mixed_precision_param": "bfloat16"} if how == "mixed precision" else {"dtype": "bfloat16"}
 
@@ -106,8 +108,8 @@ def test_a_model_in_bfloat16_has_the_gradients_of_float32_on_one_process(how: st
         return type(base)(**{**vars(base), "model": Model(name="neox", flavor="debugmodel", overrides=overrides)})
 
     (exact,) = run_ranks(1, gradients, config(mixed_precision_param="float32"))
-    (found,) = run_ranks(1, gradients, config(**reduced))
+    (gradients_of_run,) = run_ranks(1, gradients, config(**reduced))
     norms = [name for name in exact if "norm" in name]
     assert len(norms) == 10
-    for name in norms:  # activations are rounded to eight bits on the way
-        assert float((found[name] - exact[name]).norm()) < 0.03 * float(exact[name].norm()), name
+    for name in norms:  # activations are rounded to 8 bits
+        assert float((gradients_of_run[name] - exact[name]).norm()) < 0.03 * float(exact[name].norm()), name

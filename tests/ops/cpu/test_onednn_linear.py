@@ -1,4 +1,4 @@
-"""Linear layers by oneDNN are linear layers: in one process, on meshes, and wherever oneDNN is not the one to take."""
+"""oneDNN linear layers match nn.Linear on one process and on meshes, and fall back to PyTorch where unsupported."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ pytestmark = pytest.mark.skipif(not onednn_linear.is_available(), reason="this b
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("weight_gradient", [0.0, 2.0])
-def test_values_and_gradients_are_those_of_a_linear_layer(
-    bias: bool, weight_gradient: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_and_gradients_match_linear(bias: bool, weight_gradient: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn_linear, "_SMALLEST_PRODUCT", 0)
     monkeypatch.setattr(chosen_kernels, "_chosen", Kernels(onednn_weight_gradient=weight_gradient))
     torch.manual_seed(0)
@@ -37,9 +35,11 @@ def test_values_and_gradients_are_those_of_a_linear_layer(
     out, expected = ours(x), plain(y)
     out.backward(gradient)
     expected.backward(gradient)
-    pairs = [(out, expected), (x.grad, y.grad), *zip((p.grad for p in ours.parameters()), (p.grad for p in plain.parameters()), strict=True)]  # fmt: skip  # noqa: E501
-    for found, wanted in pairs:
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # float32 in another order
+    pairs = [(out, expected), (x.grad, y.grad)]
+    for weight, plain_weight in zip(ours.parameters(), plain.parameters(), strict=True):
+        pairs.append((weight.grad, plain_weight.grad))
+    for actual, target in pairs:
+        torch.testing.assert_close(actual, target, rtol=1e-5, atol=1e-5)  # float32 sums in a different order
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_values_and_gradients_are_those_of_a_linear_layer(
         lambda layer, x: (layer, x[:0]),
     ],
 )
-def test_what_is_not_for_it_is_left_to_pytorch(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_cases_use_pytorch(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
-        raise AssertionError("oneDNN was asked")
+        raise AssertionError("oneDNN was called")
 
     monkeypatch.setattr(onednn_linear, "product", refuse)
     monkeypatch.setattr(onednn_linear, "_linear", refuse)
@@ -66,7 +66,7 @@ def test_what_is_not_for_it_is_left_to_pytorch(change: Any, monkeypatch: pytest.
         assert torch.equal(out, F.linear(x, layer[0].weight, layer[0].bias))
 
 
-def test_a_subclass_that_computes_something_else_is_left_alone() -> None:
+def test_subclass_with_its_own_forward_is_not_replaced() -> None:
     class Other(nn.Linear):
         pass
 
@@ -76,12 +76,12 @@ def test_a_subclass_that_computes_something_else_is_left_alone() -> None:
 
 
 def by_onednn(rank: int, config: Any) -> tuple[Result, int]:
-    asked = []
+    calls = []
     product = onednn_linear.product
     onednn_linear._SMALLEST_PRODUCT = 0
-    onednn_linear.product = lambda *arguments: asked.append(1) or product(*arguments)  # type: ignore[func-returns-value]
+    onednn_linear.product = lambda *arguments: calls.append(1) or product(*arguments)  # type: ignore[func-returns-value]
     chosen_kernels.use(Kernels(onednn_linear=2.0))
-    return train_steps(rank, config, 4), len(asked)
+    return train_steps(rank, config, 4), len(calls)
 
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -97,16 +97,16 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_it_changes_no_number_of_a_run(mesh: str) -> None:
+def test_onednn_changes_no_number_of_a_run(mesh: str) -> None:
     training = {"local_batch_size": 4 if mesh == "fsdp" else 8}
     config = tiny_config(parallelism=MESHES[mesh], training=training)
-    for result, asked in run_ranks(1 if mesh == "one" else 2, by_onednn, config):
-        assert asked > 0  # under tensor parallelism too, where split layers multiply plain tensors
+    for result, calls in run_ranks(1 if mesh == "one" else 2, by_onednn, config):
+        assert calls > 0  # also with tensor parallelism, where split layers multiply plain tensors
         assert result.losses == pytest.approx(reference(4).losses, abs=1e-5)
         assert result.grad_norms == pytest.approx(reference(4).grad_norms, rel=1e-5)
 
 
-def test_a_compiler_takes_it_as_one_operation() -> None:
+def test_compiler_treats_it_as_one_operation() -> None:
     x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(onednn_linear._product, (x, weight, None), test_utils=tests)

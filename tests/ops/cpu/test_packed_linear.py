@@ -1,4 +1,4 @@
-"""Linear layers with packed weights are linear layers, and only those are packed that nothing else reads."""
+"""Linear layers with packed weights match nn.Linear. Only weights that no other module reads are packed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def both_types_and_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), pytest.param(torch.bfloat16, 2**-8, marks=NO_BFLOAT16)]
 )
-def test_values_are_those_of_a_linear_layer(dtype: torch.dtype, tolerance: float, bias: bool) -> None:
+def test_values_match_linear(dtype: torch.dtype, tolerance: float, bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(96, 144, bias=bias, dtype=dtype)
     exact = nn.Linear(96, 144, bias=bias).double()
@@ -42,13 +42,13 @@ def test_values_are_those_of_a_linear_layer(dtype: torch.dtype, tolerance: float
     with torch.inference_mode():
         for shape in ((1,), (2,), (3,), (4,), (7,), (64,), (0,), (2, 0), (1, 1), (8, 1), (3, 5), (2, 1, 3)):
             x = torch.randn(*shape, 96).to(dtype)
-            found = packed(x)
-            assert found.shape == (*shape, 144) and found.dtype == dtype
-            # rounding of a sum, of 16 bits where the result is: relative to the largest number, which is about 2
-            torch.testing.assert_close(found.double(), exact(x.double()), rtol=0, atol=2 * tolerance)
+            actual = packed(x)
+            assert actual.shape == (*shape, 144) and actual.dtype == dtype
+            # rounding of a sum, or of a 16-bit result, relative to the largest number of about 2
+            torch.testing.assert_close(actual.double(), exact(x.double()), rtol=0, atol=2 * tolerance)
 
 
-def test_a_weight_is_what_it_was_and_its_old_memory_is_free() -> None:
+def test_weight_is_unchanged_and_its_old_memory_is_freed() -> None:
     layer = nn.Linear(32, 48, bias=False)
     before, old = layer.weight.detach().clone(), weakref.ref(layer.weight)
     packed_linear.use(nn.Sequential(layer))
@@ -56,15 +56,15 @@ def test_a_weight_is_what_it_was_and_its_old_memory_is_free() -> None:
     assert layer.weight.shape == (48, 32) and torch.equal(layer.weight.to_dense(), before)
 
 
-def test_a_tied_head_leaves_the_embedding_its_weight() -> None:
+def test_tied_head_is_packed_and_the_embedding_keeps_its_weight() -> None:
     module = find("llama3")
     model = module.Model(module.Config(vocab_size=32, dim=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=24, tied_embeddings=True)).requires_grad_(False)  # fmt: skip  # noqa: E501
     tokens_BT = torch.arange(6).view(2, 3)
     nn.init.normal_(model.embed.weight)
     expected = model(tokens_BT, torch.arange(3).expand(2, -1))
     assert packed_linear.use(model) and type(model.head) is PackedLinear
-    found = model(tokens_BT, torch.arange(3).expand(2, -1))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # float32 in another order
+    logits = model(tokens_BT, torch.arange(3).expand(2, -1))
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # float32 sums in a different order
 
 
 class Doubled(nn.Linear):
@@ -73,19 +73,19 @@ class Doubled(nn.Linear):
 
 
 @pytest.mark.parametrize("layer", [Doubled(8, 8), nn.Linear(8, 8).double(), nn.Linear(8, 8).half(), nn.LayerNorm(8)])
-def test_other_layers_and_types_stay_as_they_are(layer: nn.Module) -> None:
+def test_other_layers_and_dtypes_are_not_packed(layer: nn.Module) -> None:
     kind = type(layer)
     assert not packed_linear.use(nn.Sequential(layer))
     assert type(layer) is kind
 
 
 @pytest.mark.parametrize("kernels", [chosen_kernels.PYTORCH, Kernels(packed_linear=1.04, packed_linear_float32=-1.0)])
-def test_nothing_is_packed_where_it_is_not_faster_or_failed(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_packed_if_it_is_slower_or_failed(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen_kernels, "_chosen", kernels)
     assert not packed_linear.use(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16()))
 
 
-def test_layers_of_onednn_are_packed_too() -> None:
+def test_onednn_layers_are_packed_too() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     onednn_linear.use(model)
     assert packed_linear.use(model) and type(model[0]) is PackedLinear
@@ -95,14 +95,14 @@ def test_layers_of_onednn_are_packed_too() -> None:
     ("dtype", "passes", "rows", "pays"),
     [
         pytest.param(torch.bfloat16, 128, 1, True, marks=NO_BFLOAT16),
-        (torch.bfloat16, 8, 1, False),  # packing takes longer than it saves
+        (torch.bfloat16, 8, 1, False),  # packing costs more than it saves
         (torch.float32, 128, 8, True),
-        (torch.float32, 128, 1, False),  # a single row is read as fast where it lies
+        (torch.float32, 128, 1, False),  # unpacked weights are as fast for a single row
     ],
 )
-def test_packing_has_to_pay(dtype: torch.dtype, passes: int, rows: int, pays: bool) -> None:
+def test_packing_requires_enough_use(dtype: torch.dtype, passes: int, rows: int, pays: bool) -> None:
     module = find("llama3")
     model = module.Model(module.Config(vocab_size=32, dim=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=24)).to(dtype)  # fmt: skip  # noqa: E501
     assert packed_linear.use_where_it_pays(model, passes, rows) is pays
-    # a model of another's may read the weight of a linear layer itself
+    # models of users may read the weight of a linear layer
     assert not packed_linear.use_where_it_pays(nn.Sequential(nn.Linear(8, 8, dtype=dtype)), passes, rows)

@@ -1,4 +1,4 @@
-"""RMSNorm by rows is RMSNorm: as near to float64 as PyTorch's own, and left out wherever it is not for it."""
+"""Rowwise RMSNorm is as accurate as PyTorch's own, and falls back to it where unsupported."""
 
 from __future__ import annotations
 
@@ -43,35 +43,35 @@ def _float64_by_default() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def test_the_default_dtype_changes_no_number(request: pytest.FixtureRequest) -> None:
+def test_default_dtype_changes_no_number(request: pytest.FixtureRequest) -> None:
     expected = computed(RowwiseRMSNorm, torch.bfloat16, (7, 24), 1e-5)
     request.getfixturevalue("_float64_by_default")
-    for found, usual in zip(computed(RowwiseRMSNorm, torch.bfloat16, (7, 24), 1e-5), expected, strict=True):
-        assert torch.equal(found, usual)
+    for actual, expected_value in zip(computed(RowwiseRMSNorm, torch.bfloat16, (7, 24), 1e-5), expected, strict=True):
+        assert torch.equal(actual, expected_value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 24), (2, 300, 48), (3, 2, 5, 8)])
 @pytest.mark.parametrize("eps", [1e-5, 0.1])
-def test_its_error_against_float64_is_that_of_pytorch(
+def test_error_against_float64_is_that_of_pytorch(
     dtype: torch.dtype, shape: tuple[int, ...], eps: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rms_norm, "_CHUNK_NUMEL", 200)  # several chunks, the last of which is shorter
+    monkeypatch.setattr(rms_norm, "_CHUNK_NUMEL", 200)  # several chunks, with a shorter last one
     exact = computed(nn.RMSNorm, torch.float64, shape, eps)
-    ours, theirs = computed(RowwiseRMSNorm, dtype, shape, eps), computed(nn.RMSNorm, dtype, shape, eps)
-    for found, usual, expected in zip(ours, theirs, exact, strict=True):
-        error, usual_error = (float((one.double() - expected).norm()) for one in (found, usual))
-        # half a unit in the last place of a number of its size, where PyTorch happens to be exact
+    rowwise, pytorch = computed(RowwiseRMSNorm, dtype, shape, eps), computed(nn.RMSNorm, dtype, shape, eps)
+    for actual, pytorch_value, expected in zip(rowwise, pytorch, exact, strict=True):
+        error, usual_error = (float((value.double() - expected).norm()) for value in (actual, pytorch_value))
+        # half a unit in the last place, in case PyTorch happens to be exact
         assert error <= 1.5 * usual_error + torch.finfo(dtype).eps * float(expected.norm()), (error, usual_error)
 
 
-def test_without_an_eps_it_takes_pytorch_s() -> None:
+def test_default_eps_is_that_of_pytorch() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        small = torch.full((1, 4), 0.001, dtype=dtype)  # so small that eps decides
+        small = torch.full((1, 4), 0.001, dtype=dtype)  # small enough for eps to dominate
         torch.testing.assert_close(RowwiseRMSNorm(4, dtype=dtype)(small), nn.RMSNorm(4, dtype=dtype)(small))
 
 
-def test_a_view_and_a_gradient_that_are_not_contiguous_are_taken() -> None:
+def test_non_contiguous_inputs_and_gradients_are_supported() -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     results = []
     for kind in (RowwiseRMSNorm, nn.RMSNorm):
@@ -90,13 +90,13 @@ def test_a_view_and_a_gradient_that_are_not_contiguous_are_taken() -> None:
         lambda module, x: (module, x[:0]),
     ],
 )
-def test_what_is_not_for_it_is_left_to_pytorch(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_cases_use_pytorch(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rms_norm._RMSNorm, "apply", lambda *_: pytest.fail("by rows"))
     module, x = change(RowwiseRMSNorm(8, eps=1e-5), torch.ones(2, 8))
     assert module(x).shape == x.shape
 
 
-def test_a_subclass_and_a_norm_without_weight_are_left_alone() -> None:
+def test_subclass_and_norm_without_weight_are_not_replaced() -> None:
     class Other(nn.RMSNorm):
         pass
 
@@ -108,18 +108,18 @@ def test_a_subclass_and_a_norm_without_weight_are_left_alone() -> None:
 
 
 def by_rows(rank: int, config: Any) -> tuple[Result, int]:
-    asked = []
+    calls = []
     apply = rms_norm._RMSNorm.apply
-    rms_norm._RMSNorm.apply = lambda *arguments: asked.append(1) or apply(*arguments)  # type: ignore[func-returns-value]
+    rms_norm._RMSNorm.apply = lambda *arguments: calls.append(1) or apply(*arguments)  # type: ignore[func-returns-value]
     chosen_kernels.use(Kernels(rms_norm=2.0))
-    return train_steps(rank, config, 4), len(asked)
+    return train_steps(rank, config, 4), len(calls)
 
 
 @pytest.mark.parametrize("mesh", ["one", "fsdp", "tp"])
-def test_it_changes_no_number_of_a_run(mesh: str) -> None:
+def test_rowwise_norm_changes_no_number_of_a_run(mesh: str) -> None:
     parallelism = {"tensor_parallel_degree": 2} if mesh == "tp" else {}
     config = tiny_config(parallelism=parallelism, training={"local_batch_size": 4 if mesh == "fsdp" else 8})
-    for result, asked in run_ranks(1 if mesh == "one" else 2, by_rows, config):
-        assert asked or mesh == "tp"  # whose norms are given DTensors
+    for result, calls in run_ranks(1 if mesh == "one" else 2, by_rows, config):
+        assert calls or mesh == "tp"  # with TP, norms get DTensors
         assert result.losses == pytest.approx(reference(4).losses, abs=1e-5)
         assert result.grad_norms == pytest.approx(reference(4).grad_norms, rel=1e-5)

@@ -135,7 +135,7 @@ def run(path: str, *words: str) -> int:
 
 @pytest.mark.nightly(
     "by verify",
-    by="tests/models/test_external_model.py::test_a_model_file_of_a_user_gives_the_same_numbers_on_every_mesh",
+    by="tests/models/test_external_model.py::test_model_file_of_a_user_has_the_same_numbers_on_every_mesh",
 )
 def test_a_model_file_of_a_user_is_proved_on_every_axis(tmp_path, capsys):
     meshes = ["--mesh", "dp_shard=2", "tp=2", "pp=2", "cp=2"]
