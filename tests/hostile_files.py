@@ -1,6 +1,6 @@
-"""Artefacts that strangers could have written, by kind: each tries to run code, to reach out, or to eat the machine.
+"""Hostile artefacts by kind: each tries to run code, to access the network or other files, or to exhaust the machine.
 
-Whatever runs code would leave a file named ``canary`` in the folder of the fixtures.
+An artefact that runs code would create a file named ``canary`` in the folder of the fixtures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MANY = "[" * 100_000
 
 
 class Bomb:
-    """Unpickled, it runs a command."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -39,7 +39,7 @@ class Bomb:
 
 
 def bombs(canary: Path) -> dict[str, bytes]:
-    """Pickles of every protocol, and what torch.save makes of one."""
+    """Return pickles of every protocol, and files of torch.save."""
     found = {f"pickle-{p}": pickle.dumps(Bomb(canary), protocol=p) for p in range(pickle.HIGHEST_PROTOCOL + 1)}
     zipped = io.BytesIO()
     with zipfile.ZipFile(zipped, "w") as file:
@@ -49,7 +49,7 @@ def bombs(canary: Path) -> dict[str, bytes]:
 
 
 def code(canary: Path) -> str:
-    """Python that leaves the canary."""
+    """Return Python code that creates the canary."""
     return f"open({str(canary)!r}, 'w').close()\nFLAVORS = {{}}\ndef open_source(request): pass\n"
 
 
@@ -65,7 +65,7 @@ def signed(body: str) -> bytes:
 
 
 def make(root: Path) -> dict[str, list[Path]]:
-    """Write all artefacts below ``root``; gives the paths to open, by kind."""
+    """Write all artefacts below ``root``. Return the paths to open, by kind."""
     canary = root / "canary"
     return {
         "checkpoint": make_checkpoints(root / "checkpoint", canary),
@@ -80,7 +80,7 @@ def make(root: Path) -> dict[str, list[Path]]:
 
 
 def make_checkpoints(root: Path, canary: Path) -> list[Path]:
-    """Folders of a run with a checkpoint each."""
+    """Write run folders with one checkpoint each."""
     with world_of_one():
         kept = checkpoints(root / "good")
         kept.to_continue()
@@ -129,7 +129,7 @@ def make_checkpoints(root: Path, canary: Path) -> list[Path]:
     write(found[-1] / "checkpoint/lease.json", MANY)
     case("lease-pickle")
     write(found[-1] / "checkpoint/lease.json", pickle.dumps(Bomb(canary)))
-    for name in ("lease-deep", "lease-pickle"):  # a fresh one would be watched for a minute
+    for name in ("lease-deep", "lease-pickle"):  # a new lease would be watched for a minute
         os.utime(root / name / "checkpoint/lease.json", (0, 0))
     case("lease-pipe")
     os.mkfifo(found[-1] / "checkpoint/lease.json")
@@ -144,7 +144,7 @@ def safetensors(header: dict[str, Any] | bytes, data: bytes = b"", size: int | N
 
 
 def make_foreign(root: Path, canary: Path) -> list[Path]:
-    """What other programs call a checkpoint: none of it is read, and none may be tried."""
+    """Write checkpoint files of other programs, which must not be opened."""
     one = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     files = {
         "huge-header": safetensors(b"{" + b" " * 2**20, size=100 * 2**20),
@@ -169,7 +169,7 @@ def make_foreign(root: Path, canary: Path) -> list[Path]:
 
 
 def make_tokenizers(root: Path, canary: Path) -> list[Path]:
-    """Folders of tokenizers."""
+    """Write folders of tokenizers."""
     found = []
 
     def json_case(name: str, change: Callable[[dict[str, Any]], object], **config: object) -> Path:
@@ -232,7 +232,7 @@ def make_tokenizers(root: Path, canary: Path) -> list[Path]:
 
 
 def make_templates(root: Path, canary: Path) -> list[Path]:
-    """Chat templates, as files."""
+    """Write files with chat templates."""
     attributes = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     call = f"('touch {canary}')"
     texts = [
@@ -287,7 +287,7 @@ def make_templates(root: Path, canary: Path) -> list[Path]:
 
 
 def make_datasets(root: Path, canary: Path) -> list[Path]:
-    """Files and folders of rows; the name before the first dash says which dataset reads them."""
+    """Write datasets. The name of a file before the first dash is the kind of its dataset."""
     row = b'{"text": "hello"}\n'
     lines = {
         "nan": b'{"text": "a", "x": NaN}\n{"text": "b", "x": -Infinity}\n',
@@ -299,7 +299,7 @@ def make_datasets(root: Path, canary: Path) -> list[Path]:
     }
     found = [write(root / f"jsonl-{name}.jsonl", content) for name, content in lines.items()]
     found += [write(root / f"jsonl-{name}.jsonl", bomb + b"\n" + row) for name, bomb in bombs(canary).items()]
-    bomb = b" " * 2**26  # one line of 64 MiB, above the largest row
+    bomb = b" " * 2**26  # one line of 64 MiB, more than the largest allowed row
     packers: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
     for ending, pack in packers.items():
         found.append(write(root / f"jsonl-bomb.jsonl.{ending}", pack(bomb + row)))
@@ -339,7 +339,7 @@ def make_datasets(root: Path, canary: Path) -> list[Path]:
 
 
 def make_shards(root: Path) -> list[Path]:
-    """Folders of prepared tokens."""
+    """Write folders of prepared tokens."""
     found = []
 
     def case(name: str, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -384,7 +384,7 @@ def make_shards(root: Path) -> list[Path]:
 
 
 def make_configs(root: Path, canary: Path) -> list[Path]:
-    """TOML files; see also test_config_limits.py."""
+    """Write TOML files; see also test_config_limits.py."""
     write(root / "evil.py", code(canary))
     texts = {
         "class": "__class__ = 1\n[__init__]\n__globals__ = 2\n[job.__class__]\nx = 1\n",
@@ -400,7 +400,7 @@ def make_configs(root: Path, canary: Path) -> list[Path]:
 
 
 def make_runs(root: Path, canary: Path) -> list[Path]:
-    """Folders of a run, as ``data show`` and a resume open them."""
+    """Write run folders for ``data show`` and a resume."""
     script = write(root / "evil.py", code(canary))
     found = []
 

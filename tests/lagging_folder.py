@@ -14,21 +14,21 @@ from typing import Any
 
 
 class LaggingFolder:
-    """Hide what other processes make below a folder, until ``seconds`` after this process first asks for it.
+    """Hide files that other processes create below a folder, for ``seconds`` after the first access by this process.
 
-    ``kind`` is "absent" if a file does not exist until then, and "empty" if its size is 0. Folders are absent. It lasts
-    as long as the process.
+    With ``kind`` "absent", hidden files do not exist. With "empty", their size is 0. Hidden folders do not exist. The
+    patches stay until the process ends.
     """
 
     def __init__(self, folder: Path, seconds: float, kind: str) -> None:
         self._folder = folder
         self._seconds = seconds
         self._kind = kind
-        self._own: set[Path] = set()
-        """Made by this process."""
+        self._created: set[Path] = set()
+        """Paths created by this process."""
         self._renamed: set[Path] = set()
-        """Folders that this process has renamed, with what is in them, which it has seen before."""
-        self._first_asked: dict[Path, float] = {}
+        """Folders renamed by this process. It has already seen their content."""
+        self._first_access: dict[Path, float] = {}
         self._real_stat = os.stat
         for name in ("stat", "open", "scandir"):
             setattr(os, name, self._late(name, getattr(os, name)))
@@ -40,10 +40,10 @@ class LaggingFolder:
         def call(*arguments: Any, **options: Any) -> None:
             original(*arguments, **options)
             folder = options.get("dst_dir_fd", options.get("dir_fd"))
-            made = _whole_path(arguments[0] if name == "mkdir" else arguments[1], folder)
-            self._own.add(made)
+            path = _full_path(arguments[0] if name == "mkdir" else arguments[1], folder)
+            self._created.add(path)
             if name == "rename":
-                self._renamed.add(made)
+                self._renamed.add(path)
 
         return call
 
@@ -51,11 +51,11 @@ class LaggingFolder:
         def call(where: Any = ".", *arguments: Any, **options: Any) -> Any:
             if not isinstance(where, str | Path):
                 return original(where, *arguments, **options)
-            path = _whole_path(where, options.get("dir_fd"))
+            path = _full_path(where, options.get("dir_fd"))
             mode = arguments[0] if arguments else options.get("mode", "r")
             creates = mode & os.O_CREAT if name == "open" else name == "io.open" and "w" in mode
             if creates and not self._is_late(path.parent):
-                self._own.add(path)
+                self._created.add(path)
             if not self._is_late(path):
                 return original(where, *arguments, **options)
             status = self._real_stat(path)
@@ -66,11 +66,11 @@ class LaggingFolder:
         return call
 
     def _is_late(self, path: Path) -> bool:
-        if path in self._own or self._renamed & {*path.parents} or self._folder not in path.parents:
+        if path in self._created or self._renamed & {*path.parents} or self._folder not in path.parents:
             return False
-        asked = self._first_asked.setdefault(path, time.monotonic())
-        return time.monotonic() - asked < self._seconds
+        first_access = self._first_access.setdefault(path, time.monotonic())
+        return time.monotonic() - first_access < self._seconds
 
 
-def _whole_path(path: Any, folder: int | None) -> Path:
+def _full_path(path: Any, folder: int | None) -> Path:
     return Path(path) if folder is None else Path(os.readlink(f"/proc/self/fd/{folder}"), path)

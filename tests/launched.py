@@ -1,4 +1,4 @@
-"""A small run under a launcher of its own, forked from the tests: what to run it with, and what it left."""
+"""Start small runs with their launcher in a fork of the tests, hold them in a phase, and read their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardtrain.train import trainer as train
 from shardtrain.train import validation
 
 STEPS, HELD = 6, 3
-"""Steps of the run, and the one in which it is held."""
+"""Number of steps of the run, and the step in which it is held."""
 TIMEOUT = 120
 VALIDATION = {"enable": True, "freq": HELD, "steps": 3, "dataset": "text", "dataset_path": text_file(), "seq_len": 64}
 
@@ -71,16 +71,16 @@ def record(folder: Path) -> dict:
 
 
 def newest(folder: Path) -> int:
-    found = signals.newest_checkpoint(folder / "checkpoint")
-    return int(found.name[5:]) if found else 0
+    checkpoint = signals.newest_checkpoint(folder / "checkpoint")
+    return int(checkpoint.name.removeprefix("step-")) if checkpoint else 0
 
 
 def losses(folder: Path) -> dict[int, tuple[float, str]]:
-    whole = (
-        (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
-    )  # of a run that continues, the last may be half there
-    lines = [json.loads(line) for line in whole.splitlines()]
-    return {line["step"]: (line["loss"], line["order_hash"]) for line in lines if "loss" in line}
+    """Return the loss and the hash of the data order of each step."""
+    # the last line of a live run may be incomplete
+    complete_lines = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
+    records = [json.loads(line) for line in complete_lines.splitlines()]
+    return {record["step"]: (record["loss"], record["order_hash"]) for record in records if "loss" in record}
 
 
 def hold(folder: Path, seconds: float = TIMEOUT) -> None:
@@ -91,7 +91,7 @@ def hold(folder: Path, seconds: float = TIMEOUT) -> None:
 
 
 def before(owner, name, when, action):
-    """Call ``action`` before each call of a method for which ``when(run of calls so far)`` holds."""
+    """Patch a method to call ``action`` before each call whose number satisfies ``when``."""
     original, calls = getattr(owner, name), []
 
     def patched(*arguments, **names):
@@ -104,11 +104,11 @@ def before(owner, name, when, action):
 
 
 def patch(folder: Path, phase: str) -> None:
-    """Hold this rank in a phase; only in the process of one rank."""
-    held = lambda: hold(folder)  # noqa: E731
+    """Patch this process, which is a single rank, to stop in a phase."""
+    wait = lambda: hold(folder)  # noqa: E731
     in_step = lambda number: lambda calls: calls == number  # noqa: E731
     if phase in ("step", "warm-up"):
-        before(train.optim, "set_learning_rate", in_step(HELD if phase == "step" else 1), held)
+        before(train.optim, "set_learning_rate", in_step(HELD if phase == "step" else 1), wait)
     elif phase == "evaluation":
         generator = validation._batches
 
@@ -120,7 +120,7 @@ def patch(folder: Path, phase: str) -> None:
 
         validation._batches = batches
     elif phase == "save":
-        before(Checkpoints, "save", in_step(1), held)
+        before(Checkpoints, "save", in_step(1), wait)
     elif phase == "data":
         before(DataLoader, "__next__", in_step(HELD), lambda: ((folder / "ready").touch(), time.sleep(10 * TIMEOUT)))
     elif phase == "worker":
@@ -129,7 +129,7 @@ def patch(folder: Path, phase: str) -> None:
         before(MicroBatches, "__getitem__", in_step(HELD), stall)
     elif phase == "slow save":
         before(Checkpoints, "save", lambda _: True, lambda: time.sleep(4))
-        before(train.optim, "set_learning_rate", in_step(HELD), held)
+        before(train.optim, "set_learning_rate", in_step(HELD), wait)
     elif phase == "slow second save":
         before(Checkpoints, "save", in_step(2), lambda: ((folder / "ready").touch(), time.sleep(TIMEOUT)))
     elif phase == "done":

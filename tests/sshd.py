@@ -1,4 +1,4 @@
-"""A real sshd for tests: an ordinary process on a free port of the loopback, with keys of its own."""
+"""A real sshd for tests: a process on a free port of the loopback interface, with new keys."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").exist
 
 
 def missing() -> str:
-    """What this machine lacks for a real sshd; empty where nothing does."""
+    """Return the reason why sshd cannot run on this machine, or an empty string."""
     if SSHD is None or not shutil.which("ssh") or not shutil.which("ssh-keygen"):
         return "no sshd here: apt-get install openssh-server openssh-client (.ci/components.sh does)"
     if os.geteuid() == 0 and not Path("/run/sshd").is_dir():
-        return "sshd run by root needs the folder /run/sshd (.ci/components.sh makes it)"
+        return "sshd run by root needs the folder /run/sshd (.ci/components.sh creates it)"
     return ""
 
 
 @contextmanager
 def server(folder: Path, hosts: dict[str, str]) -> Iterator[Path]:
-    """Serve ``hosts`` (alias -> loopback address); gives the file for ``ssh -F`` that knows them."""
+    """Serve ``hosts`` (loopback addresses by alias). Yield the configuration file for ``ssh -F``."""
     port = free_port()
     config = prepare(folder, hosts, port)
     with daemon(folder) as process:
@@ -46,9 +46,9 @@ def server(folder: Path, hosts: dict[str, str]) -> Iterator[Path]:
 
 @contextmanager
 def daemon(folder: Path, inside: Sequence[str] = ()) -> Iterator[subprocess.Popen]:
-    """Run sshd as ``prepare`` has configured it; ``inside`` are the words that enter another machine."""
-    words = [*inside, str(SSHD), "-D", "-e", "-f", str(folder / "sshd_config")]
-    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    """Run sshd with the files of ``prepare``. ``inside`` is a command prefix that enters another machine."""
+    command = [*inside, str(SSHD), "-D", "-e", "-f", str(folder / "sshd_config")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         yield process
     finally:
@@ -57,7 +57,7 @@ def daemon(folder: Path, inside: Sequence[str] = ()) -> Iterator[subprocess.Pope
 
 
 def prepare(folder: Path, hosts: dict[str, str], port: int) -> Path:
-    """Make keys and the files of both sides; sshd listens on those of ``hosts`` that its machine has."""
+    """Create the keys and files of both sides. sshd listens on the addresses of ``hosts`` that its machine has."""
     folder.mkdir(mode=0o700, exist_ok=True)
     for name in ("host", "user"):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
@@ -73,15 +73,15 @@ def prepare(folder: Path, hosts: dict[str, str], port: int) -> Path:
     lines = [f"{name} {value}" for name, value in settings.items()]
     lines += [f"ListenAddress {address}:{port}" for address in dict.fromkeys(hosts.values())]
     (folder / "sshd_config").write_text("\n".join(lines) + "\n")
-    known = [f"Host {alias}\n  HostName {address}" for alias, address in hosts.items()]
+    host_sections = [f"Host {alias}\n  HostName {address}" for alias, address in hosts.items()]
     common = {
         "Port": port,
         "IdentityFile": folder / "user",
         "IdentitiesOnly": "yes",
-        "UserKnownHostsFile": folder / "known",
+        "UserKnownHostsFile": folder / "host_sections",
         "StrictHostKeyChecking": "no",
         "LogLevel": "ERROR",
     }
-    known.append("Host *\n" + "\n".join(f"  {name} {value}" for name, value in common.items()))
-    (folder / "ssh_config").write_text("\n".join(known) + "\n")
+    host_sections.append("Host *\n" + "\n".join(f"  {name} {value}" for name, value in common.items()))
+    (folder / "ssh_config").write_text("\n".join(host_sections) + "\n")
     return folder / "ssh_config"

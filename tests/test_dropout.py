@@ -1,4 +1,4 @@
-"""A model with dropout continues, bit for bit, as if it had never ended: accumulation, FSDP, an epoch's edge."""
+"""A model with dropout resumes bitwise, with accumulation, FSDP and at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ def initial(c):
     return {name: Draw("normal", std=0.1) for name in names}
 '''
 ROWS = 24
-"""Of an epoch: three steps of eight."""
+"""Rows per epoch: three steps of eight rows."""
 MESHES: dict[str, dict[str, Any]] = {"fsdp": {}, "ddp": {"data_parallel_replicate_degree": 2}}
 
 
 def config(root: Path, name: str, mesh: str, flavor: str = "small") -> Config:
-    made = tiny_config(
+    base = tiny_config(
         job={"dump_folder": str(root / name)},
         parallelism=MESHES[mesh],
         training={
@@ -124,16 +124,15 @@ def config(root: Path, name: str, mesh: str, flavor: str = "small") -> Config:
         },
         checkpoint={"enable": True, "interval": 3},
     )
-    return dataclasses.replace(
-        made, model=dataclasses.replace(made.model, name=str(root / "dropping.py"), flavor=flavor, overrides={})
-    )
+    model = dataclasses.replace(base.model, name=str(root / "dropping.py"), flavor=flavor, overrides={})
+    return dataclasses.replace(base, model=model)
 
 
 def runs(rank: int, root: Path) -> dict[str, Ended]:
     ended = {"sure": train_whole(rank, config(root, "sure", "fsdp", flavor="sure"), stop_after=1)}
     for mesh in MESHES:
         ended[f"{mesh} straight"] = train_whole(rank, config(root, f"{mesh}-straight", mesh))
-        # three steps are an epoch: the run ends at its edge, and, from the same checkpoint, within the next
+        # an epoch has three steps: one run stops at its end, and another in the next epoch
         train_whole(rank, config(root, mesh, mesh), stop_after=3)
         if rank == 0:
             shutil.copytree(root / mesh, root / f"{mesh}-later")
@@ -168,7 +167,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
     "with dropout",
     by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
 )
-def test_a_run_with_dropout_continues_to_the_bit(ended: list[dict[str, Ended]], mesh: str, where: str) -> None:
+def test_run_with_dropout_resumes_bitwise(ended: list[dict[str, Ended]], mesh: str, where: str) -> None:
     for rank in ended:
         straight, resumed = rank[f"{mesh} straight"], rank[f"{mesh}{where}"]
         assert straight.error is None and resumed.error is None
@@ -180,16 +179,14 @@ def test_a_run_with_dropout_continues_to_the_bit(ended: list[dict[str, Ended]], 
         assert digest(resumed.optimizer) == digest(straight.optimizer)
 
 
-def test_the_epoch_ends_where_the_run_does(ended: list[dict[str, Ended]]) -> None:
-    """Else the law above would be about less than it says."""
-    seen = [
-        sorted(i for rank in ended for step in steps for i in rank["fsdp straight"].sample_ids[step])
-        for steps in ((0, 1, 2), (3, 4, 5))
-    ]
-    assert seen == [list(range(ROWS))] * 2
+def test_run_is_interrupted_at_the_end_of_an_epoch(ended: list[dict[str, Ended]]) -> None:
+    """Otherwise the test above would not cover the end of an epoch."""
+    for steps in ((0, 1, 2), (3, 4, 5)):
+        sample_ids = [i for rank in ended for step in steps for i in rank["fsdp straight"].sample_ids[step]]
+        assert sorted(sample_ids) == list(range(ROWS))
 
 
-def test_the_model_does_drop(ended: list[dict[str, Ended]]) -> None:
+def test_model_applies_dropout(ended: list[dict[str, Ended]]) -> None:
     assert ended[0]["sure"].losses[0] != ended[0]["fsdp straight"].losses[0]
 
 
@@ -202,12 +199,11 @@ SPLIT: dict[str, dict[str, Any]] = {
 
 
 def masks_of_a_step(rank: int, model: str, parallelism: dict[str, Any]) -> dict[str, list[Tensor]]:
-    """What each dropout kept in one training step, by its name; full recompute must drop the same again."""
-    made = tiny_config(parallelism=parallelism, activation_checkpoint={"mode": "full"})
-    made = dataclasses.replace(
-        made, model=dataclasses.replace(made.model, name=model, flavor="small", overrides={"vocab_size": 512})
-    )
-    run = make_run(rank, made)
+    """Return the masks of each dropout in one training step, by its name. Recomputation draws each mask again."""
+    base = tiny_config(parallelism=parallelism, activation_checkpoint={"mode": "full"})
+    overrides = {"vocab_size": 512}
+    model_options = dataclasses.replace(base.model, name=model, flavor="small", overrides=overrides)
+    run = make_run(rank, dataclasses.replace(base, model=model_options))
     masks: dict[str, list[Tensor]] = {}
     for part in run.runner.parts:
         for name, module in part.named_modules():
@@ -223,15 +219,16 @@ def local(mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mesh", SPLIT)
-def test_ranks_that_hold_different_tokens_drop_different_numbers(mesh: str, tmp_path: Path) -> None:
+def test_ranks_with_different_tokens_draw_different_masks(mesh: str, tmp_path: Path) -> None:
     file, encoder = tmp_path / "dropping.py", tmp_path / "causal_encoder.py"
     file.write_text(MODEL_FILE)
-    # under the task of next tokens, for which it would be refused; what it learns does not matter here
-    own = (Path(shardtrain.models.__path__[0]) / "encoder.py").read_text()
-    encoder.write_text(own.replace("CAUSAL = False", "CAUSAL = True").replace('"debugmodel": {', '"small": {', 1))
-    # the encoder sees all tokens of a row, which context parallelism does not carry
+    # pretend that the encoder is causal, because the task requires it; the result does not matter here
+    original = (Path(shardtrain.models.__path__[0]) / "encoder.py").read_text()
+    encoder.write_text(original.replace("CAUSAL = False", "CAUSAL = True").replace('"debugmodel": {', '"small": {', 1))
+    # context parallelism does not support bidirectional attention
     models = [str(file)] if "cp" in mesh else [str(file), str(encoder)]
-    if "pp" in mesh:  # which refuses a file that drops between its modules: each stage would drop what it is given
+    # pipelines refuse dropout between modules, because each stage would apply it to its input
+    if "pp" in mesh:
         models = [str(encoder)]
     num_ranks = 4 if " x " in mesh else 2
     for model in models:
@@ -243,7 +240,7 @@ def test_ranks_that_hold_different_tokens_drop_different_numbers(mesh: str, tmp_
                 for theirs in holders[:i]:
                     assert len(mine) == len(theirs) > 0
                     assert not any(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), name
-                    # of independent masks with rate p, p^2 + (1 - p)^2 agree: 0.82 for 0.1 and 0.68 for 0.2
+                    # independent masks with rate p agree in p^2 + (1 - p)^2 elements: 0.82 for 0.1 and 0.68 for 0.2
                     together = torch.cat([(a == b).flatten().float() for a, b in zip(mine, theirs, strict=True)])
                     assert together.mean().item() < 0.85
 
@@ -254,9 +251,9 @@ def refusal_of(rank: int, model: str) -> str:
     return str(raised.value)
 
 
-def test_dropout_of_what_tensor_parallel_ranks_hold_whole_is_refused(tmp_path: Path) -> None:
+def test_dropout_of_replicated_activations_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "dropping.py"
-    # on what attention has gathered, before queries, keys and values are made of it
+    # the gathered input of attention, before the projections to queries, keys and values
     inside = (
         "class DroppingAttention(Attention):\n    def __init__(self, *sizes, rate):\n        super().__init__(*sizes)\n"
     )
@@ -268,24 +265,25 @@ def test_dropout_of_what_tensor_parallel_ranks_hold_whole_is_refused(tmp_path: P
         "DroppingAttention(c.dim, c.num_heads, c.num_heads, c.head_dim, rate=c.dropout)",
     )
     file.write_text(text)
-    for said in run_ranks(2, refusal_of, str(file)):
-        assert said.startswith("parallelism.tensor_parallel_degree=2 applies dropout in blocks.0.attn.early")
-        assert "\n" not in said
+    for message in run_ranks(2, refusal_of, str(file)):
+        assert message.startswith("parallelism.tensor_parallel_degree=2 applies dropout in blocks.0.attn.early")
+        assert "\n" not in message
 
 
-def drops_beside_latents(rank: int, model: str) -> int:
+def num_dropouts(rank: int, model: str) -> int:
     return len(masks_of_a_step(rank, model, SPLIT["tp"]))
 
 
-def test_dropout_behind_a_rowwise_linear_is_not_refused_beside_what_ranks_compute_alike(tmp_path: Path) -> None:
-    """Latent attention has "replicate" modules within; what follows its output is of each rank's own tokens."""
+def test_dropout_after_a_rowwise_linear_is_allowed_next_to_replicated_modules(tmp_path: Path) -> None:
+    """Latent attention contains "replicate" modules, but its output has different tokens on each rank."""
     file, text = tmp_path / "latent.py", (Path(__file__).parent / "models/others/mla_moe.py").read_text()
-    made = "self.out = nn.Linear(c.num_heads * c.nope_dim, c.dim, bias=False)"
-    text = text.replace(made, f"{made}\n        self.drop = nn.Dropout(0.1)").replace('{"tiny": {}}', '{"small": {}}')
-    after = "return self.out(out[..., : self.nope_dim].flatten(2))"
-    assert made in text and after in text
-    file.write_text(text.replace(after, "return self.drop(self.out(out[..., : self.nope_dim].flatten(2)))"))
-    assert run_ranks(2, drops_beside_latents, str(file)) == [4, 4]
+    definition = "self.out = nn.Linear(c.num_heads * c.nope_dim, c.dim, bias=False)"
+    result = "return self.out(out[..., : self.nope_dim].flatten(2))"
+    assert definition in text and result in text
+    text = text.replace(definition, f"{definition}\n        self.drop = nn.Dropout(0.1)")
+    text = text.replace('{"tiny": {}}', '{"small": {}}')
+    file.write_text(text.replace(result, "return self.drop(self.out(out[..., : self.nope_dim].flatten(2)))"))
+    assert run_ranks(2, num_dropouts, str(file)) == [4, 4]
     file.write_text(text.replace("self.latent_norm(latent)", "self.drop(self.latent_norm(latent))"))
-    for said in run_ranks(2, refusal_of, str(file)):
-        assert said.startswith("parallelism.tensor_parallel_degree=2 applies dropout in layers.0.attn.drop")
+    for message in run_ranks(2, refusal_of, str(file)):
+        assert message.startswith("parallelism.tensor_parallel_degree=2 applies dropout in layers.0.attn.drop")

@@ -1,4 +1,4 @@
-"""What runs in a fork of the tests is what a new interpreter would run: each command here is asked of both."""
+"""A command in a fork of the tests behaves as in a new interpreter: the tests run each command in both."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def show():
     print("error", file=sys.stderr)
 
 atexit.register(print, "at exit")
-threading.Thread(target=lambda: (threading.Event().wait(0.1), print("a thread that is waited for"))).start()
+threading.Thread(target=lambda: (threading.Event().wait(0.1), print("a thread that delays the exit"))).start()
 """
 ENDS = {
     "well": "show()",
     "status": "sys.exit(7)",
-    "words": "sys.exit('why it ends')",
-    "exception": "raise ValueError('why it ends')",
+    "message": "sys.exit('a message')",
+    "exception": "raise ValueError('a message')",
     "signal": "os.kill(os.getpid(), signal.SIGKILL)",
     "interrupt": "signal.raise_signal(signal.SIGINT)",
 }
@@ -38,54 +38,52 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, an
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_fork_of_the_tests_does_what_a_new_interpreter_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
+def test_fork_behaves_like_a_new_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(f"{PROGRAM}\n{ENDS[end]}\n")
     (tmp_path / "temporary").mkdir()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in background jobs of a shell
         signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setenv("UNWANTED", "of the tests")
     environment = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path / "temporary"), "LC_CTYPE": "C.UTF-8"}
     answers = []
     for run in (subprocess.run, forked.run):
         done = run(
-            [sys.executable, str(program), "--some", "words"],
-            input="what is asked", env=environment, cwd=tmp_path, capture_output=True, text=True,
+            [sys.executable, str(program), "--some", "arguments"],
+            input="the input", env=environment, cwd=tmp_path, capture_output=True, text=True,
             start_new_session=True, timeout=patience.seconds(60),
         )  # fmt: skip
-        # of a trace the last line: a fork has frames of its own above
+        # only the last line of a traceback is equal, because a fork has additional frames
         answers.append((done.returncode, done.stdout, done.stderr.splitlines()[-1:]))
     assert answers[0] == answers[1]
 
 
-def test_a_fork_is_asked_to_stop_and_its_pipes_end_with_it() -> None:
-    words = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]
-    with forked.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(os.environ)) as process:
+def test_terminated_fork_closes_its_pipes() -> None:
+    command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]
+    with forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(os.environ)) as process:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=patience.seconds(60))
     assert process.returncode == -signal.SIGTERM
 
 
-def test_a_fork_that_asks_for_its_stack_reads_no_source(tmp_path: Path) -> None:
+def test_inspecting_the_stack_of_a_fork_reads_no_source(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import inspect, linecache\n"
         "linecache.getlines = lambda *_: 1 / 0\n"
         "def outer():\n    return inner()\n"
-        "def inner():\n    return [one.function for one in inspect.stack()[:2]]\n"
+        "def inner():\n    return [frame.function for frame in inspect.stack()[:2]]\n"
         "print(outer())\n"
     )
     done = forked.run([sys.executable, str(program)], capture_output=True, text=True, timeout=patience.seconds(60))
     assert (done.stdout, done.stderr) == ("['inner', 'outer']\n", "")
 
 
-def test_a_fork_of_a_process_that_has_compiled_compiles_in_threads_of_its_own(tmp_path: Path) -> None:
-    """A rank had waited for ever for a thread that its parent had, and the fork had not."""
+def test_fork_of_a_process_that_has_compiled_can_compile(tmp_path: Path) -> None:
+    """A rank hung because it waited for a thread that exists only in the parent process."""
     from torch._inductor.async_compile import AsyncCompile
 
-    AsyncCompile.pool().submit(abs, -1).result()  # its thread is idle from now on
+    AsyncCompile.pool().submit(abs, -1).result()  # the pool now has an idle thread
     program = tmp_path / "program.py"
     program.write_text(
         "from torch._inductor.async_compile import AsyncCompile\n"

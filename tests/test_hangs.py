@@ -1,6 +1,6 @@
-"""A run of which one rank hangs ends soon, and the right rank and phase are named; on real processes.
+"""A run with a hanging rank ends soon, and the report names the correct rank and phase. These tests use real processes.
 
-SHARDTRAIN_HANGS is the number of hangs at random ranks and places, 2 unless set; 200 take about 25 minutes.
+SHARDTRAIN_HANGS is the number of hangs at random ranks and places (default: 2). 200 hangs take about 25 minutes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def log(folder: Path, rank: int) -> str:
 
 
 def assert_named(folder: Path, rank: int, phase: str) -> None:
-    told = record(folder)
-    assert (told["code"], told["class"], told["rank"], told["phase"]) == (6, "Hang", rank, phase), told
-    assert told["message"].startswith("has not arrived")
+    report = record(folder)
+    assert (report["code"], report["class"], report["rank"], report["phase"]) == (6, "Hang", rank, phase), report
+    assert report["message"].startswith("has not arrived")
     lines = [line for line in (folder / "terminal").read_text().splitlines() if "error[" in line]
     assert len(lines) == 1, lines
     assert lines[0].startswith(f"error[6]: rank {rank} (host {socket.gethostname()}) has not arrived"), lines
@@ -41,25 +41,25 @@ def assert_named(folder: Path, rank: int, phase: str) -> None:
 
 
 @pytest.mark.parametrize(("place", "rank"), cases([("stop", 1), ("save", 0)], nightly=[("data", 0), ("validation", 1)]))
-def test_the_rank_that_hangs_is_named_with_its_phase(tmp_path, place, rank):
+def test_hanging_rank_is_named_with_its_phase(tmp_path, place, rank):
     assert end(run(config(tmp_path), place, (rank,))) == 6
     assert_named(tmp_path, rank, PLACES[place])
     other = 1 - rank
     assert "all_" in log(tmp_path, other)
     for living in range(2):
         if place != "stop" or living == other:
-            assert "most recent call first" in log(tmp_path, living), "each living rank writes its stacks"
-    assert f"rank {other}: phase" in log(tmp_path, other), "and what all ranks do"
+            assert "most recent call first" in log(tmp_path, living), "a live rank did not write its stacks"
+    assert f"rank {other}: phase" in log(tmp_path, other), "the phases of all ranks are missing"
 
 
-def test_a_process_that_prepares_data_and_stops_is_laid_to_its_rank(tmp_path):
+def test_stopped_data_worker_is_attributed_to_its_rank(tmp_path):
     assert end(run(config(tmp_path, workers=1), "worker", (1,))) == 6
     assert_named(tmp_path, 1, "data")
     assert f"process {(tmp_path / 'pid-worker').read_text()}, which prepares data: stopped" in log(tmp_path, 1)
     assert not alive(int((tmp_path / "pid-worker").read_text()))
 
 
-def test_a_rank_that_does_not_come_accuses_itself_where_no_store_answers(tmp_path):
+def test_hanging_rank_reports_itself_if_the_store_does_not_answer(tmp_path):
     assert end(run(config(tmp_path), "data and store", (1,))) == 6
     assert_named(tmp_path, 1, "data")
     assert record(tmp_path)["message"].endswith("the store does not answer either")
@@ -67,26 +67,26 @@ def test_a_rank_that_does_not_come_accuses_itself_where_no_store_answers(tmp_pat
 
 def test_ranks_in_different_collectives_are_both_named_with_their_lines(tmp_path):
     assert end(run(config(tmp_path), "mismatch", (1,))) == 6
-    told = record(tmp_path)
-    assert (told["code"], told["phase"]) == (6, "step")
-    assert "rank 0 in all_reduce (grad_clip.py:" in told["message"]
-    assert "rank 1 in all_gather (collectives.py:" in told["message"]
+    report = record(tmp_path)
+    assert (report["code"], report["phase"]) == (6, "step")
+    assert "rank 0 in all_reduce (grad_clip.py:" in report["message"]
+    assert "rank 1 in all_gather (collectives.py:" in report["message"]
 
 
-def test_a_slow_validation_that_moves_is_not_a_hang(tmp_path):
+def test_slow_validation_is_not_a_hang(tmp_path):
     assert end(run(config(tmp_path), "slow validation", (0, 1))) == 0
     assert record(tmp_path)["last_step"] == STEPS
 
 
-def test_steps_that_are_longer_than_the_limit_are_not_taken_for_a_hang(tmp_path):
-    """The second one, of whose length nothing but the first is known, was in every run with more than one rank."""
+def test_steps_longer_than_the_limit_are_not_a_hang(tmp_path):
+    """The second step used to count as a hang in every run with several ranks, because only one step was known."""
     assert end(run(config(tmp_path, steps=3), "long steps", (0, 1))) == 0
     assert record(tmp_path)["last_step"] == 3
 
 
-def test_a_trace_that_takes_long_to_write_is_not_taken_for_a_hang(tmp_path):
-    one = dataclasses.replace(config(tmp_path), profiling=Profiling(enable_profiling=True, profile_freq=5))
-    assert end(run(one, "long trace", (0, 1))) == 0
+def test_slow_write_of_a_trace_is_not_a_hang(tmp_path):
+    run_config = dataclasses.replace(config(tmp_path), profiling=Profiling(enable_profiling=True, profile_freq=5))
+    assert end(run(run_config, "long trace", (0, 1))) == 0
     assert record(tmp_path)["last_step"] == STEPS
 
 
@@ -95,40 +95,40 @@ def test_a_trace_that_takes_long_to_write_is_not_taken_for_a_hang(tmp_path):
     by="tests/resilience/test_watchdog.py::test_long_compilation_may_end_at_different_times",
 )
 @pytest.mark.parametrize(("place", "culprits"), [("long first step", (0, 1)), ("long opening", (0,))])
-def test_a_start_that_takes_longer_than_its_limit_is_not_taken_for_a_hang(tmp_path, place, culprits):
-    one = config(tmp_path, comm={"init_timeout_seconds": 4 * LIMIT})
-    assert end(run(one, place, culprits)) == 0
+def test_start_longer_than_its_limit_is_not_a_hang(tmp_path, place, culprits):
+    run_config = config(tmp_path, comm={"init_timeout_seconds": 4 * LIMIT})
+    assert end(run(run_config, place, culprits)) == 0
     assert record(tmp_path)["last_step"] == STEPS
-    # who opens data says to the others now and then that it does
+    # a rank that opens data regularly reports it to the others
     logged = [line for line in log(tmp_path, 0).splitlines() if "WARNING phase compile of step 1 has taken" in line]
     assert len(logged) == (place == "long first step")
 
 
-def test_without_a_launcher_of_ours_the_first_rank_is_named_though_it_holds_the_store(tmp_path):
+def test_with_a_foreign_launcher_rank_0_is_named_although_it_hosts_the_store(tmp_path):
     ranks = run_foreign(config(tmp_path), "stop", (0,))
     assert end(ranks[1]) == 6
     os.kill(ranks[0].pid, signal.SIGKILL)
     assert end(ranks[0]) == -signal.SIGKILL
-    told = record(tmp_path)
-    assert (told["code"], told["rank"], told["phase"]) == (6, 0, "step")
-    assert "gives no sign of life" in told["message"] and "rank 1 waits in" in told["message"]
+    report = record(tmp_path)
+    assert (report["code"], report["rank"], report["phase"]) == (6, 0, "step")
+    assert "gives no sign of life" in report["message"] and "rank 1 waits in" in report["message"]
     assert "most recent call first" in log(tmp_path, 1)
 
 
-def test_without_a_launcher_of_ours_one_rank_tells_of_the_hang(tmp_path):
+def test_with_a_foreign_launcher_one_rank_reports_the_hang(tmp_path):
     ranks = run_foreign(config(tmp_path), "data", (1,))
     assert [end(rank) for rank in ranks] == [6, 6]
-    told = record(tmp_path)
-    assert (told["code"], told["rank"], told["phase"]) == (6, 1, "data")
+    report = record(tmp_path)
+    assert (report["code"], report["rank"], report["phase"]) == (6, 1, "data")
 
 
-def test_a_limit_of_0_looks_for_no_hangs(tmp_path):
-    one = config(tmp_path, comm={"hang_timeout_seconds": 0, "train_timeout_seconds": 4})
-    assert end(run(one, "data", (1,))) == 6
+def test_limit_of_0_disables_hang_detection(tmp_path):
+    run_config = config(tmp_path, comm={"hang_timeout_seconds": 0, "train_timeout_seconds": 4})
+    assert end(run(run_config, "data", (1,))) == 6
     assert record(tmp_path)["class"] == "PeerError"
 
 
-def test_a_rank_that_is_stopped_for_a_moment_continues(tmp_path):
+def test_briefly_stopped_rank_continues(tmp_path):
     process = run(config(tmp_path), "stop", (1,))
     pid = tmp_path / "pid-1"
     wait_for(lambda: pid.exists() and is_stopped(int(pid.read_text())))
@@ -143,27 +143,27 @@ def is_stopped(pid: int) -> bool:
 
 @pytest.mark.nightly(
     "at random",
-    by="tests/test_hangs.py::test_the_rank_that_hangs_is_named_with_its_phase",
+    by="tests/test_hangs.py::test_hanging_rank_is_named_with_its_phase",
 )
-def test_random_hangs_are_named_rightly(tmp_path):
-    """The figure is printed: pytest -s."""
+def test_random_hangs_are_attributed_correctly(tmp_path):
+    """Print the number of errors and the times (visible with pytest -s)."""
     dice, wrong, seconds = random.Random(HANGS), [], []
     for number in range(HANGS):
         folder = tmp_path / str(number)
         count = 2 if number % 4 else 4
         rank, place = dice.randrange(count), dice.choice([place for place in PLACES if place != "worker"])
         degree = {"data_parallel_shard_degree": count} if number % 2 else {"data_parallel_replicate_degree": count}
-        one = config(folder, parallelism=degree)
-        process = run(one, place, (rank,), count)
+        run_config = config(folder, parallelism=degree)
+        process = run(run_config, place, (rank,), count)
         wait_for((folder / "hangs").exists)
         started = time.monotonic()
         assert end(process) == 6
         seconds.append(time.monotonic() - started)
-        told = record(folder)
-        if (told.get("rank"), told.get("phase")) != (rank, PLACES[place]) or not no_orphans(folder):
-            wrong.append((number, count, rank, place, told))
+        report = record(folder)
+        if (report.get("rank"), report.get("phase")) != (rank, PLACES[place]) or not no_orphans(folder):
+            wrong.append((number, count, rank, place, report))
     seconds.sort()
     middle, longest = seconds[len(seconds) // 2], seconds[-1]
-    print(f"\n{HANGS} hangs with comm.hang_timeout_seconds={LIMIT}: {len(wrong)} named wrongly {wrong}")
+    print(f"\n{HANGS} hangs with comm.hang_timeout_seconds={LIMIT}: {len(wrong)} wrong reports {wrong}")
     print(f"from the hang to the end of all ranks: median {middle:.1f} s, longest {longest:.1f} s")
     assert len(wrong) <= HANGS // 100, wrong

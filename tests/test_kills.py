@@ -1,4 +1,4 @@
-"""A run that is killed again and again sees every sample of an epoch exactly once."""
+"""A run that is killed repeatedly sees every sample of an epoch exactly once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def config_of(folder: Path, kind: str) -> Config:
 
 
 def live(config: Config) -> None:
-    """One life of the run: every step that is taken is written down, with what it read."""
+    """Run until the end or a kill. Record each step with its samples in steps.jsonl."""
     folder = Path(config.job.dump_folder)
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(folder / f"store-{os.getpid()}"), 1)
@@ -55,12 +55,12 @@ def live(config: Config) -> None:
     pulled: list[int] = []
     pull, step = data.DataLoader.__next__, trainer.step
 
-    def noted_pull(stream: data.DataLoader) -> data.Batch:
+    def recorded_pull(stream: data.DataLoader) -> data.Batch:
         batch = pull(stream)
         pulled.extend(batch.sample_ids_B.tolist())
         return batch
 
-    def noted_step(run: trainer.Run) -> Any:
+    def recorded_step(run: trainer.Run) -> Any:
         pulled.clear()
         outcome = step(run)
         if outcome is not None:
@@ -69,14 +69,16 @@ def live(config: Config) -> None:
                 file.write(line + "\n")
         return outcome
 
-    data.DataLoader.__next__, trainer.step = noted_pull, noted_step  # type: ignore[method-assign]
+    data.DataLoader.__next__, trainer.step = recorded_pull, recorded_step  # type: ignore[method-assign]
     trainer.train(Loaded(config), World(0, 1, 0, torch.device("cpu")))
 
 
 def steps_taken(folder: Path) -> list[dict[str, Any]]:
     file = folder / "steps.jsonl"
-    # a kill may cut the last line
-    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    if not file.exists():
+        return []
+    # a kill may truncate the last line
+    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
 
 
 def run_with_kills(folder: Path, kind: str, kills: int) -> list[dict[str, Any]]:
@@ -85,7 +87,7 @@ def run_with_kills(folder: Path, kind: str, kills: int) -> list[dict[str, Any]]:
         process = multiprocessing.get_context("fork").Process(target=live, args=(config,), daemon=True)
         process.start()
         if life < kills:
-            # somewhere in the next steps or their checkpoints
+            # kill during one of the next steps or their checkpoints
             wanted = len(steps_taken(folder)) + dice.randrange(1, 6)
             deadline = time.monotonic() + patience.seconds(120)
             while len(steps_taken(folder)) < wanted and process.is_alive() and time.monotonic() < deadline:
@@ -100,13 +102,13 @@ def run_with_kills(folder: Path, kind: str, kills: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kills", cases([6], nightly=[20]))
 @pytest.mark.parametrize("kind", ["memory", "stream"])
-def test_kills_in_one_epoch_repeat_and_lose_no_sample(kind: str, kills: int, tmp_path: Path) -> None:
-    whole = run_with_kills(tmp_path / "whole", kind, kills=0)
+def test_kills_neither_repeat_nor_lose_a_sample(kind: str, kills: int, tmp_path: Path) -> None:
+    undisturbed = run_with_kills(tmp_path / "undisturbed", kind, kills=0)
     killed = run_with_kills(tmp_path / "killed", kind, kills=kills)
-    assert len(killed) > len(whole), "no kill cost a step: the test kills too late"
-    final = {entry["step"]: entry for entry in killed}  # a step that was taken again replaces what was lost
-    assert [final[step] for step in sorted(final)] == whole
-    assert all(entry == final[entry["step"]] for entry in killed), "a step that is taken again reads the same"
+    assert len(killed) > len(undisturbed), "no kill cost a step: the test kills too late"
+    final = {entry["step"]: entry for entry in killed}  # a repeated step replaces the lost one
+    assert [final[step] for step in sorted(final)] == undisturbed
+    assert all(entry == final[entry["step"]] for entry in killed), "a repeated step read other samples"
     seen = Counter(sample for entry in final.values() for sample in entry["ids"] if sample >= 0)
     assert set(seen.values()) == {1}
     if kind == "memory":

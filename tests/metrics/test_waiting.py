@@ -1,4 +1,4 @@
-"""A slow step says that it is slow: on the console after some seconds of silence, on a terminal in the live line."""
+"""A slow step is reported: on the console after some seconds of silence, and on a terminal in the live line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardtrain.utils import log
 
 
 class Clock:
-    """Stands still until it is set."""
+    """A clock that only changes when a test sets it."""
 
     seconds = 0.0
 
@@ -34,8 +34,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
-    """The lines of a run's console so far; begins when called, since pytest sets stderr anew for a body."""
+def console_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+    """Function that returns the console lines so far. The first call starts it, because pytest replaces stderr."""
     stream = io.StringIO()
 
     def lines() -> list[str]:
@@ -48,8 +48,10 @@ def heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     log.reset()
 
 
-def test_no_silence_is_longer_than_was_asked_for(heard: Callable[[], list[str]], clock: Clock, tmp_path: Path) -> None:
-    assert heard() == []
+def test_silence_never_exceeds_the_interval(
+    console_lines: Callable[[], list[str]], clock: Clock, tmp_path: Path
+) -> None:
+    assert console_lines() == []
     phase = "compile"
     waiting = Waiting(5000, 40, lambda: phase, seconds=5, clock=clock)
     times = [0.0]
@@ -61,28 +63,28 @@ def test_no_silence_is_longer_than_was_asked_for(heard: Callable[[], list[str]],
         while clock.seconds < end:
             wait = waiting.tell()
             assert 0 < wait <= 1
-            if len(heard()) >= len(times):
+            if len(console_lines()) >= len(times):
                 times.append(clock.seconds)
             clock.seconds += wait
     waiting.close()
     assert max(after - before for before, after in itertools.pairwise(times)) <= 5 and clock.seconds - times[-1] <= 5
-    assert heard()[0] == "first step (41/5000): 5s" and heard()[4].endswith(": 25s")
-    assert "step 43/5000, waiting for data: 7s" in heard() and "validation after step 43: 5s" in heard()
-    assert (tmp_path / "log.txt").read_text() == ""  # they are of the moment alone
-    assert "_LastSaid" not in [type(one).__name__ for one in log.logger.handlers]
+    assert console_lines()[0] == "first step (41/5000): 5s" and console_lines()[4].endswith(": 25s")
+    assert "step 43/5000, waiting for data: 7s" in console_lines() and "validation after step 43: 5s" in console_lines()
+    assert (tmp_path / "log.txt").read_text() == ""  # progress lines are only for the console
+    assert "_LastSaid" not in [type(handler).__name__ for handler in log.logger.handlers]
 
 
 @pytest.mark.parametrize(
     ("compiles", "line"), [(True, "first step (1/10), compiling: 5s"), (False, "first step (1/10): 5s")]
 )
-def test_the_first_step_says_that_it_compiles(clock: Clock, compiles: bool, line: str) -> None:
+def test_line_of_the_first_step_mentions_compilation(clock: Clock, compiles: bool, line: str) -> None:
     waiting = Waiting(10, 0, lambda: "compile", seconds=5, clock=clock, compiles=compiles)
     waiting.close()
     assert waiting.text("compile", 5.0) == line
 
 
-def test_a_run_that_logs_often_enough_says_nothing_more(heard: Callable[[], list[str]], clock: Clock) -> None:
-    assert heard() == []
+def test_frequent_logging_suppresses_progress_lines(console_lines: Callable[[], list[str]], clock: Clock) -> None:
+    assert console_lines() == []
     waiting = Waiting(5000, 0, lambda: "step", seconds=5, clock=clock)
     for step in range(1, 20):
         clock.seconds += 4
@@ -90,24 +92,22 @@ def test_a_run_that_logs_often_enough_says_nothing_more(heard: Callable[[], list
         waiting.step(step)
         log.logger.info(f"step: {step}")
     waiting.close()
-    assert heard() == [f"step: {step}" for step in range(1, 20)]
+    assert console_lines() == [f"step: {step}" for step in range(1, 20)]
 
 
-def test_short_steps_between_logged_ones_are_named_without_their_time(
-    heard: Callable[[], list[str]], clock: Clock
-) -> None:
-    assert heard() == []
+def test_progress_lines_of_short_steps_have_no_time(console_lines: Callable[[], list[str]], clock: Clock) -> None:
+    assert console_lines() == []
     waiting = Waiting(5000, 0, lambda: "step", seconds=5, clock=clock)
     for step in range(1, 31):
         clock.seconds += 0.5
         waiting.step(step)
         waiting.tell()
     waiting.close()
-    assert heard() == ["step 11/5000", "step 21/5000", "step 31/5000"]
+    assert console_lines() == ["step 11/5000", "step 21/5000", "step 31/5000"]
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-def test_the_live_line_counts_the_seconds_of_a_slow_step(
+def test_live_line_counts_the_seconds_of_a_slow_step(
     tmp_path: Path, kit, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     class Terminal(io.StringIO):
@@ -134,11 +134,11 @@ def test_the_live_line_counts_the_seconds_of_a_slow_step(
     assert all(len(row) <= columns for row in rows if "step 2/5000" in row)
 
 
-def test_a_run_tells_by_itself(
-    tmp_path: Path, kit, heard: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+def test_run_prints_progress_lines(
+    tmp_path: Path, kit, console_lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert heard() == []
+    assert console_lines() == []
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.05")  # 5 seconds for a user
     with Metrics(kit.config(), tmp_path, kit.facts(total_steps=50), kit.OneRank(), phase=lambda: "checkpoint"):
-        patience.wait_for(lambda: "saving step 0" in heard(), 10)
-    assert "heartbeat" not in [one.name for one in threading.enumerate()]
+        patience.wait_for(lambda: "saving step 0" in console_lines(), 10)
+    assert "heartbeat" not in [thread.name for thread in threading.enumerate()]
