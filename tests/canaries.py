@@ -1,4 +1,4 @@
-"""Six secrets, a dataset that says them all, and how to see that none has left a trace."""
+"""Six secrets, a dataset that raises an error with all of them, and a check that none was written anywhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CANARIES = {
     "SOMETHING_ELSE": "0123456789abcdef0123456789abcdef01234567",
     "MY_SERVICE_PASSWORD": "correct-horse-battery",
 }
-# a dataset of the user's own that fails, and says every secret that it can see while it does
+# a custom dataset that fails with every secret in its message
 CRASHES = """
 import os
 NAMES = {names!r}
@@ -26,15 +26,15 @@ def open_source(request):
 def assert_silent(folder: Path, lines: set[bytes]) -> None:
     everything = [path for path in folder.rglob("*") if path.is_file()]
     for name, canary in CANARIES.items():
-        found = [path for path in everything if canary.encode() in path.read_bytes() or canary in path.name]
-        assert not found, f"{name} is in {found}"
+        leaks = [path for path in everything if canary.encode() in path.read_bytes() or canary in path.name]
+        assert not leaks, f"{name} is in {leaks}"
         assert not [line for line in lines if canary.encode() in line], f"{name} is in a command line"
 
 
 def options(folder: Path, **more: object) -> list[str]:
-    given = {
+    values = {
         "job.dump_folder": folder / "outputs", "training.dataset": "text", "training.dataset_path": text_file(),
         "training.device": "cpu", "training.local_batch_size": 1, "training.seq_len": 32, "training.steps": 2,
         "lr_scheduler.warmup_steps": 1, **more,
     }  # fmt: skip
-    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return [argument for name, value in values.items() for argument in (f"--{name}", str(value))]

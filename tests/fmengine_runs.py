@@ -1,4 +1,4 @@
-"""What a user of FMEngine has: a Hugging Face folder, documents in JSONL, a DeepSpeed JSON, and command lines."""
+"""Files of an FMEngine user: a Hugging Face folder, documents in JSONL, a DeepSpeed JSON, and runs of its flags."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "lay", "b
 
 
 def hf_folder(folder: Path, family: str = "llama2", **changed: Any) -> Path:
-    """A tiny model with its tokenizer."""
+    """Write a tiny model with its tokenizer. Return the folder."""
     hub_folders.save(hub_folders.build(family, vocab_size=VOCABULARY, **changed), folder)
     return tiny_tokenizers.bpe_folder(folder)
 
 
 def jsonl(file: Path, rows: int = 60) -> Path:
-    """Documents of thirty words."""
+    """Write documents of thirty tokens. Return the file."""
     drawn = random.Random(0)
     file.write_text("".join(json.dumps({"text": " ".join(drawn.choices(WORDS, k=30))}) + "\n" for _ in range(rows)))
     return file
 
 
 def ds_json(file: Path, micro: int, batch: int, bf16: bool = True, **changed: Any) -> Path:
-    """FMEngine's llama.json with batches as given; ``changed`` are keys at the top."""
-    made = json.loads(json.dumps(LLAMA))
-    made |= {"train_micro_batch_size_per_gpu": micro, "train_batch_size": batch, "bf16": {"enabled": bf16}}
+    """Write FMEngine's llama.json with the given batch sizes. ``changed`` are other top-level keys."""
+    content = json.loads(json.dumps(LLAMA))
+    content |= {"train_micro_batch_size_per_gpu": micro, "train_batch_size": batch, "bf16": {"enabled": bf16}}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(made | changed, indent=1))
+    file.write_text(json.dumps(content | changed, indent=1))
     return file
 
 
 def steps_of_flags(
     rank: int, flags: list[str], steps: int
 ) -> tuple[list[float], list[float], list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """Train as one rank of several; gives losses, rates, the rows of each step with their targets, and all weights."""
+    """Train as one rank of several. Return losses, learning rates, (tokens, targets) of each batch, and all weights."""
     config = migrate.load_flags(flags, torch.distributed.get_world_size()).config
     run = make_run(rank, config)
     resume(run, Checkpoints(config))
@@ -75,19 +75,19 @@ def steps_of_flags(
 
 
 def values(path: Path) -> list[dict[str, Any]]:
-    """The logged steps of a run."""
+    """Return the records of metrics.jsonl."""
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """The safetensors of a folder."""
+    """Return the tensors of model.safetensors in a folder."""
     from safetensors.torch import load_file
 
     return load_file(str(folder / "model.safetensors"))
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Bit for bit, types too."""
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-    assert {name: t.dtype for name, t in one.items()} == {name: t.dtype for name, t in other.items()}
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Assert that the tensors are equal, including their names and dtypes."""
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
+    assert {name: t.dtype for name, t in actual.items()} == {name: t.dtype for name, t in expected.items()}

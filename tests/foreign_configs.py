@@ -1,4 +1,4 @@
-"""Configurations as users of other systems write them, retyped, one of each kind."""
+"""Configurations of other systems, one of each kind, rewritten in the style of their users."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LLAMA = {
     "wall_clock_breakdown": False,
     "flops_profiler": {"enabled": False, "profile_step": 1, "output_file": None},
 }
-"""FMEngine's first preset: DeepSpeed's JSON with keys of its own, three of which nothing reads."""
+"""FMEngine's first preset: a DeepSpeed JSON with additional keys, three of which are unused."""
 
 FILES = {
     "llama.json": json.dumps(LLAMA, indent=1),
@@ -210,7 +210,7 @@ profiler:
 
 
 def write(folder: Path, name: str) -> Path:
-    """Write one of the files, and give its path."""
+    """Write one of the files. Return its path."""
     file = folder / name
     file.write_text(FILES[name])
     return file

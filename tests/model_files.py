@@ -1,4 +1,4 @@
-"""Many model files are asked in two launches what ``shardtrain verify`` would ask each alone: without any mesh."""
+"""Run the checks of ``shardtrain verify`` that need no mesh on many model files, with only two launches in total."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from shardtrain.utils.errors import ConfigError
 
 
 def ask(folder: Path, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """For each model file by name what verify finds: ``broken``, ``notes`` and ``impossible``, axis -> reason."""
+    """Return the findings of verify by name of the model file: ``broken``, ``notes`` and ``impossible`` axes."""
     configs, peers = {}, {}
     for number, (name, text) in enumerate(texts.items()):
         path = folder / f"model_{number}.py"
         path.write_text(text)
-        asked = verify_request.VerifyOptions(str(path), ("dp_shard=2",))
-        configs[name] = verify.plan(verify.load(asked), asked).reference
+        options = verify_request.VerifyOptions(str(path), ("dp_shard=2",))
+        configs[name] = verify.plan(verify.load(options), options).reference
         peers[name] = folder / f"peers_{number}"
         peers[name].mkdir()
     forked_workers.run(2, _with_peers, configs, peers, folder=folder, backend="gloo")
-    (found,) = forked_workers.run(1, _alone, configs, peers, folder=folder)
-    return found
+    (findings,) = forked_workers.run(1, _without_peers, configs, peers, folder=folder)
+    return findings
 
 
 def _with_peers(rank, num_ranks, configs, peers):
@@ -34,11 +34,11 @@ def _with_peers(rank, num_ranks, configs, peers):
             (peers[name] / "error").write_text(str(error))
 
 
-def _alone(rank, num_ranks, configs, peers):
-    found = {}
+def _without_peers(rank, num_ranks, configs, peers):
+    findings = {}
     for name, config in configs.items():
         try:
-            found[name] = promises.probe(rank, num_ranks, config, str(peers[name]))
+            findings[name] = promises.probe(rank, num_ranks, config, str(peers[name]))
         except ConfigError as error:
-            found[name] = {"broken": str(error).splitlines(), "notes": [], "impossible": {}}
-    return found
+            findings[name] = {"broken": str(error).splitlines(), "notes": [], "impossible": {}}
+    return findings

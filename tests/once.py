@@ -1,4 +1,4 @@
-"""What a fixture of a module makes, made by the first of pytest-xdist's workers that needs it."""
+"""Share the value of a module's fixture between pytest-xdist workers: the first one that needs it computes it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 
 
 def made_once(places: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:
-    """``make()``, which is picklable, or what another worker has made under this name in the same run of pytest.
+    """Return ``make()``, or the value that another worker of the same pytest run has stored under this name.
 
-    Tests of a file are dealt to several workers, each of which would make what a module's fixture gives.
+    The tests of a file run in several workers, each of which would otherwise compute the value. It must be picklable.
     """
     base = places.getbasetemp()
     root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    made = root / f"once-{name}.pickle"
+    stored = root / f"once-{name}.pickle"
     with (root / f"once-{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # left when the file is closed, or its process ends
-        if not made.exists():
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed or the process ends
+        if not stored.exists():
             value = pickle.dumps(make())
-            made.with_suffix(".part").write_bytes(value)
-            made.with_suffix(".part").rename(made)
-        return pickle.loads(made.read_bytes())
+            stored.with_suffix(".part").write_bytes(value)
+            stored.with_suffix(".part").rename(stored)
+        return pickle.loads(stored.read_bytes())

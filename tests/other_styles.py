@@ -1,4 +1,4 @@
-"""Model files in other people's styles, and what is not possible with them: for laws about files we did not write."""
+"""Model files in the styles of other projects, and the meshes that they do not support."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ NEWER = (
     *("lfm", "kerple", "dynamic_tanh", "nemotron", "stablelm2", "layer_scale"),
     *("mamba", "retnet", "xlstm", "hyena", "deltanet", "griffin", "depths", "gated_attention"),
 )
-"""Files that the rest runs, on fewer meshes, besides those of which the layers see more than one another's output."""
+"""Files for nightly cases on fewer meshes, in addition to NO_CHAIN."""
 NO_CHAIN = ("unet", "value_residual", "per_layer_embeddings", "looped")
 
 AMPLIFYING = ("mamba", "retnet", "xlstm", "deltanet")
-"""Files that amplify rounding: verify compares them by what a unit in the last place does to one process."""
+"""Files that amplify rounding errors. verify widens its tolerance by the effect of one unit in the last place."""
 NO_ATTENTION = ("lfm", "rwkv", "mamba", "retnet", "xlstm", "hyena", "deltanet")
 
-# file -> mesh -> why it is not possible there: reasons that tests/models/test_others.py finds true of the engine too
+# unsupported meshes of each file, with the reason; tests/models/test_others.py proves that the engine needs each one
 NOT_POSSIBLE = {
     **{name: {"pp=2": "forward is a chain"} for name in NO_CHAIN},
     **{name: {"cp=2": "names no attention core"} for name in NO_ATTENTION},

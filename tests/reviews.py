@@ -1,4 +1,4 @@
-"""Sentences with a label that one word decides, for laws about classification."""
+"""Sentences whose label depends on a single keyword, for tests of classification."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows(count: int, seed: int = 0) -> list[tuple[str, int]]:
 
 @functools.cache
 def file_of(count: int, seed: int = 0, labels: bool = True) -> str:
-    """A TSV file without a line of names: text, and its label unless there is none."""
+    """Return the path of a TSV file without a header: texts, with labels if ``labels`` is true."""
     path = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / f"rows-{count}"
     lines = (f"{text}\t{label}\n" if labels else f"{text}\n" for text, label in rows(count, seed))
     path.write_text("".join(lines))
@@ -41,7 +41,7 @@ def file_of(count: int, seed: int = 0, labels: bool = True) -> str:
 
 
 def config(train: int = 200, dev: int = 50, **sections: dict[str, Any]) -> Config:
-    """A tiny encoder on such files, with the keys of sections replaced."""
+    """Return the configuration of a tiny encoder on such files, with other options in ``sections``."""
     defaults: dict[str, dict[str, Any]] = {
         "model": {"name": "encoder", "overrides": SHAPE},
         "task": {"name": "classification", "label_field": "1"},

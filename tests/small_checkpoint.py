@@ -1,4 +1,4 @@
-"""A checkpoint of a few hundred bytes in a world of one, whose content is a function of its step."""
+"""A checkpoint of a few hundred bytes from a single rank, whose content is a function of its step."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def facts(step: int) -> dict[str, Any]:
     return {"state": {"step": step}, "data_fingerprint": "ab", "data_cursors": [[step, 0, 1]]}
 
 
-def save(kept: Checkpoints, step: int, numel: int = 24) -> None:
-    kept.save(step, weights(step, numel), rest(step), facts(step), last=False)
+def save(storage: Checkpoints, step: int, numel: int = 24) -> None:
+    storage.save(step, weights(step, numel), rest(step), facts(step), last=False)
 
 
 def assert_is_of_its_step(path: Path, numel: int = 24) -> int:
-    """Load a checkpoint and compare every element with what its step says; gives the step."""
+    """Load a checkpoint and compare every element with the expected content of its step. Return the step."""
     step = int(path.name.removeprefix("step-"))
-    mine, other = weights(-1, numel), rest(-1)
-    found = checkpoints(path.parents[1], load_only=True).load(path, mine, other)
-    assert found["state"] == {"step": step}
-    for tensors, expected in ((mine, weights(step, numel)), (other, rest(step))):
+    loaded_weights, loaded_rest = weights(-1, numel), rest(-1)
+    loaded_facts = checkpoints(path.parents[1], load_only=True).load(path, loaded_weights, loaded_rest)
+    assert loaded_facts["state"] == {"step": step}
+    for tensors, expected in ((loaded_weights, weights(step, numel)), (loaded_rest, rest(step))):
         assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
     return step

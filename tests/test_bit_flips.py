@@ -1,4 +1,4 @@
-"""A bit that flips in any file that a run leaves is found before it is used, or changes nothing that is used."""
+"""A flipped bit in any file of a run is detected before the file is used, or has no effect."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from shardtrain.metrics.sinks.metrics_jsonl import JsonlFile, read_records
 from shardtrain.utils.errors import CheckpointError
 
 FLIPS = int(os.environ.get("SHARDTRAIN_RUN_FLIPS", "20"))
-"""Flipped bits of each case; 167 are 1,503 in all."""
+"""Number of flipped bits per case. 167 per case are 1,503 in total."""
 SEED = os.environ.get("SHARDTRAIN_CAMPAIGN_SEED", "")
-"""Another one flips other bits."""
+"""Seed that selects the bits."""
 STEPS = 4
 
 
 def config_of(folder: Path, mode: str, store: str) -> Config:
     data = folder.with_name("rows.txt")
-    data.write_text("a word and another " * 2000)
+    data.write_text("a token and another " * 2000)
     return tiny_config(
         job={"dump_folder": str(folder)},
         model={"overrides": {"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 32}},
@@ -53,7 +53,7 @@ def config_of(folder: Path, mode: str, store: str) -> Config:
 
 
 def flip(path: Path, chosen: random.Random) -> tuple[bytes, str]:
-    """Flip a random bit of a file; gives what it held, and which bit."""
+    """Flip a random bit of a file. Return its original content and a description of the bit."""
     data = path.read_bytes()
     at, bit = chosen.randrange(len(data)), chosen.randrange(8)
     path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
@@ -61,38 +61,39 @@ def flip(path: Path, chosen: random.Random) -> tuple[bytes, str]:
 
 
 def newest(config: Config) -> str:
-    """The checkpoint that a start would continue from; empty where it would stop."""
-    kept = Checkpoints(config)
+    """Return the checkpoint from which a start would resume, or an empty string if it would fail."""
+    checkpoints = Checkpoints(config)
     try:
-        return str(kept.to_continue() or "")
+        return str(checkpoints.to_continue() or "")
     except CheckpointError:
         return ""
     finally:
-        kept.close()
+        checkpoints.close()
 
 
-def judge(config: Config, path: Path, whole: dict[str, Any]) -> str:
-    """What is silently wrong after a flip in a file; empty where nothing is."""
+def judge(config: Config, path: Path, original: dict[str, Any]) -> str:
+    """Return an undetected effect of a flipped bit in a file, or an empty string."""
     folder = Path(config.job.dump_folder)
-    found = newest(config)
+    checkpoint = newest(config)
     if path.parent.name.startswith("step-"):
-        return f"continues from {found}" if found.endswith(str(path.parent)) else ""
-    if found != whole["newest"]:
-        return f"continues from {found!r}"
+        return f"resumes from {checkpoint}" if checkpoint.endswith(str(path.parent)) else ""
+    if checkpoint != original["newest"]:
+        return f"resumes from {checkpoint!r}"
     if path.name.endswith(".jsonl"):
         JsonlFile(path, STEPS).close()
         records = read_records(path)
         steps = [record["step"] for record in records]
-        written = {record["step"]: record for record in whole[path.name]}
+        written = {record["step"]: record for record in original[path.name]}
+        # an unknown step has no written record, and {"": 0} is a subset of none
         if any(not written.get(record["step"], {"": 0}).items() <= record.items() for record in records):
             return f"records {records}"
         return "" if steps == sorted(set(steps)) and len(steps) >= len(written) - 2 else f"rows {steps}"
     if path.name == POINTER:
         read_pointer(path.parent)
-        return "" if (path.parent / f"step-{whole['best']['step']}").is_dir() else "the best one is gone"
+        return "" if (path.parent / f"step-{original['best']['step']}").is_dir() else "the best checkpoint was deleted"
     contents = Contents([WholeFile("rows.txt", config.training.dataset_path or "", "o")], folder)
     contents.look()
-    return "" if contents.record() == whole["contents"] else f"the data are {contents.record()}"
+    return "" if contents.record() == original["contents"] else f"the data are {contents.record()}"
 
 
 ON_DISK = [
@@ -111,28 +112,29 @@ def test_no_flipped_bit_is_used(ranks: int, mode: str, in_store: bool, tmp_path:
     checkpoint = tmp_path / "bucket" if in_store else folder / "checkpoint"
     store = f"bucket://{checkpoint}" if in_store else ""
     config = config_of(folder, mode, store)
-    code, told = storage_faults.run(config, ranks, None)
-    assert code == 0, told
-    chosen, wrong = random.Random(f"flips {SEED}{ranks} {mode}{store and ' store'}"), []
+    code, output = storage_faults.run(config, ranks, None)
+    assert code == 0, output
+    chosen, failures = random.Random(f"flips {SEED}{ranks} {mode}{store and ' store'}"), []
     contents = Contents([WholeFile("rows.txt", config.training.dataset_path or "", "o")], folder)
     contents.look()
     with world_of_one():
-        whole = {
+        original = {
             "newest": newest(config),
             "metrics.jsonl": read_records(folder / "metrics.jsonl"),
             "validation.jsonl": read_records(folder / "validation.jsonl"),
             "best": read_pointer(checkpoint),
             "contents": contents.record(),
         }
-        assert whole["newest"] == f"{store or checkpoint}/step-{STEPS}" and whole["best"] and whole["contents"]
-        assert len(whole["metrics.jsonl"]) == STEPS and whole["validation.jsonl"]
+        assert original["newest"] == f"{store or checkpoint}/step-{STEPS}"
+        assert original["best"] and original["contents"]
+        assert len(original["metrics.jsonl"]) == STEPS and original["validation.jsonl"]
         files = sorted(path for path in checkpoint.glob("step-*/*") if path.is_file() and path.stat().st_size)
         files += [folder / "metrics.jsonl", folder / "validation.jsonl", checkpoint / POINTER, folder / NOTES]
         assert len(files) > 4 + ranks
         for _ in range(FLIPS):
             path = chosen.choice(files)
-            held, what = flip(path, chosen)
-            if told := judge(config, path, whole):
-                wrong.append(f"{what}: {told}")
-            path.write_bytes(held)
-    assert not wrong, "\n".join(wrong)
+            content, bit = flip(path, chosen)
+            if effect := judge(config, path, original):
+                failures.append(f"{bit}: {effect}")
+            path.write_bytes(content)
+    assert not failures, "\n".join(failures)

@@ -1,4 +1,4 @@
-"""Data that end before the last step: all ranks stop at the same one, the run is saved, and the exit code says so."""
+"""If the data end before the last step, all ranks stop at the same step, the run is saved, and the exit code is set."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shardtrain.config.schema import Config
 from shardtrain.utils.errors import ConfigError, DataError
 
 STEPS = 10
-"""Of a run that begins again: the data are read to their end after four."""
+"""Steps of a run that repeats the data, which end after four steps."""
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 
 
 def write_data(folder: Path) -> None:
-    """The files of all runs, written by one process: a rank that wrote them would empty them while another reads."""
+    """Write the data of all runs, before ranks start: a rank would truncate the files while another one reads."""
     texts = [TEXT[start : start + 60] for start in range(0, len(TEXT), 60)]
     (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (folder / "few.jsonl").write_text(json.dumps({"text": "x" * 100}) + "\n")
@@ -46,11 +46,11 @@ def runs_of(rank: int, root: Path) -> dict[str, Ended]:
         for policy in ("error", "stop"):
             config = config_of(root / f"{kind}-{policy}", data, on_data_end=policy)
             results[f"{kind} {policy}"] = train_whole(rank, config)
-        going_on = config_of(root / f"{kind}-stop", data, on_data_end="repeat", steps=STEPS)
-        results[f"{kind} continues"] = train_whole(rank, going_on)
+        continued = config_of(root / f"{kind}-stop", data, on_data_end="repeat", steps=STEPS)
+        results[f"{kind} continues"] = train_whole(rank, continued)
         straight = config_of(root / f"{kind}-straight", data, on_data_end="repeat", steps=STEPS)
         results[f"{kind} straight"] = train_whole(rank, straight)
-    # fewer rows than ranks: 102 tokens are two rows for eight rows of a step
+    # few rows: 102 tokens are two rows, and a step has eight
     path = str(root / "few.jsonl")
     training = {"dataset": "jsonl", "dataset_path": path, "seq_len": 64, "local_batch_size": 4, "steps": 5}
     training["on_data_end"] = "stop"
@@ -81,7 +81,7 @@ def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
 def test_all_ranks_stop_at_the_same_step_and_the_last_state_is_saved(
     kind: str, root: Path, runs: list[dict[str, Ended]]
 ) -> None:
-    # where only reading tells; data in memory are known to be too few when the run begins
+    # the policy "error" refuses data in memory before the first step, so only a stream reaches the end
     for policy in ("error", "stop") if kind == "stream" else ("stop",):
         ended = [rank[f"{kind} {policy}"] for rank in runs]
         step = ended[0].state["step"]
@@ -100,7 +100,9 @@ def test_all_ranks_stop_at_the_same_step_and_the_last_state_is_saved(
                 assert str(end.error) == expected
 
 
-def test_data_that_are_known_to_be_too_few_are_refused_before_a_step(root: Path, runs: list[dict[str, Ended]]) -> None:
+def test_insufficient_data_in_memory_are_refused_before_the_first_step(
+    root: Path, runs: list[dict[str, Ended]]
+) -> None:
     step = runs[0]["memory stop"].state["step"]
     for rank in runs:
         end = rank["memory error"]
@@ -116,22 +118,23 @@ def test_data_that_are_known_to_be_too_few_are_refused_before_a_step(root: Path,
 def test_every_row_is_read_once_before_the_end(kind: str, runs: list[dict[str, Ended]]) -> None:
     seen = Counter(i for rank in runs for ids in rank[f"{kind} stop"].sample_ids for i in ids if i >= 0)
     assert set(seen.values()) == {1}
-    # 30 documents of 60 bytes with two marks each; the first token of all, or of each of two readers, is not a target
+    # 30 documents of 60 bytes with BOS and EOS; the first token of each stream (two readers) is not a target
     tokens = runs[0][f"{kind} stop"].state["tokens_seen"]
     assert tokens == 30 * 62 - (1 if kind == "memory" else 2)
 
 
-def test_a_run_that_ended_continues_when_told_to_repeat(runs: list[dict[str, Ended]]) -> None:
-    ended, going_on, straight = (runs[0][f"memory {name}"] for name in ("stop", "continues", "straight"))
-    assert going_on.error is None and straight.error is None
-    assert len(going_on.losses) == STEPS - ended.state["step"]
-    # the end cut a step short; the next begins with the first row that was not read
-    ids = [
-        i for step in range(len(ended.losses)) for rank in runs for i in rank["memory stop"].sample_ids[step] if i >= 0
-    ]
-    later = [rank["memory continues"].sample_ids for rank in runs]
-    ids += [i for step in range(len(going_on.losses)) for rank in later for i in rank[step]]
-    expected = [i for step in range(STEPS) for rank in runs for i in rank["memory straight"].sample_ids[step]]
+def test_ended_run_resumes_with_repeat(runs: list[dict[str, Ended]]) -> None:
+    def sample_ids(name: str) -> list[int]:
+        """Ids in the order of the steps, then of the ranks."""
+        ids_of_ranks = [rank[name].sample_ids for rank in runs]
+        return [i for ids_of_step in zip(*ids_of_ranks, strict=True) for ids in ids_of_step for i in ids]
+
+    ended, continued, straight = (runs[0][f"memory {name}"] for name in ("stop", "continues", "straight"))
+    assert continued.error is None and straight.error is None
+    assert len(continued.losses) == STEPS - ended.state["step"]
+    # the last step before the end is not full; the resumed run starts with the first unread row
+    ids = [i for i in sample_ids("memory stop") if i >= 0] + sample_ids("memory continues")
+    expected = sample_ids("memory straight")
     assert ids[: len(expected)] == expected[: len(ids)]
     assert runs[0]["stream continues"].error is None
     assert runs[0]["stream continues"].state["step"] == STEPS
@@ -153,7 +156,7 @@ def other_data(rank: int, root: Path) -> list[Ended]:
     return [first, train_whole(rank, changed)]
 
 
-def test_a_file_that_changed_before_a_resume_is_named(tmp_path: Path) -> None:
+def test_changed_file_is_named_on_resume(tmp_path: Path) -> None:
     (tmp_path / "changed").mkdir()
     write_data(tmp_path)
     first, second = run_ranks(1, other_data, tmp_path)[0]
@@ -162,13 +165,13 @@ def test_a_file_that_changed_before_a_resume_is_named(tmp_path: Path) -> None:
     assert "data.jsonl differ); use the same" in str(second.error)
 
 
-def prompts_alone(rank: int, root: Path) -> list[Ended]:
+def only_prompts(rank: int, root: Path) -> list[Ended]:
     options = {"dataset": "jsonl", "dataset_path": str(root / "long.jsonl"), "seq_len": 64, "local_batch_size": 2}
     return [
         train_whole(
             rank,
             shallow_config(
-                job={"dump_folder": str(root / f"alone-{steps}")},
+                job={"dump_folder": str(root / f"prompts-{steps}")},
                 training={**options, "global_batch_size": 4, "steps": steps, "on_data_end": "repeat"},
                 data={"format": "prompt_completion", "packing": "concat"},
             ),
@@ -177,19 +180,19 @@ def prompts_alone(rank: int, root: Path) -> list[Ended]:
     ]
 
 
-def test_a_run_that_learns_nothing_is_not_success(tmp_path: Path) -> None:
+def test_run_without_target_tokens_fails(tmp_path: Path) -> None:
     row = {"prompt": "x" * 60_000, "completion": "in one of a thousand rows"}
     (tmp_path / "long.jsonl").write_text(json.dumps(row) + "\n")
-    for name in ("alone-3", "alone-12"):
+    for name in ("prompts-3", "prompts-12"):
         (tmp_path / name).mkdir()
-    for rank in run_ranks(2, prompts_alone, tmp_path):
+    for rank in run_ranks(2, only_prompts, tmp_path):
         for steps, ended in zip((3, 10), rank, strict=True):
             assert isinstance(ended.error, DataError) and ended.state["step"] == steps
             assert f"the first {steps} steps had no token with loss" in str(ended.error)
 
 
 def with_other_batches(rank: int, root: Path) -> list[Ended]:
-    """Two epochs, of which some steps are taken with 4 sequences a step and the rest with 8."""
+    """Train two epochs, first with 4 sequences per step and then with 8."""
     ended = []
     for batch, stop_after in ((4, 6), (8, None), (8, None)):
         config = config_of(root / "batches", {}, epochs=2, local_batch_size=batch, global_batch_size=batch)
@@ -199,11 +202,11 @@ def with_other_batches(rank: int, root: Path) -> list[Ended]:
     return ended
 
 
-def test_epochs_are_read_to_their_end_when_a_resume_changes_the_batch(tmp_path: Path) -> None:
+def test_epochs_are_complete_if_a_resume_changes_the_batch_size(tmp_path: Path) -> None:
     (tmp_path / "batches").mkdir()
     write_data(tmp_path)
     first, second, third = run_ranks(1, with_other_batches, tmp_path)[0]
-    # 30 documents of 62 tokens are 1,859 targets: 30 rows of 64, 60 in two epochs; 24 of them in 6 steps of 4
+    # 30 documents of 62 tokens are 1,859 targets or 30 rows of 64; of 60 rows in two epochs, 6 steps of 4 read 24
     assert (first.error, second.error, third.error) == (None, None, None)
     assert len(first.losses) == 6
     assert len(second.losses) == 5

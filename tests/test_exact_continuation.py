@@ -1,8 +1,8 @@
-"""20 steps are 10 and another 10: bitwise on the same mesh, tensors bitwise and losses to 1e-6 on any other.
+"""Two runs of 10 steps equal one of 20: bitwise on the same mesh; on another mesh, losses agree to 1e-6.
 
-``test_resume.py`` proves it for runs that were killed, on FSDP, tensor and pipeline parallelism. Here are the rest: DDP
-with accumulation, experts, a loss scale, Muon, from and to 1, 2 and 4 ranks; and every random generator is spoilt
-between the two halves.
+``test_resume.py`` tests killed runs with FSDP, tensor and pipeline parallelism. These tests cover DDP with
+accumulation, experts, loss scaling, Muon, and changes between 1, 2 and 4 ranks. They also change the state of every
+random generator between the two halves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardtrain.utils.checked_json import record_of
 
 STEPS, SAVED = 20, 10
 LOSS_RELATIVE = 1e-6
-"""float32 keeps 1.2e-7 of a loss; ten steps of sums in another order, at a large eps, stay within eight of those."""
+"""Eight times the float32 resolution of 1.2e-7: ten steps with sums in another order, at a large eps, stay below it."""
 
 SMALL = {"num_layers": 2, "dim": 32, "ffn_dim": 64, "head_dim": 8}
 EXPERTS = {
@@ -47,7 +47,7 @@ SAME: dict[str, dict[str, Any]] = {
     "float16": {"training": {"mixed_precision_param": "float16", "loss_scale_growth_interval": 3}},
     "muon": {"optimizer": {"name": "Muon", "lr": 1e-3}},
 }
-"""Two ranks that continue as two."""
+"""Runs of two ranks that resume on two ranks."""
 
 OTHER: dict[str, tuple[str, int, dict[str, Any]]] = {
     "2 to 1": ("fsdp", 1, {}),
@@ -57,7 +57,7 @@ OTHER: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp 2 to fsdp 2": ("pp", 2, {}),
     "ep 2 to 1": ("ep", 1, {}),
 }
-"""Another mesh: from a run, to so many ranks."""
+"""Runs that resume on another mesh: the original run, the new number of ranks and the new options."""
 
 START: dict[str, tuple[int, dict[str, Any]]] = {
     **{name: (2, sections) for name, sections in SAME.items()},
@@ -71,7 +71,7 @@ def config(folder: Path, kind: str, sections: dict[str, Any], num_ranks: int, **
     training = {"steps": STEPS, "seq_len": 32, "local_batch_size": 8 // num_ranks, **sections.get("training", {})}
     if sections.get("parallelism") in (TP, PP):
         training["local_batch_size"] *= 2
-    one = shallow_config(
+    base = shallow_config(
         **{
             **sections,
             "job": {"dump_folder": str(folder)},
@@ -81,33 +81,33 @@ def config(folder: Path, kind: str, sections: dict[str, Any], num_ranks: int, **
         }
     )
     if kind == "ep":
-        one = dataclasses.replace(one, model=dataclasses.replace(one.model, name="mixtral", overrides=EXPERTS))
-    return one
+        base = dataclasses.replace(base, model=dataclasses.replace(base.model, name="mixtral", overrides=EXPERTS))
+    return base
 
 
 def generators() -> str:
-    """All that the random generators of this process are going to give."""
+    """Return a digest of the state of all random generators of this process."""
     digest = hashlib.sha256(repr(random.getstate()).encode())
     digest.update(np.random.get_state()[1].tobytes())  # type: ignore[union-attr, index]
     digest.update(torch.get_rng_state().numpy().tobytes())
     return digest.hexdigest()
 
 
-def run(rank: int, one: Config) -> tuple[Ended, list[str], dict[str, torch.Tensor]]:
-    """A run, the state of the generators after each of its steps, and all tensors as a continued one begins."""
+def run(rank: int, config: Config) -> tuple[Ended, list[str], dict[str, torch.Tensor]]:
+    """Run as one rank. Return the run, the generator states after each step, and all tensors after a resume."""
     states, tensors, step = [], {}, trainer.step
 
-    def noted(run: trainer.Run) -> Any:
+    def recorded_step(run: trainer.Run) -> Any:
         if not states and run.state.step == SAVED:
-            begun = {**resume.weights(run), **run.optimizer_state_dict()}
-            tensors.update({name: to_full(tensor.detach()).clone() for name, tensor in begun.items()})
+            loaded = {**resume.weights(run), **run.optimizer_state_dict()}
+            tensors.update({name: to_full(tensor.detach()).clone() for name, tensor in loaded.items()})
         outcome = step(run)
         states.append(generators())
         return outcome
 
-    trainer.step = noted
+    trainer.step = recorded_step
     try:
-        return train_whole(rank, one), states, tensors
+        return train_whole(rank, config), states, tensors
     finally:
         trainer.step = step
 
@@ -120,7 +120,7 @@ def spoil_generators(rank: int) -> None:
 
 
 def begin(rank: int, root: Path, kinds: set[str]) -> dict[str, Any]:
-    """All 20 steps of what starts on this many ranks."""
+    """Run all 20 steps of the runs that start on this number of ranks."""
     size = dist.get_world_size()
     return {
         kind: run(rank, config(root / kind, kind, sections, ranks))
@@ -130,9 +130,10 @@ def begin(rank: int, root: Path, kinds: set[str]) -> dict[str, Any]:
 
 
 def check_cancelled(rank: int, root: Path, names: set[str]) -> dict[str, Any]:
-    """The second half, in new processes: on the same mesh, and on others of this many ranks."""
-    size, found = dist.get_world_size(), {}
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # else it has no workers
+    """Run the second half, in new processes, of the runs that resume on this number of ranks."""
+    size, results = dist.get_world_size(), {}
+    # a daemon process cannot start data workers
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     halves = {kind: (kind, 2, sections) for kind, sections in SAME.items()}
     for name, (kind, ranks, sections) in {**halves, **OTHER}.items():
         if ranks != size or name not in names:
@@ -143,10 +144,10 @@ def check_cancelled(rank: int, root: Path, names: set[str]) -> dict[str, Any]:
             shutil.rmtree(folder / f"checkpoint/step-{STEPS}")
         dist.barrier()
         spoil_generators(rank)
-        if name == "fsdp":  # whoever prepares the batches, they are the same
+        if name == "fsdp":  # batches of a data worker must be the same
             sections = {"training": {"dataloader": dataclasses.replace(Config().training.dataloader, num_workers=1)}}
-        found[name] = run(rank, config(folder, kind, sections, ranks))
-    return found
+        results[name] = run(rank, config(folder, kind, sections, ranks))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -156,13 +157,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def names(request: pytest.FixtureRequest) -> set[str]:
-    """The runs that continue in the tests that are going to run."""
+    """Names of the runs that the selected tests need."""
     return chosen(request, "kind") | chosen(request, "change")
 
 
 @pytest.fixture(scope="module")
 def straight(root: Path, names: set[str]) -> dict[str, list[Any]]:
-    """Per run, the ranks' views of 20 steps."""
+    """Results of the uninterrupted runs, one per rank."""
     kinds = {OTHER[name][0] if name in OTHER else name for name in names}
     return joined(run_ranks(2, begin, root, kinds)) | joined(run_ranks(1, begin, root, kinds))
 
@@ -179,37 +180,37 @@ def joined(ranks: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("kind", cases(["ddp", "float16"], ["fsdp", "ep", "muon"]))
 @pytest.mark.nightly(
-    "of each precision and mesh",
+    "other precisions and meshes",
     by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
 )
-def test_ten_steps_and_another_ten_are_twenty(straight: Any, resumed: Any, kind: str) -> None:
-    for (whole, *_), (half, *_) in zip(straight[kind], resumed[kind], strict=True):
-        assert whole.error is None and half.error is None
+def test_two_halves_equal_one_run(straight: Any, resumed: Any, kind: str) -> None:
+    for (full, *_), (half, *_) in zip(straight[kind], resumed[kind], strict=True):
+        assert full.error is None and half.error is None
         for field in ("losses", "grad_norms", "lrs", "sample_ids"):
-            assert len(getattr(whole, field)) == STEPS
-            assert getattr(half, field) == getattr(whole, field)[SAVED:], field
-        assert half.state == whole.state and half.scaler == whole.scaler
-        assert_bitwise(half.weights, whole.weights)
-        assert_bitwise(half.optimizer, whole.optimizer)
+            assert len(getattr(full, field)) == STEPS
+            assert getattr(half, field) == getattr(full, field)[SAVED:], field
+        assert half.state == full.state and half.scaler == full.scaler
+        assert_bitwise(half.weights, full.weights)
+        assert_bitwise(half.optimizer, full.optimizer)
     if kind == "float16":
         assert straight[kind][0][0].scaler["scale"] != 65536
 
 
 @pytest.mark.parametrize("kind", cases(["ddp", "float16"], ["fsdp", "ep", "muon"]))
 @pytest.mark.nightly(
-    "of each precision and mesh",
+    "other precisions and meshes",
     by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
 )
-def test_nothing_random_outlives_a_step(straight: Any, resumed: Any, kind: str) -> None:
-    """Python's, NumPy's and PyTorch's generators, spoilt before the second half, are after each step what they were."""
-    for (_, whole, _), (_, half, _) in zip(straight[kind], resumed[kind], strict=True):
-        assert len(whole) == STEPS and half == whole[SAVED:]
+def test_random_state_does_not_outlive_a_step(straight: Any, resumed: Any, kind: str) -> None:
+    """Generators have the same state after each step, although the second half started with another state."""
+    for (_, states, _), (_, later_states, _) in zip(straight[kind], resumed[kind], strict=True):
+        assert len(states) == STEPS and later_states == states[SAVED:]
 
 
 @pytest.mark.parametrize("kind", cases(["ddp", "float16"], ["fsdp", "ep", "muon"]))
-def test_the_written_history_is_that_of_one_run(root: Path, resumed: Any, kind: str) -> None:
+def test_written_history_equals_one_run(root: Path, resumed: Any, kind: str) -> None:
     def history(name: str) -> list[dict[str, Any]]:
-        timed = {
+        timings = {
             "tps",
             "tokens_per_second",
             "targets_per_second",
@@ -220,7 +221,7 @@ def test_the_written_history_is_that_of_one_run(root: Path, resumed: Any, kind: 
         }
         records = [record_of(line) for line in (root / name / "metrics.jsonl").read_bytes().splitlines()]
         return [
-            {key: v for key, v in record.items() if key not in timed and not key.startswith("goodput")}
+            {key: v for key, v in record.items() if key not in timings and not key.startswith("goodput")}
             for record in records
         ]
 
@@ -229,7 +230,7 @@ def test_the_written_history_is_that_of_one_run(root: Path, resumed: Any, kind: 
 
 
 def saved_tensors(root: Path, kind: str) -> dict[str, torch.Tensor]:
-    """Every tensor of the checkpoint in the middle, put together by the plain reader."""
+    """Return every tensor of the middle checkpoint, unsharded by the plain reader."""
     from shardtrain.checkpoint import manifest, tensors
 
     path = root / kind / f"checkpoint/step-{SAVED}"
@@ -238,15 +239,15 @@ def saved_tensors(root: Path, kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("change", cases(["1 to 2"], [name for name in OTHER if name != "1 to 2"]))
-def test_another_mesh_has_the_same_bits_and_continues_as_the_run_would_have(
+def test_another_mesh_loads_the_same_bits_and_continues_like_the_original_run(
     root: Path, straight: Any, resumed: Any, change: str
 ) -> None:
     kind = OTHER[change][0]
-    whole = straight[kind][0][0]
+    original = straight[kind][0][0]
     stored = saved_tensors(root, kind)
     for after, _, loaded in resumed[change]:
         assert_bitwise(loaded, stored)
-        assert after.error is None and after.lrs == whole.lrs[SAVED:]
-        assert after.state == whole.state, "the same data, in the same order"
-        for mine, theirs in zip(after.losses, whole.losses[SAVED:], strict=True):
-            assert abs(mine - theirs) <= LOSS_RELATIVE * theirs
+        assert after.error is None and after.lrs == original.lrs[SAVED:]
+        assert after.state == original.state, "the data or their order differ"
+        for loss, expected in zip(after.losses, original.losses[SAVED:], strict=True):
+            assert abs(loss - expected) <= LOSS_RELATIVE * expected

@@ -1,4 +1,4 @@
-"""The notebook of the examples is kept with what it prints: a Jupyter kernel prints the same again."""
+"""The notebook of the examples is stored with its output, and a Jupyter kernel reproduces this output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "examples/notebook.ipynb"
 LOSS_TOLERANCE = 0.15
-"""Absolute. Processors round differently, which a hundred steps amplify; another release of Python has another text."""
+"""Absolute tolerance. A hundred steps amplify rounding differences between processors, and the text depends on the
+Python release."""
 
 
 def script() -> ModuleType:
@@ -35,7 +36,7 @@ def text_of(cell: dict[str, Any]) -> str:
     return "".join("".join(output["text"]) for output in cell["outputs"])
 
 
-def test_the_notebook_is_kept_executed_from_top_to_bottom() -> None:
+def test_notebook_is_stored_with_its_output() -> None:
     cells = code_cells()
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert all({output.get("name") for output in cell["outputs"]} == {"stdout"} for cell in cells)
@@ -45,20 +46,18 @@ def test_the_notebook_is_kept_executed_from_top_to_bottom() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.nightly(
-    "a kernel trains", by="tests/test_notebook.py::test_the_notebook_is_kept_executed_from_top_to_bottom"
-)
-def test_running_the_notebook_prints_what_it_is_kept_with() -> None:
+@pytest.mark.nightly("a kernel trains", by="tests/test_notebook.py::test_notebook_is_stored_with_its_output")
+def test_running_the_notebook_reproduces_its_output() -> None:
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     module = script()
     again = module.printed(module.executed(NOTEBOOK, seconds=round(patience.seconds(300))))
     for cell in code_cells():
-        kept, new = text_of(cell), again[cell["id"]]
-        if "sample" in cell["metadata"].get("tags", []):  # words that are drawn of what was learned, to the last bit
+        stored, new = text_of(cell), again[cell["id"]]
+        if "sample" in cell["metadata"].get("tags", []):  # generated text depends on the last bit of the weights
             assert new.strip()
             continue
         number = r"(?<=loss )\d+\.\d+"
-        assert re.sub(rf"{number}|#+", "", new) == re.sub(rf"{number}|#+", "", kept)
-        pairs = zip(re.findall(number, new), re.findall(number, kept), strict=True)
-        assert all(abs(float(one) - float(other)) <= LOSS_TOLERANCE for one, other in pairs), (new, kept)
+        assert re.sub(rf"{number}|#+", "", new) == re.sub(rf"{number}|#+", "", stored)
+        pairs = zip(re.findall(number, new), re.findall(number, stored), strict=True)
+        assert all(abs(float(a) - float(b)) <= LOSS_TOLERANCE for a, b in pairs), (new, stored)

@@ -1,7 +1,7 @@
-"""The mesh changes no number: each mesh and option against one process, 4 steps in float32, and some of them 10.
+"""The mesh changes no result: each mesh and option equals one process, in 4 steps of float32, and sometimes 10.
 
-Sums in another order differ by about 1e-7 of their size; a loss is about 6, a norm about 0.4, so 1e-5 and 1e-4 leave
-room for ten steps of it and none for a wrong scale, a missing reduction or a dropped batch.
+Sums in another order differ by a relative 1e-7. A loss is about 6 and a norm about 0.4, so tolerances of 1e-5 and 1e-4
+allow ten steps of such errors, but detect a wrong scale, a missing reduction or a lost batch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MESHES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
-# those that test_grid.py has too with this family, and products of what is here
+# also covered by test_grid.py with this family, or products of other meshes here
 MORE_MESHES = [
     "fsdp 4",
     "tp 2",
@@ -63,12 +63,12 @@ def test_mesh_and_memory_options_change_no_number(name: str) -> None:
 
 
 @pytest.mark.nightly(
-    "by the compiler of kernels",
+    "compiles kernels",
     by="tests/distributed/test_compile.py::test_names_never_change_and_numbers_match_eager_mode",
 )
 @pytest.mark.parametrize(("num_ranks", "parallelism"), [(1, {}), (2, {}), (2, TENSOR_2)])
 def test_compile_changes_no_number(num_ranks: int, parallelism: dict[str, Any]) -> None:
-    # fused kernels round otherwise than eager ones: the loss is held to 1e-5 all the same
+    # the tolerance of 1e-5 holds although fused kernels round differently from eager ones
     config = tiny_config(parallelism=parallelism, compile={"enable": True})
     for result in run_tiny(num_ranks, config, steps=5):
         assert_same_numbers(result, reference(5))
@@ -106,7 +106,7 @@ def test_tied_embeddings_stay_one_tensor_on_any_mesh(num_ranks: int, parallelism
 
 
 @pytest.mark.parametrize("norm_type", cases(["layernorm"], nightly=["np_layernorm", "fused_rmsnorm"]))
-def test_every_norm_is_the_same_under_tensor_parallelism(norm_type: str) -> None:
+def test_every_norm_type_is_the_same_with_tensor_parallelism(norm_type: str) -> None:
     model = {"norm_type": norm_type}
     expected = run_tiny(1, tiny_config(model=model, training={"local_batch_size": 8}), steps=3)[0]
     for result in run_tiny(2, tiny_config(model=model, parallelism=TENSOR_2), steps=3):
@@ -116,8 +116,8 @@ def test_every_norm_is_the_same_under_tensor_parallelism(norm_type: str) -> None
 @pytest.mark.parametrize(
     ("num_ranks", "parallelism"), cases([(2, {})], nightly=[(2, REPLICATE_2), (2, TENSOR_2), (4, TENSOR_2)])
 )
-def test_bfloat16_is_the_same_arithmetic_on_every_mesh(num_ranks: int, parallelism: dict[str, Any]) -> None:
-    # bfloat16 has 8 bits: sums of activations in another order differ by up to 2^-8 of a value now and then
+def test_bfloat16_is_the_same_on_every_mesh(num_ranks: int, parallelism: dict[str, Any]) -> None:
+    # bfloat16 has 8-bit mantissas: sums of activations in another order sometimes differ by a relative 2^-8
     training = {"mixed_precision_param": "bfloat16"}
     expected = run_tiny(1, tiny_config(training={**training, "local_batch_size": 8}))[0]
     for result in run_tiny(num_ranks, tiny_config(training=training, parallelism=parallelism)):
@@ -126,7 +126,7 @@ def test_bfloat16_is_the_same_arithmetic_on_every_mesh(num_ranks: int, paralleli
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("num_ranks", "parallelism"), cases([(2, REPLICATE_2)], nightly=[(1, {}), (2, TENSOR_2)]))
-def test_low_precision_follows_float32(precision: str, num_ranks: int, parallelism: dict[str, Any]) -> None:
+def test_low_precision_agrees_with_float32(precision: str, num_ranks: int, parallelism: dict[str, Any]) -> None:
     config = tiny_config(training={"mixed_precision_param": precision}, parallelism=parallelism)
     for result in run_tiny(num_ranks, config):
         assert_same_numbers(result, reference(), loss=2e-2, grad_norm=2e-2)
@@ -144,23 +144,25 @@ def test_numbers_and_weights_after_ten_steps_are_the_same(num_ranks: int, parall
 
 
 @pytest.mark.parametrize(("num_ranks", "parallelism", "copies"), cases([(2, {}, 1)], nightly=[(4, TENSOR_2, 2)]))
-def test_ranks_read_disjoint_samples_and_all_of_them(num_ranks: int, parallelism: dict[str, Any], copies: int) -> None:
+def test_ranks_read_disjoint_samples_and_together_all_samples(
+    num_ranks: int, parallelism: dict[str, Any], copies: int
+) -> None:
     expected = reference()
     results = run_tiny(num_ranks, tiny_config(parallelism=parallelism), steps=3)
     for step in range(3):
         read = sorted(sample for result in results for sample in result.sample_ids[step])
         assert read == sorted(expected.sample_ids[step] * copies)
-        if copies == 2:  # tensor-parallel peers, neighbours in rank, read the same rows
+        if copies == 2:  # tensor-parallel peers, with consecutive ranks, read the same rows
             assert results[0].sample_ids[step] == results[1].sample_ids[step] != results[2].sample_ids[step]
 
 
-def test_parameters_and_optimizer_state_are_really_divided() -> None:
-    one = reference().facts
+def test_parameters_and_optimizer_state_are_sharded() -> None:
+    num_params = reference().facts["num_params"]
     fsdp = run_tiny(2, tiny_config(), steps=1)[0].facts
-    assert fsdp["local_numel"] == pytest.approx(one["num_params"] / 2, rel=0.01)
+    assert fsdp["local_numel"] == pytest.approx(num_params / 2, rel=0.01)
     ddp = run_tiny(2, tiny_config(parallelism=REPLICATE_2), steps=1)[0].facts
-    assert ddp["local_numel"] == one["num_params"]
-    split = tiny_config(parallelism={**REPLICATE_2, "shard_optimizer_states": True})
-    zero = run_tiny(2, split, steps=1)[0].facts
-    assert zero["local_numel"] == one["num_params"]
+    assert ddp["local_numel"] == num_params
+    sharded_states = tiny_config(parallelism={**REPLICATE_2, "shard_optimizer_states": True})
+    zero = run_tiny(2, sharded_states, steps=1)[0].facts
+    assert zero["local_numel"] == num_params
     assert zero["optimizer_bytes"] == pytest.approx(ddp["optimizer_bytes"] / 2, rel=0.01)

@@ -1,4 +1,4 @@
-"""A folder as users of pytorch_universal_trainer have it: parameters.yml, TSV files, and a BART's folder."""
+"""Create a folder of a pytorch_universal_trainer user: parameters.yml, TSV files and a BART model."""
 
 from __future__ import annotations
 
@@ -80,19 +80,19 @@ VALUES: dict[str, Any] = {
 
 
 def rows(count: int, seed: int) -> list[tuple[str, int]]:
-    """Sentences with a label that one word decides."""
+    """Return sentences whose label depends on a single keyword."""
     rng = random.Random(seed)
-    found = []
+    sentences = []
     for _ in range(count):
         label = rng.randrange(2)
         words = rng.choices(WORDS, k=rng.randint(1, 6))
         words.insert(rng.randrange(len(words) + 1), rng.choice(TELLING[label]))
-        found.append((" ".join(words), label))
-    return found
+        sentences.append((" ".join(words), label))
+    return sentences
 
 
 def write_parameters(folder: Path, **values: Any) -> Path:
-    """parameters.yml with the comments and the quotes that the program ships it with."""
+    """Write parameters.yml with the comments and quotes of the original file. Return the file."""
     file = folder / "parameters.yml"
     file.write_text(PARAMETERS.format(**{**VALUES, **values}))
     return file
@@ -100,7 +100,7 @@ def write_parameters(folder: Path, **values: Any) -> Path:
 
 @functools.cache
 def _bart(dropout: float, with_head: bool) -> Path:
-    """A tiny BART as ``save_pretrained`` wrote it in 2022: pytorch_model.bin, and a tokenizer trained on the spot."""
+    """Return the folder of a tiny BART as ``save_pretrained`` wrote it in 2022, with pytorch_model.bin."""
     import tokenizers
     import torch
     import transformers
@@ -148,7 +148,7 @@ def _bart(dropout: float, with_head: bool) -> Path:
 
 
 def make(folder: Path, train: int = 200, dropout: float = 0.1, with_head: bool = False, **values: Any) -> Path:
-    """The whole folder; gives its parameters.yml. ``values`` are those of ``VALUES`` that differ."""
+    """Create the complete folder. Return its parameters.yml. ``values`` override ``VALUES``."""
     (folder / "data").mkdir(parents=True)
     for part, (count, seed) in {"train": (train, 0), "dev": (50, 1), "test": (70, 2)}.items():
         text = "".join(f"{sentence}\t{label}\n" for sentence, label in rows(count, seed))

@@ -1,4 +1,4 @@
-"""The real clients of MLflow, trackio and Prometheus: what a run hands over is what the service then tells."""
+"""MLflow, trackio and Prometheus, with their real clients, return the metrics that a run reports."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from shardtrain.utils.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def no_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's own settings would send the metrics of a test elsewhere."""
+    """Remove settings of this machine that would send the metrics of a test to a real service."""
     for name in list(os.environ):
         if name.startswith(("MLFLOW_", "TRACKIO_")):
             monkeypatch.delenv(name)
-    for name in ("TRACKIO_DIR", "MLFLOW_ALLOW_FILE_STORE"):  # which the sinks set: afterwards they are as before
+    for name in ("TRACKIO_DIR", "MLFLOW_ALLOW_FILE_STORE"):  # the sinks set these, and monkeypatch restores them
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
 
 
-def test_mlflow_holds_every_number_and_option_and_a_resumed_run_continues_its_own(tmp_path, kit, monkeypatch) -> None:
+def test_mlflow_receives_metrics_and_options_and_a_resumed_run_continues(tmp_path, kit, monkeypatch) -> None:
     client = pytest.importorskip("mlflow.tracking").MlflowClient
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MY_SERVICE_PASSWORD", "correct-horse-battery")
@@ -45,14 +45,14 @@ def test_mlflow_holds_every_number_and_option_and_a_resumed_run_continues_its_ow
     (run,) = store.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params["training.seq_len"] == "2048" and run.data.params["run.model"] == "llama3/debugmodel"
-    losses = [(one.step, one.value) for one in store.get_metric_history(run.info.run_id, "loss")]
+    losses = [(metric.step, metric.value) for metric in store.get_metric_history(run.info.run_id, "loss")]
     assert [step for step, _ in losses] == [1, 5, 10] and losses[0][1] == 1.0
     everything = b"".join(path.read_bytes() for path in (tmp_path / "mlruns").rglob("*") if path.is_file())
     assert b"correct-horse" not in everything
 
 
-def test_trackio_holds_every_number_in_files_of_the_run(tmp_path, kit) -> None:
-    if importlib.util.find_spec("trackio") is None:  # importing it here would fix where its files lie
+def test_trackio_stores_metrics_in_files_of_the_run(tmp_path, kit) -> None:
+    if importlib.util.find_spec("trackio") is None:  # importing it here would fix the location of its files
         pytest.skip("trackio is not installed")
     run = tmp_path / "my_run"
     run.mkdir()
@@ -65,9 +65,7 @@ def test_trackio_holds_every_number_in_files_of_the_run(tmp_path, kit) -> None:
     assert b'"loss":1.0' in bytes(rows[0][2]).replace(b" ", b"")
 
 
-def test_an_mlflow_server_that_is_not_there_is_one_warning_and_training_continues(
-    tmp_path, kit, caplog, monkeypatch
-) -> None:
+def test_unreachable_mlflow_server_is_one_warning_and_training_continues(tmp_path, kit, caplog, monkeypatch) -> None:
     pytest.importorskip("mlflow.tracking")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -88,20 +86,20 @@ def scraped(port: int) -> dict[str, float]:
     return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 
-def test_prometheus_gets_the_last_logged_step_until_the_run_ends(tmp_path, kit) -> None:
+def test_prometheus_serves_the_last_logged_step_until_the_run_ends(tmp_path, kit) -> None:
     pytest.importorskip("prometheus_client")
     port = free_port()
     with Metrics(kit.config(prometheus_port=port), tmp_path, kit.facts(), kit.OneRank()) as metrics:
         metrics.update(1, torch.tensor(3.0), 2, 2, 0.5, 1e-3, 0.0)
         metrics.validation(1, {"loss": 2.5})
-        found = scraped(port)
-        assert (found["shardtrain_loss"], found["shardtrain_grad_norm"], found["shardtrain_step"]) == (1.5, 0.5, 1)
-        assert found["shardtrain_validation_loss"] == 2.5 and not [name for name in found if "python" in name]
+        values = scraped(port)
+        assert (values["shardtrain_loss"], values["shardtrain_grad_norm"], values["shardtrain_step"]) == (1.5, 0.5, 1)
+        assert values["shardtrain_validation_loss"] == 2.5 and not [name for name in values if "python" in name]
     with pytest.raises(urllib.error.URLError):
         scraped(port)
 
 
-def test_prometheus_listens_on_the_loopback_unless_told_otherwise_and_a_taken_port_stops_nothing(
+def test_prometheus_listens_on_loopback_by_default_and_a_port_in_use_does_not_stop_training(
     tmp_path, kit, caplog
 ) -> None:
     pytest.importorskip("prometheus_client")
@@ -124,14 +122,16 @@ def test_a_missing_package_is_an_error(option, kit, monkeypatch, tmp_path) -> No
         Metrics(kit.config(**option), tmp_path, kit.facts(), kit.OneRank())
 
 
-def test_the_dashboard_asks_for_what_a_run_tells(kit, tmp_path) -> None:
+def test_dashboard_uses_metrics_that_a_run_exports(kit, tmp_path) -> None:
     pytest.importorskip("prometheus_client")
     dashboard = json.loads((Path(__file__).parents[2] / "docs/grafana_dashboard.json").read_text())
-    asked = {target["expr"].partition("{")[0] for panel in dashboard["panels"] for target in panel["targets"]}
+    targets = [target for panel in dashboard["panels"] for target in panel["targets"]]
     rules = (Path(__file__).parents[2] / "docs/monitoring.md").read_text()
-    asked |= {*re.findall(r"shardtrain_\w+(?=[\[) ])", "\n".join(re.findall("expr: (.*)", rules)))}
+    expressions = "\n".join(re.findall("expr: (.*)", rules))
+    used = {target["expr"].partition("{")[0] for target in targets}
+    used |= set(re.findall(r"shardtrain_\w+(?=[\[) ])", expressions))
     port = free_port()
     with Metrics(kit.config(prometheus_port=port), tmp_path, kit.facts(), kit.OneRank()) as metrics:
         metrics.update(1, torch.tensor(3.0), 2, 2, 0.5, 1e-3, 0.0, {"goodput": 0.5, "spikes": 0.0})
         metrics.validation(1, {"loss": 2.5})
-        assert asked <= scraped(port).keys()
+        assert used <= scraped(port).keys()

@@ -1,4 +1,4 @@
-"""Laws of looking at files of others: storage that does not answer is not taken for a path that leads nowhere."""
+"""Failing storage is not mistaken for a path that does not exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ConfigError, DataError, StorageError
 
 
-def test_a_path_leads_to_a_folder_a_file_something_else_or_nowhere(tmp_path: Path) -> None:
+def test_kind_of_a_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "broken").symlink_to("gone")
@@ -23,10 +23,10 @@ def test_a_path_leads_to_a_folder_a_file_something_else_or_nowhere(tmp_path: Pat
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
-def test_of_a_folder_of_data_on_storage_that_does_not_answer_nothing_else_is_said(
+def test_failing_storage_is_not_reported_as_a_missing_folder(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first look alone fails: what comes next would be said of a file."""
+    """Only the first access fails, because later ones would be about a file."""
     (tmp_path / "rows.txt").write_text("a text\n")
     stat, failed = os.stat, []
 
@@ -42,7 +42,7 @@ def test_of_a_folder_of_data_on_storage_that_does_not_answer_nothing_else_is_sai
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError])
-def test_a_file_that_cannot_be_read_is_named_unless_its_storage_fails(
+def test_unreadable_file_is_named_unless_its_storage_fails(
     kind: type[ConfigError] | type[DataError],
 ) -> None:
     denied = bounded_reads.unreadable("data.path", "rows", OSError(errno.EACCES, "Permission denied"), "allow it", kind)
