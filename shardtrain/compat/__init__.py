@@ -1,4 +1,4 @@
-"""Other training systems: their configuration files, commands and weight files.
+"""Compatibility with other training systems: their configuration files, commands and weight files.
 
 The rest of the package works without this folder.
 """

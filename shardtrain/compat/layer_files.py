@@ -1,8 +1,9 @@
-"""Weights as DeepSpeed's pipelines save them, a file for each layer and model-parallel rank, under Hugging Face names.
+"""Reader of the weights that DeepSpeed's pipelines save: a file for each layer and model-parallel rank.
 
-Such a folder has config.json, the tokenizer, and ``latest``, which names a step; ``global_step001`` of it holds
-``layer_00-model_00-model_states.pt``, the embedding, and then the layers, the last norm and the head. FMEngine begins
-and ends with such folders. The files are pickles of PyTorch, and are read as data: nothing in them is run.
+FMEngine loads and saves such folders. They contain config.json, the tokenizer, and ``latest`` with the name of a step
+folder such as ``global_step001``. File ``layer_00-model_00-model_states.pt`` of a step contains the embedding; the next
+files contain the layers, the last norm and the head. Tensors get the names of a Hugging Face folder. The files are
+pickles of PyTorch, which this module parses without running code.
 """
 
 from __future__ import annotations
@@ -29,19 +30,26 @@ STEP = re.compile(r"global_step(\d{1,12})")
 
 @dataclass(frozen=True)
 class Family:
-    """Layout of the files of one architecture, with names of Hugging Face."""
+    """Names of one architecture's tensors in a Hugging Face folder, and how model-parallel ranks split them.
+
+    Attributes:
+        embed: Prefix of the embedding.
+        layers: Prefix of the layers, before their number.
+        norm: Prefix of the last norm.
+        head: Prefix of the head.
+        rows: Modules whose weights and biases are split along the output dimension.
+        columns: Modules whose weights are split along the input dimension.
+    """
 
     embed: str
     layers: str
     norm: str
     head: str
     rows: tuple[str, ...]
-    """Modules of a layer whose weights and biases are divided by rows, the output dimension."""
     columns: tuple[str, ...]
-    """Modules of a layer whose weights are divided by columns, the input dimension."""
 
     def prefix(self, number: int, num_layers: int) -> str:
-        """Return the prefix of the names in one file in a Hugging Face folder."""
+        """Return the Hugging Face prefix of the tensors in file ``number``."""
         if number == 0:
             return self.embed
         if number <= num_layers:
@@ -49,7 +57,7 @@ class Family:
         return self.norm if number == num_layers + 1 else self.head
 
     def place(self, name: str, num_layers: int) -> tuple[int, str]:
-        """Return the number of the file that contains a tensor, and its name there.
+        """Return the number of the file that contains a tensor, and the tensor's name in that file.
 
         Raises:
             KeyError: no file contains it.
@@ -63,12 +71,14 @@ class Family:
                 return file, name.removeprefix(prefix)
         raise KeyError(name)
 
-    def divided(self, name: str) -> int | None:
-        """Return the dimension along which model-parallel ranks split a tensor. None if it is replicated."""
+    def split_dim(self, name: str) -> int | None:
+        """Return the dimension along which model-parallel ranks split a tensor. None for a replicated tensor."""
         module, _, kind = name.rpartition(".")
         if f"{module}." in (self.embed, self.head) or module.endswith(self.rows):
             return 0
-        return 1 if kind == "weight" and module.endswith(self.columns) else None
+        if kind == "weight" and module.endswith(self.columns):
+            return 1
+        return None
 
 
 _LLAMA = Family(
@@ -85,11 +95,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""By model_type of config.json."""
+"""Layout of each model_type in config.json."""
 
 
 def family_of(folder: Path) -> tuple[Family, int]:
-    """Return the architecture and the number of layers from config.json of a folder.
+    """Return the layout and the number of layers from a folder's config.json.
 
     Raises:
         CheckpointError: the architecture is not supported.
@@ -99,22 +109,25 @@ def family_of(folder: Path) -> tuple[Family, int]:
     count = config.get("num_hidden_layers")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(
-            f"{folder / CONFIG}: model_type {str(kind)[:40]!r} has no files per layer; they are those of "
-            f"{', '.join(FAMILIES)}"
+            f"{folder / CONFIG}: model_type {str(kind)[:40]!r} is not supported with one file per layer; "
+            f"supported are {', '.join(FAMILIES)}"
         )
     if type(count) is not int or not 0 < count < 10**5:
-        raise CheckpointError(f"{folder / CONFIG}: num_hidden_layers={str(count)[:40]} is not a number of layers")
+        raise CheckpointError(f"{folder / CONFIG}: num_hidden_layers={str(count)[:40]} must be a number of layers")
     return FAMILIES[kind], count
 
 
 def steps_of(folder: Path) -> list[Path]:
-    """Return the step folders with files per layer, in order, or ``folder`` itself if it is one."""
+    """Return the step folders in order, or ``folder`` itself if it is a step folder. [] if there is none."""
     try:
-        inside = sorted((p for p in folder.iterdir() if STEP.fullmatch(p.name)), key=_number)
+        candidates = [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
     except OSError:
         return []
-    found = [p for p in inside if p.is_dir() and files_of(p)]
-    return found or ([folder] if files_of(folder) else [])
+    candidates.sort(key=_number)
+    steps = [path for path in candidates if path.is_dir() and files_of(path)]
+    if not steps and files_of(folder):
+        steps = [folder]
+    return steps
 
 
 def _number(step: Path) -> int:
@@ -122,10 +135,10 @@ def _number(step: Path) -> int:
 
 
 def step_of(folder: Path) -> Path:
-    """Return the step that ``latest`` names, or the last step.
+    """Return the step folder that ``latest`` names. Without that file, return the last step.
 
     Raises:
-        CheckpointError: there is no step.
+        CheckpointError: the step does not exist.
     """
     steps = steps_of(folder)
     try:
@@ -135,101 +148,126 @@ def step_of(folder: Path) -> Path:
     if name and steps != [folder]:
         named = next((step for step in steps if step.name == name), None)
         if named is None:
-            there = ", ".join(step.name for step in steps[:8]) or "none"
-            shown = "".join(c if c.isprintable() else "?" for c in name)[:60]
-            raise CheckpointError(f"{folder / LATEST} names {shown!r}, which has no files per layer; there is {there}")
+            available = ", ".join(step.name for step in steps[:8]) or "none"
+            raise CheckpointError(
+                f"{folder / LATEST} names {_printable(name)!r}, which has no files per layer; available: {available}"
+            )
         return named
     if not steps:
-        raise CheckpointError(f"{folder} has no layer_00-model_00-model_states.pt, nor a step with it")
+        raise CheckpointError(f"{folder} and its subfolders contain no layer_00-model_00-model_states.pt")
     return steps[-1]
 
 
+def _printable(text: object) -> str:
+    """Return at most 60 characters of untrusted text without control characters."""
+    return "".join(char if char.isprintable() else "?" for char in str(text))[:60]
+
+
 def files_of(step: Path) -> dict[tuple[int, int], Path]:
-    """Return the files of a step by layer number and model-parallel rank."""
-    found: dict[tuple[int, int], Path] = {}
+    """Return the files of a step by file number and model-parallel rank. {} if the folder cannot be read.
+
+    Raises:
+        CheckpointError: two files have the same numbers, with different numbers of leading zeros.
+    """
+    files: dict[tuple[int, int], Path] = {}
     try:
         for path in sorted(step.iterdir()):
-            if (match := FILE.fullmatch(path.name)) and path.is_file():
-                place = int(match[1]), int(match[2])
-                if place in found:
-                    raise CheckpointError(f"{step} has both {found[place].name} and {path.name}; remove one")
-                found[place] = path
+            match = FILE.fullmatch(path.name)
+            if match is None or not path.is_file():
+                continue
+            key = int(match[1]), int(match[2])
+            if key in files:
+                raise CheckpointError(f"{step} has both {files[key].name} and {path.name}; remove one")
+            files[key] = path
     except OSError:
         return {}
-    return found
+    return files
 
 
 class LayerWeights(HubWeights):
-    """Weights of such a folder, with the names of a Hugging Face folder."""
+    """Weights of a folder with files per layer, by the tensor names of a Hugging Face folder."""
 
     def __init__(self, folder: Path, step: Path | None = None) -> None:
-        """Read what the files of a step describe, that of ``latest`` unless one is named.
+        """Read the names, shapes and dtypes in the files of a step. The default is the step of ``latest``.
 
         Raises:
-            CheckpointError: when files are missing or surplus, cannot be trusted, or disagree with each other.
+            CheckpointError: files are missing, surplus or invalid, or do not fit together.
         """
         self.folder = folder
         self.step = step or step_of(folder)
-        self._family, count = family_of(folder)
+        self._family, num_layers = family_of(folder)
         files = files_of(self.step)
         self.num_shards = 1 + max((shard for _, shard in files), default=-1)
+        self._require_all_files(files, num_layers)
 
-        # Refuse files that are not those of a model of so many layers: embedding, layers, last norm
-        # and head
-        wanted = {(number, shard) for number in range(count + 3) for shard in range(self.num_shards)}
-        missing = [f"layer_{n:02d}-model_{s:02d}-model_states.pt" for n, s in sorted(wanted - files.keys())]
-        surplus = [files[place].name for place in sorted(files.keys() - wanted)]
-        problems = [
-            f"{len(names)} {what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
-            for what, names in (("missing", missing), ("of no layer", surplus))
-            if names
-        ]
-        if problems:
-            raise CheckpointError(
-                f"{self.step} is not a model of {count} layers, as its config.json says: {'; '.join(problems)}"
-            )
-
-        # Which parts of which files make each tensor, in the order of model-parallel ranks
+        # Parts of each tensor, in the order of model-parallel ranks.
         self._parts: dict[str, list[tuple[TorchFile, Stored]]] = {}
         for (number, _), path in sorted(files.items()):
             opened = TorchFile(path)
             if not isinstance(opened.value, dict):
-                raise CheckpointError(f"{path} holds no table of tensors; use another checkpoint")
+                raise CheckpointError(f"{path} contains no table of tensors; use another checkpoint")
+            prefix = self._family.prefix(number, num_layers)
             for name, stored in opened.value.items():
-                full = f"{self._family.prefix(number, count)}{name}"
-                if not isinstance(stored, Stored) or not isinstance(name, str) or not full.isprintable():
-                    shown = "".join(c if c.isprintable() else "?" for c in str(name))[:60]
-                    raise CheckpointError(f"{path}: {shown} is not a tensor; use another checkpoint")
-                self._parts.setdefault(full, []).append((opened, stored))
-        adapters = next((name for name in self._parts if "lora_" in name), None)
-        if adapters:
+                full_name = f"{prefix}{name}"
+                if not isinstance(stored, Stored) or not isinstance(name, str) or not full_name.isprintable():
+                    raise CheckpointError(f"{path}: {_printable(name)} is not a tensor; use another checkpoint")
+                self._parts.setdefault(full_name, []).append((opened, stored))
+        adapter = next((name for name in self._parts if "lora_" in name), None)
+        if adapter:
             raise CheckpointError(
-                f"{self.step} holds adapters, such as {adapters}; "
-                "`shardtrain checkpoint from-fmengine --adapter` writes them for PEFT"
+                f"{self.step} contains adapters, such as {adapter}; "
+                "write them for PEFT with `shardtrain checkpoint from-fmengine --adapter`"
             )
-        self._shapes = {name: self._whole(name, parts) for name, parts in self._parts.items()}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for name, parts in self._parts.items():
+            self._shapes[name] = self._full_shape(name, parts)
         self._last: tuple[str, Tensor] | None = None
 
-    def _whole(self, name: str, parts: list[tuple[TorchFile, Stored]]) -> tuple[int, ...]:
-        if len(parts) != self.num_shards:
-            there = ", ".join(file.path.name for file, _ in parts[:4])
+    def _require_all_files(self, files: Mapping[tuple[int, int], Path], num_layers: int) -> None:
+        """Raise CheckpointError unless there is a file for embedding, layers, last norm and head of each rank."""
+        expected = {(number, shard) for number in range(num_layers + 3) for shard in range(self.num_shards)}
+        missing = [f"layer_{n:02d}-model_{s:02d}-model_states.pt" for n, s in sorted(expected - files.keys())]
+        surplus = [files[key].name for key in sorted(files.keys() - expected)]
+        problems = []
+        for kind, names in (("missing", missing), ("surplus", surplus)):
+            if names:
+                more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+                problems.append(f"{len(names)} {kind}: {', '.join(names[:8])}{more}")
+        if problems:
             raise CheckpointError(
-                f"{self.step}: {name} is in {len(parts)} of {self.num_shards} model-parallel files ({there})"
+                f"{self.step} does not fit the {num_layers} layers in config.json: {'; '.join(problems)}"
             )
-        # Parts may differ in size along the dimension that ranks divide, and in nothing else
-        dim = self._family.divided(name)
+
+    def _full_shape(self, name: str, parts: list[tuple[TorchFile, Stored]]) -> tuple[int, ...]:
+        """Return the unsharded shape of a tensor.
+
+        Raises:
+            CheckpointError: a part is missing, or the parts do not fit together.
+        """
+        if len(parts) != self.num_shards:
+            files = ", ".join(file.path.name for file, _ in parts[:4])
+            raise CheckpointError(
+                f"{self.step}: {name} is in {len(parts)} of {self.num_shards} model-parallel files ({files})"
+            )
+
+        # Parts may only differ in size along the dimension that ranks split.
         shapes = [stored.shape for _, stored in parts]
-        dtypes = {stored.dtype for _, stored in parts}
         first = shapes[0]
+        dim = self._family.split_dim(name)
         if dim is not None and len(first) <= dim:
             dim = None
-        rest = {(*shape[:dim], *shape[dim + 1 :]) if dim is not None else shape for shape in shapes}
-        if len(dtypes) > 1 or len(rest) > 1 or len({len(shape) for shape in shapes}) > 1:
+        common_shapes = set(shapes)
+        if dim is not None:
+            common_shapes = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+        dtypes = {stored.dtype for _, stored in parts}
+        ranks = {len(shape) for shape in shapes}
+        if len(dtypes) > 1 or len(common_shapes) > 1 or len(ranks) > 1:
             kinds = ", ".join(f"{stored.dtype} {list(stored.shape)}" for _, stored in parts[:4])
-            raise CheckpointError(f"{self.step}: the parts of {name} do not fit each other: {kinds}")
+            raise CheckpointError(f"{self.step}: the parts of {name} do not fit together: {kinds}")
         if dim is None:
             return first
-        return (*first[:dim], sum(shape[dim] for shape in shapes), *first[dim + 1 :])
+        size = sum(shape[dim] for shape in shapes)
+        return (*first[:dim], size, *first[dim + 1 :])
 
     def names(self) -> list[str]:
         return sorted(self._parts)
@@ -244,15 +282,18 @@ class LayerWeights(HubWeights):
         return getattr(torch, self._parts[name][0][1].dtype)  # type: ignore[no-any-return]
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        """Raise CheckpointError if the copies of a replicated tensor differ."""
+        """Read a slice. Raise CheckpointError if the copies of a replicated tensor differ."""
+        # Keep only one tensor in memory: free the last one before reading the next.
         if self._last is None or self._last[0] != name:
-            self._last = None  # one tensor at a time is in memory
+            self._last = None
             self._last = name, self._read(name)
-        return self._last[1][tuple(box)] if len(box) else self._last[1]
+        tensor = self._last[1]
+        return tensor[tuple(box)] if len(box) else tensor
 
     def _read(self, name: str) -> Tensor:
+        """Join the parts of a split tensor, or compare the copies of a replicated one."""
         parts = self._parts[name]
-        dim = self._family.divided(name)
+        dim = self._family.split_dim(name)
         first = parts[0][0].tensor(parts[0][1])
         if len(parts) == 1:
             return first
@@ -260,17 +301,17 @@ class LayerWeights(HubWeights):
             for file, stored in parts[1:]:
                 if not torch.equal(file.tensor(stored).view(torch.uint8), first.view(torch.uint8)):
                     raise CheckpointError(
-                        f"{self.step}: {name} is not the same in {parts[0][0].path.name} and {file.path.name}, where "
-                        "model-parallel ranks hold it alike; are they files of one run?"
+                        f"{self.step}: {name} differs between {parts[0][0].path.name} and {file.path.name}, but is "
+                        "replicated over model-parallel ranks; check that both files are from the same run"
                     )
             return first
-        whole = torch.empty(self._shapes[name], dtype=first.dtype)
+        joined = torch.empty(self._shapes[name], dtype=first.dtype)
         begin = 0
         for number, (file, stored) in enumerate(parts):
             part = first if number == 0 else file.tensor(stored)
-            whole.narrow(dim, begin, part.shape[dim]).copy_(part)
+            joined.narrow(dim, begin, part.shape[dim]).copy_(part)
             begin += part.shape[dim]
-        return whole
+        return joined
 
     def __exit__(self, *_: object) -> None:
         self._last = None

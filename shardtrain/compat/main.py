@@ -1,8 +1,8 @@
-"""``python -m shardtrain.compat.main --params=parameters.yml``: as pytorch_universal_trainer is started, on every node.
+"""``python -m shardtrain.compat.main --params=parameters.yml``: the command line of pytorch_universal_trainer.
 
-Its command is ``python main.py --params=parameters.yml``, so this module has the name of its file, as
-``python -m shardtrain.train`` has that of torchtitan's; ``main.py`` at the root of the repository is the same. The file
-says by ``mode`` whether to train or to test, and by ``current_node`` which of several nodes this is.
+That program runs ``python main.py --params=parameters.yml`` on every node. This module, and ``main.py`` in the root of
+the repository, accept the same arguments. In the file, ``mode`` selects training or testing, and ``current_node`` is
+the number of this node.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from shardtrain.utils.redact import one_line
 USAGE = """\
 usage: python -m shardtrain.compat.main --params=parameters.yml [--nproc N] [--section.key VALUE ...]
 
-Train, or with `mode: test` test, as a parameters.yml of pytorch_universal_trainer says. With several nodes the same
-command runs on each, with a current_node of its own. Options of this package (`shardtrain config help`) come after.
+Train with a parameters.yml of pytorch_universal_trainer, or test with `mode: test` in it. For several nodes, run the
+same command on each node with its own current_node. Options of this package (`shardtrain config help`) may follow.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the verb that the file needs, and return the exit status of ``shardtrain``."""
+    """Train or test as the file's ``mode`` requires, and return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         process.own_process()
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read(words: list[str]) -> tuple[str, str, list[str]]:
-    """Return the verb, the file, and all other arguments.
+    """Return the verb, the path of the parameters file, and all other arguments.
 
     Raises:
         ConfigError: the file is missing or invalid.
@@ -50,23 +50,28 @@ def _read(words: list[str]) -> tuple[str, str, list[str]]:
     from shardtrain.compat import migrate
     from shardtrain.compat.migrate import universal_trainer
 
-    # --params is the only option of the other program. All others are options of this package.
+    # --params is the only option of pytorch_universal_trainer. All others are options of this package.
     rest = list(words)
     path = None
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if name == "--params":
-            path = value if equals else (words[place + 1] if place + 1 < len(words) else "")
-            del rest[place : place + (1 if equals else 2)]
-            break
+        if name != "--params":
+            continue
+        if equals:
+            path = value
+            del rest[index]
+        else:
+            path = words[index + 1] if index + 1 < len(words) else ""
+            del rest[index : index + 2]
+        break
     if not path:
         fix = "write --params=parameters.yml"
-        raise ConfigError(Problem("--params", path, "needs the parameters file", fix, "command line"))
+        raise ConfigError(Problem("--params", path, "requires the parameters file", fix, "command line"))
     file = Path(path).expanduser()
     migrated = migrate.migrate([file])
     if universal_trainer.SYSTEM not in migrated.systems:
-        rule = f"is a file of {migrated.systems[0]}"
-        fix = f"run `shardtrain train {path}`, or name a parameters.yml"
+        rule = f"must be a parameters.yml, but is a file of {migrated.systems[0]}"
+        fix = f"run `shardtrain train {path}` instead"
         raise ConfigError(Problem("--params", path, rule, fix, "command line"))
     return migrated.verb, str(file), rest
 

@@ -214,15 +214,15 @@ def test_a_hostile_file_runs_nothing_and_is_one_line(name: str, good: Path, tmp_
     [
         ("layer_01-model_01-model_states.pt", "1 missing: layer_01-model_01-model_states.pt"),
         ("layer_03-model_00-model_states.pt", "1 missing: layer_03-model_00-model_states.pt"),
-        ("surplus", "2 of no layer: layer_05-model_00-model_states.pt"),
+        ("surplus", "2 surplus: layer_05-model_00-model_states.pt"),
         ("a tensor", "self_attn.q_proj.weight is in 1 of 2"),
         ("both", "1 missing: model.layers.0.self_attn.q_proj.weight"),
         ("more", "1 not of this model: model.layers.0.self_attn.surplus"),
         ("shape", "1 of another shape: model.layers.0.self_attn.q_proj.weight [16, 32]"),
-        ("copies", "model.layers.0.input_layernorm.weight is not the same in"),
+        ("copies", "model.layers.0.input_layernorm.weight differs between"),
         ("latest", "names 'global_step9'"),
         ("twice", "has both"),
-        ("adapters", "holds adapters"),
+        ("adapters", "contains adapters"),
         ("family", "model_type 'gpt2'"),
     ],
 )
@@ -271,7 +271,7 @@ def test_what_is_missing_or_surplus_is_named_and_nothing_is_written(
 
 
 def test_a_model_that_cannot_be_divided_so_is_refused_with_the_way(good: Path, tmp_path: Path, capfd: Any) -> None:
-    for shards, told in ((3, "--vocab_size 513"), (8, "heads"), (0, "must lie between"), (1000, "must lie between")):
+    for shards, told in ((3, "--vocab_size 513"), (8, "heads"), (0, "must be between"), (1000, "must be between")):
         words = ["checkpoint", "to-fmengine", str(good), str(tmp_path / "out"), f"--mp_world_size={shards}"]
         assert cli.main(words) == 2
         assert told in capfd.readouterr().err

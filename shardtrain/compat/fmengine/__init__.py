@@ -1,1 +1,1 @@
-"""Programs of FMEngine: training, launchers, and conversion of its folders with one file per layer."""
+"""FMEngine's programs: training, launchers, and conversion of folders with one file per layer."""

@@ -1,11 +1,11 @@
-"""``python -m shardtrain.compat.fmengine PROGRAM ...``: the programs of FMEngine, with their own flags.
+"""``python -m shardtrain.compat.fmengine PROGRAM ...``: FMEngine's programs, with their original flags.
 
-train         cli/train.py: as a rank where torchrun or DeepSpeed's launcher started it, else with ranks of its own
-deepspeed     the launcher, for cli/train.py alone: on this machine, or on the hosts of a hostfile
-torchrun      PyTorch's own, which starts ``train`` where cli/train.py is named
+train         cli/train.py: one rank under torchrun or DeepSpeed's launcher, else start all ranks
+deepspeed     DeepSpeed's launcher, only for cli/train.py: on this machine or on the hosts of a hostfile
+torchrun      PyTorch's launcher; it runs ``train`` instead of cli/train.py
 to_hf_format  cli/to_hf_format.py
 from_hf       scripts/conversions/*/from_hf.py
-commands DIR  write ``deepspeed`` and ``torchrun`` into a folder for PATH, and print its name
+commands DIR  write ``deepspeed`` and ``torchrun`` into a folder for PATH, and print the folder
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one program; gives the exit status. Errors are one line each, as those of ``shardtrain``."""
+    """Run one program and return its exit status. Print each error on one line, as ``shardtrain`` does."""
     return cli.run(_dispatch, arguments)
 
 
 def _dispatch(words: list[str]) -> int:
-    name, rest = (words[0], words[1:]) if words else (None, [])
+    """Run the program that the first argument names."""
+    name = words[0] if words else None
     if name in ("--help", "-h"):
         print(str(__doc__).replace("``", "`"), end="")
         return 0
     if name not in PROGRAMS:
         fix = f"use one of {', '.join(PROGRAMS)}"
-        rule = "needs a program" if name is None else "is not one of its programs"
+        rule = "requires a program" if name is None else "does not exist"
         raise ConfigError(Problem("shardtrain.compat.fmengine", name, rule, fix, "command line"))
-    module, function = PROGRAMS[name]
-    program: Callable[[list[str]], int] = getattr(
-        importlib.import_module(f"shardtrain.compat.fmengine.{module}"), function
-    )
-    return program(rest)
+    module_name, function = PROGRAMS[name]
+    module = importlib.import_module(f"shardtrain.compat.fmengine.{module_name}")
+    program: Callable[[list[str]], int] = getattr(module, function)
+    return program(words[1:])
 
 
 PROGRAMS = {

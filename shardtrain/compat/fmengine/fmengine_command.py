@@ -1,4 +1,4 @@
-"""``shardtrain checkpoint from-fmengine`` and ``to-fmengine``, and the flags of FMEngine's own scripts for both."""
+"""``shardtrain checkpoint from-fmengine`` and ``to-fmengine``, and FMEngine's scripts for the same conversions."""
 
 from __future__ import annotations
 
@@ -13,33 +13,39 @@ from shardtrain.hf.folder_config import is_hub_folder
 from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
 
+_LOCAL_ONLY = "must be a local folder, because nothing is downloaded"
+
 
 def from_fmengine(words: Sequence[str]) -> int:
     """Run ``from-fmengine`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain checkpoint from-fmengine",
-        "Write a folder of FMEngine (latest, global_stepN with a file per layer and model-parallel rank) as a "
-        "checkpoint. Nothing in its files is run.",
+        "Convert an FMEngine folder (latest, global_stepN with a file per layer and model-parallel rank) to a "
+        "checkpoint. Code in the files is never run.",
     )
-    parser.add_argument("folder", type=Path, metavar="FMENGINE", help="the folder that has latest, or a global_stepN")
-    parser.add_argument("output", type=Path, metavar="DIR", help="a new folder, what a run starts from")
-    base = "Hugging Face folder of the model (default: config.json and tokenizer beside latest)"
+    parser.add_argument(
+        "folder", type=Path, metavar="FMENGINE", help="folder that contains latest, or a global_stepN folder"
+    )
+    parser.add_argument("output", type=Path, metavar="DIR", help="new checkpoint folder")
+    base = "Hugging Face folder of the model (default: config.json and tokenizer next to latest)"
     parser.add_argument("--base-model", type=Path, help=base)
-    parser.add_argument("--step", default="latest", help="global_stepN (default: what latest names)")
-    adapter = "write the adapters alone, as a folder that PEFT and lora.initial_load_path open"
+    parser.add_argument("--step", default="latest", help="global_stepN (default: the step that latest names)")
+    adapter = "write only the adapters, as a folder for PEFT and lora.initial_load_path"
     parser.add_argument("--adapter", action="store_true", help=adapter)
-    parser.add_argument("--lora_alpha", type=float, help="with --adapter: lora_alpha of the JSON, which is in no file")
-    found = parser.read(words)
-    require_new(found.output)
-    if found.adapter or found.lora_alpha is not None:
-        return _adapters(found.folder, found.output, found.step, found.lora_alpha, found.adapter, found.base_model)
+    alpha = "with --adapter: lora_alpha of the training JSON, which the weight files do not contain"
+    parser.add_argument("--lora_alpha", type=float, help=alpha)
+    options = parser.read(words)
+    output = options.output
+    require_new(output)
+    if options.adapter or options.lora_alpha is not None:
+        return _adapters(options.folder, output, options.step, options.lora_alpha, options.adapter, options.base_model)
     from shardtrain.compat.fmengine import folders
     from shardtrain.hf import importing
 
-    with folders.staged(found.folder, found.base_model, found.step, found.output) as folder:
-        model = importing.to_checkpoint(folder, found.output)
-    print(f"{found.output} holds the weights of {found.folder}; train from them with\n\n{model.toml()}\n")
-    print(f'[checkpoint]\nenable = true\ninitial_load_path = "{found.output}"')
+    with folders.staged(options.folder, options.base_model, options.step, output) as folder:
+        model = importing.to_checkpoint(folder, output)
+    print(f"{output} contains the weights of {options.folder}; to train from them, use\n\n{model.toml()}\n")
+    print(f'[checkpoint]\nenable = true\ninitial_load_path = "{output}"')
     return 0
 
 
@@ -47,44 +53,49 @@ def to_fmengine(words: Sequence[str]) -> int:
     """Run ``to-fmengine`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain checkpoint to-fmengine",
-        "Write a checkpoint, or a Hugging Face folder, with a file per layer and model-parallel rank, as FMEngine's "
-        "--init_ckpt takes it.",
+        "Convert a checkpoint or a Hugging Face folder to a folder for FMEngine's --init_ckpt, with a file per layer "
+        "and model-parallel rank.",
     )
-    where = "a step-N folder, a run's folder, a Hugging Face folder, or one of FMEngine"
+    where = "a step-N folder, a run's folder, a Hugging Face folder or an FMEngine folder"
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
-    parser.add_argument("output", type=Path, metavar="FMENGINE", help="a new folder")
+    parser.add_argument("output", type=Path, metavar="FMENGINE", help="new folder")
     parser.add_argument("--step", type=choice.step_name, help=choice.HELP)
     parser.add_argument("--mp_world_size", type=int, default=1, help="model-parallel ranks (default: %(default)s)")
-    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files are copied (default: the run's)")
+    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer files to copy (default: the run's)")
     parser.add_argument("--config", type=Path, help="the run's TOML (default: config.resolved.toml of the run)")
-    found = parser.read(words)
-    require_new(found.output)
+    options = parser.read(words)
+    output = options.output
+    require_new(output)
     from shardtrain.compat.fmengine import folders
 
-    # First export the checkpoint to a temporary folder.
+    folder_options = {"tokenizer": options.tokenizer, "config": options.config}
+    given = {name: value for name, value in folder_options.items() if value}
     with contextlib.ExitStack() as stack:
-        folder = found.checkpoint
+        folder = options.checkpoint
         if not is_hub_folder(folder) or (folder / manifest.MANIFEST).is_file():
             from shardtrain.tools.convert.checkpoint_path import step_of
             from shardtrain.tools.convert.convert_command import export_main
 
-            found.checkpoint = step_of(found.checkpoint, found.config, found.step)
-            found.output.absolute().parent.mkdir(parents=True, exist_ok=True)
-            beside = {"dir": found.output.absolute().parent, "prefix": f"{found.output.name}.tmp-"}
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(**beside))) / "hf"
-            named = [f"--{name}={getattr(found, name)}" for name in ("tokenizer", "config") if getattr(found, name)]
+            # First export the checkpoint to a temporary Hugging Face folder on the disk of the output.
+            options.checkpoint = step_of(options.checkpoint, options.config, options.step)
+            parent = output.absolute().parent
+            parent.mkdir(parents=True, exist_ok=True)
+            temporary = tempfile.TemporaryDirectory(dir=parent, prefix=f"{output.name}.tmp-")
+            folder = Path(stack.enter_context(temporary)) / "hf"
+            arguments = [f"--{name}={value}" for name, value in given.items()]
             with contextlib.redirect_stdout(io.StringIO()):
-                export_main([str(found.checkpoint), f"--to={folder}", "--check=weights", *named])
+                export_main([str(options.checkpoint), f"--to={folder}", "--check=weights", *arguments])
         else:
-            choice.reject_step(found.step, folder)
-            for name in ("tokenizer", "config"):
-                if getattr(found, name):
-                    rule = f"has no effect: {folder} says what it is"
-                    raise ConfigError(Problem(f"--{name}", str(getattr(found, name)), rule, "leave it out"))
-        stack.enter_context(folders.errors_name(found.checkpoint, folder))
-        count, layers = folders.write(folder, found.output, found.mp_world_size)
-    each = f"for {found.mp_world_size} model-parallel ranks" if found.mp_world_size > 1 else "in one part"
-    print(f"{found.output}: {count} tensors of {layers} layers {each}, each read back and equal")
+            choice.reject_step(options.step, folder)
+            for name, value in given.items():
+                rule = f"has no effect, because {folder} is a Hugging Face folder"
+                raise ConfigError(Problem(f"--{name}", str(value), rule, "remove it"))
+        stack.enter_context(folders.errors_name(options.checkpoint, folder))
+        count, layers = folders.write(folder, output, options.mp_world_size)
+    parts = "in one part"
+    if options.mp_world_size > 1:
+        parts = f"for {options.mp_world_size} model-parallel ranks"
+    print(f"{output}: wrote {count} tensors of {layers} layers {parts}, and verified each")
     return 0
 
 
@@ -94,47 +105,54 @@ def to_hf_format(words: Sequence[str]) -> int:
     The input may also be a shardtrain run.
     """
     parser = StrictArgumentParser(
-        "to_hf_format.py", "Write a folder of FMEngine, or a shardtrain run, as a Hugging Face folder."
+        "to_hf_format.py", "Convert an FMEngine folder or a shardtrain run to a Hugging Face folder."
     )
-    parser.add_argument("--in-model-path", type=Path, required=True, metavar="DIR", help="latest and global_stepN")
-    parser.add_argument("--out-model-path", type=Path, required=True, metavar="HF_DIR", help="a new folder")
+    parser.add_argument(
+        "--in-model-path", type=Path, required=True, metavar="DIR", help="folder with latest and global_stepN"
+    )
+    parser.add_argument("--out-model-path", type=Path, required=True, metavar="HF_DIR", help="new folder")
     parser.add_argument("--base-model", default="", help="Hugging Face folder of the model: config.json and tokenizer")
     parser.add_argument("--step", default="latest", help="all, latest or global_stepN")
-    parser.add_argument("--is-lora-tuned", nargs="?", const="true", default="false", help="write the adapters alone")
-    parser.add_argument("--lora_alpha", type=float, help="lora_alpha of the JSON, for adapters that FMEngine trained")
-    found = parser.read([_dashed(word) for word in words])
-    adapters = str(found.is_lora_tuned).lower()
-    if adapters not in ("true", "false", "yes", "no", "1", "0"):
+    parser.add_argument("--is-lora-tuned", nargs="?", const="true", default="false", help="write only the adapters")
+    parser.add_argument("--lora_alpha", type=float, help="lora_alpha of the training JSON, for adapters from FMEngine")
+    options = parser.read([_dashed(word) for word in words])
+    switch = str(options.is_lora_tuned).lower()
+    if switch not in ("true", "false", "yes", "no", "1", "0"):
         raise ConfigError(
-            Problem("--is-lora-tuned", found.is_lora_tuned, "must be true or false", "correct it", "command line")
+            Problem("--is-lora-tuned", options.is_lora_tuned, "must be true or false", "correct it", "command line")
         )
-    adapters_alone = adapters in ("true", "yes", "1")
-    if found.base_model and not Path(found.base_model).is_dir():
-        rule = "is not a folder here; nothing is fetched"
-        fix = f"shardtrain data download --repo_id {found.base_model}, and name the folder"
-        raise ConfigError(Problem("--base-model", found.base_model, rule, fix, "command line"))
-    base = Path(found.base_model) if found.base_model else None
+    only_adapters = switch in ("true", "yes", "1")
+    if options.base_model and not Path(options.base_model).is_dir():
+        fix = f"run shardtrain data download --repo_id {options.base_model}, and set it to that folder"
+        raise ConfigError(Problem("--base-model", options.base_model, _LOCAL_ONLY, fix, "command line"))
+    base = Path(options.base_model) if options.base_model else None
     from shardtrain.compat.fmengine import folders
     from shardtrain.lora import FACT
 
-    # Find the requested steps of a shardtrain run, by FMEngine's names, or of an FMEngine folder.
-    ours = _steps_of_run(found.in_model_path)
-    names = list(ours) if ours else folders.steps(found.in_model_path)
-    chosen = names if found.step == "all" else [found.step]
-    if ours and found.step == "latest":
+    # Select steps of a shardtrain run, by FMEngine's names, or of an FMEngine folder.
+    source = options.in_model_path
+    checkpoints = _steps_of_run(source)
+    names = list(checkpoints) if checkpoints else folders.steps(source)
+    chosen = [options.step]
+    if options.step == "all":
+        chosen = names
+    elif checkpoints and options.step == "latest":
         chosen = names[-1:]
     for name in chosen:
-        if ours and name not in ours:
-            raise CheckpointError(f"{found.in_model_path} has no step {name!r}; there is {', '.join(names[-8:])}")
-        output = found.out_model_path / name if found.step == "all" else found.out_model_path
-        if ours:
-            holds = FACT in manifest.read(ours[name]).facts  # FMEngine's looked for adapters by itself, too
-            status = _export(ours[name], output, base, adapters_alone or holds)
-        elif adapters_alone:
-            status = _adapters(found.in_model_path, output, name, found.lora_alpha, True, base)
+        output = options.out_model_path
+        if options.step == "all":
+            output /= name
+        if checkpoints:
+            if name not in checkpoints:
+                raise CheckpointError(f"{source} has no step {name!r}; available: {', '.join(names[-8:])}")
+            # Like FMEngine's script, export adapters if the checkpoint contains them.
+            has_adapters = FACT in manifest.read(checkpoints[name]).facts
+            status = _export(checkpoints[name], output, base, only_adapters or has_adapters)
+        elif only_adapters:
+            status = _adapters(source, output, name, options.lora_alpha, True, base)
         else:
             require_new(output)
-            with folders.staged(found.in_model_path, base, name, output) as folder:
+            with folders.staged(source, base, name, output) as folder:
                 status = _export(folder, output, None, False)
         if status:
             return status
@@ -143,36 +161,40 @@ def to_hf_format(words: Sequence[str]) -> int:
 
 def from_hf(words: Sequence[str]) -> int:
     """Run ``scripts/conversions/llama/from_hf.py`` with its own flags and return its exit status."""
-    parser = StrictArgumentParser("from_hf.py", "Write a Hugging Face folder as FMEngine's --init_ckpt takes it.")
-    parser.add_argument("--model_name_or_path", required=True, metavar="HF_DIR", help="config.json and safetensors")
-    parser.add_argument("--output_dir", required=True, metavar="DIR", help="a new folder")
+    parser = StrictArgumentParser("from_hf.py", "Convert a Hugging Face folder to a folder for FMEngine's --init_ckpt.")
+    parser.add_argument(
+        "--model_name_or_path", required=True, metavar="HF_DIR", help="folder with config.json and safetensors"
+    )
+    parser.add_argument("--output_dir", required=True, metavar="DIR", help="new folder")
     parser.add_argument("--mp_world_size", default="1", metavar="N", help="model-parallel ranks")
-    found = parser.read(words)
-    folder = found.model_name_or_path
+    options = parser.read(words)
+    folder = options.model_name_or_path
     if not is_hub_folder(Path(folder)):
-        rule = "is not a Hugging Face folder here; nothing is fetched"
-        fix = f"shardtrain data download --repo_id {folder}, and name the folder"
-        raise ConfigError(Problem("--model_name_or_path", folder, rule, fix, "command line"))
-    return to_fmengine([folder, found.output_dir, f"--mp_world_size={found.mp_world_size}"])
+        fix = f"run shardtrain data download --repo_id {folder}, and set it to that folder"
+        raise ConfigError(Problem("--model_name_or_path", folder, _LOCAL_ONLY, fix, "command line"))
+    return to_fmengine([folder, options.output_dir, f"--mp_world_size={options.mp_world_size}"])
 
 
-def _adapters(folder: Path, output: Path, step: str, alpha: float | None, asked: bool, base: Path | None) -> int:
+def _adapters(folder: Path, output: Path, step: str, alpha: float | None, is_requested: bool, base: Path | None) -> int:
+    """Write the adapters of a step for PEFT. ``is_requested`` is false if only --lora_alpha was given."""
     from shardtrain.compat.fmengine import folders
 
-    if not asked:
-        raise ConfigError(Problem("--lora_alpha", alpha, "has no effect without --adapter", "add it", "command line"))
+    if not is_requested:
+        rule = "has no effect without --adapter"
+        raise ConfigError(Problem("--lora_alpha", alpha, rule, "add --adapter", "command line"))
     if alpha is None:
-        rule = "is needed: the files do not hold it"
-        raise ConfigError(Problem("--lora_alpha", None, rule, "give lora.lora_alpha of the JSON", "command line"))
+        rule = "is required, because the weight files do not contain it"
+        fix = "use the value of lora.lora_alpha in the training JSON"
+        raise ConfigError(Problem("--lora_alpha", None, rule, fix, "command line"))
     rank, count = folders.write_adapters(folder, output, step, alpha, str(base or ""))
     print(f"{output}: {count} adapters of rank {rank}, scaled by {alpha / rank:g}")
     return 0
 
 
 def _export(checkpoint: Path, output: Path, base: Path | None, adapters: bool) -> int:
-    """Export a checkpoint.
+    """Export a checkpoint to a Hugging Face folder, or only its adapters.
 
-    ``base`` is the model that adapters name, or the folder of an entire model's tokenizer.
+    ``base`` becomes the base model of adapters. For a full model, its tokenizer is copied from there.
     """
     from shardtrain.tools.convert.convert_command import export_main
 
@@ -185,18 +207,23 @@ def _export(checkpoint: Path, output: Path, base: Path | None, adapters: bool) -
 
 
 def _steps_of_run(folder: Path) -> dict[str, Path]:
-    """Return the checkpoints of a shardtrain run in order, by FMEngine's names."""
-    inside = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
+    """Return the checkpoints of a shardtrain run in order, by FMEngine's step names. {} if ``folder`` is no run."""
+    if (folder / "checkpoint").is_dir():
+        folder = folder / "checkpoint"
+    checkpoints: list[tuple[int, Path]] = []
     try:
-        found = [p for p in inside.iterdir() if p.name.startswith("step-") and (p / manifest.MANIFEST).is_file()]
+        for path in folder.iterdir():
+            number = path.name.removeprefix("step-")
+            if number != path.name and number.isdecimal() and (path / manifest.MANIFEST).is_file():
+                checkpoints.append((int(number), path))
     except OSError:
         return {}
-    numbered = sorted((int(p.name[5:]), p) for p in found if p.name[5:].isdecimal())
-    return {f"global_step{number}": path for number, path in numbered}
+    return {f"global_step{number}": path for number, path in sorted(checkpoints)}
 
 
 def _dashed(word: str) -> str:
-    """Accept underscores in flags that FMEngine's scripts write with dashes, as in its other flags."""
+    """Replace underscores with dashes in the flags of FMEngine's script, which accepts both forms."""
     name, equals, value = word.partition("=")
-    plain = {"--in_model_path", "--out_model_path", "--base_model", "--is_lora_tuned"}
-    return f"{name.replace('_', '-')}{equals}{value}" if name in plain else word
+    if name not in ("--in_model_path", "--out_model_path", "--base_model", "--is_lora_tuned"):
+        return word
+    return f"{name.replace('_', '-')}{equals}{value}"

@@ -1,4 +1,4 @@
-"""Write FMEngine's folders with one file per layer, and assemble folders from several places."""
+"""Writing of FMEngine's folders with one file per layer, and of PEFT folders from their adapters."""
 
 from __future__ import annotations
 
@@ -28,82 +28,88 @@ _MAX_SHARDS = 256
 
 
 def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
-    """Write a Hugging Face folder, or one of a file per layer, for ``num_shards`` model-parallel ranks.
+    """Write a new FMEngine folder for ``num_shards`` model-parallel ranks. Return the number of tensors and layers.
 
-    Gives the number of tensors, and of layers. One layer at a time is in memory; all that was written is read back and
-    compared before the folder has its name.
+    ``folder`` is a Hugging Face folder or an FMEngine folder. Memory holds one layer at a time. All tensors are read
+    back and compared before ``output`` appears.
 
     Raises:
-        ConfigError: when ``output`` exists, or the model cannot be divided so.
-        CheckpointError: when tensors are missing, surplus or of other shapes, or a file is damaged.
-        StorageError: when the folder cannot be written.
+        ConfigError: ``output`` exists, or the sizes of the model are not divisible by ``num_shards``.
+        CheckpointError: tensors are missing, surplus or have wrong shapes, or a file is damaged.
+        StorageError: the folder cannot be written.
     """
     require_new(output)
     if not 1 <= num_shards <= _MAX_SHARDS:
-        raise ConfigError(
-            Problem("--mp_world_size", num_shards, f"must lie between 1 and {_MAX_SHARDS}", "use 1", "command line")
-        )
+        rule = f"must be between 1 and {_MAX_SHARDS}"
+        raise ConfigError(Problem("--mp_world_size", num_shards, rule, "use 1", "command line"))
     family, num_layers = family_of(folder)
-    found = recognise(folder)
-    with open_weights(folder, found.block) as weights:
-        if found.hub is None:
-            raise ConfigError(f"{folder} holds a {found.config.class_name}, which has no files per layer")
+    model = recognise(folder)
+    with open_weights(folder, model.block) as weights:
+        if model.hub is None:
+            raise ConfigError(f"{folder}: {model.config.class_name} is not supported with one file per layer")
+        translation = translation_of(models.find(model.name), model.config, str(folder))
+        mapping.check(translation, weights, model.passed_over)
 
-        # Assign each tensor to the file of its layer. A tied head is written too, because FMEngine
-        # always has one.
-        translation = translation_of(models.find(found.name), found.config, str(folder))
-        mapping.check(translation, weights, found.passed_over)
+        # Source of each tensor to write. FMEngine always has a head, so write a tied head as well.
         sources = {name: name for name in translation.their_shapes()}
-        if getattr(found.config, "tied_embeddings", False):
+        if getattr(model.config, "tied_embeddings", False):
             sources[f"{family.head}weight"] = f"{family.embed}weight"
-        layers: dict[int, dict[str, str]] = {number: {} for number in range(num_layers + 3)}
-        for name, where in sources.items():
-            number, rest = family.place(name, num_layers)
-            dim = family.divided(name)
-            shape = weights.shape(where)
-            if dim is not None and shape[dim] % num_shards:
-                rule = f"does not divide the {shape[dim]} of {name}"
-                fix = "use a divisor"
-                if "embed" in name or "lm_head" in name:
-                    more = -(-shape[dim] // num_shards) * num_shards
-                    fix = f"use a divisor, or import with --vocab_size {more} first"
-                raise ConfigError(Problem("--mp_world_size", num_shards, rule, fix, "command line"))
-            layers[number][rest] = name
-        heads = (getattr(found.config, "num_heads", 0), getattr(found.config, "num_kv_heads", 0))
-        if any(count and count % num_shards for count in heads):
-            rule = f"does not divide the {heads[0]} heads of queries, or the {heads[1]} of keys and values"
-            raise ConfigError(Problem("--mp_world_size", num_shards, rule, "use a divisor of both", "command line"))
 
-        # Write the files of a step, a state without weights for each model-parallel rank, and other
-        # files.
+        # Full name of each tensor in each file, by its name there.
+        layers: dict[int, dict[str, str]] = {number: {} for number in range(num_layers + 3)}
+        for name, source_name in sources.items():
+            number, name_in_file = family.place(name, num_layers)
+            _require_divisible(name, weights.shape(source_name), family.split_dim(name), num_shards)
+            layers[number][name_in_file] = name
+        num_heads = getattr(model.config, "num_heads", 0) or 0
+        num_kv_heads = getattr(model.config, "num_kv_heads", 0) or 0
+        if num_heads % num_shards or num_kv_heads % num_shards:
+            rule = f"must divide the {num_heads} heads of queries and the {num_kv_heads} heads of keys and values"
+            raise ConfigError(Problem("--mp_world_size", num_shards, rule, "use a common divisor", "command line"))
+
         with files.new_folder(output) as temporary:
             step = temporary / _STEP
             step.mkdir()
             for number, names in layers.items():
-                whole = {rest: _read(weights, sources[name]) for rest, name in names.items()}
+                tensors = {name_in_file: _read(weights, sources[name]) for name_in_file, name in names.items()}
                 for shard in range(num_shards):
                     parts = {}
-                    for rest, tensor in whole.items():
-                        parts[rest] = _part(tensor, family.divided(names[rest]), shard, num_shards)
+                    for name_in_file, tensor in tensors.items():
+                        dim = family.split_dim(names[name_in_file])
+                        parts[name_in_file] = _part(tensor, dim, shard, num_shards)
                     torch.save(parts, step / f"layer_{number:02d}-model_{shard:02d}-model_states.pt")
+
+            # FMEngine also expects the training state of each model-parallel rank. Write it without weights.
             for shard in range(num_shards):
                 state: dict[str, Any] = {"dp_world_size": 1, "mp_world_size": num_shards, "module": None}
                 state |= {"optimizer": None, "global_steps": 1, "skipped_steps": 1, "iteration": 1}
                 torch.save(state, step / f"mp_rank_{shard:02d}_model_states.pt")
             (temporary / LATEST).write_text(_STEP)
-            _copy_beside(folder, temporary)
+            _copy_config(folder, temporary)
 
             # Verify the files before the folder gets its final name.
             with LayerWeights(temporary) as written:
-                for name, where in sources.items():
-                    if not torch.equal(_bits(_read(written, name)), _bits(_read(weights, where))):
-                        raise StorageError(f"{output}: {name} is not what was written; check the disk")
+                for name, source_name in sources.items():
+                    if not torch.equal(_bits(_read(written, name)), _bits(_read(weights, source_name))):
+                        raise StorageError(f"{output}: {name} differs from the written tensor; check the disk")
     return len(sources), num_layers
+
+
+def _require_divisible(name: str, shape: tuple[int, ...], dim: int | None, num_shards: int) -> None:
+    """Raise ConfigError if ranks cannot split a tensor evenly along ``dim``."""
+    if dim is None or shape[dim] % num_shards == 0:
+        return
+    fix = "use a divisor"
+    if "embed" in name or "lm_head" in name:
+        next_multiple = -(-shape[dim] // num_shards) * num_shards
+        fix = f"use a divisor, or import with --vocab_size {next_multiple} first"
+    rule = f"must divide the size {shape[dim]} of {name}"
+    raise ConfigError(Problem("--mp_world_size", num_shards, rule, fix, "command line"))
 
 
 @contextlib.contextmanager
 def errors_name(folder: Path, temporary: Path) -> Iterator[None]:
-    """Within the block, name the user's ``folder`` in error messages instead of its temporary copy."""
+    """Replace the path of a temporary copy with the user's ``folder`` in errors of the block."""
     try:
         yield
     except ShardtrainError as error:
@@ -111,72 +117,82 @@ def errors_name(folder: Path, temporary: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def staged(folder: Path, base: Path | None, step: str, beside: Path) -> Iterator[Path]:
-    """Within the block, provide a folder of one step, with config.json and tokenizer of ``base`` if given.
+def staged(folder: Path, base: Path | None, step: str, output: Path) -> Iterator[Path]:
+    """Yield a temporary FMEngine folder that contains one step, config.json and the tokenizer.
 
-    ``step`` is "latest" or the name of one. It is made next to ``beside``, and holds links to the weights.
+    Args:
+        folder: The user's FMEngine folder, or a step folder of one.
+        base: Hugging Face folder of config.json and the tokenizer. None if ``folder`` contains them.
+        step: Name of the step, or "latest".
+        output: The temporary folder is next to this path. It contains links to the weights.
 
     Raises:
-        CheckpointError: when there is no such step, or no config.json.
+        CheckpointError: the step or config.json does not exist.
     """
-    where = _step(folder, step)
-    places = [base] if base else [folder, folder.parent]  # a step's own folder has none
-    described = next((place for place in places if (place / CONFIG).is_file()), places[0])
-    if not (described / CONFIG).is_file():
-        hint = (
-            "it is not a Hugging Face folder" if base else "name the Hugging Face folder of its model with --base-model"
-        )
-        raise CheckpointError(f"{described / CONFIG} is missing: {hint}")
-    with files.new_folder(beside, keep=False) as temporary, errors_name(folder, temporary):
-        _copy_beside(described, temporary)
-        (temporary / where.name).symlink_to(where.resolve(), target_is_directory=True)
-        (temporary / LATEST).write_text(where.name)
+    step_folder = _step(folder, step)
 
-        # FMEngine adds missing tokens and embedding rows for them, which config.json of the base
-        # does not include.
-        facts = dict(read_json(temporary / CONFIG))
+    # A step folder has no config.json. Its parent may have one.
+    candidates = [base] if base else [folder, folder.parent]
+    config_folder = next((path for path in candidates if (path / CONFIG).is_file()), candidates[0])
+    if not (config_folder / CONFIG).is_file():
+        hint = "set --base-model to the Hugging Face folder of the model"
+        if base:
+            hint = "--base-model must be a Hugging Face folder"
+        raise CheckpointError(f"{config_folder / CONFIG} does not exist; {hint}")
+    with files.new_folder(output, keep=False) as temporary, errors_name(folder, temporary):
+        _copy_config(config_folder, temporary)
+        (temporary / step_folder.name).symlink_to(step_folder.resolve(), target_is_directory=True)
+        (temporary / LATEST).write_text(step_folder.name)
+
+        # FMEngine adds missing tokens with rows of the embedding. The base's config.json does not
+        # count them.
+        fields = dict(read_json(temporary / CONFIG))
         family, _ = family_of(temporary)
         with LayerWeights(temporary) as weights:
             name = f"{family.embed}weight"
             rows = weights.shape(name)[0] if name in weights else 0
-        known = facts.get("vocab_size")
-        if isinstance(known, int) and rows > known:
-            (temporary / CONFIG).write_text(json.dumps({**facts, "vocab_size": rows}, indent=2))
-            print(f"vocab_size is {rows} in place of {known}: FMEngine has added {rows - known} rows")
+        vocab_size = fields.get("vocab_size")
+        if isinstance(vocab_size, int) and rows > vocab_size:
+            (temporary / CONFIG).write_text(json.dumps({**fields, "vocab_size": rows}, indent=2))
+            print(f"vocab_size={rows} instead of {vocab_size}: FMEngine added {rows - vocab_size} rows")
         yield temporary
 
 
 def steps(folder: Path) -> list[str]:
-    """Return the names of all steps of a folder.
+    """Return the names of a folder's steps.
 
     Raises:
         CheckpointError: it has no steps.
     """
-    found = [path.name for path in layer_files.steps_of(folder)]
-    if not found:
+    names = [path.name for path in layer_files.steps_of(folder)]
+    if not names:
         layer_files.step_of(folder)
-    return found
+    return names
 
 
 def write_adapters(folder: Path, output: Path, step: str, alpha: float, base: str = "") -> tuple[int, int]:
     """Write the adapters of a step as a PEFT folder. Return their rank and their number.
 
-    ``alpha`` is lora_alpha of the JSON that they were trained with, which the files do not hold. ``base`` is the model
-    that adapter_config.json names.
+    Args:
+        folder: FMEngine folder.
+        output: New PEFT folder.
+        step: Name of the step, or "latest".
+        alpha: lora_alpha of the training JSON, which the weight files do not contain.
+        base: Base model for adapter_config.json.
 
     Raises:
-        ConfigError: when ``output`` exists.
-        CheckpointError: when the step holds none, or they are divided among model-parallel ranks.
+        ConfigError: ``output`` exists.
+        CheckpointError: the step contains no adapters, or adapters of several model-parallel ranks.
     """
     from safetensors.torch import save_file
 
     require_new(output)
-    where = _step(folder, step)
+    step_folder = _step(folder, step)
 
-    # File 0 is the embedding, and the first layer is in file 1.
+    # File 0 contains the embedding, so layer 0 is in file 1.
     tensors: dict[str, Tensor] = {}
     ranks: set[int] = set()
-    for (number, shard), path in sorted(layer_files.files_of(where).items()):
+    for (number, shard), path in sorted(layer_files.files_of(step_folder).items()):
         opened = TorchFile(path)
         values = opened.value if isinstance(opened.value, dict) else {}
         for name, stored in values.items():
@@ -185,20 +201,30 @@ def write_adapters(folder: Path, output: Path, step: str, alpha: float, base: st
                 continue
             if shard:
                 raise CheckpointError(
-                    f"{where}: adapters of several model-parallel ranks cannot be put together: each rank drew lora_A "
-                    "for itself; train them with --model_parallel_size 1"
+                    f"{step_folder}: adapters of several model-parallel ranks cannot be joined, because each rank "
+                    "initialized its own lora_A; train with --model_parallel_size 1"
                 )
             ranks.add(stored.shape[0 if kind == "lora_A" else 1])
             tensors[f"base_model.model.model.layers.{number - 1}.{name}.weight"] = opened.tensor(stored)
     modules = sorted({name.split(".")[-3] for name in tensors})
     pairs = {name.rpartition(".lora_")[0] for name in tensors}
-    if not tensors or len(ranks) != 1 or len(tensors) != 2 * len(pairs):
-        what = "no adapters" if not tensors else f"adapters of ranks {sorted(ranks)}, or halves of some"
-        raise CheckpointError(f"{where} holds {what}; name a folder that was trained with a lora block")
+    if not tensors:
+        raise CheckpointError(f"{step_folder} contains no adapters; use a folder trained with a lora table")
+    if len(ranks) != 1 or len(tensors) != 2 * len(pairs):
+        raise CheckpointError(
+            f"{step_folder}: all adapters must have the same rank, and both lora_A and lora_B (ranks: {sorted(ranks)})"
+        )
     (rank,) = ranks
     fields = {
-        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True},
-        **{"r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "target_modules": modules, "bias": "none"},
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": modules,
+        "bias": "none",
     }
     with files.new_folder(output) as temporary:
         save_file(tensors, str(temporary / "adapter_model.safetensors"), {"format": "pt"})
@@ -207,16 +233,19 @@ def write_adapters(folder: Path, output: Path, step: str, alpha: float, base: st
 
 
 def _step(folder: Path, step: str) -> Path:
+    """Return the folder of a step by its name, or of "latest". Raise CheckpointError if it does not exist."""
     if step == "latest":
         return layer_files.step_of(folder)
-    found = next((path for path in layer_files.steps_of(folder) if path.name == step), None)
-    if found is None:
-        there = ", ".join(path.name for path in layer_files.steps_of(folder)[:8]) or "none"
-        raise CheckpointError(f"{folder} has no step {step!r} with files per layer; there is {there}")
-    return found
+    candidates = layer_files.steps_of(folder)
+    for path in candidates:
+        if path.name == step:
+            return path
+    available = ", ".join(path.name for path in candidates[:8]) or "none"
+    raise CheckpointError(f"{folder} has no step {step!r} with files per layer; available: {available}")
 
 
-def _copy_beside(folder: Path, output: Path) -> None:
+def _copy_config(folder: Path, output: Path) -> None:
+    """Copy config.json and the tokenizer's files at the top of a folder."""
     shutil.copyfile(folder / CONFIG, output / CONFIG)
     for name in source.of_folder(folder).files:
         if "/" not in name:
@@ -224,11 +253,13 @@ def _copy_beside(folder: Path, output: Path) -> None:
 
 
 def _read(weights: Any, name: str) -> Tensor:
+    """Read an unsharded tensor."""
     tensor: Tensor = weights.read(name, [slice(0, size) for size in weights.shape(name)])
     return tensor
 
 
 def _part(tensor: Tensor, dim: int | None, shard: int, num_shards: int) -> Tensor:
+    """Return a contiguous shard of a tensor along ``dim``, or the tensor itself if it is replicated."""
     if dim is None:
         return tensor.contiguous()
     size = tensor.shape[dim] // num_shards
@@ -236,4 +267,5 @@ def _part(tensor: Tensor, dim: int | None, shard: int, num_shards: int) -> Tenso
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    """View a tensor as bytes, because NaN is not equal to itself."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -17,33 +17,39 @@ from shardtrain.utils import atomic_io, python_child, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
 
 HOSTFILE = "/job/hostfile"
-"""Hostfile that DeepSpeed uses without --hostfile."""
+"""Default hostfile of DeepSpeed."""
 _PROGRAM = re.compile(r"(^|.*/)cli/train\.py|train\.py")
-_VALUES = (
+_OPTIONS = (
     *("--hostfile", "--include", "--exclude", "--num_nodes", "--num_gpus", "--master_port", "--master_addr"),
     *("--launcher", "--launcher_args", "--ssh_port"),
 )
-_ALSO = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "--num_accelerators": "--num_gpus"}
-"""Aliases of options."""
-_FLAGS = {"--force_multi", "--no_local_rank", "--enable_each_rank_log", "--save_pid", "--no_ssh_check"}
-"""Options of DeepSpeed's launcher without effect on training."""
-_CARRIED = ("NCCL_", "UCX_", "PYTHONPATH")
-"""Prefixes of environment variables that DeepSpeed passes to other hosts."""
+_ALIASES = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "--num_accelerators": "--num_gpus"}
+"""Other names of options."""
+_IGNORED = {"--force_multi", "--no_local_rank", "--enable_each_rank_log", "--save_pid", "--no_ssh_check"}
+"""Options of DeepSpeed's launcher that do not affect training."""
+_FORWARDED = ("NCCL_", "UCX_", "PYTHONPATH")
+"""Prefixes of environment variables that DeepSpeed forwards to other hosts."""
 
 
 def train(words: list[str]) -> int:
     """Run ``cli/train.py`` and return its exit status."""
-    if "--help" not in words and "-h" not in words and not any(word.partition("=")[0] == FLAG for word in words):
-        rule = "is needed: the JSON file that says optimizer, batch and precision"
+    wants_help = "--help" in words or "-h" in words
+    if not wants_help and not _has_flag(words):
+        rule = "is required: the JSON file with optimizer, batch and precision"
         raise ConfigError(Problem(FLAG, None, rule, f"write it like {FLAG} ./configs/llama.json", "command line"))
     return cli.main(["train", *words])
+
+
+def _has_flag(words: Sequence[str]) -> bool:
+    """True if the arguments contain FMEngine's flag for the DeepSpeed JSON."""
+    return any(word.partition("=")[0] == FLAG for word in words)
 
 
 def deepspeed(words: list[str]) -> int:
     """Run DeepSpeed's launcher with ``cli/train.py`` and return its exit status.
 
     Raises:
-        ConfigError: for an option that it does not have, or another program.
+        ConfigError: an option does not exist, or the program is not ``cli/train.py``.
     """
     if not words or words[0] in ("--help", "-h"):
         print("usage: deepspeed [--num_gpus N] [--num_nodes N] [--hostfile FILE] [--include ...] [--exclude ...]")
@@ -53,40 +59,42 @@ def deepspeed(words: list[str]) -> int:
     for name in ("num_gpus", "num_nodes", "master_port"):
         text = options.get(name, "1")
         if not (text.isdecimal() and 0 < int(text) < 10**6):
-            raise ConfigError(
-                Problem(f"--{name}", text, "must be a whole number above 0", "correct it", "command line")
-            )
+            raise ConfigError(Problem(f"--{name}", text, "must be a positive integer", "correct it", "command line"))
 
     # Like DeepSpeed, run on the hosts of a hostfile, or only on this machine.
-    several = _hosts(options)
-    if several:
-        return _on_hosts(options, flags, several)
+    host_options = _host_options(options)
+    if host_options:
+        return _on_hosts(options, flags, host_options)
     devices = _local_devices(options)
+    num_processes = options.get("num_gpus", "")
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices
-    number = options.get("num_gpus") or (str(len(devices.split(","))) if devices else "")
-    return train([*(["--nproc", number] if number else []), *flags])
+        num_processes = num_processes or str(len(devices.split(",")))
+    if num_processes:
+        flags = ["--nproc", num_processes, *flags]
+    return train(flags)
 
 
 def torchrun(words: list[str]) -> int:
-    """Run ``torchrun`` and return its exit status. FMEngine's ``cli/train.py`` is replaced by ours."""
-    at = next((n for n, word in enumerate(words) if word.endswith("cli/train.py")), None)
-    if at is not None and any(word.partition("=")[0] == FLAG for word in words[at:]):
-        words = [*words[:at], "-m", "shardtrain.compat.fmengine", "train", *words[at + 1 :]]
-    # This process is replaced by PyTorch's launcher, which then gets its signals. So output must be
-    # flushed now.
+    """Replace this process with ``torchrun``, and FMEngine's ``cli/train.py`` with ``train`` of this package."""
+    program = next((index for index, word in enumerate(words) if word.endswith("cli/train.py")), None)
+    if program is not None and _has_flag(words[program:]):
+        words = [*words[:program], "-m", "shardtrain.compat.fmengine", "train", *words[program + 1 :]]
+
+    # PyTorch's launcher then receives the signals of this process. Flush first, because execv discards
+    # buffered output.
     sys.stdout.flush()
     os.execv(sys.executable, python_child.command("torch.distributed.run", *words))
 
 
 def commands(words: list[str]) -> int:
-    """Write ``deepspeed`` and ``torchrun`` into a folder for PATH, and return the exit status.
+    """Write the commands ``deepspeed`` and ``torchrun`` into a folder for PATH, and print the folder.
 
     Raises:
-        ConfigError: where the folder has other files of these names.
+        ConfigError: the folder contains other programs with these names.
     """
     if len(words) != 1 or words[0].startswith("-"):
-        rule = "needs the folder that they are written into"
+        rule = "requires an output folder"
         fix = 'write it like export PATH="$(python -m shardtrain.compat.fmengine commands ~/.fmengine):$PATH"'
         raise ConfigError(Problem("shardtrain.compat.fmengine commands", None, rule, fix, "command line"))
     folder = Path(words[0]).expanduser().absolute()
@@ -97,7 +105,7 @@ def commands(words: list[str]) -> int:
         with storage_errors.writing(path):
             folder.mkdir(parents=True, exist_ok=True)
             if path.exists() and "shardtrain.compat.fmengine" not in path.read_text(errors="replace")[:1000]:
-                raise ConfigError(Problem(str(path), None, "exists and is another program", "name another folder"))
+                raise ConfigError(Problem(str(path), None, "exists and is another program", "use another folder"))
             path.write_text(text, encoding="utf-8")
             path.chmod(0o755)
     print(folder)
@@ -106,34 +114,38 @@ def commands(words: list[str]) -> int:
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the launcher's options by name without dashes, and the program's flags."""
-    at = next((n for n, word in enumerate(words) if _PROGRAM.fullmatch(word)), len(words))
-    taken = take(words[:at], dict.fromkeys((*_VALUES, *_ALSO), VerbOption()), sorted(_FLAGS))
-    for word in ("--help",) if taken.help else taken.rest:
+    program = next((index for index, word in enumerate(words) if _PROGRAM.fullmatch(word)), len(words))
+    parsed = take(words[:program], dict.fromkeys((*_OPTIONS, *_ALIASES), VerbOption()), sorted(_IGNORED))
+    unknown = ["--help"] if parsed.help else parsed.rest
+    for word in unknown:
         if word.startswith("-"):
             name, _, value = word.partition("=")
-            known = ", ".join([*_VALUES, *_ALSO, *sorted(_FLAGS)])
-            raise ConfigError(Problem(name, value or None, "is not followed here", f"known are {known}", "deepspeed"))
-        rule = "is not FMEngine's cli/train.py, which alone is started so"
+            supported = ", ".join([*_OPTIONS, *_ALIASES, *sorted(_IGNORED)])
+            rule = "is not supported by this launcher"
+            raise ConfigError(Problem(name, value or None, rule, f"supported are {supported}", "deepspeed"))
+        rule = "must be FMEngine's cli/train.py, the only supported program"
         raise ConfigError(Problem("deepspeed", word, rule, "start other programs with DeepSpeed itself"))
-    if at == len(words):
-        raise ConfigError(
-            Problem("deepspeed", None, "names no program", "write cli/train.py and its flags", "command line")
-        )
-    given = {_ALSO.get(name, name): value for name, value in taken.own.items() if name not in _FLAGS}
-    return {name[2:]: value for name, value in given.items()}, words[at + 1 :]
+    if program == len(words):
+        fix = "write cli/train.py and its flags"
+        raise ConfigError(Problem("deepspeed", None, "requires a program", fix, "command line"))
+    options = {}
+    for name, value in parsed.own.items():
+        if name not in _IGNORED:
+            options[_ALIASES.get(name, name).removeprefix("--")] = value
+    return options, words[program + 1 :]
 
 
-def _hosts(options: dict[str, str]) -> list[str]:
-    """Return options of ``launch ssh`` if there are other hosts. Empty for this host only."""
-    given = options.get("hostfile")
-    file = given or HOSTFILE
+def _host_options(options: dict[str, str]) -> list[str]:
+    """Translate DeepSpeed's options for hosts to options of ``launch ssh``. Return [] to use only this machine."""
+    hostfile = options.get("hostfile")
+    file = hostfile or HOSTFILE
     is_local = any(options.get(name, "").startswith("localhost") for name in ("include", "exclude"))
     if is_local or not Path(file).is_file():
-        if given and not is_local:
-            raise ConfigError(Problem("--hostfile", given, "is not a file here", "give one, or leave it out"))
+        if hostfile and not is_local:
+            raise ConfigError(Problem("--hostfile", hostfile, "does not exist", "correct or remove it"))
         if int(options.get("num_nodes", "1")) > 1:
-            rule = f"needs a hostfile, and {HOSTFILE} is not here"
-            raise ConfigError(Problem("--num_nodes", options["num_nodes"], rule, "give --hostfile FILE"))
+            rule = f"requires a hostfile, and {HOSTFILE} does not exist"
+            raise ConfigError(Problem("--num_nodes", options["num_nodes"], rule, "add --hostfile FILE"))
         return []
     words = ["--hostfile", file]
     for name, option in (
@@ -146,63 +158,71 @@ def _hosts(options: dict[str, str]) -> list[str]:
         if name in options:
             words += [option, options[name]]
     if options.get("launcher", "pdsh") not in ("pdsh", "ssh"):
-        rule = "is not used here"
-        fix = "hosts are reached by ssh; under Slurm use `shardtrain launch slurm`"
+        rule = "is not supported; hosts are connected by ssh"
+        fix = "remove it, or use `shardtrain launch slurm` under Slurm"
         raise ConfigError(Problem("--launcher", options["launcher"], rule, fix, "command line"))
     return words
 
 
 def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -> int:
-    """Write the configuration of the flags to the shared output folder, and start it on all hosts by ssh."""
+    """Write the configuration of the flags to the shared output folder, and start the run on all hosts by ssh.
+
+    ``words`` are options of ``launch ssh``.
+    """
     from shardtrain.launch import hostfile, launch_command
 
-    # Select the hosts as `launch ssh` will, to know the number of processes.
-    named: dict[str, str] = {"hostfile": words[1]}
-    named.update({name: options[name] for name in ("include", "exclude") if name in options})
-    launch = config.load(None, [f"--launch.ssh.{name}={text}" for name, text in named.items()]).config.launch
-    count = int(options["num_nodes"]) if "num_nodes" in options else None
-    chosen = hostfile.chosen(launch, count)
-    each = int(options.get("num_gpus", chosen[0].slots or 1))
+    # Select the hosts as `launch ssh` will, to find the number of processes.
+    arguments = [f"--launch.ssh.hostfile={words[1]}"]
+    for name in ("include", "exclude"):
+        if name in options:
+            arguments.append(f"--launch.ssh.{name}={options[name]}")
+    launch = config.load(None, arguments).config.launch
+    num_nodes = int(options["num_nodes"]) if "num_nodes" in options else None
+    hosts = hostfile.chosen(launch, num_nodes)
+    first = hosts[0]
+    processes_per_host = int(options.get("num_gpus", first.slots or 1))
 
-    # DeepSpeed treats a single host as this machine, whatever its name, and uses no ssh.
-    if len(chosen) == 1:
-        if chosen[0].devices is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, chosen[0].devices))
-        return train(["--nproc", str(each), *flags])
+    # Like DeepSpeed, treat a single host as this machine, whatever its name, and do not use ssh.
+    if len(hosts) == 1:
+        if first.devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, first.devices))
+        return train(["--nproc", str(processes_per_host), *flags])
 
     # --num_gpus selects the first devices of each host.
-    if "num_gpus" in options and chosen[0].slots and each < chosen[0].slots and "include" not in options:
-        devices = ",".join(map(str, range(each)))
-        words = [*words, "--include", "@".join(f"{host.name}:{devices}" for host in chosen)]
-    elif "num_gpus" in options:
-        words = [*words, "--nproc", options["num_gpus"]]
+    if "num_gpus" in options:
+        uses_fewer = bool(first.slots) and processes_per_host < first.slots
+        if uses_fewer and "include" not in options:
+            devices = ",".join(map(str, range(processes_per_host)))
+            words = [*words, "--include", "@".join(f"{host.name}:{devices}" for host in hosts)]
+        else:
+            words = [*words, "--nproc", options["num_gpus"]]
 
     # Write the flags as a TOML file to the output folder, which all hosts share.
-    loaded = migrate.load_flags(flags, each * len(chosen), follow=False)
+    loaded = migrate.load_flags(flags, processes_per_host * len(hosts), follow=False)
     folder = Path(loaded.config.job.dump_folder)
     file = folder / "fmengine.toml"
-    with storage_errors.writing(file, "name another --output_dir"):
+    with storage_errors.writing(file, "choose another --output_dir"):
         atomic_io.write(file, config.set_toml(loaded), create_folder=True)
     for notice in loaded.notices:
         print(notice, file=sys.stderr)
 
-    # Use the same folder, interpreter and environment variables as here.
-    carried = sorted(name for name in os.environ if name.startswith(_CARRIED))
+    # Use the current folder, interpreter and environment variables on all hosts.
+    variables = sorted(name for name in os.environ if name.startswith(_FORWARDED))
     words = [*words, "--launch.workdir", os.getcwd(), "--launch.python", sys.executable]
-    if carried:
-        words += ["--launch.forward_env", *carried]
+    if variables:
+        words += ["--launch.forward_env", *variables]
     return launch_command.main(["ssh", str(file.absolute()), *words])
 
 
 def _local_devices(options: dict[str, str]) -> str:
-    """Return the devices of this machine in ``--include localhost:0,1``. Empty if there are none."""
+    """Return the devices in ``--include localhost:0,1``, such as "0,1". "" if the option selects none."""
     for name in ("include", "exclude"):
         text = options.get(name, "")
         if not text:
             continue
-        found = re.fullmatch(r"localhost(?::(\d+(?:,\d+)*))?", text)
-        if not found or name == "exclude":
-            rule = "is followed for the hosts of a hostfile, and as --include localhost:0,1 on this machine"
-            raise ConfigError(Problem(f"--{name}", text, rule, "name devices by --include", "command line"))
-        return found[1] or ""
+        match = re.fullmatch(r"localhost(?::(\d+(?:,\d+)*))?", text)
+        if not match or name == "exclude":
+            rule = "is only supported with a hostfile; on this machine use --include localhost:0,1"
+            raise ConfigError(Problem(f"--{name}", text, rule, "select devices with --include", "command line"))
+        return match[1] or ""
     return ""

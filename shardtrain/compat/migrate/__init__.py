@@ -1,7 +1,7 @@
-"""Configurations of other systems: each kind of file has a reader, and every key of a file is answered for.
+"""Read configuration files of other training systems. The reader of each system reports a result for every key.
 
-``open_file`` gives the configuration that a file asks for; ``shardtrain config migrate`` writes it as TOML. Nothing
-that is read runs code, and no torch is imported. Only the command line imports this room.
+``open_file`` returns the configuration of a file, and ``shardtrain config migrate`` writes it as TOML. The readers
+never run code from a file and do not import torch. Only the command line imports this package.
 """
 
 from shardtrain.compat.migrate.foreign_files import Migration, load, load_flags, migrate, open_file

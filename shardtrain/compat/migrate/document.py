@@ -1,4 +1,4 @@
-"""Read untrusted JSON or YAML files with limits on size, and record the line of each key."""
+"""Reading of untrusted JSON and YAML files with limits on their size. Records the line of each key."""
 
 from __future__ import annotations
 
@@ -16,19 +16,26 @@ from shardtrain.utils.errors import ConfigError, Problem
 MAX_BYTES = 2**20
 MAX_VALUES = 5_000
 MAX_DEPTH = 30
+_TOO_DEEP = f"must nest values at most {MAX_DEPTH} deep"
 Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class ForeignDocument:
-    """Content of a file: nested tables, and the line of each key."""
+    """Content of a file.
+
+    Attributes:
+        path: The file.
+        values: Nested tables.
+        lines: Line number of each key. A key is the path of names from the top.
+    """
 
     path: Path
     values: Mapping[str, Any]
     lines: Mapping[Key, int]
 
     def where(self, key: Key) -> str:
-        """Return the place of a key, such as ``llama.json:12``."""
+        """Return file and line of a key, such as ``llama.json:12``."""
         line = self.lines.get(key)
         return f"{self.path.name}:{line}" if line else self.path.name
 
@@ -43,10 +50,10 @@ def read_text(path: Path) -> str:
         with path.open("rb") as opened:
             content = opened.read(MAX_BYTES + 1)
     except OSError as error:
-        raise bounded_reads.unreadable("the file", path, error, "name a file") from None
+        raise bounded_reads.unreadable("the file", path, error, "use a configuration file") from None
     if len(content) > MAX_BYTES:
-        rule = f"has more than {MAX_BYTES} bytes, which no configuration has"
-        raise ConfigError(Problem("the file", str(path), rule, "name a configuration file"))
+        rule = f"must be a configuration of at most {MAX_BYTES} bytes"
+        raise ConfigError(Problem("the file", str(path), rule, "use a configuration file"))
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -54,7 +61,7 @@ def read_text(path: Path) -> str:
 
 
 def facts_of_folder(folder: str | None) -> dict[str, Any]:
-    """Return the fields of config.json in a model folder; {} if there is no such file."""
+    """Return the fields of config.json in a model folder. {} if the file is missing or invalid."""
     try:
         facts = checked_json.parse(bounded_reads.whole(Path(folder or "").expanduser() / "config.json", MAX_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -63,7 +70,7 @@ def facts_of_folder(folder: str | None) -> dict[str, Any]:
 
 
 def read(path: Path) -> ForeignDocument:
-    """Read a JSON or YAML file. The format is determined by the ending and the first character.
+    """Read a JSON or YAML file. The suffix or the first character determines the format.
 
     Raises:
         ConfigError: the file is invalid.
@@ -73,7 +80,7 @@ def read(path: Path) -> ForeignDocument:
     reader = _Json(path, text) if as_json else _Yaml(path, text)
     values = reader.read()
     if not isinstance(values, dict):
-        raise _wrong(path, 1, "contains no table of options", "name a configuration file")
+        raise _wrong(path, 1, "must contain a table of options", "use a configuration file")
     return ForeignDocument(path, values, reader.lines)
 
 
@@ -82,7 +89,7 @@ def _wrong(path: Path, line: int, rule: str, fix: str) -> ConfigError:
 
 
 class _Json:
-    """A strict JSON parser that remembers lines; numbers, texts and words are those of ``json``."""
+    """Strict JSON parser that records the line of each key. The ``json`` module parses scalars."""
 
     _BLANK = re.compile(r"[ \t\r\n]*")
     _SCALAR = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
@@ -98,14 +105,14 @@ class _Json:
         value = self._value((), 0)
         self._skip()
         if self.at < len(self.text):
-            raise self._error("has text after its end")
+            raise self._error("must not have text after the closing bracket")
         return value
 
     def _value(self, key: Key, depth: int) -> Any:
         self._skip()
         self.count += 1
         if depth > MAX_DEPTH or self.count > MAX_VALUES:
-            raise self._error("holds more values, or deeper ones, than any configuration has")
+            raise self._error(f"must have at most {MAX_VALUES} values, nested at most {MAX_DEPTH} deep")
         start = self.text[self.at : self.at + 1]
         if start == "{":
             return self._table(key, depth)
@@ -123,39 +130,39 @@ class _Json:
             raise self._error(f"is not valid JSON here ({error})") from None
 
     def _table(self, key: Key, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        table: dict[str, Any] = {}
         self.at += 1
-        while not self._next("}", bool(found)):
+        while not self._next("}", bool(table)):
             if self.text[self.at : self.at + 1] != '"':
                 raise self._error("is not valid JSON: a key must be in double quotes")
             line = self._line()
             name = self._string()
-            if name in found:
-                raise _wrong(self.path, line, f'gives "{name}" twice', "keep one")
+            if name in table:
+                raise _wrong(self.path, line, f'must not set "{name}" twice', "keep only one")
             self._skip()
             if self.text[self.at : self.at + 1] != ":":
-                raise self._error("is not valid JSON: after a key comes a colon")
+                raise self._error("is not valid JSON: a key must be followed by a colon")
             self.at += 1
             self.lines[*key, name] = line
-            found[name] = self._value((*key, name), depth + 1)
-        return found
+            table[name] = self._value((*key, name), depth + 1)
+        return table
 
     def _list(self, key: Key, depth: int) -> list[Any]:
-        found: list[Any] = []
+        values: list[Any] = []
         self.at += 1
-        while not self._next("]", bool(found)):
-            found.append(self._value((*key, str(len(found))), depth + 1))
-        return found
+        while not self._next("]", bool(values)):
+            values.append(self._value((*key, str(len(values))), depth + 1))
+        return values
 
     def _next(self, end: str, comma: bool) -> bool:
-        """Go to the next entry; whether there is none."""
+        """Skip to the next entry. Return True at the end of the table or list."""
         self._skip()
         if self.text.startswith(end, self.at):
             self.at += 1
             return True
         if comma:
             if not self.text.startswith(",", self.at):
-                raise self._error("is not valid JSON: entries are parted by commas")
+                raise self._error("is not valid JSON: entries must be separated by commas")
             self.at += 1
             self._skip()
         return False
@@ -164,7 +171,7 @@ class _Json:
         try:
             text, self.at = json.decoder.scanstring(self.text, self.at + 1)  # type: ignore[attr-defined]
         except ValueError:
-            raise self._error("is not valid JSON: this text has no end") from None
+            raise self._error("is not valid JSON: a string has no closing quote") from None
         return str(text)
 
     def _skip(self) -> None:
@@ -179,7 +186,7 @@ class _Json:
 
 
 class _Yaml:
-    """YAML 1.1 as ``yaml.safe_load`` reads it, of bounded size, with lines, and with neither aliases nor merges."""
+    """YAML 1.1 parser like ``yaml.safe_load`` that records lines, limits the size, and rejects aliases and merges."""
 
     def __init__(self, path: Path, text: str) -> None:
         self.path = path
@@ -192,17 +199,19 @@ class _Yaml:
 
         depth = 0
         try:
+            # Check the events first. Stop at the limits, because the time of scanning nested values
+            # grows with the square of their depth.
             for event in yaml.parse(self.text, Loader=yaml.SafeLoader):
                 self.count += 1
+                line = event.start_mark.line + 1 if event.start_mark else 1
                 depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-                if depth > MAX_DEPTH + 1:  # before the next are scanned, which takes a time that grows with the square
-                    line = event.start_mark.line + 1 if event.start_mark else 1
-                    raise _wrong(self.path, line, "nests its values too deeply", "write plain tables")
+                if depth > MAX_DEPTH + 1:
+                    raise _wrong(self.path, line, _TOO_DEEP, "write plain tables")
                 if isinstance(event, yaml.AliasEvent):
-                    line = event.start_mark.line + 1 if event.start_mark else 1
-                    raise _wrong(self.path, line, f"refers to another place (*{event.anchor})", "write it out")
+                    rule = f"must not use aliases (*{event.anchor})"
+                    raise _wrong(self.path, line, rule, "write the value instead")
                 if self.count > 4 * MAX_VALUES:
-                    raise _wrong(self.path, 1, "holds more values than any configuration has", "name another file")
+                    raise _wrong(self.path, 1, f"must have at most {MAX_VALUES} values", "use another file")
             loader = yaml.SafeLoader(self.text)
             try:
                 node = loader.get_single_node()
@@ -214,32 +223,37 @@ class _Yaml:
             rule = f"is not valid YAML: {getattr(error, 'problem', None) or 'it cannot be read'}"
             raise _wrong(self.path, mark.line + 1 if mark else 1, rule, "correct this line") from None
         except (RecursionError, ValueError):
-            raise _wrong(
-                self.path, 1, "nests its values too deeply, or holds an impossible one", "name another file"
-            ) from None
+            rule = f"{_TOO_DEEP}, and must not contain an invalid value"
+            raise _wrong(self.path, 1, rule, "use another file") from None
 
     def _value(self, loader: Any, node: Any, key: Key, depth: int) -> Any:
         import yaml
 
+        node_line = node.start_mark.line + 1
         if depth > MAX_DEPTH:
-            raise _wrong(self.path, node.start_mark.line + 1, "nests its values too deeply", "write plain tables")
+            raise _wrong(self.path, node_line, _TOO_DEEP, "write plain tables")
         if isinstance(node, yaml.MappingNode):
-            found: dict[str, Any] = {}
+            table: dict[str, Any] = {}
             for name_node, value_node in node.value:
                 line = name_node.start_mark.line + 1
                 if not isinstance(name_node, yaml.ScalarNode):
-                    raise _wrong(self.path, line, "has a key that is not text", "write a word")
+                    raise _wrong(self.path, line, "must have text as keys", "write a plain name")
                 name = name_node.value
-                if name in found:
-                    raise _wrong(self.path, line, f"gives {name} twice", "keep one")
+                if name in table:
+                    raise _wrong(self.path, line, f"must not set {name} twice", "keep only one")
                 self.lines[*key, name] = line
-                found[name] = self._value(loader, value_node, (*key, name), depth + 1)
-            return found
+                table[name] = self._value(loader, value_node, (*key, name), depth + 1)
+            return table
         if isinstance(node, yaml.SequenceNode):
             return [self._value(loader, item, (*key, str(n)), depth + 1) for n, item in enumerate(node.value)]
+
+        # Converting a very long number would take long.
         if len(node.value) > 5_000 and node.tag.endswith((":int", ":float")):
-            raise _wrong(self.path, node.start_mark.line + 1, "holds an impossible number", "correct it")
+            raise _wrong(self.path, node_line, "must not contain a number of over 5000 digits", "correct it")
         value = loader.construct_object(node)
         if isinstance(value, float) and not math.isfinite(value):
-            raise _wrong(self.path, node.start_mark.line + 1, "holds a number that is not finite", "correct it")
-        return value if isinstance(value, str | int | float | bool | None.__class__) else str(node.value)
+            raise _wrong(self.path, node_line, "must contain finite numbers", "correct it")
+
+        # YAML also reads dates and binary values. Keep their text.
+        is_plain = value is None or isinstance(value, str | int | float | bool)
+        return value if is_plain else str(node.value)

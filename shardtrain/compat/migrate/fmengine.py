@@ -1,4 +1,4 @@
-"""FMEngine's command line: flags of ``cli/train.py`` and of its launcher, used with a DeepSpeed JSON."""
+"""Reader of FMEngine's command line: flags of ``cli/train.py`` and of its launcher, used with a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from shardtrain.compat.migrate.migration_report import JOINED, FileMigration, Id
 from shardtrain.utils.errors import ConfigError, Problem
 
 SYSTEM = "FMEngine"
-_LAUNCHER = Idle("where ranks are belongs to `shardtrain train` and `launch`")
-_UNREAD = Idle("FMEngine does not read it either")
+_LAUNCHER = Idle("`shardtrain train` and `shardtrain launch` set it")
+_UNREAD = Idle("FMEngine ignores it too")
 FLAG = "--deepspeed_config"
-"""Flags that identify FMEngine's command line in a shell script."""
+"""Flag that identifies FMEngine's command line in a shell script."""
 
 KEYS: Mapping[str, Rule] = {
     "init_ckpt": JOINED,
-    "use_flash_attn": Idle("attention takes the fastest kernel that there is"),
-    "use_fused_ops": Idle("fused operations are taken wherever they are"),
-    "use_custom_llama": Idle("the model is Llama's own file"),
+    "use_flash_attn": Idle("attention uses the fastest available kernel"),
+    "use_fused_ops": Idle("fused operations are used where available"),
+    "use_custom_llama": Idle("the native Llama implementation is always used"),
     "data_path": JOINED,
     "num_workers": _UNREAD,
     "cache_dir": _UNREAD,
     "output_dir": To("job.dump_folder", str),
     "max_seq_len": To("training.seq_len", int),
     "train_steps": To("training.steps", int),
-    "eval_steps": Idle("FMEngine never evaluates; validation.freq does so here"),
+    "eval_steps": Idle("FMEngine never evaluates; use validation.freq"),
     "save_steps": To("checkpoint.interval", int),
     "log_steps": To("metrics.log_freq", int),
     "pretrain": JOINED,
     "project_name": Idle("set WANDB_PROJECT in the environment"),
     "experiment_name": Idle("set WANDB_RUN_NAME in the environment"),
     "exp_name": Idle("set WANDB_RUN_NAME in the environment"),
-    "wandb": Idle("metrics.enable_wandb turns it on"),
+    "wandb": Idle("set metrics.enable_wandb"),
     "dry_run": JOINED,
     "res_dir": _UNREAD,
     "use_deepspeed": JOINED,
@@ -62,7 +62,13 @@ KEYS: Mapping[str, Rule] = {
 
 @dataclass
 class FlagLine:
-    """A command line: its flags and their places."""
+    """Flags of a command line, with the line number of each.
+
+    Attributes:
+        path: The script.
+        flags: Value of each flat key. Keys of the launcher start with "launcher".
+        lines: Line number of each key.
+    """
 
     path: Path
     flags: dict[str, str] = field(default_factory=dict)
@@ -70,129 +76,142 @@ class FlagLine:
 
     @property
     def num_processes(self) -> int | None:
-        """Number of ranks that the launcher starts, if the line sets it."""
+        """Number of ranks that the launcher starts. None if the command line does not set it."""
         per_node = self._number("launcher\0num_gpus") or self._number("launcher\0nproc_per_node")
         nodes = self._number("launcher\0num_nodes") or self._number("launcher\0nnodes") or 1
         return per_node * nodes if per_node else None
 
     def num_copies(self, num_processes: int | None) -> int | None:
-        """Return the number of data-parallel ranks: all ranks divided by the pipeline and tensor degrees."""
+        """Return the number of data-parallel ranks: all ranks divided by pipeline and tensor degree."""
         each = (self._number("pipe_parallel_size") or 1) * (self._number("model_parallel_size") or 1)
         return num_processes // each if num_processes and num_processes % each == 0 else None
 
     def _number(self, key: str) -> int | None:
+        """Return a flag as an integer of at most seven digits, or None."""
         text = self.flags.get(key, "")
         return int(text) if text.isdecimal() and 0 < len(text) < 8 else None
 
     def documents(self, given: Sequence[ForeignDocument]) -> list[ForeignDocument]:
-        """Return the DeepSpeed file that the line names, unless one was given."""
+        """Read the DeepSpeed file that the command line names. Return [] if ``given`` already contains it."""
         name = self.flags.get("deepspeed_config")
         if given or not name:
             return []
-        places = [Path(name), self.path.parent / name, *(parent / name for parent in self.path.resolve().parents[:4])]
-        found = next((place for place in places if place.is_file()), None)
-        if found is None:
-            rule = "names a file that is not here"
-            raise ConfigError(
-                Problem("deepspeed_config", name, rule, "give the JSON file beside this one", self.path.name)
-            )
-        return [read(found)]
+
+        # The path is relative to the folder where the script runs, often a parent of its own folder.
+        places = [Path(name), self.path.parent / name]
+        places += [parent / name for parent in self.path.resolve().parents[:4]]
+        file = next((place for place in places if place.is_file()), None)
+        if file is None:
+            fix = "add the JSON file to the command"
+            raise ConfigError(Problem("deepspeed_config", name, "does not exist here", fix, self.path.name))
+        return [read(file)]
 
     def refuse_stray(self, words: Sequence[str]) -> None:
-        """Raise ConfigError for an argument without a flag, and for a flag with two different values."""
-        taken = ""
-        given: dict[str, str] = {}
+        """Raise ConfigError for an argument without a flag, or for a flag with two different values."""
+        values: dict[str, str] = {}
+        expects_value = False
         for word in words:
             name, equals, value = word.partition("=")
             if word.startswith("--"):
                 key = name[2:].replace("-", "_")
-                taken = "" if equals else key
-                text = value if equals else self.flags.get(key, "")
-                if key in given and equals and given[key] != value:
-                    rule = f"is given twice, as {given[key]} before"
-                    raise ConfigError(Problem(name, value, rule, "keep one", "command line"))
-                given[key] = text
-            elif taken:
-                taken = ""
+                expects_value = bool(key) and not equals
+                if key in values and equals and values[key] != value:
+                    rule = f"was already set to {values[key]}"
+                    raise ConfigError(Problem(name, value, rule, "keep only one", "command line"))
+                values[key] = value if equals else self.flags.get(key, "")
+            elif expects_value:
+                expects_value = False
             else:
-                rule = "belongs to no flag"
-                raise ConfigError(Problem("the word", word, rule, "write --flag value", "command line"))
+                rule = "does not belong to a flag"
+                raise ConfigError(Problem("the argument", word, rule, "write --flag value", "command line"))
 
     def read(self, num_processes: int | None, parts: Sequence[FileMigration]) -> FileMigration:
         """Translate each flag."""
-        found = FileMigration(ForeignDocument(self.path, self.flags, self.lines), SYSTEM, num_processes)
-        found.values = dict(self.flags)
-        apply(found, KEYS, "")
-        if not found.problems:
-            _finish(found, parts)
-        return found
+        migration = FileMigration(ForeignDocument(self.path, self.flags, self.lines), SYSTEM, num_processes)
+        migration.values = dict(self.flags)
+        apply(migration, KEYS, "")
+        if not migration.problems:
+            _finish(migration, parts)
+        return migration
 
 
 def command_line(path: Path, text: str) -> FlagLine:
-    """Find the command of a shell script that starts FMEngine.
+    """Find and parse the command in a shell script that starts FMEngine.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the script contains no such command.
     """
-    # A backslash joins the lines of a command. Replace it with a zero byte, so the line of each
-    # argument stays known.
-    joined: list[str] = []
-    numbers: list[int] = []
-    for number, piece in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
-        if joined and joined[-1].endswith("\\"):
-            joined[-1] = joined[-1][:-1] + "\0" + piece
+    # A backslash continues a command on the next line. Join the lines with a zero byte instead of
+    # the backslash, to keep the line number of each argument.
+    commands: list[str] = []
+    first_lines: list[int] = []
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
+        if commands and commands[-1].endswith("\\"):
+            commands[-1] = commands[-1][:-1] + "\0" + line
         else:
-            joined.append(piece)
-            numbers.append(number)
-    for start, command in zip(numbers, joined, strict=True):
+            commands.append(line)
+            first_lines.append(number)
+
+    # Parse the first command with FMEngine's flag.
+    for first_line, command in zip(first_lines, commands, strict=True):
         if command.lstrip().startswith("#"):
             continue
-        words = []
-        lines = []
-        at = start
-        for piece in command.split("\0"):
+        words: list[str] = []
+        line_numbers: list[int] = []
+        for number, line in enumerate(command.split("\0"), first_line):
             try:
-                new = shlex.split(piece.rstrip().removesuffix("&"), comments=True)
+                words_of_line = shlex.split(line.rstrip().removesuffix("&"), comments=True)
             except ValueError:
-                new = []
-            words += new
-            lines += [at] * len(new)
-            at += 1
+                words_of_line = []
+            words += words_of_line
+            line_numbers += [number] * len(words_of_line)
         if any(word.partition("=")[0] == FLAG for word in words):
-            return parse(words, path.name, path, lines)
-    rule = f"has no command with {FLAG}, as FMEngine's scripts have"
-    raise ConfigError(Problem("the file", str(path), rule, "give the file of the configuration itself"))
+            return parse(words, path.name, path, line_numbers)
+    rule = f"contains no command with {FLAG}, FMEngine's flag"
+    raise ConfigError(Problem("the file", str(path), rule, "use the configuration file itself"))
 
 
 def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Sequence[int] = ()) -> FlagLine:
-    """Parse ``--flag value`` arguments.
+    """Parse ``--flag value`` arguments. A flag without a value is true.
 
-    Flags before the program are the launcher's. A flag without a value is true.
+    Args:
+        words: All arguments of a command.
+        where: Place for error messages.
+        path: The script that contains the command.
+        lines: Line number of each argument in the script.
+
+    Raises:
+        ConfigError: the value of a flag is a shell variable.
     """
-    # In "runner ... program.py flags", arguments before the program belong to the launcher or the shell.
+    # In "launcher ... program.py flags", flags before the program belong to the launcher, and
+    # arguments before the launcher to the shell.
     line = FlagLine(path or Path(where))
     end = next((number for number, word in enumerate(words) if word.partition("=")[0] == FLAG), len(words))
     programs = [number for number, word in enumerate(words[:end]) if word.endswith(".py")]
     start = programs[-1] + 1 if programs else 0
-    runner = next((n for n, word in enumerate(words[:start]) if re.search(r"(^|/)(deepspeed|torchrun)$", word)), None)
+    launchers = [n for n, word in enumerate(words[:start]) if re.search(r"(^|/)(deepspeed|torchrun)$", word)]
+    launcher = launchers[0] if launchers else start
     for number, word in enumerate(words):
-        if not word.startswith("--") or (number < start and (runner is None or number < runner)):
+        if not word.startswith("--") or number < launcher:
             continue
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
-        after = words[number + 1] if number + 1 < len(words) else ""
-        text = after
+        next_word = words[number + 1] if number + 1 < len(words) else ""
+        is_program_next = number + 1 == start - 1
+        text = next_word
         if equals:
             text = value
-        elif after.startswith("--") or not after or number + 1 == start - 1:  # the next word is the program
+        elif not next_word or next_word.startswith("--") or is_program_next:
             text = "true"
-        key = f"launcher\0{name}" if number < start else name
+        is_launcher_flag = number < start
+        key = f"launcher\0{name}" if is_launcher_flag else name
+        if "$" in text and is_launcher_flag:
+            # The cluster sets such a variable when the job starts.
+            continue
         if "$" in text:
-            if number < start:
-                continue  # what a cluster fills in when the job starts
             at = f"{where}:{lines[number]}" if lines else where
-            rule = "takes its value from the shell, which is not run here"
-            raise ConfigError(Problem(name, text, rule, "write the value itself", at))
+            rule = "must not be a shell variable, because the shell is not run"
+            raise ConfigError(Problem(name, text, rule, "write the value", at))
         line.flags[key] = text
         if lines:
             line.lines[tuple(key.split("\0"))] = lines[number]
@@ -200,33 +219,33 @@ def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Seq
 
 
 def require_deepspeed(document: ForeignDocument, system: str) -> None:
-    """Raise ConfigError if the flags name a DeepSpeed file, but the file is from another system."""
+    """Raise ConfigError if the file that the flags name as DeepSpeed's is from another system."""
     if system != deepspeed.SYSTEM:
-        rule = f"was taken for a file of {system}, and not for DeepSpeed's JSON"
-        fix = "name the one that has train_micro_batch_size_per_gpu"
+        rule = f"must be DeepSpeed's JSON, but its keys are those of {system}"
+        fix = "use the file with train_micro_batch_size_per_gpu"
         raise ConfigError(Problem("deepspeed_config", str(document.path), rule, fix, "command line"))
 
 
-def before(found: FileMigration) -> None:
-    """Translate keys of the DeepSpeed file that FMEngine's flags override: logging, and the division of ranks."""
-    if found.has("steps_per_print"):
-        found.settings = [s for s in found.settings if s.option != "metrics.log_freq"]
-        found.entries = [entry for entry in found.entries if entry.key != "steps_per_print"]
-        found.answer("steps_per_print", "ignored", "log_steps decides")
+def before(migration: FileMigration) -> None:
+    """Translate keys of the DeepSpeed file that FMEngine's flags override: the logging interval."""
+    if migration.has("steps_per_print"):
+        migration.settings = [s for s in migration.settings if s.option != "metrics.log_freq"]
+        migration.entries = [entry for entry in migration.entries if entry.key != "steps_per_print"]
+        migration.record("steps_per_print", "ignored", "log_steps takes precedence")
 
 
-def _finish(found: FileMigration, parts: Sequence[FileMigration]) -> None:
-    """Translate flags that depend on each other or on the DeepSpeed file, and set the defaults of FMEngine."""
-    get = found.get
+def _finish(migration: FileMigration, parts: Sequence[FileMigration]) -> None:
+    """Translate flags that depend on each other or on the DeepSpeed file, and set FMEngine's defaults."""
+    get = migration.get
     stages = get("pipe_parallel_size", int, 1)
     tensor = get("model_parallel_size", int, 1)
-    found.set("pipe_parallel_size", "parallelism.pipeline_parallel_degree", stages)
-    found.set("model_parallel_size", "parallelism.tensor_parallel_degree", tensor)
-    world = found.num_processes
+    migration.set("pipe_parallel_size", "parallelism.pipeline_parallel_degree", stages)
+    migration.set("model_parallel_size", "parallelism.tensor_parallel_degree", tensor)
+    world = migration.num_processes
     if world and world % (stages * tensor):
-        rule = f"times model_parallel_size={tensor} does not divide the {world} processes"
-        found.problems.append(
-            Problem("pipe_parallel_size", stages, rule, "use divisors", found.where("pipe_parallel_size"))
+        rule = f"times model_parallel_size={tensor} must divide the {world} processes"
+        migration.problems.append(
+            Problem("pipe_parallel_size", stages, rule, "use divisors", migration.where("pipe_parallel_size"))
         )
         return
 
@@ -239,67 +258,71 @@ def _finish(found: FileMigration, parts: Sequence[FileMigration]) -> None:
     ):
         count = get(f"launcher\0{key}", int)
         if count is not None:
-            found.set(f"launcher\0{key}", option, count)
+            migration.set(f"launcher\0{key}", option, count)
 
     # The model.
     folder = get("init_ckpt", str)
     if folder:
-        found.set("init_ckpt", "model.hf_assets_path", folder, "a folder with config.json and tokenizer")
-        found.default("model.flavor", "from_folder", "the folder says which model it holds")
-        found.default("checkpoint.enable", True)
+        migration.set("init_ckpt", "model.hf_assets_path", folder, "a folder with config.json and tokenizer")
+        migration.default("model.flavor", "from_folder", "the folder's config.json determines the model")
+        migration.default("checkpoint.enable", True)
         if get("pretrain", bool, False):
-            found.answer("pretrain", "honoured", "weights start from scratch, and the folder says their sizes")
+            migration.record(
+                "pretrain", "honoured", "weights are initialized from scratch with the sizes in config.json"
+            )
         else:
-            why = "from its files per layer and model-parallel rank, or its safetensors"
-            found.default("checkpoint.initial_load_in_hf", True, why)
+            why = "from files per layer and model-parallel rank, or from safetensors"
+            migration.default("checkpoint.initial_load_in_hf", True, why)
         if facts_of_folder(folder).get("model_type") == "mistral":
             for part in parts:
                 if any(setting.option == "lora.target_modules" for setting in part.settings):
-                    part.set("", "lora.target_modules", ["q_proj", "v_proj"], "FMEngine's of Mistral")
-    found.answer("pretrain", "ignored", "weights come from init_ckpt")
+                    part.set("", "lora.target_modules", ["q_proj", "v_proj"], "FMEngine's modules for Mistral")
+    migration.record("pretrain", "ignored", "weights are loaded from init_ckpt")
     if get("dry_run", bool, False):
-        found.set("dry_run", "checkpoint.load_only", True, "nothing is saved; memory is logged in any run")
-    found.answer("dry_run", "ignored", "it asks for nothing")
+        migration.set("dry_run", "checkpoint.load_only", True, "no checkpoint is saved; every run logs memory")
+    migration.record("dry_run", "ignored", "it is off")
     window = get("window_size", int, 0)
     if window > 0:
-        found.set("window_size", "model.overrides.sliding_window", window, "tokens that a token sees")
-    found.answer("window_size", "ignored", "0 means no limit" if not window else "it is below 0: no limit")
+        migration.set(
+            "window_size", "model.overrides.sliding_window", window, "number of tokens that each token attends to"
+        )
+    migration.record("window_size", "ignored", "0 or less means no limit")
     if not get("use_deepspeed", bool, True):
-        found.answer("use_deepspeed", "unsupported", "FMEngine required it to be true; leave it out")
-    found.answer("use_deepspeed", "ignored", "it had to be true")
-    found.default("checkpoint.enable", True)
+        migration.record("use_deepspeed", "unsupported", "FMEngine requires it to be true; remove it")
+    migration.record("use_deepspeed", "ignored", "it must be true in FMEngine")
+    migration.default("checkpoint.enable", True)
 
-    # FMEngine repeats the data endlessly and joins documents with line breaks.
+    # FMEngine repeats the data indefinitely, and joins documents with line breaks.
     data = get("data_path", str)
     if data:
-        local = "jsonl" in data
-        found.set("data_path", "training.dataset_path", data)
-        found.default("training.dataset", "jsonl" if local else "huggingface", "the path tells which")
-        if not local:
-            found.default("data.streaming", True)
-        found.default("data.separator", "\n", "documents were joined by a line break")
-        found.default("data.add_eos", False, "and by nothing else")
-        found.default("training.on_data_end", "repeat", "the data repeated for ever")
-    found.answer("data_path", "ignored", "it is empty")
+        is_local = "jsonl" in data
+        migration.set("data_path", "training.dataset_path", data)
+        kind = "jsonl" if is_local else "huggingface"
+        migration.default("training.dataset", kind, "from the path")
+        if not is_local:
+            migration.default("data.streaming", True)
+        migration.default("data.separator", "\n", "FMEngine joins documents with a line break")
+        migration.default("data.add_eos", False, "FMEngine adds no end-of-text token")
+        migration.default("training.on_data_end", "repeat", "FMEngine repeats the data indefinitely")
+    migration.record("data_path", "ignored", "it is empty")
     defaults = {"metrics.log_freq": 1, "training.seq_len": 128, "training.steps": 100, "checkpoint.interval": 100}
     for option, value in {**defaults, "debug.seed": 3407}.items():
-        found.default(option, value)
-    found.answer("deepspeed_config", "honoured", "read beside these flags")
-    _batches(found, parts, stages, tensor)
+        migration.default(option, value)
+    migration.record("deepspeed_config", "honoured", "read together with these flags")
+    _batches(migration, parts, stages, tensor)
 
 
-def _batches(found: FileMigration, parts: Sequence[FileMigration], stages: int, tensor: int) -> None:
-    """Set the batch of a pipeline: a rank passes all its rows of a step, in micro-batches of DeepSpeed's size."""
+def _batches(migration: FileMigration, parts: Sequence[FileMigration], stages: int, tensor: int) -> None:
+    """Set the batch of a pipeline. Each rank passes all rows of its step, in micro-batches of DeepSpeed's size."""
     settings = {setting.option: setting.value for part in parts for setting in part.settings}
     micro = settings.get("training.local_batch_size")
     total = settings.get("training.global_batch_size")
     if stages == 1 or micro is None:
         return
-    found.default("parallelism.pipeline_parallel_microbatch_size", micro, "train_micro_batch_size_per_gpu")
-    copies = max(1, (found.num_processes or stages * tensor) // (stages * tensor))
+    migration.default("parallelism.pipeline_parallel_microbatch_size", micro, "train_micro_batch_size_per_gpu")
+    copies = max(1, (migration.num_processes or stages * tensor) // (stages * tensor))
     if total is not None and total % (micro * copies) == 0:
         for part in parts:
             part.settings = [s for s in part.settings if s.option != "training.local_batch_size"]
-        found.default(
-            "training.local_batch_size", total // copies, "all rows of a step go through the pipeline at once"
-        )
+        why = "all rows of a step pass through the pipeline together"
+        migration.default("training.local_batch_size", total // copies, why)

@@ -27,7 +27,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 class SystemReader(Protocol):
-    """Interface of a reader module."""
+    """Interface of the modules that translate files of one system. ``migration_report`` explains the rules."""
 
     SYSTEM: str
     OPEN: str
@@ -35,10 +35,10 @@ class SystemReader(Protocol):
     LEAVES: frozenset[str]
 
     def looks(self, values: Any) -> bool:
-        """True if a file's keys are those of this system."""
+        """True if the top-level keys belong to this system."""
 
-    def finish(self, found: FileMigration) -> None:
-        """Translate keys that depend on each other."""
+    def finish(self, migration: FileMigration) -> None:
+        """Translate the keys that depend on each other, and set the system's defaults."""
 
 
 READERS: tuple[Any, ...] = (universal_trainer, accelerate, torchtune, axolotl, deepspeed, training_arguments)
@@ -47,16 +47,16 @@ READERS: tuple[Any, ...] = (universal_trainer, accelerate, torchtune, axolotl, d
 
 @dataclass(frozen=True)
 class Migration:
-    """Result of a migration.
+    """Result of a migration: options to set, and a report on each key of the files.
 
     Attributes:
         files: The files.
-        systems: The system of each document.
+        systems: System of each file, including files that a command line names.
         settings: Options to set.
-        entries: The result for each key.
-        notices: Further notes.
-        launch: Options of the command line of ``train`` that the files set, by field name.
-        verb: The verb that the files need: train or test.
+        entries: Results of the keys.
+        notices: Notes that belong to no key.
+        launch: Command-line options of ``train`` that the files set, by field name.
+        verb: Verb of the command line that the files are for: train or test.
     """
 
     files: tuple[Path, ...]
@@ -69,7 +69,7 @@ class Migration:
 
     @property
     def unsupported(self) -> tuple[Entry, ...]:
-        """Keys that affect training or checkpoints and have no counterpart."""
+        """Results of keys that affect training or checkpoints and have no counterpart."""
         return tuple(entry for entry in self.entries if entry.verdict == "unsupported")
 
 
@@ -88,13 +88,13 @@ def migrate(
         machine: Requested processes and available devices, used if the number of ranks is unknown.
 
     Raises:
-        ConfigError: with all problems of all files.
+        ConfigError: with the problems of all files.
     """
     machine = machine or ThisMachine()
     if len(files) == 1 and files[0].suffix.lower() == ".toml" and not flags:
         return _toml(files[0])
 
-    # Read the files. Command lines of FMEngine also name its JSON file and the number of processes.
+    # Read the files. FMEngine's command lines also contain the path of its JSON file and the number of processes.
     documents = [read(file) for file in files if not _is_script(file)]
     lines = [fmengine.command_line(file, read_text(file)) for file in files if _is_script(file)]
     if flags:
@@ -106,8 +106,8 @@ def migrate(
         for document in named:
             fmengine.require_deepspeed(document, reader_of(document).SYSTEM)
 
-    # Number of ranks, for batch sizes per rank: as given, from accelerate's file, or from this
-    # machine. A file of the universal trainer has its own number of nodes.
+    # Find the number of ranks, for batch sizes per rank: the argument, accelerate's file, or this
+    # machine. A file of the universal trainer contains its own number of nodes.
     chosen = [(reader_of(document), document) for document in documents]
     for reader, document in chosen:
         named_processes = document.values.get("num_processes") if accelerate.looks(document.values) else None
@@ -133,7 +133,7 @@ def migrate(
 
 
 def load(path: Path, arguments: Sequence[str] = (), num_processes: int | None = None) -> config.Loaded:
-    """Same as ``open_file``, but return only the configuration."""
+    """Return only the configuration of ``open_file``."""
     return open_file(path, arguments, num_processes)[0]
 
 
@@ -147,20 +147,20 @@ def open_file(
     """Return the configuration of a foreign file for ``train`` or ``test``, and its launch options.
 
     Raises:
-        ConfigError: a key is not supported, or the file is for a test instead of training.
+        ConfigError: a key is not supported, or the file is for testing and ``verb`` is "train".
     """
-    found = migrate([path], num_processes, machine=machine)
-    if verb == "train" and found.verb != verb:
-        rule = "is for a test, and this command trains"
-        fix = f"run shardtrain {found.verb} {path}"
-        raise ConfigError(Problem("mode", found.verb, rule, fix, path.name))
-    return _followed(found, arguments, path), found.launch
+    migration = migrate([path], num_processes, machine=machine)
+    if verb == "train" and migration.verb != verb:
+        rule = "is for testing, but this command trains"
+        fix = f"run shardtrain {migration.verb} {path}"
+        raise ConfigError(Problem("mode", migration.verb, rule, fix, path.name))
+    return _followed(migration, arguments, path), migration.launch
 
 
 def load_flags(words: Sequence[str], num_processes: int | None = None, follow: bool = True) -> config.Loaded:
-    """Return the configuration of FMEngine's flags, mixed with overrides (flags with a dot).
+    """Return the configuration of FMEngine's flags mixed with overrides (flags with a dot, such as --optimizer.lr).
 
-    Without ``follow``, the model keeps the name in the flags, so a file can be written from the result.
+    Without ``follow``, do not read the model's folder, so the result can be written as a configuration file.
     """
     flags: list[str] = []
     own: list[str] = []
@@ -173,54 +173,52 @@ def load_flags(words: Sequence[str], num_processes: int | None = None, follow: b
     return _followed(migrate([], num_processes, flags), own, None, follow)
 
 
-def _followed(found: Migration, arguments: Sequence[str], path: Path | None, follow: bool = True) -> config.Loaded:
-    """Return the configuration of a migration.
+def _followed(migration: Migration, arguments: Sequence[str], path: Path | None, follow: bool = True) -> config.Loaded:
+    """Load the configuration of a migration.
 
     Raises:
         ConfigError: a key is not supported.
     """
     problems = [
         Problem(entry.key, entry.value, f"is not supported: {entry.text}", "remove it", entry.where)
-        for entry in found.unsupported
+        for entry in migration.unsupported
     ]
     if problems:
         raise ConfigError(problems)
-    loaded = config.load_settings(found.settings, arguments, path, follow)
-    said = (f"{path.name} was taken for a file of {' and '.join(found.systems)}",) if path else ()
-    entries = tuple(map(str, found.entries))
-    notices = (*said, *entries, *unnamed(loaded), *found.notices, *loaded.notices)
-    return config.Loaded(loaded.config, loaded.origins, notices, loaded.path, (*said, *entries, *loaded.renames))
+    loaded = config.load_settings(migration.settings, arguments, path, follow)
+    recognized = (f"{path.name} was recognized as a file of {' and '.join(migration.systems)}",) if path else ()
+    entries = tuple(map(str, migration.entries))
+    notices = (*recognized, *entries, *unnamed(loaded), *migration.notices, *loaded.notices)
+    return config.Loaded(loaded.config, loaded.origins, notices, loaded.path, (*recognized, *entries, *loaded.renames))
 
 
 def unnamed(loaded: config.Loaded) -> list[str]:
-    """Return notes on required options that no file sets, with their defaults."""
-    found = []
+    """Return notes on required options that the files do not set, with their defaults."""
+    notes = []
     named = {
         "data": ("training.dataset", "training.dataset_path", "data.sources"),
         "model": ("model.name", "model.flavor", "model.hf_assets_path"),
     }
-    for what, options in named.items():
+    for topic, options in named.items():
         if not any(loaded.is_set(option) for option in options):
             option = options[0]
-            found.append(f'the files name no {what}: {option} is "{loaded.value(option)}" unless it is set')
-    return found
+            notes.append(f'the files set no {topic}; the default is {option} = "{loaded.value(option)}"')
+    return notes
 
 
 def reader_of(document: ForeignDocument) -> Any:
-    """Return the reader of a document.
+    """Return the reader module that recognizes a document.
 
     Raises:
-        ConfigError: no reader recognizes it.
+        ConfigError: no reader recognizes its keys.
     """
     for reader in READERS:
         if reader.looks(document.values):
             return reader
     names = ", ".join(reader.SYSTEM for reader in READERS)
     seen = ", ".join(list(document.values)[:4]) or "nothing"
-    rule = f"is not from a known system (its first keys are {seen})"
-    raise ConfigError(
-        Problem("the file", str(document.path), rule, f"known systems are {names}, torchtitan and FMEngine")
-    )
+    rule = f"must be from a known system (its first keys are {seen})"
+    raise ConfigError(Problem("the file", str(document.path), rule, f"use a file of {names}, torchtitan or FMEngine"))
 
 
 def _is_script(file: Path) -> bool:
@@ -228,52 +226,58 @@ def _is_script(file: Path) -> bool:
 
 
 def _read(
-    reader: Any, document: ForeignDocument, num_processes: int | None, beside_flags: bool, machine: ThisMachine
+    reader: Any, document: ForeignDocument, num_processes: int | None, has_flags: bool, machine: ThisMachine
 ) -> FileMigration:
-    """Translate each key of a document."""
-    found = FileMigration(document, reader.SYSTEM, num_processes, machine)
-    found.values = dict(flatten(document.values, reader.LEAVES))
+    """Translate all keys of a document. ``has_flags`` is true if FMEngine's flags are translated too."""
+    migration = FileMigration(document, reader.SYSTEM, num_processes, machine)
+    migration.values = dict(flatten(document.values, reader.LEAVES))
     if hasattr(reader, "prepare"):
-        reader.prepare(found)
-    apply(found, reader.KEYS, reader.OPEN)
-    if not found.problems:
-        if beside_flags and reader is deepspeed:
-            fmengine.before(found)
-        reader.finish(found)
-    if not found.problems:
-        for key in found.values:
-            found.answer(key, "ignored", "only read together with keys that this file does not have")
-    return found
+        reader.prepare(migration)
+    apply(migration, reader.KEYS, reader.OPEN)
+    if not migration.problems:
+        if has_flags and reader is deepspeed:
+            fmengine.before(migration)
+        reader.finish(migration)
+    if not migration.problems:
+        for key in migration.values:
+            migration.record(key, "ignored", "only used with keys that this file does not have")
+    return migration
 
 
 def _join(parts: Sequence[FileMigration], problems: list[Problem]) -> list[Setting]:
-    """Join the settings of all files. A setting in one file takes precedence over a default of another."""
-    # The setting of each option, and True if its file sets it explicitly.
-    settings: dict[str, tuple[Setting, bool]] = {}
+    """Join the settings of all files, and add contradictions to ``problems``.
+
+    A setting in one file takes precedence over a default of another.
+    """
+    settings: dict[str, Setting] = {}
+    explicit_options: set[str] = set()
     for part in parts:
-        own = {entry.option for entry in part.entries if entry.verdict != "default"}
+        explicit = {entry.option for entry in part.entries if entry.verdict != "default"}
         for setting in part.settings:
-            said = setting.option in own
-            have = settings.get(setting.option)
-            if have and have[1] and said and have[0].value != setting.value:
-                rule = f"is {have[0].value!r} at {have[0].where}"
-                problems.append(Problem(setting.option, setting.value, rule, "make the files agree", setting.where))
-            elif not have or (said and not have[1]):
-                settings[setting.option] = (setting, said)
-    return [setting for setting, _ in settings.values()]
+            option = setting.option
+            is_explicit = option in explicit
+            earlier = settings.get(option)
+            if earlier and is_explicit and option in explicit_options and earlier.value != setting.value:
+                rule = f"contradicts {earlier.value!r} at {earlier.where}"
+                problems.append(Problem(option, setting.value, rule, "make the files agree", setting.where))
+            elif not earlier or (is_explicit and option not in explicit_options):
+                settings[option] = setting
+                if is_explicit:
+                    explicit_options.add(option)
+    return list(settings.values())
 
 
 def _toml(file: Path) -> Migration:
-    """Translate a TOML file of torchtitan or of this package. The configuration itself knows older names."""
+    """Translate a TOML file of torchtitan or of this package. ``config`` itself translates older names."""
     settings = config.read_settings(file)
     loaded = config.load_settings(settings, path=file, follow=False)
-    new = {where: option for option, where in loaded.origins.items() if where != "default"}
+    option_at = {where: option for option, where in loaded.origins.items() if where != "default"}
     entries = []
     for setting in settings:
-        option = new.get(setting.where)
-        same = loaded.origins.get(setting.option) == setting.where
+        option = option_at.get(setting.where)
+        has_same_name = loaded.origins.get(setting.option) == setting.where
         notice = next((n for n in loaded.notices if n.startswith(f"{setting.where}: ")), None)
-        if same:
+        if has_same_name:
             entries.append(
                 Entry(setting.option, setting.value, setting.where, "honoured", setting.option, setting.option)
             )

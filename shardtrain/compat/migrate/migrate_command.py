@@ -1,4 +1,4 @@
-"""``shardtrain config migrate``: translate files of other systems to one TOML, with a report on each key."""
+"""``shardtrain config migrate``: translate files of other systems to one TOML file, with a report on each key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 USAGE = """\
 usage: shardtrain config migrate FILE... [-o NEW.toml] [--nproc N] [-- FLAG ...]
 
-Translate files of other systems to one TOML. Supported are parameters.yml of pytorch_universal_trainer, DeepSpeed's
+Translate files of other systems to one TOML file. Supported: parameters.yml of pytorch_universal_trainer, DeepSpeed's
 JSON, shell scripts that start FMEngine, Hugging Face TrainingArguments (JSON or YAML), `accelerate config`, torchtune
 and axolotl YAML, and TOML of any version of torchtitan. Give all files that configure one run together.
 
@@ -29,7 +29,7 @@ Each key is honoured, renamed, ignored (it does not change numbers) or unsupport
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the verb and return its exit status.
+    """Run ``shardtrain config migrate`` and return its exit status.
 
     Raises:
         ConfigError: a file is invalid or its system is unknown.
@@ -53,9 +53,7 @@ def main(words: Sequence[str]) -> int:
             if name == "--nproc":
                 if not (text.isdecimal() and 0 < int(text) < 10**7):
                     fix = "write it like --nproc 8"
-                    raise ConfigError(
-                        Problem(name, text, "must be a whole number of processes above 0", fix, "command line")
-                    )
+                    raise ConfigError(Problem(name, text, "must be a positive integer", fix, "command line"))
                 nproc = int(text)
             elif not text:
                 raise ConfigError(
@@ -64,19 +62,19 @@ def main(words: Sequence[str]) -> int:
             else:
                 output = Path(text)
         elif word.startswith("-"):
-            fix = "`shardtrain config migrate --help` lists them"
-            raise ConfigError(Problem(word, None, "is not an option of migrate", fix, "command line"))
+            fix = "run `shardtrain config migrate --help` for a list of options"
+            raise ConfigError(Problem(word, None, "does not exist", fix, "command line"))
         else:
             files.append(Path(word))
     if not files:
         fix = "write it like shardtrain config migrate parameters.yml -o new.toml"
-        raise ConfigError(Problem("shardtrain config migrate", None, "needs a file", fix, "command line"))
+        raise ConfigError(Problem("shardtrain config migrate", None, "requires a file", fix, "command line"))
 
-    # Folders that the files name may not exist on this machine, so do not read them.
-    found = migrate(files, nproc, flags)
-    loaded = config.load_settings(found.settings, path=files[0], follow=False)
+    # Do not read the folders that the files name. They may not exist on this machine.
+    migration = migrate(files, nproc, flags)
+    loaded = config.load_settings(migration.settings, path=files[0], follow=False)
     text = f"{json_schema.DIRECTIVE}\n{config.set_toml(loaded)}"
-    lines = report(found, loaded)
+    lines = report(migration, loaded)
     if output is None:
         import sys
 
@@ -84,33 +82,36 @@ def main(words: Sequence[str]) -> int:
         print("\n".join(lines), file=sys.stderr)
         return 0
     if any(os.path.realpath(output) == os.path.realpath(file) for file in files):
-        raise ConfigError(Problem("-o", str(output), "is an input file", "name another file", "command line"))
-    with storage_errors.writing(output, "name another file"):
+        raise ConfigError(
+            Problem("-o", str(output), "must not be an input file", "choose another file", "command line")
+        )
+    with storage_errors.writing(output, "choose another file"):
         atomic_io.write(output, text, create_folder=True)
         json_schema.write_schema_next_to(output)
-    print("\n".join([*lines, f"written to {output}, with {json_schema.FILE} for editors"]))
+    print("\n".join([*lines, f"wrote {output}, and {json_schema.FILE} for editors"]))
     return 0
 
 
-def report(found: Migration, loaded: config.Loaded) -> list[str]:
-    """Return the report: the system of each file, the result of each key, and remaining problems."""
+def report(migration: Migration, loaded: config.Loaded) -> list[str]:
+    """Return the lines of the report: the system of each file, the result of each key, and remaining problems."""
     lines = [
-        f"{file} was taken for a file of {system}" for file, system in zip(found.files, found.systems, strict=False)
+        f"{file} was recognized as a file of {system}"
+        for file, system in zip(migration.files, migration.systems, strict=False)
     ]
-    lines += [f"read beside it: a file of {system}" for system in found.systems[len(found.files) :]]
+    lines += [f"also read: a file of {system}" for system in migration.systems[len(migration.files) :]]
     order = ("honoured", "renamed", "default", "ignored", "unsupported")
-    by_verdict = {verdict: [entry for entry in found.entries if entry.verdict == verdict] for verdict in order}
+    by_verdict = {verdict: [entry for entry in migration.entries if entry.verdict == verdict] for verdict in order}
     lines += [str(entry) for entries in by_verdict.values() for entry in entries]
-    done = {entry.where for entry in found.entries}
-    lines += [f"note: {notice}" for notice in loaded.notices if notice.partition(": ")[0] not in done]
+    reported_places = {entry.where for entry in migration.entries}
+    lines += [f"note: {notice}" for notice in loaded.notices if notice.partition(": ")[0] not in reported_places]
     lines += [f"note: {line}" for line in unnamed(loaded)]
-    # `train` reads the flavor from the folder, so a missing flavor is no problem.
+    # Skip an unknown flavor: `train` determines it from the model's folder.
     lines += [
         f"before training: {problem}"
         for problem in config.check(loaded)
         if not (problem.option == "model.flavor" and problem.value == "from_folder")
     ]
-    # Defaults of a system belong to no key of the files.
+    # Do not count a system's defaults, which belong to no key.
     del by_verdict["default"]
     counts = ", ".join(f"{len(entries)} {verdict}" for verdict, entries in by_verdict.items())
     return [*lines, f"{sum(map(len, by_verdict.values()))} keys: {counts}"]

@@ -1,4 +1,4 @@
-"""The rules by which a reader translates each key of a foreign file, and the report of the results."""
+"""Rules that translate the keys of a foreign file, and the record of their results."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ from shardtrain.utils.errors import Problem
 from shardtrain.utils.redact import shown
 
 Verdict = Literal["honoured", "renamed", "ignored", "unsupported", "default"]
-"""honoured: an option of the same name; renamed: an option of another name; ignored: has no effect on numbers;
-unsupported: would change numbers; default: not in the file, the foreign system's default."""
+"""Result for one key.
 
-NONE = (None, "", "null", "none", "None")
-OFF = (*NONE, False, 0, 0.0, "no", "false", "False", "NO")
+- honoured: sets an option with the same name.
+- renamed: sets an option with another name.
+- ignored: has no effect on the numbers of training.
+- unsupported: would change the numbers, and has no counterpart.
+- default: not a key of the file, but a default of the foreign system that sets an option.
+"""
+
+_EMPTY = (None, "", "null", "none", "None")
+OFF = (*_EMPTY, False, 0, 0.0, "no", "false", "False", "NO")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The result for one key."""
+    """Result for one key: a line of the report."""
 
     key: str
     value: Any
@@ -35,20 +41,28 @@ class Entry:
     option: str = ""
 
     def __str__(self) -> str:
-        value = "" if self.value is None else f" = {_short(shown(self.key, self.value))}"
-        key = f"{self.where}: {self.key}{value}" if self.key else self.where
-        line = f"{self.verdict:<11} {key}{' -> ' if self.option else ': '}{self.text}"
+        source = self.where
+        if self.key:
+            source += f": {self.key}"
+        if self.key and self.value is not None:
+            source += f" = {_short(shown(self.key, self.value))}"
+        separator = " -> " if self.option else ": "
+        line = f"{self.verdict:<11} {source}{separator}{self.text}"
+
+        # The file is not trusted: a control character could rewrite the terminal.
         return "".join(char if char.isprintable() else "?" for char in line)
 
 
 def _short(value: Any) -> str:
-    text = toml_value(value) if isinstance(value, str | bool | int | float | list | dict) else str(value)
+    """Format a value as TOML, cut to 80 characters."""
+    is_toml = isinstance(value, str | bool | int | float | list | dict)
+    text = toml_value(value) if is_toml else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True)
 class To:
-    """A key with a corresponding option; ``translate`` converts its value of type ``kind``."""
+    """Rule of a key with a corresponding option. ``translate`` converts its value, which has the type ``kind``."""
 
     option: str
     kind: type
@@ -58,14 +72,14 @@ class To:
 
 @dataclass(frozen=True)
 class Idle:
-    """A key that has no effect on numbers, or that the foreign system does not read."""
+    """Rule of a key that has no effect on numbers, or that the foreign system does not read."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Cannot:
-    """A key without a corresponding option; ignored if its value is one of ``off``."""
+    """Rule of a key without a corresponding option. It is unsupported, unless its value is one of ``off``."""
 
     why: str
     off: tuple[Any, ...] = OFF
@@ -73,33 +87,31 @@ class Cannot:
 
 @dataclass(frozen=True)
 class Joined:
-    """A key whose meaning depends on other keys: the reader's ``finish`` translates it."""
+    """Rule of a key whose meaning depends on other keys. The reader's ``finish`` translates it."""
 
 
 Rule = To | Idle | Cannot | Joined
 JOINED = Joined()
 
+_TRUE = ("true", "yes", "1", "on")
+_FALSE = ("false", "no", "0", "off")
+
 
 def of_kind(value: Any, kind: type) -> Any:
-    """Convert a value to the type of its key; raises Unfit.
+    """Convert a value to bool, int, float, str or list.
 
-    Strings are parsed: YAML 1.1 reads 2e-05 as a string.
+    Numbers and booleans may be strings, because YAML 1.1 reads 2e-05 as a string.
+
+    Raises:
+        Unfit: the value cannot be converted.
     """
     if kind is bool:
-        words = {
-            "true": True,
-            "false": False,
-            "yes": True,
-            "no": False,
-            "1": True,
-            "0": False,
-            "on": True,
-            "off": False,
-        }
-        found = value if isinstance(value, bool) else words.get(str(value).lower())
-        if found is None:
+        if isinstance(value, bool):
+            return value
+        text = str(value).lower()
+        if text not in (*_TRUE, *_FALSE):
             raise Unfit("must be true or false", "correct it")
-        return found
+        return text in _TRUE
     if kind in (int, float):
         number = value
         if isinstance(value, str):
@@ -139,29 +151,45 @@ class ThisMachine:
 
 @dataclass
 class FileMigration:
-    """The values of a file while it is read, and the results so far."""
+    """Translation of one file: its values, and the results so far.
+
+    Keys of nested tables are joined by NUL, because a key may contain a dot.
+
+    Attributes:
+        document: The file.
+        system: Name of the foreign system.
+        num_processes: Number of ranks of the run. None if it is unknown.
+        machine: Requested processes and available devices.
+        launch: Command-line options of ``train`` that the file sets: nproc, nnodes, node_rank, rdzv_endpoint.
+        verb: Verb of the command line that the file is for: train or test.
+        notes: Further requirements of a run that no key of the file states.
+        values: Values of the file by flat key.
+        settings: Options that the file sets.
+        entries: Results for the keys translated so far.
+        problems: Invalid values.
+    """
 
     document: ForeignDocument
     system: str
     num_processes: int | None = None
     machine: ThisMachine = ThisMachine()
     launch: dict[str, Any] = field(default_factory=dict)
-    """Command-line options of ``train`` that the file sets: nproc, nnodes, node_rank, rdzv_endpoint."""
     verb: str = "train"
-    """The verb that does what the file is for."""
     notes: list[str] = field(default_factory=list)
-    """Further requirements of a run, not tied to a key."""
     values: dict[str, Any] = field(default_factory=dict)
     settings: list[Setting] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     def where(self, key: str) -> str:
-        """Return the file and line of a dotted key."""
+        """Return the file and line of a flat key."""
         return self.document.where(tuple(key.split("\0"))) if key else self.document.path.name
 
     def get(self, key: str, kind: type, otherwise: Any = None) -> Any:
-        """Return the value of a key, or ``otherwise`` if it is missing, empty, "auto" or invalid (a problem)."""
+        """Return the value of a key, or ``otherwise`` if it is missing, empty or "auto".
+
+        An invalid value also returns ``otherwise``, and is added to ``problems``.
+        """
         value = self.values.get(key)
         if value is None or value == "auto" or value == "":
             return otherwise
@@ -175,58 +203,66 @@ class FileMigration:
         """True if the file sets this key to something other than an empty value or "auto"."""
         return self.values.get(key) not in (None, "", "auto")
 
-    def answer(self, key: str, verdict: Verdict, text: str) -> None:
-        """Record the result of a key that sets no option, unless it has a result already.
+    def record(self, key: str, verdict: Verdict, text: str) -> None:
+        """Record the result of a key that sets no option. Do nothing if the key is missing or has a result.
 
-        A reader can therefore handle special values first and add the general case unconditionally.
+        A reader can therefore handle special values first, and then record the general case without a condition.
         """
-        if key in self.values and not self.answered(key):
+        if key in self.values and not self.is_recorded(key):
             self.entries.append(Entry(_dotted(key), self.values[key], self.where(key), verdict, text))
 
-    def answered(self, key: str) -> bool:
+    def is_recorded(self, key: str) -> bool:
         """True if the key has a result."""
         return any(entry.key == _dotted(key) for entry in self.entries)
 
     def set(self, key: str, option: str, value: Any, why: str = "") -> None:
         """Set an option from ``key``, or from a default of the foreign system if ``key`` is ""."""
-        in_file = key in self.values
-        where = self.where(key) if in_file else self.document.path.name
+        # A later value of an option replaces an earlier one.
         self.settings = [s for s in self.settings if s.option != option]
         self.entries = [e for e in self.entries if e.verdict != "default" or e.option != option]
-        self.settings.append(Setting(option, value, where))
-        if in_file:
-            verdict: Verdict = "honoured" if _dotted(key).rpartition(".")[2] == option.rpartition(".")[2] else "renamed"
+
+        verdict: Verdict = "default"
+        name = ""
+        given = None
+        where = self.document.path.name
+        if key in self.values:
             name = _dotted(key)
             given = self.values[key]
-        else:
-            verdict = "default"
-            name = ""
-            given = None
-        text = f"{option} = {_short(shown(option, value))}{f': {why}' if why else ''}"
+            where = self.where(key)
+            has_same_name = name.rpartition(".")[2] == option.rpartition(".")[2]
+            verdict = "honoured" if has_same_name else "renamed"
+        text = f"{option} = {_short(shown(option, value))}"
+        if why:
+            text += f": {why}"
+        self.settings.append(Setting(option, value, where))
         self.entries.append(Entry(name, given, where, verdict, text, option))
 
     def default(self, option: str, value: Any, why: str = "") -> None:
         """Set an option to the default of the foreign system, unless it has been set."""
         if not any(setting.option == option for setting in self.settings):
-            self.set("", option, value, why or f"what {self.system} does unless told otherwise")
+            self.set("", option, value, why or f"the default of {self.system}")
 
 
-def answer_offload(found: FileMigration, key: str) -> None:
+def translate_offload(migration: FileMigration, key: str) -> None:
     """Translate the device of DeepSpeed's ``offload_optimizer`` or ``offload_param``."""
-    device = found.get(key, str)
+    device = migration.get(key, str)
     if device == "cpu":
-        found.set(key, "training.enable_cpu_offload", True, "parameters, gradients and state together")
+        migration.set(
+            key, "training.enable_cpu_offload", True, "parameters, gradients and optimizer state are offloaded together"
+        )
     elif device == "nvme":
-        found.answer(key, "unsupported", "host memory is the nearest: training.enable_cpu_offload")
-    found.answer(key, "ignored", "nothing is offloaded")
+        migration.record(
+            key, "unsupported", "offloading to disk is not supported; use host memory: training.enable_cpu_offload"
+        )
+    migration.record(key, "ignored", "nothing is offloaded")
 
 
-def default_to_constant_rate(found: FileMigration, why: str) -> None:
+def default_to_constant_rate(migration: FileMigration, why: str) -> None:
     """Default to a constant learning rate, for systems without a default schedule."""
-    found.default("lr_scheduler.name", "transformers", why)
-    found.default("lr_scheduler.warmup_steps", 0)
-    found.default("lr_scheduler.warmup_proportion", 0.0)
-    found.default("lr_scheduler.min_lr_factor", 1.0)
+    migration.default("lr_scheduler.name", "transformers", why)
+    migration.default("lr_scheduler.warmup_steps", 0)
+    migration.default("lr_scheduler.warmup_proportion", 0.0)
+    migration.default("lr_scheduler.min_lr_factor", 1.0)
 
 
 def _dotted(key: str) -> str:
@@ -234,9 +270,9 @@ def _dotted(key: str) -> str:
 
 
 def flatten(values: Mapping[str, Any], leaves: frozenset[str] | set[str], start: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested keys, joined by NUL because keys may contain dots, and values.
+    """Yield the flat key and the value of each entry of nested tables.
 
-    Tables in ``leaves`` are values.
+    Nested keys are joined by NUL, because a key may contain a dot. Tables in ``leaves`` are values and stay nested.
     """
     for name, value in values.items():
         key = f"{start}{name}"
@@ -246,42 +282,62 @@ def flatten(values: Mapping[str, Any], leaves: frozenset[str] | set[str], start:
             yield key, value
 
 
-def apply(found: FileMigration, rules: Mapping[str, Rule], is_open: str) -> None:
-    """Translate each key by its rule. A key without a rule is unsupported for the reason ``is_open``, or, if that is
-    "", a problem."""
-    for key, value in found.values.items():
+def apply(migration: FileMigration, rules: Mapping[str, Rule], is_open: str) -> None:
+    """Translate each key by its rule.
+
+    Args:
+        migration: The file.
+        rules: Rule of each dotted key.
+        is_open: Reason why a key without a rule is unsupported. If "", such a key is a problem.
+    """
+    for key, value in migration.values.items():
         rule = _rule(_dotted(key), rules)
-        where = found.where(key)
-        if rule is None and any(name.startswith(f"{_dotted(key)}.") for name in rules):
-            if value in ({}, [], None, ""):
-                found.answer(key, "ignored", "it is empty")
-            else:
-                inner = next(name for name in rules if name.startswith(f"{_dotted(key)}."))
-                rule_text = "must be a table"
-                fix = f"write its keys in it, as {inner}"
-                found.problems.append(Problem(_dotted(key), value, rule_text, fix, where))
-        elif rule is None:
-            near = nearest(_dotted(key), rules, 0.92 if is_open else 0.8)
-            if near or not is_open:
-                fix = f"did you mean {near}?" if near else "correct it, or take it out"
-                text = f"is not a key of {found.system}, which this file was taken for"
-                found.problems.append(Problem(_dotted(key), value, text, fix, where))
-            else:
-                found.answer(key, "unsupported", is_open)
+        if rule is None:
+            _without_rule(migration, key, value, rules, is_open)
         elif isinstance(rule, Idle):
-            found.answer(key, "ignored", rule.why)
+            migration.record(key, "ignored", rule.why)
+        elif isinstance(rule, Cannot) and _is_off(value, rule.off):
+            migration.record(key, "ignored", "it is off or empty")
         elif isinstance(rule, Cannot):
-            off = any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in rule.off)
-            empty = value in ([], {})
-            found.answer(
-                key, "ignored" if off or empty else "unsupported", "it asks for nothing" if off or empty else rule.why
-            )
+            migration.record(key, "unsupported", rule.why)
         elif isinstance(rule, To):
-            _to(found, key, value, rule)
+            _to(migration, key, value, rule)
+
+
+def _without_rule(migration: FileMigration, key: str, value: Any, rules: Mapping[str, Rule], is_open: str) -> None:
+    """Report a key without a rule. See ``apply`` for ``is_open``."""
+    name = _dotted(key)
+    where = migration.where(key)
+
+    # Keys inside this key have rules, so it must be a table.
+    inner = next((other for other in rules if other.startswith(f"{name}.")), None)
+    if inner is not None:
+        if value in ({}, [], None, ""):
+            migration.record(key, "ignored", "it is empty")
+        else:
+            fix = f"write {name} as a table with its own keys"
+            migration.problems.append(Problem(name, value, "must be a table", fix, where))
+        return
+
+    # A name very close to a known one is a typing error, even where unknown keys are allowed.
+    near = nearest(name, rules, 0.92 if is_open else 0.8)
+    if is_open and not near:
+        migration.record(key, "unsupported", is_open)
+        return
+    fix = f"did you mean {near}?" if near else "correct or remove it"
+    text = f"is not a key of {migration.system}, the system recognized from this file's keys"
+    migration.problems.append(Problem(name, value, text, fix, where))
+
+
+def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
+    """True if a value is an empty table or list, or one of ``off``. 0 and False are different values."""
+    if value in ([], {}):
+        return True
+    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in off)
 
 
 def _rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
-    """Return the rule of a key, or of its table (``"autotuning.*"``)."""
+    """Return the rule of a dotted key, or of the nearest table around it (``"autotuning.*"``)."""
     while key not in rules and not f"{key}.*".startswith("."):
         table = key.rpartition(".")[0]
         if f"{table}.*" in rules:
@@ -294,14 +350,19 @@ def _rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
     return rules.get(key)
 
 
-def _to(found: FileMigration, key: str, value: Any, rule: To) -> None:
-    if value is None or value == "auto" or value == "":
-        found.answer(key, "ignored", "it is empty" if value != "auto" else "left to another file, or the default")
+def _to(migration: FileMigration, key: str, value: Any, rule: To) -> None:
+    """Set the option of a key."""
+    if value == "auto":
+        migration.record(key, "ignored", '"auto": another file or the default determines it')
+        return
+    if value is None or value == "":
+        migration.record(key, "ignored", "it is empty")
         return
     try:
         new = of_kind(value, rule.kind)
-        new = rule.translate(new) if rule.translate else new
+        if rule.translate:
+            new = rule.translate(new)
     except Unfit as unfit:
-        found.problems.append(Problem(_dotted(key), value, unfit.rule, unfit.fix, found.where(key)))
+        migration.problems.append(Problem(_dotted(key), value, unfit.rule, unfit.fix, migration.where(key)))
         return
-    found.set(key, rule.option, new, rule.why)
+    migration.set(key, rule.option, new, rule.why)

@@ -1,4 +1,4 @@
-"""torchtune's YAML: components by their Python names, and ``${name}`` references."""
+"""Reader of torchtune's YAML, which names components by Python path and contains ``${name}`` references."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from shardtrain.compat.migrate.migration_report import (
 from shardtrain.compat.migrate.training_arguments import accumulate, model_folder
 
 SYSTEM = "torchtune"
-OPEN = "an argument of its recipe that has no counterpart here"
+OPEN = "this recipe argument has no counterpart"
 LEAVES: frozenset[str] = frozenset()
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
-_PROFILER = Idle("what a trace holds, which changes no number")
-_GENERATION = Idle("it is read in generation alone: `shardtrain generate --help`")
+_PROFILER = Idle("only affects the content of a trace, not numbers")
+_GENERATION = Idle("only used for generation: see `shardtrain generate --help`")
 
 KEYS: Mapping[str, Rule] = {
     "output_dir": To("job.dump_folder", str),
-    "log_dir": Idle("files go below job.dump_folder"),
-    "profiling_dir": Idle("files go below job.dump_folder"),
-    "checkpoint_dir": Idle("it is read where it is referred to"),
+    "log_dir": Idle("files are written below job.dump_folder"),
+    "profiling_dir": Idle("files are written below job.dump_folder"),
+    "checkpoint_dir": Idle("only used in references"),
     "model._component_": JOINED,
     "model.lora_attn_modules": JOINED,
     "model.apply_lora_to_mlp": JOINED,
-    "model.apply_lora_to_output": Cannot("the head stays frozen beside adapters"),
+    "model.apply_lora_to_output": Cannot("the head stays frozen while adapters are trained"),
     "model.lora_rank": To("lora.rank", int),
     "model.lora_alpha": To("lora.alpha", float),
     "model.lora_dropout": To("lora.dropout", float),
     "model.use_dora": To("lora.use_dora", bool),
     "model.quantize_base": JOINED,
-    "tokenizer._component_": Idle("the tokenizer is that of model.hf_assets_path"),
-    "tokenizer.path": Idle("the tokenizer is that of model.hf_assets_path"),
-    "tokenizer.merges_file": Idle("the tokenizer is that of model.hf_assets_path"),
+    "tokenizer._component_": Idle("the tokenizer comes from model.hf_assets_path"),
+    "tokenizer.path": Idle("the tokenizer comes from model.hf_assets_path"),
+    "tokenizer.merges_file": Idle("the tokenizer comes from model.hf_assets_path"),
     "tokenizer.max_seq_len": JOINED,
-    "tokenizer.prompt_template": Cannot("save it as a chat template, and name the file in data.chat_template"),
+    "tokenizer.prompt_template": Cannot("save it as a chat template file, and set data.chat_template to its path"),
     "checkpointer._component_": Idle("weights come from a Hugging Face folder"),
     "checkpointer.checkpoint_dir": JOINED,
-    "checkpointer.checkpoint_files": Idle("the folder's index names its files"),
-    "checkpointer.checkpoint_files.*": Idle("the folder's index names its files"),
+    "checkpointer.checkpoint_files": Idle("the folder's index lists its files"),
+    "checkpointer.checkpoint_files.*": Idle("the folder's index lists its files"),
     "checkpointer.adapter_checkpoint": To("lora.initial_load_path", str),
-    "checkpointer.recipe_checkpoint": Idle("a run continues by itself from the newest checkpoint of its folder"),
-    "checkpointer.output_dir": Idle("checkpoints are below job.dump_folder"),
-    "checkpointer.model_type": Idle("the folder says which model it holds"),
-    "resume_from_checkpoint": Idle("a run continues by itself from the newest checkpoint of its folder"),
-    "save_adapter_weights_only": Idle("checkpoints of adapters hold them alone"),
+    "checkpointer.recipe_checkpoint": Idle("a run resumes automatically from the newest checkpoint in its folder"),
+    "checkpointer.output_dir": Idle("checkpoints are written below job.dump_folder"),
+    "checkpointer.model_type": Idle("the folder's config.json determines the model"),
+    "resume_from_checkpoint": Idle("a run resumes automatically from the newest checkpoint in its folder"),
+    "save_adapter_weights_only": Idle("checkpoints of adapter training contain only adapters"),
     "dataset._component_": JOINED,
     "dataset.source": JOINED,
     "dataset.path": JOINED,
@@ -62,10 +62,12 @@ KEYS: Mapping[str, Rule] = {
     "dataset.packed": JOINED,
     "dataset.train_on_input": JOINED,
     "dataset.column": JOINED,
-    "dataset.column_map.*": Cannot("name columns in data.prompt_field and data.completion_field, or data.template"),
+    "dataset.column_map.*": Cannot(
+        "set the columns in data.prompt_field and data.completion_field, or in data.template"
+    ),
     "dataset.conversation_column": To("data.messages_field", str),
-    "dataset.conversation_style": Cannot("rows are {role, content} objects; data.template writes others so"),
-    "dataset.new_system_prompt": Cannot("the chat template has the words of the system"),
+    "dataset.conversation_style": Cannot("rows must be {role, content} objects; data.template converts other formats"),
+    "dataset.new_system_prompt": Cannot("the chat template contains the system message"),
     "seed": JOINED,
     "shuffle": Cannot("rows are always shuffled", off=(None, True)),
     "batch_size": JOINED,
@@ -79,33 +81,33 @@ KEYS: Mapping[str, Rule] = {
     "optimizer.eps": To("optimizer.eps", float),
     "optimizer.betas": JOINED,
     "optimizer.fused": To("optimizer.implementation", bool, lambda on: "fused" if on else "foreach"),
-    "optimizer.foreach": Idle("which kernel computes the same update"),
-    "optimizer_in_bwd": Cannot("parameters are updated after the gradients were clipped"),
+    "optimizer.foreach": Idle("only selects a kernel for the same update"),
+    "optimizer_in_bwd": Cannot("parameters are updated after gradients are clipped, not during the backward pass"),
     "lr_scheduler._component_": JOINED,
     "lr_scheduler.num_warmup_steps": JOINED,
-    "lr_scheduler.num_cycles": Cannot("the cosine has half a cycle", off=(None, 0.5)),
+    "lr_scheduler.num_cycles": Cannot("the cosine always has half a cycle", off=(None, 0.5)),
     "loss._component_": JOINED,
-    "loss.num_output_chunks": Idle("the loss is computed in chunks anyway"),
+    "loss.num_output_chunks": Idle("the loss is always computed in chunks"),
     "loss.ignore_index": Idle("tokens without loss have no target"),
     "compile": To("compile.enable", bool),
     "device": JOINED,
     "dtype": JOINED,
     "enable_activation_checkpointing": To("activation_checkpoint.mode", bool, lambda on: "full" if on else "none"),
     "enable_activation_offloading": JOINED,
-    "activation_offloading_use_streams": Idle("how offloading is carried out"),
-    "low_cpu_ram": Idle("weights are read shard by shard"),
+    "activation_offloading_use_streams": Idle("only affects how activations are offloaded, not numbers"),
+    "low_cpu_ram": Idle("each rank reads only its shards"),
     "fsdp_cpu_offload": To("training.enable_cpu_offload", bool),
     "tensor_parallel_dim": To("parallelism.tensor_parallel_degree", int),
     "context_parallel_dim": To("parallelism.context_parallel_degree", int),
     "data_parallel_replicate_dim": To("parallelism.data_parallel_replicate_degree", int),
     "data_parallel_shard_dim": To("parallelism.data_parallel_shard_degree", int),
-    "custom_sharded_layers": Idle("embedding and head are sharded too"),
+    "custom_sharded_layers": Idle("the embedding and the head are always sharded"),
     "metric_logger._component_": JOINED,
-    "metric_logger.log_dir": Idle("files go below job.dump_folder"),
-    "metric_logger.*": Idle("set WANDB_PROJECT and the like in the environment"),
+    "metric_logger.log_dir": Idle("files are written below job.dump_folder"),
+    "metric_logger.*": Idle("set WANDB_PROJECT and similar environment variables"),
     "log_every_n_steps": To("metrics.log_freq", int),
     "log_peak_memory_stats": Idle("memory is always logged"),
-    "log_level": Idle("what is printed, which changes no number"),
+    "log_level": Idle("only affects output, not numbers"),
     "profiler.enabled": To("profiling.enable_profiling", bool),
     "profiler.warmup_steps": JOINED,
     "profiler.active_steps": JOINED,
@@ -122,125 +124,137 @@ KEYS: Mapping[str, Rule] = {
 
 
 def looks(values: Mapping[str, Any]) -> bool:
-    """True if the keys are those of this system."""
+    """True if any top-level table names a component."""
     return any(isinstance(part, dict) and "_component_" in part for part in values.values())
 
 
-def prepare(found: FileMigration) -> None:
-    """Replace references by their values.
+def prepare(migration: FileMigration) -> None:
+    """Replace references with their values.
 
-    A key that is only used in references gets the result of its users.
+    Record a key that has no rule, and is only used in references, as honoured.
     """
     used: set[str] = set()
 
     def value_of(match: re.Match[str]) -> str:
         name = match[1].replace(".", "\0")
         used.add(name)
-        return str(found.values.get(name, match[0]))
+        return str(migration.values.get(name, match[0]))
 
+    # A value may refer to another reference. Five levels are enough, and cycles end.
     for _ in range(5):
-        for key, value in found.values.items():
+        for key, value in migration.values.items():
             if isinstance(value, str) and "${" in value and len(value) < 4096:
-                found.values[key] = _REFERENCE.sub(value_of, value)
+                migration.values[key] = _REFERENCE.sub(value_of, value)
     for key in used:
         if key.replace("\0", ".") not in KEYS:
-            found.answer(key, "honoured", "its value is used where it is referred to")
+            migration.record(key, "honoured", "its value replaces the references to it")
 
 
-def finish(found: FileMigration) -> None:
-    """Translate keys that depend on each other, and set the defaults of torchtune."""
-    get = found.get
-    _model(found)
-    _data(found)
+def finish(migration: FileMigration) -> None:
+    """Translate the keys that depend on each other, and set torchtune's defaults."""
+    get = migration.get
+    _model(migration)
+    _data(migration)
     rows = get("batch_size", int, 1)
-    found.set("batch_size", "training.local_batch_size", rows)
-    accumulate(found, rows)
+    migration.set("batch_size", "training.local_batch_size", rows)
+    accumulate(migration, rows)
     limit = get("max_steps_per_epoch", int)
     if limit:
         epochs = get("epochs", int, 1)
-        found.settings = [s for s in found.settings if s.option != "training.epochs"]
-        found.entries = [e for e in found.entries if e.key != "epochs"]
-        found.set("max_steps_per_epoch", "training.steps", limit * epochs, f"{epochs} times {limit}")
-        found.default("training.on_data_end", "repeat")
-        found.answer("epochs", "honoured", "in training.steps")
-    found.answer("max_steps_per_epoch", "ignored", "epochs are whole")
+        migration.settings = [s for s in migration.settings if s.option != "training.epochs"]
+        migration.entries = [e for e in migration.entries if e.key != "epochs"]
+        migration.set("max_steps_per_epoch", "training.steps", limit * epochs, f"{epochs} epochs of {limit} steps")
+        migration.default("training.on_data_end", "repeat")
+        migration.record("epochs", "honoured", "part of training.steps")
+    migration.record("max_steps_per_epoch", "ignored", "every epoch uses all the data")
     seed = get("seed", int)
     if seed is not None:
-        found.set("seed", "debug.seed", seed)
-    found.answer("seed", "ignored", "debug.seed has a default, so that each run can be repeated")
-    _optimizer(found)
+        migration.set("seed", "debug.seed", seed)
+    migration.record("seed", "ignored", "debug.seed has a fixed default, which makes runs repeatable")
+    _optimizer(migration)
     clip = get("clip_grad_norm", float)
-    found.set("clip_grad_norm", "training.max_norm", clip or float("inf"), "" if clip else "nothing is clipped")
+    if clip:
+        migration.set("clip_grad_norm", "training.max_norm", clip)
+    else:
+        migration.set("clip_grad_norm", "training.max_norm", float("inf"), "gradients are not clipped")
     kinds = {"bf16": "bfloat16", "fp32": "float32"}
     kind = get("dtype", str, "fp32")
     if kind in kinds:
-        found.set("dtype", "training.dtype", kinds[kind], "parameters too, as torchtune has them")
-        found.default("training.mixed_precision_param", kinds[kind])
+        migration.set("dtype", "training.dtype", kinds[kind], "parameters use the compute dtype, as in torchtune")
+        migration.default("training.mixed_precision_param", kinds[kind])
     else:
-        found.answer("dtype", "unsupported", "parameters are stored in float32 or bfloat16: training.dtype")
+        migration.record("dtype", "unsupported", "training.dtype must be float32 or bfloat16")
     if get("enable_activation_offloading", bool, False):
         if get("enable_activation_checkpointing", bool, False):
-            found.set("enable_activation_offloading", "activation_checkpoint.cpu_offload", True)
-        found.answer("enable_activation_offloading", "ignored", "without recomputation activations stay on the device")
-    found.answer("enable_activation_offloading", "ignored", "it is off")
+            migration.set("enable_activation_offloading", "activation_checkpoint.cpu_offload", True)
+        migration.record(
+            "enable_activation_offloading", "ignored", "offloading requires enable_activation_checkpointing"
+        )
+    migration.record("enable_activation_offloading", "ignored", "it is off")
     device = get("device", str, "cuda").partition(":")[0]
     if device in ("cuda", "cpu"):
-        found.set("device", "training.device", "auto" if device == "cuda" else "cpu")
-    found.answer("device", "unsupported", "devices are cuda and cpu")
+        migration.set("device", "training.device", "auto" if device == "cuda" else "cpu")
+    migration.record("device", "unsupported", "the device must be cuda or cpu")
     logger = get("metric_logger\0_component_", str, "").rpartition(".")[2]
     options = {"TensorBoardLogger": "metrics.enable_tensorboard", "WandBLogger": "metrics.enable_wandb"}
     if logger in options:
-        found.set("metric_logger\0_component_", options[logger], True)
-    found.answer("metric_logger\0_component_", "ignored", "metrics.jsonl is always written")
+        migration.set("metric_logger\0_component_", options[logger], True)
+    migration.record("metric_logger\0_component_", "ignored", "metrics.jsonl is always written")
     loss = get("loss\0_component_", str, "").rpartition(".")[2]
-    known = "CrossEntropy" in loss or loss.startswith("CE") or not loss
-    if known:
-        found.answer("loss\0_component_", "honoured", "cross-entropy over the tokens with loss")
-    found.answer("loss\0_component_", "unsupported", "losses belong to tasks: task.name")
-    found.default("checkpoint.enable", True, "each epoch ended with a save; the last step is always saved")
+    is_cross_entropy = "CrossEntropy" in loss or loss.startswith("CE") or not loss
+    if is_cross_entropy:
+        migration.record("loss\0_component_", "honoured", "cross-entropy over the tokens with loss")
+    migration.record("loss\0_component_", "unsupported", "the task determines the loss: task.name")
+    why = "torchtune saves after each epoch; the last step is always saved"
+    migration.default("checkpoint.enable", True, why)
     if get("profiler\0enabled", bool, False):
         warm = get("profiler\0warmup_steps", int, 5)
         active = get("profiler\0active_steps", int, 2)
         wait = get("profiler\0wait_steps", int, 5)
-        found.set("profiler\0warmup_steps", "profiling.profiler_warmup", warm)
-        found.set("profiler\0active_steps", "profiling.profiler_active", active)
-        found.set(
-            "profiler\0wait_steps", "profiling.profile_freq", warm + active + wait, "wait, warmup and active together"
+        migration.set("profiler\0warmup_steps", "profiling.profiler_warmup", warm)
+        migration.set("profiler\0active_steps", "profiling.profiler_active", active)
+        migration.set(
+            "profiler\0wait_steps",
+            "profiling.profile_freq",
+            warm + active + wait,
+            "wait, warmup and active steps together",
         )
     for name in ("warmup_steps", "active_steps", "wait_steps"):
-        found.answer(f"profiler\0{name}", "ignored", "nothing is profiled")
+        migration.record(f"profiler\0{name}", "ignored", "the profiler is off")
 
 
-def _model(found: FileMigration) -> None:
-    """Set the model from its folder, and adapters and quantized weights from its builder."""
+def _model(migration: FileMigration) -> None:
+    """Set the model from its folder. The name of its builder determines adapters and quantized weights."""
     key = "model\0_component_"
-    component = found.get(key, str, "")
-    folder = found.get("checkpointer\0checkpoint_dir", str)
+    component = migration.get(key, str, "")
+    folder = migration.get("checkpointer\0checkpoint_dir", str)
     if folder:
-        path, how = model_folder(folder if folder.startswith((".", "/", "~")) else f"./{folder}")
-        found.set("checkpointer\0checkpoint_dir", "model.hf_assets_path", str(Path(path)), how)
-        found.default("model.flavor", "from_folder", "the folder says which model it holds")
-        found.default("checkpoint.initial_load_in_hf", True, "training begins with its weights")
+        # torchtune takes a path without "./" as a folder, never as a repository of the Hub.
+        is_path = folder.startswith((".", "/", "~"))
+        path, how = model_folder(folder if is_path else f"./{folder}")
+        migration.set("checkpointer\0checkpoint_dir", "model.hf_assets_path", str(Path(path)), how)
+        migration.default("model.flavor", "from_folder", "the folder's config.json determines the model")
+        migration.default("checkpoint.initial_load_in_hf", True, "training starts from the folder's weights")
     builder = component.rpartition(".")[2]
     if builder.startswith(("lora_", "qlora_")):
-        found.set(key, "lora.enable", True, f"{builder}; the folder says which model it holds")
-    found.answer(key, "honoured", "the folder says which model it holds")
-    modules = found.get("model\0lora_attn_modules", list)
+        migration.set(key, "lora.enable", True, f"{builder}; the folder's config.json determines the model")
+    migration.record(key, "honoured", "the folder's config.json determines the model")
+    modules = migration.get("model\0lora_attn_modules", list)
     if modules is not None:
         names = ["o_proj" if name == "output_proj" else str(name) for name in modules]
-        if found.get("model\0apply_lora_to_mlp", bool, False):
+        if migration.get("model\0apply_lora_to_mlp", bool, False):
             names += ["gate_proj", "up_proj", "down_proj"]
-        found.set("model\0lora_attn_modules", "lora.target_modules", names, "with apply_lora_to_mlp")
-    found.answer("model\0apply_lora_to_mlp", "honoured", "in lora.target_modules")
-    if builder.startswith("qlora_") or found.get("model\0quantize_base", bool, False):
-        found.set("model\0quantize_base", "lora.base_dtype", "nf4")
-    found.answer("model\0quantize_base", "ignored", "it is off")
+        migration.set("model\0lora_attn_modules", "lora.target_modules", names, "together with apply_lora_to_mlp")
+    migration.record("model\0apply_lora_to_mlp", "honoured", "part of lora.target_modules")
+    if builder.startswith("qlora_") or migration.get("model\0quantize_base", bool, False):
+        migration.set("model\0quantize_base", "lora.base_dtype", "nf4")
+    migration.record("model\0quantize_base", "ignored", "it is off")
 
 
-def _data(found: FileMigration) -> None:
-    """Set a dataset from its builder: files, a dataset of the hub, or a dataset that the builder determines."""
+def _data(migration: FileMigration) -> None:
+    """Set the dataset: local files, a dataset of the Hub, or the dataset that the builder's name implies."""
     key = "dataset\0_component_"
-    builder = found.get(key, str, "").rpartition(".")[2]
+    builder = migration.get(key, str, "").rpartition(".")[2]
     forms = {
         "alpaca_dataset": ("alpaca", "prompt_completion", "tatsu-lab/alpaca"),
         "alpaca_cleaned_dataset": ("alpaca", "prompt_completion", "yahma/alpaca-cleaned"),
@@ -248,9 +262,9 @@ def _data(found: FileMigration) -> None:
         "chat_dataset": ("jsonl", "chat", None),
         "text_completion_dataset": ("jsonl", "text", None),
     }
-    files = found.values.get("dataset\0data_files")
-    source = found.get("dataset\0source", str, found.get("dataset\0path", str))
-    place = "dataset\0source" if "dataset\0source" in found.values else "dataset\0path"
+    files = migration.values.get("dataset\0data_files")
+    source = migration.get("dataset\0source", str, migration.get("dataset\0path", str))
+    place = "dataset\0source" if "dataset\0source" in migration.values else "dataset\0path"
     if builder in forms:
         dataset, form, hub = forms[builder]
         path = source or hub
@@ -261,77 +275,85 @@ def _data(found: FileMigration) -> None:
             dataset = dataset if dataset == "alpaca" else kinds.get(source or "json", "jsonl")
         elif dataset != "alpaca":
             dataset = "huggingface"
-        found.set(key, "training.dataset", dataset, builder)
-        found.set("dataset\0data_files" if files else place, "training.dataset_path", path)
-        found.default("data.format", form)
+        migration.set(key, "training.dataset", dataset, builder)
+        migration.set("dataset\0data_files" if files else place, "training.dataset_path", path)
+        migration.default("data.format", form)
         if form == "prompt_completion" and dataset != "alpaca":
-            found.default("data.prompt_field", "input", "torchtune's names of columns")
-            found.default("data.completion_field", "output", "torchtune's names of columns")
-        column = found.get("dataset\0column", str)
+            migration.default("data.prompt_field", "input", "torchtune's column name")
+            migration.default("data.completion_field", "output", "torchtune's column name")
+        column = migration.get("dataset\0column", str)
         if column:
-            found.set("dataset\0column", "data.text_field", column)
-        answer_alone = form != "text" and not found.get("dataset\0train_on_input", bool, builder.startswith("alpaca"))
-        if form != "text" and not answer_alone and dataset == "alpaca":
-            found.settings = [s for s in found.settings if s.option != "data.format"]
-            found.set("dataset\0train_on_input", "data.format", "text", "the prompt has loss too")
-        elif form != "text" and not answer_alone:
-            found.answer(
-                "dataset\0train_on_input", "unsupported", 'the answer alone has loss; data.format = "text" has one text'
-            )
-        found.answer("dataset\0train_on_input", "honoured", "the answer alone has loss")
+            migration.set("dataset\0column", "data.text_field", column)
+
+        # Prompts of instructions and chats only have loss in the text format.
+        trains_on_prompt = "dataset\0train_on_input"
+        if form != "text" and migration.get(trains_on_prompt, bool, builder.startswith("alpaca")):
+            if dataset == "alpaca":
+                migration.settings = [s for s in migration.settings if s.option != "data.format"]
+                migration.set(trains_on_prompt, "data.format", "text", "the prompt has loss too")
+            else:
+                text = 'only answers have loss; with data.format = "text" entire rows have loss'
+                migration.record(trains_on_prompt, "unsupported", text)
+        migration.record(trains_on_prompt, "honoured", "only answers have loss")
     elif builder:
-        found.answer(key, "unsupported", "datasets are those of training.dataset, and columns those of [data]")
+        text = "choose a dataset in training.dataset, and its columns in [data]"
+        migration.record(key, "unsupported", text)
     for name in (place, "dataset\0data_files"):
-        found.answer(name, "honoured", "in training.dataset")
+        migration.record(name, "honoured", "part of training.dataset")
 
-    split = found.get("dataset\0split", str)
+    split = migration.get("dataset\0split", str)
     if split and re.fullmatch(r"[\w-]+", split):
-        found.set("dataset\0split", "data.split", split)
+        migration.set("dataset\0split", "data.split", split)
     elif split:
-        found.answer("dataset\0split", "unsupported", "a part of a split is a file of its own")
-    length = found.get("tokenizer\0max_seq_len", int)
-    if length:
-        found.set("tokenizer\0max_seq_len", "training.seq_len", length)
-    elif builder:
-        found.default("training.seq_len", 2048, "sequences have a length here")
-        found.answer(
-            "tokenizer\0max_seq_len", "unsupported", "rows are cut at training.seq_len: 2048 is written, set your own"
+        migration.record(
+            "dataset\0split", "unsupported", "slices of a split are not supported; write the slice to a file"
         )
-    found.answer("tokenizer\0max_seq_len", "ignored", "it is read with a dataset alone")
-    packed = found.get("dataset\0packed", bool, False)
+    length = migration.get("tokenizer\0max_seq_len", int)
+    if length:
+        migration.set("tokenizer\0max_seq_len", "training.seq_len", length)
+    elif builder:
+        migration.default("training.seq_len", 2048, "a sequence length is required")
+        text = "a sequence length is required; training.seq_len is set to 2048, correct it"
+        migration.record("tokenizer\0max_seq_len", "unsupported", text)
+    migration.record("tokenizer\0max_seq_len", "ignored", "only used with a dataset")
+    packed = migration.get("dataset\0packed", bool, False)
     if builder:
-        found.set("dataset\0packed", "data.packing", "first_fit" if packed else "padded")
+        migration.set("dataset\0packed", "data.packing", "first_fit" if packed else "padded")
 
 
-def _optimizer(found: FileMigration) -> None:
+def _optimizer(migration: FileMigration) -> None:
     """Set AdamW or Adam with its options, and the schedule."""
     key = "optimizer\0_component_"
-    kind = found.get(key, str, "torch.optim.AdamW").rpartition(".")[2]
+    kind = migration.get(key, str, "torch.optim.AdamW").rpartition(".")[2]
     if kind in ("AdamW", "Adam"):
-        found.set(key, "optimizer.name", kind)
-    elif kind in ("AdamW8bit", "PagedAdamW8bit"):  # of bitsandbytes and torchao
-        found.set(key, "optimizer.name", "AdamW8bit")
+        migration.set(key, "optimizer.name", kind)
+    elif kind in ("AdamW8bit", "PagedAdamW8bit"):  # from bitsandbytes and torchao
+        migration.set(key, "optimizer.name", "AdamW8bit")
     elif "AdamW" in kind:
-        found.answer(key, "unsupported", 'the nearest is optimizer.name = "AdamW" or "AdamW8bit"')
+        migration.record(key, "unsupported", 'use optimizer.name = "AdamW" or "AdamW8bit"')
     else:
-        found.answer(key, "unsupported", "there are AdamW, Adam and Muon, in optimizer.name")
-    betas = found.get("optimizer\0betas", list)
-    if betas is not None and len(betas) == 2 and all(isinstance(beta, int | float) for beta in betas):
-        found.default("optimizer.beta1", float(betas[0]), "the first of betas")
-        found.set("optimizer\0betas", "optimizer.beta2", float(betas[1]), "and optimizer.beta1 the first")
+        migration.record(key, "unsupported", "optimizer.name supports AdamW, Adam, AdamW8bit and Muon")
+    betas = migration.get("optimizer\0betas", list, [])
+    if len(betas) == 2 and all(isinstance(beta, int | float) for beta in betas):
+        migration.default("optimizer.beta1", float(betas[0]), "the first value of betas")
+        why = "the second value; the first is optimizer.beta1"
+        migration.set("optimizer\0betas", "optimizer.beta2", float(betas[1]), why)
     else:
-        found.answer("optimizer\0betas", "unsupported", "AdamW has two: optimizer.beta1 and optimizer.beta2")
-        found.default("optimizer.beta2", 0.999)
-    if "optimizer\0weight_decay" not in found.values:
-        found.default("optimizer.weight_decay", 0.01 if kind == "AdamW" else 0.0)
-    name = found.get("lr_scheduler\0_component_", str)
+        text = "it must be two numbers: optimizer.beta1 and optimizer.beta2"
+        migration.record("optimizer\0betas", "unsupported", text)
+        migration.default("optimizer.beta2", 0.999)
+    if "optimizer\0weight_decay" not in migration.values:
+        migration.default("optimizer.weight_decay", 0.01 if kind == "AdamW" else 0.0)
+    name = migration.get("lr_scheduler\0_component_", str)
     if name is not None and name.endswith("get_cosine_schedule_with_warmup"):
-        found.set("lr_scheduler\0_component_", "lr_scheduler.name", "transformers")
-        found.default("lr_scheduler.decay_type", "cosine")
-        warmup = found.get("lr_scheduler\0num_warmup_steps", int, 100)
-        found.set("lr_scheduler\0num_warmup_steps", "lr_scheduler.warmup_steps", warmup)
-        found.default("lr_scheduler.warmup_proportion", 0.0)
+        migration.set("lr_scheduler\0_component_", "lr_scheduler.name", "transformers")
+        migration.default("lr_scheduler.decay_type", "cosine")
+        warmup = migration.get("lr_scheduler\0num_warmup_steps", int, 100)
+        migration.set("lr_scheduler\0num_warmup_steps", "lr_scheduler.warmup_steps", warmup)
+        migration.default("lr_scheduler.warmup_proportion", 0.0)
     elif name is not None:
-        found.answer("lr_scheduler\0_component_", "unsupported", "schedules are those of lr_scheduler.name")
+        migration.record(
+            "lr_scheduler\0_component_", "unsupported", "it has no counterpart; choose a schedule in lr_scheduler.name"
+        )
     else:
-        default_to_constant_rate(found, "without a schedule the rate stays as it is")
+        default_to_constant_rate(migration, "without a schedule the learning rate is constant")

@@ -1,4 +1,4 @@
-"""pytorch_universal_trainer: ``parameters.yml``, which trains a classifier on TSV files without a header."""
+"""Reader of pytorch_universal_trainer's ``parameters.yml``, which trains a classifier on TSV files without a header."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
 SYSTEM = "pytorch_universal_trainer"
-OPEN = "nothing here reads it: a file of hooks does, which hooks_file names, as self.config.task.options"
+OPEN = "only hooks can read it, as self.config.task.options: set hooks_file to their file"
 LEAVES: frozenset[str] = frozenset()
 MAX_COUNTED_BYTES = 2**31
 _T = "transformers-params."
@@ -23,7 +23,7 @@ _N = "dist-params."
 
 
 def looks(values: Mapping[str, Any]) -> bool:
-    """True if the keys are those of this system."""
+    """True if the top-level keys are the sections of a parameters.yml."""
     return "transformers-params" in values or {"data-params", "dist-params"} <= values.keys()
 
 
@@ -66,81 +66,89 @@ KEYS: Mapping[str, Rule] = {
 
 
 def _key(section: str, name: str) -> str:
+    """Return the flat key of a name in a section such as "dist-params."."""
     return f"{section[:-1]}\0{name}"
 
 
-def prepare(found: FileMigration) -> None:
-    """Translate a user's own keys, which only hooks read. No rule can know them."""
-    hooks = found.get(_key(_T, "hooks_file"), str)
-    own = [key for key in found.values if key.replace("\0", ".") not in KEYS]
+def prepare(migration: FileMigration) -> None:
+    """Pass the user's own keys to hooks as task.options. They have no rules."""
+    hooks = migration.get(_key(_T, "hooks_file"), str)
+    own = [key for key in migration.values if key.replace("\0", ".") not in KEYS]
     if not hooks:
         return
     for key in own:
         section, _, name = key.rpartition("\0")
+        # A key outside the three sections is a typing error, which the rules report.
         if section not in (_T[:-1], _D[:-1], _N[:-1]):
-            continue  # the rules refuse it, with what it may have meant
-        value = found.values[key]
+            continue
+        value = migration.values[key]
         if value is not None and not isinstance(value, int | float | bool | str):
-            rule = "must be a number, a text or true or false, for a hook to read"
-            fix = "write it as text"
-            found.problems.append(Problem(key.replace("\0", "."), None, rule, fix, found.where(key)))
+            rule = "must be a number, text, true or false"
+            fix = "write it as text, which a hook can parse"
+            migration.problems.append(Problem(key.replace("\0", "."), None, rule, fix, migration.where(key)))
         elif value is not None:
-            found.set(key, f"task.options.{name}", value, "hooks read it as self.config.task.options")
+            migration.set(key, f"task.options.{name}", value, "hooks can read it as self.config.task.options")
         else:
-            found.answer(key, "ignored", "it is empty")
+            migration.record(key, "ignored", "it is empty")
 
 
-def finish(found: FileMigration) -> None:
-    """Translate keys that depend on each other, and set options that the program hard-coded."""
-    get = found.get
-    world = _processes(found)
-    task = _hooks(found)
-    rows = _batch(found, world)
-    _data(found, world * rows)
+def finish(migration: FileMigration) -> None:
+    """Translate the keys that depend on each other, and set options that are constants in the program."""
+    get = migration.get
+    world = _processes(migration)
+    has_text_rows = _hooks(migration)
+    rows = _batch(migration, world)
+    _data(migration, world * rows)
     mode = str(get(_key(_T, "mode"), str, "train"))
     if mode not in ("train", "test"):
-        where = found.where(_key(_T, "mode"))
-        fix = "correct it; a test file without labels gets predictions alone"
-        found.problems.append(Problem(f"{_T}mode", mode, "must be train or test", fix, where))
-    found.verb = mode
-    found.answer(_key(_T, "mode"), "honoured", f"shardtrain.compat.main runs `shardtrain {mode}` of this file")
+        where = migration.where(_key(_T, "mode"))
+        fix = "correct it (test also accepts a file without labels, and writes predictions)"
+        migration.problems.append(Problem(f"{_T}mode", mode, "must be train or test", fix, where))
+    migration.verb = mode
+    migration.record(_key(_T, "mode"), "honoured", f"shardtrain.compat.main runs `shardtrain {mode}` with this file")
     folder = get(_key(_T, "pretrained_model_dir"), str)
-    network = not any(setting.option == "model.name" for setting in found.settings)
-    if folder and network:
-        found.set(_key(_T, "pretrained_model_dir"), "model.hf_assets_path", _home(folder))
-        found.default("model.flavor", "from_folder", "the folder says which model it holds")
-        found.default("checkpoint.initial_load_in_hf", True, "training begins with the folder's weights")
+    has_own_model = any(setting.option == "model.name" for setting in migration.settings)
+    if folder and not has_own_model:
+        migration.set(_key(_T, "pretrained_model_dir"), "model.hf_assets_path", _home(folder))
+        migration.default("model.flavor", "from_folder", "the folder's config.json determines the model")
+        migration.default("checkpoint.initial_load_in_hf", True, "training starts from the folder's weights")
         base = Path(_home(folder))
         if (base / "pytorch_model.bin").is_file() and not any(base.glob("model*.safetensors*")):
-            found.default("checkpoint.initial_load_legacy_bin", True, "it has pytorch_model.bin, which is read as data")
+            migration.default(
+                "checkpoint.initial_load_legacy_bin",
+                True,
+                "weights are in pytorch_model.bin, which is read without running code",
+            )
         architecture = _CLASSIFIERS.get(str(_facts(folder).get("model_type")))
         if architecture:
             labels = get(_key(_T, "num_labels"), int, 2)
-            found.default("model.name", "transformers", f"{architecture} is taken as transformers has it")
+            migration.default("model.name", "transformers", f"{architecture} comes from the transformers library")
             if architecture not in (_facts(folder).get("architectures") or [architecture]):
-                found.default("model.overrides.architecture", architecture, "the body of the folder under a new head")
-            found.default("model.overrides.num_labels", labels, "its config.json may say another number")
-            found.default("model.overrides.dropout", True, "at the rates of config.json")
+                migration.default("model.overrides.architecture", architecture, "the folder's encoder with a new head")
+            migration.default("model.overrides.num_labels", labels, "config.json may have another number")
+            migration.default("model.overrides.dropout", True, "with the rates of config.json")
     elif folder:
-        found.set(_key(_T, "pretrained_model_dir"), "model.hf_assets_path", _home(folder), "for its tokenizer")
-    found.answer(_key(_T, "pretrained_model_dir"), "ignored", "it is empty")
-    if network and not folder:
-        found.default("model.name", "encoder", "no folder names a model: one of this package, from scratch, on bytes")
-        found.default("model.flavor", "small")
-    found.default("task.name", "classification")
-    _sharding(found, world)
-    cut = get(_key(_T, "use_max_length"), bool, False)
+        migration.set(_key(_T, "pretrained_model_dir"), "model.hf_assets_path", _home(folder), "for its tokenizer")
+    migration.record(_key(_T, "pretrained_model_dir"), "ignored", "it is empty")
+    if not has_own_model and not folder:
+        migration.default(
+            "model.name", "encoder", "no folder is set, so a built-in encoder on bytes is trained from scratch"
+        )
+        migration.default("model.flavor", "small")
+    migration.default("task.name", "classification")
+    _sharding(migration, world)
+    cuts_rows = get(_key(_T, "use_max_length"), bool, False)
     limit = get(_key(_T, "max_length"), int, 200)
-    if cut:
-        found.set(_key(_T, "max_length"), "training.seq_len", limit)
-        found.answer(_key(_T, "use_max_length"), "honoured", f"longer rows lose their end after {limit} tokens")
+    if cuts_rows:
+        migration.set(_key(_T, "max_length"), "training.seq_len", limit)
+        migration.record(_key(_T, "use_max_length"), "honoured", f"rows are cut after {limit} tokens")
     else:
         most = _positions(folder)
-        found.default("training.seq_len", most, "rows are not cut (use_max_length) below what the model can see")
-        found.answer(
-            _key(_T, "use_max_length"), "honoured", f"rows keep up to {most} tokens; a batch is as wide as its longest"
+        migration.default("training.seq_len", most, "without use_max_length, rows may be as long as the model supports")
+        migration.record(
+            _key(_T, "use_max_length"), "honoured", f"rows may have {most} tokens; a batch is padded to its longest row"
         )
-        found.answer(_key(_T, "max_length"), "ignored", "it is read with use_max_length alone")
+        migration.record(_key(_T, "max_length"), "ignored", "only used with use_max_length")
     for option, value in (
         ("checkpoint.enable", True),
         ("checkpoint.keep_latest_k", 0),
@@ -151,23 +159,25 @@ def finish(found: FileMigration) -> None:
         ("metrics.save_tb_folder", "tensorboard_logs"),
         ("metrics.save_log_file", "logger_logs/training_{rank}.log"),
     ):
-        found.default(option, value)
+        migration.default(option, value)
 
-    # The program excludes these names from weight decay. BART's norms are called layer_norm and
+    # The program excludes these names from weight decay. The norms of BART are named layer_norm and
     # layernorm_embedding and match none of them, so they decay as in the program. Each pattern must
     # match a parameter.
     patterns = ["*bias*"]
-    if network:
+    if not has_own_model:
         kind = _facts(folder).get("model_type") if folder else "encoder"
         if kind in _CLASSIFIERS and kind not in ("bart", "mbart"):
             patterns = ["*bias*", "*LayerNorm.weight*"]
         elif kind not in ("bart", "mbart"):
             patterns = []
     if patterns:
-        found.default("optimizer.no_weight_decay", patterns, "names with `bias` or `LayerNorm.weight`")
-    _continue(found)
-    if get(_key(_D, "is_dev_file"), bool, True) and task:
-        found.default("validation.seq_len", next(s.value for s in found.settings if s.option == "training.seq_len"))
+        migration.default("optimizer.no_weight_decay", patterns, "names with `bias` or `LayerNorm.weight`")
+    _continue(migration)
+    if get(_key(_D, "is_dev_file"), bool, True) and has_text_rows:
+        migration.default(
+            "validation.seq_len", next(s.value for s in migration.settings if s.option == "training.seq_len")
+        )
 
 
 _CLASSIFIERS = {
@@ -178,81 +188,91 @@ _CLASSIFIERS = {
         "mpnet": "MPNet", "deberta": "Deberta", "deberta-v2": "DebertaV2",
     }.items()
 }  # fmt: skip
-"""Values of model_type for which a class of the transformers library trains, because no native model exists."""
+"""Class of the transformers library for each model_type without a native implementation."""
 
 
-def _processes(found: FileMigration) -> int:
-    """Set the processes of the run, and note the required options of each node's command line."""
-    nodes = found.get(_key(_N, "nodes"), int, 1)
-    gpus = found.get(_key(_N, "gpus"), int, 1)
-    node = found.get(_key(_N, "current_node"), int, 0)
-    address = found.get(_key(_N, "master_addr"), str)
-    port = found.get(_key(_N, "master_port"), int, 29500)
-    distributed = found.get(_key(_T, "is_distributed"), bool, True)
+def _processes(migration: FileMigration) -> int:
+    """Return the number of processes, and set the launch options of this node."""
+    nodes = migration.get(_key(_N, "nodes"), int, 1)
+    gpus = migration.get(_key(_N, "gpus"), int, 1)
+    node = migration.get(_key(_N, "current_node"), int, 0)
+    address = migration.get(_key(_N, "master_addr"), str)
+    port = migration.get(_key(_N, "master_port"), int, 29500)
+    distributed = migration.get(_key(_T, "is_distributed"), bool, True)
     for name, value, least in (("nodes", nodes, 1), ("gpus", gpus, 1), ("current_node", node, 0)):
         if value < least:
-            found.problems.append(_wrong(found, name, value, f"must be at least {least}", "correct it"))
+            migration.problems.append(_wrong(migration, name, value, f"must be at least {least}", "correct it"))
     if not 0 < port < 65_536:
-        found.problems.append(_wrong(found, "master_port", port, "must be a port, 1 to 65535", "correct it"))
-    if found.problems:
+        migration.problems.append(
+            _wrong(migration, "master_port", port, "must be a port between 1 and 65535", "correct it")
+        )
+    if migration.problems:
         return 1
-    machine = found.machine
+    machine = migration.machine
 
-    # One process with DataParallel over local devices becomes one process per device. They share
-    # the batch.
+    # The program uses one process with DataParallel here. Use a process per local device instead,
+    # which share the batch.
     if not distributed:
-        text = "all local devices share the batch, as DataParallel did, each as a process of its own"
-        found.answer(_key(_T, "is_distributed"), "honoured", text)
+        text = "the local devices share the batch as with DataParallel, with a separate process each"
+        migration.record(_key(_T, "is_distributed"), "honoured", text)
         for name in ("nodes", "gpus", "current_node", "master_addr", "master_port"):
-            found.answer(_key(_N, name), "ignored", "it is read with is_distributed alone")
-        batch = found.get(_key(_T, "batch_size"), int, 8)
-        batch = max(1, batch // max(1, found.get(_key(_T, "gradient_accumulation_steps"), int, 1)))
-        devices = found.num_processes or machine.nproc or machine.devices or 1
-        # The batch is that of all devices, so use the largest number of devices that divides it.
-        used = found.num_processes or max(count for count in range(1, devices + 1) if batch % count == 0)
-        found.launch = {"nproc": used}
+            migration.record(_key(_N, name), "ignored", "only used with is_distributed")
+        batch = migration.get(_key(_T, "batch_size"), int, 8)
+        batch = max(1, batch // max(1, migration.get(_key(_T, "gradient_accumulation_steps"), int, 1)))
+        devices = migration.num_processes or machine.nproc or machine.devices or 1
+        # The batch belongs to all devices, so use the largest number of devices that divides it.
+        divisors = [count for count in range(1, devices + 1) if batch % count == 0]
+        used = migration.num_processes or max(divisors)
+        migration.launch = {"nproc": used}
         if used < devices:
-            found.notes.append(f"{used} of {devices} devices are used: no more of them divide a batch of {batch} rows")
+            migration.notes.append(
+                f"{used} of {devices} devices are used: the batch of {batch} rows must be divisible by their number"
+            )
         elif used > 1:
-            found.notes.append(
-                f"is_distributed is false: DataParallel's {batch} rows are dealt to {used} processes, each with a "
-                "device of its own; the numbers are those of one"
+            migration.notes.append(
+                f"is_distributed is false: {used} processes, one for each device, share DataParallel's {batch} rows; "
+                "the numbers equal those of a single process"
             )
         return used
 
     # One process per device of every node. They rendezvous at the first node.
-    found.set(_key(_N, "nodes"), "launch.nodes", nodes)
-    found.set(_key(_N, "gpus"), "launch.nproc_per_node", gpus)
-    found.answer(_key(_T, "is_distributed"), "honoured", "a process per device")
+    migration.set(_key(_N, "nodes"), "launch.nodes", nodes)
+    migration.set(_key(_N, "gpus"), "launch.nproc_per_node", gpus)
+    migration.record(_key(_T, "is_distributed"), "honoured", "each device has a process")
     if node >= nodes:
-        rule = f"must be below nodes={nodes}"
-        found.problems.append(_wrong(found, "current_node", node, rule, "count from 0, and give all nodes in nodes"))
+        rule = f"must be less than nodes={nodes}"
+        migration.problems.append(
+            _wrong(migration, "current_node", node, rule, "count nodes from 0, and set nodes to their number")
+        )
     if nodes > 1:
         if not address:
-            rule = "is needed where there are several nodes"
-            found.problems.append(_wrong(found, "master_addr", None, rule, "name the first node"))
+            rule = "is required for several nodes"
+            migration.problems.append(
+                _wrong(migration, "master_addr", None, rule, "set it to the host of the first node")
+            )
         endpoint = f"{address}:{port}"
-        found.answer(_key(_N, "current_node"), "honoured", f"--node_rank {node}")
+        migration.record(_key(_N, "current_node"), "honoured", f"--node_rank {node}")
         for name in ("master_addr", "master_port"):
-            found.answer(_key(_N, name), "honoured", f"--rdzv_endpoint {endpoint}")
-        found.launch = {"nnodes": str(nodes), "node_rank": node, "rdzv_endpoint": endpoint}
+            migration.record(_key(_N, name), "honoured", f"--rdzv_endpoint {endpoint}")
+        migration.launch = {"nnodes": str(nodes), "node_rank": node, "rdzv_endpoint": endpoint}
     else:
         for name in ("current_node", "master_addr", "master_port"):
-            found.answer(_key(_N, name), "ignored", "one node needs none of it")
-    found.launch["nproc"] = machine.nproc or gpus
-    return found.num_processes or (machine.nodes or nodes) * (machine.nproc or gpus)
+            migration.record(_key(_N, name), "ignored", "only used with several nodes")
+    migration.launch["nproc"] = machine.nproc or gpus
+    return migration.num_processes or (machine.nodes or nodes) * (machine.nproc or gpus)
 
 
-def _wrong(found: FileMigration, name: str, value: Any, rule: str, fix: str) -> Problem:
-    return Problem(f"{_N}{name}", value, rule, fix, found.where(_key(_N, name)))
+def _wrong(migration: FileMigration, name: str, value: Any, rule: str, fix: str) -> Problem:
+    """Return a problem with a key of dist-params."""
+    return Problem(f"{_N}{name}", value, rule, fix, migration.where(_key(_N, name)))
 
 
-def _hooks(found: FileMigration) -> bool:
-    """Translate the file of hooks, by its classes. Return True if rows are texts with labels."""
+def _hooks(migration: FileMigration) -> bool:
+    """Translate the file of hooks by the classes it defines. Return True if rows are texts with labels."""
     key = _key(_T, "hooks_file")
-    given = found.get(key, str)
+    given = migration.get(key, str)
     if not given:
-        found.answer(key, "ignored", "it is empty")
+        migration.record(key, "ignored", "it is empty")
         return True
     path = _home(given)
     try:
@@ -260,27 +280,27 @@ def _hooks(found: FileMigration) -> bool:
         facts = read_task_file(path) if "Task" in names else None
     except ConfigError as error:
         wrong = [problem for problem in error.problems if isinstance(problem, Problem)]
-        found.problems += [Problem(f"{_T}hooks_file", given, p.rule, p.fix, found.where(key)) for p in wrong]
+        migration.problems += [Problem(f"{_T}hooks_file", given, p.rule, p.fix, migration.where(key)) for p in wrong]
         return True
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
         rule = f"cannot be read as a Python file ({error.strerror if isinstance(error, OSError) else error})"
-        found.problems.append(Problem(f"{_T}hooks_file", given, rule, "correct it", found.where(key)))
+        migration.problems.append(Problem(f"{_T}hooks_file", given, rule, "correct it", migration.where(key)))
         return True
     if not names & {"Task", "Model"}:
-        rule = "defines neither a class Task nor a class Model"
+        rule = "must define a class Task or a class Model"
         fix = "see docs/migrate/universal_trainer.md"
-        found.problems.append(Problem(f"{_T}hooks_file", given, rule, fix, found.where(key)))
+        migration.problems.append(Problem(f"{_T}hooks_file", given, rule, fix, migration.where(key)))
     if facts is not None:
-        found.set(key, "task.name", path, "its class Task")
+        migration.set(key, "task.name", path, "its class Task")
         metric = next((name for name in facts.metrics if name != "loss"), "loss")
-        found.default("checkpoint.keep_best", f"validation.{metric}", "the first of its METRICS")
+        migration.default("checkpoint.keep_best", f"validation.{metric}", "the first metric in the file's METRICS")
     if "Model" in names:
-        found.set(key, "model.name", path, "its class Model")
-    return "Task" not in names or bool(found.get(_key(_D, "data_dir"), str))
+        migration.set(key, "model.name", path, "its class Model")
+    return "Task" not in names or bool(migration.get(_key(_D, "data_dir"), str))
 
 
 def _classes(file: Path) -> set[str]:
-    """Names assigned at module level of a Python file, found by parsing it."""
+    """Names assigned at module level of a Python file, migration by parsing it."""
     module = own_file.parse(file)
     names: set[str] = set()
     for node in module.body:
@@ -293,138 +313,147 @@ def _classes(file: Path) -> set[str]:
     return names
 
 
-def _continue(found: FileMigration) -> None:
-    """Translate ``continue_training``: a checkpoint-N file of the program, or a shardtrain checkpoint."""
+def _continue(migration: FileMigration) -> None:
+    """Translate ``continue_training``, from a checkpoint-N file of the program or from a shardtrain checkpoint."""
     key = _key(_T, "continue_training")
     place = _key(_T, "continue_training_path")
-    path = found.get(place, str)
-    if not found.get(key, bool, False):
-        found.answer(
-            key, "ignored", "a run continues by itself from what its model_dir holds; another one starts from scratch"
+    path = migration.get(place, str)
+    if not migration.get(key, bool, False):
+        migration.record(
+            key,
+            "ignored",
+            "a run resumes automatically from checkpoints in its model_dir; use another folder to start anew",
         )
-        found.answer(place, "ignored", "it is read with continue_training alone")
+        migration.record(place, "ignored", "only used with continue_training")
     elif not path:
-        found.answer(key, "honoured", "the run continues from the newest checkpoint of its model_dir")
-        found.answer(place, "ignored", "it is empty")
+        migration.record(key, "honoured", "the run resumes from the newest checkpoint in its model_dir")
+        migration.record(place, "ignored", "it is empty")
     else:
-        found.answer(key, "honoured", "weights, optimizer, loss scale, step and rate of the file")
-        found.set(place, "checkpoint.initial_load_path", _home(path), "unless model_dir holds a newer one")
-        found.default("checkpoint.initial_load_model_only", False)
-        found.settings = [s for s in found.settings if s.option not in _OF_FOLDER]
-        found.entries = [entry for entry in found.entries if entry.option not in _OF_FOLDER]
+        migration.record(key, "honoured", "restores weights, optimizer, loss scale, step and learning rate")
+        migration.set(
+            place, "checkpoint.initial_load_path", _home(path), "unless model_dir contains a newer checkpoint"
+        )
+        migration.default("checkpoint.initial_load_model_only", False)
+        migration.settings = [s for s in migration.settings if s.option not in _OF_FOLDER]
+        migration.entries = [entry for entry in migration.entries if entry.option not in _OF_FOLDER]
 
 
 _OF_FOLDER = ("checkpoint.initial_load_in_hf", "checkpoint.initial_load_legacy_bin")
 
 
-def _batch(found: FileMigration, world: int) -> int:
-    """Set the batch of each process, and return the rows of a step per process."""
-    batch = found.get(_key(_T, "batch_size"), int, 8)
-    accumulated = found.get(_key(_T, "gradient_accumulation_steps"), int, 1)
-    distributed = found.get(_key(_T, "is_distributed"), bool, True)
+def _batch(migration: FileMigration, world: int) -> int:
+    """Set the batch size per process. Return the number of rows per process and optimizer step."""
+    batch = migration.get(_key(_T, "batch_size"), int, 8)
+    accumulated = migration.get(_key(_T, "gradient_accumulation_steps"), int, 1)
+    distributed = migration.get(_key(_T, "is_distributed"), bool, True)
     for name, value in (("batch_size", batch), ("gradient_accumulation_steps", accumulated)):
         if value < 1:
             key = _key(_T, name)
-            problem = Problem(key.replace("\0", "."), value, "must be at least 1", "correct it", found.where(key))
-            found.problems.append(problem)
+            problem = Problem(key.replace("\0", "."), value, "must be at least 1", "correct it", migration.where(key))
+            migration.problems.append(problem)
             return 1
-    why = "rows of each process" if distributed else "the batch was that of all devices together"
+    why = "rows per process" if distributed else "batch_size is the sum over all devices"
     rows = batch if distributed else max(1, batch // accumulated // world)
-    found.set(_key(_T, "batch_size"), "training.local_batch_size", rows, why)
+    migration.set(_key(_T, "batch_size"), "training.local_batch_size", rows, why)
     if accumulated > 1 or not distributed:
         key = _key(_T, "gradient_accumulation_steps")
         total = rows * accumulated * world
-        found.set(key, "training.global_batch_size", total, f"rows of a step of {world} processes")
-    found.answer(_key(_T, "gradient_accumulation_steps"), "honoured", "nothing is accumulated")
-    found.default("training.last_batch", "keep", "an epoch's last step holds what is left of its rows")
-    found.default("validation.local_batch_size", rows)
+        migration.set(key, "training.global_batch_size", total, f"rows per optimizer step of {world} processes")
+    migration.record(_key(_T, "gradient_accumulation_steps"), "honoured", "no gradients are accumulated")
+    migration.default("training.last_batch", "keep", "the last step of an epoch has the remaining rows")
+    migration.default("validation.local_batch_size", rows)
     return rows * accumulated
 
 
-def _sharding(found: FileMigration, world: int) -> None:
-    """Translate the four options of fairscale: FSDP, or an optimizer that is sharded over replicas."""
+def _sharding(migration: FileMigration, world: int) -> None:
+    """Translate the four fairscale options: FSDP, or replicas with a sharded optimizer."""
     names = ("optimizer_sharding", "model_sharding", "autowrap", "reshard_forward")
     place = {name: _key(_T, f"use_fairscale_{name}") for name in names}
-    is_on = {name: found.get(place[name], bool, False) for name in names}
+    is_on = {name: migration.get(place[name], bool, False) for name in names}
     if is_on["model_sharding"]:
-        found.set(place["model_sharding"], "parallelism.data_parallel_shard_degree", -1)
+        migration.set(place["model_sharding"], "parallelism.data_parallel_shard_degree", -1)
         value = "always" if is_on["reshard_forward"] else "never"
-        found.set(place["reshard_forward"], "parallelism.fsdp_reshard_after_forward", value)
-        text = "blocks are sharded one by one all the same, which takes less memory"
+        migration.set(place["reshard_forward"], "parallelism.fsdp_reshard_after_forward", value)
+        text = "each block is sharded separately in any case, to save memory"
         if is_on["autowrap"]:
-            text = "each block is sharded by itself"
-        found.answer(place["autowrap"], "honoured", text)
-        found.answer(place["optimizer_sharding"], "honoured", "the optimizer's state is sharded with the model")
+            text = "each block is sharded separately"
+        migration.record(place["autowrap"], "honoured", text)
+        migration.record(place["optimizer_sharding"], "honoured", "the optimizer state is sharded with the model")
     elif world > 1:
-        found.default("parallelism.data_parallel_replicate_degree", world, "each process held the whole model")
-        found.default("parallelism.data_parallel_shard_degree", 1, "each process held the whole model")
+        migration.default(
+            "parallelism.data_parallel_replicate_degree", world, "each process has a full copy of the model"
+        )
+        migration.default("parallelism.data_parallel_shard_degree", 1, "each process has a full copy of the model")
         if is_on["optimizer_sharding"]:
-            found.set(place["optimizer_sharding"], "parallelism.shard_optimizer_states", True)
+            migration.set(place["optimizer_sharding"], "parallelism.shard_optimizer_states", True)
 
-    # All keys without a result.
-    text = "one process has nothing to shard"
+    # Record all keys without a result.
+    text = "a single process does not shard"
     if world > 1 or is_on["model_sharding"]:
-        text = "nothing is sharded by it"
+        text = "it is off, or another option includes it"
     for name in names:
-        found.answer(place[name], "ignored", text)
+        migration.record(place[name], "ignored", text)
 
 
-def _data(found: FileMigration, step_rows: int) -> None:
-    """Set the data from files in data_dir or from hooks, and options that are counted in epochs."""
-    folder = found.get(_key(_D, "data_dir"), str)
+def _data(migration: FileMigration, step_rows: int) -> None:
+    """Set the data from files in data_dir or from hooks, and the options counted per epoch."""
+    folder = migration.get(_key(_D, "data_dir"), str)
     key = _key(_D, "is_dev_file")
-    evaluates = found.get(key, bool, True)
-    own_rows = any(s.option == "task.name" for s in found.settings) and not folder
-    if own_rows:
-        found.answer(_key(_D, "data_dir"), "ignored", "it is empty: the hooks have the rows")
+    evaluates = migration.get(key, bool, True)
+    hooks_read_rows = any(s.option == "task.name" for s in migration.settings) and not folder
+    if hooks_read_rows:
+        migration.record(_key(_D, "data_dir"), "ignored", "it is empty: the hooks read the rows")
         for option in ("training.dataset", "validation.dataset", "task.test_dataset_path"):
-            found.default(option, "")
+            migration.default(option, "")
     elif not folder:
-        found.answer(_key(_D, "data_dir"), "ignored", "it is empty")
+        migration.record(_key(_D, "data_dir"), "ignored", "it is empty")
         for name in (key, _key(_T, "log_steps_ratio"), _key(_T, "save_steps_ratio")):
-            found.answer(name, "ignored", "there is no data_dir")
+            migration.record(name, "ignored", "data_dir is empty")
         return
 
-    # Users of the program have one file each for training, development and test.
+    # The program expects separate files for training, development and test.
     base = Path(_home(folder or ""))
-    if not own_rows:
+    if not hooks_read_rows:
         train = str(_file(base, "train"))
-        found.set(_key(_D, "data_dir"), "training.dataset_path", train, "sentence<TAB>label, no header")
-        found.default("training.dataset", "tsv")
-        found.default("data.text_field", "0", "the first column")
-        found.default("task.label_field", "1", "the second column")
+        migration.set(_key(_D, "data_dir"), "training.dataset_path", train, "sentence<TAB>label, no header")
+        migration.default("training.dataset", "tsv")
+        migration.default("data.text_field", "0", "the first column")
+        migration.default("task.label_field", "1", "the second column")
         if _file(base, "test").is_file() or not _file(base, "train").is_file():
-            found.default("task.test_dataset_path", str(_file(base, "test")))
-        found.default("validation.dataset", "tsv")
-        found.default("validation.dataset_path", str(_file(base, "dev")))
+            migration.default("task.test_dataset_path", str(_file(base, "test")))
+        migration.default("validation.dataset", "tsv")
+        migration.default("validation.dataset_path", str(_file(base, "dev")))
     if evaluates:
-        found.set(key, "validation.enable", True)
-        found.default("validation.per_epoch", 1)
-        found.default("checkpoint.keep_best", "validation.accuracy", "the best step was to be typed by hand")
+        migration.set(key, "validation.enable", True)
+        migration.default("validation.per_epoch", 1)
+        migration.default(
+            "checkpoint.keep_best", "validation.accuracy", "the program requires the best step as an argument"
+        )
     else:
-        found.set(key, "validation.enable", False)
-        found.settings = [s for s in found.settings if s.option != "checkpoint.keep_best"]
-        found.entries = [entry for entry in found.entries if entry.option != "checkpoint.keep_best"]
+        migration.set(key, "validation.enable", False)
+        migration.settings = [s for s in migration.settings if s.option != "checkpoint.keep_best"]
+        migration.entries = [entry for entry in migration.entries if entry.option != "checkpoint.keep_best"]
 
     # Fractions of an epoch become steps if the rows of the file can be counted.
-    rows = 0 if own_rows else _rows(_file(base, "train"))
+    rows = 0 if hooks_read_rows else _rows(_file(base, "train"))
     steps = -(-rows // max(1, step_rows))
     for name, option in (("log_steps_ratio", "metrics.log_freq"), ("save_steps_ratio", "checkpoint.interval")):
-        ratio = found.get(_key(_T, name), int, 1)
+        ratio = migration.get(_key(_T, name), int, 1)
         if steps and ratio > 0:
-            found.set(_key(_T, name), option, max(1, steps // ratio), f"{ratio} in an epoch of {steps} steps")
+            migration.set(_key(_T, name), option, max(1, steps // ratio), f"{ratio} times per epoch of {steps} steps")
         else:
-            text = f"the data are not here to be counted; set {option}, in steps"
-            found.answer(_key(_T, name), "ignored", text)
+            text = f"the rows cannot be counted here; set {option} to a number of steps"
+            migration.record(_key(_T, name), "ignored", text)
 
 
 def _file(base: Path, part: str) -> Path:
-    """Return the file of one part: the first that exists of the usual names."""
+    """Return the file of "train", "dev" or "test": the first existing file of the usual names."""
     names = [f"sentiment-{part}", f"sentiment-{part}.tsv", f"{part}.tsv"]
     return next((base / name for name in names if (base / name).is_file()), base / names[0])
 
 
 def _rows(file: Path) -> int:
+    """Return the number of lines of a file. 0 if it cannot be read or is larger than ``MAX_COUNTED_BYTES``."""
     try:
         if file.stat().st_size > MAX_COUNTED_BYTES:
             return 0
@@ -434,17 +463,18 @@ def _rows(file: Path) -> int:
             while block := opened.read(2**20):
                 lines += block.count(b"\n")
                 last = block[-1:]
-            return lines + (last != b"\n")  # the last line may have no end
+            # The last line may have no line break.
+            return lines + (last != b"\n")
     except OSError:
         return 0
 
 
 def _positions(folder: str | None) -> int:
-    """Return the largest number of tokens of a folder's model, or 1024 (BART's) if it is unknown."""
+    """Return the maximum sequence length of a folder's model, or 1024 as for BART if it is unknown."""
     most = _facts(folder).get("max_position_embeddings")
     return most if isinstance(most, int) and not isinstance(most, bool) and 0 < most <= 8192 else 1024
 
 
 def _facts(folder: str | None) -> dict[str, Any]:
-    """Return config.json of a folder. Without a folder, return that of BART, the program's own model."""
+    """Return the content of config.json in a folder. Without one, the model is BART, the program's default."""
     return facts_of_folder(folder) or {"model_type": "bart"}

@@ -119,7 +119,7 @@ def test_booleans_are_words_or_bare_flags_and_a_launcher_adds_its_own(tmp_path: 
     flags += ["--use_flash_attn", "no", "--use_deepspeed", "--project_name", "x", "--num_workers", "3"]
     loaded = load_flags(flags, 1)
     assert loaded.config.checkpoint.load_only
-    assert any("num_workers" in notice and "does not read it" in notice for notice in loaded.notices)
+    assert any("num_workers" in notice and "FMEngine ignores it" in notice for notice in loaded.notices)
 
 
 def test_ranks_that_stages_do_not_take_are_copies_however_their_number_is_known(tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def test_a_file_of_another_system_is_not_taken_for_deepspeeds(tmp_path: Path, ca
     for name, told in (
         ("args.json", "Hugging Face TrainingArguments"),
         ("run.toml", "run.toml:"),
-        ("no", "is not here"),
+        ("no", "does not exist here"),
     ):
         assert cli.main(["train", f"--deepspeed_config={tmp_path / name}"]) == 2
         error = capfd.readouterr().err.strip().splitlines()

@@ -230,8 +230,11 @@ def test_schedules_of_deepspeed_that_end_are_followed(tmp_path, scheduler, expec
 
 
 WRONG_NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
-    "three batch sizes that disagree": ({"gradient_accumulation_steps": 3}, "train_batch_size=32 is not 8 x 3 x the"),
-    "no end": ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "total_num_steps must be a number of steps"),
+    "three batch sizes that disagree": ({"gradient_accumulation_steps": 3}, "train_batch_size=32 must be 8 x 3 x the"),
+    "no end": (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {}}},
+        "total_num_steps must be a positive number of steps",
+    ),
     "a first rate above the peak": (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1}}},
         "warmup_min_lr=1.0 is above warmup_max_lr=0.001",
@@ -253,7 +256,7 @@ def test_what_its_schedule_cannot_do_is_said(tmp_path):
     }
     found = taken(tmp_path, "ds.json", {**LLAMA, "scheduler": cosine})
     told = {entry.key.rpartition(".")[2]: entry.text for entry in found.unsupported}
-    assert told.keys() == {"warmup_max_lr", "warmup_min_ratio"} and "begins at 0" in told["warmup_min_ratio"]
+    assert told.keys() == {"warmup_max_lr", "warmup_min_ratio"} and "starts at 0" in told["warmup_min_ratio"]
 
 
 TABLES = [key for key, value in LLAMA.items() if isinstance(value, dict)]
@@ -265,7 +268,7 @@ def test_a_table_may_be_empty_and_is_nothing_else(tmp_path, key):
         found = taken(tmp_path, "ds.json", {**LLAMA, key: empty})
         assert any(entry.key == key or entry.key.startswith(f"{key}.") for entry in found.entries)
     if key != "activation_checkpointing":  # whose mere presence means something
-        with pytest.raises(ConfigError, match=rf"{key}=3 must be a table; write its keys in it, as {key}\."):
+        with pytest.raises(ConfigError, match=rf"{key}=3 must be a table; write {key} as a table"):
             taken(tmp_path, "ds.json", {**LLAMA, key: 3})
 
 
@@ -472,7 +475,7 @@ def test_train_takes_such_a_file_and_says_so(tmp_path):
     loaded = load(file, ["--training.steps", "3"])
     assert (loaded.config.training.steps, loaded.config.training.local_batch_size) == (3, 8)
     assert loaded.origins["training.local_batch_size"] == "ds.json:2"
-    assert "taken for a file of DeepSpeed" in loaded.notices[0]
+    assert "recognized as a file of DeepSpeed" in loaded.notices[0]
     assert config.check(loaded) == []
 
 
@@ -493,7 +496,7 @@ def test_a_file_that_names_no_data_or_model_says_what_is_taken(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(LLAMA))
     told = "\n".join(load(file).notices)
-    assert 'training.dataset is "python_stdlib"' in told and 'model.name is "llama3"' in told
+    assert 'training.dataset = "python_stdlib"' in told and 'model.name = "llama3"' in told
     named = "\n".join(load(file, ["--model.flavor", "8B", "--training.dataset", "c4"]).notices)
     assert "name no" not in named
 
@@ -517,21 +520,21 @@ def test_train_refuses_what_it_cannot_follow(tmp_path):
     ("name", "text", "expected"),
     [
         ("a.json", '{"train_batch_size": 1,\n "gradient_cliping": 1}', "a.json:2: .*did you mean gradient_clipping"),
-        ("a.json", '{"train_batch_size": 1,\n "strange": 1}', "a.json:2: strange.*DeepSpeed, which this file"),
+        ("a.json", '{"train_batch_size": 1,\n "strange": 1}', "a.json:2: strange.*DeepSpeed, the system recognized"),
         ("a.json", '{"train_batch_size": "many"}', "a.json:1: train_batch_size.*must be a number"),
         ("a.json", '{"max_steps": 1, "output_dir": "x",\n "learning_rat": 1}', "a.json:2: .*mean learning_rate"),
-        ("a.yml", "image: x\nkind: Pod", "is not from a known system .*image, kind"),
+        ("a.yml", "image: x\nkind: Pod", "must be from a known system .*image, kind"),
         ("a.yml", "base_model: x\nmicro_batch_size: 1.5", "a.yml:2: micro_batch_size=1.5 must be a whole number"),
-        ("a.yml", "distributed_type: 'NO'\ndistributed_type: FSDP", "a.yml:2: .*gives distributed_type twice"),
+        ("a.yml", "distributed_type: 'NO'\ndistributed_type: FSDP", "a.yml:2: .*must not set distributed_type twice"),
         ("a.json", '{"train_batch_size": 1,\n "train_batch_size": 2}', "a.json:2: .*twice"),
         ("a.json", '{"train_batch_size": 1,\n "x" 2}', "a.json:2: .*not valid JSON"),
         ("a.json", '{"train_batch_size": 1', "a.json:1: .*not valid JSON"),
-        ("a.json", "[1, 2]", "contains no table"),
+        ("a.json", "[1, 2]", "must contain a table"),
         ("a.yml", "a: [1\nb: 2", "a.yml:2: .*not valid YAML"),
-        ("a.yml", "a: &x [1]\nb: *x", r"a.yml:2: .*refers to another place \(\*x\)"),
+        ("a.yml", "a: &x [1]\nb: *x", r"a.yml:2: .*must not use aliases \(\*x\)"),
         ("run.sh", "echo hello", "no command with --deepspeed_config"),
         ("run.sh", "deepspeed cli/train.py --train_steps $N --deepspeed_config x.json", "run.sh:1: train_steps.*shell"),
-        ("run.sh", "deepspeed cli/train.py --train_steps 3 --deepspeed_config x.json", "names a file that is not here"),
+        ("run.sh", "deepspeed cli/train.py --train_steps 3 --deepspeed_config x.json", "x.json.* does not exist here"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_named_with_its_line(tmp_path, name, text, expected):
@@ -543,7 +546,7 @@ def test_two_files_that_contradict_each_other_are_refused(tmp_path):
     one = write(tmp_path, "training_arguments.json")
     other = tmp_path / "ds.json"
     other.write_text('{"train_micro_batch_size_per_gpu": 4}')
-    with pytest.raises(ConfigError, match=r"training.local_batch_size=4 is 2 at training_arguments.json:2"):
+    with pytest.raises(ConfigError, match=r"training.local_batch_size=4 contradicts 2 at training_arguments.json:2"):
         migrate([one, other])
 
 

@@ -342,17 +342,20 @@ def refused(rank: int, config: Config, words: str) -> bool:
 
 WRONG = {
     "unknown key": ({"own": "    batch_sizes: 3\n"}, r"yml:29: transformers-params\.batch_sizes=3 .*did you mean"),
-    "own key without hooks": ({"own": "    margin: 0.3\n"}, r"yml:29: .*margin=0\.3 is not supported: nothing here"),
-    "own table": ({"own": "    hooks_file: '{hooks}'\n    pairs: [1, 2]\n"}, "pairs must be a number, a text"),
+    "own key without hooks": ({"own": "    margin: 0.3\n"}, r"yml:29: .*margin=0\.3 is not supported: only hooks"),
+    "own table": ({"own": "    hooks_file: '{hooks}'\n    pairs: [1, 2]\n"}, "pairs must be a number, text"),
     "no number": ({"batch_size": "'many'"}, r"yml:19: transformers-params\.batch_size=.many. must be a number"),
     "no truth": ({"is_distributed": "maybe"}, r"yml:12: .*is_distributed=.maybe. must be true or false"),
     "no mode": ({"mode": "predict"}, r"yml:7: .*mode=.predict. must be train or test"),
-    "node of one": ({"current_node": 1}, r"yml:33: .*current_node=1 must be below nodes=1; .*give all nodes"),
-    "node": ({"nodes": 2, "current_node": 2}, r"yml:33: .*current_node=2 must be below nodes=2"),
-    "address": ({"nodes": 2, "master_addr": ""}, "master_addr is needed"),
+    "node of one": (
+        {"current_node": 1},
+        r"yml:33: .*current_node=1 must be less than nodes=1; .*set nodes to their number",
+    ),
+    "node": ({"nodes": 2, "current_node": 2}, r"yml:33: .*current_node=2 must be less than nodes=2"),
+    "address": ({"nodes": 2, "master_addr": ""}, "master_addr is required"),
     "port": ({"master_port": "99999"}, r"yml:35: .*master_port=99999 must be a port"),
     "hooks": ({"own": "    hooks_file: 'missing.py'\n"}, r"yml:29: .*hooks_file=.missing\.py. cannot be read"),
-    "no hooks": ({"own": "    hooks_file: '{empty}'\n"}, "defines neither a class Task nor a class Model"),
+    "no hooks": ({"own": "    hooks_file: '{empty}'\n"}, "must define a class Task or a class Model"),
 }
 
 
@@ -498,7 +501,7 @@ def test_wrong_files_are_reported_in_one_line(tmp_path: Path) -> None:
     folders.write_parameters(tmp_path, mode="test")
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 1}}')
     told = {
-        (): "--params needs the parameters file",
+        (): "--params requires the parameters file",
         ("--params=no.yml",): "cannot be read",
         ("--params=ds.json",): "is a file of DeepSpeed; run `shardtrain train ds.json`",
         ("--params=parameters.yml", "--nproc", "0"): "must be a whole number of processes above 0",
@@ -510,7 +513,7 @@ def test_wrong_files_are_reported_in_one_line(tmp_path: Path) -> None:
     trained = forked.run(
         [sys.executable, "-m", "shardtrain", "train", "parameters.yml"], cwd=tmp_path, capture_output=True, text=True
     )
-    assert trained.returncode == 2 and "is for a test, and this command trains" in trained.stderr
+    assert trained.returncode == 2 and "is for testing, but this command trains" in trained.stderr
 
 
 HOOKS = {
