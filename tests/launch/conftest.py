@@ -1,4 +1,4 @@
-"""A real Slurm for the tests of this folder, started once by each process that runs them."""
+"""A real Slurm cluster for the tests in this folder, started once per pytest process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def cluster_of_session(tmp_path_factory):
     if slurm_cluster.missing():
         pytest.skip(slurm_cluster.missing())
     folder = tmp_path_factory.mktemp("slurm")
-    for one in (folder, *folder.parents):  # munge's user must reach its socket
-        if one == Path(tempfile.gettempdir()):
+    for parent in (folder, *folder.parents):  # munge's user must reach its socket
+        if parent == Path(tempfile.gettempdir()):
             break
-        one.chmod(one.stat().st_mode | 0o055)
+        parent.chmod(parent.stat().st_mode | 0o055)
     unseen = folder / "unseen"
     unseen.mkdir()
     with contextlib.ExitStack() as stack:
@@ -32,6 +32,6 @@ def cluster_of_session(tmp_path_factory):
 
 @pytest.fixture
 def cluster(cluster_of_session):
-    """The variables; what a test that failed has left running ends, for it would slow all tests that follow."""
+    """Variables of the cluster. Jobs that a failed test left running are cancelled, because they slow later tests."""
     yield cluster_of_session
     slurm_cluster.cancel_all(cluster_of_session)

@@ -1,4 +1,4 @@
-"""Laws of ``launch PLATFORM --doctor``: the doctor goes where the training would, once, and its report comes back."""
+"""``launch PLATFORM --doctor``: the doctor runs once, where the training would run, and returns its report."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from shardtrain.launch.platforms import kubernetes
 ROOT = Path(__file__).parents[2]
 
 
-def launch(*words: str, **names: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardtrain", "launch", *words]
+def launch(*arguments: str, **names: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardtrain", "launch", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **names}
     return subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(180), check=False
@@ -30,25 +30,28 @@ def launch(*words: str, **names: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("platform", ["local", "ssh", "slurm", "kubernetes", "runai"])
-def test_the_doctor_is_submitted_as_the_training_would_be(platform):
-    words = [platform, "configs/debug.toml", "--training.steps=7", "--image=image", "--dry-run", "--max_restarts=3"]
-    words += [] if platform == "local" else ["--nodes=2"]
-    words += ["--hosts", "a,b"] if platform == "ssh" else []
-    training, doctor = launch(*words), launch(*words, "--doctor")
+def test_the_doctor_is_submitted_like_the_training(platform):
+    arguments = [platform, "configs/debug.toml", "--training.steps=7", "--image=image", "--dry-run", "--max_restarts=3"]
+    arguments += [] if platform == "local" else ["--nodes=2"]
+    arguments += ["--hosts", "a,b"] if platform == "ssh" else []
+    training, doctor = launch(*arguments), launch(*arguments, "--doctor")
     assert training.returncode == doctor.returncode == 0, doctor.stderr
     # A manifest has one argument per line. Other platforms have them on one line, some quoted.
-    one, other = (re.sub(r'[\s",()]|- ', " ", done.stdout).split() for done in (training, doctor))
-    assert one[one.index("train") - 1] == "shardtrain" == other[other.index("doctor") - 1]
-    assert "--max_restarts" in one and "--max_restarts" not in other
-    assert "doctor" not in one and "train" not in other
-    assert "--training.steps=7" in other, "the doctor examines the given configuration"
+    training_command, doctor_command = (
+        re.sub(r'[\s",()]|- ', " ", submission.stdout).split() for submission in (training, doctor)
+    )
+    assert training_command[training_command.index("train") - 1] == "shardtrain"
+    assert doctor_command[doctor_command.index("doctor") - 1] == "shardtrain"
+    assert "--max_restarts" in training_command and "--max_restarts" not in doctor_command
+    assert "doctor" not in training_command and "train" not in doctor_command
+    assert "--training.steps=7" in doctor_command, "the doctor must examine the given configuration"
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
-def test_a_doctor_that_finds_something_is_not_started_again(kind):
-    words = ["--launch.image=image", "--launch.nodes=2", f"--launch.kubernetes.kind={kind}"]
-    loaded = config.load(None, words)
-    job = to_job(loaded, words, verb="doctor")
+def test_a_doctor_that_reports_problems_is_not_restarted(kind):
+    arguments = ["--launch.image=image", "--launch.nodes=2", f"--launch.kubernetes.kind={kind}"]
+    loaded = config.load(None, arguments)
+    job = to_job(loaded, arguments, verb="doctor")
     text = kubernetes.render(job, loaded.config.launch)
     assert job.retries == 0
     for manifest in yaml.safe_load_all(text):
@@ -58,23 +61,23 @@ def test_a_doctor_that_finds_something_is_not_started_again(kind):
 
 def _leaves(node: object, key: str = "") -> list[tuple[str, object]]:
     if isinstance(node, dict):
-        return [one for name, value in node.items() for one in _leaves(value, name)]
+        return [leaf for name, value in node.items() for leaf in _leaves(value, name)]
     if isinstance(node, list):
-        return [one for value in node for one in _leaves(value, key)]
+        return [leaf for value in node for leaf in _leaves(value, key)]
     return [(key, node)]
 
 
-def test_a_long_name_stays_short_enough_for_the_names_of_pods():
-    words = ["--launch.image=image", f"--launch.name={'a' * 48}"]
-    loaded = config.load(None, words)
+def test_long_names_are_truncated_to_fit_pod_names():
+    arguments = ["--launch.image=image", f"--launch.name={'a' * 48}"]
+    loaded = config.load(None, arguments)
     assert not config.check(loaded)
-    assert to_job(loaded, words).name == "a" * 48
-    assert to_job(loaded, words, verb="doctor").name == "a" * 41 + "-doctor"
+    assert to_job(loaded, arguments).name == "a" * 48
+    assert to_job(loaded, arguments, verb="doctor").name == "a" * 41 + "-doctor"
 
 
-def test_a_sweep_is_left_to_the_training():
-    words = ["slurm", "--launch.slurm.sweep=--optimizer.lr 1e-4", "--dry-run"]
-    assert "--array" in launch(*words).stdout and "--array" not in launch(*words, "--doctor").stdout
+def test_the_doctor_ignores_a_sweep():
+    arguments = ["slurm", "--launch.slurm.sweep=--optimizer.lr 1e-4", "--dry-run"]
+    assert "--array" in launch(*arguments).stdout and "--array" not in launch(*arguments, "--doctor").stdout
 
 
 @pytest.mark.nightly(
@@ -83,18 +86,18 @@ def test_a_sweep_is_left_to_the_training():
 )
 @pytest.mark.slow
 @pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "sshd")
-@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 127.0.0.2")
 def test_two_hosts_are_examined_together_and_one_report_comes_back(tmp_path):
     port = free_port()
     with sshd.server(tmp_path / "sshd", {"host-a": "127.0.0.1", "host-b": "127.0.0.2"}) as ssh_config:
-        done = launch(
+        result = launch(
             "ssh", "--doctor", "--hosts", "host-a,host-b", "--nproc", "1", f"--launch.ssh.config_file={ssh_config}",
             f"--launch.ssh.rendezvous_port={port}", f"--launch.python={sys.executable}",
             f"--launch.workdir={ROOT}", "--launch.env.GLOO_SOCKET_IFNAME=lo", "--launch.env.OMP_NUM_THREADS=1",
             "--launch.env.SHARDTRAIN_LOCAL_ADDR=127.0.0.1", f"--job.dump_folder={tmp_path}", "--training.device=cpu",
             "--training.dataset=text", "--training.dataset_path=README.md", XDG_STATE_HOME=str(tmp_path),
         )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "2 ranks on " in line]
-    assert len(lines) == 1, "only rank 0, on any host, reports on all ranks"
-    assert "all_reduce" in done.stderr and "versions" in done.stderr
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stderr.splitlines() if "2 ranks on " in line]
+    assert len(lines) == 1, "only rank 0 may report on all ranks"
+    assert "all_reduce" in result.stderr and "versions" in result.stderr

@@ -1,4 +1,4 @@
-"""The command of a node as a shell, a pod or a container starts it: it trains, or says in one line why not."""
+"""The command of a node, started by a shell, a pod or a container, trains or reports in one line why it cannot."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def options(folder: Path, steps: int, **more: object) -> list[str]:
 
 
 def bare(folder: Path, **names: str) -> dict[str, str]:
-    """As ``env -i`` leaves it, with an environment of Python that has the package."""
+    """Return an environment like that of ``env -i``, with a Python environment that contains the package."""
     python = folder / "venv/bin/python"
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o755)
-    own = {"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": str(folder / "venv"), "PYTHONPATH": str(ROOT)}
-    return {**own, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **names}
+    variables = {"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": str(folder / "venv"), "PYTHONPATH": str(ROOT)}
+    return {**variables, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **names}
 
 
 def start(
@@ -54,17 +54,17 @@ def start(
 
 
 def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
-    """Status and words of each, all within the limit."""
+    """Return the exit status and stderr of each process, and fail if one exceeds the time limit."""
     try:
-        return [(code, words) for one in processes for words in [one.communicate(timeout=patience.seconds(TIMEOUT))[1]]
-                for code in [one.returncode]]  # fmt: skip
+        outputs = [process.communicate(timeout=patience.seconds(TIMEOUT))[1] for process in processes]
+        return [(process.returncode, stderr) for process, stderr in zip(processes, outputs, strict=True)]
     finally:
-        for one in processes:
-            one.kill()
+        for process in processes:
+            process.kill()
 
 
 def node(
-    number: int, port: int, words: list[str], folder: Path, clock: float = 0, **names: str
+    number: int, port: int, arguments: list[str], folder: Path, clock: float = 0, **names: str
 ) -> subprocess.Popen[str]:
     """One of two shells: ``shardtrain train --nnodes 2 --node_rank K --rdzv_endpoint 127.0.0.1:PORT --nproc 1``.
 
@@ -72,25 +72,25 @@ def node(
     """
     place = ["--nnodes", "2", "--node_rank", str(number), "--rdzv_endpoint", f"127.0.0.1:{port}", "--nproc", "1"]
     environment = bare(folder, SHARDTRAIN_LOCAL_ADDR="127.0.0.1", **names)
-    command = [sys.executable, "-m", "shardtrain", "train", *place, *words]
+    command = [sys.executable, "-m", "shardtrain", "train", *place, *arguments]
     shift = functools.partial(set_clock, setattr, clock) if clock else None
     return forked.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=shift)
 
 
-def errors(words: str) -> list[str]:
-    assert "Traceback" not in words, words
-    return [line for line in words.splitlines() if line.startswith("error[")]
+def errors(stderr: str) -> list[str]:
+    assert "Traceback" not in stderr, stderr
+    return [line for line in stderr.splitlines() if line.startswith("error[")]
 
 
 def test_the_script_trains_with_two_ranks_in_an_empty_environment(tmp_path):
     names = bare(tmp_path, NGPU="2", LOG_RANK="0,1")
     command = [str(ROOT / "run_llama_train.sh"), *options(tmp_path / "run", 5)]
-    [(code, words)] = ended(start(command, names))
-    assert code == 0, words
-    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5] and "training with 2 processes" in words
+    [(code, stderr)] = ended(start(command, names))
+    assert code == 0, stderr
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5] and "training with 2 processes" in stderr
     for rank in (0, 1):
         assert "done: 5 steps" in (tmp_path / f"run/logs/rank-{rank}.log").read_text()
-        assert f"[rank{rank}]" in words, "both ranks of LOG_RANK are on the terminal"
+        assert f"[rank{rank}]" in stderr, "the terminal shows both ranks of LOG_RANK"
 
 
 @pytest.mark.nightly(
@@ -104,12 +104,12 @@ def test_a_signal_to_the_script_reaches_the_ranks_which_save(tmp_path):
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 1)
         process.send_signal(signal.SIGTERM)
     finally:
-        [(code, words)] = ended(process)
-    assert code == 75, words
+        [(code, stderr)] = ended(process)
+    assert code == 75, stderr
     assert newest(tmp_path / "run") > 0 and record(tmp_path / "run")["code"] == 75
 
 
-# how it is started -> options and variables; a node waits for nobody here
+# kind of start -> options and variables. The node is the only one of its run.
 STARTS: dict[str, tuple[list[str], dict[str, str]]] = {
     "forked ranks": (["--nproc", "2"], {}),
     "one process": (["--nproc", "1"], {}),
@@ -125,20 +125,20 @@ STARTS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 @pytest.mark.parametrize("how", cases(["forked ranks"], nightly=[how for how in STARTS if how != "forked ranks"]))
 def test_the_status_of_a_stopped_run_is_the_configured_one(tmp_path, how):
-    words, names = STARTS[how]
+    arguments, names = STARTS[how]
     port = str(free_port())
-    words = [word.replace("PORT", port) for word in words]
+    arguments = [argument.replace("PORT", port) for argument in arguments]
     names = {name: value.replace("PORT", port) for name, value in names.items()}
     more = {"checkpoint.enable": "true", "checkpoint.stop_exit_code": 3, "training.on_data_end": "repeat"}
-    command = [sys.executable, "-m", "shardtrain", "train", *words, *options(tmp_path / "run", 100_000, **more)]
+    command = [sys.executable, "-m", "shardtrain", "train", *arguments, *options(tmp_path / "run", 100_000, **more)]
     process = start(command, bare(tmp_path, SHARDTRAIN_LOCAL_ADDR="127.0.0.1", **names), forked.Popen)
     try:
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 1)
         process.send_signal(signal.SIGTERM)
     finally:
-        [(code, said)] = ended(process)
-    assert code == (75 if failure.SUPERVISED in names else 3), said
-    assert "stopped[75]" in said and record(tmp_path / "run")["code"] == 75
+        [(code, stderr)] = ended(process)
+    assert code == (75 if failure.SUPERVISED in names else 3), stderr
+    assert "stopped[75]" in stderr and record(tmp_path / "run")["code"] == 75
     assert newest(tmp_path / "run") > 0
 
 
@@ -147,79 +147,79 @@ def test_the_status_of_a_stopped_run_is_the_configured_one(tmp_path, how):
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("first", cases([1], nightly=[0]))
-def test_a_node_waits_for_one_that_comes_later_and_each_rank_has_its_file(tmp_path, first):
-    port, words = free_port(), options(tmp_path / "run", 2)
-    early = node(first, port, words, tmp_path)
+def test_a_node_waits_for_a_later_one_and_each_rank_has_its_log(tmp_path, first):
+    port, arguments = free_port(), options(tmp_path / "run", 2)
+    early = node(first, port, arguments, tmp_path)
     assert early.stderr is not None and "meeting at" in early.stderr.readline()
-    time.sleep(2)  # it has begun to wait; what it waits for is not there
+    time.sleep(2)  # it is waiting for the other node by now
     assert early.poll() is None
-    late = node(1 - first, port, words, tmp_path)
-    for code, said in ended(early, late):
-        assert code == 0, said
+    late = node(1 - first, port, arguments, tmp_path)
+    for code, stderr in ended(early, late):
+        assert code == 0, stderr
     assert list(losses(tmp_path / "run")) == [1, 2]
     assert sorted(path.name for path in (tmp_path / "run/logs").glob("*.log")) == ["rank-0.log", "rank-1.log"]
 
 
 @pytest.mark.nightly(
-    "each node's ranks are interpreters of their own",
+    "each node starts an interpreter per rank",
     by="tests/launch/test_meeting.py::test_nodes_with_any_clocks_meet_in_one_world_and_the_difference_is_named",
 )
 @pytest.mark.parametrize("ahead", [-20, 60])
 def test_two_nodes_with_different_clocks_train_one_run_and_end(tmp_path, ahead):
-    port, words = free_port(), options(tmp_path / "run", 2)
-    pair = [node(0, port, words, tmp_path), node(1, port, words, tmp_path, ahead)]
-    told = ended(*pair)
-    assert [code for code, _ in told] == [0, 0], told
+    port, arguments = free_port(), options(tmp_path / "run", 2)
+    pair = [node(0, port, arguments, tmp_path), node(1, port, arguments, tmp_path, ahead)]
+    results = ended(*pair)
+    assert [code for code, _ in results] == [0, 0], results
     assert list(losses(tmp_path / "run")) == [1, 2]
     start_line = json.loads((tmp_path / "run/goodput.jsonl").read_text().splitlines()[0])
     assert start_line["world_size"] == 2
-    assert sum("the clock of node 1 (127.0.0.1) is" in words for _, words in told) == 1
+    assert sum("the clock of node 1 (127.0.0.1) is" in stderr for _, stderr in results) == 1
 
 
 @pytest.mark.parametrize("number", cases([1], nightly=[0]))
 def test_a_node_that_never_comes_is_reported_in_one_line(tmp_path, number):
     port = free_port()
-    [(code, words)] = ended(node(number, port, options(tmp_path / "run", 2), tmp_path, RDZV_TIMEOUT="2"))
-    [line] = errors(words)
+    [(code, stderr)] = ended(node(number, port, options(tmp_path / "run", 2), tmp_path, RDZV_TIMEOUT="2"))
+    [line] = errors(stderr)
     assert code == 6 and line.startswith("error[6]") and f"127.0.0.1:{port}" in line and "2 s" in line
     assert ("2 nodes" if number == 0 else "first node") in line
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("each node's ranks are interpreters of their own")
-@pytest.mark.nightly("each node's ranks are interpreters of their own")
+@pytest.mark.nightly("each node starts an interpreter per rank")
+@pytest.mark.nightly("each node starts an interpreter per rank")
 def test_two_nodes_with_two_configurations_do_not_train(tmp_path):
     port = free_port()
     other = options(tmp_path / "run", 2, **{"optimizer.lr": 0.5})
     pair = [node(0, port, options(tmp_path / "run", 2), tmp_path), node(1, port, other, tmp_path)]
-    told = ended(*pair)
-    assert [code for code, _ in told] == [2, 2], told
-    said = [line for _, words in told for line in errors(words)]
-    assert said and all("optimizer.lr=" in line and "0.5 on rank 1" in line for line in said), told
+    results = ended(*pair)
+    assert [code for code, _ in results] == [2, 2], results
+    lines = [line for _, stderr in results for line in errors(stderr)]
+    assert lines and all("optimizer.lr=" in line and "0.5 on rank 1" in line for line in lines), results
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_ranks_that_are_refused_replace_what_an_earlier_attempt_has_written(tmp_path):
-    """A run that saves as a node joins records that the same command continues; with more nodes it does not."""
+def test_refused_ranks_replace_the_exit_file_of_an_earlier_attempt(tmp_path):
+    """exit.json of a run that saved because a node joins says retryable. With more nodes, the command is refused."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/exit.json").write_text('{"code": 75, "retryable": true}')
     names = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    words = options(tmp_path / "run", 2, **{"training.global_batch_size": 4})
-    [(code, said)] = ended(
-        start([sys.executable, "-m", "shardtrain", "train", *words], bare(tmp_path, **names), forked.Popen)
+    arguments = options(tmp_path / "run", 2, **{"training.global_batch_size": 4})
+    [(code, stderr)] = ended(
+        start([sys.executable, "-m", "shardtrain", "train", *arguments], bare(tmp_path, **names), forked.Popen)
     )
-    assert code == 2 and "training.global_batch_size=4" in said, said
+    assert code == 2 and "training.global_batch_size=4" in stderr, stderr
     assert record(tmp_path / "run")["code"] == 2 and record(tmp_path / "run")["retryable"] is False
 
 
-def test_what_another_launcher_has_left_does_not_make_a_run_wait_or_shrink(tmp_path):
-    left = {"RANK": "1", "MASTER_ADDR": "gone.invalid", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "2",
+def test_stale_variables_of_another_launcher_are_ignored(tmp_path):
+    stale = {"RANK": "1", "MASTER_ADDR": "gone.invalid", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "2",
             "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "8", "ROLE_RANK": "x"}  # fmt: skip
     salloc = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
-    names = bare(tmp_path, NGPU="1", **left, **salloc)
+    names = bare(tmp_path, NGPU="1", **stale, **salloc)
     command = [sys.executable, "-m", "shardtrain", "train", *options(tmp_path / "run", 2)]
-    [(code, words)] = ended(start(command, names, forked.Popen))
-    assert code == 0, words
+    [(code, stderr)] = ended(start(command, names, forked.Popen))
+    assert code == 0, stderr
     assert list(losses(tmp_path / "run")) == [1, 2]
 
 
@@ -233,7 +233,7 @@ def test_what_another_launcher_has_left_does_not_make_a_run_wait_or_shrink(tmp_p
             "MASTER_ADDR": "a",
             "MASTER_PORT": "1",
             "NPROC_PER_NODE": "8",
-        },  # Alibaba's PAI
+        },  # Alibaba PAI
         {"PET_NNODES": "2"},
         {"PET_NODE_RANK": "1"},
         {"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
@@ -244,8 +244,8 @@ def test_what_another_launcher_has_left_does_not_make_a_run_wait_or_shrink(tmp_p
         {"PET_NNODES": "2", "MASTER_ADDR": "a", "RDZV_TIMEOUT": "soon"},
     ],
 )
-def test_an_environment_that_cannot_be_is_one_line_and_no_torch(tmp_path, names):
+def test_an_impossible_environment_is_one_line_without_importing_torch(tmp_path, names):
     command = [sys.executable, "-X", "importtime", "-m", "shardtrain", "train", *options(tmp_path / "run", 2)]
-    [(code, words)] = ended(start(command, bare(tmp_path, **names)))
-    assert code == 2 and len(errors(words)) == 1, words
-    assert "| torch\n" not in words and not (tmp_path / "run").exists()
+    [(code, stderr)] = ended(start(command, bare(tmp_path, **names)))
+    assert code == 2 and len(errors(stderr)) == 1, stderr
+    assert "| torch\n" not in stderr and not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Laws of how a failure is told."""
+"""Reports of failures: the line on the terminal, the trace in the log, and ``exit.json``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GLOO = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection clos
 
 
 class OutOfMemoryError(RuntimeError):
-    """Named like torch's."""
+    """Has the name of torch's class."""
 
 
 def caught(error, rank=1):
@@ -58,61 +58,63 @@ def caught(error, rank=1):
         (StorageError("x"), 8, False),
         (Preempted("saved at step 3"), 75, False),
         (KeyboardInterrupt(), 76, False),
-        (SystemExit(0), 1, False),  # of code of the user's: the run has not done its work
-        (SystemExit(4), 1, False),  # which does not say that a number was not finite
+        (SystemExit(0), 1, False),  # called by user code: the run is incomplete
+        (SystemExit(4), 1, False),  # the user's own 4 does not mean a non-finite number
         (SystemExit(9), 9, False),
-        (SystemExit("words"), 1, False),
+        (SystemExit("text"), 1, False),
     ],
 )
 def test_each_kind_of_error_has_its_status(error, code, is_peer):
-    told = caught(error)
-    assert (told.exit_code, told.is_peer) == (code, is_peer)
+    report = caught(error)
+    assert (report.exit_code, report.is_peer) == (code, is_peer)
 
 
 def test_the_line_names_status_rank_host_cause_place_and_log():
-    told = caught(RuntimeError("the data\nends"), rank=3)
-    (line,) = failure.lines(told, "out/logs/rank-3.log", world_size=4)
+    report = caught(RuntimeError("the data\nends"), rank=3)
+    (line,) = failure.lines(report, "out/logs/rank-3.log", world_size=4)
     assert line == (
-        f"error[1]: rank 3 (host {told.host}) failed: RuntimeError: the data ends ({told.where}); "
+        f"error[1]: rank 3 (host {report.host}) failed: RuntimeError: the data ends ({report.where}); "
         "full trace: out/logs/rank-3.log"
     )
-    assert told.where.startswith("test_failure.py:")
+    assert report.where.startswith("test_failure.py:")
 
 
 @pytest.mark.parametrize("kind", [DataError, CheckpointError, StorageError, NumericalError])
-def test_what_the_user_can_fix_shows_no_class_and_no_line_of_source(kind):
-    told = caught(kind("the data end; use more"), rank=3)
+def test_errors_that_a_user_can_fix_show_no_class_and_no_source_line(kind):
+    report = caught(kind("the data end; use more"), rank=3)
     status = kind.exit_code
-    assert failure.lines(told, "out/rank-3.log", 1) == [f"error[{status}]: the data end; use more; see out/rank-3.log"]
-    (line,) = failure.lines(told, "out/rank-3.log", world_size=4)
-    assert line == f"error[{status}]: rank 3 (host {told.host}): the data end; use more; see out/rank-3.log"
-    assert told.kind == kind.__name__ and "Traceback" in told.trace  # for machines, and in the log
+    assert failure.lines(report, "out/rank-3.log", 1) == [
+        f"error[{status}]: the data end; use more; see out/rank-3.log"
+    ]
+    (line,) = failure.lines(report, "out/rank-3.log", world_size=4)
+    assert line == f"error[{status}]: rank 3 (host {report.host}): the data end; use more; see out/rank-3.log"
+    assert report.kind == kind.__name__ and "Traceback" in report.trace  # in exit.json and in the log
 
 
-def test_a_run_of_one_names_no_rank():
+def test_a_run_of_one_process_names_no_rank():
     (line,) = failure.lines(caught(RuntimeError("boom"), rank=0), "log", world_size=1)
     assert line.startswith("error[1]: RuntimeError: boom (test_failure.py:")
 
 
 def test_a_configuration_has_a_line_per_problem():
-    told = caught(ConfigError([Problem("a.b", 1, "is wrong", "use 2"), "another"]))
-    assert failure.lines(told, "log", 2) == ["error[2]: a.b=1 is wrong; use 2", "error[2]: another"]
+    report = caught(ConfigError([Problem("a.b", 1, "is wrong", "use 2"), "another"]))
+    assert failure.lines(report, "log", 2) == ["error[2]: a.b=1 is wrong; use 2", "error[2]: another"]
 
 
-def test_a_long_message_is_cut_on_the_terminal_and_whole_in_the_trace():
-    told = caught(RuntimeError("x" * 5000))
-    assert len(told.message) == failure.MESSAGE_LENGTH
-    assert "x" * 5000 in told.trace
+def test_a_long_message_is_cut_on_the_terminal_and_complete_in_the_trace():
+    report = caught(RuntimeError("x" * 5000))
+    assert len(report.message) == failure.MESSAGE_LENGTH
+    assert "x" * 5000 in report.trace
 
 
 def test_secrets_are_masked_in_line_and_trace(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_canary_0123456789")
-    told = caught(RuntimeError("401 for hf_canary_0123456789"))
-    assert "canary" not in told.message
-    assert "hf_canary_0123456789" not in told.trace
+    report = caught(RuntimeError("401 for hf_canary_0123456789"))
+    assert "canary" not in report.message
+    assert "hf_canary_0123456789" not in report.trace
 
 
-def test_the_culprit_is_the_first_with_a_cause_of_its_own(tmp_path):
+def test_the_culprit_is_the_first_rank_that_is_not_a_peer(tmp_path):
     peer, first, second = caught(RuntimeError(GLOO), 0), caught(RuntimeError("a"), 1), caught(RuntimeError("b"), 2)
     assert failure.culprit([second, peer, first]).rank == 1
     assert failure.culprit([peer]).rank == 0
@@ -120,39 +122,39 @@ def test_the_culprit_is_the_first_with_a_cause_of_its_own(tmp_path):
     assert failure.culprit([peer, first, died]).rank == 3
 
 
-def test_a_record_survives_the_way_to_the_parent_and_is_torchelastics(tmp_path):
-    told = caught(ConfigError(["one", "two"]))
-    failure.write_record(told, tmp_path / "error.json")
-    assert failure.read_record(tmp_path / "error.json") == told
+def test_a_record_survives_a_round_trip_and_has_torchelastic_s_format(tmp_path):
+    report = caught(ConfigError(["one", "two"]))
+    failure.write_record(report, tmp_path / "error.json")
+    assert failure.read_record(tmp_path / "error.json") == report
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["message"].startswith("ConfigError: one two")
     assert set(message["extraInfo"]) == {"py_callstack", "timestamp"}
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"shardtrain": {"rank": 1}}', '{"shardtrain": 3}'])
-def test_a_record_that_is_none_is_none(tmp_path, text):
+def test_a_malformed_record_is_ignored(tmp_path, text):
     (tmp_path / "error.json").write_text(text)
     assert failure.read_record(tmp_path / "error.json") is None
     assert failure.read_record(tmp_path / "missing.json") is None
 
 
-def test_the_exit_file_tells_machines_all_they_need(tmp_path):
+def test_the_exit_file_has_every_documented_field(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 20, "loss": null}\n{"ste')
-    told = caught(PeerError("gone"), rank=2)
-    failure.write_exit(tmp_path, told, told.exit_code)
+    report = caught(PeerError("gone"), rank=2)
+    failure.write_exit(tmp_path, report, report.exit_code)
     assert json.loads((tmp_path / "exit.json").read_text()) == {
         "code": 6,
         "class": "PeerError",
         "message": "gone",
         "rank": 2,
-        "host": told.host,
+        "host": report.host,
         "retryable": True,
         "last_step": 20,
     }
 
 
 @pytest.mark.parametrize(("code", "retryable"), [(code, code in (6, 8, 75, 76)) for code in (*range(9), 75, 76, 93)])
-def test_only_what_a_retry_can_help_is_retryable(tmp_path, code, retryable):
+def test_only_codes_that_a_retry_can_fix_are_retryable(tmp_path, code, retryable):
     failure.write_exit(tmp_path, None, code)
     assert json.loads((tmp_path / "exit.json").read_text())["retryable"] is retryable
 
@@ -163,7 +165,7 @@ def test_without_metrics_there_is_no_last_step(tmp_path):
     assert failure.last_step(tmp_path / "metrics.jsonl") is None
 
 
-def test_a_full_disk_leaves_the_verdict_in_its_reserved_room_or_where_it_says(
+def test_a_full_disk_leaves_the_exit_file_in_reserved_space_or_the_named_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -178,13 +180,14 @@ def test_a_full_disk_leaves_the_verdict_in_its_reserved_room_or_where_it_says(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     failure.write_exit(tmp_path / "gone", None, 8)
-    told = capsys.readouterr().err
+    report = capsys.readouterr().err
     assert (
-        "cannot write" in told and json.loads(Path(told.rpartition(" it is in ")[2].strip()).read_text())["code"] == 8
+        "cannot write" in report
+        and json.loads(Path(report.rpartition(" it is in ")[2].strip()).read_text())["code"] == 8
     )
 
 
-def test_storage_that_keeps_a_run_from_starting_leaves_the_verdict(
+def test_a_storage_error_at_the_start_leaves_an_exit_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -196,24 +199,24 @@ def test_storage_that_keeps_a_run_from_starting_leaves_the_verdict(
             raise StorageError("no room for a checkpoint; free space")
 
     start(tmp_path / "new")
-    said = json.loads((tmp_path / "new/exit.json").read_text())
-    assert (said["code"], said["class"], said["retryable"]) == (8, "StorageError", True)
-    held = tmp_path / "held/checkpoint"
-    held.mkdir(parents=True)
-    (held / "lease.json").write_text(json.dumps({**lease.own_fields("aa"), "host": "another.host"}))
+    record = json.loads((tmp_path / "new/exit.json").read_text())
+    assert (record["code"], record["class"], record["retryable"]) == (8, "StorageError", True)
+    used = tmp_path / "held/checkpoint"
+    used.mkdir(parents=True)
+    (used / "lease.json").write_text(json.dumps({**lease.own_fields("aa"), "host": "another.host"}))
     start(tmp_path / "held")
-    assert os.listdir(tmp_path / "held") == ["checkpoint"], "the folder of a run that may live is left alone"
+    assert os.listdir(tmp_path / "held") == ["checkpoint"], "must not write to the folder of a run that may be alive"
     monkeypatch.setattr(atomic_io, "write", full)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     start(tmp_path / "full")
-    told = capsys.readouterr().err
-    assert json.loads(Path(told.rpartition(" it is in ")[2].strip()).read_text())["code"] == 8
+    report = capsys.readouterr().err
+    assert json.loads(Path(report.rpartition(" it is in ")[2].strip()).read_text())["code"] == 8
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError])
-def test_the_log_of_a_mistake_has_its_whole_sentence_and_no_line_of_source(tmp_path: Path, kind: type) -> None:
-    said = f"a.jsonl:3: {'long ' * 200}is wrong; correct it"
-    failure.append_trace(caught(kind(said), rank=1), tmp_path / "rank-1.log")
-    assert (tmp_path / "rank-1.log").read_text() == f"error[{kind.exit_code}]: {said}\n"
+def test_the_log_of_a_user_error_has_the_full_message_and_no_traceback(tmp_path: Path, kind: type) -> None:
+    message = f"a.jsonl:3: {'long ' * 200}is wrong; correct it"
+    failure.append_trace(caught(kind(message), rank=1), tmp_path / "rank-1.log")
+    assert (tmp_path / "rank-1.log").read_text() == f"error[{kind.exit_code}]: {message}\n"
     failure.append_trace(caught(StorageError("no answer"), rank=1), tmp_path / "rank-2.log")
     assert "Traceback" in (tmp_path / "rank-2.log").read_text()

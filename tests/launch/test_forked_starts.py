@@ -1,4 +1,4 @@
-"""Ranks are forked from a process that has no thread but its own: start after start, none is lost."""
+"""Ranks are forked from a single-threaded process, and none is lost in any of many starts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shardtrain.distributed.rendezvous import private_store
 from shardtrain.launch import local
 
 STARTS = int(os.environ.get("SHARDTRAIN_FORKED_STARTS", "5"))
-"""In a row, of each number of ranks; 667 are 2,000 in all."""
+"""Consecutive starts for each number of ranks; 667 are 2,000 in total."""
 
 
 def meet(_: Loaded) -> None:
-    """Join a group, compute with autograd, which has threads, and sum up."""
+    """Join a group, compute with autograd, which starts threads, and all-reduce."""
     folder = private_store.folder_of(os.environ)
     assert folder is not None
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -41,7 +41,7 @@ def meet(_: Loaded) -> None:
 
 
 def starts(folder: Path, ranks: int, count: int) -> None:
-    """One process that starts ranks again and again; it ends with 0 where each start ended so."""
+    """Start ranks repeatedly in one process. Exit with 0 if every start did."""
     terminal = os.open(folder / "terminal", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(terminal, 2)
     sys.stderr = os.fdopen(2, "w", closefd=False)
@@ -70,9 +70,9 @@ def test_a_fork_of_a_process_that_has_threads_is_reported(tmp_path: Path) -> Non
     process = multiprocessing.get_context("fork").Process(target=with_a_thread, args=(tmp_path,))
     process.start()
     process.join(patience.seconds(60))
-    told = (tmp_path / "terminal").read_text()
+    output = (tmp_path / "terminal").read_text()
     assert process.exitcode == 0
-    assert "warning: this process has threads (a-thread-of-the-user) and starts its ranks by fork" in told
+    assert "warning: this process has threads (a-thread-of-the-user) and starts its ranks by fork" in output
 
 
 def dies_at_once(_: Loaded) -> None:
@@ -98,10 +98,10 @@ def forked_slowly(folder: Path) -> None:
     os._exit(code)
 
 
-def test_a_rank_that_is_dead_before_the_last_one_is_forked_is_reported_as_any_other(tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_the_last_fork_is_reported_like_others(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=forked_slowly, args=(tmp_path,))
     process.start()
     process.join(patience.seconds(60))
-    told = (tmp_path / "terminal").read_text()
-    assert process.exitcode == 6 and "rank 1" in told and "was killed by signal 9" in told, told
-    assert "Traceback" not in told
+    output = (tmp_path / "terminal").read_text()
+    assert process.exitcode == 6 and "rank 1" in output and "was killed by signal 9" in output, output
+    assert "Traceback" not in output

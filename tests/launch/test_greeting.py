@@ -1,4 +1,4 @@
-"""Where the nodes meet is looked at before PyTorch uses it: every wrong endpoint is named, within the stated time."""
+"""Nodes check the rendezvous endpoint before PyTorch uses it, and report every wrong one within the stated time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HTTP = b"HTTP/1.0 400 Bad request\r\n\r\n"
 
 @contextlib.contextmanager
 def program(behave: Callable[[socket.socket], None]) -> Iterator[int]:
-    """A program that accepts connections on a port and treats them as ``behave`` does; the port."""
+    """Run a program that accepts connections and passes each to ``behave``. Yield its port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -50,14 +50,14 @@ def close(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("libuv", [True, False])
-def test_the_store_of_pytorch_is_greeted_at_once(libuv):
+def test_pytorch_s_store_answers_the_greeting_immediately(libuv):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, use_libuv=libuv, wait_for_workers=False)
     greeting.await_store(f"127.0.0.1:{store.port}", 30)
     store.set("key", "value")
-    assert store.get("key") == b"value", "the store goes on"
+    assert store.get("key") == b"value", "the store must still work"
 
 
-# what a node that is not the first finds at the endpoint -> error, words of its message
+# behavior of the program at the endpoint -> error of a node that is not the first, and part of its message
 STRANGERS = {
     "answers": (answer, ConfigError, "another program, which answers 'HTTP/1.0 400 Bad request"),
     "is silent": (stay_silent, PeerError, "accepts the connection but does not reply"),
@@ -67,15 +67,15 @@ STRANGERS = {
 
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_a_stranger_at_the_endpoint_is_named(kind, monkeypatch):
-    behave, error, told = STRANGERS[kind]
+    behave, error, message = STRANGERS[kind]
     monkeypatch.setattr(greeting, "CONNECT_SECONDS", 0.2)
     with program(behave) as port, pytest.raises(error) as raised:
         greeting.await_store(f"127.0.0.1:{port}", 1)
-    assert told in str(raised.value) and f"127.0.0.1:{port}" in str(raised.value)
+    assert message in str(raised.value) and f"127.0.0.1:{port}" in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1
 
 
-# endpoint (PORT is a free one) -> words of the message
+# endpoint (PORT is a free port) -> part of the message
 NOWHERE = {
     "nothing.invalid:PORT": "Name or service not known",
     "a..b:PORT": "label empty or too long",
@@ -84,7 +84,7 @@ NOWHERE = {
 
 
 @pytest.mark.parametrize("endpoint", NOWHERE)
-def test_an_endpoint_at_which_nobody_is_reached_is_named_by_another_node(endpoint):
+def test_an_unreachable_endpoint_is_reported_by_a_later_node(endpoint):
     place = endpoint.replace("PORT", str(free_port()))
     with pytest.raises(
         PeerError, match=rf"cannot meet at {place}: .*{NOWHERE[endpoint]}.*, after 1 s; is the first node"
@@ -93,7 +93,7 @@ def test_an_endpoint_at_which_nobody_is_reached_is_named_by_another_node(endpoin
 
 
 @pytest.mark.parametrize("endpoint", [name for name in NOWHERE if "127" not in name])
-def test_a_name_that_does_not_resolve_is_named_by_the_first_node(endpoint):
+def test_an_unresolvable_name_is_reported_by_the_first_node(endpoint):
     place = endpoint.replace("PORT", str(free_port()))
     with pytest.raises(
         PeerError, match=rf"cannot meet at {place}: .*{NOWHERE[endpoint]}.*, after 1 s; name an address"
@@ -101,7 +101,7 @@ def test_a_name_that_does_not_resolve_is_named_by_the_first_node(endpoint):
         greeting.claim(place, 1)
 
 
-def test_a_name_service_that_does_not_answer_does_not_make_the_wait_longer(monkeypatch):
+def test_a_silent_name_service_does_not_extend_the_wait(monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(greeting.socket, "create_connection", lambda *_, **__: never.wait())
     with pytest.raises(PeerError, match="no reply, after 1 s"):
@@ -112,15 +112,15 @@ def test_a_name_service_that_does_not_answer_does_not_make_the_wait_longer(monke
 @pytest.mark.parametrize(
     ("host", "address"), [("127.0.0.1", "127.0.0.1"), ("localhost", "::"), ("127.0.0.9", "127.0.0.9"), ("[::1]", "::1")]
 )
-def test_a_node_that_the_endpoint_leads_to_can_serve_it(host, address):
+def test_a_node_with_the_address_of_the_endpoint_can_serve_it(host, address):
     port = free_port()
     with greeting.claim(f"{host}:{port}", 30) as listener:
         assert listener.getsockname()[:2] == (address, port)
         socket.create_connection((host.strip("[]"), port), 5).close()
 
 
-def test_an_endpoint_that_leads_to_another_machine_is_named(monkeypatch):
-    """The other machine is played by a program of this one, on another port."""
+def test_an_endpoint_of_another_machine_is_named(monkeypatch):
+    """A program on another port of this machine plays the other machine."""
     monkeypatch.setattr(greeting, "CONNECT_SECONDS", 0.2)
     connect = socket.create_connection
     with program(stay_silent) as elsewhere:
@@ -130,7 +130,7 @@ def test_an_endpoint_that_leads_to_another_machine_is_named(monkeypatch):
 
 
 def test_a_silent_client_does_not_keep_a_node_from_serving(monkeypatch):
-    """It connects before the node's own connection arrives, and sends nothing."""
+    """The client connects before the node itself, and sends nothing."""
     clients = []
     listen = greeting.rendezvous_listener
 
@@ -159,28 +159,28 @@ def test_a_client_that_resets_its_connection_does_not_keep_a_node_from_serving(m
         return listener
 
     monkeypatch.setattr(greeting, "rendezvous_listener", listen_to_a_client)
-    monkeypatch.setattr(greeting, "_await", lambda endpoint, seconds, look, problem, fix: look())  # one try
+    monkeypatch.setattr(greeting, "_await", lambda endpoint, seconds, look, problem, fix: look())  # a single attempt
     port = free_port()
     with greeting.claim(f"127.0.0.1:{port}", 600) as served:
         assert len(resets) == 1 and served.getsockname() == ("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("find", [greeting.claim, greeting.find_place])
-def test_a_listen_address_that_the_endpoint_does_not_reach_is_named(find, monkeypatch):
+def test_a_listen_address_that_the_endpoint_cannot_reach_is_named(find, monkeypatch):
     monkeypatch.setenv(listening.LISTEN_ADDRESS, "127.0.0.9")
-    words = "Connection refused, after 1 s; .*; check SHARDTRAIN_LISTEN_ADDR=127.0.0.9, too"
-    with pytest.raises(PeerError, match=words):
+    message = "Connection refused, after 1 s; .*; check SHARDTRAIN_LISTEN_ADDR=127.0.0.9, too"
+    with pytest.raises(PeerError, match=message):
         find(f"127.0.0.1:{free_port()}", 1)
 
 
 @pytest.mark.parametrize("find", [greeting.claim, greeting.find_place])
-def test_a_listen_address_that_is_not_an_ip_address_is_reported_at_once(find, monkeypatch):
+def test_a_listen_address_that_is_not_an_ip_address_is_reported_immediately(find, monkeypatch):
     monkeypatch.setenv(listening.LISTEN_ADDRESS, "node1")
     with pytest.raises(ConfigError, match='SHARDTRAIN_LISTEN_ADDR="node1" must be an IP address'):
         find(f"127.0.0.1:{free_port()}", 600)
 
 
-def test_an_address_that_is_not_of_this_node_is_named():
+def test_a_local_address_of_another_node_is_named():
     node = nodes.Nodes(2, 2, "127.0.0.1:1", 1, "run", "nothing.invalid", 0, 1, "--nnodes=2")
     with pytest.raises(
         PeerError, match="own address .SHARDTRAIN_LOCAL_ADDR. nothing.invalid: Name or service not known"
@@ -188,14 +188,14 @@ def test_an_address_that_is_not_of_this_node_is_named():
         agent._with_address(node)
 
 
-def test_a_port_that_is_taken_is_reported_at_once():
+def test_a_port_in_use_is_reported_immediately():
     with socket.create_server(("127.0.0.1", 0)) as busy:
         endpoint = f"127.0.0.1:{busy.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"{endpoint}.*: Address already in use; choose"):
             greeting.claim(endpoint, 600)
 
 
-def test_a_node_without_a_number_serves_the_endpoint_or_finds_who_does():
+def test_a_node_without_a_node_rank_serves_the_endpoint_or_finds_its_server():
     assert greeting.find_place(f"127.0.0.1:{free_port()}", 30)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert not greeting.find_place(f"127.0.0.1:{store.port}", 30)
@@ -205,8 +205,8 @@ def test_a_node_without_a_number_serves_the_endpoint_or_finds_who_does():
         greeting.find_place("nothing.invalid:1", 1)
 
 
-def test_a_node_without_a_number_waits_for_the_name_service(monkeypatch):
-    """As in a pod, whose own name resolves some seconds after its start."""
+def test_a_node_without_a_node_rank_waits_for_the_name_service(monkeypatch):
+    """The name of a pod resolves only some seconds after its start."""
     connect = socket.create_connection
     answers = iter([socket.gaierror(-2, "Name or service not known")] * 4)
 

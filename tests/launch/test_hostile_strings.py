@@ -1,7 +1,7 @@
-"""What is submitted is what was meant: hostile texts arrive as they are, or are refused.
+"""Hostile texts arrive unchanged or are rejected.
 
-Each test sends SHARDTRAIN_HOSTILE texts (500 unless set) through one renderer, as arguments and as variables, to where
-a program receives them: bash and srun, the process that ssh starts, kubectl's input, runai's arguments, an exec.
+Each test sends SHARDTRAIN_HOSTILE texts (default 500) through one renderer, as arguments and as variables, to the
+program that receives them: bash and srun, the process that ssh starts, kubectl's input, runai's arguments, an exec.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, ssh
 from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="env -0 is GNU's"), pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="env -0 needs GNU"), pytest.mark.timeout(3600)]
 
 SRUN = """/bin/bash
 printf '%s\\0' "$@" > "$RECORD.srun"
@@ -49,13 +49,13 @@ def cluster(tmp_path):
     return Recorder(tmp_path, scontrol=hosts, srun=SRUN, apptainer=CONTAINER, python3=ARGV)
 
 
-def test_what_cannot_be_printed_on_one_line_is_refused_and_nothing_else():
+def test_exactly_the_unprintable_texts_are_rejected():
     refused = ["\n", "\r", "\t", "\0", "\x1b", "\u2028", "\ufeff", "\x85", "\udcff"]
-    assert [one for one in PIECES if not is_safe(one)] == refused
+    assert [text for text in PIECES if not is_safe(text)] == refused
 
 
 @pytest.mark.parametrize("container", ["none", "apptainer", "pyxis"])
-def test_a_slurm_script_hands_on_every_text_as_it_is(cluster, container):
+def test_a_slurm_script_passes_on_every_text_unchanged(cluster, container):
     for many in batches(f"slurm {container}"):
         job = job_of(many)
         text = slurm.render(job, Launch(slurm=LaunchSlurm(container=container)))
@@ -64,25 +64,25 @@ def test_a_slurm_script_hands_on_every_text_as_it_is(cluster, container):
         same(job.command, cluster.read("srun")[-len(job.command) :])
 
 
-def test_a_sweep_hands_on_every_override_and_folder_as_it_is(tmp_path):
-    """Functions of the shell stand for srun and scontrol, so that a thousand tasks are one process."""
+def test_a_sweep_passes_on_every_override_and_folder_unchanged(tmp_path):
+    """Shell functions replace srun and scontrol, to run a thousand tasks in one process."""
     record = Recorder(tmp_path)
     shims = (
         'scontrol() { echo node1; }\nsrun() { [[ "$4" == bash ]] || printf \'%s\\0\' "${@:5}" >> "$RECORD.each"; }\n'
     )
     for many in batches("sweep", FEW):
-        entries = [shlex.join(["--job.description", one]) for one in many]
+        entries = [shlex.join(["--job.description", text]) for text in many]
         job = replace(job_of([]), dump_folder=many[0])
         text = slurm.render(job, Launch(slurm=LaunchSlurm(sweep=entries, requeue=False)))
         each = f"for SLURM_ARRAY_TASK_ID in {{0..{len(many) - 1}}}; do (\n{text}\n) || exit; done\n"
         record.run(["bash"], shims + each, **STEP)
         sent = [(*job.command, *shlex.split(entry), "--job.dump_folder", f"{many[0]}/sweep-{number}")
                 for number, entry in enumerate(entries)]  # fmt: skip
-        same([word for words in sent for word in words], record.read("each"))
+        same([argument for arguments in sent for argument in arguments], record.read("each"))
 
 
 def test_a_host_starts_the_command_with_exactly_these_texts(tmp_path):
-    """What ssh's command line would show holds none of them; the process at its other end is told all."""
+    """The ssh command line contains none of the texts: the remote process reads them from its input."""
     record = Recorder(tmp_path, python3=ARGV)
     for many in batches("ssh"):
         job = job_of(many)
@@ -101,9 +101,9 @@ def test_a_host_starts_the_command_with_exactly_these_texts(tmp_path):
         record.arrived(job)
 
 
-def test_variables_are_handed_on_by_ssh_whatever_they_hold(tmp_path):
-    """Values of ``launch.forward_env`` are no text of a script, and may have lines."""
-    values = [one for one in PIECES if "\0" not in one]
+def test_ssh_passes_on_variables_with_any_value(tmp_path):
+    """Values of ``launch.forward_env`` are not part of a script, and may have several lines."""
+    values = [text for text in PIECES if "\0" not in text]
     names = {f"F{number}": value for number, value in enumerate(values)}
     job = replace(job_of([]), forwarded=tuple(names))
     plan = ssh.render(job, Launch(), [Host("a")], "a", "id")[0]
@@ -136,11 +136,11 @@ def test_launch_local_becomes_the_command_with_these_texts(tmp_path, monkeypatch
 
 
 LOADERS = [yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)]
-"""PyYAML's own reader, which is slow, for the first texts; libyaml's, on which Kubernetes' is modelled, for all."""
+"""PyYAML's slow pure-Python reader for the first texts; libyaml, on which Kubernetes' reader is modelled, for all."""
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
-def test_a_manifest_hands_on_every_text_as_it_is(tmp_path, monkeypatch, kind):
+def test_a_manifest_passes_on_every_text_unchanged(tmp_path, monkeypatch, kind):
     record = Recorder(tmp_path, kubectl=CREATED)
     for name, value in record.names().items():
         monkeypatch.setenv(name, value)
@@ -148,43 +148,43 @@ def test_a_manifest_hands_on_every_text_as_it_is(tmp_path, monkeypatch, kind):
         job = job_of(many)
         written = kubernetes.render(job, Launch(kubernetes=LaunchKubernetes(kind=kind)))
         kubectl.create(written)
-        received = [json.loads(one) for one in record.read("created")]
+        received = [json.loads(manifest) for manifest in record.read("created")]
         for loader in LOADERS[number > 0 :]:
             manifests = list(yaml.load_all(written, Loader=loader))
             assert manifests == received and containers(manifests)
             for container in containers(manifests):
-                names = {one["name"]: expanded(one["value"], {}) for one in container["env"]}
-                same(list(job.environment.values()), [names[one] for one in job.environment])
-                same(job.command, [expanded(word, {"A": "canary", **names}) for word in container["command"]])
-                assert all(isinstance(word, str) for word in [*container["command"], *names.values()])
+                names = {entry["name"]: expanded(entry["value"], {}) for entry in container["env"]}
+                same(list(job.environment.values()), [names[name] for name in job.environment])
+                same(job.command, [expanded(argument, {"A": "canary", **names}) for argument in container["command"]])
+                assert all(isinstance(text, str) for text in [*container["command"], *names.values()])
         only_words_stand_without_quotes(written)
 
 
 def only_words_stand_without_quotes(written: str) -> None:
-    """Other readers of YAML know more forms of numbers than these two."""
+    """Check that only plain words and integers are unquoted: other YAML readers recognize more forms of numbers."""
     for line in written.splitlines()[1:]:
         value = re.sub(r"^\s*(- )*([^\s\"':]+:( |$))?", "", line)
-        good = not value or value[0] == '"' or re.fullmatch(r"[A-Za-z/][\w./-]*|\d+|true|\{\}|---", value)
-        assert good, line
+        is_quoted = not value or value[0] == '"'
+        assert is_quoted or re.fullmatch(r"[A-Za-z/][\w./-]*|\d+|true|\{\}|---", value), line
 
 
 @pytest.mark.parametrize("cli", ["v1", "v2"])
-def test_runai_is_given_arguments_and_no_text(tmp_path, monkeypatch, cli):
+def test_runai_receives_arguments_without_a_shell(tmp_path, monkeypatch, cli):
     record = Recorder(tmp_path, runai=ARGV)
     for name, value in record.names().items():
         monkeypatch.setenv(name, value)
     launch = Launch(runai=LaunchRunai(cli=cli))
     for many in batches(f"runai {cli}"):
-        references = [one for one in many if one.startswith("SECRET:")] if cli == "v1" else []
+        references = [text for text in many if text.startswith("SECRET:")] if cli == "v1" else []
         if references:
             with pytest.raises(ConfigError, match="SECRET:"):
                 runai.render(job_of(references), launch)
-        job = job_of([one for one in many if one not in references])
+        job = job_of([text for text in many if text not in references])
         runai.submit(runai.render(job, launch))
         record.read("env")
-        words = record.read("argv")
-        end = words.index("--command")
-        same(["--command", "--", *job.command], words[end:])
-        pairs = [words[at + 1].partition("=") for at in range(end) if words[at] == "-e"]
+        arguments = record.read("argv")
+        end = arguments.index("--command")
+        same(["--command", "--", *job.command], arguments[end:])
+        pairs = [arguments[at + 1].partition("=") for at in range(end) if arguments[at] == "-e"]
         assert [name for name, _, _ in pairs] == list(job.environment)
         same(list(job.environment.values()), [value for _, _, value in pairs])

@@ -1,4 +1,4 @@
-"""Laws of hostfiles: DeepSpeed's lines, hosts and devices taken in and left out, and mistakes told with their line."""
+"""Hostfiles in DeepSpeed's format, include and exclude filters, and errors that name the line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_wrong_line_is_reported_with_its_number(tmp_path, line):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_hostfile_of_an_editor_that_marks_its_encoding_is_read(tmp_path):
+def test_a_hostfile_with_a_byte_order_mark_is_read(tmp_path):
     path = tmp_path / "hosts"
     path.write_bytes(b"\xef\xbb\xbfnode1 slots=8\r\nnode2 slots=8\r\n")
     assert [host.name for host in read_hostfile(path)] == ["node1", "node2"]
@@ -53,7 +53,7 @@ def test_hosts_of_which_some_have_no_slots_are_reported_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["status", "stop"])
-def test_what_runai_refuses_of_a_job_is_one_line_with_status_2(tmp_path, monkeypatch, verb):
+def test_a_job_refused_by_runai_is_one_line_with_status_2(tmp_path, monkeypatch, verb):
     stub = tmp_path / "runai"
     stub.write_text("#!/bin/sh\necho 'Error: workload not found' >&2\nexit 1\n")
     stub.chmod(0o755)
@@ -63,7 +63,7 @@ def test_what_runai_refuses_of_a_job_is_one_line_with_status_2(tmp_path, monkeyp
     assert error.value.exit_code == 2 and len(str(error.value).splitlines()) == 1
 
 
-def test_a_hostfile_that_is_not_there_is_reported(tmp_path):
+def test_a_missing_hostfile_is_reported(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_hostfile(tmp_path / "none")
 
@@ -84,7 +84,7 @@ def test_filters_choose_hosts_and_devices(include, exclude, expected):
 
 
 @pytest.mark.parametrize(
-    ("include", "exclude", "told"),
+    ("include", "exclude", "message"),
     [
         ("d", "", "not a host"),
         ("a:4", "", "device 4"),
@@ -93,8 +93,8 @@ def test_filters_choose_hosts_and_devices(include, exclude, expected):
         ("a", "b", "other"),
     ],
 )
-def test_filters_that_name_nothing_are_refused(include, exclude, told):
-    with pytest.raises(ConfigError, match=told):
+def test_filters_that_match_nothing_are_rejected(include, exclude, message):
+    with pytest.raises(ConfigError, match=message):
         select(FOUR, include, exclude)
 
 
@@ -103,11 +103,11 @@ def launch(hosts: list[str], **more) -> Launch:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "nodes", "told"),
+    ("hosts", "nodes", "message"),
     [([], None, "names no host"), (["a", "a"], None, "twice"), (["a", "b"], 3, "more than 2 hosts")],
 )
-def test_hosts_that_make_no_run_are_refused(hosts, nodes, told):
-    with pytest.raises(ConfigError, match=told):
+def test_impossible_sets_of_hosts_are_rejected(hosts, nodes, message):
+    with pytest.raises(ConfigError, match=message):
         chosen(launch(hosts), nodes)
 
 
@@ -132,10 +132,10 @@ def test_slots_are_the_ranks_and_chosen_devices_are_the_visible_ones():
         ssh.render(JOB, replace(Launch(), nproc_per_node=4), [Host("a", slots=2)], "a", "id")
 
 
-def test_one_host_is_not_a_node_of_several():
+def test_a_single_host_gets_no_node_variables():
     (plan,) = ssh.render(JOB, Launch(), [Host("a", "me", 22)], "a", "id")
-    own = [name for name in plan.environment if name.startswith("SHARDTRAIN_")]
-    assert own == ["SHARDTRAIN_SUPERVISED"], "the launcher answers for its status"
+    variables = [name for name in plan.environment if name.startswith("SHARDTRAIN_")]
+    assert variables == ["SHARDTRAIN_SUPERVISED"], "the launcher reports the status of the run"
     assert plan.ssh[-5:] == ("-p", "22", "--", "me@a", "exec python3 -m shardtrain.launch.remote_agent")
 
 
@@ -144,7 +144,7 @@ def test_an_elastic_run_is_refused():
         ssh.render(replace(JOB, nodes=2, min_nodes=1), Launch(), [Host("a")], "a", "id")
 
 
-def test_what_pdsh_cannot_do_is_refused(monkeypatch):
+def test_options_that_pdsh_does_not_support_are_rejected(monkeypatch):
     plans = ssh.render(JOB, Launch(), [Host("a", port=1), Host("a", port=2)], "a", "id")
     with pytest.raises(ConfigError, match="two have the same"):
         pdsh.Fan(plans)
@@ -153,30 +153,31 @@ def test_what_pdsh_cannot_do_is_refused(monkeypatch):
         pdsh.Fan(plans[:1])
 
 
-def test_the_user_s_own_place_of_meeting_comes_before_what_the_launcher_finds():
-    own = replace(JOB, environment={ssh.ENDPOINT: "fabric-1:1"})
-    for job, place in ((JOB, "10.0.0.1:29500"), (own, "fabric-1:1")):
+def test_the_user_s_endpoint_takes_precedence_over_the_detected_one():
+    with_endpoint = replace(JOB, environment={ssh.ENDPOINT: "fabric-1:1"})
+    for job, place in ((JOB, "10.0.0.1:29500"), (with_endpoint, "fabric-1:1")):
         plan = ssh.render(job, Launch(), [Host("a"), Host("b")], "a", "id")[0]
         assert json.loads(plan.message({}, {ssh.ENDPOINT: "10.0.0.1:29500"}))["environment"][ssh.ENDPOINT] == place
 
 
-def test_a_first_host_that_is_this_machine_is_met_on_the_way_to_the_others():
-    assert addresses.meeting(["127.0.1.1", "127.0.0.2"]) == "127.0.1.1"  # all are this machine
+def test_a_local_first_host_uses_the_address_that_faces_the_other_hosts():
+    assert addresses.meeting(["127.0.1.1", "127.0.0.2"]) == "127.0.1.1"  # all addresses are this machine's
     assert addresses.meeting(["10.0.0.1", "127.0.0.1"]) == "10.0.0.1"
     assert addresses.meeting(["127.0.1.1", None]) is None
     assert addresses.toward("127.0.0.1") == "127.0.0.1" and addresses.interface_of("127.0.0.9") == "lo"
     assert addresses.toward("nowhere.invalid") is None and addresses.interface_of("192.0.2.1") is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ps tells it")
-def test_a_number_that_another_process_has_now_is_not_a_launch(tmp_path, monkeypatch, capsys):
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems use ps")
+def test_a_reused_process_id_is_not_a_launch(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     folder = job_status.open_folder(os.getpid())
     job_status.status(f"ssh/{os.getpid()}")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     job_status.status(f"ssh/{os.getpid()}")
     boot, ticks = (folder / "started").read_text().split()
-    for other in (f"{boot[::-1]} {ticks}", f"{boot} {int(ticks) + 1}"):  # after a reboot; a later process of this one
+    after_reboot, later_process = f"{boot[::-1]} {ticks}", f"{boot} {int(ticks) + 1}"
+    for other in (after_reboot, later_process):
         (folder / "started").write_text(other)
         job_status.stop(f"ssh/{os.getpid()}")
     assert capsys.readouterr().out.split("\n") == ["running", "running", "ended already", "ended already", ""]

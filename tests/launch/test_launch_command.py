@@ -1,4 +1,4 @@
-"""Laws of ``shardtrain launch`` as a user starts it: nothing but text with --dry-run, no torch, no secret, one line."""
+"""The command ``shardtrain launch``: dry runs only print, errors are one line, torch stays out, secrets are hidden."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ node_selector = ["gpu=h100"]
 [launch.runai]
 project = "team"
 """
-# an interpreter in which nothing but the standard library, PyYAML and this package can be imported
+# an interpreter that can import only the standard library, PyYAML and this package
 BARE = """
 import sys
 class Absent:
@@ -80,53 +80,61 @@ def config_file(tmp_path):
     return path
 
 
-def run(*words: str | Path, **names: str) -> subprocess.CompletedProcess[str]:
-    """On a laptop without torch: the interpreter refuses to import it."""
+def run(*arguments: str | Path, **names: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in an interpreter that cannot import torch, as on a laptop without it."""
     environment = {**os.environ, **CANARIES, "PYTHONPATH": str(ROOT), **names}
-    command = [sys.executable, "-c", BARE, "launch", *map(str, words)]
+    command = [sys.executable, "-c", BARE, "launch", *map(str, arguments)]
     return subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(60), check=False
     )
 
 
 @pytest.mark.parametrize(
-    "words", [["train", "--nproc", "1"], ["doctor"], ["generate", "--from", "x", "--prompt", "def"], ["verify"]]
+    "arguments", [["train", "--nproc", "1"], ["doctor"], ["generate", "--from", "x", "--prompt", "def"], ["verify"]]
 )
-def test_what_cannot_be_done_without_torch_is_reported_in_one_line(words):
-    command = [sys.executable, "-c", BARE, *words, *(["--metrics.no_enable_tensorboard"] if "train" in words else [])]
+def test_commands_that_need_torch_report_its_absence_in_one_line(arguments):
+    command = [
+        sys.executable,
+        "-c",
+        BARE,
+        *arguments,
+        *(["--metrics.no_enable_tensorboard"] if "train" in arguments else []),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    result = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(60), check=False
     )
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert re.fullmatch(r"error\[2\]: (torch|numpy) is not installed here; .*`launch`.*", done.stderr.splitlines()[-1])
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert re.fullmatch(
+        r"error\[2\]: (torch|numpy) is not installed here; .*`launch`.*", result.stderr.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("platform", ["local", "ssh", "slurm", "kubernetes", "runai"])
-def test_one_file_is_shown_for_every_platform_without_torch_and_without_a_secret(tmp_path, config_file, platform):
+def test_one_file_is_rendered_for_every_platform_without_torch_and_secrets(tmp_path, config_file, platform):
     more = ["--nodes", "1"] if platform == "local" else []
     before = sorted(tmp_path.rglob("*"))
-    done = run(platform, config_file, "--dry-run", "--optimizer.lr", "2e-05", *more, XDG_STATE_HOME=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == NOTES.get(platform, "").format(file=config_file)
-    assert "2e-05" in done.stdout and "--launch" not in done.stdout
+    result = run(platform, config_file, "--dry-run", "--optimizer.lr", "2e-05", *more, XDG_STATE_HOME=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == NOTES.get(platform, "").format(file=config_file)
+    assert "2e-05" in result.stdout and "--launch" not in result.stdout
     for canary in CANARIES.values():
-        assert canary not in done.stdout
-    assert sorted(tmp_path.rglob("*")) == before, "a dry run writes nothing"
+        assert canary not in result.stdout
+    assert sorted(tmp_path.rglob("*")) == before, "a dry run must not write files"
 
 
-def test_what_a_platform_gives_to_nobody_who_does_not_ask_is_reported():
+def test_resources_that_a_platform_grants_only_on_request_are_reported():
     devices = ["--launch.devices_per_node", "8", "--image", "x"]
     for platform in ("slurm", "kubernetes", "runai"):
-        told = run(platform, "--dry-run", "--nproc", "8", "--image", "x").stderr
-        assert "no GPU is asked for: the 8 ranks of a node train on its CPU; set launch.devices_per_node = 8" in told
+        message = run(platform, "--dry-run", "--nproc", "8", "--image", "x").stderr
+        assert "no GPU is asked for: the 8 ranks of a node train on its CPU; set launch.devices_per_node = 8" in message
         assert "no GPU" not in run(platform, "--dry-run", *devices).stderr
         meant = run(platform, "--dry-run", "--image", "x", "--training.device", "cpu")
         assert meant.returncode == 0 and "no GPU" not in meant.stderr
     assert "launch.cpus_per_node is not set" in run("slurm", "--dry-run", *devices).stderr
     for platform in ("kubernetes", "runai"):
         assert "launch.shared_memory_gib is not set" in run(platform, "--dry-run", *devices).stderr
-        nothing = ["--checkpoint.enable=false"]  # that would need a volume
+        nothing = ["--checkpoint.enable=false"]  # checkpoints would need a volume
         assert run(platform, "debug", "--dry-run", *devices, "--launch.shared_memory_gib", "16", *nothing).stderr == ""
 
 
@@ -142,23 +150,23 @@ def test_devices_that_no_rank_uses_and_ranks_without_a_device_are_reported_befor
         assert "launch.nproc_per_node=16 is more than the 8 devices of a node" in refused.stderr
 
 
-def test_a_launch_without_a_configuration_says_what_it_submits():
+def test_a_launch_without_a_configuration_names_its_preset():
     assert "note: no configuration is named: this is the preset debug" in run("slurm", "--dry-run").stderr
     assert "no configuration" not in run("slurm", "debug", "--dry-run").stderr
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
 def test_secrets_are_references_in_every_manifest(config_file, kind):
-    done = run("kubernetes", config_file, "--dry-run", f"--launch.kubernetes.kind={kind}")
-    manifests = list(yaml.safe_load_all(done.stdout))
+    result = run("kubernetes", config_file, "--dry-run", f"--launch.kubernetes.kind={kind}")
+    manifests = list(yaml.safe_load_all(result.stdout))
     assert manifests[0]["kind"] == "ConfigMap" and manifests[0]["data"]["config.toml"] == CONFIG
-    assert done.stdout.count("secretKeyRef") == 2 * (2 if kind == "pytorchjob" else 1)
-    assert not re.search(r"^\s+(value|data): .*canary", done.stdout, re.MULTILINE)
+    assert result.stdout.count("secretKeyRef") == 2 * (2 if kind == "pytorchjob" else 1)
+    assert not re.search(r"^\s+(value|data): .*canary", result.stdout, re.MULTILINE)
     assert manifests[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
 
 
 FLAGS = {
-    # transcribed from the published references: docs.run.ai (v2.20, `runai submit-dist pytorch`), and
+    # Transcribed from the published references: docs.run.ai (v2.20, `runai submit-dist pytorch`), and
     # docs.nvidia.com/run-ai (v3.0, `runai training pytorch submit`)
     cli: set(flags.split())
     for cli, flags in {
@@ -181,24 +189,24 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("cli", ["v1", "v2"])
-def test_runai_is_given_documented_flags_byte_for_byte(tmp_path, config_file, cli):
+def test_runai_receives_only_documented_flags(tmp_path, config_file, cli):
     record = tmp_path / "argv"
     stub = tmp_path / "bin" / "runai"
     stub.parent.mkdir()
     stub.write_text(f'#!/bin/sh\nprintf "%s\\0" runai "$@" > {shlex.quote(str(record))}\n')
     stub.chmod(0o755)
-    done = run("runai", config_file, f"--launch.runai.cli={cli}", PATH=f"{stub.parent}:{os.environ['PATH']}")
-    assert done.returncode == 0, done.stderr
-    words = record.read_text().split("\0")[:-1]
-    assert words == COMMANDS[cli].replace("FILE", str(config_file)).split()
-    flags = {word.partition("=")[0] for word in words[: words.index("--")] if word.startswith("-")}
-    assert flags <= FLAGS[cli] and not any(word.startswith("--environment") for word in words)
-    assert done.stdout == f"runai/{cli}/pytorch/team/run\n"
+    result = run("runai", config_file, f"--launch.runai.cli={cli}", PATH=f"{stub.parent}:{os.environ['PATH']}")
+    assert result.returncode == 0, result.stderr
+    arguments = record.read_text().split("\0")[:-1]
+    assert arguments == COMMANDS[cli].replace("FILE", str(config_file)).split()
+    flags = {argument.partition("=")[0] for argument in arguments[: arguments.index("--")] if argument.startswith("-")}
+    assert flags <= FLAGS[cli] and not any(argument.startswith("--environment") for argument in arguments)
+    assert result.stdout == f"runai/{cli}/pytorch/team/run\n"
 
 
 @pytest.mark.parametrize("platform", ["kubernetes", "runai"])
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["--job.dump_folder=/data/run"], ""),
         (["--job.dump_folder=run", "--launch.workdir=/data"], ""),
@@ -207,52 +215,52 @@ def test_runai_is_given_documented_flags_byte_for_byte(tmp_path, config_file, cl
         (["--job.dump_folder=/data2"], "/data2/checkpoint"),
     ],
 )
-def test_checkpoints_that_would_go_with_their_pod_are_reported(config_file, platform, words, told):
-    done = run(platform, config_file, "--dry-run", "--checkpoint.enable", *words)
-    assert done.returncode == 0 and (told in done.stderr if told else done.stderr == ""), done.stderr
-    assert len(done.stderr.splitlines()) == bool(told)
+def test_checkpoints_that_would_be_deleted_with_their_pod_are_reported(config_file, platform, arguments, message):
+    result = run(platform, config_file, "--dry-run", "--checkpoint.enable", *arguments)
+    assert result.returncode == 0 and (message in result.stderr if message else result.stderr == ""), result.stderr
+    assert len(result.stderr.splitlines()) == bool(message)
 
 
 @pytest.mark.parametrize(("platform", "is_file_named"), [("runai", True), ("kubernetes", False), ("slurm", False)])
-def test_paths_of_this_machine_that_a_container_would_not_have_are_noted(tmp_path, platform, is_file_named):
-    """Kubernetes gets the TOML itself in a ConfigMap; Slurm's nodes share the folder."""
+def test_local_paths_missing_in_a_container_are_noted(tmp_path, platform, is_file_named):
+    """Kubernetes receives the TOML in a ConfigMap, and Slurm nodes share the folder."""
     (tmp_path / "rows.jsonl").write_text("{}")
     file = tmp_path / "base.toml"
     data = ["--training.dataset", "jsonl", "--training.dataset_path", str(tmp_path / "rows.jsonl")]
     file.write_text("[training]\nsteps = 10\n")
-    words = [platform, str(file), "--dry-run", "--image", "x", *data]
-    note = run(*words).stderr
+    arguments = [platform, str(file), "--dry-run", "--image", "x", *data]
+    note = run(*arguments).stderr
     assert (f"the configuration {file}" in note) is is_file_named
     assert (f"training.dataset_path {tmp_path / 'rows.jsonl'}" in note) is (platform != "slurm")
-    mounted = run(*words, "--launch.mounts", f"claim:{tmp_path}").stderr
+    mounted = run(*arguments, "--launch.mounts", f"claim:{tmp_path}").stderr
     assert "paths of this machine" not in mounted
     assert "paths of this machine" not in run(platform, "debug", "--dry-run", "--image", "x").stderr
 
 
-def test_one_pod_and_an_elastic_range_are_said_in_runais_words(config_file):
-    alone = run("runai", config_file, "--dry-run", "--nodes", "1").stdout
-    assert alone.startswith("runai training standard submit run ") and "--workers" not in alone
+def test_one_pod_and_an_elastic_range_become_runai_options(config_file):
+    single = run("runai", config_file, "--dry-run", "--nodes", "1").stdout
+    assert single.startswith("runai training standard submit run ") and "--workers" not in single
     elastic = run("runai", config_file, "--dry-run", "--nodes", "2:4").stdout
     assert "--workers 3 " in elastic and "--min-replicas 1 --max-replicas 3 " in elastic
 
 
-def test_an_elastic_pytorchjob_has_workers_alone(config_file):
-    done = run("kubernetes", config_file, "--dry-run", "--nodes=1:4", "--max_restarts=2")
-    spec = list(yaml.safe_load_all(done.stdout))[-1]["spec"]
+def test_an_elastic_pytorchjob_has_only_workers(config_file):
+    result = run("kubernetes", config_file, "--dry-run", "--nodes=1:4", "--max_restarts=2")
+    spec = list(yaml.safe_load_all(result.stdout))[-1]["spec"]
     assert spec["elasticPolicy"] == {"rdzvBackend": "c10d", "minReplicas": 1, "maxReplicas": 4, "maxRestarts": 2}
     assert list(spec["pytorchReplicaSpecs"]) == ["Worker"]
-    done = run("kubernetes", config_file, "--dry-run", "--nodes=1:4")
-    policy = list(yaml.safe_load_all(done.stdout))[-1]["spec"]["elasticPolicy"]
-    assert policy["maxRestarts"] == 6, "without a word, a lost pod must not be the end of the others"
+    result = run("kubernetes", config_file, "--dry-run", "--nodes=1:4")
+    policy = list(yaml.safe_load_all(result.stdout))[-1]["spec"]["elasticPolicy"]
+    assert policy["maxRestarts"] == 6, "by default, a lost pod must not end the other pods"
 
 
-def test_a_pod_is_given_the_time_that_a_save_takes(config_file):
-    done = run("kubernetes", config_file, "--dry-run", "--checkpoint.grace_seconds", "120")
-    assert "terminationGracePeriodSeconds: 130" in done.stdout
+def test_pods_get_the_grace_period_of_a_save(config_file):
+    result = run("kubernetes", config_file, "--dry-run", "--checkpoint.grace_seconds", "120")
+    assert "terminationGracePeriodSeconds: 130" in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         ([], "needs a platform"),
         (["nowhere"], "needs a platform"),
@@ -279,35 +287,35 @@ def test_a_pod_is_given_the_time_that_a_save_takes(config_file):
         (["logs"], "needs one id"),
     ],
 )
-def test_bad_input_is_reported_in_one_line(tmp_path, words, told):
-    words = [*words, "--dry-run"] if words and words[0] not in ("status", "stop", "logs") else words
-    done = run(*words, XDG_STATE_HOME=str(tmp_path))
-    assert done.returncode == 2, (done.stdout, done.stderr)
-    assert told in done.stderr and len(done.stderr.splitlines()) == 1 and done.stdout == ""
+def test_bad_input_is_reported_in_one_line(tmp_path, arguments, message):
+    arguments = [*arguments, "--dry-run"] if arguments and arguments[0] not in ("status", "stop", "logs") else arguments
+    result = run(*arguments, XDG_STATE_HOME=str(tmp_path))
+    assert result.returncode == 2, (result.stdout, result.stderr)
+    assert message in result.stderr and len(result.stderr.splitlines()) == 1 and result.stdout == ""
 
 
 def test_a_program_that_is_missing_or_refuses_is_reported_in_one_line(tmp_path, config_file):
     empty = tmp_path / "empty"
     empty.mkdir()
-    done = run("kubernetes", config_file, PATH=str(empty))
-    assert done.returncode == 2 and "kubectl" in done.stderr and len(done.stderr.splitlines()) == 1
+    result = run("kubernetes", config_file, PATH=str(empty))
+    assert result.returncode == 2 and "kubectl" in result.stderr and len(result.stderr.splitlines()) == 1
     stub = empty / "runai"
     stub.write_text("#!/bin/sh\necho 'project team: quota exceeded' >&2\nexit 1\n")
     stub.chmod(0o755)
-    done = run("runai", config_file, PATH=f"{empty}:/bin:/usr/bin")
-    assert done.returncode == 2 and "quota exceeded" in done.stderr.splitlines()[-1]
-    assert [line for line in done.stderr.splitlines()[:-1] if not line.startswith("note: ")] == []
+    result = run("runai", config_file, PATH=f"{empty}:/bin:/usr/bin")
+    assert result.returncode == 2 and "quota exceeded" in result.stderr.splitlines()[-1]
+    assert [line for line in result.stderr.splitlines()[:-1] if not line.startswith("note: ")] == []
 
 
-def test_an_id_is_followed_by_the_platforms_own_command(tmp_path):
+def test_job_verbs_call_the_platform_s_command(tmp_path):
     record = tmp_path / "argv"
     for name in ("runai", "scancel", "scontrol"):
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {shlex.quote(str(record))}\n')
         (tmp_path / name).chmod(0o755)
-    for words in (
+    for arguments in (
         ["logs", "runai/v2/pytorch/team/run"], ["stop", "runai/v1/standard/-/run"], ["stop", "slurm/12_3"],
     ):  # fmt: skip
-        assert run(*words, PATH=f"{tmp_path}:{os.environ['PATH']}").returncode == 0
+        assert run(*arguments, PATH=f"{tmp_path}:{os.environ['PATH']}").returncode == 0
     assert record.read_text().splitlines() == [
         "runai training pytorch logs run -p team",
         "runai delete job run",
@@ -317,21 +325,21 @@ def test_an_id_is_followed_by_the_platforms_own_command(tmp_path):
 
 
 @pytest.mark.parametrize(("code", "expected"), [(75, 3), (0, 0), (1, 1), (76, 76)])
-def test_launch_answers_for_a_stopped_run_with_the_configured_status(monkeypatch, code, expected):
-    """The commands of the hosts keep 75 for a saved stop."""
-    monkeypatch.setitem(launch_command.PLATFORMS, "ssh", lambda asked: launch_command.Submission("", lambda: code))
+def test_launch_returns_the_configured_status_of_a_stopped_run(monkeypatch, code, expected):
+    """The commands on the hosts use 75 for a saved stop."""
+    monkeypatch.setitem(launch_command.PLATFORMS, "ssh", lambda request: launch_command.Submission("", lambda: code))
     assert launch_command.main(["ssh", "--checkpoint.stop_exit_code=3"]) == expected
 
 
 def test_launch_local_is_train_with_the_variables_of_launch(tmp_path):
-    """The process becomes ``shardtrain train``, so that signals arrive."""
+    """The process is replaced by ``shardtrain train``, which then receives the signals."""
     command = [sys.executable, "-m", "shardtrain", "launch", "local", "--launch.env.NGPU=none"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    result = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=patience.seconds(60), check=False
     )
-    assert done.returncode == 2 and "NGPU" in done.stderr
+    assert result.returncode == 2 and "NGPU" in result.stderr
 
 
-def test_the_reference_of_flags_is_named_where_they_are_written():
+def test_the_source_of_flags_names_their_reference():
     assert "docs.run.ai" in (runai.__doc__ or "")

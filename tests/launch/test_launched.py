@@ -1,4 +1,4 @@
-"""``launch status`` without an id lists what was launched from this machine, the newest first."""
+"""``launch status`` without an id lists the launches from this machine, newest first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def submit(text, job, launch):
 """
 
 
-def test_what_was_launched_is_listed(
+def test_launches_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -28,12 +28,14 @@ def test_what_was_launched_is_listed(
     assert "nothing has been launched from here" in capsys.readouterr().out
     launched.note("slurm/1234", "outputs/first")
     (tmp_path / "cluster.py").write_text(PLATFORM)
-    words = ["launch", "cluster.py", "debug", "--job.dump_folder", "outputs/second"]
-    assert cli.main([*words, "--dry-run"]) == 0 and cli.main(words) == 0
+    arguments = ["launch", "cluster.py", "debug", "--job.dump_folder", "outputs/second"]
+    assert cli.main([*arguments, "--dry-run"]) == 0 and cli.main(arguments) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "17"
     path = tmp_path / "state/shardtrain/launched.jsonl"
     with path.open("a") as file:
-        file.write('{"id": 3}\nnot JSON\n[]\n{"id": "\\u001b[31m", "run": "x", "time": 1}\n')  # of another program
+        file.write(
+            '{"id": 3}\nnot JSON\n[]\n{"id": "\\u001b[31m", "run": "x", "time": 1}\n'
+        )  # lines of another program
     assert cli.main(["launch", "status"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["LAUNCHED", "ID", "RUN"] and "\x1b" not in "".join(lines)
@@ -42,7 +44,7 @@ def test_what_was_launched_is_listed(
     assert os.stat(path).st_mode & 0o077 == 0
 
 
-def test_a_launch_that_cannot_be_remembered_is_still_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_cannot_be_recorded_still_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", os.devnull)
     launched.note("slurm/1", "outputs")
     assert "nothing has been launched" in launched.table()[0]

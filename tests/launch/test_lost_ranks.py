@@ -1,4 +1,4 @@
-"""A rank that is lost on one of two hosts is explained on both, in ``exit.json`` and by the launcher."""
+"""The loss of a rank on one of two hosts is explained on both hosts, in ``exit.json`` and by the launcher."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ ROOT = Path(__file__).parents[2]
 HANG_SECONDS = max(4, round(patience.seconds(1)))
 
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is Linux's"),
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 127.0.0.2"),
     pytest.mark.slow,
 ]
 
-# in the rank, or from outside -> exit code, class, words of the message
+# code in the rank, or a signal from outside -> exit code, class, part of the message
 FAULTS: dict[str, tuple[int, str, str]] = {
     "os.kill(os.getpid(), 9)": (6, "", "was killed by signal 9"),
     "os._exit(41)": (41, "", "ended with status 41"),
     'raise MemoryError("no room")': (7, "MemoryError", "no room"),
     'raise ValueError("of my own")': (1, "ValueError", "of my own"),
     "SIGTERM": (75, "Preempted", "stopped by SIGTERM after step"),
-    # named by the watchdog of its peers, or by its own node, which kills it after twice comm.hang_timeout_seconds
+    # Reported by the watchdog of its peers, or by its node, which kills it after twice comm.hang_timeout_seconds.
     "SIGSTOP": (6, "Hang|", r"gives no sign of life|was stopped \(by SIGSTOP"),
 }
 """Fault of a rank -> exit status, and patterns of the class and the message in ``exit.json``."""
@@ -77,9 +77,9 @@ def options(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def started(how: str, folder: Path, *more: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two hosts on the loopback: two agents, or a launcher that reaches them by ssh."""
+    """Start a run on two loopback hosts: with one agent each, or with one launcher that uses ssh."""
     names = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "XDG_STATE_HOME": str(folder)}
-    words = [sys.executable, "-m", "shardtrain"]
+    prefix = [sys.executable, "-m", "shardtrain"]
     with contextlib.ExitStack() as stack:
         if how == "launch ssh":
             if sshd.missing():
@@ -88,12 +88,13 @@ def started(how: str, folder: Path, *more: str) -> Iterator[list[subprocess.Pope
             place = [f"--launch.ssh.config_file={config}", f"--launch.ssh.rendezvous_port={free_port()}",
                      f"--launch.python={sys.executable}", f"--launch.workdir={ROOT}",
                      "--launch.env.OMP_NUM_THREADS=1"]  # fmt: skip
-            commands = [[*words, "launch", "ssh", "--hosts", "host-a,host-b", *place]]
+            commands = [[*prefix, "launch", "ssh", "--hosts", "host-a,host-b", *place]]
         else:
             names["SHARDTRAIN_LOCAL_ADDR"] = "127.0.0.1"
             port = free_port()
             commands = [
-                [*words, "train", "--nnodes=2", f"--node_rank={n}", f"--rdzv_endpoint=127.0.0.1:{port}"] for n in (0, 1)
+                [*prefix, "train", "--nnodes=2", f"--node_rank={n}", f"--rdzv_endpoint=127.0.0.1:{port}"]
+                for n in (0, 1)
             ]
         pipe = subprocess.PIPE
         hosts = [
@@ -107,23 +108,23 @@ def started(how: str, folder: Path, *more: str) -> Iterator[list[subprocess.Pope
                 host.kill()
 
 
-@pytest.mark.parametrize(("how", "fault", "rank"), cases([FIRST], nightly=[one for one in ALL if one != FIRST]))
+@pytest.mark.parametrize(("how", "fault", "rank"), cases([FIRST], nightly=[case for case in ALL if case != FIRST]))
 def test_each_fault_on_each_host_is_explained_on_both(tmp_path, how, fault, rank):
     is_signal = fault.startswith("SIG")
-    code, kind, words = FAULTS[fault]
+    code, kind, message = FAULTS[fault]
     (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=rank, fault="pass" if is_signal else fault))
     with started(how, tmp_path) as hosts:
         wait_for(lambda: (tmp_path / "pid").exists() or any(host.poll() is not None for host in hosts))
         if is_signal:
             os.kill(int((tmp_path / "pid").read_text()), getattr(signal, fault))
-        told = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
-    assert [host.returncode for host in hosts] == [code] * len(hosts), told
-    for text in told:
+        outputs = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [code] * len(hosts), outputs
+    for text in outputs:
         lines = [line for line in text.splitlines() if "error[" in line or "stopped[" in line]
-        assert len(lines) == 1 and re.search(words, lines[0]) and "Traceback" not in text, text
+        assert len(lines) == 1 and re.search(message, lines[0]) and "Traceback" not in text, text
         assert code == 75 or (f"rank {rank} (host " in lines[0] and f"logs/rank-{rank}.log" in lines[0])
     end = record(tmp_path / "run")
-    assert end["code"] == code and re.fullmatch(kind, end["class"]) and re.search(words, end["message"])
+    assert end["code"] == code and re.fullmatch(kind, end["class"]) and re.search(message, end["message"])
     assert end["rank"] == (None if code == 75 else rank)
     assert code != 75 or end["last_step"] == newest(tmp_path / "run")
     for number in (0, 1):
@@ -132,16 +133,16 @@ def test_each_fault_on_each_host_is_explained_on_both(tmp_path, how, fault, rank
 
 @pytest.mark.parametrize(("victim", "storage"), cases([(0, "shared")], nightly=[(1, "shared"), (0, "first_node")]))
 def test_a_node_whose_agent_is_killed_is_named_by_the_other_one(tmp_path, victim, storage):
-    """Its ranks die with it. They do not take this for a request to stop, with which a run would end as saved."""
+    """Its ranks die with it. They do not treat this as a request to stop, which would end the run as saved."""
     (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=victim, fault="pass"))
     with started("train --nnodes 2", tmp_path, f"--checkpoint.storage={storage}") as hosts:
         wait_for(lambda: (tmp_path / "pid").exists() or any(host.poll() is not None for host in hosts))
         hosts[victim].kill()
-        told = hosts[1 - victim].communicate(timeout=patience.seconds(90))[1]
+        stderr = hosts[1 - victim].communicate(timeout=patience.seconds(90))[1]
         rank_of_victim = Path(f"/proc/{(tmp_path / 'pid').read_text()}")
         wait_for(lambda: not rank_of_victim.exists() or "(zombie)" in (rank_of_victim / "status").read_text())
-    assert hosts[1 - victim].returncode == 6, told
-    (line,) = [line for line in told.splitlines() if "error[" in line or "stopped[" in line]
+    assert hosts[1 - victim].returncode == 6, stderr
+    (line,) = [line for line in stderr.splitlines() if "error[" in line or "stopped[" in line]
     assert f"rank {victim} (host " in line and "is lost with its node" in line and f"logs/rank-{victim}.log" in line
     end = record(tmp_path / "run")
     assert (end["code"], end["rank"], end["retryable"]) == (6, victim, True)
@@ -149,20 +150,20 @@ def test_a_node_whose_agent_is_killed_is_named_by_the_other_one(tmp_path, victim
 
 @pytest.mark.parametrize("refused", [0, 1])
 def test_a_rank_that_a_limit_of_its_host_refuses_is_in_exit_json(tmp_path, refused):
-    """Only ranks look at limits of their host. Each agent has removed the exit.json of an earlier run by then."""
+    """Only ranks check the limits of their host, after each agent has removed the exit.json of an earlier run."""
     (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=0, fault="pass"))
     with started("train --nnodes 2", tmp_path) as hosts:
         resource.prlimit(hosts[refused].pid, resource.RLIMIT_NOFILE, (63, 63))
-        told = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
-    assert [host.returncode for host in hosts] == [7, 7], told
-    for text in told:
+        outputs = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [7, 7], outputs
+    for text in outputs:
         (line,) = [line for line in text.splitlines() if "error[" in line]
         assert f"rank {refused} (host " in line and "ulimit -n=63 must be at least 64" in line
     end = record(tmp_path / "run")
     assert (end["code"], end["rank"]) == (7, refused) and "ulimit -n=63 must be at least 64" in end["message"]
 
 
-# exit.json before the start, and what another node writes meanwhile -> the code that is left
+# code in exit.json before the start, code that another node writes meanwhile -> final code
 MEETINGS = {
     "new folder": (None, None, 6),
     "an earlier run was done": (0, None, 6),
@@ -173,7 +174,7 @@ MEETINGS = {
 
 @pytest.mark.parametrize("name", MEETINGS)
 @pytest.mark.parametrize("node_of_pod", ["", "0", "1"])
-def test_nodes_that_do_not_meet_leave_exit_json(tmp_path, monkeypatch, name, node_of_pod):
+def test_nodes_that_fail_to_meet_write_exit_json(tmp_path, monkeypatch, name, node_of_pod):
     before, meanwhile, code = MEETINGS[name]
     for variable, value in {"RANK": node_of_pod, "WORLD_SIZE": "2" if node_of_pod else ""}.items():
         monkeypatch.setenv(variable, value) if value else monkeypatch.delenv(variable, raising=False)
@@ -200,8 +201,8 @@ def test_a_cut_session_ends_the_launcher_with_the_status_in_exit_json(tmp_path):
         children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         of_host_b = [pid for pid in children if b"host-b" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
         os.kill(int(of_host_b[0]), signal.SIGKILL)
-        told = launcher.communicate(timeout=patience.seconds(90))[1]
+        stderr = launcher.communicate(timeout=patience.seconds(90))[1]
     end = record(tmp_path / "run")
-    assert launcher.returncode == end["code"] == 75, told
-    assert "the connection to host host-b was lost" in told
+    assert launcher.returncode == end["code"] == 75, stderr
+    assert "the connection to host host-b was lost" in stderr
     assert end["last_step"] == newest(tmp_path / "run") and end["rank"] is None

@@ -1,4 +1,4 @@
-"""A run does not end, and does not end well, because nobody reads what it says."""
+"""Unwritable output: a run survives the loss of its terminal, and write errors of commands are reported."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 from tiers import cases
 from tiny import text_file
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/full")
 
 
-def words(folder: Path, ranks: int = 1) -> list[str]:
+def command(folder: Path, ranks: int = 1) -> list[str]:
     return [
         sys.executable, "-m", "shardtrain", "train", f"--job.dump_folder={folder}", "--training.dataset=text",
         f"--training.dataset_path={text_file()}", "--training.seq_len=32", "--training.local_batch_size=1",
@@ -30,7 +30,7 @@ def words(folder: Path, ranks: int = 1) -> list[str]:
 
 
 def closed(*numbers: int) -> Callable[[], None]:
-    """Close standard streams as a shell's ``2>&-`` does, which Python tells by their being None."""
+    """Return a function that closes standard streams, like ``2>&-`` in a shell. Python then sets them to None."""
 
     def close() -> None:
         for number in numbers:
@@ -44,7 +44,7 @@ def closed(*numbers: int) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def stream(kind: str) -> Iterator[int]:
-    """A descriptor that nothing can be written to: of a full disk, or of a pipe whose reader has left."""
+    """Yield a file descriptor on which writes fail: a full disk, or a pipe without a reader."""
     if kind == "full":
         descriptor = os.open("/dev/full", os.O_WRONLY)
     else:
@@ -60,13 +60,13 @@ def stream(kind: str) -> Iterator[int]:
     ("kind", "ranks"),
     cases([("pipe", 1), ("closed", 1)], nightly=[("pipe", 2), ("closed", 2), ("full", 1), ("full", 2)]),
 )
-def test_a_run_whose_terminal_is_gone_trains_to_its_end(kind: str, ranks: int, tmp_path: Path) -> None:
+def test_a_run_without_its_terminal_completes(kind: str, ranks: int, tmp_path: Path) -> None:
     if kind == "closed":
-        done = forked.run(words(tmp_path, ranks), preexec_fn=closed(0, 1, 2), timeout=patience.seconds(120))
+        result = forked.run(command(tmp_path, ranks), preexec_fn=closed(0, 1, 2), timeout=patience.seconds(120))
     else:
         with stream(kind) as end:
-            done = forked.run(words(tmp_path, ranks), stdout=end, stderr=end, timeout=patience.seconds(120))
-    assert done.returncode == 0
+            result = forked.run(command(tmp_path, ranks), stdout=end, stderr=end, timeout=patience.seconds(120))
+    assert result.returncode == 0
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == 0
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
@@ -76,14 +76,14 @@ def test_a_run_whose_terminal_is_gone_trains_to_its_end(kind: str, ranks: int, t
 @pytest.mark.parametrize("kind", ["pipe", "full"])
 def test_output_that_cannot_be_written_is_reported_unless_its_reader_has_left(kind: str) -> None:
     with stream(kind) as end:
-        done = forked.run(
+        result = forked.run(
             [sys.executable, "-m", "shardtrain", "config", "show"],
             stdout=end, stderr=subprocess.PIPE, text=True, timeout=patience.seconds(60),
         )  # fmt: skip
     if kind == "pipe":
-        assert (done.returncode, done.stderr) == (0, "")
+        assert (result.returncode, result.stderr) == (0, "")
     else:
-        assert (done.returncode, done.stderr) == (
+        assert (result.returncode, result.stderr) == (
             8,
             "error[8]: cannot write to stdout: No space left on device (errno 28); free space\n",
         )
@@ -124,12 +124,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_the_system_refuses_is_one_line(kind: str, tmp_path: Path) -> None:
-    make, code, told = REFUSED[kind]
-    done = forked.run(
-        words(Path("run"), 2), cwd=tmp_path, preexec_fn=make(tmp_path), stderr=subprocess.PIPE, text=True,
+def test_system_failures_are_one_line(kind: str, tmp_path: Path) -> None:
+    make, code, message = REFUSED[kind]
+    result = forked.run(
+        command(Path("run"), 2), cwd=tmp_path, preexec_fn=make(tmp_path), stderr=subprocess.PIPE, text=True,
         timeout=patience.seconds(120),
     )  # fmt: skip
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("shardtrain ")]
-    assert done.returncode == code and len(lines) == 1, done.stderr
-    assert lines[0].startswith(f"error[{code}]: ") and told in lines[0]
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("shardtrain ")]
+    assert result.returncode == code and len(lines) == 1, result.stderr
+    assert lines[0].startswith(f"error[{code}]: ") and message in lines[0]

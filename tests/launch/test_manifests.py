@@ -1,8 +1,8 @@
-"""Manifests against the published models of Kubernetes, Kubeflow Trainer and JobSet: no unknown key, no wrong type.
+"""Manifests have no unknown key and no wrong type according to the published models of their kinds.
 
-The models are those of the package kubeflow-trainer-api (2.3.0), generated from the CRDs; they drop keys that they do
-not know, so a manifest must come back as it went in. PyTorchJob's own few fields are transcribed from
-kubeflow-training 1.9.4, and its pods are checked as the others are.
+The models are from the package kubeflow-trainer-api (2.3.0), which is generated from the CRDs. They drop unknown keys,
+so a manifest must be unchanged after a round trip. The few fields of PyTorchJob are transcribed from kubeflow-training
+1.9.4. Its pods are checked like the others.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ LEAST = ["--launch.image=reg/run:1"]
 
 
 def manifests(kind: str, arguments: list[str], path=None) -> list[dict]:
-    words = [*arguments, f"--launch.kubernetes.kind={kind}"]
-    loaded = config.load(path, words)
+    options = [*arguments, f"--launch.kubernetes.kind={kind}"]
+    loaded = config.load(path, options)
     assert not config.check(loaded)
-    job = to_job(loaded, words, kubernetes.CONFIG_PATH)
+    job = to_job(loaded, options, kubernetes.CONFIG_PATH)
     return list(yaml.safe_load_all(kubernetes.render(job, loaded.config.launch)))
 
 
 def returned(module: str, name: str, data: dict) -> dict:
-    """What a published model makes of a manifest."""
+    """Return a manifest after a round trip through a published model."""
     model = getattr(importlib.import_module(f"kubeflow_trainer_api.models.{module}"), name)
     return model.from_dict(data).to_dict()
 
@@ -57,7 +57,7 @@ def arguments(request):
     return request.param
 
 
-def test_a_trainjob_and_its_runtime_are_what_kubeflow_trainer_takes(arguments):
+def test_a_trainjob_and_its_runtime_match_kubeflow_trainer(arguments):
     runtime, job = manifests("trainjob", arguments)
     assert returned("trainer_v1alpha1_training_runtime", "TrainerV1alpha1TrainingRuntime", runtime) == runtime
     assert returned("trainer_v1alpha1_train_job", "TrainerV1alpha1TrainJob", job) == job
@@ -65,26 +65,26 @@ def test_a_trainjob_and_its_runtime_are_what_kubeflow_trainer_takes(arguments):
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]
     assert_pod(pod)
-    # the operator gives PET_* to the container `node` of the step `trainer` alone
+    # The operator sets PET_* only in the container `node` of the step `trainer`.
     assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     assert [container["name"] for container in pod["spec"]["containers"]] == ["node"]
 
 
-def test_a_jobset_is_what_its_controller_takes(arguments):
+def test_a_jobset_matches_its_published_model(arguments):
     (job,) = manifests("jobset", arguments)
     assert returned("jobset_v1alpha2_job_set", "JobsetV1alpha2JobSet", job) == job
     (node,) = job["spec"]["replicatedJobs"]
     inner = node["template"]["spec"]
     assert inner["parallelism"] == inner["completions"] and inner["completionMode"] == "Indexed"
     assert_pod(inner["template"])
-    names = {one["name"]: one.get("value") for one in inner["template"]["spec"]["containers"][0].get("env", [])}
+    names = {entry["name"]: entry.get("value") for entry in inner["template"]["spec"]["containers"][0].get("env", [])}
     if inner["completions"] > 1:
         assert names["SHARDTRAIN_NNODES"] == "4"
-        assert names["SHARDTRAIN_RDZV_ENDPOINT"] == "run-node-0-0.run:29500", "the stable name of the first pod"
+        assert names["SHARDTRAIN_RDZV_ENDPOINT"] == "run-node-0-0.run:29500", "must be the stable name of the first pod"
 
 
 @pytest.mark.parametrize("more", [[], ["--launch.min_nodes=1"]])
-def test_a_pytorchjob_is_what_the_training_operator_takes(arguments, more):
+def test_a_pytorchjob_matches_the_training_operator(arguments, more):
     (job,) = manifests("pytorchjob", [*arguments, *more])
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert_fields(job["spec"], PYTORCHJOB)
@@ -94,12 +94,12 @@ def test_a_pytorchjob_is_what_the_training_operator_takes(arguments, more):
         assert role in ("Master", "Worker")
         assert_fields(replica, {"replicas": int, "restartPolicy": str, "template": dict})
         assert_pod(replica["template"])
-        # the operator gives the variables of the rendezvous to the container `pytorch` alone
+        # The operator sets the rendezvous variables only in the container `pytorch`.
         assert [container["name"] for container in replica["template"]["spec"]["containers"]] == ["pytorch"]
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
-def test_every_volume_that_is_mounted_is_there_and_the_configuration_is_one(tmp_path, kind):
+def test_every_mounted_volume_exists_including_the_configuration(tmp_path, kind):
     path = tmp_path / "run.toml"
     path.write_text("[training]\nsteps = 5\n")
     first, *rest = manifests(kind, EVERYTHING, path)
@@ -116,11 +116,12 @@ def test_every_volume_that_is_mounted_is_there_and_the_configuration_is_one(tmp_
 
 def _pods(node: object) -> list[dict]:
     if isinstance(node, dict):
-        return ([node] if "containers" in node else []) + [one for value in node.values() for one in _pods(value)]
-    return [one for value in node for one in _pods(value)] if isinstance(node, list) else []
+        pods_below = [pod for value in node.values() for pod in _pods(value)]
+        return [node, *pods_below] if "containers" in node else pods_below
+    return [pod for value in node for pod in _pods(value)] if isinstance(node, list) else []
 
 
-def test_a_wrong_key_would_be_found():
+def test_a_wrong_key_is_detected():
     (job,) = manifests("jobset", LEAST)
     job["spec"]["replicatedJob"] = []
     assert returned("jobset_v1alpha2_job_set", "JobsetV1alpha2JobSet", job) != job

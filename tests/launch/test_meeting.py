@@ -1,4 +1,4 @@
-"""Nodes meet whatever their clocks say, only as many as can work, and a node whose ranks have ended ends soon."""
+"""The rendezvous of nodes: wrong clocks, node order, possible numbers of nodes, and the end of a node."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def listener(rank: int, port: int) -> socket.socket | None:
 
 
 def end_together(rendezvous: Meeting, store: dist.Store, rank: int) -> None:
-    """Stay until all nodes have read what they need: the first one serves the store."""
+    """Wait for all nodes before the first one, which serves the store, leaves."""
     while not rendezvous.others_have_ended(store, rank):
         time.sleep(0.05)
     if rank == 0:
@@ -62,7 +62,7 @@ def meet(rank: int, port: int, clocks: list[float]) -> tuple[int, int]:
     set_clock(setattr, clocks[rank])
     rendezvous = open_meeting(node(rank, port, most=len(clocks)), listener(rank, port))
     info = rendezvous.next_rendezvous()
-    time.sleep(2)  # two looks at the heartbeats, by which a clock could still drop a node
+    time.sleep(2)  # two checks of the heartbeats, after which a wrong clock could still drop a node
     assert rendezvous.num_nodes_waiting() == 0 and len(rendezvous.state.participants) == len(clocks)
     end_together(rendezvous, info.store, info.rank)
     return info.rank, info.world_size
@@ -87,12 +87,14 @@ def test_nodes_with_any_clocks_meet_in_one_world_and_the_difference_is_named(nam
     warnings = re.findall(r"the clock of node \d \(127.0.0.1\) is (\d+) s (ahead of|behind)", capfd.readouterr().err)
     first = clocks[[rank for rank, _ in worlds].index(0)]
     expected = [clock - first for clock in clocks if clock != first]
-    said = [int(seconds) * (1 if direction == "ahead of" else -1) for seconds, direction in warnings]
-    assert sorted(said) == pytest.approx(sorted(expected), abs=patience.seconds(1)), "all nodes note one moment"
+    differences = [int(seconds) * (1 if direction == "ahead of" else -1) for seconds, direction in warnings]
+    assert sorted(differences) == pytest.approx(sorted(expected), abs=patience.seconds(1)), (
+        "all nodes must compare their clocks at the same moment"
+    )
 
 
 def meet_by_number(rank: int, port: int, numbers: list[int], least: int) -> int:
-    # As text, the address of a later node comes first
+    # Sorted as text, the address of a later node comes first.
     options = {"local_address": f"127.0.0.{11 - rank}", "node_rank": numbers[rank]}
     own_node = dataclasses.replace(node(rank, port, least=least, most=len(numbers)), **options)
     rendezvous = open_meeting(own_node, listener(rank, port))
@@ -126,7 +128,7 @@ def state_of(store: dist.Store, name: str) -> Any:
 
 
 def beat(own_node: Any, holder: Any, at: datetime.datetime) -> None:
-    holder._last_sync_time = -1  # it reads at most once a second
+    holder._last_sync_time = -1  # the holder reads at most once per second
     holder.sync()
     holder.state.participants[own_node] = 0
     holder.state.last_heartbeats[own_node] = at
@@ -152,7 +154,7 @@ def test_a_node_is_lost_when_its_heartbeat_has_not_changed_for_fifteen_seconds(m
     passed[0] = 20
     beat(*other, wrong_clock + datetime.timedelta(seconds=5))
     for passed[0] in (20, 30, 34):
-        assert sees_other(), "a heartbeat of any time counts from when it came"
+        assert sees_other(), "a heartbeat must count from the time of its arrival"
     passed[0] = 36
     assert not sees_other()
 
@@ -172,14 +174,14 @@ def test_a_node_whose_clock_jumps_still_sends_heartbeats(monkeypatch, jump):
         assert own_node in holder.state.participants and pytorch._should_keep_alive(context)
 
 
-def test_a_world_of_fewer_nodes_than_asked_for_does_not_train(monkeypatch, capsys):
-    """Whatever drops a node from a world that was complete: the others meet again, and end after their limit."""
+def test_a_world_with_too_few_nodes_does_not_train(monkeypatch, capsys):
+    """If a node drops out of a complete world, the others wait for it again until their time limit."""
     rendezvous = Meeting.from_backend(
         "run", dist.HashStore(), C10dRendezvousBackend(dist.HashStore(), "run"), 2, 2, "127.0.0.1"
     )
     rendezvous.counts = [2]
-    alone = pytorch.RendezvousInfo(dist.HashStore(), 0, 1, None)
-    answers = iter([alone])
+    world_of_one = pytorch.RendezvousInfo(dist.HashStore(), 0, 1, None)
+    answers = iter([world_of_one])
 
     def next_rendezvous(self: Any) -> Any:
         for answer in answers:
@@ -193,7 +195,7 @@ def test_a_world_of_fewer_nodes_than_asked_for_does_not_train(monkeypatch, capsy
 
 
 def join_and_follow(rank: int, port: int) -> list[int]:
-    """The sizes of the worlds in which a node works, until it works in one of four nodes. The last node comes late."""
+    """Return the sizes of the worlds in which a node works, up to one of four nodes. The last node starts late."""
     if rank == 3:
         late = dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=patience.seconds(60)))
         late.wait(["two have worked"])
@@ -210,7 +212,7 @@ def join_and_follow(rank: int, port: int) -> list[int]:
         while info.world_size == 2 and not rendezvous.num_nodes_waiting():
             time.sleep(0.5)
             looks += 1
-            if looks == 10:  # nobody has disturbed these two meanwhile
+            if looks == 10:  # the two nodes were not interrupted meanwhile
                 rendezvous._store.set("two have worked", "")
     end_together(rendezvous, info.store, info.rank)
     return worlds
@@ -223,7 +225,7 @@ def join_and_follow(rank: int, port: int) -> list[int]:
         (2, 2, [1, 2, 4], 2),
         (1, 1, [1, 2, 4], 1),
         (2, 1, [2, 3], 1),
-        (1, 2, [2, 4], 2),  # a member has left, to meet again
+        (1, 2, [2, 4], 2),  # a member has left to join again
         (4, 1, [1, 2, 4], 0),
         (2, 0, [1, 2, 4], 0),
     ],
@@ -242,16 +244,16 @@ def test_nodes_that_wait_count_once_a_larger_number_can_work(monkeypatch, member
     "rounds of a rendezvous take seconds each",
     by="tests/launch/test_meeting.py::test_nodes_that_wait_count_once_a_larger_number_can_work",
 )
-def test_a_node_that_does_not_fit_waits_and_others_continue_until_more_come():
-    """Two or four nodes can work: of three, two work on and one waits; the fourth lets all work."""
+def test_a_surplus_node_waits_until_more_nodes_join():
+    """Two or four nodes can work. Of three nodes, one waits. With the fourth, all work."""
     worlds = run_ranks(4, join_and_follow, free_port())
     assert {size for sizes in worlds for size in sizes} == {2, 4}
     assert all(sizes[-1] == 4 for sizes in worlds)
-    assert [4] in worlds[:3], "one of the first three has waited"
+    assert [4] in worlds[:3], "one of the first three must have waited"
 
 
 def test_without_a_global_batch_the_nodes_that_meet_first_decide_which_numbers_can_work(monkeypatch):
-    """Their batch is kept by later worlds, which must divide it: nodes that do not wait."""
+    """Later worlds keep the batch size of the first one, and their ranks must divide it. Other nodes wait."""
     shared = dist.HashStore()
     monkeypatch.setattr(Meeting, "_compare_clocks", lambda *_: None)
     for met, rank, size in [(4, 0, 4), (3, 1, 2), (2, 0, 2), (4, 3, 4)]:
@@ -269,7 +271,7 @@ def end_without_the_other(rank: int, port: int) -> bool:
     rendezvous = open_meeting(node(rank, port, rendezvous=settings), listener(rank, port))
     info = rendezvous.next_rendezvous()
     if info.rank == 1:
-        rendezvous._stop_heartbeats()  # as a machine that is gone, except for the store that it may serve
+        rendezvous._stop_heartbeats()  # like a lost machine, except that it may still serve the store
         info.store.wait(["first has ended"])
         return True
     waits = not rendezvous.others_have_ended(info.store, 0)
@@ -280,7 +282,7 @@ def end_without_the_other(rank: int, port: int) -> bool:
     return waits
 
 
-def test_a_node_whose_ranks_have_ended_waits_for_the_others_and_not_for_a_lost_one():
+def test_a_finished_node_waits_for_others_but_not_for_a_lost_one():
     assert run_ranks(2, end_without_the_other, free_port()) == [True, True]
 
 
@@ -296,23 +298,24 @@ def test_a_store_that_does_not_reply_ends_no_healthy_run(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [RendezvousConnectionError, dist.DistNetworkError])
-def test_a_lost_store_is_not_asked_again_and_leaves_the_reason_to_the_agent(monkeypatch, error):
-    """Before, this error ended the agent, which then named no rank and wrote no exit.json."""
+def test_a_lost_store_is_not_called_again_and_the_agent_reports_the_cause(monkeypatch, error):
+    """Otherwise the error would end the agent before it names a rank and writes exit.json."""
     rendezvous = Meeting.from_backend(
         "run", dist.HashStore(), C10dRendezvousBackend(dist.HashStore(), "run"), 2, 2, "127.0.0.1"
     )
-    asked = []
+    calls = []
 
     def ask(_: Any) -> int:
-        asked.append(1)
+        calls.append(1)
         raise error("Connection refused")
 
     monkeypatch.setattr(pytorch.DynamicRendezvousHandler, "num_nodes_waiting", ask)
-    assert [rendezvous.num_nodes_waiting() for _ in range(3)] == [0, 0, 0] and len(asked) == 1
+    assert [rendezvous.num_nodes_waiting() for _ in range(3)] == [0, 0, 0]
+    assert len(calls) == 1
 
 
 ONE, OTHER, NO_SECRET = "of one run", "of another run", ""
-# nodes and secret of the first node, then of the second one -> error of the second one
+# number of nodes and secret of the first node, then of the second node -> error of the second node
 COUNTS = {
     "equal": ((2, 2, NO_SECRET), (2, 2, NO_SECRET), ""),
     "equal and signed": ((1, 4, ONE), (1, 4, ONE), ""),
@@ -329,19 +332,20 @@ COUNTS = {
 def test_nodes_that_were_started_with_different_numbers_of_nodes_are_refused(name):
     *both, expected = COUNTS[name]
     store = dist.HashStore()
-    told = []
+    errors = []
     for least, most, secret in both:
         number = str(most) if least == most else f"{least}:{most}"
-        own = dataclasses.replace(node(0, 1, least=least, most=most), reason=f"--nnodes={number}")
+        this_node = dataclasses.replace(node(0, 1, least=least, most=most), reason=f"--nnodes={number}")
         try:
-            meeting._compare_node_counts(own, store, secret)
-            told.append("")
+            meeting._compare_node_counts(this_node, store, secret)
+            errors.append("")
         except (ConfigError, RendezvousStateError) as error:
-            told.append(str(error))
-    assert told[0] == "" and expected in told[1] and bool(expected) == bool(told[1]), told
+            errors.append(str(error))
+    assert errors[0] == "" and expected in errors[1], errors
+    assert bool(expected) == bool(errors[1]), errors
 
 
-def test_a_signal_is_heard_while_the_rendezvous_does_not_answer(monkeypatch):
+def test_a_signal_is_handled_while_the_rendezvous_does_not_answer(monkeypatch):
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -356,7 +360,7 @@ def test_a_signal_is_heard_while_the_rendezvous_does_not_answer(monkeypatch):
         never.set()
 
 
-def test_an_answer_that_does_not_come_ends_the_wait_and_an_error_is_passed_on():
+def test_a_missing_answer_times_out_and_errors_are_raised():
     never = threading.Event()
     with pytest.raises(TimeoutError):
         within(0.1, never.wait)

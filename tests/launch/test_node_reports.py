@@ -1,4 +1,4 @@
-"""All nodes of an attempt name the same cause of its end, whatever each has seen of it."""
+"""All nodes of an attempt report the same cause of its end, even if each has seen different failures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ENDS: dict[str, tuple[list[Failure], list[Failure], tuple[int, int] | None]] = {
 
 
 def explain_on_both(folder: Path, end: str) -> list[Failure | None]:
-    """What two nodes answer, which have the same store and run folder."""
+    """Return the causes that two nodes with the same store and run folder report."""
     failures = ENDS[end][:2]
     store = dist.HashStore()
     (folder / "logs").mkdir()
@@ -61,7 +61,7 @@ def explain_on_both(folder: Path, end: str) -> list[Failure | None]:
 def test_two_nodes_name_the_same_cause(tmp_path, end):
     expected = ENDS[end][2]
     causes = explain_on_both(tmp_path, end)
-    if end == "asked to stop":  # each node names one of its own ranks: all have saved the same step
+    if end == "asked to stop":  # each node names its own first rank: all have saved the same step
         assert [cause.exit_code for cause in causes] == [75, 75]
         return
     assert [cause and (cause.rank, cause.exit_code) for cause in causes] == [expected] * 2
@@ -69,20 +69,20 @@ def test_two_nodes_name_the_same_cause(tmp_path, end):
         assert (tmp_path / f"logs/node-{number}.json").exists()
 
 
-def test_a_node_that_says_nothing_is_named_if_no_rank_is_to_blame(tmp_path, monkeypatch):
+def test_a_silent_node_is_named_if_no_rank_is_to_blame(tmp_path, monkeypatch):
     monkeypatch.setattr(node_reports, "WAIT_SECONDS", 0.2)
     store = dist.HashStore()
     (tmp_path / "logs").mkdir()
     with ThreadPoolExecutor(2) as nodes:
-        made = nodes.map(lambda number: NodeReports(store, "run", number, 2, first_rank=2 * number), range(2))
-        left, _lost = list(made)
-    cause = left.explain([PEERS[0], PEERS[1]], False, tmp_path)
+        reports = nodes.map(lambda number: NodeReports(store, "run", number, 2, first_rank=2 * number), range(2))
+        remaining, _lost = list(reports)
+    cause = remaining.explain([PEERS[0], PEERS[1]], False, tmp_path)
     assert cause and (cause.rank, cause.exit_code) == (2, 6) and "did not report" in cause.message
-    own = left.explain([LEFT, PEERS[0]], False, tmp_path)
-    assert own and own.rank == 1, "a cause on this node does not need a lost one"
+    local_cause = remaining.explain([LEFT, PEERS[0]], False, tmp_path)
+    assert local_cause and local_cause.rank == 1, "a cause on this node takes precedence over a lost node"
 
 
-def test_a_failure_of_another_node_is_noticed_and_its_stop_is_not_one(tmp_path, monkeypatch):
+def test_another_node_s_failure_is_noticed_but_not_its_stop(tmp_path, monkeypatch):
     monkeypatch.setattr(node_reports, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(node_reports, "WAIT_SECONDS", 0.0)
     for failures, all_done, is_noticed in (([], True, False), (SAVED[:2], True, False), ([KILLED], False, True)):
@@ -106,14 +106,14 @@ def test_two_nodes_with_the_same_node_rank_are_refused_on_both(node_ranks, is_re
         return ""
 
     with ThreadPoolExecutor(2) as nodes:
-        told = list(nodes.map(meet, range(2)))
+        errors = list(nodes.map(meet, range(2)))
     host = socket.gethostname()
     expected = f"--node_rank=1 is the number of 2 nodes ({host}, {host}); give each node its own, from 0"
-    assert told == [expected if is_refused else ""] * 2
+    assert errors == [expected if is_refused else ""] * 2
 
 
 class _Served:
-    """A store that is lost once the node that serves it has left."""
+    """A store that fails once the node that serves it has left."""
 
     def __init__(self) -> None:
         self._store = dist.HashStore()
@@ -128,8 +128,8 @@ class _Served:
 
 
 @pytest.mark.parametrize("slow", [1, 2])
-def test_a_node_that_reads_late_still_learns_that_two_have_its_number(slow):
-    """The node that serves the store stays until all have read the numbers."""
+def test_a_node_that_reads_late_still_detects_a_duplicate_node_rank(slow):
+    """The node that serves the store stays until all nodes have read the node ranks."""
     store = _Served()
 
     def meet(number: int) -> str:
@@ -144,12 +144,12 @@ def test_a_node_that_reads_late_still_learns_that_two_have_its_number(slow):
         return ""
 
     with ThreadPoolExecutor(3) as nodes:
-        told = list(nodes.map(meet, range(3)))
-    assert len(set(told)) == 1 and told[0].startswith("--node_rank=1 is the number of 2 nodes"), told
+        errors = list(nodes.map(meet, range(3)))
+    assert len(set(errors)) == 1 and errors[0].startswith("--node_rank=1 is the number of 2 nodes"), errors
 
 
 class _Late:
-    """A store as a slow node sees it."""
+    """A store whose reads are slow."""
 
     def __init__(self, store: _Served) -> None:
         self.set = store.set
@@ -161,7 +161,7 @@ class _Late:
         return bytes(self._served.get(key))
 
 
-def test_a_store_that_is_lost_is_not_asked_again_and_its_node_is_named(tmp_path, monkeypatch):
+def test_a_lost_store_is_not_called_again_and_its_node_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(node_reports, "LOOK_SECONDS", 0.0)
     store = _Served()
     with ThreadPoolExecutor(2) as nodes:
@@ -173,7 +173,7 @@ def test_a_store_that_is_lost_is_not_asked_again_and_its_node_is_named(tmp_path,
     assert second.others_have_failed()
     cause = second.explain([PEERS[2], PEERS[3]], False, tmp_path)
     assert cause and (cause.rank, cause.exit_code) == (0, 6) and "is lost with its node" in cause.message
-    assert store.calls == calls, "each call to a silent store takes as long as its limit"
+    assert store.calls == calls, "a lost store must not be called again: each call would take the full timeout"
 
 
 def test_a_report_that_is_not_signed_with_the_secret_of_the_nodes_is_refused(tmp_path, monkeypatch):
@@ -186,7 +186,7 @@ def test_a_report_that_is_not_signed_with_the_secret_of_the_nodes_is_refused(tmp
 
 
 def forged(**fields: object) -> str:
-    """The report of a rank that ended, with other values in some fields."""
+    """Return the report of a rank with some fields replaced."""
     return json.dumps([{**asdict(LEFT), "time_seconds": 1.0, **fields}])
 
 
@@ -210,7 +210,7 @@ FORGED = {
 @pytest.mark.parametrize("secret", ["", "of all"])
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_report_of_one_node_does_not_change_those_of_others(name, secret, tmp_path, monkeypatch):
-    """Node 1 of 3 reports, and a stranger writes the reports of nodes 0 and 2."""
+    """Node 1 of 3 reports, and a stranger forges the reports of nodes 0 and 2."""
     monkeypatch.setenv(SECRET, secret)
     monkeypatch.setattr(node_reports, "WAIT_SECONDS", 0.1)
     store = dist.HashStore()
@@ -225,10 +225,10 @@ def test_a_forged_report_of_one_node_does_not_change_those_of_others(name, secre
     store.set("shardtrain/nodes/end/0", FORGED[name])
     store.set("shardtrain/nodes/end/1", "[]")
     cause = first.explain([LEFT], False, tmp_path)
-    assert cause == LEFT, "the own report is not read from the store"
+    assert cause == LEFT, "a node must not read its own report from the store"
 
 
-def test_a_node_does_not_believe_a_report_of_its_own_that_another_wrote(tmp_path, monkeypatch):
+def test_a_node_ignores_a_forged_report_in_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(node_reports, "WAIT_SECONDS", 0.0)
     store = _Frozen(dist.HashStore(), frozen="shardtrain/nodes/end/0")
     reports = NodeReports(store, "run", 0, 1, 0)
@@ -255,7 +255,7 @@ def test_a_node_that_joins_and_does_not_report_its_host_is_named(store_seconds, 
 
 
 class _Frozen:
-    """A store that keeps what a stranger has written under one key."""
+    """A store in which one key keeps the value that a stranger wrote."""
 
     def __init__(self, store: dist.Store, frozen: str) -> None:
         self.store = store

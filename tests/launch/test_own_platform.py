@@ -1,4 +1,4 @@
-"""Laws of platforms of the user's: the same seam as ours, shown by --dry-run, refused in one line."""
+"""User-defined platforms have the same interface as the built-in ones, support --dry-run, and fail in one line."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def written(folder, text=PLATFORM):
     return str(path)
 
 
-def test_a_platform_of_a_file_shows_and_submits_the_same_text(tmp_path, capsys):
-    words = [written(tmp_path), DEBUG, "--name", "first", "--nodes", "2", "--training.steps", "3"]
-    assert main([*words, "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("# first on 2\n") and "--training.steps 3" in shown
+def test_a_platform_file_shows_and_submits_the_same_text(tmp_path, capsys):
+    arguments = [written(tmp_path), DEBUG, "--name", "first", "--nodes", "2", "--training.steps", "3"]
+    assert main([*arguments, "--dry-run"]) == 0
+    dry_run = capsys.readouterr().out
+    assert dry_run.startswith("# first on 2\n") and "--training.steps 3" in dry_run
     queue = tmp_path / "my_platform.queue"
     assert not queue.exists()
-    assert main(words) == 0
-    assert capsys.readouterr().out == "mine/first\n" and queue.read_text() + "\n" == shown
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == "mine/first\n" and queue.read_text() + "\n" == dry_run
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (None, "is not a file"),
         (PLATFORM.replace("def submit", "def send"), "has no submit; define render"),
@@ -52,9 +52,9 @@ def test_a_platform_of_a_file_shows_and_submits_the_same_text(tmp_path, capsys):
         ),
     ],
 )
-def test_a_file_that_is_not_a_platform_is_one_line(tmp_path, text, said):
+def test_a_file_that_is_not_a_platform_is_one_line(tmp_path, text, message):
     path = str(tmp_path / "my_platform.py") if text is None else written(tmp_path, text)
-    with pytest.raises(ConfigError, match=rf"shardtrain launch=.*my_platform.py.* {said}"):
+    with pytest.raises(ConfigError, match=rf"shardtrain launch=.*my_platform.py.* {message}"):
         main([path, DEBUG])
 
 
@@ -67,7 +67,7 @@ def stop(id):
 """
 
 
-def test_a_job_of_an_own_platform_is_followed_by_its_file(tmp_path, capsys):
+def test_job_verbs_call_the_platform_file(tmp_path, capsys):
     path = written(tmp_path, PLATFORM + FOLLOWED)
     assert main(["status", path, "mine/first"]) == 0 and capsys.readouterr().out == "mine/first runs\n"
     assert main(["stop", path, "mine/first"]) == 0 and capsys.readouterr().out == ""

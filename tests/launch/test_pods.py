@@ -1,4 +1,4 @@
-"""Two local processes with the variables of two pods: they train one run, save when one is told to go, and continue."""
+"""Two local processes with the variables of two pods train one run, save when one is terminated, and resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT = 120
 DROPPED = ("NGPU", "LOG_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def words(folder: Path, steps: int) -> list[str]:
+def command_of(folder: Path, steps: int) -> list[str]:
     options = {
         "job.dump_folder": folder, "training.dataset": "text", "training.dataset_path": text_file(),
         "training.seq_len": 32, "training.local_batch_size": 1, "training.steps": steps, "training.device": "cpu",
@@ -46,28 +46,28 @@ def pod(number: int, port: int, command: list[str]) -> subprocess.Popen:
     return forked.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
-def fail_with_words(pods: list[subprocess.Popen], why: str) -> NoReturn:
-    """Fail with what each pod has said, and where each that runs is; end them all."""
-    codes = [one.poll() for one in pods]
-    for one in pods:
-        if one.poll() is None:
-            one.send_signal(forked.STACKS)
+def fail_with_output(pods: list[subprocess.Popen], why: str) -> NoReturn:
+    """Terminate all pods, and fail with their output and the stacks of those that still run."""
+    codes = [process.poll() for process in pods]
+    for process in pods:
+        if process.poll() is None:
+            process.send_signal(forked.STACKS)
     time.sleep(1)
-    for one in pods:
-        one.kill()  # all, before any is read: each would wait for the others
-    told = [one.communicate()[1] for one in pods]
-    pytest.fail(f"{why}, ended with {codes}:\n" + "\n".join(told))
+    for process in pods:
+        process.kill()  # kill all before reading: each would wait for the others
+    outputs = [process.communicate()[1] for process in pods]
+    pytest.fail(f"{why}, ended with {codes}:\n" + "\n".join(outputs))
 
 
 def ended(pods: list[subprocess.Popen]) -> list[tuple[int, str]]:
     try:
-        codes = [one.wait(patience.seconds(TIMEOUT)) for one in pods]
-        return [(code, one.communicate()[1]) for code, one in zip(codes, pods, strict=True)]
+        codes = [process.wait(patience.seconds(TIMEOUT)) for process in pods]
+        return [(code, process.communicate()[1]) for code, process in zip(codes, pods, strict=True)]
     except subprocess.TimeoutExpired:
-        fail_with_words(pods, "a pod does not end")
+        fail_with_output(pods, "a pod does not end")
     finally:
-        for one in pods:
-            one.kill()
+        for process in pods:
+            process.kill()
 
 
 @pytest.mark.nightly(
@@ -76,41 +76,41 @@ def ended(pods: list[subprocess.Popen]) -> list[tuple[int, str]]:
 )
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface is called lo")
-def test_two_pods_train_one_is_told_to_go_and_the_same_command_resumes(tmp_path):
+def test_two_pods_train_one_is_terminated_and_the_same_command_resumes(tmp_path):
     steps = 40
-    port, command = free_port(), words(tmp_path, steps)
-    pods = [pod(number, port, command) for number in (1, 0)]  # the one that waits comes first
+    port, command = free_port(), command_of(tmp_path, steps)
+    pods = [pod(number, port, command) for number in (1, 0)]  # start the node that has to wait first
 
     def has_come() -> bool:
-        if any(one.poll() is not None for one in pods):
-            fail_with_words(pods, "before two steps")
+        if any(process.poll() is not None for process in pods):
+            fail_with_output(pods, "before two steps")
         return (tmp_path / "metrics.jsonl").exists() and len(losses(tmp_path)) > 1
 
     try:
         wait_for(has_come)
         pods[0].send_signal(signal.SIGTERM)
     except BaseException:
-        for one in pods:
-            one.kill()
+        for process in pods:
+            process.kill()
         raise
-    for code, told in ended(pods):
-        assert code == 75, told
-        assert "Traceback" not in told
+    for code, stderr in ended(pods):
+        assert code == 75, stderr
+        assert "Traceback" not in stderr
     saved = newest(tmp_path)
     assert 1 < saved < steps and record(tmp_path)["code"] == 75
 
     port = free_port()
-    for code, told in ended([pod(number, port, command) for number in (0, 1)]):
-        assert code == 0, told
-    assert list(losses(tmp_path)) == list(range(1, steps + 1)), "no step is lost or made twice"
+    for code, stderr in ended([pod(number, port, command) for number in (0, 1)]):
+        assert code == 0, stderr
+    assert list(losses(tmp_path)) == list(range(1, steps + 1)), "a step was lost or repeated"
 
 
 @pytest.mark.slow
-def test_the_same_image_runs_alone_with_none_of_the_variables(tmp_path):
-    """``runai submit``, whose pod has nothing but a command: the original died here of an empty PET_NNODES."""
+def test_the_same_image_runs_on_one_node_without_the_variables(tmp_path):
+    """Pods of ``runai submit`` have only a command. The original failed here on an empty PET_NNODES."""
     bare = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "NGPU": "2", "PET_NNODES": ""}
-    done = forked.run(
-        words(tmp_path / "run", 2),
+    result = forked.run(
+        command_of(tmp_path / "run", 2),
         env=bare,
         cwd=ROOT,
         capture_output=True,
@@ -118,5 +118,6 @@ def test_the_same_image_runs_alone_with_none_of_the_variables(tmp_path):
         timeout=patience.seconds(TIMEOUT),
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert list(losses(tmp_path / "run")) == [1, 2] and "2 processes (as NGPU says)" in done.stderr
+    assert result.returncode == 0, result.stderr
+    assert list(losses(tmp_path / "run")) == [1, 2]
+    assert "2 processes (as NGPU says)" in result.stderr

@@ -294,7 +294,7 @@ def test_a_run_saves_itself_before_its_slurm_job_ends(tmp_path, monkeypatch, pha
 
 @pytest.mark.nightly(
     "one stop of a job that is queued again",
-    by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal",
+    by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_requeues_it_after_a_signal",
 )
 def test_a_job_that_is_requeued_after_each_step_has_one_loss_curve(tmp_path, straight, monkeypatch):
     """Like Slurm, repeat the same command with the same job id and an incremented restart count."""

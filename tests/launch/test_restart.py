@@ -1,4 +1,4 @@
-"""Restarts: one per failure, from the last checkpoint, and none for what would only fail again."""
+"""Restarts: one per failure, from the last checkpoint, and none for failures that would repeat."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process t
 
 
 def kill_once(folder, step, rank):
-    """End one rank with SIGKILL when it begins to update for the ``step``-th time, in the first attempt alone."""
+    """Kill one rank with SIGKILL at its ``step``-th update, only in the first attempt."""
     original, calls = trainer.optim.set_learning_rate, []
 
     def patched(*arguments):
@@ -36,30 +36,30 @@ def kill_once(folder, step, rank):
         trainer.optim.set_learning_rate = patched
 
 
-def _launch(one, max_restarts, fault):
+def _launch(run_config, max_restarts, fault):
     environment.set_process_defaults(os.environ, 2, 2, alone=True)
 
     def main(loaded):
         fault()
         return trainer.main(loaded)
 
-    os._exit(local.launch(Loaded(one), 2, main=main, max_restarts=max_restarts))
+    os._exit(local.launch(Loaded(run_config), 2, main=main, max_restarts=max_restarts))
 
 
 @LINUX
 @pytest.mark.parametrize("rank", cases([1], nightly=[0]))
-def test_a_rank_that_is_killed_costs_one_restart_and_changes_no_number(tmp_path, rank):
-    (tmp_path / "whole").mkdir()
-    assert end(fork(_launch, config(tmp_path / "whole"), 0, lambda: None)) == 0
-    one = config(tmp_path)
-    assert end(fork(_launch, one, 1, lambda: kill_once(tmp_path, 4, rank))) == 0
+def test_a_killed_rank_costs_one_restart_and_changes_no_loss(tmp_path, rank):
+    (tmp_path / "undisturbed").mkdir()
+    assert end(fork(_launch, config(tmp_path / "undisturbed"), 0, lambda: None)) == 0
+    run_config = config(tmp_path)
+    assert end(fork(_launch, run_config, 1, lambda: kill_once(tmp_path, 4, rank))) == 0
     assert record(tmp_path)["code"] == 0
-    assert losses(tmp_path) == losses(tmp_path / "whole") and len(losses(tmp_path)) == STEPS
+    assert losses(tmp_path) == losses(tmp_path / "undisturbed") and len(losses(tmp_path)) == STEPS
     assert no_orphans(tmp_path)
 
 
 def kill_in_each_phase(folder):
-    """The first attempt dies in a step, the second while it loads, the third before it meets the others."""
+    """Kill the first attempt in a step, the second while it loads, the third before its rendezvous."""
 
     def die_before(owner, name, rank):
         original = getattr(owner, name)
@@ -83,9 +83,9 @@ def kill_in_each_phase(folder):
 @LINUX
 @pytest.mark.nightly(
     "in a second start",
-    by="tests/launch/test_restart.py::test_a_rank_that_is_killed_costs_one_restart_and_changes_no_number",
+    by="tests/launch/test_restart.py::test_a_killed_rank_costs_one_restart_and_changes_no_loss",
 )
-def test_a_rank_that_is_killed_while_the_run_starts_again_costs_one_restart_too(tmp_path, capfd):
+def test_a_rank_killed_during_a_restart_costs_one_restart(tmp_path, capfd):
     assert end(fork(_launch, config(tmp_path), 3, lambda: kill_in_each_phase(tmp_path))) == 0
     assert [line for line in capfd.readouterr().err.splitlines() if line.startswith("restart ")] == [
         "restart 1 of 3",
@@ -93,8 +93,9 @@ def test_a_rank_that_is_killed_while_the_run_starts_again_costs_one_restart_too(
         "restart 3 of 3",
     ]
     assert list(losses(tmp_path)) == list(range(1, STEPS + 1)) and no_orphans(tmp_path)
-    told = account(attempts_of(events.read(tmp_path)[0]))
-    assert (told.attempts, told.saves) == (2, 3) and told.seconds["restart"] > 0 and told.idle_seconds == 0
+    accounted = account(attempts_of(events.read(tmp_path)[0]))
+    assert (accounted.attempts, accounted.saves) == (2, 3)
+    assert accounted.seconds["restart"] > 0 and accounted.idle_seconds == 0
 
 
 def always():
@@ -109,53 +110,53 @@ def always_killed():
 
 
 @LINUX
-def test_an_error_that_comes_twice_in_the_same_step_ends_the_restarts_and_names_its_data(tmp_path, capfd):
+def test_an_error_repeated_in_the_same_step_ends_the_restarts_and_names_the_data(tmp_path, capfd):
     assert end(fork(_launch, config(tmp_path), 100, always)) == CRASH_LOOP
-    told = record(tmp_path)
-    assert told["code"] == CRASH_LOOP and told["class"] == "CrashLoop" and not told["retryable"]
-    assert told["message"].startswith(
+    exit_record = record(tmp_path)
+    assert exit_record["code"] == CRASH_LOOP and exit_record["class"] == "CrashLoop" and not exit_record["retryable"]
+    assert exit_record["message"].startswith(
         "two attempts in a row ended with RuntimeError in step 1 (sequences 0 to 7 of the data) (there is no"
     )
-    assert told["message"].endswith(f"; its data: shardtrain data show {tmp_path} --step 1")
+    assert exit_record["message"].endswith(f"; its data: shardtrain data show {tmp_path} --step 1")
     assert capfd.readouterr().err.count("restart 1 of 100") == 1
 
 
 @LINUX
-def test_a_run_whose_ranks_always_die_is_not_restarted_for_ever(tmp_path):
+def test_a_run_whose_ranks_always_die_stops_restarting(tmp_path):
     assert end(fork(_launch, config(tmp_path), 100, always_killed)) == CRASH_LOOP
     assert record(tmp_path)["message"].startswith("3 restarts in a row gained nothing (there is no checkpoint)")
 
 
 def attempts(codes, steps, limit):
-    """Restarts used and the status of a run whose attempts end with these codes, after these newest steps."""
+    """Return the number of restarts and the status of a run whose attempts end with these codes and newest steps."""
     now = iter([-1, *steps])
     restarts = Restarts(limit, lambda: next(now))
     for code in codes:
         status = restarts.after(code)
         if status is not None:
             return restarts.used, status
-    raise AssertionError("still wants a restart")
+    raise AssertionError("requests a restart after the last attempt")
 
 
-def test_restarts_end_with_the_limit_with_success_and_with_what_would_come_again():
+def test_restarts_end_at_the_limit_on_success_and_for_permanent_failures():
     assert attempts([6, 6, 6], [10, 20], limit=2) == (2, 6)
     assert attempts([6, 0], [10], limit=5) == (1, 0)
     for code in (2, 3, 4, 5, 7, 75, 76):
         assert attempts([code], [], limit=5) == (0, code)
 
 
-def test_the_same_error_in_another_step_or_another_one_in_the_same_is_not_a_loop():
+def test_only_the_same_error_in_the_same_step_is_a_crash_loop():
     restarts = Restarts(9, iter(range(99)).__next__)
-    told = lambda kind, place: Failure(0, "h", kind, "m", "", 0.0, 1, place=place)  # noqa: E731
-    assert restarts.after(1, told("A", "step 3")) is None
-    assert restarts.after(1, told("A", "step 4")) is None
-    assert restarts.after(1, told("B", "step 4")) is None
-    assert restarts.after(6, told("B", "step 4")) is None, "a lost rank says nothing about the data"
-    assert restarts.after(1, told("B", "")) is None and restarts.after(1, told("B", "")) is None
-    assert restarts.after(1, told("B", "step 4")) is None
-    assert restarts.after(1, told("B", "step 4")) == CRASH_LOOP
+    failure = lambda kind, place: Failure(0, "h", kind, "m", "", 0.0, 1, place=place)  # noqa: E731
+    assert restarts.after(1, failure("A", "step 3")) is None
+    assert restarts.after(1, failure("A", "step 4")) is None
+    assert restarts.after(1, failure("B", "step 4")) is None
+    assert restarts.after(6, failure("B", "step 4")) is None, "a lost rank is no evidence against the data"
+    assert restarts.after(1, failure("B", "")) is None and restarts.after(1, failure("B", "")) is None
+    assert restarts.after(1, failure("B", "step 4")) is None
+    assert restarts.after(1, failure("B", "step 4")) == CRASH_LOOP
 
 
-def test_progress_sets_the_count_of_fruitless_restarts_back():
+def test_progress_resets_the_count_of_fruitless_restarts():
     assert attempts([6] * 10, [-1] * 10, limit=9) == (FRUITLESS, CRASH_LOOP)
     assert attempts([6] * 10, [5, 5, 5, 10, 10, 10, 10], limit=99) == (6, CRASH_LOOP)

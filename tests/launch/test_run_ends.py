@@ -1,7 +1,7 @@
-"""Every cell of the table of signals and phases, on the whole command with one process and with two ranks.
+"""Every cell of the table of signals and phases, tested with the full command on one process and on two ranks.
 
-A command is a fork of this process, so that it does not import torch again. A hook holds it in a phase: it creates the
-file ``ready`` and waits for ``go``.
+A command is a fork of this process, which avoids importing torch again. A hook holds it in a phase: it creates the file
+``ready`` and waits for ``go``.
 """
 
 from __future__ import annotations
@@ -103,26 +103,26 @@ def held_in(folder: Path, phase: str) -> None:
         trainer.main = held_main
 
 
-def _command(folder: Path, phase: str, words: list[str]) -> None:
+def _command(folder: Path, phase: str, arguments: list[str]) -> None:
     os.chdir(folder)
     os.dup2(os.open("err", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     sys.stderr = os.fdopen(2, "w", 1, closefd=False)
     for name in [name for name in os.environ if name in ("NGPU", "LOG_RANK") or name.startswith("SHARDTRAIN_STORE")]:
         del os.environ[name]
     held_in(folder, phase)
-    os._exit(cli.main(["train", "run.toml", *words]))
+    os._exit(cli.main(["train", "run.toml", *arguments]))
 
 
-def start(folder: Path, phase: str, *words: str):
+def start(folder: Path, phase: str, *arguments: str):
     """Start the command and wait until it is held."""
     (folder / "run.toml").write_text(RUN)
-    process = fork(_command, folder, phase, list(words))
+    process = fork(_command, folder, phase, list(arguments))
     wait_for((folder / "ready").exists)
     return process
 
 
 def send(pid: int, name: str) -> None:
-    """Send what a row of the table says."""
+    """Send the signals of a row of the table."""
     if name == TWICE:
         os.kill(pid, signal.SIGINT)
         time.sleep(3 * ONE_REQUEST_SECONDS)
@@ -130,7 +130,7 @@ def send(pid: int, name: str) -> None:
         try:
             os.kill(pid, signal.Signals[number])
         except ProcessLookupError:
-            assert name == TWICE  # the first one was enough
+            assert name == TWICE  # the first signal was enough
         time.sleep(0.2)
 
 
@@ -173,9 +173,9 @@ def test_each_cell_of_the_table(tmp_path, capfd, name, phase, ranks):
         nightly=[(name, "meeting") for name in (*REQUESTS, TWICE) if name != "SIGUSR1"],
     ),
 )
-def test_a_node_that_waits_for_the_others_ends_as_the_table_says(tmp_path, name, phase):
-    words = ["--nnodes", "2", "--node_rank", "0", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--nproc", "1"]
-    process = start(tmp_path, phase, *words, "--training.global_batch_size", "4")
+def test_a_waiting_node_ends_according_to_the_table(tmp_path, name, phase):
+    arguments = ["--nnodes", "2", "--node_rank", "0", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--nproc", "1"]
+    process = start(tmp_path, phase, *arguments, "--training.global_batch_size", "4")
     send(process.pid, name)
     assert end(process) == record(tmp_path / "run")["code"] == TABLE[name][PREFLIGHT].code
     line = run_ends.BEFORE_FIRST_STEP.line.format(reason=name.partition(" ")[0])
@@ -184,15 +184,15 @@ def test_a_node_that_waits_for_the_others_ends_as_the_table_says(tmp_path, name,
 
 @pytest.mark.nightly(
     "a node starts interpreters",
-    by="tests/launch/test_run_ends.py::test_a_node_that_waits_for_the_others_ends_as_the_table_says",
+    by="tests/launch/test_run_ends.py::test_a_waiting_node_ends_according_to_the_table",
 )
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_node_whose_ranks_are_starting_ends_as_the_table_says(tmp_path, name, monkeypatch):
-    """Its ranks import PyTorch: they have not begun to save when they receive the signal."""
+def test_a_node_with_starting_ranks_ends_according_to_the_table(tmp_path, name, monkeypatch):
+    """Its ranks are still importing PyTorch when they receive the signal."""
     monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=1")
     (tmp_path / "run.toml").write_text(RUN)
-    words = ["--nnodes", "1:2", "--node_rank", "0", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--nproc", "1"]
-    process = fork(_command, tmp_path, "none", [*words, "--training.global_batch_size", "4"])
+    arguments = ["--nnodes", "1:2", "--node_rank", "0", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--nproc", "1"]
+    process = fork(_command, tmp_path, "none", [*arguments, "--training.global_batch_size", "4"])
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     wait_for(lambda: children.read_text())
     time.sleep(0.5)
@@ -203,7 +203,7 @@ def test_a_node_whose_ranks_are_starting_ends_as_the_table_says(tmp_path, name, 
 
 
 @pytest.mark.parametrize("name", cases(["SIGINT"], nightly=sorted({*REQUESTS} - {"SIGINT", "SIGHUP"})))
-def test_a_signal_after_the_end_stops_the_sample_and_not_the_status(tmp_path, name):
+def test_a_signal_after_the_end_stops_the_sample_but_keeps_the_status(tmp_path, name):
     process = start(tmp_path, "sample", "--nproc", "1", "--metrics.sample_prompt", "a")
     send(process.pid, name)
     (tmp_path / "go").touch()
@@ -217,9 +217,9 @@ def test_a_signal_after_the_end_stops_the_sample_and_not_the_status(tmp_path, na
     (signal.SIGSTOP, "was stopped (by SIGSTOP, or a read from the terminal in the background)"),
 ])  # fmt: skip
 def test_a_check_that_is_killed_or_stopped_is_named_and_tried_again(tmp_path, number, cause, restarts):
-    """Only the first check is held: the second one passes."""
-    words = ["--nproc", "2", "--max_restarts", str(restarts), "--comm.hang_timeout_seconds", "2"]
-    process = start(tmp_path, PREFLIGHT, *words)
+    """The hook holds only the first check. The second one passes."""
+    arguments = ["--nproc", "2", "--max_restarts", str(restarts), "--comm.hang_timeout_seconds", "2"]
+    process = start(tmp_path, PREFLIGHT, *arguments)
     os.kill(int((tmp_path / "pid-preflight").read_text()), number)
     status = end(process)
     lines = (tmp_path / "err").read_text().splitlines()
@@ -264,7 +264,7 @@ def _refused(folder: Path, name: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_refusal_of_the_preflight_is_in_exit_json(tmp_path, name, way):
-    """A wrong configuration leaves the folder as it was, except under torchrun: its own status is always 1."""
+    """A wrong configuration does not change the folder, except under torchrun, whose status is always 1."""
     (tmp_path / "run.toml").write_text(RUN)
     code = REFUSALS[name][1]
     assert end(fork(_refused, tmp_path, name, way)) == code
@@ -279,20 +279,20 @@ def test_a_refusal_of_the_preflight_is_in_exit_json(tmp_path, name, way):
 
 
 def table() -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     rows = [f"| Signal | {' | '.join(PHASES)} |", "|---" * (len(PHASES) + 1) + "|"]
     for name in ("SIGTERM", *list(TABLE)[-3:]):
-        cells = [f"{one.code}{'' if one.writes_exit_json else ', no file'}" for one in TABLE[name].values()]
+        cells = [f"{cell.code}" if cell.writes_exit_json else f"{cell.code}, no file" for cell in TABLE[name].values()]
         rows.append(f"| {', '.join(REQUESTS) if name == 'SIGTERM' else name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def test_the_documentation_has_the_table_and_the_lines_of_the_code():
+def test_the_documentation_matches_the_table_and_the_messages():
     text = (Path(__file__).parents[2] / "docs/launch.md").read_text()
     assert table() in text, table()
-    words = {"step": 41, "folder": "outputs/checkpoint/step-41", "kept": "; the last checkpoint is "}
+    values = {"step": 41, "folder": "outputs/checkpoint/step-41", "kept": "; the last checkpoint is "}
     for name in TABLE:
         reason = "a second SIGINT" if name == TWICE else "SIGTERM"
-        for one in TABLE[name].values():
-            if one.line and not (name == TWICE and one != run_ends.AT_ONCE):
-                assert f"\nstopped[{one.code}]: {one.line.format(reason=reason, **words)}" in text
+        for cell in TABLE[name].values():
+            if cell.line and not (name == TWICE and cell != run_ends.AT_ONCE):
+                assert f"\nstopped[{cell.code}]: {cell.line.format(reason=reason, **values)}" in text

@@ -1,4 +1,4 @@
-"""Nodes that share a secret read nothing from the rendezvous that a stranger has written."""
+"""Nodes that share a secret reject rendezvous states written by strangers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def node(store: dist.Store, secret: str = "of all", run_id: str = "run") -> Sign
     return SignedBackend(C10dRendezvousBackend(store, "run"), secret, run_id)
 
 
-def test_nodes_with_one_secret_read_and_replace_each_others_state() -> None:
+def test_nodes_with_one_secret_exchange_states() -> None:
     store = dist.HashStore()
     first, second = node(store), node(store)
     assert first.get_state() is None
@@ -41,24 +41,24 @@ def test_nodes_with_one_secret_read_and_replace_each_others_state() -> None:
 
 
 @pytest.mark.parametrize("other", [{"secret": "of another"}, {"run_id": "another"}])
-def test_a_state_of_another_secret_or_run_is_refused(other: dict[str, str]) -> None:
+def test_a_state_with_another_secret_or_run_id_is_rejected(other: dict[str, str]) -> None:
     store = dist.HashStore()
     node(store, **other).set_state(b"state")
     with pytest.raises(RendezvousStateError, match="not signed"):
         node(store).get_state()
 
 
-def test_a_node_without_the_secret_takes_no_signed_state_for_a_pickle() -> None:
+def test_a_signed_state_is_not_a_pickle_for_nodes_without_the_secret() -> None:
     store = dist.HashStore()
     node(store).set_state(pickle.dumps("state"))
-    found = C10dRendezvousBackend(store, "run").get_state()
-    assert found
+    state = C10dRendezvousBackend(store, "run").get_state()
+    assert state
     with pytest.raises(pickle.UnpicklingError):
-        pickle.loads(found[0])
+        pickle.loads(state[0])
 
 
 @pytest.mark.parametrize("secret", ["of all", ""])
-def test_a_pickle_that_a_stranger_has_set_is_run_by_no_node_with_a_secret(
+def test_nodes_with_a_secret_do_not_unpickle_a_stranger_s_state(
     secret: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     canary = tmp_path / "canary"
@@ -70,4 +70,4 @@ def test_a_pickle_that_a_stranger_has_set_is_run_by_no_node_with_a_secret(
     stranger.set(KEY, b64encode(pickle.dumps(Bomb(canary))).decode())
     with pytest.raises(RendezvousStateError if secret else Exception):
         handler.next_rendezvous()
-    assert canary.exists() is (not secret), "without a secret it is PyTorch's rendezvous, which unpickles"
+    assert canary.exists() is (not secret), "without a secret, PyTorch's rendezvous unpickles the state"

@@ -1,4 +1,4 @@
-"""Laws of ``launch slurm``: the script that is rendered, and the same script in a real Slurm of two nodes."""
+"""``launch slurm``: the rendered script, and the same script on a real Slurm cluster with two nodes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def script(*arguments: str) -> str:
 
 
 def last_step(text: str) -> str:
-    """The step that trains; the one before it looks whether all nodes can."""
+    """Return the training step. The step before it checks all nodes."""
     return [line for line in text.splitlines() if line.startswith("srun ")][-1]
 
 
@@ -43,7 +43,7 @@ def directives(text: str) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", text, re.MULTILINE))
 
 
-def test_nothing_of_the_topology_but_the_number_of_nodes_is_in_the_script():
+def test_the_script_depends_only_on_the_number_of_nodes():
     two, eight = script("--launch.nodes=2"), script("--launch.nodes=8")
     changed = [(a, b) for a, b in zip(two.splitlines(), eight.splitlines(), strict=True) if a != b]
     assert changed == [("#SBATCH --nodes=2", "#SBATCH --nodes=8")]
@@ -65,16 +65,16 @@ def test_each_option_has_its_directive():
 
 
 def test_the_notice_is_longer_than_the_trainers_grace():
-    """Slurm's signal must come early enough for the save that it asks for."""
+    """Slurm must send its signal early enough for the save."""
     assert directives(script("--checkpoint.grace_seconds=100"))["signal"] == "USR1@110"
 
 
-def test_a_job_is_queued_again_unless_that_is_unwanted():
+def test_jobs_are_requeued_unless_disabled():
     text = script("--launch.slurm.no_requeue")
     assert "scontrol requeue" not in text and "no-requeue" in directives(text)
 
 
-def test_apptainer_gets_binds_devices_and_the_folder():
+def test_apptainer_receives_mounts_devices_and_the_folder():
     text = script(
         "--launch.slurm.container=apptainer", "--launch.image=run.sif", "--launch.devices_per_node=4",
         "--launch.mounts=[\"/scratch/hf:/hf\", \"/data:/data:ro\"]", "--launch.env.HF_HOME=/hf",
@@ -87,7 +87,7 @@ def test_apptainer_gets_binds_devices_and_the_folder():
     assert "cd -- /src" not in text, "the folder is the container's"
 
 
-def test_pyxis_gets_the_same_as_options_of_srun():
+def test_pyxis_receives_the_same_as_options_of_srun():
     text = script("--launch.slurm.container=pyxis", "--launch.image=reg/run:1", '--launch.mounts=["/data:/data:ro"]')
     step = last_step(text)
     assert "--container-image=reg/run:1 --no-container-mount-home --container-mounts=/data:/data:ro" in step
@@ -106,19 +106,19 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, "the script at the root"])
-def test_every_script_is_shell_that_shellcheck_accepts(name):
+def test_shellcheck_accepts_every_script(name):
     text = script(*VARIANTS[name]) if name in VARIANTS else (ROOT / "multinode_trainer.slurm").read_text()
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=patience.seconds(60))
-    assert (done.returncode, done.stderr) == (0, "")
+    result = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=patience.seconds(60))
+    assert (result.returncode, result.stderr) == (0, "")
     if not shutil.which("shellcheck"):
         pytest.skip("bash reads it; no shellcheck here: .ci/components.sh installs it")
     command = ["shellcheck", "--severity=warning", "--shell=bash", "-"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=patience.seconds(60))
-    assert done.returncode == 0, done.stdout
+    result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=patience.seconds(60))
+    assert result.returncode == 0, result.stdout
 
 
-def test_a_suffix_of_hosts_is_where_nodes_meet_and_how_each_is_reached():
-    """As at sites where IP over InfiniBand has the node's name and a letter."""
+def test_the_host_suffix_is_used_in_the_endpoint_and_for_each_node():
+    """At some sites, the IP-over-InfiniBand host name is the node name plus a letter."""
     text = script("--launch.nodes=2", "--launch.slurm.host_suffix=i")
     assert 'SHARDTRAIN_RDZV_ENDPOINT="${hosts[0]}i:$port"' in text and "export SHARDTRAIN_HOST_SUFFIX=i\n" in text
     names = {"SHARDTRAIN_NNODES": "2", "SHARDTRAIN_RDZV_ENDPOINT": "n1i:1", "SLURM_NODEID": "1",
@@ -128,7 +128,7 @@ def test_a_suffix_of_hosts_is_where_nodes_meet_and_how_each_is_reached():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--launch.slurm.container=apptainer"], "launch.image"),
         (["--launch.secrets.HF_TOKEN=hf/token"], "launch.forward_env"),
@@ -136,14 +136,14 @@ def test_a_suffix_of_hosts_is_where_nodes_meet_and_how_each_is_reached():
         (["--job.description=hf_0123456789abcdefghijklmn"], "secret"),
     ],
 )
-def test_what_slurm_cannot_do_is_refused(arguments, told):
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_options_that_slurm_does_not_support_are_rejected(arguments, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         loaded = config.load(None, arguments)
         slurm.render(to_job(loaded, arguments), loaded.config.launch)
 
 
 def shimmed(tmp_path: Path, command: list[str], **names: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with two nodes of paper: srun starts one process a node, on this machine."""
+    """Run a script with two simulated nodes: a stub of srun starts one process per node on this machine."""
     shims = {
         "scontrol": 'echo "$*" >> "$CALLS"; [[ "$2" == job ]] && echo "   StdOut=${LOG:-}" && exit; '
         "echo 127.0.0.1; echo node2",
@@ -168,25 +168,25 @@ def shimmed(tmp_path: Path, command: list[str], **names: str) -> subprocess.Comp
     )
 
 
-def test_a_program_that_a_node_does_not_have_is_named_with_the_module_that_may_bring_it(tmp_path):
+def test_a_program_missing_on_a_node_is_named_with_a_fix(tmp_path):
     batch = tmp_path / "batch"
     batch.write_text(
         script("--launch.slurm.container=apptainer", "--launch.image=run.sif").replace("apptainer", "xpptainer")
     )
-    done = shimmed(tmp_path, ["bash", str(batch)], SLURMD_NODENAME="n1")
-    assert done.returncode == 2
-    assert "error[2]: n1: no xpptainer here; install it, load its module in launch.slurm.setup" in done.stderr
+    result = shimmed(tmp_path, ["bash", str(batch)], SLURMD_NODENAME="n1")
+    assert result.returncode == 2
+    assert "error[2]: n1: no xpptainer here; install it, load its module in launch.slurm.setup" in result.stderr
 
 
-def test_a_job_that_was_signalled_before_it_could_hear_is_queued_again(tmp_path):
-    """SIGUSR1 ends a program that has not begun to listen: nothing was trained, and nothing is lost."""
+def test_a_job_signalled_before_its_handlers_is_requeued(tmp_path):
+    """SIGUSR1 kills a program before it installs its handler. Nothing was trained, so nothing is lost."""
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\n[[ "$1" == -c ]] || kill -USR1 $$\n')
     python.chmod(0o755)
     batch = tmp_path / "batch"
     batch.write_text(script("--launch.nodes=2", f"--launch.python={python}"))
-    done = shimmed(tmp_path, ["bash", str(batch)])
-    assert done.returncode == 138 and f"requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
+    result = shimmed(tmp_path, ["bash", str(batch)])
+    assert result.returncode == 138 and f"requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
 
 
 def queued_again(tmp_path: Path) -> bool:
@@ -194,8 +194,8 @@ def queued_again(tmp_path: Path) -> bool:
 
 
 @pytest.mark.parametrize("code", [75, 6])
-def test_only_the_task_of_a_sweep_that_ended_is_queued_again(tmp_path, code):
-    """The last task of an array has the array's number, which would mean every task."""
+def test_only_the_task_of_a_sweep_that_ended_is_requeued(tmp_path, code):
+    """The job id of an array's last task is that of the array, which would requeue every task."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/bash\n[[ "$1" == -c ]] || exit {code}\n')
     python.chmod(0o755)
@@ -213,7 +213,7 @@ CODES = {
     75: math.inf,
     138: math.inf,
 }
-"""How often a job is queued again after a code, where 3 failures are allowed."""
+"""Exit code -> number of times a job is requeued, with at most 3 failures."""
 
 
 @pytest.mark.parametrize("which", ["rendered", "the script at the root"])
@@ -222,10 +222,8 @@ CODES = {
     ("code", "failures"),
     cases([(6, 0), (6, 3), (1, 0), (75, 3)], nightly=[(code, n) for code in CODES for n in (0, 2, 3, 9)]),
 )
-def test_every_retryable_code_is_queued_again_and_failures_a_limited_number_of_times(
-    tmp_path, code, failures, log, which
-):
-    """Failures are counted in the job's log. Slurm's own count, with requests to stop, stands in if there is none."""
+def test_retryable_codes_are_requeued_with_a_limit_for_failures(tmp_path, code, failures, log, which):
+    """Failures are counted in the job's log, or else with Slurm's restart count, which includes requests to stop."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/bash\n[[ "$1" == -c ]] || exit {code}\n')
     python.chmod(0o755)
@@ -239,14 +237,14 @@ def test_every_retryable_code_is_queued_again_and_failures_a_limited_number_of_t
         batch.write_text(script(f"--launch.python={python}", "--launch.max_restarts=3"))
     else:
         batch.write_text((ROOT / "multinode_trainer.slurm").read_text())
-    done = shimmed(tmp_path, ["bash", str(batch)], **names, PYTHON=str(python), MAX_REQUEUES="3")
-    assert done.returncode == code, done.stderr
+    result = shimmed(tmp_path, ["bash", str(batch)], **names, PYTHON=str(python), MAX_REQUEUES="3")
+    assert result.returncode == code, result.stderr
     assert queued_again(tmp_path) == (failures < CODES[code])
-    told = f"queued again after code {code}: failure {failures + 1} of at most 3"
-    assert (told in done.stdout) == (queued_again(tmp_path) and code not in (75, 138))
+    log_line = f"queued again after code {code}: failure {failures + 1} of at most 3"
+    assert (log_line in result.stdout) == (queued_again(tmp_path) and code not in (75, 138))
 
 
-def test_the_codes_that_are_queued_again_are_those_that_the_documentation_calls_retryable():
+def test_requeued_codes_are_those_documented_as_retryable():
     rows = re.findall(r"^\| (\d+) \| .* \| ?(\w*) \| `tests", (ROOT / "docs/launch.md").read_text(), re.MULTILINE)
     table = {int(code): retry in ("yes", "later") for code, retry in rows}
     assert {code for code, retry in table.items() if retry} == failure.RETRYABLE
@@ -255,8 +253,8 @@ def test_the_codes_that_are_queued_again_are_those_that_the_documentation_calls_
 
 @pytest.mark.parametrize("stop_exit_code", [75, 0, 3])
 @pytest.mark.parametrize("which", ["rendered", "the script at the root"])
-def test_a_stopped_job_is_queued_again_whatever_its_status_is(tmp_path, stop_exit_code, which):
-    """Within the job a saved stop has status 75, which the script translates at its end."""
+def test_a_stopped_job_is_requeued_for_every_configured_status(tmp_path, stop_exit_code, which):
+    """Inside the job, a saved stop has status 75. The script translates it at its end."""
     python = tmp_path / "python"
     python.write_text(
         f'#!/bin/bash\n[[ "$1" == -c ]] && exit; exit $((SHARDTRAIN_SUPERVISED ? 75 : {stop_exit_code}))\n'
@@ -267,19 +265,19 @@ def test_a_stopped_job_is_queued_again_whatever_its_status_is(tmp_path, stop_exi
         batch.write_text(script(f"--launch.python={python}", f"--checkpoint.stop_exit_code={stop_exit_code}"))
     else:
         batch.write_text((ROOT / "multinode_trainer.slurm").read_text())
-    done = shimmed(tmp_path, ["bash", str(batch)], PYTHON=str(python), STOP_STATUS=str(stop_exit_code))
-    assert done.returncode == stop_exit_code, done.stderr
+    result = shimmed(tmp_path, ["bash", str(batch)], PYTHON=str(python), STOP_STATUS=str(stop_exit_code))
+    assert result.returncode == stop_exit_code, result.stderr
     assert queued_again(tmp_path)
 
 
 @pytest.mark.nightly(
     "the rendered script on a real Slurm",
-    by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal",
+    by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_requeues_it_after_a_signal",
 )
 @pytest.mark.slow
-@pytest.mark.parametrize(("given", "ranks"), cases([({"NGPU": "1"}, 2)], nightly=[({"SLURM_JOB_GPUS": "0,1"}, 4)]))
-def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed(tmp_path, given, ranks):
-    """``multinode_trainer.slurm`` is the hand-editable version: everything else comes from Slurm's variables."""
+@pytest.mark.parametrize(("variables", "ranks"), cases([({"NGPU": "1"}, 2)], nightly=[({"SLURM_JOB_GPUS": "0,1"}, 4)]))
+def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed(tmp_path, variables, ranks):
+    """``multinode_trainer.slurm`` is edited by hand. Slurm's variables provide everything but the number of nodes."""
     command = [
         "bash",
         str(ROOT / "multinode_trainer.slurm"),
@@ -287,33 +285,35 @@ def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed
         "--training.steps=2",
         f"--job.dump_folder={tmp_path}",
     ]
-    done = shimmed(tmp_path, command, **given, PYTHON=sys.executable, CONFIG_FILE="configs/debug.toml")
-    assert done.returncode == 0, done.stderr
-    assert list(losses(tmp_path)) == [1, 2] and f"on {ranks} x cpu" in done.stderr
-    assert ("of which none can be seen here" in done.stderr) == ("SLURM_JOB_GPUS" in given), "it is told, not silent"
+    result = shimmed(tmp_path, command, **variables, PYTHON=sys.executable, CONFIG_FILE="configs/debug.toml")
+    assert result.returncode == 0, result.stderr
+    assert list(losses(tmp_path)) == [1, 2] and f"on {ranks} x cpu" in result.stderr
+    assert ("of which none can be seen here" in result.stderr) == ("SLURM_JOB_GPUS" in variables), (
+        "hidden GPUs must be reported"
+    )
     text = (ROOT / "multinode_trainer.slurm").read_text()
-    assert len(re.findall(r"--nodes=", text)) == 1, "one place says how many nodes there are"
+    assert len(re.findall(r"--nodes=", text)) == 1, "the number of nodes must appear only once"
 
 
 def processes(folder: Path) -> tuple[list[int], list[int]]:
-    """The agents of a job's nodes, and their ranks."""
-    found = {}
+    """Return the process ids of a job's agents and of their ranks."""
+    parents = {}
     for number in map(int, running(folder)):
         with contextlib.suppress(OSError):
             if "srun" not in Path(f"/proc/{number}/comm").read_text():
-                found[number] = int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1])
-    agents = [number for number, parent in found.items() if parent not in found]
-    return agents, [number for number in found if number not in agents]
+                parents[number] = int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1])
+    agents = [number for number, parent in parents.items() if parent not in parents]
+    return agents, [number for number in parents if number not in agents]
 
 
 @pytest.mark.nightly(
     "a minute each",
-    by="tests/launch/test_slurm.py::test_every_retryable_code_is_queued_again_and_failures_a_limited_number_of_times",
+    by="tests/launch/test_slurm.py::test_retryable_codes_are_requeued_with_a_limit_for_failures",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["agent", "rank"])
-def test_a_real_slurm_queues_a_job_again_that_has_lost_a_process_of_a_node(cluster, tmp_path, victim):
-    """The agent of a node dies with the node, and a rank for example of a lack of memory."""
+def test_a_real_slurm_requeues_a_job_that_lost_a_process_of_a_node(cluster, tmp_path, victim):
+    """An agent dies with its node. A rank dies, for example, of a lack of memory."""
     folder = tmp_path / "run"
     job = submit(
         cluster, tmp_path, f"--name={victim}", "--nodes=2", "--nproc=1", *ON_LOOPBACK, *SMALL,
@@ -337,7 +337,7 @@ def test_a_real_slurm_queues_a_job_again_that_has_lost_a_process_of_a_node(clust
 
 
 @pytest.mark.slow
-def test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal(cluster, tmp_path):
+def test_a_real_slurm_runs_it_on_two_nodes_and_requeues_it_after_a_signal(cluster, tmp_path):
     folder = tmp_path / "run"
     job = submit(
         cluster, tmp_path, "--name=law", "--nodes=2", "--nproc=1", *ON_LOOPBACK, *SMALL,
@@ -356,16 +356,16 @@ def test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal(cl
     saved = newest(folder)
     assert saved > 1
     wait_for(lambda: max(losses(folder)) > saved, 180)
-    steps = list(losses(folder))  # it may continue while this looks
-    assert steps == list(range(1, steps[-1] + 1)), "no step is lost or made twice"
-    told = launch(cluster, "status", f"slurm/{job}").stdout
-    assert re.fullmatch(rf"slurm/{job}: RUNNING on \S+ for [\d:]+, queued again 1 time, log {log}\n", told), told
+    steps = list(losses(folder))  # the run may continue during this check
+    assert steps == list(range(1, steps[-1] + 1)), "a step was lost or repeated"
+    status = launch(cluster, "status", f"slurm/{job}").stdout
+    assert re.fullmatch(rf"slurm/{job}: RUNNING on \S+ for [\d:]+, queued again 1 time, log {log}\n", status), status
     assert "on 2 x cpu" in launch(cluster, "logs", f"slurm/{job}").stdout
     assert launch(cluster, "stop", f"slurm/{job}").returncode == 0
     wait_for(lambda: shown(cluster, job)["JobState"] == "CANCELLED", 60)
     wait_for(lambda: not running(folder), 60)
 
 
-def test_a_machine_without_slurm_says_so():
-    done = launch({"PATH": "/nowhere", "PYTHONPATH": str(ROOT)}, "slurm", "debug")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--dry-run" in done.stderr
+def test_a_machine_without_slurm_is_reported():
+    result = launch({"PATH": "/nowhere", "PYTHONPATH": str(ROOT)}, "slurm", "debug")
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1 and "--dry-run" in result.stderr

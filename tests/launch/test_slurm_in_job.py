@@ -1,4 +1,4 @@
-"""Laws of a job in a real Slurm that cannot run, is told to continue, or is one of a sweep."""
+"""Jobs on a real Slurm cluster: nodes that cannot run them, requeued jobs, sweeps and containers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def end_of(names: dict[str, str], job: str) -> str:
-    """Wait for the end of a job; gives the line of its status."""
+    """Wait for the end of a job, and return its status line."""
     wait_for(lambda: shown(names, job)["JobState"] in ENDED, 300)
     return launch(names, "status", f"slurm/{job}").stdout.strip()
 
@@ -30,7 +30,7 @@ def errors(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (
             ["--launch.python=/no/python"],
@@ -44,20 +44,20 @@ def errors(path: Path) -> list[str]:
     ],
     ids=["no interpreter", "no package", "no image"],
 )
-def test_what_a_node_lacks_is_one_line_of_each_node_and_the_job_ends_at_once(cluster, tmp_path, options, told):
+def test_a_missing_dependency_is_one_line_per_node_and_ends_the_job(cluster, tmp_path, options, message):
     bare, shims = tmp_path / "bare", tmp_path / "shims"
     shims.mkdir()
     for path, body in {bare: f'exec {sys.executable} -I -S "$@"', shims / "apptainer": _NO_IMAGE}.items():
         path.write_text(f"#!/bin/sh\n{body}\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     names = {"bare": str(bare), "shims": f"{shims}:{os.environ['PATH']}"}
-    # an interpreter's own name for itself is that of the one behind the wrapper
-    told = told.replace("{bare}", re.escape(sys.executable))
+    # The interpreter reports its real path, not that of the wrapper script.
+    message = message.replace("{bare}", re.escape(sys.executable))
     job = submit(cluster, tmp_path, "--name=lacks", "--nodes=2", *(option.format(**names) for option in options))
     line = end_of(cluster, job)
     assert ": FAILED on " in line and ", exit code 2, log " in line
-    found = errors(tmp_path / f"lacks-{job}.log")
-    nodes = sorted(re.match(rf"error\[2\]: (\S+): {told}", one)[1] for one in found)
+    lines = errors(tmp_path / f"lacks-{job}.log")
+    nodes = sorted(re.match(rf"error\[2\]: (\S+): {message}", line)[1] for line in lines)
     assert len(nodes) == 2 and nodes[1] == f"z{nodes[0]}"
     assert shown(cluster, job)["Restarts"] == "0"
 
@@ -68,30 +68,30 @@ _NO_IMAGE = 'echo "INFO: looking" >&2; echo "FATAL: could not open image" >&2; e
 def test_a_folder_that_one_node_lacks_is_reported_by_that_node(cluster, tmp_path):
     folder = Path(cluster["UNSEEN"]) / "run"
     folder.mkdir()
-    words = ["--name=unseen", "--nodes=2", f"--launch.python={sys.executable}", f"--launch.workdir={folder}"]
-    job = submit(cluster, tmp_path, *words, f"--launch.env.PYTHONPATH={Path(__file__).parents[2]}")
+    arguments = ["--name=unseen", "--nodes=2", f"--launch.python={sys.executable}", f"--launch.workdir={folder}"]
+    job = submit(cluster, tmp_path, *arguments, f"--launch.env.PYTHONPATH={Path(__file__).parents[2]}")
     assert ", exit code 2, log " in end_of(cluster, job)
     (line,) = errors(tmp_path / f"unseen-{job}.log")
     assert re.fullmatch(rf"error\[2\]: z\S+: {folder} is not on this node; use a folder that all nodes see, .*", line)
 
 
-def test_a_configuration_that_is_gone_is_reported_by_each_node(cluster, tmp_path):
+def test_a_deleted_configuration_is_reported_by_each_node(cluster, tmp_path):
     path = tmp_path / "gone.toml"
     path.write_text("[training]\nsteps = 1\n")
-    words = ["slurm", str(path), "--name=gone", "--nodes=2", *ON_LOOPBACK, "--dry-run"]
-    script = launch(cluster, *words).stdout
+    arguments = ["slurm", str(path), "--name=gone", "--nodes=2", *ON_LOOPBACK, "--dry-run"]
+    script = launch(cluster, *arguments).stdout
     path.unlink()
     command = ["sbatch", "--parsable", f"--chdir={tmp_path}"]
     job = subprocess.run(
         command, input=script, env=cluster, capture_output=True, text=True, timeout=patience.seconds(60)
     ).stdout.strip()
     assert ", exit code 2, log " in end_of(cluster, job)
-    found = errors(tmp_path / f"gone-{job}.log")
-    assert len(found) == 2 and all(f"no configuration {path} here; use a folder that" in line for line in found)
+    lines = errors(tmp_path / f"gone-{job}.log")
+    assert len(lines) == 2 and all(f"no configuration {path} here; use a folder that" in line for line in lines)
 
 
-def test_a_port_that_is_taken_is_skipped(cluster, tmp_path):
-    """The script takes the next one: a program that listens at the job's own port is not the run's business."""
+def test_a_port_in_use_is_skipped(cluster, tmp_path):
+    """The script tries the next port if another program listens on the job's default port."""
     script = launch(cluster, "slurm", "--name=port", "--nodes=1", "--dry-run").stdout
     block = script[script.index("# where the nodes meet") : script.index("\ncommand=")]
     code = "import socket, time; one = socket.create_server(('127.0.0.1', 0)); print(one.getsockname()[1], flush=True)"
@@ -100,21 +100,21 @@ def test_a_port_that_is_taken_is_skipped(cluster, tmp_path):
         port = int(taken.stdout.readline())
         names = {**cluster, "SLURM_JOB_NODELIST": "127.0.0.1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "0"}
         block = f"{block.replace('20000', str(port))}\necho $SHARDTRAIN_RDZV_ENDPOINT"
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash", "-c", block], env=names, capture_output=True, text=True, timeout=patience.seconds(60)
         )
     finally:
         taken.kill()
         taken.wait()
-    found = re.fullmatch(r"127\.0\.0\.1:(\d+)\n", done.stdout)
-    assert found and int(found[1]) > port, done
+    endpoint = re.fullmatch(r"127\.0\.0\.1:(\d+)\n", result.stdout)
+    assert endpoint and int(endpoint[1]) > port, result
 
 
 @pytest.mark.nightly(
-    "whole tasks",
-    by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal",
+    "complete tasks of a sweep",
+    by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_requeues_it_after_a_signal",
 )
-def test_each_task_of_a_sweep_has_its_folder_and_one_that_fails_leaves_the_others(cluster, tmp_path):
+def test_each_task_of_a_sweep_has_its_folder_and_fails_independently(cluster, tmp_path):
     folder = tmp_path / "run"
     wrong = "--checkpoint.enable --checkpoint.initial_load_path /nowhere"
     sweep = f'["--optimizer.lr 1e-4", "{wrong}", "--optimizer.lr 3e-4 --training.seed 7"]'
@@ -127,22 +127,24 @@ def test_each_task_of_a_sweep_has_its_folder_and_one_that_fails_leaves_the_other
         return sorted(launch(cluster, "status", f"slurm/{job}").stdout.splitlines())
 
     wait_for(lambda: len(lines()) == 3 and not re.search("PENDING|RUNNING|COMPLETING", "".join(lines())), 300)
-    states = [re.match(rf"slurm/{job}_(\d): (\w+) on .*, log {tmp_path}/sweep-{job}_\1\.log$", one) for one in lines()]
-    assert [(one[1], one[2]) for one in states] == [("0", "COMPLETED"), ("1", "FAILED"), ("2", "COMPLETED")]
+    states = [
+        re.match(rf"slurm/{job}_(\d): (\w+) on .*, log {tmp_path}/sweep-{job}_\1\.log$", line) for line in lines()
+    ]
+    assert [(state[1], state[2]) for state in states] == [("0", "COMPLETED"), ("1", "FAILED"), ("2", "COMPLETED")]
     assert [sorted(losses(folder / f"sweep-{task}")) for task in (0, 2)] == [[1, 2], [1, 2]]
     text = (folder / "sweep-2/config.resolved.toml").read_text()
     assert "lr = 0.0003" in text and "seed = 7" in text
-    told = launch(cluster, "logs", f"slurm/{job}").stdout
-    assert [f"==> {tmp_path}/sweep-{job}_{task}.log <==" in told for task in range(3)] == [True] * 3
-    alone = launch(cluster, "logs", f"slurm/{job}_1").stdout
-    assert "/nowhere" in alone and "==>" not in alone
+    logs = launch(cluster, "logs", f"slurm/{job}").stdout
+    assert [f"==> {tmp_path}/sweep-{job}_{task}.log <==" in logs for task in range(3)] == [True] * 3
+    task_log = launch(cluster, "logs", f"slurm/{job}_1").stdout
+    assert "/nowhere" in task_log and "==>" not in task_log
 
 
 @pytest.mark.nightly(
-    "whole tasks",
-    by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal",
+    "complete tasks of a sweep",
+    by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_requeues_it_after_a_signal",
 )
-def test_a_task_of_a_sweep_that_is_queued_again_continues_in_its_folder_and_is_stopped_alone(cluster, tmp_path):
+def test_a_requeued_task_of_a_sweep_resumes_in_its_folder_and_stops_independently(cluster, tmp_path):
     folder = tmp_path / "run"
     job = submit(
         cluster, tmp_path, "--name=again", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=100000",
@@ -150,14 +152,14 @@ def test_a_task_of_a_sweep_that_is_queued_again_continues_in_its_folder_and_is_s
         "--checkpoint.enable", f"--job.dump_folder={folder}",
         '--launch.slurm.sweep=["--training.seed 1", "--training.seed 2"]',
     )  # fmt: skip
-    one = folder / "sweep-1"
-    wait_for(lambda: (one / "metrics.jsonl").exists() and len(losses(one)) > 1, 300)
+    task_folder = folder / "sweep-1"
+    wait_for(lambda: (task_folder / "metrics.jsonl").exists() and len(losses(task_folder)) > 1, 300)
     subprocess.run(["scancel", "--signal=USR1", f"{job}_1"], env=cluster, check=True, timeout=patience.seconds(60))
     wait_for(lambda: shown(cluster, f"{job}_1").get("Restarts") == "1", 120)
-    saved = newest(one)
-    wait_for(lambda: max(losses(one)) > saved, 300)
-    steps = list(losses(one))  # it continues while this looks
-    assert steps == list(range(1, steps[-1] + 1)), "no step is lost or made twice"
+    saved = newest(task_folder)
+    wait_for(lambda: max(losses(task_folder)) > saved, 300)
+    steps = list(losses(task_folder))  # the run continues during this check
+    assert steps == list(range(1, steps[-1] + 1)), "a step was lost or repeated"
     assert launch(cluster, "stop", f"slurm/{job}_1").returncode == 0
     wait_for(lambda: shown(cluster, f"{job}_1")["JobState"] == "CANCELLED", 120)
     assert shown(cluster, f"{job}_0")["JobState"] == "RUNNING"
@@ -165,8 +167,8 @@ def test_a_task_of_a_sweep_that_is_queued_again_continues_in_its_folder_and_is_s
     wait_for(lambda: not running(folder), 120)
 
 
-def test_a_run_that_saved_and_may_not_be_queued_again_says_so(cluster, tmp_path):
-    """An administrator's JobRequeue=0, or a directive, forbids it."""
+def test_a_saved_run_that_cannot_be_requeued_is_reported(cluster, tmp_path):
+    """JobRequeue=0 or a directive disables requeueing."""
     folder = tmp_path / "run"
     script = launch(
         cluster, "slurm", "--name=once", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=100000",
@@ -180,13 +182,13 @@ def test_a_run_that_saved_and_may_not_be_queued_again_says_so(cluster, tmp_path)
     wait_for(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) > 1, 300)
     subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=patience.seconds(60))
     assert ": FAILED on " in (line := end_of(cluster, job)) and "exit code 75" in line
-    told = errors(tmp_path / f"once-{job}.log")
-    assert len(told) == 1 and told[0].endswith("saved, and Slurm does not queue it again; submit it again to continue")
+    (line,) = errors(tmp_path / f"once-{job}.log")
+    assert line.endswith("saved, and Slurm does not queue it again; submit it again to continue")
     assert newest(folder) == max(losses(folder))
 
 
 @pytest.mark.nightly("it takes four minutes, the shortest limit that Slurm keeps")
-def test_a_run_saves_before_the_time_limit_of_its_job_and_is_queued_again(cluster, tmp_path):
+def test_a_run_saves_before_the_time_limit_of_its_job_and_is_requeued(cluster, tmp_path):
     folder = tmp_path / "run"
     job = submit(
         cluster, tmp_path, "--name=limit", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=100000",
@@ -203,8 +205,8 @@ def test_a_run_saves_before_the_time_limit_of_its_job_and_is_queued_again(cluste
 
 
 @pytest.mark.skipif(not shutil.which("apptainer"), reason="no apptainer here")
-def test_a_container_sees_its_binds_and_cannot_write_those_that_are_read_only(cluster, tmp_path):
-    """``SHARDTRAIN_SANDBOX`` is a folder with the CPU image unpacked; the working tree is bound into it."""
+def test_a_container_has_its_mounts_and_cannot_write_read_only_ones(cluster, tmp_path):
+    """``SHARDTRAIN_SANDBOX`` is a folder with the unpacked CPU image, into which the working tree is mounted."""
     sandbox = os.environ.get("SHARDTRAIN_SANDBOX")
     if not sandbox:
         pytest.skip("SHARDTRAIN_SANDBOX names no folder with the CPU image")
@@ -212,7 +214,7 @@ def test_a_container_sees_its_binds_and_cannot_write_those_that_are_read_only(cl
     folder.mkdir()
     cache.mkdir()
     root = Path(__file__).parents[2]
-    text = next(word for word in SMALL if "dataset_path" in word).partition("=")[2]
+    text = next(option for option in SMALL if "dataset_path" in option).partition("=")[2]
     job = submit(
         cluster, tmp_path, "--name=box", "--nodes=2", "--nproc=1", *ON_LOOPBACK[2:], *SMALL, "--training.steps=2",
         "--launch.python=/opt/shardtrain/bin/python3", "--launch.workdir=/src", "--job.dump_folder=/runs",
@@ -223,6 +225,6 @@ def test_a_container_sees_its_binds_and_cannot_write_those_that_are_read_only(cl
     assert list(losses(folder)) == [1, 2]
     script = launch(cluster, "slurm", "--launch.slurm.container=apptainer", f"--launch.image={sandbox}",
                     f'--launch.mounts=["{cache}:/hf:ro"]', "--dry-run").stdout  # fmt: skip
-    words = re.search(r'^srun .*--export=ALL (apptainer exec .*) "\$\{command', script, re.MULTILINE)[1]
-    done = subprocess.run(["bash", "-c", f"{words} touch /hf/x"], env=cluster, capture_output=True, text=True)
-    assert done.returncode and "Read-only file system" in done.stderr and not list(cache.iterdir())
+    container = re.search(r'^srun .*--export=ALL (apptainer exec .*) "\$\{command', script, re.MULTILINE)[1]
+    result = subprocess.run(["bash", "-c", f"{container} touch /hf/x"], env=cluster, capture_output=True, text=True)
+    assert result.returncode and "Read-only file system" in result.stderr and not list(cache.iterdir())

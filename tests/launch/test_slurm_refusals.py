@@ -1,4 +1,4 @@
-"""Laws of what a real Slurm refuses, or accepts and could never start: one line with the fix, and nothing is queued."""
+"""Jobs that a real Slurm refuses, or accepts and could never start: one line with the fix, and nothing is queued."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LIMIT_SECONDS = 10
 
 
 def queued(names: dict[str, str]) -> set[str]:
-    done = subprocess.run(
+    result = subprocess.run(
         ["squeue", "-h", "-o", "%j"], env=names, capture_output=True, text=True, timeout=patience.seconds(30)
     )
-    assert done.returncode == 0
-    return set(done.stdout.split())
+    assert result.returncode == 0
+    return set(result.stdout.split())
 
 
 REFUSED = {
@@ -50,21 +50,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_can_never_run_is_one_line_with_the_fix_and_is_not_queued(cluster, case):
-    arguments, told = REFUSED[case]
-    done = launch(cluster, "slurm", "debug", "--name=never", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    errors = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
-    assert len(errors) == 1 and all(word in errors[0] for word in told), done.stderr
+def test_an_impossible_job_is_one_line_with_a_fix_and_is_not_queued(cluster, case):
+    arguments, texts = REFUSED[case]
+    result = launch(cluster, "slurm", "debug", "--name=never", *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    errors = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
+    assert len(errors) == 1 and all(text in errors[0] for text in texts), result.stderr
     assert "never" not in queued(cluster)
 
 
-def test_what_cannot_run_now_is_queued_with_a_note_and_its_status_says_why(cluster):
-    done = launch(cluster, "slurm", "debug", "--name=later", "--launch.slurm.partition=closed")
-    assert done.returncode == 0 and "PartitionDown" in done.stderr and len(done.stderr.splitlines()) == 1
-    name = done.stdout.strip()
-    told = launch(cluster, "status", name).stdout
-    assert told.startswith(
+def test_a_job_that_must_wait_is_queued_with_a_note_and_its_status_explains_it(cluster):
+    result = launch(cluster, "slurm", "debug", "--name=later", "--launch.slurm.partition=closed")
+    assert result.returncode == 0 and "PartitionDown" in result.stderr and len(result.stderr.splitlines()) == 1
+    name = result.stdout.strip()
+    status = launch(cluster, "status", name).stdout
+    assert status.startswith(
         f"{name}: PENDING, PartitionDown: the partition is closed; it starts when it is opened, log /"
     )
     early = launch(cluster, "logs", name)
@@ -74,20 +74,20 @@ def test_what_cannot_run_now_is_queued_with_a_note_and_its_status_says_why(clust
 
 
 def with_line(names: dict[str, str], folder: Path, changed: str) -> dict[str, str]:
-    """Variables of a login node whose configuration differs in one line."""
+    """Return the variables of a login node whose configuration differs in one line."""
     lines = Path(names["SLURM_CONF"]).read_text().splitlines()
-    kept = [line for line in lines if not line.startswith(changed.partition("=")[0] + "=")]
+    lines_kept = [line for line in lines if not line.startswith(changed.partition("=")[0] + "=")]
     path = folder / "slurm.conf"
-    path.write_text("\n".join([*kept, changed, ""]))
+    path.write_text("\n".join([*lines_kept, changed, ""]))
     return {**names, "SLURM_CONF": str(path)}
 
 
-def assert_reported(names: dict[str, str], words: str) -> None:
+def assert_reported(names: dict[str, str], message: str) -> None:
     begun = time.monotonic()
-    done = launch(names, "slurm", "debug", "--name=never")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1 and words in done.stderr, done.stderr
-    # Slurm's own timeout for messages is 10 s; starting Python on a busy machine comes on top
+    result = launch(names, "slurm", "debug", "--name=never")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1 and message in result.stderr, result.stderr
+    # Slurm's message timeout of 10 s, plus the start of Python on a busy machine.
     assert time.monotonic() - begun < LIMIT_SECONDS + patience.seconds(20)
 
 
@@ -100,11 +100,11 @@ def test_munge_that_is_down_is_reported(cluster, tmp_path):
     assert_reported(with_line(cluster, tmp_path, changed), "munge does not work on this machine")
 
 
-def test_another_key_of_munge_is_reported(cluster, tmp_path_factory):
-    """The controller says nothing at all to a stranger."""
+def test_a_wrong_munge_key_is_reported(cluster, tmp_path_factory):
+    """The controller does not reply to messages signed with another key."""
     folder = Path(cluster["SLURM_CONF"]).parent / "stranger"
     folder.mkdir()
-    folder.chmod(0o755)  # whatever the umask: munge's own user must reach what is in it
+    folder.chmod(0o755)  # regardless of the umask: munge's user must be able to read it
     with munged(folder / "munge") as socket:
         names = with_line(cluster, folder, f"AuthInfo=socket={socket},cred_expire=5")
         assert_reported(names, "is the controller up, and does munge have the cluster's key")
@@ -112,34 +112,34 @@ def test_another_key_of_munge_is_reported(cluster, tmp_path_factory):
 
 @pytest.mark.parametrize("verb", ["status", "logs", "stop"])
 def test_a_job_that_slurm_has_forgotten_is_reported_in_one_line(cluster, tmp_path, verb):
-    done = launch(cluster, verb, "slurm/999999", cwd=tmp_path)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "slurm/999999" in done.stderr
+    result = launch(cluster, verb, "slurm/999999", cwd=tmp_path)
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1 and "slurm/999999" in result.stderr
 
 
 def test_the_log_of_a_forgotten_job_is_found_in_the_folder_of_its_launch(cluster, tmp_path):
     (tmp_path / "run-999999.log").write_text("step: 1\n")
-    done = launch(cluster, "logs", "slurm/999999", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "step: 1\n")
+    result = launch(cluster, "logs", "slurm/999999", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, "step: 1\n")
 
 
-def test_a_job_that_slurm_has_forgotten_is_asked_of_the_accounting(cluster, tmp_path):
-    """sacct stands for a cluster with a database, which this one has not."""
+def test_a_forgotten_job_is_looked_up_in_the_accounting(cluster, tmp_path):
+    """A stub of sacct replaces the accounting database, which this cluster does not have."""
     (tmp_path / "sacct").write_text("#!/bin/sh\necho '999999|TIMEOUT|0:15|02:00:10|02:00:00|n[1-2]'\n")
     (tmp_path / "sacct").chmod(0o755)
     names = {**cluster, "PATH": f"{tmp_path}:{PATH}"}
-    done = launch(names, "status", "slurm/999999")
-    assert done.stdout == "slurm/999999: TIMEOUT on n[1-2] for 02:00:10, exit code 0, signal 15\n"
+    result = launch(names, "status", "slurm/999999")
+    assert result.stdout == "slurm/999999: TIMEOUT on n[1-2] for 02:00:10, exit code 0, signal 15\n"
 
 
-def test_the_image_and_the_folder_are_looked_for_before_the_job_is_queued(cluster):
-    """They may be the nodes' own, so that is a note."""
-    done = launch(
+def test_a_missing_image_or_folder_is_noted_before_submission(cluster):
+    """A note instead of an error, because they may exist only on the nodes."""
+    result = launch(
         cluster, "slurm", "--launch.slurm.partition=closed", "--launch.slurm.container=apptainer",
         "--launch.image=/nowhere/run.sif",
     )  # fmt: skip
-    assert done.returncode == 0
-    assert "note: launch.image=/nowhere/run.sif is not on this machine; all nodes must have it" in done.stderr
-    assert launch(cluster, "stop", done.stdout.strip()).returncode == 0
+    assert result.returncode == 0
+    assert "note: launch.image=/nowhere/run.sif is not on this machine; all nodes must have it" in result.stderr
+    assert launch(cluster, "stop", result.stdout.strip()).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -151,16 +151,18 @@ def test_the_image_and_the_folder_are_looked_for_before_the_job_is_queued(cluste
         ("ReqNodeNotAvail, UnavailableNodes:n1", False), ("Dependency", False), ("Priority", False),
     ],
 )  # fmt: skip
-def test_reasons_that_last_are_told_from_those_that_pass(reason, lasts):
-    words, never = meaning(reason)
-    assert words and never is lasts
+def test_permanent_pending_reasons_are_recognized(reason, lasts):
+    explanation, never_starts = meaning(reason)
+    assert explanation and never_starts is lasts
     line = SlurmRecord("7", "PENDING", reason=reason, count="2").line()
     assert line.startswith(f"slurm/7: PENDING on 2 nodes, {reason}: ") and line.endswith("will not start") is lasts
 
 
-def test_the_answers_name_options_that_there_are():
+def test_messages_name_existing_options():
     from shardtrain.config.options import options
     from shardtrain.launch.platforms.slurm_queue import REASONS, REFUSALS
 
-    named = re.findall(r"launch\.[a-z_.]+", " ".join([*REFUSALS.values(), *(words for words, _ in REASONS.values())]))
+    named = re.findall(
+        r"launch\.[a-z_.]+", " ".join([*REFUSALS.values(), *(explanation for explanation, _ in REASONS.values())])
+    )
     assert named and set(named) <= set(options())

@@ -1,4 +1,4 @@
-"""Laws of ``launch ssh`` against a real sshd: two loopback addresses are two hosts."""
+"""``launch ssh`` with a real sshd, where two loopback addresses are two hosts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = [
 
 pytestmark = [
     pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "sshd"),
-    pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is Linux's"),
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 127.0.0.2"),
 ]
 
 
@@ -60,22 +60,22 @@ def environment(state: Path) -> dict[str, str]:
     return {**os.environ, "XDG_STATE_HOME": str(state), "HF_TOKEN": "hf-canary-0123456789"}
 
 
-def run(words: list[str], state: Path) -> subprocess.CompletedProcess[str]:
+def run(arguments: list[str], state: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        words, env=environment(state), cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(120)
+        arguments, env=environment(state), cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(120)
     )
 
 
 def marked(folder: Path) -> list[int]:
-    """Processes that a launch into this folder has started, wherever they hang in the tree."""
-    found = []
+    """Return the processes that a launch into this folder started, regardless of their parents."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"MARK={folder}".encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
+                pids.append(int(path.parent.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def wait_for_steps(launcher: subprocess.Popen, folder: Path) -> None:
@@ -86,30 +86,30 @@ def wait_for_steps(launcher: subprocess.Popen, folder: Path) -> None:
     wait_for(has_come)
 
 
-def start(words: list[str], state: Path) -> subprocess.Popen:
+def start(arguments: list[str], state: Path) -> subprocess.Popen:
     quiet = subprocess.DEVNULL
-    return subprocess.Popen(words, env=environment(state), cwd=ROOT, stdout=quiet, stderr=quiet)
+    return subprocess.Popen(arguments, env=environment(state), cwd=ROOT, stdout=quiet, stderr=quiet)
 
 
 @pytest.mark.slow
 def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue(tmp_path, ssh_config, via):
     folder = tmp_path / "run"
     hostile = 'it\'s $HOME `id` "x" ; %j \\ é'
-    words = [
+    arguments = [
         *command(
             ssh_config, folder, "--training.steps=100000", "--training.on_data_end=repeat",
             "--checkpoint.enable", via,
         ),
         f"--job.description={hostile}", f"--launch.env.HOSTILE={hostile}", "--launch.forward_env=HF_TOKEN",
     ]  # fmt: skip
-    launcher = start(words, tmp_path)
+    launcher = start(arguments, tmp_path)
     try:
         wait_for_steps(launcher, folder)
         environments = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in marked(folder)]
-        assert all(f"HOSTILE={hostile}".encode() in one for one in environments)
-        assert all(b"HF_TOKEN=hf-canary-0123456789" in one for one in environments)
+        assert all(f"HOSTILE={hostile}".encode() in variables for variables in environments)
+        assert all(b"HF_TOKEN=hf-canary-0123456789" in variables for variables in environments)
         lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.is_dir()]
-        assert not any(b"hf-canary" in line for line in lines), "a secret stands in a list of processes"
+        assert not any(b"hf-canary" in line for line in lines), "a command line contains the secret"
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(patience.seconds(60)) == 75
     finally:
@@ -118,13 +118,13 @@ def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue(tmp_path, ssh
     assert saved > 0 and record(folder)["code"] == 75
     wait_for(lambda: not marked(folder), 10)
 
-    done = run([word.replace("steps=100000", f"steps={saved + 1}") for word in words], tmp_path)
-    assert done.returncode == 0, done.stderr
+    result = run([argument.replace("steps=100000", f"steps={saved + 1}") for argument in arguments], tmp_path)
+    assert result.returncode == 0, result.stderr
     assert max(losses(folder)) == saved + 1
-    assert "on 2 x cpu" in done.stderr and hostile in done.stderr
-    assert "[host-a] " in done.stderr and "[host-b] " in done.stderr
-    assert "hf-canary" not in done.stderr
-    name = done.stdout.strip()
+    assert "on 2 x cpu" in result.stderr and hostile in result.stderr
+    assert "[host-a] " in result.stderr and "[host-b] " in result.stderr
+    assert "hf-canary" not in result.stderr
+    name = result.stdout.strip()
     logs = run([sys.executable, "-m", "shardtrain", "launch", "logs", name], tmp_path)
     assert "[host-a] " in logs.stdout and "[host-b] " in logs.stdout
     status = run([sys.executable, "-m", "shardtrain", "launch", "status", name], tmp_path)
@@ -139,7 +139,7 @@ def test_a_killed_launcher_leaves_nothing_on_the_hosts(tmp_path, ssh_config, via
     wait_for(lambda: len(marked(tmp_path / "run")) >= 2)
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
-    # the connections of ssh are processes of their own, and notice that their input has ended
+    # The ssh connections are separate processes, which detect the end of their input.
     wait_for(lambda: not marked(tmp_path / "run"), 60)
     assert not marked(tmp_path / "run")
     status = run([sys.executable, "-m", "shardtrain", "launch", "status", f"ssh/{launcher.pid}"], tmp_path)
@@ -147,26 +147,28 @@ def test_a_killed_launcher_leaves_nothing_on_the_hosts(tmp_path, ssh_config, via
 
 
 @pytest.mark.parametrize(
-    ("more", "hosts", "told"),
+    ("more", "hosts", "message"),
     [
         ([], "host-a,nowhere.invalid", "nowhere.invalid"),
         (["--launch.python=/no/python"], "host-a,host-b", "cannot start shardtrain"),
         (["--launch.workdir=/"], "host-a", "No module named"),
     ],
 )
-def test_a_host_that_cannot_start_is_named_in_one_line_and_no_other_starts(
-    tmp_path, ssh_config, via, more, hosts, told
+def test_a_host_that_cannot_start_is_named_in_one_line_and_no_host_starts(
+    tmp_path, ssh_config, via, more, hosts, message
 ):
     folder = tmp_path / "run"
     before = time.monotonic()
-    given = {one.partition("=")[0] for one in more}
-    words = [w for w in command(ssh_config, folder, hosts=hosts) if w.partition("=")[0] not in given]
-    if any("workdir" in one for one in more):  # a Python that finds no package
-        words = [w if not w.startswith("--launch.python") else "--launch.python=/usr/bin/python3" for w in words]
-    done = run([*words, *more, via], tmp_path)
-    assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error[")]
-    assert len(lines) == 1 and told in lines[0] and "Traceback" not in done.stderr
+    replaced = {option.partition("=")[0] for option in more}
+    arguments = [w for w in command(ssh_config, folder, hosts=hosts) if w.partition("=")[0] not in replaced]
+    if any("workdir" in option for option in more):  # a Python without the package
+        arguments = [
+            w if not w.startswith("--launch.python") else "--launch.python=/usr/bin/python3" for w in arguments
+        ]
+    result = run([*arguments, *more, via], tmp_path)
+    assert result.returncode == 2, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error[")]
+    assert len(lines) == 1 and message in lines[0] and "Traceback" not in result.stderr
     assert time.monotonic() - before < patience.seconds(40) and not folder.exists() and not marked(folder)
 
 
@@ -178,12 +180,14 @@ def test_a_host_whose_interpreter_has_no_torch_is_reported_before_anything_start
     python.write_text(f"#!/bin/sh\nexec {sys.executable} -c {shlex.quote(program)}\n")
     python.chmod(0o755)
     folder = tmp_path / "run"
-    words = [w for w in command(ssh_config, folder, via, hosts="host-a,host-b") if not w.startswith("--launch.python")]
-    done = run([*words, f"--launch.python={python}"], tmp_path)
-    assert done.returncode == 2 and not folder.exists()
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    arguments = [
+        w for w in command(ssh_config, folder, via, hosts="host-a,host-b") if not w.startswith("--launch.python")
+    ]
+    result = run([*arguments, f"--launch.python={python}"], tmp_path)
+    assert result.returncode == 2 and not folder.exists()
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error[")]
     assert "cannot start shardtrain" in line and "has no package torch; install shardtrain and torch there" in line
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_refused_key_is_reported_with_the_host(tmp_path, ssh_config, via):
@@ -196,16 +200,16 @@ def test_a_refused_key_is_reported_with_the_host(tmp_path, ssh_config, via):
         f"  IdentityFile {other}" if "IdentityFile" in line else line for line in ssh_config.read_text().splitlines()
     ]
     config.write_text("\n".join(lines) + "\n")
-    done = run(command(config, tmp_path / "run", via, hosts="host-a"), tmp_path)
-    assert done.returncode == 2
-    assert 'host="host-a" cannot be reached by ssh' in done.stderr and "Permission denied" in done.stderr
+    result = run(command(config, tmp_path / "run", via, hosts="host-a"), tmp_path)
+    assert result.returncode == 2
+    assert 'host="host-a" cannot be reached by ssh' in result.stderr and "Permission denied" in result.stderr
 
 
 def test_a_busy_port_ends_all_hosts_with_one_line(tmp_path, ssh_config, via):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        words = [w for w in command(ssh_config, tmp_path / "run", via) if "rendezvous_port" not in w]
-        done = run([*words, f"--launch.ssh.rendezvous_port={port}"], tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert f"127.0.0.1:{port}" in done.stderr and "Address already in use" in done.stderr
+        arguments = [w for w in command(ssh_config, tmp_path / "run", via) if "rendezvous_port" not in w]
+        result = run([*arguments, f"--launch.ssh.rendezvous_port={port}"], tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert f"127.0.0.1:{port}" in result.stderr and "Address already in use" in result.stderr
     assert not marked(tmp_path / "run")

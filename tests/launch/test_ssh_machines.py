@@ -1,6 +1,6 @@
-"""Laws of ``launch ssh`` between machines with networks of their own: addresses, lost cables, files that differ.
+"""``launch ssh`` between machines with separate networks: addresses, lost connections, differing installations.
 
-The machines are Linux namespaces with real sshds: see ``machines``. After every law nothing runs on any of them.
+The machines are Linux namespaces with real sshds: see ``machines``. After every test, nothing runs on any of them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from shardtrain.launch.remote_agent import SILENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 TELLS_SECONDS, ALIVE_SECONDS = 10.0, 15.0
-"""Within what a failure is told, and after what ssh takes a silent host for lost (ServerAliveInterval 5, 3 times)."""
+"""Time limits for the report of a failure, and for a silent host (ServerAliveInterval 5, 3 times)."""
 MACHINE_SECONDS = 10.0
-"""Allowed on top, for the starts of Python on a busy machine."""
+"""Additional time for Python to start on a busy machine."""
 
 pytestmark = pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or "namespaces")
 
@@ -41,11 +41,11 @@ def network(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(network):
-    """What every law ends with: no process on the hosts, and none of the launcher."""
+    """Check after every test that no process of the hosts or of the launcher is left."""
     yield
     wait_for(lambda: not network.running(), 10)
-    left = network.running()
-    assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+    remaining = network.running()
+    assert not remaining, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in remaining]
 
 
 def command(network: machines.Machines, folder: Path, *more: str, config: str = "", hosts="host-a,host-b") -> list[str]:
@@ -56,27 +56,27 @@ def command(network: machines.Machines, folder: Path, *more: str, config: str = 
         "training.local_batch_size": 1, "model.overrides.num_layers": 1, "lr_scheduler.warmup_steps": 1,
         "metrics.log_freq": 1,
     }  # fmt: skip
-    given = {word.partition("=")[0] for word in more}
-    words = [sys.executable, "-m", "shardtrain", "launch", "ssh", *([config] if config else []), "--hosts", hosts]
-    words += ["--nproc=1", *(f"--{name}={value}" for name, value in options.items() if f"--{name}" not in given)]
-    return network.switch.command("env", "--chdir", str(ROOT), *words, *more)
+    replaced = {option.partition("=")[0] for option in more}
+    arguments = [sys.executable, "-m", "shardtrain", "launch", "ssh", *([config] if config else []), "--hosts", hosts]
+    arguments += ["--nproc=1", *(f"--{name}={value}" for name, value in options.items() if f"--{name}" not in replaced)]
+    return network.switch.command("env", "--chdir", str(ROOT), *arguments, *more)
 
 
-def start(words: list[str], state: Path) -> subprocess.Popen[str]:
-    """Start a launch without any variable that says by which interface gloo should speak."""
+def start(arguments: list[str], state: Path) -> subprocess.Popen[str]:
+    """Start a launch without variables that select the network interface of gloo."""
     names = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
     names |= {"XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
-    return subprocess.Popen(words, env=names, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(arguments, env=names, stdout=pipe, stderr=pipe, text=True)
 
 
-def run(words: list[str], state: Path, seconds: float = 120) -> subprocess.CompletedProcess[str]:
-    process = start(words, state)
+def run(arguments: list[str], state: Path, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    process = start(arguments, state)
     try:
         out, err = process.communicate(timeout=patience.seconds(seconds))
     finally:
         process.kill()
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
 def wait_for_steps(launcher: subprocess.Popen, folder: Path) -> None:
@@ -97,22 +97,22 @@ def errors(text: str) -> list[str]:
     "two networks, and the start of six interpreters",
     by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue",
 )
-def test_two_machines_meet_and_train_although_no_name_resolves_and_no_interface_is_named(network, tmp_path):
+def test_two_machines_train_without_name_resolution_or_a_named_interface(network, tmp_path):
     folder = tmp_path / "run"
-    done = run(command(network, folder, "--training.steps=3"), tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert max(losses(folder)) == 3 and "on 2 x cpu" in done.stderr
-    assert f"meeting at {machines.HOSTS['host-a']}:29500" in done.stderr
+    result = run(command(network, folder, "--training.steps=3"), tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert max(losses(folder)) == 3 and "on 2 x cpu" in result.stderr
+    assert f"meeting at {machines.HOSTS['host-a']}:29500" in result.stderr
 
 
-def test_a_dry_run_shows_the_address_that_ssh_knows_for_the_first_host(network, tmp_path):
-    done = run(command(network, tmp_path / "run", "--dry-run"), tmp_path)
-    assert done.returncode == 0 and done.stdout.count(f"{machines.HOSTS['host-a']}:29500") == 2
+def test_a_dry_run_shows_the_ssh_address_of_the_first_host(network, tmp_path):
+    result = run(command(network, tmp_path / "run", "--dry-run"), tmp_path)
+    assert result.returncode == 0 and result.stdout.count(f"{machines.HOSTS['host-a']}:29500") == 2
 
 
 @pytest.mark.parametrize("moment", cases(["start"], nightly=["middle"]))
 @pytest.mark.slow
-def test_a_host_whose_cable_is_cut_is_reported_and_ends_what_it_runs(network, tmp_path, moment):
+def test_a_disconnected_host_is_reported_and_ends_its_processes(network, tmp_path, moment):
     folder = tmp_path / "run"
     more = [
         "--training.steps=100000",
@@ -126,7 +126,7 @@ def test_a_host_whose_cable_is_cut_is_reported_and_ends_what_it_runs(network, tm
             wait_for_steps(launcher, folder)
         else:
             ranks = network.hosts["host-b"].processes
-            wait_for(lambda: any(b"train" in _words(pid) for pid in ranks()))
+            wait_for(lambda: any(b"train" in _arguments(pid) for pid in ranks()))
         network.cut("host-b")
         cut_at = time.monotonic()
         _, err = launcher.communicate(timeout=patience.seconds(90))
@@ -136,7 +136,7 @@ def test_a_host_whose_cable_is_cut_is_reported_and_ends_what_it_runs(network, tm
         assert "note: host host-b is lost" in err
         assert told_after < ALIVE_SECONDS + 5 + 10 + patience.seconds(
             MACHINE_SECONDS
-        )  # grace_seconds, and the notice after it
+        )  # grace_seconds, and the time to detect it
         assert network.switch.processes() <= network.idle, "the launcher has left a process"
         assert network.hosts["host-a"].processes() <= network.idle, "the other host has left a process"
         wait_for(lambda: _ranks(network, "host-b") == 0, SILENCE_SECONDS + 5 + 10 + MACHINE_SECONDS)
@@ -157,7 +157,7 @@ def test_a_host_whose_ssh_session_is_killed_is_reported_within_10_s(network, tmp
         else:
             wait_for(lambda: _ranks(network, "host-b") > 1)
         for pid in network.hosts["host-b"].processes() - network.idle:
-            if not _is_ours(pid):  # sshd's own, of this session
+            if not _is_ours(pid):  # sshd's process for this session
                 os.kill(pid, signal.SIGKILL)
         killed_at = time.monotonic()
         _, err = launcher.communicate(timeout=patience.seconds(60))
@@ -169,7 +169,7 @@ def test_a_host_whose_ssh_session_is_killed_is_reported_within_10_s(network, tmp
 
 
 @pytest.mark.parametrize(
-    ("hosts", "told"),
+    ("hosts", "expected"),
     [
         (
             "host-a,nowhere.invalid",
@@ -179,34 +179,34 @@ def test_a_host_whose_ssh_session_is_killed_is_reported_within_10_s(network, tmp
         ("host-a,host-b:1", ['host="host-b:1" cannot be reached', "refused", "is its sshd up"]),
     ],
 )
-def test_a_host_that_does_not_answer_is_reported_within_the_limit(network, tmp_path, hosts, told):
+def test_a_host_that_does_not_answer_is_reported_within_the_limit(network, tmp_path, hosts, expected):
     limit = round(patience.seconds(4))
     before = time.monotonic()
-    words = command(network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={limit}", hosts=hosts)
-    done = run(words, tmp_path)
+    arguments = command(network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={limit}", hosts=hosts)
+    result = run(arguments, tmp_path)
     assert time.monotonic() - before < limit + patience.seconds(MACHINE_SECONDS)
-    _is_refused(done, tmp_path / "run", told)
+    _is_refused(result, tmp_path / "run", expected)
 
 
-def test_a_port_that_takes_connections_and_says_nothing_is_reported_within_the_limit(network, tmp_path):
+def test_a_silent_port_is_reported_within_the_limit(network, tmp_path):
     listen = f"import socket, time; s = socket.create_server(('{machines.LAUNCHER}', 2222))"
     code = f"{listen}; print(1, flush=True); time.sleep(9999)"
     mute = subprocess.Popen(network.switch.command(sys.executable, "-c", code), stdout=subprocess.PIPE)
     try:
         assert mute.stdout.readline()
-        limit = round(patience.seconds(4))  # longer on a busy machine
-        words = command(network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={limit}",
+        limit = round(patience.seconds(4))  # more on a busy machine
+        arguments = command(network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={limit}",
                         hosts=f"host-a,{machines.LAUNCHER}:2222")  # fmt: skip
         before = time.monotonic()
-        done = run(words, tmp_path)
+        result = run(arguments, tmp_path)
         assert time.monotonic() - before < limit + patience.seconds(MACHINE_SECONDS)
-        _is_refused(done, tmp_path / "run", [f'host="{machines.LAUNCHER}:2222"', "timed out"])
+        _is_refused(result, tmp_path / "run", [f'host="{machines.LAUNCHER}:2222"', "timed out"])
     finally:
         mute.kill()
         mute.wait()
 
 
-def test_a_host_whose_key_has_changed_is_reported_with_what_removes_the_old_one(network, tmp_path):
+def test_a_changed_host_key_is_reported_with_the_command_that_removes_it(network, tmp_path):
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other"],
         check=True,
@@ -217,14 +217,14 @@ def test_a_host_whose_key_has_changed_is_reported_with_what_removes_the_old_one(
     text = network.config.read_text().replace("StrictHostKeyChecking no", "StrictHostKeyChecking yes")
     lines = [f"  UserKnownHostsFile {tmp_path}/known" if "KnownHosts" in line else line for line in text.splitlines()]
     (tmp_path / "config").write_text("\n".join(lines) + "\n")
-    words = command(network, tmp_path / "run", f"--launch.ssh.config_file={tmp_path}/config", hosts="host-b")
-    told = ['host="host-b" cannot be reached', "Host key verification failed", "ssh-keygen -R host-b"]
-    _is_refused(run(words, tmp_path), tmp_path / "run", told)
+    arguments = command(network, tmp_path / "run", f"--launch.ssh.config_file={tmp_path}/config", hosts="host-b")
+    expected = ['host="host-b" cannot be reached', "Host key verification failed", "ssh-keygen -R host-b"]
+    _is_refused(run(arguments, tmp_path), tmp_path / "run", expected)
 
 
 @pytest.fixture
 def copy(tmp_path):
-    """This package in another version."""
+    """Copy of this package with another version."""
     folder = tmp_path / "package"
     shutil.copytree(ROOT / "shardtrain", folder, ignore=shutil.ignore_patterns("__pycache__"))
     init = folder / "__init__.py"
@@ -234,14 +234,14 @@ def copy(tmp_path):
 
 def test_a_host_with_another_version_is_reported_with_both(network, tmp_path, copy):
     with network.hosts["host-b"].shows(ROOT / "shardtrain", copy):
-        done = run(command(network, tmp_path / "run"), tmp_path)
-    told = ['host="host-b" has shardtrain 9.8.7', f"this machine has {__version__}", "install one version"]
-    _is_refused(done, tmp_path / "run", told)
+        result = run(command(network, tmp_path / "run"), tmp_path)
+    expected = ['host="host-b" has shardtrain 9.8.7', f"this machine has {__version__}", "install one version"]
+    _is_refused(result, tmp_path / "run", expected)
 
 
 @pytest.fixture
 def work(tmp_path):
-    """A folder with package and torch, an interpreter that knows no other, and an empty folder to take its place."""
+    """A folder with package and torch, an interpreter limited to it, and an empty folder that can replace it."""
     for name in ("parent/folder", "bin", "nothing"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "bin/python").symlink_to(Path(sys.executable).resolve())
@@ -252,20 +252,20 @@ def work(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "told"),
+    ("hidden", "expected"),
     [
         ("parent/folder", ["No module named", "install shardtrain and torch there"]),
         ("bin", ["bin/python", "set launch.python"]),
         ("parent", ["parent/folder", "launch.workdir"]),
     ],
 )
-def test_a_host_without_package_interpreter_or_folder_is_reported(network, tmp_path, work, hidden, told):
-    words = command(network, tmp_path / "run", f"--launch.python={tmp_path}/bin/python", f"--launch.workdir={work}")
+def test_a_host_without_package_interpreter_or_folder_is_reported(network, tmp_path, work, hidden, expected):
+    arguments = command(network, tmp_path / "run", f"--launch.python={tmp_path}/bin/python", f"--launch.workdir={work}")
     before = time.monotonic()
     with network.hosts["host-b"].shows(tmp_path / hidden, tmp_path / "nothing"):
-        done = run(words, tmp_path)
+        result = run(arguments, tmp_path)
     assert time.monotonic() - before < TELLS_SECONDS + patience.seconds(MACHINE_SECONDS)
-    _is_refused(done, tmp_path / "run", ['host="host-b" cannot start', *told])
+    _is_refused(result, tmp_path / "run", ['host="host-b" cannot start', *expected])
 
 
 def test_a_host_without_the_configuration_file_is_reported_and_the_others_stop(network, tmp_path):
@@ -275,12 +275,12 @@ def test_a_host_without_the_configuration_file_is_reported_and_the_others_stop(n
     (here / "run.toml").write_text('[training]\nsteps = 100000\non_data_end = "repeat"\n')
     with network.hosts["host-b"].shows(here, nothing):
         before = time.monotonic()
-        done = run(command(network, tmp_path / "run", config=f"{here}/run.toml"), tmp_path)
+        result = run(command(network, tmp_path / "run", config=f"{here}/run.toml"), tmp_path)
         assert time.monotonic() - before < TELLS_SECONDS + patience.seconds(MACHINE_SECONDS)
-    assert done.returncode == 2, done.stderr
-    (line,) = errors(done.stderr)
+    assert result.returncode == 2, result.stderr
+    (line,) = errors(result.stderr)
     assert line.startswith("[host-b] error[2]: ") and f"{here}/run.toml" in line
-    assert "note: host host-b has ended with 2" in done.stderr
+    assert "note: host host-b has ended with 2" in result.stderr
 
 
 def test_ctrl_c_before_all_hosts_have_answered_starts_nothing(network, tmp_path):
@@ -295,20 +295,20 @@ def test_ctrl_c_before_all_hosts_have_answered_starts_nothing(network, tmp_path)
         launcher.kill()
 
 
-def _is_refused(done: subprocess.CompletedProcess[str], folder: Path, told: list[str]) -> None:
-    """One line with these words, status 2, and nothing was started."""
-    assert done.returncode == 2, done.stderr
-    (line,) = errors(done.stderr)
-    assert line.startswith("error[2]: ") and all(words in line for words in told), line
+def _is_refused(result: subprocess.CompletedProcess[str], folder: Path, texts: list[str]) -> None:
+    """Check for status 2, one error line with these texts, and no start."""
+    assert result.returncode == 2, result.stderr
+    (line,) = errors(result.stderr)
+    assert line.startswith("error[2]: ") and all(text in line for text in texts), line
     assert not folder.exists()
 
 
 def _is_ours(pid: int) -> bool:
-    words = _words(pid)
-    return b"shardtrain" in words or b"shardtrain.launch.remote_agent" in words
+    arguments = _arguments(pid)
+    return b"shardtrain" in arguments or b"shardtrain.launch.remote_agent" in arguments
 
 
-def _words(pid: int) -> list[bytes]:
+def _arguments(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -316,5 +316,5 @@ def _words(pid: int) -> list[bytes]:
 
 
 def _ranks(network: machines.Machines, host: str) -> int:
-    """Processes of this package on a host; sshd itself may hold a dead connection for longer."""
+    """Count the processes of this package on a host. sshd itself may keep a dead connection longer."""
     return sum(map(_is_ours, network.hosts[host].processes()))

@@ -1,4 +1,4 @@
-"""Many hosts by ssh: connections are made a wave at a time, and the command comes when all hosts have answered."""
+"""Connections to many ssh hosts are opened in waves. The command is sent when all hosts have answered."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ HOSTS, AT_ONCE = 30, 4
 
 
 def plans(folder, answer):
-    """Hosts that are shells of this machine: each notes how many are being connected when it is."""
+    """Return hosts simulated by local shells. Each records the number of connections in progress."""
     (folder / "pending").mkdir()
     script = (
         f"cd {folder}; touch pending/$$; ls pending | wc -l >> seen; sleep 0.05; rm pending/$$; {answer}; "
-        'read job; case "$job" in "{"*) ls answered | wc -l >> told;; esac; exit 0'
+        'read job; case "$job" in "{"*) ls answered | wc -l >> received;; esac; exit 0'
     )
     (folder / "answered").mkdir()
     return [
@@ -37,32 +37,32 @@ def options(monkeypatch):
     return LaunchSSH()
 
 
-def test_hosts_are_reached_a_wave_at_a_time_and_told_when_all_have_answered(tmp_path, options):
+def test_hosts_are_contacted_in_waves_and_started_when_all_have_answered(tmp_path, options):
     ready = f"touch answered/$$; echo {remote_agent.READY} {__version__} -"
     assert ssh_connections.SshConnections(plans(tmp_path, ready), options, tmp_path)() == 0
     seen = [int(line) for line in (tmp_path / "seen").read_text().split()]
     assert len(seen) == HOSTS and 1 < max(seen) <= AT_ONCE
-    assert (tmp_path / "told").read_text().split() == [str(HOSTS)] * HOSTS
+    assert (tmp_path / "received").read_text().split() == [str(HOSTS)] * HOSTS
 
 
-def test_no_host_receives_anything_where_one_of_a_later_wave_does_not_answer(tmp_path, options):
+def test_no_host_receives_the_command_if_one_in_a_later_wave_fails(tmp_path, options):
     last = "[ $(ls answered | wc -l) -lt 20 ] || { echo no python here; exit 3; }; touch answered/$$; "
     ready = f"{last} echo {remote_agent.READY} {__version__} -"
     with pytest.raises(ConfigError, match="cannot start shardtrain: no python here"):
         ssh_connections.SshConnections(plans(tmp_path, ready), options, tmp_path)()
-    assert not (tmp_path / "told").exists()
+    assert not (tmp_path / "received").exists()
 
 
 def host(name: str, *script: str) -> HostCommand:
     return HostCommand(Host(name), ("sh", "-c", "; ".join(script)), ("true",), {}, {}, (), 5)
 
 
-def test_all_hosts_that_cannot_take_part_are_named_with_their_reasons(tmp_path, monkeypatch, options):
+def test_all_hosts_that_cannot_start_are_named_with_their_reasons(tmp_path, monkeypatch, options):
     monkeypatch.setattr(ssh_connections, "START_SECONDS", 3.0)
     options = dataclasses.replace(options, connect_timeout_seconds=1)
-    told = tmp_path / "told"
+    received = tmp_path / "received"
     plans = [
-        host("good", f"echo {remote_agent.READY} {__version__} -", f"read job && echo $job >> {told}"),
+        host("good", f"echo {remote_agent.READY} {__version__} -", f"read job && echo $job >> {received}"),
         host("closed", "echo connect: Connection refused", "exit 255"),
         host("bare-1", "echo no python here", "exit 3"),
         host("old", f"echo {remote_agent.READY} 9.8.7 -", "read job"),
@@ -81,11 +81,11 @@ def test_all_hosts_that_cannot_take_part_are_named_with_their_reasons(tmp_path, 
     assert len(lines) == len(reasons)
     for line, (name, reason) in zip(lines, reasons.items(), strict=True):
         assert line.startswith(f"{name} {reason}")
-    assert not told.exists() or "command" not in told.read_text(), "no host has begun"
+    assert not received.exists() or "command" not in received.read_text(), "a host received the command"
 
 
-def test_the_plan_shows_where_the_secret_travels_and_not_its_value(monkeypatch):
+def test_the_plan_shows_how_the_secret_is_sent_without_its_value(monkeypatch):
     monkeypatch.setenv(SECRET, "of-the-user")
-    shown = ssh.text([host("node1", "true")])
-    assert f'"{SECRET}": "***"' in shown and "standard input" in shown.splitlines()[0]
-    assert "of-the-user" not in shown
+    plan = ssh.text([host("node1", "true")])
+    assert f'"{SECRET}": "***"' in plan and "standard input" in plan.splitlines()[0]
+    assert "of-the-user" not in plan

@@ -1,4 +1,4 @@
-"""Nothing outlives a rank or a launcher that is killed; SHARDTRAIN_SUDDEN_ENDS of each are measured (1 unless set)."""
+"""No process survives a killed rank or launcher, measured with SHARDTRAIN_SUDDEN_ENDS kills of each (default 1)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_all_processes_are_gone_within_ten_seconds_of_a_kill(tmp_path, victim, m
         folder = tmp_path / str(number)
         process = run(config(folder, steps=1000, on_data_end="repeat"))
         pids = [pid_of(folder, rank) for rank in range(2)]
-        # in the middle of steps, saves and validation
+        # during steps, saves and validation
         wait_for(lambda folder=folder: (folder / "metrics.jsonl").exists())
         time.sleep(0.05 * number)
         started = time.monotonic()
@@ -47,10 +47,12 @@ def test_all_processes_are_gone_within_ten_seconds_of_a_kill(tmp_path, victim, m
         status = end(process)
         seconds.append(time.monotonic() - started)
         assert no_orphans(folder)
-        # a killed launcher leaves its folder, which the next start removes
-        assert len([one for one in places.iterdir() if one.name.startswith(temporary.PREFIX)]) == (victim == "launcher")
-        with temporary.temporary_folder() as own:
-            assert [one for one in places.iterdir() if one.name.startswith(temporary.PREFIX)] == [own]
+        # A killed launcher leaves its temporary folder. The next start removes it.
+        assert len([path for path in places.iterdir() if path.name.startswith(temporary.PREFIX)]) == (
+            victim == "launcher"
+        )
+        with temporary.temporary_folder() as new_folder:
+            assert [path for path in places.iterdir() if path.name.startswith(temporary.PREFIX)] == [new_folder]
         if victim == "rank":
             assert (status, record(folder)["rank"], record(folder)["code"]) == (6, number % 2, 6)
     seconds.sort()

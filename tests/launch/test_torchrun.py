@@ -1,6 +1,6 @@
-"""Under torchrun: one restart per killed rank, and a run that loses a node continues with the others.
+"""Runs under torchrun: one restart per killed rank, and nodes that leave or join.
 
-Each process imports torch, so these take minutes: set SHARDTRAIN_TORCHRUN to a number of kills to run them.
+Each process imports torch, which takes minutes. Set SHARDTRAIN_TORCHRUN to a number of kills to run these tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WAIT_SECONDS = 300
 pytestmark = pytest.mark.skipif(not KILLS or sys.platform != "linux", reason="takes minutes: set SHARDTRAIN_TORCHRUN")
 
 
-def words(folder: Path, steps: int) -> list[str]:
+def arguments(folder: Path, steps: int) -> list[str]:
     options = {
         "job.dump_folder": folder, "training.dataset": "text", "training.dataset_path": text_file(),
         "training.seq_len": 32, "training.local_batch_size": 1, "training.global_batch_size": 4,
@@ -39,13 +39,13 @@ def words(folder: Path, steps: int) -> list[str]:
         "-m",
         "shardtrain",
         "train",
-        *(word for name, value in options.items() for word in (f"--{name}", str(value))),
+        *(argument for name, value in options.items() for argument in (f"--{name}", str(value))),
     ]
 
 
 def start(*command: str) -> subprocess.Popen:
     names = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    names["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or the agent of a node that joins waits in vain
+    names["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise the agent of a joining node waits until its timeout
     log = subprocess.DEVNULL
     return subprocess.Popen([sys.executable, *command], env=names, stdout=log, stderr=log, start_new_session=True)
 
@@ -71,7 +71,7 @@ def num_steps(folder: Path) -> int:
 def test_each_kill_costs_one_restart(tmp_path):
     kills = max(2, KILLS)
     agent = start(
-        *torchrun(free_port(), "--nproc-per-node", "2", "--max-restarts", str(kills)), *words(tmp_path, 10**6)
+        *torchrun(free_port(), "--nproc-per-node", "2", "--max-restarts", str(kills)), *arguments(tmp_path, 10**6)
     )
     try:
         for number in range(kills):
@@ -83,7 +83,7 @@ def test_each_kill_costs_one_restart(tmp_path):
         wait_for(lambda: newest(tmp_path) > before, WAIT_SECONDS)
         assert restart_count(agent.pid) == kills
         agent.send_signal(signal.SIGTERM)
-        assert agent.wait(patience.seconds(WAIT_SECONDS)) == 1  # torchrun's word for every end that it was asked for
+        assert agent.wait(patience.seconds(WAIT_SECONDS)) == 1  # torchrun's status for every failure
         assert record(tmp_path)["code"] == 75
     finally:
         agent.kill()
@@ -97,32 +97,32 @@ while not path.exists():
     time.sleep(0.02)
 main(sys.argv[2:])
 """
-"""torchrun that has imported all it needs and begins once a file is there: importing takes as long as the run."""
+"""Run torchrun with all imports done, and begin once a file exists: imports take as long as the run."""
 
 
 def elastic(port: int, folder: Path, steps: int, is_host: bool, begins: Path | None = None) -> subprocess.Popen:
-    """One node of a run of one or two; where ``begins`` is given, once that file is there."""
+    """Start one node of an elastic run of one or two. With ``begins``, wait until that file exists."""
     patience = f"last_call_timeout=3,keep_alive_interval=1,is_host={is_host:d}"
     options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-id", "law", "--max-restarts", "3"]
-    command = [*torchrun(port, *options, "--rdzv-conf", patience), *words(folder, steps)]
+    command = [*torchrun(port, *options, "--rdzv-conf", patience), *arguments(folder, steps)]
     return start(*command) if begins is None else start("-c", WAITING, str(begins), *command[2:])
 
 
-def check(folder: Path, whole: Path, steps: int, world_sizes: list[int]) -> None:
-    """The run of these attempts saw what the undisturbed one saw, and learned the same."""
+def check(folder: Path, reference: Path, steps: int, world_sizes: list[int]) -> None:
+    """Compare the attempts, data and losses of a run with those of an undisturbed run."""
     lines = map(json.loads, (folder / "goodput.jsonl").read_text().splitlines())
-    assert [one["world_size"] for one in lines if one["kind"] == "start"] == world_sizes
-    mine, theirs = losses(folder), losses(whole)
-    assert list(mine) == list(theirs) == list(range(1, steps + 1))
-    assert [h for _, h in mine.values()] == [h for _, h in theirs.values()]
-    for step, (loss, _) in mine.items():
-        # sums of float32 in another order: 1e-8 of the loss at step 30, 2e-6 at step 100, 2e-3 at its worst after that
-        assert loss == pytest.approx(theirs[step][0], rel=1e-4 if step <= 100 else 1e-2), step
+    assert [event["world_size"] for event in lines if event["kind"] == "start"] == world_sizes
+    actual, expected = losses(folder), losses(reference)
+    assert list(actual) == list(expected) == list(range(1, steps + 1))
+    assert [h for _, h in actual.values()] == [h for _, h in expected.values()]
+    for step, (loss, _) in actual.items():
+        # Relative difference of float32 sums in another order: 1e-8 at step 30, 2e-6 at step 100, later at most 2e-3.
+        assert loss == pytest.approx(expected[step][0], rel=1e-4 if step <= 100 else 1e-2), step
 
 
 def test_a_run_that_loses_a_node_continues_with_the_other_and_sees_the_same_data(tmp_path):
     steps, port, folder = 60, free_port(), tmp_path / "elastic"
-    assert start(*words(tmp_path / "whole", steps), "--nproc", "1").wait(patience.seconds(WAIT_SECONDS)) == 0
+    assert start(*arguments(tmp_path / "undisturbed", steps), "--nproc", "1").wait(patience.seconds(WAIT_SECONDS)) == 0
     agents = [elastic(port, folder, steps, is_host) for is_host in (True, False)]
     try:
         wait_for(lambda: num_steps(folder) > 8, WAIT_SECONDS)
@@ -133,13 +133,13 @@ def test_a_run_that_loses_a_node_continues_with_the_other_and_sees_the_same_data
     finally:
         for agent in agents:
             agent.kill()
-    check(folder, tmp_path / "whole", steps, [2, 1])
+    check(folder, tmp_path / "undisturbed", steps, [2, 1])
 
 
 def test_a_run_that_gains_a_node_continues_with_both_and_sees_the_same_data(tmp_path):
-    """The agent asks its rank to stop, which saves itself: nothing is done again."""
+    """The agent stops its rank, which saves, so no step is repeated."""
     steps, port, folder = 250, free_port(), tmp_path / "elastic"
-    assert start(*words(tmp_path / "whole", steps), "--nproc", "1").wait(patience.seconds(WAIT_SECONDS)) == 0
+    assert start(*arguments(tmp_path / "undisturbed", steps), "--nproc", "1").wait(patience.seconds(WAIT_SECONDS)) == 0
     begins = tmp_path / "begins"
     agents = [elastic(port, folder, steps, is_host=False, begins=begins)]
     try:
@@ -151,4 +151,4 @@ def test_a_run_that_gains_a_node_continues_with_both_and_sees_the_same_data(tmp_
     finally:
         for agent in agents:
             agent.kill()
-    check(folder, tmp_path / "whole", steps, [1, 2])
+    check(folder, tmp_path / "undisturbed", steps, [1, 2])

@@ -1,4 +1,4 @@
-"""Each second of a run's life is in one bin, through kills, restarts, other commands and other numbers of ranks."""
+"""Each second of a run is in exactly one bin, across kills, restarts, repeated commands and other rank counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardtrain.utils.errors import ConfigError, DataError
 
 
 class Life:
-    """A run on a clock of its own: attempts that train, save and die, and what all its seconds were really spent on."""
+    """A run on a simulated clock: attempts that train, save and die, and the true number of seconds in each bin."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.now, self.job, self.command = folder, 1e9, "", 0
@@ -94,11 +94,11 @@ def test_every_second_of_a_run_with_restarts_is_in_its_bin(tmp_path):
     life.spend(100.0, "idle")
     life.new_command()
     life.attempt(10, 5, 2.0, dies=False)
-    found = life.account()
-    assert {**found.seconds, "idle": found.idle_seconds} == pytest.approx(life.truth, abs=1e-3)
-    assert found.running_seconds + found.idle_seconds == pytest.approx(life.now - 1e9)
-    assert (found.attempts, found.failures, found.saves) == (3, 1, 5)
-    assert found.goodput == pytest.approx(life.truth["productive"] / (life.now - 1e9 - 100))
+    accounted = life.account()
+    assert {**accounted.seconds, "idle": accounted.idle_seconds} == pytest.approx(life.truth, abs=1e-3)
+    assert accounted.running_seconds + accounted.idle_seconds == pytest.approx(life.now - 1e9)
+    assert (accounted.attempts, accounted.failures, accounted.saves) == (3, 1, 5)
+    assert accounted.goodput == pytest.approx(life.truth["productive"] / (life.now - 1e9 - 100))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -109,7 +109,7 @@ def test_the_bins_of_any_life_add_up_to_its_wall_time(tmp_path, seed):
         interval = dice.randrange(1, 6)
         dies = dice.random() < 0.6
         steps = interval * dice.randrange(1, 5) + (dice.randrange(interval) if dies else 0)
-        # one step would leave nobody who knows what a usual one takes
+        # With only one step, the duration of a usual step is unknown.
         life.attempt(max(2 * interval, steps), interval, dice.uniform(0.1, 9.0), dies, dice.random())
         if dies:
             life.spend(dice.uniform(0.1, 60.0), "restart")
@@ -117,12 +117,12 @@ def test_the_bins_of_any_life_add_up_to_its_wall_time(tmp_path, seed):
             life.spend(dice.uniform(0.1, 900.0), "idle")
             life.new_command()
     life.attempt(4, 2, 1.0, dies=False)
-    found = life.account()
-    assert found.running_seconds + found.idle_seconds == pytest.approx(life.now - 1e9, rel=1e-6)
-    assert {**found.seconds, "idle": found.idle_seconds} == pytest.approx(life.truth, abs=1e-2)
+    accounted = life.account()
+    assert accounted.running_seconds + accounted.idle_seconds == pytest.approx(life.now - 1e9, rel=1e-6)
+    assert {**accounted.seconds, "idle": accounted.idle_seconds} == pytest.approx(life.truth, abs=1e-2)
 
 
-def test_what_the_run_shows_while_it_trains_is_what_its_file_says_later(tmp_path):
+def test_live_goodput_equals_the_goodput_from_the_file(tmp_path):
     life = Life(tmp_path)
     life.new_command()
     life.attempt(7, 5, 4.0, dies=True)
@@ -136,14 +136,12 @@ def test_what_the_run_shows_while_it_trains_is_what_its_file_says_later(tmp_path
     phases.begin("step")
     life.spend(20.0)
     ledger.step = 8
-    shown = ledger.measures()
-    found = life.account()
-    assert shown == pytest.approx(
-        {"goodput": found.goodput, **{f"goodput_{k}_seconds": v for k, v in found.seconds.items()}}
+    live = ledger.measures()
+    accounted = life.account()
+    assert live == pytest.approx(
+        {"goodput": accounted.goodput, **{f"goodput_{k}_seconds": v for k, v in accounted.seconds.items()}}
     )
-    assert shown["goodput_lost_seconds"] == pytest.approx(9.0) and shown["goodput_restart_seconds"] == pytest.approx(
-        3.0
-    )
+    assert live["goodput_lost_seconds"] == pytest.approx(9.0) and live["goodput_restart_seconds"] == pytest.approx(3.0)
 
 
 def a_ledger(life: Life, phases: Phases, step: int = 0) -> Ledger:
@@ -159,8 +157,8 @@ def train(life: Life, ledger: Ledger, first: int, last: int) -> None:
         ledger.measures()
 
 
-def test_a_save_that_is_reported_late_takes_back_no_step_and_promises_none(tmp_path):
-    """Written beside training: the checkpoint of step 4 is there at step 7."""
+def test_a_save_reported_late_counts_exactly_the_saved_steps(tmp_path):
+    """Asynchronous save: the checkpoint of step 4 is complete at step 7."""
     life = Life(tmp_path)
     life.new_command()
     phases = Phases(lambda: life.now)
@@ -171,14 +169,14 @@ def test_a_save_that_is_reported_late_takes_back_no_step_and_promises_none(tmp_p
     assert ledger.account().seconds["productive"] == pytest.approx(14.0)
     train(life, ledger, 8, 10)
     note_death(tmp_path, life.job, life.now)
-    found = life.account()
-    # it has no successor yet: what came after step 4 is as good as lost
-    assert found.seconds["productive"] == pytest.approx(8.0) and found.seconds["lost"] == pytest.approx(12.0)
+    accounted = life.account()
+    # There is no next attempt yet, so the steps after step 4 count as lost.
+    assert accounted.seconds["productive"] == pytest.approx(8.0) and accounted.seconds["lost"] == pytest.approx(12.0)
     a_ledger(life, Phases(lambda: life.now), 4)
-    assert life.account().seconds == pytest.approx(found.seconds)
+    assert life.account().seconds == pytest.approx(accounted.seconds)
 
 
-def test_what_a_rewind_undoes_is_lost_and_every_second_stays_in_a_bin(tmp_path):
+def test_steps_undone_by_a_rewind_are_lost_and_every_second_is_in_a_bin(tmp_path):
     life = Life(tmp_path)
     life.new_command()
     phases = Phases(lambda: life.now)
@@ -189,11 +187,11 @@ def test_what_a_rewind_undoes_is_lost_and_every_second_stays_in_a_bin(tmp_path):
         train(life, ledger, 6, 8)
         ledger.rollback(5)
         train(life, ledger, 6, 9)
-        shown = ledger.account()
-    found = life.account()
-    assert found.seconds == pytest.approx(shown.seconds)
-    assert found.seconds["productive"] == pytest.approx(18.0) and found.seconds["lost"] == pytest.approx(6.0)
-    assert found.running_seconds == pytest.approx(24.0) and found.saves == 1
+        live = ledger.account()
+    accounted = life.account()
+    assert accounted.seconds == pytest.approx(live.seconds)
+    assert accounted.seconds["productive"] == pytest.approx(18.0) and accounted.seconds["lost"] == pytest.approx(6.0)
+    assert accounted.running_seconds == pytest.approx(24.0) and accounted.saves == 1
 
 
 def test_a_rank_that_keeps_no_account_writes_nothing(tmp_path):
@@ -204,19 +202,19 @@ def test_a_rank_that_keeps_no_account_writes_nothing(tmp_path):
         assert ledger.measures() == {}
 
 
-def test_a_line_that_a_kill_has_torn_costs_that_line_alone(tmp_path):
+def test_a_torn_line_loses_only_that_line(tmp_path):
     life = Life(tmp_path)
     life.new_command()
     life.attempt(6, 3, 1.0, dies=True)
-    whole = life.account()
+    undamaged = life.account()
     path = tmp_path / events.FILE
     content = path.read_bytes()
     path.write_bytes(content + content.splitlines()[-2][:40])
     life.spend(5.0, "restart")
     life.attempt(6, 3, 1.0, dies=False)
-    found, bad = events.read(tmp_path)
-    assert bad == 1 and len(attempts_of(found)) == 2
-    assert account(attempts_of(found)[:1]).seconds["checkpoint"] == whole.seconds["checkpoint"]
+    intact, bad = events.read(tmp_path)
+    assert bad == 1 and len(attempts_of(intact)) == 2
+    assert account(attempts_of(intact)[:1]).seconds["checkpoint"] == undamaged.seconds["checkpoint"]
     for cut in range(0, len(content), 97):
         path.write_bytes(content[:cut])
         account(attempts_of(events.read(tmp_path)[0]))
@@ -234,8 +232,8 @@ def test_another_command_that_starts_at_step_0_is_another_run(tmp_path):
     assert len(list(tmp_path.glob("goodput-*.jsonl"))) == 1
 
 
-# launcher -> variables of the ranks, when the command of the second start began, and the gaps that are found. The first
-# start ends at 110, and the ranks of the second one begin at 140.
+# launcher -> variables of the ranks, start time of the second command, and the expected gaps. The first start ends at
+# 110, and the ranks of the second one begin at 140.
 SECOND_STARTS = {
     "torchrun, pods started again by hand": ({"TORCHELASTIC_RUN_ID": "run"}, 130.0, {"idle": 20.0, "start": 10.0}),
     "torchrun, agents that meet again": ({"TORCHELASTIC_RUN_ID": "run"}, 90.0, {"restart": 30.0}),
@@ -258,27 +256,31 @@ def test_the_time_between_two_commands_is_idle_with_every_launcher(tmp_path, mon
     if "SHARDTRAIN_JOB" in environment:
         first |= {"SHARDTRAIN_JOB": "a:90", "SHARDTRAIN_STARTED": "90"}
     for names, parent, started, ended in ((first, 90.0, 90.0, 110.0), (environment, parent_started, 140.0, 150.0)):
-        began = lambda now, otherwise, pid="self", own=started, agent=parent: own if pid == "self" else agent  # noqa: E731
+        began = lambda now, otherwise, pid="self", rank=started, agent=parent: rank if pid == "self" else agent  # noqa: E731
         monkeypatch.setattr(ledger, "process_started", began)
         now = [started]
         phases = Phases(lambda now=now: now[0])
         with Ledger(tmp_path, phases, int(started), 1, names, lambda now=now: now[0]):
             phases.begin("step")
             now[0] = ended
-    found = account(attempts_of(events.read(tmp_path)[0]))
-    gaps = {"idle": found.idle_seconds, "restart": found.seconds["restart"], "start": found.seconds["start"]}
+    accounted = account(attempts_of(events.read(tmp_path)[0]))
+    gaps = {
+        "idle": accounted.idle_seconds,
+        "restart": accounted.seconds["restart"],
+        "start": accounted.seconds["start"],
+    }
     assert {name: seconds for name, seconds in gaps.items() if seconds} == expected
-    assert found.failures == ("restart" in expected)
+    assert accounted.failures == ("restart" in expected)
 
 
-def test_a_process_that_a_script_has_handed_over_began_then(monkeypatch):
+def test_a_process_replaced_by_exec_starts_at_the_exec(monkeypatch):
     now = time.time()
-    own = ledger.process_started(now, now)
+    started_at = ledger.process_started(now, now)
     monkeypatch.setenv(ledger.HANDED_OVER, str(int(now - 1)))
-    assert ledger.process_started(now, now) == max(own, int(now - 1))  # not with what the script did before
-    for text in (str(int(own - 100)), "yesterday", ""):  # of an earlier process, or of none
+    assert ledger.process_started(now, now) == max(started_at, int(now - 1))  # excludes the time of the script before
+    for text in (str(int(started_at - 100)), "yesterday", ""):  # of an earlier process, or not a time
         monkeypatch.setenv(ledger.HANDED_OVER, text)
-        assert ledger.process_started(now, now) == pytest.approx(own, abs=0.1)
+        assert ledger.process_started(now, now) == pytest.approx(started_at, abs=0.1)
     monkeypatch.setenv(ledger.HANDED_OVER, str(int(now + 100)))
     assert ledger.process_started(now, now) <= now
 
@@ -304,7 +306,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("event", GOOD)
-def test_a_line_is_read_as_it_was_written(event):
+def test_events_survive_a_round_trip(event):
     assert events.parse(events.line(event)) == event
 
 
@@ -314,7 +316,7 @@ def test_a_line_that_is_not_an_event_is_refused(text):
         events.parse(text)
 
 
-def test_the_verb_prints_the_bins_and_says_what_is_damaged(tmp_path, capsys):
+def test_the_verb_prints_the_bins_and_reports_damaged_lines(tmp_path, capsys):
     life = Life(tmp_path)
     life.new_command()
     life.attempt(12, 5, 4.0, dies=True)
@@ -338,33 +340,33 @@ def test_no_line_of_the_table_is_wider_than_a_terminal(tmp_path, capsys, monkeyp
     assert cli.main(["goodput", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns and lines[0].startswith("1 attempt on 2 ranks, 0 failures, ")
-    assert [line for line in lines if line.startswith(" " * 37)]  # what a number means stays below itself
+    assert [line for line in lines if line.startswith(" " * 37)]  # wrapped explanations stay in their column
 
 
-def test_the_verb_refuses_what_is_not_a_run_folder(tmp_path, capsys):
+def test_the_verb_rejects_other_folders(tmp_path, capsys):
     assert cli.main(["goodput", str(tmp_path)]) == 3
     assert "goodput.jsonl cannot be read" in capsys.readouterr().err
-    for words in ([], ["a", "b"], ["--nproc"]):
+    for arguments in ([], ["a", "b"], ["--nproc"]):
         with pytest.raises(ConfigError, match="takes the folder of one run"):
-            goodput.main(words)
+            goodput.main(arguments)
     with pytest.raises(DataError):
         events.read(tmp_path / "none")
 
 
-def test_the_prediction_is_the_measured_share_where_failures_come_as_the_model_says(tmp_path):
-    """A failure in the middle of each interval loses half of one: what the model assumes."""
+def test_the_predicted_ettr_equals_the_measured_one_under_the_model_s_assumptions(tmp_path):
+    """A failure in the middle of each interval loses half an interval, as the model assumes."""
     life = Life(tmp_path)
     life.new_command()
     for _ in range(10):
         life.attempt(525, 50, 1.0, dies=True)
         life.spend(20.0, "restart")
     life.attempt(50, 50, 1.0, dies=False)
-    found = life.account()
-    assert found.predicted_ettr() == pytest.approx(found.ettr, abs=0.03)
+    accounted = life.account()
+    assert accounted.predicted_ettr() == pytest.approx(accounted.ettr, abs=0.03)
 
 
-def test_a_run_that_goes_back_behind_a_start_that_had_nothing_to_do_is_accounted(tmp_path):
-    """A finished run that is repeated ends where it began; then ``checkpoint.load_step`` goes back further."""
+def test_a_rewind_past_an_empty_attempt_is_accounted(tmp_path):
+    """A repeated finished run ends immediately; then ``checkpoint.load_step`` goes back further."""
     life = Life(tmp_path)
     life.new_command()
     life.attempt(6, 2, 4.0, dies=False)
@@ -377,6 +379,6 @@ def test_a_run_that_goes_back_behind_a_start_that_had_nothing_to_do_is_accounted
     ledger = a_ledger(life, phases, step=2)
     phases.begin("step")
     train(life, ledger, 3, 4)
-    found = ledger.account()
-    assert found.seconds["productive"] == pytest.approx(2 * 4.0 + 2 * 2.0)
-    assert found.seconds["lost"] == pytest.approx(4 * 4.5)  # steps 3 to 6 of the first, with their data
+    accounted = ledger.account()
+    assert accounted.seconds["productive"] == pytest.approx(2 * 4.0 + 2 * 2.0)
+    assert accounted.seconds["lost"] == pytest.approx(4 * 4.5)  # steps 3 to 6 of the first, with their data

@@ -1,4 +1,4 @@
-"""A real run whose data, saves and validation are slow and whose rank is killed: each delay is in its bin."""
+"""A real run with slow data, saves and validation, and a killed rank: each delay is in its bin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a proc
 
 DATA, SAVE, VALIDATION, STEP = 0.1, 0.3, 0.2, 0.15
 KILLED = 6
-"""The step in which rank 0 is killed, once: the one after the save of step 4 is whole, and lost."""
+"""The step in which rank 0 is killed, once. Step 5, complete but not saved, is lost."""
 
 
 def slower(owner, name, seconds, then=lambda: None):
@@ -37,7 +37,7 @@ def slower(owner, name, seconds, then=lambda: None):
     setattr(owner, name, patched)
 
 
-def _launch(one, folder):
+def _launch(run_config, folder):
     environment.set_process_defaults(os.environ, 2, 2, alone=True)
 
     def main(loaded):
@@ -55,15 +55,15 @@ def _launch(one, folder):
         slower(trainer.optim, "set_learning_rate", STEP, kill)
         return trainer.main(loaded)
 
-    os._exit(local.launch(Loaded(one), 2, main=main, max_restarts=1))
+    os._exit(local.launch(Loaded(run_config), 2, main=main, max_restarts=1))
 
 
 def test_every_delay_of_a_run_with_a_restart_is_in_its_bin(tmp_path):
-    one = config(tmp_path)  # saves after 2, 4 and 6; validates after 3 and 6; one micro-batch per step
-    assert end(fork(_launch, one, tmp_path)) == 0
-    found, bad = events.read(tmp_path)
+    run_config = config(tmp_path)  # saves after 2, 4 and 6; validates after 3 and 6; one micro-batch per step
+    assert end(fork(_launch, run_config, tmp_path)) == 0
+    lines, bad = events.read(tmp_path)
     assert not bad
-    attempts = attempts_of(found)
+    attempts = attempts_of(lines)
     assert [attempt.start.step for attempt in attempts] == [0, 4]
     accounted = account(attempts)
     assert (accounted.attempts, accounted.failures, accounted.saves) == (2, 1, 3)

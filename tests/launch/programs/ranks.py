@@ -1,4 +1,4 @@
-"""A run with a trainer of a few lines: ``ranks.py FOLDER NPROC MODE HOW``; HOW is fork or fresh."""
+"""A run with a minimal trainer: ``ranks.py FOLDER NPROC MODE HOW``, where HOW is "fork", "fresh" or "alone"."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def loaded(folder):
 
 
 def meeting():
-    """The store in which the ranks meet."""
+    """Return the rendezvous store of the ranks."""
     from datetime import timedelta
 
     from shardtrain.distributed.rendezvous.attempt_store import store_of_attempt
@@ -36,7 +36,7 @@ def trainer(mode):
 
         rank = int(os.environ["RANK"])
         (Path(_loaded.config.job.dump_folder) / f"pid-{rank}").write_text(str(os.getpid()))
-        os.write(1, f"rank {rank} says hello\n".encode())  # print may write the end of the line apart
+        os.write(1, f"rank {rank} says hello\n".encode())  # print may write the newline separately
         if mode == "early" and rank == 1:
             raise RuntimeError("boom")
         if mode.startswith("exit-") and rank == 1:
@@ -54,7 +54,7 @@ def trainer(mode):
             while not signals.current().asked():
                 time.sleep(0.02)
             raise Preempted("saved at step 3")
-        signals.current().is_starting = False  # as in the first step
+        signals.current().is_starting = False  # like the trainer in its first step
         if mode == "stubborn":
             signal.pthread_sigmask(signal.SIG_BLOCK, signals.GRACEFUL)
             (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
@@ -92,11 +92,11 @@ if __name__ == "__main__":
     started_as = {name: os.environ[name] for name in environment.RANK_NAMES if name in os.environ}
     environment.set_process_defaults(os.environ, int(count), 2, alone=True)
     if how == "alone":
-        os.environ |= started_as  # one rank, as torchrun starts it
+        os.environ |= started_as  # one rank, started like torchrun does
         local.prepare(Path(folder), note_killed=True)
         sys.exit(local.run_rank(run, trainer(mode)))
     if how == "fork":
-        import torch.distributed  # noqa: F401  the parent imports what its forks need
+        import torch.distributed  # noqa: F401  imported in the parent, for its forks
 
         sys.exit(local.launch(run, int(count), main=trainer(mode)))
     sys.exit(local.launch(run, int(count), command=(sys.executable, *sys.argv)))
