@@ -21,7 +21,7 @@ class OneRank:
 
 
 class Ranks:
-    """Reduce over threads that each play one rank."""
+    """Reduce over threads that each act as one rank."""
 
     def __init__(self, count):
         self.barrier = threading.Barrier(count, timeout=patience.seconds(10))
@@ -41,7 +41,7 @@ class Ranks:
 
 
 class Clock:
-    """Time that passes only when told to."""
+    """A clock that only changes when a test sets ``now``."""
 
     def __init__(self):
         self.now = 100.0
@@ -58,7 +58,7 @@ def plain_environment(monkeypatch):
 
 @pytest.fixture
 def kit():
-    """Builders of what the tests of metrics need."""
+    """Builders of configurations, run facts and runs for the tests of metrics."""
 
     def config(**options):
         return Config(metrics=Options(**{"log_freq": 5, **options}))
@@ -81,7 +81,7 @@ def kit():
         return RunFacts(**{**known, **changes})
 
     def run(folder, steps, *, options=None, start_step=0, clock=None, **changes):
-        """One rank that trains steps start_step+1 ... steps, half a second and 100 tokens each, loss 1/step."""
+        """Report steps start_step + 1 to steps of one rank: half a second, 100 tokens and a mean loss of 1 / step."""
         clock = clock or Clock()
         run_facts = facts(start_step=start_step, **changes)
         metrics = Metrics(

@@ -40,14 +40,14 @@ def test_records_after_the_checkpoint_are_removed_on_resume(tmp_path):
 @pytest.mark.parametrize(
     "torn", ['{"step": 20, "lo', '{"step": 20}', "\x00\x00\x00", "[1]\n", '{"step": "x"}\n', "7\n"]
 )
-def test_a_torn_line_is_dropped_and_the_next_record_is_whole(tmp_path, torn):
+def test_torn_line_is_dropped_and_the_next_record_is_complete(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 10])
     with path.open("a") as file:
         file.write(torn)
     write(path, [30], start_step=20)
-    whole = [20] if torn == '{"step": 20}' else []
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 10, *whole, 30]
+    complete = [20] if torn == '{"step": 20}' else []
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 10, *complete, 30]
 
 
 def test_steps_written_twice_keep_the_later_history(tmp_path):
@@ -58,7 +58,7 @@ def test_steps_written_twice_keep_the_later_history(tmp_path):
     assert steps(path) == [1, 10]
 
 
-def test_a_history_that_is_straight_already_is_not_rewritten(tmp_path):
+def test_valid_history_is_not_rewritten(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 10])
     before = path.stat()
@@ -66,7 +66,7 @@ def test_a_history_that_is_straight_already_is_not_rewritten(tmp_path):
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_a_fresh_run_keeps_an_earlier_history_aside(tmp_path, caplog):
+def test_new_run_renames_an_earlier_history(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 10])
     with caplog.at_level("INFO", logger="shardtrain"):
@@ -78,13 +78,13 @@ def test_a_fresh_run_keeps_an_earlier_history_aside(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_no_record_holds_a_number_that_json_has_no_word_for(tmp_path, value):
+def test_non_finite_numbers_are_not_written(tmp_path, value):
     path = tmp_path / "metrics.jsonl"
     JsonlFile(path, 0).write({"step": 1, "loss": value})
     assert path.read_bytes() == line_of({"step": 1, "loss": None})
 
 
-def test_a_disk_that_fails_costs_records_and_one_warning_but_no_training(tmp_path, monkeypatch, caplog):
+def test_failing_disk_costs_records_and_one_warning_but_does_not_stop_training(tmp_path, monkeypatch, caplog):
     path = tmp_path / "metrics.jsonl"
     file = JsonlFile(path, 0)
     file.write({"step": 1})
@@ -105,7 +105,7 @@ def test_a_disk_that_fails_costs_records_and_one_warning_but_no_training(tmp_pat
     assert "2 records" in caplog.text
 
 
-def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
+def test_folder_that_cannot_be_created_is_a_warning(tmp_path, caplog):
     (tmp_path / "run").write_text("a file where the folder should be")
     file = JsonlFile(tmp_path / "run" / "metrics.jsonl", 0)
     file.write({"step": 1})
@@ -123,10 +123,10 @@ TORN = ["", '{"step": 9', "[1]\n", "\x00\x00", '{"step": 3}\n', '{"step": 100000
     tail=st.lists(st.sampled_from(TORN), max_size=3),
     tail_bytes=st.sampled_from([8, 40, 200, 5000]),
 )
-def test_of_a_large_file_the_end_alone_is_read_and_it_becomes_what_a_small_one_does(
+def test_only_the_end_of_a_large_file_is_read_with_the_same_result(
     tmp_path, monkeypatch, gaps, start, tail, tail_bytes
 ):
-    """The reference reads the whole file; a run leaves it straight, and a crash leaves what is torn behind the end."""
+    """Reading the entire file is the reference. The file has valid records, followed by torn lines of a crash."""
     steps_written, step = [], 0
     for gap in gaps:
         step += gap
@@ -139,16 +139,16 @@ def test_of_a_large_file_the_end_alone_is_read_and_it_becomes_what_a_small_one_d
     JsonlFile(small, start)
     monkeypatch.setattr(metrics_jsonl, "_LARGE_BYTES", 0)
     monkeypatch.setattr(metrics_jsonl, "_TAIL_BYTES", tail_bytes)
-    found = [record["step"] for record in JsonlFile(large, start).history]
-    kept = steps(small)
+    history = [record["step"] for record in JsonlFile(large, start).history]
+    expected = steps(small)
     assert read_records(large) == read_records(small)
-    assert all(json.loads(line) for line in large.read_text().splitlines() if line), "no line is torn"
-    assert found == sorted(set(found)) and set(found) <= set(kept)
-    if kept:
-        assert found[-1] == kept[-1]
+    assert all(json.loads(line) for line in large.read_text().splitlines() if line), "a line is torn"
+    assert history == sorted(set(history)) and set(history) <= set(expected)
+    if expected:
+        assert history[-1] == expected[-1]
 
 
-def test_the_history_of_a_large_file_is_thinned_and_its_end_is_cut_in_place(tmp_path, monkeypatch):
+def test_history_of_a_large_file_is_thinned_and_its_end_truncated_in_place(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 20_001)))
     monkeypatch.setattr(metrics_jsonl, "_LARGE_BYTES", 1000)
@@ -159,11 +159,11 @@ def test_the_history_of_a_large_file_is_thinned_and_its_end_is_cut_in_place(tmp_
     assert steps(path) == list(range(1, 15_001))
     assert (history[0], history[-1]) == (1, 15_000) and 2000 < len(history) <= 2502
     JsonlFile(path, 0)
-    assert not path.exists() and len(list(tmp_path.iterdir())) == 1, "an earlier run is kept aside"
+    assert not path.exists() and len(list(tmp_path.iterdir())) == 1, "the history of the earlier run was not renamed"
 
 
 @pytest.mark.parametrize("start", [1, 10, 9_000, 19_990])
-def test_going_back_far_in_a_large_file_reads_little_of_it(tmp_path, monkeypatch, start):
+def test_resuming_far_back_in_a_large_file_reads_little_of_it(tmp_path, monkeypatch, start):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}, "loss": {step / 7}}}\n' for step in range(1, 20_001)))
     size, parsed, parse = path.stat().st_size, [], metrics_jsonl._parse
@@ -172,7 +172,7 @@ def test_going_back_far_in_a_large_file_reads_little_of_it(tmp_path, monkeypatch
     monkeypatch.setattr(metrics_jsonl, "_THINNED", 100)
     monkeypatch.setattr(metrics_jsonl, "_parse", lambda content: (parsed.append(len(content)), parse(content))[1])
     assert JsonlFile(path, start).history[-1]["step"] == start
-    looked_at = sum(parsed)
+    parsed_bytes = sum(parsed)
     assert steps(path) == list(range(1, start + 1))
-    # two ends of 2,000 bytes, of which the second is doubled up to the distance of samples, and twice 100 samples
-    assert looked_at < 2000 + 4 * size / 100 + 2 * 100 * 60 < size / 10
+    # two tails of 2,000 bytes (the second one doubles up to the distance of samples) and twice 100 samples
+    assert parsed_bytes < 2000 + 4 * size / 100 + 2 * 100 * 60 < size / 10

@@ -36,7 +36,7 @@ def records(folder, name="metrics.jsonl"):
     return [record_of(line) for line in (folder / name).read_bytes().splitlines()]
 
 
-def test_the_first_step_every_log_freq_steps_and_the_last_are_logged(tmp_path, kit):
+def test_first_step_every_log_freq_steps_and_last_step_are_logged(tmp_path, kit):
     kit.run(tmp_path, 12)
     assert [record["step"] for record in records(tmp_path)] == [1, 5, 10, 12]
 
@@ -47,7 +47,7 @@ def test_a_record_has_exactly_the_documented_keys(tmp_path, kit):
     assert list(record) == KEYS
 
 
-def test_speeds_times_and_counts_follow_from_steps_tokens_and_the_clock(tmp_path, kit):
+def test_speeds_times_and_counts_are_computed_from_steps_tokens_and_the_clock(tmp_path, kit):
     kit.run(tmp_path, 5, options={"peak_flops": 4e12}, world_size=2)
     record = records(tmp_path)[1]
     # 100 tokens per half second on 2 devices; 2e9 FLOPs per token. All numbers are exact in binary or nearly so.
@@ -167,7 +167,7 @@ def test_numbers_that_are_not_finite_are_null_in_valid_json(tmp_path, kit):
     assert record["n"] == 3
 
 
-def test_an_unknown_device_has_no_mfu_and_says_so(tmp_path, kit, caplog):
+def test_unknown_device_has_no_mfu_and_reports_it(tmp_path, kit, caplog):
     with caplog.at_level("INFO", logger="shardtrain"):
         kit.run(tmp_path, 1)
     assert records(tmp_path)[0]["mfu"] is None
@@ -179,7 +179,7 @@ def test_a_known_device_has_its_mfu_from_the_table(tmp_path, kit):
     assert records(tmp_path)[0]["mfu"] == pytest.approx(0.5)
 
 
-def test_extra_metrics_may_not_take_the_name_of_a_standard_one(tmp_path, kit, caplog):
+def test_extra_metric_with_the_name_of_a_standard_one_is_rejected(tmp_path, kit, caplog):
     metrics = Metrics(kit.config(), tmp_path, kit.facts(), kit.OneRank())
     for step in (1, 2):
         metrics.update(step, torch.tensor(1.0), 1, 1, 1.0, 1.0, 0.0, {"lr": 2.0})
@@ -197,12 +197,12 @@ NUMBER = r"\s*-?[\d.,]+(e[+-]\d+)?"
 
 
 @pytest.mark.parametrize("mfu", [True, False])
-def test_the_console_line_has_the_words_that_users_search_for(tmp_path, kit, caplog, mfu):
+def test_console_line_has_the_usual_names(tmp_path, kit, caplog, mfu):
     with caplog.at_level("INFO", logger="shardtrain"):
         kit.run(tmp_path, 1, options={"peak_flops": 1e12} if mfu else {})
     (line,) = [message for message in caplog.messages if message.startswith("step:")]
-    words = ["step:", "loss:", "grad_norm:", "lr:"]
-    pattern = "  ".join(word + NUMBER for word in words)
+    names = ["step:", "loss:", "grad_norm:", "lr:"]
+    pattern = "  ".join(name + NUMBER for name in names)
     pattern += rf"  memory:{NUMBER} GiB  tps:{NUMBER}  tflops:{NUMBER}"
     pattern += r"  mfu: [\d.]+%" if mfu else "  mfu: -"
     pattern += rf"  data:{NUMBER}s  left: \S+"
@@ -219,7 +219,7 @@ def test_the_coloured_line_is_the_plain_line_with_colours(tmp_path, kit, caplog)
     assert "\x1b" not in record.message
 
 
-def test_the_summary_tells_steps_losses_tokens_speed_and_files(tmp_path, kit, caplog):
+def test_summary_contains_steps_losses_tokens_speed_and_files(tmp_path, kit, caplog):
     with caplog.at_level("INFO", logger="shardtrain"):
         kit.run(tmp_path, 4, total_steps=4)
     text = caplog.text
@@ -227,7 +227,7 @@ def test_the_summary_tells_steps_losses_tokens_speed_and_files(tmp_path, kit, ca
     assert str(tmp_path / "metrics.jsonl") in text
 
 
-def test_a_run_that_was_finished_says_so_and_what_to_raise(tmp_path, kit, caplog):
+def test_finished_run_reports_it_and_the_option_to_increase(tmp_path, kit, caplog):
     with caplog.at_level("INFO", logger="shardtrain"):
         kit.run(tmp_path, 4, start_step=4, total_steps=4)
     assert "finished at step 4" in caplog.text and "steps 5 to 4" not in caplog.text
@@ -241,7 +241,7 @@ def test_a_failed_run_has_no_summary(tmp_path, kit, caplog):
     assert "done:" not in caplog.text
 
 
-def test_a_resumed_run_counts_tokens_on(tmp_path, kit):
+def test_resumed_run_continues_the_token_count(tmp_path, kit):
     kit.run(tmp_path, 10)
     kit.run(tmp_path, 12, start_step=10)
     assert [(r["step"], r["tokens_seen"]) for r in records(tmp_path)] == [(1, 100), (5, 500), (10, 1000), (12, 1200)]
@@ -267,8 +267,8 @@ def test_flops_of_llama_2_7b():
     assert count == 39_644_061_696 + 3_221_225_472
 
 
-def test_speeds_count_the_tokens_that_are_computed_and_targets_apart(tmp_path, kit):
-    """A long prompt with one target takes the time of the same text with a target per token."""
+def test_speeds_count_computed_tokens_and_targets_separately(tmp_path, kit):
+    """A long prompt with one target takes as much time as the same text with a target for each token."""
     clock = kit.Clock()
     facts = kit.facts(total_steps=1, world_size=2)
     with Metrics(kit.config(), tmp_path, facts, kit.OneRank(), tokens_seen=0, clock=clock) as metrics:

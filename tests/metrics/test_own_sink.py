@@ -1,4 +1,4 @@
-"""Laws of sinks of the user's: given what is written, refused before ranks start, and no end of training."""
+"""Custom sinks receive all records, are refused before ranks start if invalid, and never stop training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def written(folder, text, name="my_sink.py"):
     return str(folder / name)
 
 
-def test_a_sink_of_a_file_is_given_all_that_is_written(tmp_path, kit, caplog):
+def test_custom_sink_receives_all_records(tmp_path, kit, caplog):
     caplog.set_level("INFO")
     options = {"sinks": [written(tmp_path, SINK)]}
     kit.run(tmp_path, 5, options=options, total_steps=10)
@@ -47,7 +47,7 @@ def test_a_sink_of_a_file_is_given_all_that_is_written(tmp_path, kit, caplog):
     assert json.loads((tmp_path / "mine-0.json").read_text()) == [["open", [1, 5]], ["validation", 6, 2.5]]
 
 
-def test_other_ranks_open_it_where_every_rank_is_asked_to(tmp_path, kit):
+def test_other_ranks_open_it_with_save_for_all_ranks(tmp_path, kit):
     options = {"sinks": [written(tmp_path, SINK)]}
     kit.run(tmp_path, 1, options=options, rank=1, is_writer=False, world_size=2)
     assert not (tmp_path / "mine-1.json").exists()
@@ -56,7 +56,7 @@ def test_other_ranks_open_it_where_every_rank_is_asked_to(tmp_path, kit):
 
 
 @pytest.mark.parametrize("place", ["self.path =", 'self.seen.append(["step"', "self.path.write_text"])
-def test_a_sink_that_fails_is_one_warning_and_the_others_continue(tmp_path, kit, caplog, monkeypatch, place):
+def test_failing_sink_is_one_warning_and_the_others_continue(tmp_path, kit, caplog, monkeypatch, place):
     monkeypatch.setenv("MY_TOKEN", "canary-0123456789")
     line = next(line for line in SINK.splitlines() if place in line)
     broken = line[: len(line) - len(line.lstrip())] + "raise OSError('no room, canary-0123456789')"
@@ -69,7 +69,7 @@ def test_a_sink_that_fails_is_one_warning_and_the_others_continue(tmp_path, kit,
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (None, "is not a file; give the path of an existing file"),
         ("x = (", "cannot be read as Python"),
@@ -78,9 +78,9 @@ def test_a_sink_that_fails_is_one_warning_and_the_others_continue(tmp_path, kit,
         (f"import a_package_that_is_not_there\n{SINK}", "fails (line 1): No module named"),
     ],
 )
-def test_a_file_that_is_not_a_sink_is_one_line_before_ranks_start(tmp_path, capsys, text, said):
+def test_invalid_sink_file_is_refused_in_one_line_before_ranks_start(tmp_path, capsys, text, message):
     path = str(tmp_path / "my_sink.py") if text is None else written(tmp_path, text)
     debug = Path(__file__).parents[2] / "configs/debug.toml"
     assert main(["config", "check", str(debug), f"--metrics.sinks={path}", "--training.device=cpu"]) == 2
     (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "my_sink.py" in line]
-    assert "metrics.sinks" in line and said in line
+    assert "metrics.sinks" in line and message in line

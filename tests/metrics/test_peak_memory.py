@@ -5,7 +5,7 @@ from shardtrain.metrics import peak_memory
 from shardtrain.utils.units import gib
 
 
-def test_the_host_peak_is_in_gib_and_never_falls():
+def test_host_peak_is_in_gib_and_never_decreases():
     before = peak_memory.read_peak("cpu")
     block = bytearray(64 * 2**20)
     after = peak_memory.read_peak("cpu")

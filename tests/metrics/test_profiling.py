@@ -33,12 +33,12 @@ def test_traces_are_written_every_profile_freq_steps_for_each_rank(tmp_path):
         assert "aten::mm" in names
 
 
-def test_a_resumed_run_counts_iterations_on(tmp_path):
+def test_resumed_run_continues_the_iteration_count(tmp_path):
     train(config(enable_profiling=True, profile_freq=5), tmp_path, steps=6, start_step=7)
     assert [path.name for path in (tmp_path / "profile_traces").iterdir()] == ["iteration_10"]
 
 
-def test_a_recording_that_is_not_complete_is_not_a_trace(tmp_path):
+def test_incomplete_recording_is_not_written(tmp_path):
     options = config(enable_profiling=True, profile_freq=4, profiler_warmup=1, profiler_active=2)
     train(options, tmp_path, steps=3)
     assert not list(tmp_path.rglob("*.json"))
@@ -49,7 +49,7 @@ def test_a_run_without_profiling_writes_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_profiling_that_cannot_take_effect_is_an_error(tmp_path):
+def test_profiling_without_effect_is_an_error(tmp_path):
     bad = config(enable_profiling=True, profile_freq=3, enable_memory_snapshot=True)
     problems = [str(problem) for problem in profiling.profiling_problems(bad, "cpu")]
     assert problems == [

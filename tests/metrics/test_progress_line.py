@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Puts a terminal into the place of stderr; called by the test, since pytest sets stderr anew for its body."""
+    """Function that replaces stderr with a terminal. The test calls it, because pytest replaces stderr for its body."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -36,23 +36,23 @@ def train(folder, kit, steps=3, **options):
     log.setup(0, 1, folder, "log.txt")
     with Metrics(kit.config(**options), folder, kit.facts(total_steps=steps), kit.OneRank()) as metrics:
         for step in range(1, steps + 1):
-            log.logger.info("whole line %d", step)
+            log.logger.info("complete line %d", step)
             metrics.update(step, torch.tensor(1.5), 1, 1, 1.0, 1.0, 0.0)
 
 
-def test_a_live_line_shows_step_loss_speed_and_time_left_and_leaves_log_lines_whole(tmp_path, terminal, kit):
+def test_live_line_shows_progress_and_does_not_mix_with_log_lines(tmp_path, terminal, kit):
     stream = terminal()
     train(tmp_path, kit)
-    # "Back to the start and erase the line" is what takes the live line away before a log line.
+    # before a log line, "return to the start and erase the line" removes the live line
     erased = stream.getvalue().replace("\r\x1b[2K", "\n")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", erased)
     assert "step 1/3" in text and "loss 1.5000" in text and "tokens/s" in text and "left" in text
     for step in (1, 2, 3):
-        assert re.search(rf"^whole line {step} *$", text, re.MULTILINE)
+        assert re.search(rf"^complete line {step} *$", text, re.MULTILINE)
     assert sys.stderr is stream
 
 
-def test_there_is_no_live_line_in_a_slurm_job(tmp_path, terminal, kit, monkeypatch):
+def test_slurm_job_has_no_live_line(tmp_path, terminal, kit, monkeypatch):
     stream = terminal()
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     log.setup(0, 1, tmp_path, "log.txt")
@@ -63,7 +63,7 @@ def test_there_is_no_live_line_in_a_slurm_job(tmp_path, terminal, kit, monkeypat
 
 
 @pytest.mark.parametrize("reason", ["NO_COLOR", "option"])
-def test_without_colour_there_is_a_live_line(tmp_path, terminal, kit, monkeypatch, reason):
+def test_live_line_works_without_colors(tmp_path, terminal, kit, monkeypatch, reason):
     stream = terminal()
     if reason == "NO_COLOR":
         monkeypatch.setenv("NO_COLOR", "1")
@@ -75,7 +75,7 @@ def test_without_colour_there_is_a_live_line(tmp_path, terminal, kit, monkeypatc
 
 
 @pytest.mark.parametrize("columns", [20, 40, 60, 80, 96, 120])
-def test_neither_a_row_nor_the_live_line_is_wider_than_the_terminal(tmp_path, terminal, kit, monkeypatch, columns):
+def test_rows_and_live_line_fit_the_terminal(tmp_path, terminal, kit, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = terminal()
     monkeypatch.setenv("NO_COLOR", "1")
@@ -87,14 +87,14 @@ def test_neither_a_row_nor_the_live_line_is_wider_than_the_terminal(tmp_path, te
             metrics.update(step, torch.tensor(1.5), 1, 1, 1.0, 1.0, 0.0, extra)
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue().replace("\x1b[2K", "\n"))
     rows = [line.rstrip() for line in re.split(r"[\r\n]+", drawn)]
-    # a word is never cut, such as the path of a file
+    # a path or another token is never split
     assert all(len(row) <= min(columns, 96) or " " not in row.strip() for row in rows)
     assert any(row.lstrip().startswith("9990/12000") for row in rows)
     named = [row for row in rows if row.lstrip().startswith("step  ")]
     assert len(named) == 1
     assert ("accuracy" in named[0]) == (columns >= 96) and "goodput" not in named[0]
     assert "loss" in named[0]
-    text = (tmp_path / "log.txt").read_text()  # the file has the line that is searched for, whole
+    text = (tmp_path / "log.txt").read_text()  # the log file has the complete line
     assert "step: 9990  loss:" in text and "accuracy: 0.5" in text
 
 
@@ -109,15 +109,15 @@ def test_a_rank_that_does_not_write_has_no_live_line(tmp_path, terminal, kit):
     metrics.close()
 
 
-def test_the_terminal_is_given_back_when_a_run_fails(tmp_path, terminal, kit):
+def test_terminal_is_restored_when_a_run_fails(tmp_path, terminal, kit):
     stream = terminal()
     with pytest.raises(KeyError), Metrics(kit.config(), tmp_path, kit.facts(), kit.OneRank()):
         raise KeyError("stop")
     assert sys.stderr is stream
-    assert "\x1b[?25h" in stream.getvalue()  # the cursor is shown again
+    assert "\x1b[?25h" in stream.getvalue()  # show the cursor
 
 
-def test_the_names_stand_above_the_first_row_every_fortieth_and_where_columns_change():
+def test_header_precedes_the_first_row_every_fortieth_row_and_changed_columns():
     def row(step, **extra):
         record = Record(
             step=step, loss=2.0, max_loss=2.0, grad_norm=1.0, lr=1e-3, tokens_seen=1, tokens_per_second=1.0, tps=1.0,

@@ -55,7 +55,7 @@ def read(folder):
     return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
-def test_event_files_hold_exactly_the_documented_tags_at_the_log_steps(tmp_path, kit):
+def test_event_files_have_exactly_the_documented_tags_at_the_log_steps(tmp_path, kit):
     kit.run(tmp_path, 10, options=ON, total_steps=10)
     scalars = read(tmp_path / "tb/20260131-1200")
     assert set(scalars) == TAGS | {"memory/max_rss(GiB)"}
@@ -68,13 +68,13 @@ def test_event_files_hold_exactly_the_documented_tags_at_the_log_steps(tmp_path,
     assert all(math.isfinite(v) for points in scalars.values() for v in points.values())
 
 
-def test_mfu_is_there_in_percent_where_the_peak_is_known(tmp_path, kit):
+def test_mfu_is_in_percent_if_the_peak_is_known(tmp_path, kit):
     kit.run(tmp_path, 1, options=ON | {"peak_flops": 4e12, "save_tb_folder": "curves"})
     scalars = read(tmp_path / "curves/20260131-1200")
     assert scalars["mfu(%)"][1] == pytest.approx(10.0, rel=1e-6)
 
 
-def test_the_old_tag_of_the_speed_is_written_where_asked_for(tmp_path, kit):
+def test_legacy_tag_of_the_speed_is_optional(tmp_path, kit):
     kit.run(tmp_path, 1, options=ON | {"legacy_tags": True})
     scalars = read(tmp_path / "tb/20260131-1200")
     assert scalars["wps"] == scalars["throughput(tps)"]
@@ -90,7 +90,7 @@ def test_cuda_memory_has_its_own_tags():
 
 
 @pytest.mark.parametrize("minute", ["same", "later"])
-def test_a_resumed_run_shows_the_whole_curve_in_its_own_folder(tmp_path, kit, monkeypatch, minute):
+def test_resumed_run_has_the_full_curve_in_its_own_folder(tmp_path, kit, monkeypatch, minute):
     kit.run(tmp_path, 12, options=ON, total_steps=20)
     with Metrics(kit.config(**ON), tmp_path, kit.facts(start_step=12), kit.OneRank()) as metrics:
         metrics.validation(10, {"loss": 3.0})
@@ -108,7 +108,7 @@ def test_a_resumed_run_shows_the_whole_curve_in_its_own_folder(tmp_path, kit, mo
     assert scalars["n_tokens_seen"] == {1: 100, 5: 500, 10: 1000, 15: 1500, 20: 2000}
 
 
-def test_every_rank_writes_below_its_number_where_asked_for(tmp_path, kit):
+def test_every_rank_can_write_to_its_own_folder(tmp_path, kit):
     for rank in (0, 1):
         kit.run(tmp_path, 1, options=ON | {"save_for_all_ranks": True}, rank=rank, is_writer=rank == 0, world_size=2)
     folders = sorted(path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("events.*"))
@@ -132,7 +132,7 @@ def fail_with(number):
 
 
 def full_disk(folder, monkeypatch):
-    """The open succeeds, and the write does not."""
+    """Opening succeeds, but writing fails."""
     monkeypatch.setattr(atomic_io, "open_file", lambda *_, **__: os.open("/dev/full", os.O_WRONLY))
 
 
@@ -160,7 +160,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("late", [False, True], ids=["at a step", "at the end"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_write_that_fails_is_one_warning_and_closes_the_sink(fault, late, tmp_path, monkeypatch, caplog, capfd):
+def test_failing_write_is_one_warning_and_closes_the_sink(fault, late, tmp_path, monkeypatch, caplog, capfd):
     monkeypatch.setattr(tensorboard, "FLUSH_SECONDS", 1000 if late else 0)
     atomic_io.guard(tmp_path / "run")
     sink = TensorBoardSink(tmp_path / "run/tb")
@@ -172,10 +172,10 @@ def test_a_write_that_fails_is_one_warning_and_closes_the_sink(fault, late, tmp_
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert f"cannot write TensorBoard files in {tmp_path}/run/tb" in caplog.text
     assert "training continues without them" in caplog.text and "\n" not in caplog.messages[0]
-    assert capfd.readouterr() == ("", ""), "no thread prints a trace"
+    assert capfd.readouterr() == ("", ""), "a thread printed a traceback"
 
 
-def test_points_are_in_the_file_once_the_sink_is_closed_and_a_thread_is_not_needed(tmp_path):
+def test_points_are_written_on_close_without_a_thread(tmp_path):
     before = threading.active_count()
     sink = TensorBoardSink(tmp_path)
     for step in range(1, 100):
@@ -197,9 +197,9 @@ def test_a_missing_package_is_an_error_and_not_an_empty_folder(tmp_path, monkeyp
 @pytest.mark.parametrize("count", [0, 1, tensorboard.REPLAYED, tensorboard.REPLAYED + 1, 123_457])
 def test_a_long_history_is_thinned_evenly_and_keeps_its_ends(count):
     records = [{"step": step} for step in range(count)]
-    found = [record["step"] for record in tensorboard.thinned(records)]
-    assert len(found) == min(count, tensorboard.REPLAYED) and found == sorted(set(found))
+    steps = [record["step"] for record in tensorboard.thinned(records)]
+    assert len(steps) == min(count, tensorboard.REPLAYED) and steps == sorted(set(steps))
     if count:
-        assert (found[0], found[-1]) == (0, count - 1)
-        gaps = {after - before for before, after in itertools.pairwise(found)}
+        assert (steps[0], steps[-1]) == (0, count - 1)
+        gaps = {after - before for before, after in itertools.pairwise(steps)}
         assert not gaps or max(gaps) - min(gaps) <= 1

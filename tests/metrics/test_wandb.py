@@ -14,7 +14,7 @@ ON = {"enable_wandb": True}
 
 
 class Stub(ModuleType):
-    """What the sink uses of the client, with every call kept."""
+    """A fake client that records every call."""
 
     def __init__(self):
         super().__init__("wandb")
@@ -52,7 +52,7 @@ def client(monkeypatch):
     return stub
 
 
-def test_records_arrive_in_order_under_the_names_that_users_know(tmp_path, kit, client):
+def test_records_arrive_in_order_with_the_documented_names(tmp_path, kit, client):
     kit.run(tmp_path, 10, options=ON, total_steps=10)
     assert [step for step, _ in client.logs] == [1, 5, 10]
     values = client.logs[0][1]
@@ -62,7 +62,7 @@ def test_records_arrive_in_order_under_the_names_that_users_know(tmp_path, kit, 
     assert client.finished
 
 
-def test_the_run_holds_the_configuration_and_lies_below_the_run_folder(tmp_path, kit, client):
+def test_run_has_the_configuration_and_is_stored_below_the_run_folder(tmp_path, kit, client):
     kit.run(tmp_path, 1, options=ON)
     (options,) = client.inits
     assert options["dir"] == str(tmp_path)
@@ -112,7 +112,7 @@ def test_a_client_that_fails_later_is_one_warning_without_secrets(tmp_path, kit,
     assert "canary" not in caplog.text
 
 
-def test_a_client_that_hangs_holds_neither_steps_nor_the_end(tmp_path, client, caplog, monkeypatch):
+def test_hanging_client_does_not_block_steps_or_the_end(tmp_path, client, caplog, monkeypatch):
     client.gate.clear()
     monkeypatch.setattr("shardtrain.metrics.sinks.tracker.QUEUE_RECORDS", 5)
     sink = TrackerSink("W&B", lambda: client.init(dir=str(tmp_path)), lambda record: {})
@@ -125,7 +125,7 @@ def test_a_client_that_hangs_holds_neither_steps_nor_the_end(tmp_path, client, c
     sink._thread.join(0.01)
 
 
-def test_only_the_writer_logs_unless_every_rank_is_asked_to(tmp_path, kit, client):
+def test_only_the_writer_logs_without_save_for_all_ranks(tmp_path, kit, client):
     kit.run(tmp_path, 1, options=ON, rank=1, is_writer=False, world_size=2)
     assert not client.inits
     kit.run(tmp_path, 1, options=ON | {"save_for_all_ranks": True}, rank=1, is_writer=False, world_size=2)

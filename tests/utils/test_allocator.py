@@ -1,4 +1,4 @@
-"""A process that keeps freed memory writes to it again without the system clearing pages first."""
+"""A process that keeps freed memory reuses it without page faults, for which the system clears pages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 CHILD = """
 import resource, torch
 from shardtrain.utils.allocator import keep_freed_memory
-kept = keep_freed_memory()
-for _ in range(8):  # the heap grows until an aligned block fits between what stays
+is_kept = keep_freed_memory()
+for _ in range(8):  # the heap grows until an aligned block fits
     torch.ones(1 << 24)  # 64 MiB
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(4):
     torch.ones(1 << 24)
-print(int(kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(int(is_kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 

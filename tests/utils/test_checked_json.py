@@ -1,4 +1,4 @@
-"""A line of JSON that has changed by a bit is not taken for what was written."""
+"""A line of JSON with a flipped bit is rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardtrain.utils.checked_json import FIELD, line_of, record_of
 RECORD = {"step": 70, "loss": 2.5e-05, "mfu": None, "phase": 'träge \\ "', "tokens": 123456789}
 
 
-def test_no_flip_of_a_bit_changes_what_is_read():
+def test_flipped_bit_never_changes_a_record():
     line = line_of(RECORD)
     assert record_of(line) == RECORD
     found = 0
@@ -19,7 +19,7 @@ def test_no_flip_of_a_bit_changes_what_is_read():
         changed = bytearray(line)
         changed[bit // 8] ^= 1 << bit % 8
         record = record_of(bytes(changed))
-        # a flip in the name of the checksum leaves a field that nobody knows, and all that was written
+        # a flip in the name of the checksum leaves an unknown field and all original fields
         assert record is None or RECORD.items() <= record.items(), bytes(changed)
         found += record is None
     assert found > 7 * len(line)
@@ -34,12 +34,12 @@ def test_no_flip_of_a_bit_changes_what_is_read():
         line_of(RECORD).decode().replace("\n", "\r\n"),
     ],
 )
-def test_a_line_of_another_program_is_taken_as_it_is(written):
+def test_line_without_a_checksum_is_accepted(written):
     assert record_of(written.encode()) == RECORD
 
 
-def test_a_field_that_a_script_added_keeps_the_record():
-    """Else a resume would take all such lines out of the file."""
+def test_field_added_by_a_script_does_not_invalidate_a_record():
+    """Otherwise a resume would remove such lines from the file."""
     again = json.dumps({**json.loads(line_of(RECORD)), "name": "of a script"})
     assert record_of(again.encode()) == {**RECORD, "name": "of a script"}
 
@@ -51,10 +51,10 @@ def test_a_field_that_a_script_added_keeps_the_record():
         b'{"step": 1, "x": [%s0]}' % (b"[]," * 2**19),
     ],
 )  # fmt: skip
-def test_a_line_without_a_record_is_none(line):
+def test_line_without_a_record_returns_none(line):
     assert record_of(line) is None
 
 
-def test_a_number_that_json_has_no_word_for_is_refused():
+def test_non_finite_number_is_refused():
     with pytest.raises(ValueError, match="JSON"):
         line_of({"step": float("nan")})

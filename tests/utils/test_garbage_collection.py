@@ -1,4 +1,4 @@
-"""Python's garbage is collected every so many steps, and never in between."""
+"""Python's garbage collector runs every ``gc_freq`` steps, and not in between."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def collections(monkeypatch):
 
 
 @pytest.mark.parametrize(("steps", "freq"), [(10, 3), (10, 1), (10, 50), (100, 50)])
-def test_garbage_is_collected_steps_over_freq_times_and_never_by_itself(collections, steps, freq):
+def test_garbage_is_only_collected_every_gc_freq_steps(collections, steps, freq):
     with garbage_collection.GarbageCollection(freq) as collection:
         for step in range(1, steps + 1):
             assert not gc.isenabled()
@@ -37,7 +37,7 @@ def test_garbage_is_collected_steps_over_freq_times_and_never_by_itself(collecti
     assert gc.isenabled()
 
 
-def test_gc_debug_collects_everything_every_step_and_says_what_it_found(collections, caplog):
+def test_gc_debug_collects_everything_every_step_and_reports_it(collections, caplog):
     with (
         caplog.at_level("INFO", logger="shardtrain"),
         garbage_collection.GarbageCollection(50, debug=True) as collection,
@@ -55,7 +55,7 @@ def test_a_gc_frequency_below_one_is_an_error():
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_pause_leaves_the_collector_as_it_was(enabled):
+def test_pause_restores_the_collector(enabled):
     if not enabled:
         gc.disable()
     try:
@@ -69,20 +69,20 @@ def test_a_pause_leaves_the_collector_as_it_was(enabled):
         gc.enable()
 
 
-def test_what_is_imported_is_collected_neither_then_nor_later():
+def test_imported_objects_are_never_collected():
     code = """
 import gc, sys
 from shardtrain.utils import garbage_collection
-looked = []
-gc.callbacks.append(lambda phase, _: looked.append(phase))
+phases = []
+gc.callbacks.append(lambda phase, _: phases.append(phase))
 with garbage_collection.importing("json.tool"):
     import json.tool
-    held = [[] for _ in range(100_000)]
-assert not looked and gc.isenabled() and gc.get_freeze_count() > 100_000
-held += [[] for _ in range(100_000)]
+    objects = [[] for _ in range(100_000)]
+assert not phases and gc.isenabled() and gc.get_freeze_count() > 100_000
+objects += [[] for _ in range(100_000)]
 count = gc.get_freeze_count()
-with garbage_collection.importing("json.tool"):  # it is there already, and what came since is the program's own
+with garbage_collection.importing("json.tool"):  # it is imported already, so later objects stay collectable
     assert gc.isenabled()
-assert looked and gc.get_freeze_count() == count
+assert phases and gc.get_freeze_count() == count
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""What PyTorch starts and loads is neither the current directory's nor another user's."""
+"""PyTorch starts and loads no code of the current directory or of another user."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PLANTED: dict[str, tuple[Callable[[Path], object], bool]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_the_compiler_loads_its_libraries_from_a_folder_of_this_user(
+def test_compiler_uses_a_folder_that_only_this_user_can_write(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant, is_used = PLANTED[name]
@@ -62,28 +62,28 @@ def test_the_compiler_loads_its_libraries_from_a_folder_of_this_user(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     shared = tmp_path / "torchinductor_me"
     plant(shared)
-    found = library_environment.compiler_cache()
-    assert found == (shared if is_used else tmp_path / "cache/shardtrain/torchinductor")
+    folder = library_environment.compiler_cache()
+    assert folder == (shared if is_used else tmp_path / "cache/shardtrain/torchinductor")
     if name == "nothing":
         assert shared.stat().st_mode & 0o077 == 0
 
 
-def test_the_default_folder_has_the_name_that_pytorch_gives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_folder_has_pytorchs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = pytest.importorskip("torch._inductor.runtime.cache_dir_utils")
     monkeypatch.delenv(library_environment.COMPILER_CACHE, raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert str(library_environment.compiler_cache()) == places.default_cache_dir()
 
 
-def test_a_folder_that_the_user_names_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_the_users_variable_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library_environment.COMPILER_CACHE, str(tmp_path))
     assert library_environment.compiler_cache() == tmp_path
 
 
-def test_a_child_that_a_library_starts_imports_nothing_from_the_current_directory(
+def test_child_of_a_library_imports_nothing_from_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler's own child is `python -c "from ctypes import cdll; ..."` in the current directory."""
+    """The compiler starts `python -c "from ctypes import cdll; ..."` in the current directory."""
     for name in ("PYTHONSAFEPATH", library_environment.COMPILER_CACHE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -98,7 +98,7 @@ def test_a_child_that_a_library_starts_imports_nothing_from_the_current_director
     assert (tmp_path / "imported").exists(), "the planted module would run without the variable"
 
 
-def test_the_compilers_probe_imports_nothing_from_the_current_directory(
+def test_compiler_probe_imports_nothing_from_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vector_instructions = pytest.importorskip("torch._inductor.cpu_vec_isa")

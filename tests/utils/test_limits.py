@@ -1,4 +1,4 @@
-"""Limits of memory, threads and files: too small ones are named at start, and running out of memory has one end."""
+"""Limits of memory, threads and files: low limits are reported at start, and out of memory always has the same exit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: 
 
 
 def set_limits(monkeypatch: pytest.MonkeyPatch, cgroup: int = 0, **values: int) -> None:
-    """Give this process, which is not root, these limits and no others."""
+    """Pretend that this process is not root and has only these limits."""
     known = {getattr(resource, f"RLIMIT_{name}"): value for name, value in values.items()}
     monkeypatch.setattr(resource, "getrlimit", lambda number: (known.get(number, resource.RLIM_INFINITY), 0))
     monkeypatch.setattr(limits.os, "geteuid", lambda: 1000)
@@ -33,7 +33,7 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, cgroup: int = 0, **values: int) 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the needs are those of Linux")
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"AS": 300 * MIB}, "ulimit -v=300.00 MiB must be at least 1.50 GiB"),
         ({"DATA": 346_000 * 1024}, "ulimit -d=337.89 MiB must be at least 560.00 MiB"),
@@ -42,35 +42,35 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, cgroup: int = 0, **values: int) 
         ({"cgroup": 512 * MIB}, "memory of the cgroup=512.00 MiB must be at least 640.00 MiB"),
     ],
 )
-def test_a_limit_that_is_too_small_is_named_with_what_is_needed(
-    given: dict[str, int], told: str, monkeypatch: pytest.MonkeyPatch
+def test_limit_that_is_too_small_is_named_with_the_required_value(
+    given: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_limits(monkeypatch, **given)
     with pytest.raises(OutOfMemoryError) as caught:
         limits.require(2)
     (line,) = caught.value.problems
-    assert str(line).startswith(f"{told} for 2 ranks on this host"), line
+    assert str(line).startswith(f"{message} for 2 ranks on this host"), line
     set_limits(monkeypatch)
     limits.require(2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the needs are those of Linux")
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     cases(
         [("RLIMIT_DATA", 346_000 * 1024, "ulimit -d=")],
         nightly=[("RLIMIT_AS", 2**30, "ulimit -v="), ("RLIMIT_NOFILE", 60, "ulimit -n=")],
     ),
 )
-def test_a_run_under_a_small_limit_ends_with_7_and_one_line(name: str, value: int, told: str, tmp_path: Path) -> None:
+def test_run_with_a_small_limit_exits_with_7_and_one_line(name: str, value: int, message: str, tmp_path: Path) -> None:
     number = getattr(resource, name)
-    words = [sys.executable, "-m", "shardtrain", "train", "debug", "--nproc=2", f"--job.dump_folder={tmp_path}"]
+    command = [sys.executable, "-m", "shardtrain", "train", "debug", "--nproc=2", f"--job.dump_folder={tmp_path}"]
     done = forked.run(
-        words, capture_output=True, text=True, timeout=patience.seconds(120),
+        command, capture_output=True, text=True, timeout=patience.seconds(120),
         preexec_fn=lambda: resource.setrlimit(number, (value, value)),
     )  # fmt: skip
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 7 and line.startswith(f"error[7]: {told}"), done.stderr
+    assert done.returncode == 7 and line.startswith(f"error[7]: {message}"), done.stderr
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == 7
 
 
@@ -88,7 +88,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("error", REFUSALS, ids=lambda error: f"{type(error).__name__} {error}"[:40])
-def test_running_out_of_memory_has_one_code_and_names_the_limit(
+def test_every_out_of_memory_error_has_the_same_code_and_names_the_limit(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_thread = "thread" in str(error) or isinstance(error, BlockingIOError)
@@ -96,10 +96,10 @@ def test_running_out_of_memory_has_one_code_and_names_the_limit(
     few = limits.Limit("ulimit -u", 50, 0, 0, "raise it with ulimit -u", is_count=True)
     roomy = limits.Limit("ulimit -v", 2**40, 2**30, 0, "raise it with ulimit -v")
     monkeypatch.setattr(limits, "read", lambda: [roomy, limit, few])
-    told = failure.describe(error, 0)
-    assert told.exit_code == 7 and told.message.startswith("memory ran out")
+    message = failure.describe(error, 0)
+    assert message.exit_code == 7 and message.message.startswith("memory ran out")
     end = "under ulimit -u=50: raise it with ulimit -u" if is_thread else "ulimit -d; 390.00 MiB of it are used"
-    assert told.message.endswith(end), told.message
+    assert message.message.endswith(end), message.message
     # without a limit it is the machine's memory
     monkeypatch.setattr(limits, "read", list)
     monkeypatch.setattr(limits, "host_memory", lambda: {"total": 2**30, "available": 2**20})
@@ -113,22 +113,22 @@ def test_other_errors_are_not_about_memory() -> None:
         assert not limits.is_out_of_memory(error)
         with pytest.raises(type(error)), limits.memory_errors():
             raise error
-    told = failure.describe(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."), 0)
-    assert (told.exit_code, told.message) == (7, "CUDA out of memory. Tried to allocate 2.00 GiB.")
+    message = failure.describe(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."), 0)
+    assert (message.exit_code, message.message) == (7, "CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the needs are those of Linux")
-def test_the_memory_of_a_machine_is_that_of_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_machine_respects_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "host_memory", lambda: {"total": 2**35, "swap": 2**30})
     set_limits(monkeypatch)
     assert machine._host(2) == ("this machine", 2**35 + 2**30)
     set_limits(monkeypatch, cgroup=2**33)
     assert machine._host(2) == ("this container", 2**33 + 2**30)
-    set_limits(monkeypatch, DATA=1000 * MIB)  # three quarters of 560 MiB are no model's
+    set_limits(monkeypatch, DATA=1000 * MIB)  # three quarters of 560 MiB are not available to a model
     assert machine._host(2) == ("ulimit -d of 2 ranks", 2 * 580 * MIB)
 
 
-def test_the_cgroup_of_a_job_counts_without_a_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cgroup_of_a_job_applies_without_a_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = tmp_path / "system.slice" / "job_7" / "step_0"
     job.mkdir(parents=True)
     monkeypatch.setattr(limits, "_lines", lambda _: ["1:name=systemd:/", "0::/system.slice/job_7/step_0"])
@@ -139,7 +139,7 @@ def test_the_cgroup_of_a_job_counts_without_a_namespace(tmp_path: Path, monkeypa
     assert limits.cgroup_memory(tmp_path) == (1000, 600)
 
 
-def test_a_small_file_takes_little_memory_to_read(tmp_path: Path) -> None:
+def test_reading_a_small_file_needs_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer_config.json"
     path.write_text("{}")
     tracemalloc.start()
@@ -151,7 +151,7 @@ def test_a_small_file_takes_little_memory_to_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "kind", "told"),
+    ("source", "kind", "message"),
     [
         (None, ConfigError, "needs the planted_library library, which is not installed; pip install it"),
         ("import planted_part", ConfigError, "is installed but cannot be imported (ModuleNotFoundError: No module"),
@@ -165,8 +165,8 @@ def test_a_small_file_takes_little_memory_to_read(tmp_path: Path) -> None:
         ("raise ImportError('lib.so: failed to map segment from shared object')", OutOfMemoryError, "map segment"),
     ],
 )
-def test_a_missing_library_is_told_apart_from_one_that_cannot_be_imported(
-    source: str | None, kind: type[Exception], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_missing_library_is_distinguished_from_a_broken_one(
+    source: str | None, kind: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if source is not None:
         (tmp_path / "planted_library.py").write_text(source)
@@ -174,4 +174,4 @@ def test_a_missing_library_is_told_apart_from_one_that_cannot_be_imported(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     with pytest.raises(kind) as caught:
         libraries.load("planted_library", "data.option", "value", "it")
-    assert told in str(caught.value), caught.value
+    assert message in str(caught.value), caught.value

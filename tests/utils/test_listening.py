@@ -1,4 +1,4 @@
-"""A rendezvous is served at its own address where the endpoint determines one, and at all addresses elsewhere."""
+"""A rendezvous listens on the address of its endpoint if this machine has it, and on all addresses otherwise."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ALL = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
-    """Let every name resolve to these addresses."""
+    """Patch name resolution to return these addresses for every name."""
     places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
     monkeypatch.setattr(listening.socket, "getaddrinfo", lambda *_, **__: places)
 
 
-# resolved addresses -> address that is listened on; 192.0.2.1 is of no machine (RFC 5737)
+# resolved addresses, and the address to listen on; no machine has 192.0.2.1 (RFC 5737)
 NAMES = {
     "one address": (["0.0.0.0"], "0.0.0.0"),
     "a loopback address, which other machines resolve otherwise": (["127.0.1.1"], ALL),
@@ -60,8 +60,8 @@ def test_an_address_of_another_machine_is_rejected(value, monkeypatch):
 @pytest.mark.parametrize("value", ["node1", "eth0", "127.0.0.1:29500", "[]", "1"])
 def test_a_listen_address_that_is_not_an_ip_address_is_rejected(value, monkeypatch):
     monkeypatch.setenv(listening.LISTEN_ADDRESS, value)
-    words = re.escape(f'SHARDTRAIN_LISTEN_ADDR="{value}" must be an IP address; set it to')
-    with pytest.raises(ConfigError, match=words):
+    message = re.escape(f'SHARDTRAIN_LISTEN_ADDR="{value}" must be an IP address; set it to')
+    with pytest.raises(ConfigError, match=message):
         listening.listen_address()
 
 

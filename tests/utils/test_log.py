@@ -58,7 +58,7 @@ def test_a_file_that_cannot_be_opened_names_the_option(tmp_path):
         setup(tmp_path)
 
 
-def test_the_console_is_written_only_where_asked_for(tmp_path, capsys):
+def test_only_selected_ranks_write_to_the_console(tmp_path, capsys):
     setup(tmp_path, console=False)
     log.logger.info("quiet")
     setup(tmp_path, console=True, prefix=True)
@@ -90,19 +90,19 @@ def test_colours_reach_a_terminal_and_never_a_file(tmp_path, monkeypatch):
     assert "\x1b" not in path.read_text() and "red" in path.read_text()
 
 
-def test_a_terminal_gets_the_message_wrapped_between_words_and_the_file_the_whole_line(tmp_path, monkeypatch):
+def test_terminal_lines_are_wrapped_and_file_lines_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("COLUMNS", "30")
     path = setup(tmp_path)
-    log.logger.info("six words that are too long, and /a/path/that/is/never/cut/in/two")
+    log.logger.info("six terms that are too long, and /a/path/that/is/never/cut/in/two")
     log.logger.warning("careful")
-    told = sys.stderr.getvalue().replace("\x1b[33m", "").replace("\x1b[0m", "")
-    assert told == "six words that are too long,\n    and\n    /a/path/that/is/never/cut/in/two\nwarning: careful\n"
+    shown = sys.stderr.getvalue().replace("\x1b[33m", "").replace("\x1b[0m", "")
+    assert shown == "six terms that are too long,\n    and\n    /a/path/that/is/never/cut/in/two\nwarning: careful\n"
     assert re.fullmatch(r"\S+ \S+ INFO six.*two\n\S+ \S+ WARNING careful\n", path.read_text())
 
 
 @pytest.mark.parametrize("reason", ["SLURM_JOB_ID", "NO_COLOR", "dumb terminal", "option", "no terminal"])
-def test_no_ansi_where_colours_are_not_allowed(tmp_path, monkeypatch, reason):
+def test_no_ansi_codes_without_colors(tmp_path, monkeypatch, reason):
     monkeypatch.setattr(sys, "stderr", io.StringIO() if reason == "no terminal" else Terminal())
     if reason == "dumb terminal":
         monkeypatch.setenv("TERM", "dumb")
@@ -143,13 +143,13 @@ def test_secrets_are_masked_in_messages_arguments_colours_and_tracebacks(tmp_pat
         assert text.count("***") >= 3 and "RuntimeError: refused ***" in text
 
 
-def test_a_secret_inside_another_is_masked_whole(monkeypatch):
+def test_secret_that_contains_another_is_masked_completely(monkeypatch):
     monkeypatch.setenv("A_TOKEN", "abcdefgh")
     monkeypatch.setenv("B_TOKEN", "abcdefgh-and-more")
     assert log.redact("x abcdefgh-and-more y abcdefgh") == "x *** y ***"
 
 
-def test_short_values_and_ordinary_variables_are_left_alone(monkeypatch):
+def test_short_values_and_ordinary_variables_are_not_masked(monkeypatch):
     monkeypatch.setenv("A_TOKEN", "step")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "ordinary-value")
     assert log.redact("step 1 ordinary-value") == "step 1 ordinary-value"
@@ -161,7 +161,7 @@ def test_log_rank_lists_the_ranks_on_the_console(monkeypatch, text, ranks):
     assert log.console_ranks() == ranks
 
 
-def test_rank_zero_is_on_the_console_unless_said_otherwise():
+def test_rank_zero_writes_to_the_console_by_default():
     assert log.console_ranks() == {0}
 
 
@@ -172,7 +172,7 @@ def test_a_log_rank_that_is_not_a_list_of_ranks_is_an_error(monkeypatch, text):
         log.console_ranks()
 
 
-def test_a_full_disk_costs_lines_of_the_log_and_is_said_once(
+def test_full_disk_costs_lines_of_the_log_and_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = log.setup(0, 1, tmp_path, "logs/rank-{rank}.log", console=False)
@@ -180,7 +180,7 @@ def test_a_full_disk_costs_lines_of_the_log_and_is_said_once(
 
     def full(descriptor: int, data: bytes) -> int:
         if b"INFO lost" in data:
-            return write(descriptor, data[:10])  # as a disk that ends within the line
+            return write(descriptor, data[:10])  # like a disk that is full within a line
         return write(descriptor, data)
 
     try:
@@ -191,14 +191,12 @@ def test_a_full_disk_costs_lines_of_the_log_and_is_said_once(
         log.logger.info("in a new file")
     finally:
         log.reset()
-    told = capfd.readouterr().err
-    assert told.count(f"cannot write the log file {path}: No space left on device") == 1 and "Traceback" not in told
+    errors = capfd.readouterr().err
+    assert errors.count(f"cannot write the log file {path}: No space left on device") == 1 and "Traceback" not in errors
     assert [line.rpartition(" INFO ")[2] for line in path.read_text().splitlines()] == ["in a new file"]
 
 
-def test_of_thousands_of_ranks_only_the_first_of_each_node_has_a_file_until_another_has_a_warning(
-    tmp_path, monkeypatch
-):
+def test_with_thousands_of_ranks_only_rank_0_of_a_node_logs_until_a_warning(tmp_path, monkeypatch):
     for rank in range(2000, 2008):
         monkeypatch.setenv("LOCAL_RANK", str(rank % 8))
         path = setup(tmp_path, rank, world_size=2048, console=False)

@@ -1,4 +1,4 @@
-"""Options that are declared once: a field is a flag of the command line and a parameter of the Python function."""
+"""An option is declared once, as a field, and becomes a flag of the command line and a parameter in Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardtrain.utils.python_api import accepts_fields, python_function
 @dataclass(frozen=True)
 class Shared:
     count: int = option(3, "a number", positional=True)
-    added: str | None = option(None, "a field that somebody has added")
+    added: str | None = option(None, "a new field")
 
 
 @python_function

@@ -1,4 +1,4 @@
-"""What holds for a process of ours as a whole."""
+"""Limits and output streams of a process of this package."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def raised_from_few(sender: Any) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
-def test_as_many_files_may_be_open_as_the_system_allows() -> None:
+def test_limit_of_open_files_is_raised_to_the_maximum() -> None:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=raised_from_few, args=(sender,))
     child.start()
     child.join()
-    most, told, limits = receiver.recv()
-    assert told == most and limits == (most, most)
+    maximum, returned, limits = receiver.recv()
+    assert returned == maximum and limits == (maximum, maximum)
 
 
-def test_more_hosts_than_files_may_be_open_are_refused_before_one_is_reached(
+def test_too_many_hosts_for_the_limit_of_open_files_are_refused_before_connecting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ssh_connections, "allow_open_files", lambda: 1024.0)
@@ -48,8 +48,8 @@ def test_more_hosts_than_files_may_be_open_are_refused_before_one_is_reached(
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", "ascii:replace"])
-def test_characters_that_a_terminal_lacks_are_escaped(encoding: str) -> None:
-    """Output for people must not end a run. A user's own error handler stays."""
+def test_unsupported_characters_of_a_terminal_are_escaped(encoding: str) -> None:
+    """An encoding error of terminal output must not end a run. An error handler set by the user stays in effect."""
     code = "from shardtrain.utils.process import keep_streams; keep_streams(); print('größer → 漢')"
     names = {**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"}
     done = subprocess.run([sys.executable, "-c", code], env=names, capture_output=True, check=True)

@@ -12,12 +12,13 @@ from shardtrain.utils import process_identity
 
 
 def test_a_process_is_identified_until_it_has_ended() -> None:
-    own = process_identity.read_stat()
-    assert own == process_identity.read_stat(os.getpid()) and own is not None and not own.has_ended
+    this_process = process_identity.read_stat()
+    assert this_process == process_identity.read_stat(os.getpid())
+    assert this_process is not None and not this_process.has_ended
     with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie until it is waited for
         zombie = process_identity.read_stat(child.pid)
-        assert zombie is not None and zombie.has_ended and zombie.start_ticks >= own.start_ticks
+        assert zombie is not None and zombie.has_ended and zombie.start_ticks >= this_process.start_ticks
         child.wait(timeout=patience.seconds(20))
         assert process_identity.read_stat(child.pid) is None
 

@@ -39,7 +39,7 @@ def fix_of(name: str) -> str:
 
 def test_each_errno_has_its_own_fix() -> None:
     assert {getattr(errno, name) for name in NAMED} <= CAUSES.keys()
-    texts = [(cause.meaning, cause.fix) for number, cause in CAUSES.items() if number != errno.ENODEV]  # as ENXIO
+    texts = [(cause.meaning, cause.fix) for number, cause in CAUSES.items() if number != errno.ENODEV]  # same as ENXIO
     assert len(set(texts)) == len(texts)
 
 
@@ -54,16 +54,16 @@ def write_checkpoint_file(path: Path) -> None:
 @pytest.mark.parametrize("write", [write_atomically, write_checkpoint_file])
 @pytest.mark.parametrize("call", ["open", "write", "fsync"])
 @pytest.mark.parametrize("name", NAMED)
-def test_an_error_names_the_file_its_cause_and_the_fix(
+def test_error_names_the_file_the_cause_and_the_fix(
     name: str, call: str, write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (name, call) == ("EEXIST", "open"):
-        return  # a taken temporary name is tried again under another one
+        return  # the write is retried with another temporary name
     number = getattr(errno, name)
     path = tmp_path / "file"
 
     def fails(*_: object, **__: object) -> int:
-        raise OSError(number, os.strerror(number))  # write and fsync name no file
+        raise OSError(number, os.strerror(number))  # errors of write and fsync have no file name
 
     monkeypatch.setattr(os, call, fails)
     if call == "write" and write is write_atomically:
@@ -72,37 +72,35 @@ def test_an_error_names_the_file_its_cause_and_the_fix(
         write(path)
     monkeypatch.undo()
     cause = CAUSES[number]
-    told = str(caught.value)
+    message = str(caught.value)
     if name == "ENOMEM":
-        assert told.startswith(f"cannot write {path}: memory ran out (Cannot allocate memory)"), told
+        assert message.startswith(f"cannot write {path}: memory ran out (Cannot allocate memory)"), message
     else:
-        assert told.startswith(f"cannot write {path}: {os.strerror(number)} (errno {number})"), told
-        assert told.endswith(f"{cause.meaning}; {cause.fix}, or use another"), told
+        assert message.startswith(f"cannot write {path}: {os.strerror(number)} (errno {number})"), message
+        assert message.endswith(f"{cause.meaning}; {cause.fix}, or use another"), message
     assert type(caught.value) is (OutOfMemoryError if name == "ENOMEM" else StorageError)
 
 
 @pytest.mark.parametrize(
-    ("free_blocks", "free_inodes", "told"),
+    ("free_blocks", "free_inodes", "message"),
     [
         (100, 0, "0 of 5000 inodes are free although there is free space; delete files"),
         (100, 7, "(errno 28); free space"),
         (0, 0, "(errno 28); free space"),
     ],
 )
-def test_exhausted_inodes_are_told_apart_from_a_full_disk(
-    free_blocks: int, free_inodes: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_exhausted_inodes_are_distinguished_from_a_full_disk(
+    free_blocks: int, free_inodes: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = SimpleNamespace(f_bavail=free_blocks, f_files=5000, f_favail=free_inodes)
     monkeypatch.setattr(os, "statvfs", {tmp_path: facts}.__getitem__)
-    # the file and its folder do not exist yet: the filesystem of the nearest folder is asked
+    # the file and its folder do not exist yet, so the nearest existing folder determines the filesystem
     path = tmp_path / "new" / "file"
-    assert told in storage_errors.explain(OSError(errno.ENOSPC, "No space left on device", str(path)), path)
+    assert message in storage_errors.explain(OSError(errno.ENOSPC, "No space left on device", str(path)), path)
 
 
 @pytest.mark.parametrize("call", ["mkdir", "rename"])
-def test_the_filesystem_of_a_draft_is_asked_for_its_inodes(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inodes_are_those_of_the_drafts_filesystem(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call relative to the descriptor of a folder reports only the last name, which exists in another folder."""
 
     def fails(name: str, *_: object, **__: object) -> None:
@@ -117,21 +115,21 @@ def test_the_filesystem_of_a_draft_is_asked_for_its_inodes(
             files.make_draft(tmp_path / "step-2.tmp-0")
         else:
             files.rename(tmp_path / "step-2.tmp-0", tmp_path / "step-2")
-    told = str(storage_errors.cannot("write checkpoint", "", caught.value))
-    assert f"{tmp_path}/step-2.tmp-0" in told and "0 of 5000 inodes are free" in told
+    message = str(storage_errors.cannot("write checkpoint", "", caught.value))
+    assert f"{tmp_path}/step-2.tmp-0" in message and "0 of 5000 inodes are free" in message
 
 
-def test_a_link_in_the_place_of_a_new_folder_is_named_before_anything_is_written(tmp_path: Path) -> None:
+def test_link_instead_of_a_new_folder_is_named_before_writing(tmp_path: Path) -> None:
     output = tmp_path / "exported"
     output.symlink_to(tmp_path / "absent")
-    told = f"exported: it is a link to {tmp_path}/absent; remove it"
-    with pytest.raises(StorageError, match=told), files.new_folder(output):
+    message = f"exported: it is a link to {tmp_path}/absent; remove it"
+    with pytest.raises(StorageError, match=message), files.new_folder(output):
         pytest.fail("the folder is written")
     assert list(tmp_path.iterdir()) == [output]
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_reading_tells_storage_that_fails_from_a_wrong_path(name: str, tmp_path: Path) -> None:
+def test_reading_distinguishes_failing_storage_from_a_wrong_path(name: str, tmp_path: Path) -> None:
     number = getattr(errno, name)
     error = bounded_reads.trouble(tmp_path / "file", OSError(number, os.strerror(number)))
     assert (error is not None) is (name in [*NAMES_OF_STORAGE, "ETIMEDOUT"])
@@ -143,7 +141,7 @@ def test_an_error_anywhere_in_a_run_has_the_fix_of_its_errno(name: str, tmp_path
     number = getattr(errno, name)
     inside = local.of_storage(OSError(number, os.strerror(number), str(tmp_path / "run/metrics.jsonl")), tmp_path)
     assert isinstance(inside, ShardtrainError) and fix_of(name) in str(inside)
-    # a socket is no file of a run
+    # a socket is not a file of the run
     unnamed = local.of_storage(OSError(number, os.strerror(number)), tmp_path)
     is_told = CAUSES[number].may_pass and not CAUSES[number].is_of_sockets
     assert isinstance(unnamed, ShardtrainError) is is_told
@@ -154,5 +152,5 @@ def test_the_command_line_uses_the_same_table(capsys: pytest.CaptureFixture[str]
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/data/file")
 
     assert cli.run(action, []) == 8
-    told = capsys.readouterr().err
-    assert "/data/file: Stale file handle (errno 116)" in told and CAUSES[errno.ESTALE].fix in told
+    message = capsys.readouterr().err
+    assert "/data/file: Stale file handle (errno 116)" in message and CAUSES[errno.ESTALE].fix in message

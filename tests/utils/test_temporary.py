@@ -1,4 +1,4 @@
-"""A temporary folder goes with its process, or at the next start; what is not ours in that place is not touched."""
+"""A temporary folder is removed with its process or at the next start. Foreign entries next to it are not touched."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ OTHER_USER = 65534
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of temporary files."""
+    """The parent folder of temporary folders."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     return tmp_path / "tmp"
 
 
 def killed_holder(purpose: str = "", child_lives: bool = False) -> tuple[Path, int]:
-    """The folder of a process that was killed, and the process that it had forked, or 0."""
+    """Start a process with a temporary folder and kill it. Return the folder, and the process id of its fork or 0."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -48,7 +48,7 @@ def killed_holder(purpose: str = "", child_lives: bool = False) -> tuple[Path, i
 
 
 @pytest.mark.parametrize("purpose", ["", "doctor", "model-check"])
-def test_the_next_start_removes_the_folder_of_a_killed_process(purpose: str, place: Path) -> None:
+def test_next_start_removes_the_folder_of_a_killed_process(purpose: str, place: Path) -> None:
     left, _ = killed_holder(purpose)
     assert (left / "meeting/store").exists()
     with temporary.temporary_folder() as folder:
@@ -56,7 +56,7 @@ def test_the_next_start_removes_the_folder_of_a_killed_process(purpose: str, pla
     assert [*place.iterdir()] == []
 
 
-def test_a_folder_of_a_living_process_stays(place: Path) -> None:
+def test_folder_of_a_live_process_is_not_removed(place: Path) -> None:
     first = temporary.make()
     second = temporary.make("verify")
     assert {*place.iterdir()} == {first, second}
@@ -65,7 +65,7 @@ def test_a_folder_of_a_living_process_stays(place: Path) -> None:
     assert [*place.iterdir()] == []
 
 
-def test_a_fork_that_outlives_its_parent_keeps_the_folder(place: Path) -> None:
+def test_folder_is_kept_while_a_fork_of_its_process_lives(place: Path) -> None:
     left, child = killed_holder(child_lives=True)
     try:
         with temporary.temporary_folder():
@@ -78,7 +78,7 @@ def test_a_fork_that_outlives_its_parent_keeps_the_folder(place: Path) -> None:
         assert not left.exists()
 
 
-def test_the_end_of_a_fork_removes_nothing(place: Path) -> None:
+def test_exit_of_a_fork_removes_nothing(place: Path) -> None:
     with temporary.temporary_folder() as folder:
         pid = os.fork()
         if not pid:
@@ -87,10 +87,10 @@ def test_the_end_of_a_fork_removes_nothing(place: Path) -> None:
         os.waitpid(pid, 0)
         assert folder.exists()
         with temporary.temporary_folder():
-            assert folder.exists(), "nor is the lock lost"
+            assert folder.exists(), "the lock was lost"
 
 
-def test_a_folder_that_is_kept_for_the_user_stays(place: Path) -> None:
+def test_folder_kept_for_the_user_is_not_removed(place: Path) -> None:
     pid = os.fork()
     if not pid:
         temporary.keep(temporary.make("verify"))
@@ -164,7 +164,7 @@ ENTRIES = [
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("name", ["shardtrain-abcdefgh", "shardtrain-\n; rm -rf x", b"shardtrain-\xff\x1b[2J"])
-def test_what_is_not_ours_is_not_touched(
+def test_foreign_entries_are_not_touched(
     name: str | bytes, entry: Callable[[Path], None], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
@@ -174,7 +174,7 @@ def test_what_is_not_ours_is_not_touched(
         assert sorted(path.as_posix() for path in place.rglob("*") if folder not in (path, path.parent)) == before
 
 
-def test_a_link_inside_a_left_folder_is_not_followed(place: Path) -> None:
+def test_link_inside_an_abandoned_folder_is_not_followed(place: Path) -> None:
     (place / "precious").mkdir()
     (place / "precious/data").write_text("kept")
     left, _ = killed_holder()
