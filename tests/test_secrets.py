@@ -29,7 +29,7 @@ def assert_silent(done: subprocess.CompletedProcess[str], folder: Path) -> None:
 
 
 @pytest.mark.nightly(
-    "with more sinks", by="tests/security/test_secret_canaries.py::test_a_run_of_two_ranks_with_all_sinks_is_silent"
+    "with more sinks", by="tests/security/test_secret_canaries.py::test_run_with_all_sinks_writes_no_secret"
 )
 def test_a_run_writes_no_secret_anywhere(tmp_path: Path) -> None:
     folder = tmp_path / "outputs"

@@ -1,4 +1,4 @@
-"""One table of devices: `plan`, `config check` and the log's MFU know the same ones, with the same figures."""
+"""`plan`, `config check` and the MFU in the log use one table of devices."""
 
 from __future__ import annotations
 
@@ -66,24 +66,24 @@ UNKNOWN = [
 ROWS = devices.table()["devices"]
 TRAINABLE = [name for name in devices.names() if ROWS[name].get("torch_device", "cuda") in devices.ACCELERATOR_TYPES]
 NO_DRIVER_NAME = {"h100-96gb"}
-"""Nobody published what the driver of this card reports."""
+"""Devices whose driver name is not published."""
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_a_drivers_name_finds_its_row(driver: str) -> None:
+def test_driver_name_selects_its_row(driver: str) -> None:
     row, peak = DRIVERS[driver]
     assert devices.find(driver) == row
     dtype = "bfloat16" if "bfloat16" in ROWS[row]["flops"] else "float16"
     assert peak_flops(driver, f"torch.{dtype}") == peak_flops(row, dtype) == pytest.approx(peak * 1e12, rel=1e-12)
 
 
-def test_every_device_that_trains_has_a_drivers_name() -> None:
+def test_every_training_device_has_a_driver_name() -> None:
     assert {row for row, _ in DRIVERS.values()} | NO_DRIVER_NAME == set(TRAINABLE)
 
 
 @pytest.mark.parametrize("name", devices.names())
 def test_plan_check_and_mfu_agree_on_a_device(name: str) -> None:
-    """The three commands that know devices give the same memory and peaks, or say that training does not run there."""
+    """All three use the same memory and peaks, or report that training does not support the device."""
     device = hardware.find(name)
     assert device.name == name
     loaded = configs.load(None, [])
@@ -119,7 +119,7 @@ def test_a_dtype_without_units_has_no_peak(name: str, dtype: str, peak: float | 
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
-def test_no_row_holds_a_sparse_figure(name: str) -> None:
+def test_no_row_has_a_sparse_figure(name: str) -> None:
     """Dense float8 is twice dense 16-bit on these devices; the sparse figure would be four times it."""
     flops = ROWS[name]["flops"]
     if "float8" in flops:
@@ -127,8 +127,8 @@ def test_no_row_holds_a_sparse_figure(name: str) -> None:
     assert flops["float32"] < flops["float16"]
 
 
-def test_the_memory_of_an_h100_is_that_of_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_an_h100_is_pytorchs_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert hardware.find("h100").memory_gib == 79.1
-    words = ["config", "check", "llama3_8b", "--training.seq_len=131072", "--for-machine"]
-    assert cli.main([*words, "NVIDIA H100 80GB HBM3", "--nproc=1"]) == 2
+    command = ["config", "check", "llama3_8b", "--training.seq_len=131072", "--for-machine"]
+    assert cli.main([*command, "NVIDIA H100 80GB HBM3", "--nproc=1"]) == 2
     assert "h100 has 79.10 GiB" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A device, schedule or optimizer is one entry of one table: everything that lists them sees a new entry."""
+"""A device, schedule or optimizer is one entry of one table, and every list of them includes a new entry."""
 
 from __future__ import annotations
 

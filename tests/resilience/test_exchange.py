@@ -1,4 +1,4 @@
-"""Signs of life travel through one rank of each node: all are received, and a rank that stops silences nobody else."""
+"""One rank of each node sends the heartbeats of the node. All are received, even if a rank stops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BEAT = 0.02
 
 
 class Counted:
-    """A store that counts who asks what of it."""
+    """A store that counts requests by rank and method."""
 
     def __init__(self, store: dist.Store, calls: Counter[tuple[int, str]], rank: int) -> None:
         self._store, self._calls, self._rank = store, calls, rank
@@ -34,17 +34,19 @@ class Counted:
 
 
 class Nodes:
-    """Two nodes of three ranks each, pretended in this process."""
+    """Two nodes with three ranks each, simulated in this process."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.calls = dist.HashStore(), Counter[tuple[int, str]]()
         self.ranks = [HeartbeatExchange(Counted(self.store, self.calls, rank), rank, 6, BEAT) for rank in range(6)]
         self.beats = [0] * 6
-        for rank, one in enumerate(self.ranks):
+        for rank, exchange_of_rank in enumerate(self.ranks):
             runtime = tmp_path / f"node{rank // 3}"
             runtime.mkdir(exist_ok=True)
             monkeypatch.setattr(socket, "gethostname", lambda node=rank // 3: f"node{node}")
-            one.meet({"LOCAL_RANK": str(rank % 3), "LOCAL_WORLD_SIZE": "3", "XDG_RUNTIME_DIR": str(runtime)})
+            exchange_of_rank.meet(
+                {"LOCAL_RANK": str(rank % 3), "LOCAL_WORLD_SIZE": "3", "XDG_RUNTIME_DIR": str(runtime)}
+            )
         self.calls.clear()
 
     def beat(self, *ranks: int, has_left: bool = False) -> None:
@@ -61,7 +63,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     return Nodes(tmp_path, monkeypatch)
 
 
-def test_all_are_heard_and_one_rank_of_each_node_speaks(nodes: Nodes) -> None:
+def test_all_ranks_are_received_and_one_rank_per_node_sends(nodes: Nodes) -> None:
     for _ in range(5):
         nodes.beat(2, 1, 5, 4, 0, 3)
     assert nodes.received() == dict.fromkeys(range(6), 5)
@@ -69,24 +71,24 @@ def test_all_are_heard_and_one_rank_of_each_node_speaks(nodes: Nodes) -> None:
         time.sleep(BEAT)
         nodes.beat(*range(6))
     assert {rank for rank, name in nodes.calls if name == "set"} == {0, 3}
-    assert all(one.verdict() is None for one in nodes.ranks)
+    assert all(rank.verdict() is None for rank in nodes.ranks)
     assert {rank for rank, name in nodes.calls if name == "check" and rank not in (0, 3)} == set()
 
 
-def test_a_rank_that_stops_is_silent_alone(nodes: Nodes) -> None:
+def test_stopped_rank_does_not_silence_others(nodes: Nodes) -> None:
     nodes.beat(*range(6))
-    for _ in range(12):  # the first of the second node has stopped, and the second takes its place
+    for _ in range(12):  # the first rank of the second node has stopped, and the second one replaces it
         time.sleep(BEAT)
         nodes.beat(0, 1, 2, 4, 5)
     received = nodes.received()
     assert received[3] == 1 and received[4] >= 12 and received[5] >= 12
-    nodes.beat(3)  # it continues, and speaks again
+    nodes.beat(3)  # it continues, and sends again
     nodes.beat(4, 5)
     nodes.beat(3)
     assert nodes.received()[3] == 3
 
 
-def test_a_rank_that_leaves_is_heard_to_leave_and_the_last_clears_the_folder(nodes: Nodes) -> None:
+def test_exit_of_a_rank_is_received_and_the_last_rank_removes_the_folder(nodes: Nodes) -> None:
     nodes.beat(*range(6))
     folder = nodes.ranks[0]._folder
     assert folder is not None and folder.is_dir() and folder.stat().st_mode & 0o777 == 0o700
@@ -100,7 +102,7 @@ def test_a_rank_that_leaves_is_heard_to_leave_and_the_last_clears_the_folder(nod
     assert not folder.exists()
 
 
-def test_ranks_whose_folder_is_cleaned_away_speak_for_themselves(nodes: Nodes) -> None:
+def test_ranks_without_their_folder_send_for_themselves(nodes: Nodes) -> None:
     nodes.beat(*range(6))
     assert nodes.ranks[0]._folder is not None
     shutil.rmtree(nodes.ranks[0]._folder)
@@ -109,35 +111,37 @@ def test_ranks_whose_folder_is_cleaned_away_speak_for_themselves(nodes: Nodes) -
     assert nodes.received() == dict.fromkeys(range(6), 3)
 
 
-def test_a_verdict_reaches_every_rank_of_every_node(nodes: Nodes) -> None:
+def test_verdict_reaches_every_rank_of_every_node(nodes: Nodes) -> None:
     nodes.beat(*range(6))
-    assert nodes.ranks[4].declare("one") == b"one"
-    assert nodes.ranks[0].declare("another") == b"one", "the first one counts"
-    assert [nodes.ranks[rank].verdict() for rank in (0, 3, 1, 2, 4, 5)] == [b"one"] * 6
-    nodes.ranks[5].send_to_node(b"of a store that does not answer")
-    assert nodes.ranks[4].verdict() == b"of a store that does not answer", "the node needs no store to receive it"
+    assert nodes.ranks[4].declare("first") == b"first"
+    assert nodes.ranks[0].declare("second") == b"first"
+    assert [nodes.ranks[rank].verdict() for rank in (0, 3, 1, 2, 4, 5)] == [b"first"] * 6
+    nodes.ranks[5].send_to_node(b"without the store")
+    assert nodes.ranks[4].verdict() == b"without the store"
 
 
-def test_the_end_waits_for_all_and_asks_little(nodes: Nodes) -> None:
+def test_end_waits_for_all_ranks_with_few_requests(nodes: Nodes) -> None:
     nodes.beat(*range(6))
-    begun, left = time.monotonic(), []
-    threads = [
-        threading.Thread(target=lambda one=one: (one.wait_for_others(6, 10), left.append(time.monotonic())))
-        for one in nodes.ranks[:5]
-    ]
+    start, end_times = time.monotonic(), []
+
+    def wait(rank: HeartbeatExchange) -> None:
+        rank.wait_for_others(6, 10)
+        end_times.append(time.monotonic())
+
+    threads = [threading.Thread(target=wait, args=(rank,)) for rank in nodes.ranks[:5]]
     for thread in threads:
         thread.start()
     time.sleep(0.2)
-    assert not left, "the sixth is missing"
+    assert not end_times, "the sixth rank is still missing"
     nodes.ranks[5].wait_for_others(6, 10)
     for thread in threads:
         thread.join()
-    assert len(left) == 5 and max(left) - begun < 10
+    assert len(end_times) == 5 and max(end_times) - start < 10
     assert {rank for rank, name in nodes.calls if name == "add"} <= {0, 3, *range(6)}
 
 
-@pytest.mark.parametrize("how", ["open to all", "gone", "never told", "one rank", "one machine"])
-def test_without_a_folder_of_this_user_alone_a_rank_speaks_for_itself(
+@pytest.mark.parametrize("how", ["open to all", "gone", "unknown", "one rank", "one machine"])
+def test_without_a_private_folder_a_rank_sends_for_itself(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = dist.HashStore()
@@ -149,14 +153,14 @@ def test_without_a_folder_of_this_user_alone_a_rank_speaks_for_itself(
     if how in ("open to all", "gone"):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         store.set(f"folder/{socket.gethostname()}/{boot}", str(folder))
-    own = exchange.FolderStore(tmp_path / "one") if how == "one machine" else store
-    one = HeartbeatExchange(own, 1, 2, BEAT)
-    one.meet({**environment, STORE: ""})
-    one.say(Heartbeat(1, "here"))
-    assert one.receive()[1].beat == 1 and not folder.joinpath("sign-1").exists()
+    store_of_rank = exchange.FolderStore(tmp_path / "one") if how == "one machine" else store
+    rank = HeartbeatExchange(store_of_rank, 1, 2, BEAT)
+    rank.meet({**environment, STORE: ""})
+    rank.say(Heartbeat(1, "host"))
+    assert rank.receive()[1].beat == 1 and not folder.joinpath("sign-1").exists()
 
 
-def test_what_is_not_a_sign_of_life_is_skipped(nodes: Nodes) -> None:
+def test_invalid_heartbeat_is_skipped(nodes: Nodes) -> None:
     nodes.beat(0, 1, 2)
     nodes.store.set("place-2", json.dumps({"3": {"beat": "x"}, "a": {}, "4": None}))
     nodes.store.add("places", 1)

@@ -1,4 +1,4 @@
-"""A configuration is data: whatever a file holds, the answer is one error within seconds and little memory."""
+"""A hostile configuration file ends with one error, within seconds and with little memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILES = {
     "many wrong keys": "\n".join(f"k{i} = 1" for i in range(4_000)),
     "many tables": "\n".join(f"[s{i}]" for i in range(4_000)),
     "a long number": "a = " + "9" * (MAX_FILE_BYTES - 10),
-    "many wrong words": "[checkpoint]\nexclude_from_loading = [" + "'x'," * 4_000 + "]",
+    "many wrong values": "[checkpoint]\nexclude_from_loading = [" + "'x'," * 4_000 + "]",
     "python's names": "__class__ = 1\n[__init__]\n__globals__ = 2\n[job.__class__]\nx = 1",
     "a target": '[model]\n_target_ = "os.system"',
 }
@@ -59,7 +59,7 @@ def test_a_hostile_file_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", ["10 MB", "deep tables", "many wrong keys"])
 def test_time_and_memory_are_bounded(tmp_path: Path, name: str) -> None:
-    # processor time, of which each takes a fifth of a second here, and 300 MiB
+    # CPU time (typically 0.2 s) and memory
     file = tmp_path / "x.toml"
     file.write_text(FILES[name])
     done = subprocess.run(
@@ -69,7 +69,7 @@ def test_time_and_memory_are_bounded(tmp_path: Path, name: str) -> None:
     assert status == 2 and seconds < 5.0 and peak_bytes < 300 * 2**20
 
 
-def test_what_a_file_says_is_never_evaluated(tmp_path: Path) -> None:
+def test_values_of_a_file_are_never_evaluated(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text("[job]\ndescription = '${HOME} $(touch canary) {0.__class__} !!python/object'\n")
     assert config.load(file).config.job.description.startswith("${HOME} $(touch canary)")

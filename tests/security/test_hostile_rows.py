@@ -1,4 +1,4 @@
-"""Values that are none, in columns of numbers and in variables of the environment, end in one line that names them."""
+"""Invalid values in columns and environment variables exit with one line that names them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAN, INFINITY = float("nan"), float("inf")
 COLUMNS = {
     "a text": ({"text": [NAN, NAN, 1.0]}, {}),
     "a label": ({"text": ["a", "b", "c"], "label": [NAN, 0.0, 1.0]}, {"task.name": "classification"}),
-    "a label without end": ({"text": ["a", "b", "c"], "label": [-INFINITY, 1.0, 0.0]}, {"task.name": "classification"}),
+    "an infinite label": ({"text": ["a", "b", "c"], "label": [-INFINITY, 1.0, 0.0]}, {"task.name": "classification"}),
 }
 VARIABLES = {
     "NGPU": {},
@@ -33,14 +33,13 @@ def train(folder: Path, environment: dict[str, str] | None = None, **options: ob
         "job.dump_folder": folder / "outputs", "training.device": "cpu", "training.local_batch_size": 1,
         "training.seq_len": 32, "training.steps": 2, "lr_scheduler.warmup_steps": 1, **options,
     }  # fmt: skip
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "shardtrain", "train", *words]
+    command = [sys.executable, "-m", "shardtrain", "train", *(f"--{name}={value}" for name, value in given.items())]
     names = {**os.environ, **(environment or {})}
     return forked.run(command, env=names, cwd=folder, capture_output=True, text=True, timeout=patience.seconds(120))
 
 
 @pytest.mark.parametrize("kind", cases(list(COLUMNS)[:2], nightly=list(COLUMNS)[2:]))
-def test_a_number_that_is_none_is_a_bad_row_with_its_place_and_column(kind: str, tmp_path: Path) -> None:
+def test_nan_in_a_column_is_a_bad_row_with_its_position_and_column(kind: str, tmp_path: Path) -> None:
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns, options = COLUMNS[kind]
     path = tmp_path / "a.parquet"
@@ -53,7 +52,7 @@ def test_a_number_that_is_none_is_a_bad_row_with_its_place_and_column(kind: str,
 
 
 @pytest.mark.parametrize("name", cases(list(VARIABLES)[:1], nightly=list(VARIABLES)[1:]))
-def test_a_variable_with_new_lines_is_one_line_that_names_it(name: str, tmp_path: Path) -> None:
+def test_environment_variable_with_newlines_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     value = "2\nerror[0]: all is well\x1b[2J"
     done = train(tmp_path, {**VARIABLES[name], name: value}, **{"training.dataset": "python_stdlib"})
     errors = [line for line in done.stderr.splitlines() if line.startswith("error")]

@@ -1,4 +1,4 @@
-"""Six secrets in the environment of ``launch``: none is in a file, line or command that it makes."""
+"""Secrets in the environment of ``launch`` appear in no file, output or command line that it creates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @contextmanager
 def command_lines() -> Iterator[set[bytes]]:
-    """Every command line of the machine at 20 Hz."""
+    """Collect every command line of the machine during the block, at 20 Hz."""
     lines, ended = set[bytes](), threading.Event()
 
     def look() -> None:
@@ -66,13 +66,13 @@ def config_file(tmp_path: Path) -> Path:
     return path
 
 
-def run(folder: Path, *words: str | Path, **names: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str | Path, **names: str) -> subprocess.CompletedProcess[str]:
     (folder / "tmp").mkdir(exist_ok=True)
-    own = {"XDG_STATE_HOME": str(folder / "state"), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "shardtrain", *map(str, words)]
+    folders = {"XDG_STATE_HOME": str(folder / "state"), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "shardtrain", *map(str, arguments)]
     done = subprocess.run(
         command,
-        env={**os.environ, **CANARIES, **own, **names},
+        env={**os.environ, **CANARIES, **folders, **names},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -83,7 +83,7 @@ def run(folder: Path, *words: str | Path, **names: str) -> subprocess.CompletedP
     return done
 
 
-def test_no_dry_run_and_no_batch_script_holds_a_secret(tmp_path: Path, config_file: Path) -> None:
+def test_dry_runs_and_batch_scripts_contain_no_secret(tmp_path: Path, config_file: Path) -> None:
     (tmp_path / "sbatch").write_text(SBATCH)
     (tmp_path / "sbatch").chmod(0o755)
     with command_lines() as lines:
@@ -101,36 +101,41 @@ def test_no_dry_run_and_no_batch_script_holds_a_secret(tmp_path: Path, config_fi
 @pytest.mark.parametrize(
     "option", ["env.A", "workdir", "image", "mounts", "slurm.sweep", "slurm.setup", "kubernetes.node_selector", "name"]
 )
-def test_an_option_of_launch_that_holds_a_secret_is_refused(
+def test_launch_option_with_a_secret_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, option: str
 ) -> None:
     from shardtrain.cli import main
 
-    for one, value in CANARIES.items():
-        monkeypatch.setenv(one, value)
-    forms = {"mounts": f"/{CANARIES[name]}:/a", "slurm.sweep": f"--job.description {CANARIES[name]}"}
-    value = forms.get(option, f"a={CANARIES[name]}" if "selector" in option else CANARIES[name])
+    for variable, secret in CANARIES.items():
+        monkeypatch.setenv(variable, secret)
+    secret = CANARIES[name]
+    values = {
+        "mounts": f"/{secret}:/a",
+        "slurm.sweep": f"--job.description {secret}",
+        "kubernetes.node_selector": f"a={secret}",
+    }
+    value = values.get(option, secret)
     for platform in ("slurm", "kubernetes"):
-        words = ["launch", platform, "--image=i", "--dry-run", f"--launch.{option}={value}"]
-        assert main(words) == 2, (option, name)
-        told = capsys.readouterr()
-        assert CANARIES[name] not in told.out + told.err
+        arguments = ["launch", platform, "--image=i", "--dry-run", f"--launch.{option}={value}"]
+        assert main(arguments) == 2, (option, name)
+        output = capsys.readouterr()
+        assert secret not in output.out + output.err
 
 
 @pytest.mark.nightly(
-    "on one machine", by="tests/security/test_secret_canaries.py::test_a_run_of_two_ranks_with_all_sinks_is_silent"
+    "on one machine", by="tests/security/test_secret_canaries.py::test_run_with_all_sinks_writes_no_secret"
 )
 @pytest.mark.slow
 @pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "sshd")
-def test_a_run_by_ssh_that_crashes_saying_every_secret_is_silent(tmp_path: Path, config_file: Path) -> None:
+def test_ssh_run_that_fails_with_every_secret_masks_them(tmp_path: Path, config_file: Path) -> None:
     dataset = tmp_path / "mine.py"
     dataset.write_text(CRASHES.format(names=tuple(CANARIES)))
     given = options(tmp_path, **{"training.dataset": dataset})
     with command_lines() as lines, sshd.server(tmp_path / "sshd", {"host-a": "127.0.0.1"}) as ssh_config:
-        words = [f"--launch.ssh.config_file={ssh_config}", f"--launch.python={sys.executable}"]
-        words += [f"--launch.workdir={ROOT}", "--nproc", "2"]
-        done = run(tmp_path, "launch", "ssh", config_file, *words, *given)
-        # the variables have arrived: the dataset has said them all, and each was masked
+        arguments = [f"--launch.ssh.config_file={ssh_config}", f"--launch.python={sys.executable}"]
+        arguments += [f"--launch.workdir={ROOT}", "--nproc", "2"]
+        done = run(tmp_path, "launch", "ssh", config_file, *arguments, *given)
+        # the variables have arrived: the error of the dataset contains all of them, masked
         assert done.returncode == 2 and done.stderr.count("***") >= len(CANARIES), done.stderr
         logs = run(tmp_path, "launch", "logs", done.stdout.splitlines()[0])
         assert "refused: ***" in logs.stdout

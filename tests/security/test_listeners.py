@@ -1,4 +1,4 @@
-"""A run on one machine cannot be reached from another: every socket that listens is on a loopback address."""
+"""A run on one machine is unreachable from other machines: every listening socket has a loopback address."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_loopback(address: str) -> bool:
 
 
 def watch(command: list[str], folder: Path, attack: bool = False) -> set[tuple[str, int]]:
-    """Run a command, and collect everything that listens in it; ``attack`` sets a pickle where its parent listens."""
+    """Run a command. Return the addresses of all its listeners. ``attack`` sends a pickle to those of its parent."""
     seen: set[tuple[str, int]] = set()
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "NCCL_", "MASTER_"))}
     canary, attacked = folder / "canary", set()
@@ -41,7 +41,7 @@ def watch(command: list[str], folder: Path, attack: bool = False) -> set[tuple[s
             while process.poll() is None:
                 assert time.monotonic() < deadline
                 seen |= listeners(processes_of(process.pid))
-                # ranks meet in a folder; a stranger's bytes on a socket of gloo would only end the run
+                # do not attack ranks: foreign bytes on a socket of gloo would only end the run
                 for address, port in listeners({process.pid}) - attacked if attack else ():
                     attacked.add((address, port))
                     set_pickle(port, canary)
@@ -55,33 +55,33 @@ def watch(command: list[str], folder: Path, attack: bool = False) -> set[tuple[s
 
 
 def set_pickle(port: int, canary: Path) -> None:
-    """What ran code in the agent of torchrun: its key of the rendezvous, with a pickle in it."""
+    """Set torchrun's rendezvous key to a pickle, which used to run code in its agent."""
     try:
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
         for key in ("torch.rendezvous.none", "/torch.rendezvous.none"):
             store.set(key, pickle.dumps(Bomb(canary)))
     except (DistError, RuntimeError, OSError):
-        pass  # a socket of gloo, and no store
+        pass  # a socket of gloo, not a store
 
 
-def words(folder: Path, **more: object) -> list[str]:
+def train_options(folder: Path, **more: object) -> list[str]:
     options = {
         "job.dump_folder": folder / "outputs", "training.dataset": "text", "training.dataset_path": text_file(),
         "training.device": "cpu", "training.local_batch_size": 1, "training.seq_len": 32, "training.steps": 10,
         "lr_scheduler.warmup_steps": 1, **more,
     }  # fmt: skip
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [f"--{name}={value}" for name, value in options.items()]
 
 
 @pytest.mark.nightly(
     "without workers", by="tests/launch/test_local.py::test_nothing_listens_beyond_the_loopback_address"
 )
-def test_two_ranks_with_workers_listen_on_the_loopback_address_alone(tmp_path: Path) -> None:
+def test_ranks_with_workers_only_listen_on_loopback(tmp_path: Path) -> None:
     more = {"training.dataloader.num_workers": 1}
-    command = [sys.executable, "-m", "shardtrain", "train", "--nproc", "2", *words(tmp_path, **more)]
+    command = [sys.executable, "-m", "shardtrain", "train", "--nproc", "2", *train_options(tmp_path, **more)]
     seen = watch(command, tmp_path, attack=True)
     with private_network.create_network_namespace() as names:
-        assert bool(seen) is not bool(names), "gloo's listeners are seen, but in a network of their own"
+        assert bool(seen) is not bool(names), "gloo's listeners are visible exactly if there is no private network"
     assert all(is_loopback(address) for address, _ in seen), seen
 
 
@@ -91,7 +91,7 @@ def test_preparing_data_listens_nowhere(tmp_path: Path) -> None:
     assert not watch([*command, "--processes", "2"], tmp_path)
 
 
-def test_this_test_would_see_a_wildcard_listener() -> None:
+def test_wildcard_listener_is_detected() -> None:
     with socket.create_server(("0.0.0.0", 0)) as server:
         assert ("00000000", server.getsockname()[1]) in listeners({os.getpid()})
         assert not is_loopback("00000000") and not is_loopback("0" * 32)

@@ -1,6 +1,6 @@
-"""Numbers of each format that is read: an impossible one ends with code 2, 3 or 5 and one line, and NaN is never taken.
+"""Invalid numbers in each file format exit with code 2, 3 or 5 and one line, and NaN is never accepted.
 
-Each number of a valid file is replaced by each of ``VALUES`` in turn.
+The tests replace each number of a valid file by each of ``VALUES``.
 """
 
 from __future__ import annotations
@@ -59,16 +59,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of each number, and of no boolean."""
+    """Yield the path of each number, except booleans."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield above
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in children:
-        yield from places(inner, (*above, key))
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from places(inner, (*above, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from places(inner, (*above, index))
 
 
 def variants(valid: Any) -> Iterator[tuple[str, str, str]]:
-    """Name of a number, the value put there, and the text of all."""
+    """Yield the name of a number, its new value, and the text with this value."""
     for place in places(valid):
         changed = copy.deepcopy(valid)
         table = changed
@@ -81,9 +84,9 @@ def variants(valid: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def wrong(valid: Any, read: Callable[[str], object], takes_infinity: bool = False) -> list[str]:
-    """What a reader does against the rule; the valid text must be read."""
+    """Return the violations of a reader, which must accept the valid text."""
     read(json.dumps(valid))
-    found = []
+    violations = []
     for name, value, text in variants(valid):
         case = f"{name}={value[:20]}"
         try:
@@ -91,13 +94,13 @@ def wrong(valid: Any, read: Callable[[str], object], takes_infinity: bool = Fals
         except ShardtrainError as error:
             lines = [str(line) for line in getattr(error, "problems", [error])]
             if error.exit_code not in (2, 3, 5) or any("\n" in line or len(line) > 1000 for line in lines):
-                found.append(f"{case}: code {error.exit_code}: {str(error)[:200]}")
+                violations.append(f"{case}: code {error.exit_code}: {str(error)[:200]}")
         except Exception as error:
-            found.append(f"{case}: {type(error).__name__}: {str(error)[:100]}")
+            violations.append(f"{case}: {type(error).__name__}: {str(error)[:100]}")
         else:
             if value in NOT_FINITE and not takes_infinity:
-                found.append(f"{case}: is accepted")
-    return found
+                violations.append(f"{case}: is accepted")
+    return violations
 
 
 @pytest.mark.parametrize("name", cases(["llama", "deepseek_v3"], nightly=list(ARCHITECTURES)))
@@ -113,7 +116,7 @@ def test_config_json(name: str, tmp_path: Path) -> None:
     assert not wrong(json.loads(json.dumps(fields)), read)
 
 
-def test_mamba_s_infinite_time_step_limit_is_kept() -> None:
+def test_infinite_time_step_limit_of_mamba_is_accepted() -> None:
     assert checked_json.parse('{"time_step_limit": [0.0, Infinity]}')["time_step_limit"][1] == float("inf")
     with pytest.raises(ValueError, match=r"^rms_norm_eps=nan has a number that is not finite$"):
         checked_json.parse('{"rms_norm_eps": NaN}')
@@ -175,8 +178,8 @@ def test_header_of_safetensors(tmp_path: Path) -> None:
     def read(text: str) -> None:
         path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(8))
         listing._types_of(path)
-        with weights.HubWeights(tmp_path) as found:
-            found.read("a", [slice(0, 2)])
+        with weights.HubWeights(tmp_path) as opened:
+            opened.read("a", [slice(0, 2)])
 
     assert not wrong(valid, read)
 
@@ -184,7 +187,7 @@ def test_header_of_safetensors(tmp_path: Path) -> None:
 def test_state_of_a_checkpoint() -> None:
     def read(text: str) -> None:
         try:
-            facts = checked_json.parse(text)  # as a manifest is read
+            facts = checked_json.parse(text)  # like a manifest
         except ValueError as error:
             raise CheckpointError(str(error)[:100]) from None
         TrainState().load(facts["state"])
@@ -227,7 +230,7 @@ SHARES = [NUMBERS[number::12] for number in range(12)]
 @pytest.mark.parametrize("names", cases(SHARES[:1], nightly=SHARES[1:]))
 def test_options_in_toml(names: list[str], tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    found = []
+    violations = []
     for name in names:
         section, _, key = name.rpartition(".")
         for value in [*TOML, "0x" + "f" * 900_000]:
@@ -239,16 +242,16 @@ def test_options_in_toml(names: list[str], tmp_path: Path) -> None:
             except ConfigError as error:
                 problems = list(error.problems)
             except Exception as error:
-                found.append(f"{case}: {type(error).__name__}: {str(error)[:100]}")
+                violations.append(f"{case}: {type(error).__name__}: {str(error)[:100]}")
                 continue
             if any("\n" in str(problem) or len(str(problem)) > 1000 for problem in problems):
-                found.append(f"{case}: {str(problems[0])[:200]}")
+                violations.append(f"{case}: {str(problems[0])[:200]}")
             if value == "nan" and not problems:
-                found.append(f"{case}: is accepted")
-    assert not found, "\n".join(found)
+                violations.append(f"{case}: is accepted")
+    assert not violations, "\n".join(violations)
 
 
-def test_a_number_of_900_kb_on_the_command_line() -> None:
+def test_number_of_900_kb_on_the_command_line_is_refused() -> None:
     for value in ("0x" + "f" * 900_000, "9" * 900_000):
         with pytest.raises(ConfigError) as caught:
             config.load(None, [f"--training.steps={value}"])

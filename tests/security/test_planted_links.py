@@ -1,4 +1,4 @@
-"""A run writes into its own folder only, whatever links somebody has planted there before or while it starts."""
+"""A run only writes into its own folder, even if someone plants links there before or during its start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardtrain.config.schema import Config
 from shardtrain.launch import local
 from shardtrain.train import trainer
 from shardtrain.utils import atomic_io
-from shardtrain.utils.errors import StorageError
+from shardtrain.utils.errors import Problem, StorageError
 
 PACKAGE = Path(shardtrain.__file__).parent
 STEPS = 3
@@ -38,7 +38,7 @@ NOT_OF_A_RUN = {
     "data/tokenizers/open_tokenizer.py": "a temporary folder",
     "distributed/compile.py": "the cache of compiled kernels",
     "distributed/cpu/mapped_memory.py": "shared memory",
-    "distributed/rendezvous/private_store.py": "the folder where ranks meet, of mode 0700",
+    "distributed/rendezvous/private_store.py": "the rendezvous folder, with mode 0700",
     "compat/fmengine/folders.py": "a converted checkpoint, in a new folder",
     "compat/fmengine/launching.py": "commands for the user's PATH",
     "hf/source.py": "a temporary folder",
@@ -51,34 +51,32 @@ NOT_OF_A_RUN = {
     "utils/process.py": "/dev/null",
     "utils/temporary.py": "the mark of a temporary folder",
 }
-"""Files outside ``tools/`` that open something for writing by themselves, and what it is."""
+"""Modules outside ``tools/`` that open files for writing themselves, and which files."""
 
 
 def written(tree: ast.AST) -> Iterator[int]:
-    """Lines of a module that open a file for writing without ``atomic_io.open_file``."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    for call in calls:
-        words = [part.value for part in [*call.args, *(one.value for one in call.keywords)] if is_word(part)]
-        modes = [word for word in words if len(word) < 4 and set(word) & set("wax+")]
+    """Yield the lines of a module that open a file for writing without ``atomic_io.open_file``."""
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call):
+            continue
+        values = [*call.args, *(keyword.value for keyword in call.keywords)]
+        strings = [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+        modes = [string for string in strings if len(string) < 4 and set(string) & set("wax+")]
         flags = {part.attr for argument in call.args for part in ast.walk(argument) if isinstance(part, ast.Attribute)}
         first = call.args[0] if call.args else None
         is_open_already = isinstance(first, ast.Call) or (isinstance(first, ast.Name) and first.id == "descriptor")
-        is_opener_given = any(one.arg == "opener" and name_of(one.value) == "open_file" for one in call.keywords)
-        opens = name_of(call.func) == "open" and not is_open_already and not is_opener_given
+        has_opener = any(keyword.arg == "opener" and name_of(keyword.value) == "open_file" for keyword in call.keywords)
+        opens = name_of(call.func) == "open" and not is_open_already and not has_opener
         if name_of(call.func) in WRITERS or (opens and (modes or flags & WRITE_FLAGS)):
             yield call.lineno
-
-
-def is_word(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def name_of(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def test_one_function_opens_what_a_run_writes() -> None:
-    found = {}
+def test_one_function_opens_all_files_that_a_run_writes() -> None:
+    lines_of_modules = {}
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()
         is_of_other_tools = name.startswith("tools/") and not name.startswith("tools/data/")
@@ -86,12 +84,12 @@ def test_one_function_opens_what_a_run_writes() -> None:
             continue
         lines = [*written(ast.parse(path.read_text(encoding="utf-8")))]
         if lines:
-            found[name] = lines
-    assert found.keys() - NOT_OF_A_RUN == set(), found
+            lines_of_modules[name] = lines
+    assert lines_of_modules.keys() - NOT_OF_A_RUN == set(), lines_of_modules
 
 
 def config_of(folder: Path) -> Config:
-    """A run of two ranks that writes every kind of file that a run writes on CPUs."""
+    """Return a configuration that writes every kind of file that a run on CPUs can write."""
     config = shallow_config(
         job={"dump_folder": str(folder), "save_config_file": "config.toml"},
         model={"overrides": {"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 32}},
@@ -108,8 +106,8 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if not path.is_dir())
 
 
-def test_a_run_opens_its_files_below_the_handle_of_a_folder(tmp_path: Path) -> None:
-    """An audit hook sees each opening, in the launcher and in ranks; none for writing has a path in the run folder."""
+def test_run_opens_its_files_relative_to_a_folder_descriptor(tmp_path: Path) -> None:
+    """An audit hook in the launcher and ranks sees no file opened for writing by a path in the run folder."""
     config = config_of(tmp_path / "run")
     report = os.open(tmp_path / "report", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -154,13 +152,13 @@ def pipe(path: Path, _: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", cases([symbolic], nightly=[to_nothing, hard, pipe]))
-def test_links_in_place_of_all_files_of_a_run_are_not_written_through(
+def test_links_instead_of_files_of_a_run_never_redirect_a_write(
     plant: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
-    """The names are those that an undisturbed run writes, so a file that is added to a run is covered."""
+    """The names are those of an undisturbed run, so the test covers new files of runs automatically."""
     first, second = config_of(tmp_path / "first"), config_of(tmp_path / "second")
-    code, told = storage_faults.run(first, 2, None)
-    assert code == 0, told
+    code, output = storage_faults.run(first, 2, None)
+    assert code == 0, output
     names = [path.relative_to(tmp_path / "first") for path in files_below(tmp_path / "first")]
     names = [name for name in names if not name.parts[1:2] or not name.parts[1].startswith("step-")]
     assert {"logs/rank-1.out", "logs/rank-1.err", "exit.json", "metrics.jsonl"} <= {str(name) for name in names}
@@ -170,8 +168,8 @@ def test_links_in_place_of_all_files_of_a_run_are_not_written_through(
         precious.write_text("kept")
         (tmp_path / "second" / name).parent.mkdir(parents=True, exist_ok=True)
         plant(tmp_path / "second" / name, precious)
-    code, told = storage_faults.run(second, 2, None)
-    assert code == 0, told
+    code, output = storage_faults.run(second, 2, None)
+    assert code == 0, output
     assert {path.read_text() for path in (tmp_path / "precious").iterdir()} == {"kept"}
     assert len(list((tmp_path / "precious").iterdir())) == len(names) + 1
     assert len((tmp_path / "second/metrics.jsonl").read_text().splitlines()) >= STEPS
@@ -190,27 +188,30 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_linked_folder_is_refused_at_the_start_with_its_target(folder: str, tmp_path: Path) -> None:
+def test_linked_folder_is_refused_at_start_with_its_target(folder: str, tmp_path: Path) -> None:
+    def link_problems(config: Config) -> list[Problem]:
+        return [problem for problem in machine_notes(Loaded(config)) if "link" in problem.rule]
+
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     config = config_of(run)
     config = replace(config, profiling=replace(config.profiling, save_traces_folder="profile_traces/deeper"))
-    assert not [one for one in machine_notes(Loaded(config)) if "link" in one.rule]
+    assert not link_problems(config)
     elsewhere.mkdir()
     (run / folder).parent.mkdir(parents=True, exist_ok=True)
     (run / folder).symlink_to(elsewhere)
-    problems = [one for one in machine_notes(Loaded(config)) if "link" in one.rule]
-    assert FOLDERS[folder] in {one.option for one in problems}
-    assert all(f"{run / folder}, a link to {elsewhere}" in one.rule for one in problems)
+    problems = link_problems(config)
+    assert FOLDERS[folder] in {problem.option for problem in problems}
+    assert all(f"{run / folder}, a link to {elsewhere}" in problem.rule for problem in problems)
     if folder == "checkpoint":
         assert problems[0].fix == f"remove the link, or set checkpoint.folder to {elsewhere}"
-        at_its_target = replace(config, checkpoint=replace(config.checkpoint, folder=str(elsewhere)))
-        assert not [one for one in machine_notes(Loaded(at_its_target)) if "link" in one.rule]
+        target_folder = replace(config, checkpoint=replace(config.checkpoint, folder=str(elsewhere)))
+        assert not link_problems(target_folder)
         no_saves = replace(config, checkpoint=replace(config.checkpoint, load_only=True))
-        assert not [one for one in machine_notes(Loaded(no_saves)) if "link" in one.rule]
+        assert not link_problems(no_saves)
     assert not list(elsewhere.iterdir())
 
 
-def test_a_folder_that_becomes_a_link_after_the_checks_is_not_written_through(tmp_path: Path) -> None:
+def test_folder_that_becomes_a_link_after_the_checks_is_refused(tmp_path: Path) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     elsewhere.mkdir()
     run.mkdir()

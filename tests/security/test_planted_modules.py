@@ -1,7 +1,7 @@
-"""A module in the current directory is not imported, however the program is started and whatever it starts.
+"""Modules in the current directory are never imported, for every way to start the program and every child process.
 
-Every module of the standard library that Python has not imported by itself is planted, PyTorch and its neighbours, and
-optional libraries that are not installed.
+The tests plant files with the names of PyTorch, related packages, optional libraries, and all modules of the standard
+library that Python does not import on its own.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ VERBS = (
 
 
 def plant(folder: Path) -> None:
-    """Write modules that leave their name in the file ``imported`` and end the process."""
-    asked = [sys.executable, "-I", "-c", OF_PYTHON]
-    of_python = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
+    """Write modules that record their name in the file ``imported`` and end the process."""
+    command = [sys.executable, "-I", "-c", OF_PYTHON]
+    of_python = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     for name in (sys.stdlib_module_names | LIBRARIES) - set(of_python):
         text = f"open({str(folder / 'imported')!r}, 'a').write('{name} ')\nraise SystemExit(99)\n"
         (folder / f"{name}.py").write_text(text)
@@ -79,11 +79,11 @@ def plant(folder: Path) -> None:
     (folder / "text.txt").write_text("a text\n" * 100)
 
 
-def expect_none_imported(folder: Path, words: Sequence[str], **variables: str) -> None:
+def expect_none_imported(folder: Path, command: Sequence[str], **variables: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     environment.pop("PYTHONSAFEPATH", None)
     done = subprocess.run(
-        words,
+        command,
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -92,7 +92,7 @@ def expect_none_imported(folder: Path, words: Sequence[str], **variables: str) -
         check=False,
     )
     imported = folder / "imported"
-    assert not imported.exists(), f"{words}: {imported.read_text()}"
+    assert not imported.exists(), f"{command}: {imported.read_text()}"
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -115,10 +115,12 @@ def test_no_verb_imports_a_module_of_the_current_directory(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "words", cases(["config check debug"], nightly=[f"train debug {TRAIN} {MODEL} {CUT}", "data check debug"])
 )
-def test_a_clone_that_is_not_installed_starts_and_its_neighbours_replace_nothing(words: str, tmp_path: Path) -> None:
+def test_clone_without_installation_ignores_modules_next_to_it(words: str, tmp_path: Path) -> None:
     plant(tmp_path)
     for name in sys.stdlib_module_names | LIBRARIES:
-        if importlib.util.find_spec(name) is None:  # the clone's folder is the last place, so these would be imported
+        if (
+            importlib.util.find_spec(name) is None
+        ):  # the clone's folder comes last on the path, so these would be imported
             (tmp_path / f"{name}.py").unlink()
     (tmp_path / "shardtrain").symlink_to(ROOT / "shardtrain")
     libraries = importlib.util.find_spec("torch").submodule_search_locations[0]
@@ -127,7 +129,7 @@ def test_a_clone_that_is_not_installed_starts_and_its_neighbours_replace_nothing
     expect_none_imported(tmp_path, [*module, *words.split()], PYTHONPATH=str(Path(libraries).parent))
 
 
-def test_a_spawned_worker_imports_no_module_of_the_current_directory(tmp_path: Path) -> None:
+def test_spawned_worker_imports_no_module_of_the_current_directory(tmp_path: Path) -> None:
     planted = tmp_path / "planted"
     planted.mkdir()
     plant(planted)
@@ -143,11 +145,11 @@ def test_a_spawned_worker_imports_no_module_of_the_current_directory(tmp_path: P
     expect_none_imported(planted, [sys.executable, str(script)])
 
 
-def test_one_place_starts_python() -> None:
+def test_only_python_child_starts_python() -> None:
     started = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "shardtrain").rglob("*.py")
         if re.search(r"[\[(]sys\.executable, \"|entrypoint=sys\.executable", path.read_text())
     }
-    pdsh = "shardtrain/launch/platforms/pdsh.py"  # it starts one file, isolated (-I), and no module
+    pdsh = "shardtrain/launch/platforms/pdsh.py"  # it starts a single file in isolated mode (-I)
     assert started == {"shardtrain/utils/python_child.py", pdsh}

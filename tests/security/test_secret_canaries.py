@@ -1,4 +1,4 @@
-"""Six secrets in the environment: none is in any byte that a run writes, prints, or shows in its command line."""
+"""Secrets in the environment of a run appear in no file, output or command line."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def init(**options):
 """
 
 
-def run(folder: Path, *words: str) -> tuple[int, str, set[bytes]]:
-    """Status, everything printed, and every command line of the machine at 20 Hz while it ran."""
+def run(folder: Path, *arguments: str) -> tuple[int, str, set[bytes]]:
+    """Run a command. Return the status, its output, and every command line of the machine during the run, at 20 Hz."""
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)
     (folder / "wandb.py").write_text(WANDB)
     environment = {**os.environ, **CANARIES, "TMPDIR": str(temporary), "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "shardtrain", *words]
+    command = [sys.executable, "-m", "shardtrain", *arguments]
     lines: set[bytes] = set()
     with (folder / "printed").open("wb") as printed:
         process = subprocess.Popen(command, env=environment, cwd=folder, stdout=printed, stderr=printed)
@@ -54,7 +54,7 @@ def run(folder: Path, *words: str) -> tuple[int, str, set[bytes]]:
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def test_a_run_of_two_ranks_with_all_sinks_is_silent(tmp_path: Path) -> None:
+def test_run_with_all_sinks_writes_no_secret(tmp_path: Path) -> None:
     flags = ["--job.print_config", "--metrics.enable_tensorboard", "--metrics.enable_wandb", "--checkpoint.enable"]
     status, printed, lines = run(tmp_path, "train", "--nproc", "2", *options(tmp_path), *flags)
     assert status == 0, printed
@@ -63,36 +63,35 @@ def test_a_run_of_two_ranks_with_all_sinks_is_silent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["train", "prepare"])
-def test_a_crash_that_says_every_secret_is_masked(tmp_path: Path, verb: str) -> None:
+def test_error_with_every_secret_is_masked(tmp_path: Path, verb: str) -> None:
     dataset = tmp_path / "mine.py"
     dataset.write_text(CRASHES.format(names=tuple(CANARIES)))
     if verb == "train":
-        words = ["train", "--nproc", "2", *options(tmp_path, **{"training.dataset": dataset})]
+        arguments = ["train", "--nproc", "2", *options(tmp_path, **{"training.dataset": dataset})]
     else:
-        words = ["data", "prepare", "--output", str(tmp_path / "x"), "--training.dataset", str(dataset)]
-    status, printed, lines = run(tmp_path, *words)
+        arguments = ["data", "prepare", "--output", str(tmp_path / "x"), "--training.dataset", str(dataset)]
+    status, printed, lines = run(tmp_path, *arguments)
     assert status != 0 and "refused: ***" in printed, printed
     assert_silent(tmp_path, lines)
 
 
 @pytest.mark.parametrize("option", ["job.description", "training.dataset_path", "model.hf_assets_path"])
-def test_an_option_that_holds_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+def test_option_with_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     from shardtrain import config
 
     monkeypatch.setenv("MY_SERVICE_PASSWORD", CANARIES["MY_SERVICE_PASSWORD"])
     loaded = config.load(None, [f"--{option}", f"x-{CANARIES['MY_SERVICE_PASSWORD']}"])
-    found = [problem for problem in config.check(loaded) if "holds a secret" in problem.rule]
-    assert [problem.option for problem in found] == [option]
-    assert CANARIES["MY_SERVICE_PASSWORD"] not in str(found[0])
+    problems = [problem for problem in config.check(loaded) if "holds a secret" in problem.rule]
+    assert [problem.option for problem in problems] == [option]
+    assert CANARIES["MY_SERVICE_PASSWORD"] not in str(problems[0])
 
 
 def test_a_commit_is_not_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     commit = "89abcdef0123456789abcdef0123456789abcdef"
     monkeypatch.setenv("GIT_COMMIT", commit)
     assert redact(f"at {commit}") == f"at {commit}"
-    assert (
-        redact("model.hf_assets_path and TOKENIZERS_PARALLELISM") == "model.hf_assets_path and TOKENIZERS_PARALLELISM"
-    )
+    names = "model.hf_assets_path and TOKENIZERS_PARALLELISM"
+    assert redact(names) == names
 
 
 def test_known_forms_are_masked_without_the_environment() -> None:

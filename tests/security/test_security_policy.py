@@ -1,4 +1,4 @@
-"""SECURITY.md says what is so: every rule has a test that exists."""
+"""Every rule of SECURITY.md, and every promise of launch.md, names existing tests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PROMISES = {
     "SECURITY.md": ["| Rule | What holds | Test |"],
     "launch.md": ["| Code | Meaning | Retry | Test |", "| During | The run | Test |"],
 }
-"""Heads of the tables in which each row names the tests that hold it."""
+"""Headers of the tables whose rows must name their tests."""
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_promises_name_tests_that_exist(page: str) -> None:
+def test_promises_name_existing_tests(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     for name in NAME.finditer(text):
         tests = (ROOT / name[0].partition("::")[0]).read_text(encoding="utf-8")
@@ -30,20 +30,20 @@ def test_promises_name_tests_that_exist(page: str) -> None:
         rows = text[text.index(head) :].partition("\n\n")[0].splitlines()[2:]
         assert len(rows) > 5
         for row in rows:
-            found = [name[1] for name in NAME.finditer(row.rpartition(" | ")[2])]
-            assert found and all(found), row
+            test_names = [name[1] for name in NAME.finditer(row.rpartition(" | ")[2])]
+            assert test_names and all(test_names), row
 
 
 def test_the_rules_are_numbered() -> None:
     assert re.findall(r"^\| R(\d+) \|", TEXT, re.MULTILINE) == [str(number) for number in range(1, 17)]
 
 
-def test_every_file_of_tests_of_security_is_named() -> None:
+def test_policy_names_every_file_of_security_tests() -> None:
     assert all(path.name in TEXT for path in (ROOT / "tests/security").glob("test_*.py"))
 
 
-def test_the_policy_says_what_a_reporter_needs() -> None:
-    for word in ("private vulnerability reporting", "90 days", "What is a vulnerability", "opening an artefact"):
-        assert word in TEXT
-    for who in ("A1", "A2", "A3", "A4", "A5"):
-        assert f"**{who}**" in TEXT
+def test_policy_has_the_information_for_a_reporter() -> None:
+    for phrase in ("private vulnerability reporting", "90 days", "What is a vulnerability", "opening an artefact"):
+        assert phrase in TEXT
+    for attacker in ("A1", "A2", "A3", "A4", "A5"):
+        assert f"**{attacker}**" in TEXT

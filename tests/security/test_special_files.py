@@ -1,4 +1,4 @@
-"""A pipe, a device or a giant in the place of a small file is refused, and neither waited for nor read."""
+"""A pipe, device or huge file instead of a small file is refused without waiting for it or reading it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardtrain.utils.errors import ShardtrainError
 
 
 def device(path: Path) -> None:
-    path.symlink_to("/dev/null")  # as /dev/zero, and harmless where a reader would read it
+    path.symlink_to("/dev/null")  # like /dev/zero, but harmless if a reader reads it
 
 
 def pipe(path: Path) -> None:
@@ -50,12 +50,12 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("model.safetensors", listing_of),
 ]
 SAMPLED = {initial_weights.of_folder, listing_of}
-"""They read the ends of a file."""
+"""Readers that read only parts of a file."""
 
 
 @pytest.mark.parametrize("kind", [device, pipe, giant])
 @pytest.mark.parametrize(("name", "reader"), READERS)
-def test_what_is_not_a_small_file_is_refused(
+def test_special_or_huge_file_is_refused(
     name: str, reader: Callable[[Path], object], kind: Callable[[Path], None], tmp_path: Path
 ) -> None:
     kind(tmp_path / name)
@@ -63,23 +63,23 @@ def test_what_is_not_a_small_file_is_refused(
         reader(tmp_path)
         return
     try:
-        said = str(reader(tmp_path))
+        result = str(reader(tmp_path))
     except (ShardtrainError, OSError) as error:
-        said = str(error)
-    words = ("regular file", "larger than", "more than", "not a file", "neither", "cut short", "damaged", "no file")
-    assert any(word in said for word in words), said
+        result = str(error)
+    reasons = ("regular file", "larger than", "more than", "not a file", "neither", "cut short", "damaged", "no file")
+    assert any(reason in result for reason in reasons), result
 
 
 @pytest.mark.parametrize("kind", [device, pipe, giant])
-def test_a_card_passes_them_by(kind: Callable[[Path], None], tmp_path: Path) -> None:
+def test_model_card_ignores_special_files(kind: Callable[[Path], None], tmp_path: Path) -> None:
     for name in (card.CARD, "metrics.jsonl"):
         kind(tmp_path / name)
     assert card.exported(tmp_path) == ""
-    if kind is not giant:  # which is read, in pieces
+    if kind is not giant:  # a large metrics.jsonl is read in pieces
         assert card._measured(tmp_path / "metrics.jsonl", 1, "training") == []
 
 
-def test_a_file_is_read_whole_up_to_the_bound(tmp_path: Path) -> None:
+def test_file_is_read_up_to_the_bound(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345678")
     assert bounded_reads.whole(tmp_path / "file", 8) == b"12345678"
     with pytest.raises(OSError, match="larger than 7 bytes"):

@@ -1,4 +1,4 @@
-"""A secret given to an option that does not exist is not printed, whoever reads the option and however it is given."""
+"""A secret in the value of an unknown option is never printed, for all verbs and all sources of options."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def canary(secret: str) -> str:
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_verb_prints_the_secret_of_an_unknown_option(verb, capfd, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
-    for words in (["--password=hunter22"], ["--password", "hunter22"], ["--x", HEX]):
-        assert main([*verb.split(), *words]) == 2
+    for arguments in (["--password=hunter22"], ["--password", "hunter22"], ["--x", HEX]):
+        assert main([*verb.split(), *arguments]) == 2
         printed = "".join(capfd.readouterr())
         assert "hunter22" not in printed and HEX not in printed, printed
 
 
 def reports(name: str, value: str, folder: Path) -> list[str]:
-    """Messages about an unknown option: of the command line, TOML, a dict in Python, and of another system's file."""
+    """Return the messages about an unknown option on the command line, in TOML, and in a dict in Python."""
     toml = folder / "a.toml"
     toml.write_text(f"{json.dumps(name) if '.' not in name else name} = {json.dumps(value)}\n")
     messages = []
@@ -80,7 +80,7 @@ def reports(name: str, value: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_no_way_to_give_an_unknown_option_prints_its_secret(name, capfd, monkeypatch, tmp_path) -> None:
+def test_secret_of_an_unknown_option_is_never_printed(name, capfd, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     value = SECRETS[name]
     for message in reports(name, value, tmp_path):

@@ -1,4 +1,4 @@
-"""Accounting, plots and logs may fail anywhere: training continues, with one warning."""
+"""If accounting, plots or logs fail anywhere, training continues with one warning."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from shardtrain.train import trainer
 
 STEPS = 6
 PLACES = {
-    "the account of the time is opened": "shardtrain.launch.goodput.ledger:Ledger._open",
-    "the account of the time is added up": "shardtrain.launch.goodput.ledger:account",
+    "goodput is opened": "shardtrain.launch.goodput.ledger:Ledger._open",
+    "goodput is summed up": "shardtrain.launch.goodput.ledger:account",
     "seconds are put into bins": "shardtrain.launch.goodput.ledger:bins",
-    "a line of the account is composed": "shardtrain.launch.goodput.ledger:Ledger._point",
-    "a line of the account is written": "shardtrain.launch.goodput.events:append",
+    "a record of goodput is created": "shardtrain.launch.goodput.ledger:Ledger._point",
+    "a record of goodput is written": "shardtrain.launch.goodput.events:append",
     "rows of sources are counted": "shardtrain.data.loader:DataLoader.rows_of_sources",
     "spikes are counted": "shardtrain.resilience.resilience:Resilience.measures",
-    "a record is composed": "shardtrain.metrics:Metrics._record",
+    "a record of metrics is created": "shardtrain.metrics:Metrics._record",
     "memory is read": "shardtrain.metrics:read_peak",
     "a step is printed": "shardtrain.metrics.sinks.console:Console.write",
     "a line of metrics.jsonl is written": "shardtrain.metrics.sinks.metrics_jsonl:JsonlFiles.write",
@@ -44,17 +44,17 @@ PLACES = {
     "the text of a sample is logged": "shardtrain.train.samples:Samples._tell",
     "a step is profiled": "shardtrain.metrics.profiling:_Trace.step",
     "a profile ends": "shardtrain.metrics.profiling:_Trace.close",
-    "a heartbeat is composed": "shardtrain.resilience.watchdog.watchdog:Watchdog._sign",
+    "a heartbeat is created": "shardtrain.resilience.watchdog.watchdog:Watchdog._sign",
     "the main thread is sampled": "shardtrain.resilience.watchdog.watchdog:Watchdog._sample",
-    "slow ranks are looked for": "shardtrain.resilience.watchdog.watchdog:common",
+    "slow ranks are detected": "shardtrain.resilience.watchdog.watchdog:common",
     "the data are hashed": "shardtrain.data.file_hashes:Contents._hash",
 }
-EVERYTHING = "everything together"
+EVERYTHING = "all together"
 
 
 def config_of(folder: Path) -> Config:
     data = folder.with_name("rows.txt")
-    data.write_text("a word and another " * 2000)
+    data.write_text("a token and another " * 2000)
     source = {"dataset": "text", "dataset_path": str(data)}
     return shallow_config(
         job={"dump_folder": str(folder)},
@@ -79,7 +79,7 @@ def owner_of(place: str) -> tuple[Any, str]:
 
 
 def broken(places: list[str], loaded: Loaded) -> object:
-    """Train, and let the functions of these places raise."""
+    """Train, with functions that raise an error in these places."""
 
     def raises(place: str) -> Callable[..., Any]:
         def raise_it(*_: object, **__: object) -> Any:
@@ -89,20 +89,20 @@ def broken(places: list[str], loaded: Loaded) -> object:
 
     for place in places:
         owner, name = owner_of(place)
-        read = isinstance(getattr(owner, name), property)
-        assert read or callable(getattr(owner, name))
-        setattr(owner, name, property(raises(place)) if read else raises(place))
+        is_property = isinstance(getattr(owner, name), property)
+        assert is_property or callable(getattr(owner, name))
+        setattr(owner, name, property(raises(place)) if is_property else raises(place))
     return trainer.main(loaded)
 
 
 def saved(folder: Path) -> dict[str, str]:
-    """What the last checkpoint holds."""
+    """Return the hashes of the files in the last checkpoint."""
     files = (folder / "checkpoint" / f"step-{STEPS}").glob("rank-*.bin")
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.parametrize("place", list(PLACES.values())[:5])
-def test_the_account_of_the_time_fails_with_one_warning(
+def test_goodput_accounting_fails_with_one_warning(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def raise_it(*_: object, **__: object) -> Any:
@@ -118,7 +118,7 @@ def test_the_account_of_the_time_fails_with_one_warning(
     assert caplog.text.count("goodput is not recorded from here on") == 1
 
 
-def test_an_exit_report_that_cannot_be_made_changes_no_exit_status(
+def test_failing_exit_report_does_not_change_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def raise_it(_: Path) -> int:
@@ -132,25 +132,26 @@ def test_an_exit_report_that_cannot_be_made_changes_no_exit_status(
 @pytest.mark.parametrize("ranks", cases([2], nightly=[1]))
 @pytest.mark.parametrize("what", cases([EVERYTHING], nightly=list(PLACES)))
 @pytest.mark.nightly(
-    "whole runs", by="tests/resilience/test_beside_the_step.py::test_the_account_of_the_time_fails_with_one_warning"
+    "complete runs",
+    by="tests/resilience/test_errors_outside_the_step.py::test_goodput_accounting_fails_with_one_warning",
 )
-def test_an_error_beside_the_step_is_a_warning_and_the_run_trains_on(
+def test_error_outside_the_step_is_a_warning_and_training_continues(
     what: str, ranks: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     def undisturbed() -> tuple[dict[int, float], dict[str, str]]:
         config = config_of(tmp_path_factory.mktemp("undisturbed") / "run")
-        code, told = storage_faults.run(config, ranks, None)
-        assert code == 0, told
+        code, output = storage_faults.run(config, ranks, None)
+        assert code == 0, output
         return storage_faults.losses(config), saved(Path(config.job.dump_folder))
 
-    expected, weights = made_once(tmp_path_factory, f"beside-{ranks}", undisturbed)
+    expected, weights = made_once(tmp_path_factory, f"errors-{ranks}", undisturbed)
     assert sorted(expected) == list(range(1, STEPS + 1)) and weights
     config = config_of(tmp_path / "run")
     places = list(PLACES.values()) if what == EVERYTHING else [PLACES[what]]
-    code, told = storage_faults.run(config, ranks, None, main=partial(broken, places))
-    assert code == 0, told
-    found = storage_faults.losses(config)
-    assert saved(tmp_path / "run") == weights and all(expected[step] == loss for step, loss in found.items())
-    warned = [line for line in told.splitlines() if "broken: " in line and "WARNING" in line]
-    assert len(set(warned)) == len(warned) <= len(PLACES), told
+    code, output = storage_faults.run(config, ranks, None, main=partial(broken, places))
+    assert code == 0, output
+    assert saved(tmp_path / "run") == weights
+    assert all(expected[step] == loss for step, loss in storage_faults.losses(config).items())
+    warnings = [line for line in output.splitlines() if "broken: " in line and "WARNING" in line]
+    assert len(set(warnings)) == len(warnings) <= len(PLACES), output
     assert json.loads((tmp_path / "run/exit.json").read_text())["code"] == 0
