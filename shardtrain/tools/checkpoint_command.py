@@ -28,12 +28,12 @@ the latest). All may be addresses of an object store, such as s3://bucket/run/st
 
 
 def main(words: Sequence[str], others: Mapping[str, CommandVerb] | None = None) -> int:
-    """Run one verb and return its exit status. ``others`` are verbs of parts that this one does not know."""
+    """Run one verb and return its exit status. ``others`` are additional verbs of other packages."""
     return Command("shardtrain checkpoint", {**VERBS, **(others or {})}, column=28, notes=_NOTES).run(words)
 
 
 def _paths(verb: str, number: int, words: Sequence[str]) -> list[Place]:
-    """Return the ``number`` paths that a verb requires; raises ConfigError."""
+    """Return the ``number`` paths that a verb requires. Raise ConfigError for another number of arguments."""
     if len(words) != number or any(word.startswith("-") for word in words):
         rule = f"needs {number} path{'s' if number > 1 else ''} and no more"
         example = "outputs" if verb in ("ls", "verify") else "outputs/checkpoint/step-100"
@@ -44,7 +44,7 @@ def _paths(verb: str, number: int, words: Sequence[str]) -> list[Place]:
 
 
 def _take_step(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the words without ``--step NAME`` or ``--step=NAME``, and the name; raises ConfigError."""
+    """Split ``--step NAME`` or ``--step=NAME`` off the arguments. Return the other arguments and NAME, or None."""
     step = None
     rest = []
     remaining = iter(words)
@@ -90,7 +90,7 @@ def _line(path: Place, stored: Manifest) -> str:
 
 
 def _interval(words: Sequence[str]) -> int:
-    """Young's and Daly's interval, and what is left of the time around it."""
+    """Print the optimal save interval of Young and Daly, and the useful share of time for intervals around it."""
     times: dict[str, float] = {"restart": 0.0}
     names = ("stall", "mttf", "restart")
     for name, value in zip(words[::2], [*words[1::2], ""], strict=False):
@@ -136,7 +136,7 @@ def _verify(words: Sequence[str]) -> int:
 
 
 def _damages(path: Place) -> list[str]:
-    """Everything wrong with a checkpoint; what is good is printed."""
+    """Return all damage of a checkpoint. Print a line if there is none."""
     try:
         stored = manifest.read(path)
     except CheckpointError as error:
@@ -154,7 +154,10 @@ def _damages(path: Place) -> list[str]:
 
 
 def _checkpoints_of(path: Place) -> Place:
-    """Return the folder of ``step-N`` folders: ``path``, or ``checkpoint`` in it. Raises CheckpointError."""
+    """Return the folder with the ``step-N`` folders: ``path`` or ``path/checkpoint``.
+
+    Raise CheckpointError if none.
+    """
     folder = path if retention.step_folders(path) else path / "checkpoint"
     if not retention.step_folders(folder):
         rule = "has no checkpoint: no folder in it or in its checkpoint/ is named step-N"
@@ -163,7 +166,7 @@ def _checkpoints_of(path: Place) -> Place:
 
 
 def _one_checkpoint(path: Place, step: str | None) -> Place:
-    """Return ``path`` if it is a checkpoint; else print and return the one of a run that ``step`` names."""
+    """Return ``path`` if it is a checkpoint. If it is a run, select ``step``, print its path and return it."""
     if (path / MANIFEST).exists() or retention.step_of(path) is not None:
         choice.reject_step(step, path)
         return path
@@ -178,7 +181,7 @@ def _diff(words: Sequence[str]) -> int:
     rest, step = _take_step(words)
     one, other = (_one_checkpoint(path, step) for path in _paths("diff", 2, rest))
     print(f"comparing {one} and {other}")
-    # Verify both before comparing, because differences of a damaged checkpoint mean nothing
+    # Verify both before comparing, because differences of a damaged checkpoint mean nothing.
     stored = []
     for path in (one, other):
         stored.append(manifest.read(path))
@@ -207,7 +210,7 @@ def _diff(words: Sequence[str]) -> int:
 
 
 def _difference(name: str, a: Manifest, one: Place, b: Manifest, other: Place) -> str:
-    # Compared as bytes first, so that torch is only imported for tensors that differ
+    # Compare bytes first, so torch is only imported for tensors that differ.
     mine = weights_file.whole_bytes(a, one, a.tensors[name])
     theirs = weights_file.whole_bytes(b, other, b.tensors[name])
     if mine == theirs:

@@ -1,7 +1,7 @@
 """Client of one repository of the Hugging Face Hub, for downloads and uploads.
 
-The requests are ``huggingface_hub``'s: proxies, tokens, offline mode, retries, its cache and Xet storage work as usual.
-This client adds time limits, hashes, and errors of one line without secrets.
+``huggingface_hub`` sends the requests, so proxies, tokens, offline mode, retries, its cache and Xet storage
+work as usual. This client adds time limits, hashes, and one-line errors without secrets.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STALLED_SECONDS = 300.0
-"""A download that writes nothing for this long has failed. The library writes pieces of 10 MiB."""
+"""Time limit of a download that writes nothing. The library writes blocks of 10 MiB."""
 TOKENS_PAGE = "https://huggingface.co/settings/tokens"
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 _left_behind: WeakSet[threading.Thread] = WeakSet()
-"""Threads of calls that exceeded their time limit: see ``bounded``."""
+"""Threads of calls that exceeded their time limit. ``bounded`` cannot stop them."""
 
 
 class Hub:
-    """One repository of the hub, asked through ``huggingface_hub``. No message has the token in it.
+    """One repository of the hub, accessed through ``huggingface_hub``. Error messages never contain the token.
 
     Raises:
-        ConfigError: at an endpoint or a token that cannot be used.
+        ConfigError: the endpoint or the token is invalid.
     """
 
     def __init__(self, repo_id: str, revision: str = "main") -> None:
         from huggingface_hub import constants, get_token
 
-        # what the library logs (it waits, it tries again) has addresses in it, which may be signed
+        # The library logs the addresses of retried requests, which may contain signatures.
         for handler in logging.getLogger("huggingface_hub").handlers:
             handler.addFilter(_of_calls_waited_for)
             handler.addFilter(_without_secrets)
@@ -73,11 +73,11 @@ class Hub:
             raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, "would send your token without encryption", fix))
 
     def files(self) -> tuple[str, dict[str, RepoSibling]]:
-        """Return the commit of the revision, and its files with sizes in bytes and known hashes.
+        """Return the commit of the revision, and its files by name with size in bytes and hash.
 
         Raises:
-            ConfigError: when the repository does not exist, may not be read, or the answer is not a list of files.
-            StorageError: when the hub cannot be reached, is too slow, or asks to wait.
+            ConfigError: the repository does not exist or is not readable, or the answer is not a list of files.
+            StorageError: the hub cannot be reached, is too slow, or requests a pause.
         """
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -97,8 +97,8 @@ class Hub:
             fix = "write it like ORGANISATION/NAME"
             raise ConfigError(Problem("--repo_id", self.repo_id, rule, fix)) from error
         except Exception as error:
-            # The library fails with plain errors of Python where the answer is JSON of another kind. Its errors of HTTP
-            # are some of them ValueError too.
+            # For JSON of another structure the library raises built-in exceptions of Python. Some of its HTTP
+            # errors are subclasses of ValueError.
             is_of_python = isinstance(error, ValueError | KeyError | TypeError | AttributeError | RecursionError)
             if isinstance(error, HfHubHTTPError) or not is_of_python:
                 raise self.explain(error) from error
@@ -106,13 +106,14 @@ class Hub:
             raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, rule, "name the address of a hub")) from error
 
     def download(self, name: str, commit: str, folder: Path, force: bool = False) -> Path:
-        """Download a file to ``folder``, unless it is there or in the library's cache. Return its path.
+        """Download a file to ``folder`` and return its path. Files in the folder or in the
+        library's cache are reused.
 
-        ``force`` downloads it in any case.
+        ``force`` always downloads.
 
         Raises:
-            ConfigError, StorageError: as ``files``; also StorageError when the file cannot be written.
-            DataError: when the file has another size than the hub tells.
+            ConfigError, StorageError: as ``files``. StorageError also if the file cannot be written.
+            DataError: the size of the file differs from the size that the hub reports.
         """
         from huggingface_hub import hf_hub_download
 
@@ -134,15 +135,15 @@ class Hub:
             raise self.explain(error) from error
 
     def ask(self, call: Callable[[], T]) -> T:
-        """Return the answer to a short request; raises TimeoutError after twice ``HF_HUB_ETAG_TIMEOUT``."""
-        # the library limits each wait on the connection, but not name servers and slow senders
+        """Return the answer to a short request. Raise TimeoutError after twice ``HF_HUB_ETAG_TIMEOUT``."""
+        # The library limits each wait on the connection, but not name servers and slow senders.
         return bounded(call, 2 * self.answer_seconds)
 
     def explain(self, error: BaseException) -> ShardtrainError:
-        """Convert an error of the library to one that says what to do."""
+        """Convert an error of the library to one that contains a fix."""
         from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-        # "not in the cache either" and "cannot force" hide what the hub said
+        # The outer errors ("not in the cache either", "cannot force") hide the answer of the hub.
         while isinstance(error, LocalEntryNotFoundError | ValueError) and error.__cause__ is not None:
             if getattr(error, "response", None) is not None:
                 break
@@ -194,10 +195,10 @@ class Hub:
 
 
 def bounded(call: Callable[[], T], seconds: float, progress: Callable[[], int] = lambda: 0) -> T:
-    """Return the result of ``call``, which runs in a thread.
+    """Run ``call`` in a thread and return its result.
 
-    The thread is left behind after a timeout, because nothing can stop a call that waits for a name server. Its later
-    log messages are dropped.
+    A thread that exceeds the limit keeps running, because a call that waits for a name server cannot be
+    stopped. Its later log messages are dropped.
 
     Raises:
         TimeoutError: ``progress()`` did not change for ``seconds``.
@@ -217,7 +218,7 @@ def bounded(call: Callable[[], T], seconds: float, progress: Callable[[], int] =
         try:
             return future.result(timeout=seconds)
         except TimeoutError:
-            # the call itself may raise TimeoutError, or may have ended at this moment
+            # The call itself may have raised TimeoutError, or may have ended just now.
             if future.done():
                 return future.result()
             if progress() == before:
@@ -226,7 +227,7 @@ def bounded(call: Callable[[], T], seconds: float, progress: Callable[[], int] =
 
 
 def _written(folder: Path) -> int:
-    """Return a number that grows while files of a folder are written, in any order."""
+    """Return a number that grows while files of a folder are written, regardless of their order."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # it has just been renamed
@@ -236,14 +237,14 @@ def _written(folder: Path) -> int:
 
 
 def expected_hash(facts: RepoSibling) -> tuple[str, str] | None:
-    """Return the kind and value of a file's hash in the list of files: SHA-256 for large files, else git's."""
+    """Return kind and value of a file's hash as the hub reports it: SHA-256 for large files, else git's, else None."""
     if facts.lfs is not None:
         return ("sha256", facts.lfs.sha256) if re.fullmatch(r"[0-9a-f]{64}", str(facts.lfs.sha256)) else None
     return ("git", str(facts.blob_id)) if re.fullmatch(r"[0-9a-f]{40}", str(facts.blob_id)) else None
 
 
 def hash_of_file(path: Path, kind: str) -> str:
-    """Return the hash of a file in hex, and flush it to disk. ``kind`` is "sha256" or "git"."""
+    """Return the hash of a file in hex, and flush the file to disk. ``kind`` is "sha256" or "git"."""
     with path.open("rb") as file:
         head = b"blob %d\0" % os.fstat(file.fileno()).st_size
         digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(head, usedforsecurity=False)
@@ -269,7 +270,7 @@ def refuse_token(words: Sequence[str], program: str) -> None:
         rule = "would show the token to everyone on this machine, and leave it in the shell's history"
         fix = "set the environment variable HF_TOKEN, or log in once with hf auth login"
         raise ConfigError(Problem("--hf_token", None, rule, fix))
-    # a folder may be called hf_model; a token has some 34 letters and digits after hf_
+    # A folder may be named hf_model. A token has about 34 letters and digits after hf_.
     if any(re.match(r"hf_[A-Za-z0-9]{16,}", word) for word in words):
         rule = "has an argument that looks like an access token"
         raise ConfigError(Problem(program, None, rule, "set the environment variable HF_TOKEN instead"))

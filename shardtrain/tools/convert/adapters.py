@@ -57,7 +57,7 @@ def _merge(found: Any, is_peft: bool) -> None:
     from shardtrain.tools.convert.checkpoint_path import tokens_of_run
     from shardtrain.tools.generate.locate_checkpoint import load_config
 
-    # A PEFT folder does not contain the path of its base weights, so the user passes it with --base.
+    # A PEFT folder does not record the path of its base weights, so the user must pass --base.
     where = found.base if is_peft else found.adapters
     if where is None:
         raise ConfigError(f"{found.adapters} does not name the weights of its base model; give them with --base")
@@ -84,7 +84,7 @@ def _merge(found: Any, is_peft: bool) -> None:
             adapters.check_copies({name: weights.read(name) for name in copies})
         begun = origin.of_path(weights.path, module, shape) if weights.path is not None else None
         if begun is not None and config is not None and not is_peft and not found.keep_generation_config:
-            # Only these files keep the end tokens of the run's data, so add the tokens now.
+            # The exported model takes its end tokens from these files, so add the tokens of the run's data now.
             begun, _ = with_tokens(begun, tokens_of_run(config, found.config is not None))
         merging.merge(weights, adapters.spec, adapters.read, found.to, found.dtype, model, begun)
 
@@ -98,14 +98,14 @@ def _model_facts(config: Config) -> dict[str, Any]:
 
 
 def export_adapter(found: Any, checkpoint: Path, module: Any, shape: Any, begun: str) -> None:
-    """Write a PEFT folder, and print its files and the options that it cannot store.
+    """Write a PEFT folder. Print its files, and the changed fields of config.json that PEFT cannot store.
 
     Args:
         found: Arguments of ``export``.
         checkpoint: The checkpoint of the adapters.
         module: The model file.
         shape: Sizes of the model.
-        begun: Checkpoint or folder of the run's base model, or "".
+        begun: Path of the base model, a checkpoint or a folder, or "" if unknown.
     """
     from shardtrain.hf import origin
     from shardtrain.hf.hub_model import changed_fields

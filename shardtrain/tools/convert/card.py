@@ -1,7 +1,7 @@
-"""Model card: README.md with YAML front matter, from the run folder and the checkpoint.
+"""Model card: README.md with YAML front matter, written from the run folder and the checkpoint.
 
-Unknown facts are omitted: no license, base model or dataset is guessed. Options that do not change numbers,
-such as launch or log options, are omitted too, and with them the names of machines. Secrets are redacted.
+Unknown facts are omitted: the card guesses no license, base model or dataset. Options that cannot change results,
+such as launch and log options, are omitted too, and with them the names of machines. Secrets are redacted.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _OF_A_MACHINE = {
     "job", "launch", "comm", "metrics", "profiling", "memory_estimation", "fault_tolerance", "report", "watch",
     "compile", "validation.dataloader", "training.dataloader",
 }  # fmt: skip
-"""Sections without effect on numbers."""
+"""Configuration sections that cannot change results."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """Facts of a card. Unknown facts are empty."""
+    """Contents of a model card. Unknown values are empty."""
 
     name: str
     library: str
@@ -58,7 +58,7 @@ class Card:
     made_by: str = field(default_factory=versions)
 
     def text(self, of: str) -> str:
-        """Return the text of the file. ``of`` is the identity of the exported weights, a SHA-256 in hex."""
+        """Return the text of the file. ``of`` identifies the exported weights: a SHA-256 in hex."""
         tags = ["shardtrain", *([self.task] if self.task else [])]
         front: dict[str, Any] = {"library_name": self.library}
         if self.library == "transformers" and self.task not in ("classification", "reward_model"):
@@ -91,16 +91,13 @@ class Card:
 
 
 def is_own(text: str) -> bool:
-    """True if shardtrain has written the card and it was not changed since."""
+    """True if shardtrain wrote the card and nobody has changed it since."""
     mark = _MARK.search(text)
     return mark is not None and _digest(text[: mark.start()].removesuffix("\n")) == mark[2]
 
 
 def exported(folder: Path) -> str:
-    """Return the identity of the weights of an exported folder from its card.
-
-    "" if the card is not from shardtrain.
-    """
+    """Return the identity of the exported weights from the card of a folder, or "" if the card is not shardtrain's."""
     try:
         mark = _MARK.search(bounded_reads.whole(folder / CARD, _MAX_BYTES).decode("utf-8", "replace"))
     except OSError:
@@ -109,14 +106,14 @@ def exported(folder: Path) -> str:
 
 
 def identity(checkpoint: Path, *options: object) -> str:
-    """Return the identity of an export: a hash of the options and of the manifest, which has hashes of all files."""
+    """Return a hash of the options of an export and of the manifest, which contains a hash of each file."""
     found = hashlib.sha256(manifest.read_bytes(checkpoint))
     found.update(repr(options).encode())
     return found.hexdigest()
 
 
 def of_folder(folder: Path, base_model: str = "") -> Card:
-    """Return the card of a Hugging Face folder without a known run."""
+    """Return the card of a Hugging Face folder whose run is unknown."""
     adapter = (folder / "adapter_config.json").is_file()
     return Card(
         os.path.basename(os.path.realpath(folder)), "peft" if adapter else "transformers", base_model=base_model
@@ -126,7 +123,7 @@ def of_folder(folder: Path, base_model: str = "") -> Card:
 def of_checkpoint(
     checkpoint: Path, name: str, source: FolderSource | None, base_model: str = "", adapter: bool = False
 ) -> Card:
-    """Return the card of an exported checkpoint, from its manifest and, if they exist, the files of its run."""
+    """Return the card of an exported checkpoint from its manifest and the files of its run, if they exist."""
     run = RunFolder(Path(os.path.realpath(checkpoint)).parent.parent)
     state: Mapping[str, Any] = manifest.read(checkpoint).facts.get("state", {})
 
@@ -183,7 +180,7 @@ def _digest(text: str) -> str:
 
 
 def _measured(path: Path, step: int, what: str) -> list[tuple[str, str]]:
-    """Return the numbers of the last record up to a step, as one row of the card; empty if there are none."""
+    """Return the metrics of the last record up to ``step`` as one row of the card, or [] if there is none."""
     last: dict[str, Any] = {}
     try:
         for record in run_files.records(path):
@@ -233,7 +230,7 @@ def _hub_datasets(config: Config) -> list[str]:
 
 
 def _base_model(source: FolderSource | None) -> str:
-    """Return the repository named in config.json of the initial weights, or ""."""
+    """Return the repository named by config.json of the initial weights, or ""."""
     said = str((source.config if source is not None else {}).get("_name_or_path") or "")
     return said if _REPO.fullmatch(said) and not Path(said).exists() else ""
 
@@ -254,7 +251,7 @@ def _license(source: FolderSource | None) -> str:
 
 
 def _options(config: Config) -> str:
-    """Return the changed options that may affect numbers, as a reusable TOML file."""
+    """Return the changed options that may affect results, as a TOML file for ``shardtrain train``."""
     plain = {(section, line) for section, lines in _sections(configs.resolved_toml(Config())) for line in lines}
     text = ""
     for section, lines in _sections(configs.resolved_toml(config)):

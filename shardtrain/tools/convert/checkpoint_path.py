@@ -1,4 +1,4 @@
-"""Find the checkpoint that a path refers to, and its model."""
+"""Resolve a path to a checkpoint, and read the options of its model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ KEEP_HELP = "keep bos, eos and pad of config.json and generation_config.json fro
 
 
 def step_of(path: Path, config: Path | None, step: str | None) -> Path:
-    """Return ``path`` if it is a checkpoint. If it is a run, print and return the checkpoint of ``step``."""
+    """Return ``path`` if it is a checkpoint.
+
+    If it is a run folder, select ``step``, print its path and return it.
+    """
     if (path / manifest.MANIFEST).is_file() or not path.is_dir():
         reject_step(step, path)
         return path
@@ -31,7 +34,10 @@ def step_of(path: Path, config: Path | None, step: str | None) -> Path:
 
 
 def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
-    """Return the model of a checkpoint: from ``config``, from notes of an import, or from the run that contains it.
+    """Return the model options of a checkpoint.
+
+    The source is ``config``, else the notes of an import, else the configuration of the run that
+    contains the checkpoint.
 
     Raises:
         ConfigError: none of them exists.
@@ -69,9 +75,10 @@ def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
 
 
 def tokens_of_run(config: Config, is_trusted: bool, folder: Path | None = None) -> dict[str, list[int]]:
-    """Return the special tokens of a run by its tokenizer, or that of ``folder``.
+    """Return the special tokens of a run from its tokenizer, or from the tokenizer in ``folder``.
 
-    Print a line and return {} if the tokenizer cannot be opened, or is code in a configuration that is not trusted.
+    If the tokenizer cannot be opened, or is a Python file of a configuration that is not trusted, print a
+    line and return {}.
     """
     from shardtrain.data.build_dataset import tokenizer_of
     from shardtrain.hf.generation_config import trained_tokens

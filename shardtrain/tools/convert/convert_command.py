@@ -124,7 +124,7 @@ def export_main(words: Sequence[str]) -> int:
 
 
 def _to_folder(found: Any, push: Any) -> int:
-    """Write the folder, unless FROM is a Hugging Face folder to push unchanged. Return the exit status."""
+    """Write the folder, unless FROM is a Hugging Face folder that is pushed unchanged. Return the exit status."""
     from shardtrain.hf.folder_config import is_hub_folder
     from shardtrain.tools.convert import card
 
@@ -135,7 +135,7 @@ def _to_folder(found: Any, push: Any) -> int:
         return 0
     if not 0.001 <= found.shard_gigabytes <= 1000:
         raise ConfigError(f"--shard_gigabytes={found.shard_gigabytes} must lie between 0.001 and 1000; use 5")
-    # Continue an interrupted upload. The card in the existing folder identifies its checkpoint.
+    # An existing folder is an interrupted upload if its card identifies this checkpoint. Continue that upload.
     if found.to.exists():
         of = "" if is_folder else _identity(found, step_of(found.checkpoint, found.config, found.step))
         if push is not None and of and card.exported(found.to) == of:
@@ -145,7 +145,7 @@ def _to_folder(found: Any, push: Any) -> int:
     if not is_hub_folder(found.checkpoint):
         return _export(found, found.checkpoint)
 
-    # Convert between Hugging Face folders with a temporary checkpoint.
+    # Convert one Hugging Face folder to another through a temporary checkpoint.
     from shardtrain.hf import importing
 
     reject_step(found.step, found.checkpoint)
@@ -166,7 +166,7 @@ def _identity(found: Any, checkpoint: Path) -> str:
 
 
 def _write_card(found: Any, checkpoint: Path, source: Any) -> None:
-    """Write README.md to the new folder if requested, unless the model already has one."""
+    """Write README.md to the new folder if requested, unless the folder already has one."""
     from shardtrain.checkpoint import files
     from shardtrain.tools.convert import card
 
@@ -179,7 +179,7 @@ def _write_card(found: Any, checkpoint: Path, source: Any) -> None:
 
 
 def _export(found: Any, path: Path) -> int:
-    """Export a checkpoint, or the selected checkpoint of a run. Return the exit status."""
+    """Export a checkpoint, or the selected checkpoint of a run, and return the exit status."""
     from shardtrain import models
     from shardtrain.hf import source
     from shardtrain.hf.hf_export import Export, export
@@ -199,8 +199,8 @@ def _export(found: Any, path: Path) -> int:
         rule = "holds adapters and no model"
         raise ConfigError(f"{checkpoint} {rule}; add --adapter, or merge it first (shardtrain merge)")
 
-    # Find the folder of the initial weights, from an import or the run's configuration. It provides dtypes,
-    # config.json and the tokenizer.
+    # Find the folder of the initial weights, in the notes of an import or the run's configuration. It
+    # provides the dtypes, config.json and the tokenizer.
     begun = source.of_checkpoint(checkpoint, manifest.read(checkpoint))
     if begun is None and "loaded" in options:
         from shardtrain.hf import origin

@@ -1,7 +1,7 @@
-"""``shardtrain export --push``: upload a Hugging Face folder as one commit, and verify it by its hashes.
+"""``shardtrain export --push``: upload a Hugging Face folder as one commit, and compare the hashes of its files.
 
-Requests use ``huggingface_hub``. Errors that can be foreseen are raised before the upload. Large files are uploaded
-before the commit. So an interrupted command can continue, and nobody sees an incomplete model.
+Requests use ``huggingface_hub``. Predictable errors are raised before the upload. Large files are uploaded
+before the commit, so an interrupted command can continue, and nobody sees an incomplete model.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _WEIGHTS = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
-"""Files that ``from_pretrained`` would load instead of the new weights, or with them."""
+"""Weight files that ``from_pretrained`` would load instead of, or in addition to, the new weights."""
 
 
 class Push:
-    """A writable repository, in its state before the upload.
+    """A repository with write access, and its state before the upload.
 
     Raises:
-        ConfigError: there is no token, the repository is not writable, or it is public although ``private`` is set.
+        ConfigError: no token exists, the repository is not writable, or it is public although ``private`` is set.
         StorageError: the hub cannot be reached.
     """
 
@@ -58,7 +58,7 @@ class Push:
         self._api: HfApi = HfApi(
             self._hub.endpoint, token=self._hub.token, library_name="shardtrain", library_version=__version__
         )
-        # The role of a fine-grained token is unknown, so it may still be rejected later.
+        # The permissions of a fine-grained token are unknown here, so the hub may still reject it later.
         account = self._ask(self._api.whoami)
         role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
         if role == "read":
@@ -72,7 +72,7 @@ class Push:
         return f"set HF_TOKEN to a token with write access ({TOKENS_PAGE})"
 
     def _look(self) -> tuple[str | None, list[str], str | None]:
-        """Return commit, files and card of the repository. The commit is None if it does not exist."""
+        """Return commit, file names and card of the repository, or (None, [], None) if it does not exist."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
         def look() -> Any:
@@ -97,16 +97,16 @@ class Push:
 
     @property
     def keeps_card(self) -> bool:
-        """True if the repository's card is kept: somebody else wrote or changed it, and ``overwrite_card`` is off."""
+        """True if the upload keeps the repository's card: somebody else wrote or changed it, and overwriting is off."""
         return self.card is not None and not card.is_own(self.card) and not self._overwrite_card
 
     def send(self, folder: Path, tell: Callable[[str], None] = print) -> str:
-        """Upload the files of a folder as one commit, and verify it. Return the address of the repository.
+        """Upload the files of a folder as one commit, verify their hashes, and return the address of the repository.
 
         Raises:
-            ConfigError: the hub refuses to create or write the repository.
-            StorageError: the upload fails. The message names the stored files.
-            DataError: the repository does not have the uploaded files.
+            ConfigError: the hub refuses to create the repository or to write to it.
+            StorageError: the upload fails. The message names the files that are already stored.
+            DataError: the hash of a file in the repository differs from the uploaded file.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
 
@@ -118,8 +118,8 @@ class Push:
             self._ask(lambda: self._api.create_repo(self.repo_id, private=self._private or None, exist_ok=False))
             tell(f"{self.repo_id}: created{', private' if self._private else ''}")
 
-        # Upload large files before the commit that refers to them. If an upload fails, nothing is
-        # visible in the repository, and the same command continues.
+        # Upload large files before the commit that refers to them. If an upload fails, nothing is visible in
+        # the repository, and the same command can continue.
         additions: list[CommitOperationAdd] = []
         stored: list[str] = []
         for name in names:
@@ -133,8 +133,8 @@ class Push:
                 stored.append(name)
                 tell(f"{name}: {format_bytes((folder / name).stat().st_size)}")
 
-        # One commit adds the new files and deletes weights of an earlier upload. It fails if
-        # somebody has changed the repository in between.
+        # One commit adds the new files and deletes the weights of an earlier upload. The hub rejects it if
+        # somebody has changed the repository in the meantime.
         stale = [name for name in self.theirs if _WEIGHTS.fullmatch(name) and name not in names]
         for name in stale:
             tell(f"{name}: deleted from {self.repo_id}, because the new weights replace it")
@@ -170,7 +170,7 @@ class Push:
         return self._call(lambda: self._hub.ask(call))
 
     def _call(self, call: Callable[[], T]) -> T:
-        """Call the library, and turn its errors into one-line errors."""
+        """Call the library, and convert its errors to errors with a one-line message."""
         try:
             return call()
         except ShardtrainError:

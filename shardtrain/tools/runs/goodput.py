@@ -21,7 +21,7 @@ Where the wall time of a run went, over all its attempts, from RUN_FOLDER/goodpu
   shardtrain goodput outputs
 """
 _MEANING_COLUMN = 37
-"""Where the words begin that say what a row counts."""
+"""Column at which the description of a row begins."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """A line of the table on a terminal that is narrower; what a number means stays below itself."""
+    """Wrap a line for a narrow terminal. Continuation lines of a description are indented to its column."""
     indent = _MEANING_COLUMN if text[:1] != " " and text[_MEANING_COLUMN - 2 : _MEANING_COLUMN] == "  " else 4
     room = width if width >= indent + 16 else sys.maxsize
     return "\n".join(
@@ -51,7 +51,7 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def table(attempts: Sequence[Attempt], found: Account) -> list[str]:
-    """The lines of the report."""
+    """Return the lines of the report."""
     if not attempts:
         return ["no attempt has come to its first step"]
     running = found.running_seconds

@@ -1,4 +1,4 @@
-"""The verb ``runs``: list the runs below a folder with the state of each."""
+"""Verb ``runs``: list the runs below a folder with their state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardtrain.utils.units import format_seconds
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the table; raises ConfigError."""
+    """Print the table and return the exit status. Raise ConfigError if the path is not a folder."""
     parser = StrictArgumentParser(
         "shardtrain runs",
         "List the runs in and below a folder: state, last step and loss, and how long ago they last wrote. "

@@ -30,7 +30,7 @@ from shardtrain.utils.checked_json import is_count, record_of
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 POINTS = 600
-"""Intervals of a chart. Each keeps its minimum and maximum, so spikes stay visible."""
+"""Intervals of a chart. Each interval keeps its minimum and maximum, so spikes stay visible."""
 _LINE_BYTES = 1 << 16
 _MOST_METRICS = 200
 _CONFIG_BYTES = 1 << 20
@@ -46,7 +46,7 @@ _FRESH_SECONDS = 600.0
 
 @dataclass
 class Series:
-    """The values of one metric by step, in the order of the file."""
+    """Steps and values of one metric, in file order."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -67,7 +67,7 @@ class Series:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run: folder, last record, ``exit.json`` of the newest attempt, seconds since the last write."""
+    """State of one run: folder, last record, ``exit.json`` of the newest attempt, seconds since the last write."""
 
     folder: Path
     last: dict[str, Any]
@@ -76,14 +76,14 @@ class RunStatus:
 
     @property
     def state(self) -> str:
-        """The state in one or two words."""
+        """Return the state in one or two words, such as "under way" or "failed (3)"."""
         if self.end:
             return "ended" if self.end.get("code") == 0 else f"failed ({self.end.get('code')})"
         return "under way" if self.age_seconds < _FRESH_SECONDS else "silent"
 
 
 class RunFolder:
-    """Paths of a run's files, and what they contain. A file that is missing or invalid reads as empty."""
+    """Paths and contents of a run's files. A missing or invalid file reads as empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -97,11 +97,11 @@ class RunFolder:
         self.exit = path / "exit.json"
 
     def status(self) -> RunStatus:
-        """Return the state of the run, from the ends of its files."""
+        """Return the state of the run. Only reads the ends of its files."""
         times = {path: _modified(path) for path in (self.metrics, self.exit, self.goodput, self.log)}
-        # An exit.json that is older than the last record belongs to an earlier attempt
+        # An exit.json that is older than the last record belongs to an earlier attempt.
         end = read_object(self.exit) if times[self.exit] >= times[self.metrics] else {}
-        # The last line may be incomplete, because the file is being written
+        # The last line may be incomplete, because the run may be writing it.
         last: dict[str, Any] = {}
         for line in reversed(read_end(self.metrics, _LINE_BYTES).split(b"\n")):
             record = step_record(line)
@@ -128,7 +128,10 @@ class RunFolder:
         return options
 
     def load(self, overrides: Sequence[str]) -> Loaded:
-        """Load the resolved configuration; raises ConfigError, also if it names code that the user must name."""
+        """Load the resolved configuration.
+
+        Raise ConfigError if it is missing, invalid, or names code of the user.
+        """
         if not self.config.is_file():
             rule = f"is not a run's folder: it has no {RESOLVED_CONFIG}"
             raise ConfigError(
@@ -140,7 +143,7 @@ class RunFolder:
         return loaded
 
     def world_size(self) -> int | None:
-        """Return the number of ranks from the header of the resolved configuration, or None if it has none."""
+        """Return the number of ranks from the header of the resolved configuration, or None if it is missing."""
         header = self._config_header()
         match = re.search(r", (\d{1,9}) ranks, started from ", header)
         return int(match[1]) if match else None
@@ -151,12 +154,15 @@ class RunFolder:
         return match[1] if match else ""
 
     def _config_header(self) -> str:
-        """Return the first two lines. The first names the JSON schema, except in files of old versions."""
+        """Return the first two lines of the configuration.
+
+        In files of old versions the first line is not a JSON schema.
+        """
         lines = read_start(self.config, 2 * 4096).decode(errors="replace").split("\n")
         return "\n".join(lines[:2])
 
     def account(self) -> Account | None:
-        """Return the division of wall time over all attempts, or None without a goodput file; raises DataError."""
+        """Return the division of wall time over all attempts, or None without a goodput file. Raises DataError."""
         return account(attempts_of(events.read(self.path)[0])) if self.goodput.is_file() else None
 
 
@@ -250,7 +256,7 @@ def _samples(path: Path) -> list[tuple[int, str, str]]:
         text = record.get("text")
         if isinstance(prompt, str) and isinstance(text, str):
             found.append((record["step"], prompt[:_TEXT_CHARACTERS], text[:_TEXT_CHARACTERS]))
-            # Halve the list again and again, so that a long file needs no more memory than a short one
+            # Halve the list repeatedly, so a long file needs no more memory than a short one.
             if len(found) > 2 * _MOST_SAMPLES:
                 del found[1:-1:2]
     if len(found) > _MOST_SAMPLES:
@@ -260,7 +266,10 @@ def _samples(path: Path) -> list[tuple[int, str, str]]:
 
 
 def records(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the record of each complete line, or None if the line is invalid or too long. No file: no lines."""
+    """Yield the record of each complete line, or None if the line is invalid or too long.
+
+    Yield nothing without a file.
+    """
     if not path.is_file():
         return
     with open(path, "rb", opener=atomic_io.without_waiting) as file:

@@ -1,4 +1,4 @@
-"""Weights and tokens with which probes run a small model."""
+"""Weights and tokens for the small models of the probes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from shardtrain.ops.tied import to_empty
 
 ROWS = 3
-"""Rows of a batch of the probes."""
+"""Rows of each batch in the probes."""
 
 
 def fill(model: nn.Module) -> None:
     """Allocate the model on the CPU and draw random weights at unit gain, so every module affects the output.
 
-    Buffers are zero, as at the start of training.
+    Set buffers to zero, their value at the start of training.
     """
     to_empty(model)
     generator = torch.Generator().manual_seed(0)
@@ -29,9 +29,10 @@ def fill(model: nn.Module) -> None:
 
 
 def num_tokens(model: nn.Module, most: int) -> int:
-    """Choose a sequence length of at most ``most`` that is not a dimension of any weight.
+    """Return a sequence length up to ``most`` that equals no dimension of a weight.
 
-    The token dimension of an activation can then be recognized by its size. The same holds for half of the length.
+    The token dimension of an activation can then be recognized by its size. Half of the length equals no
+    dimension either.
     """
     taken = {size for parameter in model.parameters() for size in parameter.shape} | {ROWS}
     for length in range(most - most % 4, 7, -4):
@@ -41,9 +42,9 @@ def num_tokens(model: nn.Module, most: int) -> int:
 
 
 def tokens_of(count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and positions, each (ROWS, count).
+    """Return tokens and positions, each with shape (ROWS, count).
 
-    Row 0 repeats one token, which overflows an expert's capacity.
+    Row 0 repeats one token, which exceeds the capacity of an expert.
     """
     generator = torch.Generator().manual_seed(1)
     tokens_BT = torch.randint(0, vocabulary, (ROWS, count), generator=generator)

@@ -1,7 +1,7 @@
-"""Match the tensors of two forward passes that have different rows or tokens.
+"""Match the tensors of two forward passes with different rows or tokens.
 
-Functions that return a ``Pick`` select comparable parts. ``replay_unchanged`` and ``replay_half`` are ``fit`` functions
-of ``traces.trace``.
+A ``Pick`` selects the comparable parts of two tensors. ``replay_unchanged`` and ``replay_half`` are values
+for the parameter ``fit`` of ``traces.trace``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shardtrain.tools.verify.traces import Pick, Trace, differs
 
 
 def entire(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Pick that compares the tensors in full."""
+    """Pick that compares the entire tensors."""
     return one, other
 
 
 def row_of_batch(row: int) -> Pick:
-    """Pick that compares one row of a batch of ROWS with a pass over that row only.
+    """Pick that compares one row of a batch of ROWS rows with a pass over only that row.
 
     Rows and tokens may be flattened into one dimension, with the rows outermost.
     """
@@ -40,13 +40,13 @@ def row_of_batch(row: int) -> Pick:
 
 
 def unchanged_tokens(count: int, tokens: slice) -> Pick:
-    """Pick that compares only ``tokens`` of tensors that have ``count`` tokens along some dimension."""
+    """Pick that compares only the slice ``tokens`` of each dimension with ``count`` elements."""
 
     def pick(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
         if one.shape != other.shape:
             return None
         token_dims = [dim for dim, size in enumerate(one.shape) if size == count]
-        # Rows and tokens flattened into one dimension cannot be told apart.
+        # Rows and tokens that are flattened into one dimension cannot be separated.
         if not token_dims and one.numel() > 1 and ROWS * count in one.shape:
             return None
         for token_dim in token_dims:
@@ -77,7 +77,10 @@ def half_of_tokens(count: int, start: int) -> Pick:
 
 
 def first_with_other_inputs(one: Trace, other: Trace, paths: Sequence[str], pick: Pick, tolerance: float) -> str | None:
-    """Return the first module of ``paths`` whose inputs differ between two passes with the same calls."""
+    """Return the path of the first call in ``paths`` whose inputs differ between two passes, or None.
+
+    Both passes must have called the modules in the same order.
+    """
     ones = [call for call in one.calls if call.path in paths]
     others = [call for call in other.calls if call.path in paths]
     for one_call, other_call in zip(ones, others, strict=True):
@@ -89,7 +92,7 @@ def first_with_other_inputs(one: Trace, other: Trace, paths: Sequence[str], pick
 
 
 def replay_unchanged(recorded: list[Tensor], output: Any) -> Any:
-    """Return the recorded tensors in the structure of ``output``."""
+    """Return the recorded tensors, nested like ``output``."""
     remaining = iter(recorded)
     if isinstance(output, Tensor):
         return next(remaining).clone()
@@ -99,7 +102,7 @@ def replay_unchanged(recorded: list[Tensor], output: Any) -> Any:
 
 
 def replay_half(start: int, recorded: list[Tensor], output: Any) -> Any:
-    """Return half of the recorded tokens, in the structure of ``output``.
+    """Return half of the recorded tokens, nested like ``output``.
 
     ``start`` is 0 for the first half. Any other value selects the second half.
     """

@@ -1,9 +1,9 @@
 """Test one copy of the model, without a mesh, for properties that every mesh requires.
 
-The probes run before the promises in ``promises.py`` and in the order of ``Prober.run``, because a model that fails one
-of them also fails later checks, with the wrong module named. In order: repeated passes give the same output; a row does
-not depend on its batch; a token does not see later tokens; nothing depends on the number of ranks; and outside of
-attention, a token depends only on itself. Each message names the responsible module.
+The probes run before the checks in ``promises.py``, in the order of ``Prober.run``: a model that fails a
+probe also fails later checks, which then name the wrong module. The probes require that repeated passes
+return the same output, a row does not depend on its batch, a token does not see later tokens, nothing depends
+on the number of ranks, and tokens interact only inside attention. Each message names the responsible module.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ from shardtrain.tools.verify.verify_rank import model_of
 from shardtrain.utils.errors import Problem
 
 CLOSE = 1e-4
-"""Relative tolerance for float32 sums in another order, with a margin. Real faults are far larger."""
+"""Relative tolerance for float32 sums in another order, with a margin.
+
+Real faults cause much larger differences.
+"""
 REPEATED = 1e-6
-"""Relative tolerance for two passes of the same arithmetic."""
+"""Relative tolerance for two passes with the same arithmetic."""
 RECOMPUTE = "recompute"
-"""Activation checkpointing, as an element of ``kinds`` next to the axes of the mesh."""
+"""Element of ``kinds`` that stands for activation checkpointing. The other elements are mesh axes."""
 
 
 @dataclass
@@ -59,9 +62,9 @@ class ProbeResult:
     """Findings of the probes.
 
     Attributes:
-        broken: Messages for which the model is rejected.
-        notes: Messages that do not reject the model.
-        impossible: By mesh axis, the message why the model does not support that axis.
+        broken: Messages of failed probes. The model is rejected if there is one.
+        notes: Messages for the user that do not reject the model.
+        impossible: Message per mesh axis that the model does not support.
     """
 
     broken: list[str] = field(default_factory=list)
@@ -84,8 +87,9 @@ def run_probes(
         module: The model file.
         shape: Sizes of the model.
         model: The model, on the CPU.
-        folder: Files of ``run_with_peers``, or None to skip the comparison with them.
-        kinds: Mesh axes and RECOMPUTE that count. A finding that only matters to other kinds is a note. None for all.
+        folder: Folder with the files of ``run_with_peers``, or None to skip the comparison with two ranks.
+        kinds: Mesh axes to check, and RECOMPUTE. A finding that affects only other kinds becomes a
+            note. None for all.
     """
     if len(inspect.signature(model.forward).parameters) < 2:
         return ProbeResult()  # reported by promises.py; the model cannot be called with positions
@@ -95,11 +99,11 @@ def run_probes(
 def run_with_peers(rank: int, _num: int, config: Config, folder: str) -> None:
     """Run the model as one of several ranks, on row ``rank`` of the batch. Collective.
 
-    Write the inputs and outputs of every module to ``peer-RANK.safetensors`` in ``folder``. A failing forward pass is
-    recorded in the file.
+    Write the inputs and outputs of every module to ``peer-RANK.safetensors`` in ``folder``. If the forward
+    pass raises, record the error in that file instead.
     """
     dropout.switch_off()
-    # Without this barrier, a rank that exchanges nothing could end before another has connected to it.
+    # Without this barrier, a rank without collectives could exit before the other rank has connected to it.
     dist.barrier()
     module, shape, model = model_of(config)
     fill(model)
@@ -120,7 +124,7 @@ def run_with_peers(rank: int, _num: int, config: Config, folder: str) -> None:
 
 
 def _read_peer(path: Path) -> tuple[dict[str, Any], Trace]:
-    """Read a file of ``run_with_peers``: its facts and the recorded pass."""
+    """Read a file of ``run_with_peers``. Return its facts and the recorded pass."""
     with safe_open(path, framework="pt") as file:
         facts = json.loads(file.metadata()["facts"])
         calls = []
@@ -131,7 +135,7 @@ def _read_peer(path: Path) -> tuple[dict[str, Any], Trace]:
 
 
 def _initial_draws(module: Any, shape: Any) -> dict[str, str]:
-    """Return how the model file initializes each pattern of parameter names."""
+    """Return the initializer of each pattern of parameter names, as text."""
     return {pattern: repr(draw) for pattern, draw in module.initial(shape).items()}
 
 
@@ -165,9 +169,9 @@ class Prober:
         self._folder = folder
         self._count = num_tokens(model, config.training.seq_len)
         self._tokens_BT, self._positions_BT = tokens_of(self._count, shape.vocab_size)
-        # A network of the transformers library, whose layout does not name the attention core.
+        # True for a model of the transformers library. Its layout does not name the attention core.
         self._is_foreign = hasattr(model, "tensor_plan")
-        # Paths of modules that draw random numbers or contain a dropout.
+        # Paths of modules that draw random numbers, and of modules that contain a dropout.
         self._drawing: set[str] = set()
         self.result = ProbeResult()
 
@@ -199,52 +203,52 @@ class Prober:
     def _run(self, tokens_BT: Tensor, positions_BT: Tensor, keep_state: bool = False, **options: Any) -> Trace:
         """Trace a forward pass.
 
-        Unless ``keep_state``, restore the Python state that the model's code changes.
+        Restore the Python state that the model's code changes, unless ``keep_state`` is set.
         """
         with nullcontext() if keep_state else trial(self._model):
             return trace(self._model, tokens_BT, positions_BT, **options)
 
     def _run_all(self, keep_state: bool = False) -> Trace:
-        """Trace a forward pass of the unchanged batch."""
+        """Trace a forward pass of the unmodified batch."""
         return self._run(self._tokens_BT, self._positions_BT, keep_state)
 
     def _with_other_tokens(self, tokens: slice) -> Tensor:
-        """Return the batch with each of ``tokens`` replaced by the next in the vocabulary."""
+        """Return the batch with each token in the slice ``tokens`` replaced by the next ID of the vocabulary."""
         changed_BT = self._tokens_BT.clone()
         changed_BT[:, tokens] = (changed_BT[:, tokens] + 1) % self._shape.vocab_size
         return changed_BT
 
     def _break(self, rule: str, fix: str, *kinds: str) -> None:
-        """Reject the model. If ``kinds`` are given and none of them is checked, only add a note."""
+        """Reject the model. If ``kinds`` are given and the caller checks none of them, only add a note."""
         is_relevant = not kinds or self._kinds is None or bool(set(self._kinds) & set(kinds))
         lines = self.result.broken if is_relevant else self.result.notes
         lines.append(str(Problem("model.name", self._config.model.name, rule, fix)))
 
     def _exclude(self, axis: str, rule: str, fix: str) -> None:
-        """Exclude a mesh axis, unless an earlier probe did."""
+        """Mark a mesh axis as unsupported, unless an earlier probe has marked it."""
         problem = Problem(f"parallelism.{OPTIONS[axis]}", None, f"must be 1: the model {rule}", fix)
         self.result.impossible.setdefault(axis, str(problem))
 
     def _describe(self, path: str | None) -> str:
-        """Name a module in a message, by path and class."""
+        """Return the path and class of a module for a message."""
         if not path:
             return f"the model's own forward ({type(self._model).__name__})"
         return f"module {path} ({type(self._model.get_submodule(path)).__name__})"
 
     def _is_core(self, path: str | None) -> bool:
-        """True if the module is an attention core or is inside of one."""
+        """True if the module is an attention core or a submodule of one."""
         if not path or not self._layout.context:
             return False
         return any(matches(start, self._layout.context) for start in _with_parents(path))
 
     def _has_style(self, path: str | None, style: str) -> bool:
-        """True if the module or one that contains it has this style in ``LAYOUT.tensor``."""
+        """True if the module or one of its parents has this style in ``LAYOUT.tensor``."""
         return any(style_of(self._layout, start) == style for start in _with_parents(path or ""))
 
     # ---- probes
 
     def _check_repeats(self) -> None:
-        """Require the same output from repeated passes, and from a model that is built again."""
+        """Require the same output from repeated passes, and from a second model built by the same file."""
         fill(self._model)  # earlier passes may have changed weights
         weights = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
         tokens_before = self._tokens_BT.clone()
@@ -269,19 +273,20 @@ class Prober:
             buffer_names = dict(self._model.named_buffers())
             changed_buffers = [name for name in state.changed() if name in buffer_names]
 
-            # Two more passes: the output of a model with state may differ only from the third pass on.
+            # Run two more passes, because a model with state may return a different output only from the
+            # third pass on.
             repetitions = [self._run_all(keep_state=True) for _ in range(2)]
             changed = state.changed()
         for repetition in repetitions:
             if differs(repetition.out, first.out, REPEATED):
                 return self._explain_repeats(blame(first, repetition, entire, REPEATED), changed)
 
-        # Buffers that change without affecting the output, such as running statistics in training.
+        # Some buffers change without affecting the output, such as running statistics during training.
         if changed_buffers:
             rule = f"changes the buffer {changed_buffers[0]} in forward: each rank sees other tokens, so copies diverge"
             return self._break(rule, "keep no running statistics; compute only from the inputs")
 
-        # Building the model again shows counters on a class or a Python module.
+        # Building a second model reveals counters that are kept on a class or a Python module.
         rebuilt_model = models.build(self._module, self._shape)
         fill(rebuilt_model)
         with trial(rebuilt_model):
@@ -293,9 +298,10 @@ class Prober:
         return None
 
     def _explain_repeats(self, path: str | None, changed: Sequence[str]) -> None:
-        """Report the module at ``path``, whose repeated outputs differ. The cause is random numbers or Python state.
+        """Report that repeated outputs differ, first in the module at ``path``, because of random
+        numbers or Python state.
 
-        ``changed`` names the Python state of the model's code that the passes have changed.
+        ``changed`` names the Python state that the passes have changed.
         """
         where = self._describe(path)
         repeats_by_seeds = {}
@@ -326,7 +332,7 @@ class Prober:
         return self._break(rule, fix)
 
     def _check_seeds(self) -> None:
-        """Require that the model sets no seed: dropout would drop the same elements in every step and layer."""
+        """Require that forward sets no seed. Otherwise dropout drops the same elements in every step and layer."""
         runs = []
         for seed in (1, 2):
             seed_generators(seed)
@@ -338,7 +344,7 @@ class Prober:
             final_states = [("", state) for state in generator_states()]
             runs.append([*final_states, *recorder.draws])
 
-        # The runs start from two seeds. A generator in the same state in both was seeded in between.
+        # The two runs start from different seeds. A generator with the same state in both was seeded by the model.
         reseeded = [path for (path, one), (_, other) in zip(*runs, strict=False) if one == other]
         if not reseeded:
             return
@@ -348,7 +354,7 @@ class Prober:
         self._break(rule, "set no seed in forward (torch.manual_seed, random.seed); debug.seed is set once")
 
     def _check_lengths(self) -> None:
-        """Require the same output of a batch in a new model and after a batch of another shape."""
+        """Require that a batch returns the same output in a new model and after a batch of another shape."""
         half = self._count // 2
         shapes = {
             f"{ROWS} rows of {self._count} tokens": (self._tokens_BT, self._positions_BT),
@@ -376,7 +382,7 @@ class Prober:
         return None
 
     def _check_rows(self) -> None:
-        """Require the same output of a row by itself and in its batch."""
+        """Require that a row returns the same output by itself and as part of its batch."""
         batch = self._run_all()
         for row in range(ROWS):
             rows = slice(row, row + 1)
@@ -395,8 +401,8 @@ class Prober:
         return None
 
     def _sees_other_rows(self, batch: Trace) -> bool:
-        """True if other tokens in the other rows change the output of a row."""
-        # A repeated token exceeds the capacity of its expert. The expert of a token is unknown, so
+        """True if replacing the tokens of the other rows changes the output of a row."""
+        # A repeated token exceeds the capacity of its expert. The router's choice for a token is unknown, so
         # try six tokens.
         vocabulary = self._shape.vocab_size
         stride = -(-vocabulary // 6)
@@ -408,7 +414,7 @@ class Prober:
         return False
 
     def _check_causal(self) -> None:
-        """Require that no token sees later ones. In an encoder, attention may."""
+        """Require that no token depends on later tokens, except through attention in an encoder."""
         half = self._count // 2
         original = self._run_all()
         changed = self._run(self._with_other_tokens(slice(half, None)), self._positions_BT)
@@ -417,8 +423,8 @@ class Prober:
         path = blame(original, changed, unchanged_tokens(self._count, slice(0, half)), CLOSE)
         where = self._describe(path)
 
-        # Attention may see later tokens on purpose. If the layout names no core, a gathered module
-        # may be attention. In a foreign network, any module may be.
+        # Attention may see later tokens on purpose. If the layout names no core, a module with the style
+        # "gather" may be attention. In a transformers model, any module may be.
         may_be_attention = self._is_core(path) or self._is_foreign
         if not self._layout.context and self._has_style(path, "gather"):
             may_be_attention = True
@@ -430,14 +436,14 @@ class Prober:
             rule = f"is not causal, as attention over a split sequence is: {where} sees later tokens"
             self._exclude("cp", rule, "do not split sequences")
             return
-        # Only cp computes something else then. On other meshes the targets leak as they do on one
-        # process.
+        # Only context parallelism changes the result then. Other meshes leak the targets in the
+        # same way as one process.
         if bool(getattr(self._module, "CAUSAL", True)):
             rule = f"lets a token see later ones in {where}, outside of an attention core: its targets leak"
             self._break(rule, "read only earlier positions; in an encoder, name the core in LAYOUT.context", "cp")
 
     def _check_ranks(self) -> None:
-        """Require that nothing depends on the number of ranks or on the rank."""
+        """Require that nothing depends on the rank or the number of ranks."""
         if self._folder is None:
             return
         fix = "read no rank and no number of ranks (RANK, WORLD_SIZE, torch.distributed), and no clock or host"
@@ -455,10 +461,7 @@ class Prober:
         return None
 
     def _peer_difference(self, path: Path, rank: int) -> str:
-        """Compare a file of ``run_with_peers`` with one process.
-
-        Return the difference, or "" if there is none.
-        """
+        """Return the difference between a file of ``run_with_peers`` and one process, or "" if there is none."""
         facts, peer = _read_peer(path)
         on_rank = f"on rank {rank} of 2"
         for pattern, draw in _initial_draws(self._module, self._shape).items():
@@ -486,7 +489,7 @@ class Prober:
         return ""
 
     def _check_precision(self) -> None:
-        """Require that nothing is computed in a shorter dtype than float32, the dtype of the weights."""
+        """Require that the model computes in float32, the dtype of its weights, and in no shorter dtype."""
         finder = ShortDtypeFinder(self._model)
         with finder:
             self._run(self._tokens_BT[:1], self._positions_BT[:1])
@@ -501,7 +504,7 @@ class Prober:
     def _check_in_place_writes(self) -> None:
         """Require that no layer modifies its input.
 
-        Recomputation and pipelines keep it for the backward pass.
+        Recomputation and pipelines reuse the input in the backward pass.
         """
         calls = self._run_all().calls
         layers = f"{self._layout.layers}."
@@ -509,7 +512,7 @@ class Prober:
             is_layer = call.path.startswith(layers) and call.path.count(".") == layers.count(".")
             if not is_layer or not call.changed:
                 continue
-            # Calls are in the order in which they ended, so the first with a change is the innermost.
+            # Calls are sorted by their end, so the first call with a modified input is the innermost.
             innermost = next(c.path for c in calls if c.changed)
             rule = f"writes into its input in {self._describe(innermost)}: recomputation would start from changed input"
             return self._break(rule, "write x = x + y instead of x += y", "pp", RECOMPUTE)
@@ -519,8 +522,8 @@ class Prober:
         """Exclude cp and tp if tokens of a sequence mix where these axes split the sequence."""
         if self._is_foreign:
             return
-        # Tokens may mix inside of attention cores under cp, and inside of gathered modules under
-        # sequence parallelism. Of nested modules, take the outer one.
+        # Context parallelism allows attention cores to mix tokens, and sequence parallelism allows it in
+        # modules with the style "gather". Of nested modules, take the outermost.
         cores = self._outermost_cores()
         gathered = []
         for path, _ in self._model.named_modules():
@@ -539,14 +542,14 @@ class Prober:
             self._exclude("tp", rule, 'do it in a module whose style in LAYOUT.tensor is "gather"')
 
     def _outermost_cores(self) -> list[str]:
-        """Return the paths of attention cores that are not inside of another core."""
+        """Return the paths of attention cores that are not submodules of another core."""
         paths = [path for path, _ in self._model.named_modules()]
         return [path for path in paths if self._is_core(path) and not self._is_core(path.rpartition(".")[0])]
 
     def _mixing_module(self, fixed: Sequence[str]) -> str | None:
-        """Return the module in which half of the tokens changes the other half, or None.
+        """Return a module in which changing half of the tokens affects the other half, or None.
 
-        The recorded outputs of the modules ``fixed`` are replayed, so mixing inside of them has no effect.
+        The recorded outputs of the modules ``fixed`` are replayed, so mixing inside these modules has no effect.
         """
         original = self._run_all()
         replay = outputs_of(original, fixed)
@@ -558,7 +561,7 @@ class Prober:
             pick = unchanged_tokens(self._count, kept)
             if differs(run.out[:, kept], original.out[:, kept], CLOSE):
                 return blame(original, run, pick, CLOSE, skip=lambda path: _is_within(path, fixed)) or ""
-            # Mixing right before a fixed module does not reach the output, so compare the inputs of
+            # Mixing directly before a fixed module does not reach the output, so compare the inputs of the
             # fixed modules.
             affected = first_with_other_inputs(original, run, fixed, pick, CLOSE)
             if affected is not None:
@@ -566,18 +569,18 @@ class Prober:
         return None
 
     def _check_positions(self) -> None:
-        """Require that half of a sequence, with its positions and attention outputs, gives the same as in full."""
+        """Require the same outputs for half of a sequence as in the full sequence, with replayed attention outputs."""
         if self._is_foreign or "cp" in self.result.impossible or "tp" in self.result.impossible:
             return None
         fixed = self._outermost_cores()
         if not fixed:
             fixed = [path for path, _ in self._model.named_modules() if style_of(self._layout, path) == "gather"]
-        # Half of a sequence needs the attention outputs of the full one. If the layout does not
-        # locate attention, they cannot be replayed.
+        # Half of a sequence needs the attention outputs of the full sequence. They cannot be replayed if the
+        # layout does not locate the attention.
         if not fixed and self._mixing_module([]) is not None:
             return None
 
-        # Counting positions from 0 is right for the first half and wrong for the second.
+        # A model that counts positions from 0 is correct for the first half and wrong for the second.
         first = self._difference_of_half(fixed, 0)
         second = self._difference_of_half(fixed, self._count // 2)
         if second is not None and first is None and self._ignores_positions(fixed):
@@ -597,9 +600,9 @@ class Prober:
         return self._break(f"{rule}: a cp rank has a part of the row", fix, "cp")
 
     def _run_half(self, full: Trace, fixed: Sequence[str], start: int, first_position: int) -> Trace:
-        """Run half of the sequence from token ``start``, with positions from another start.
+        """Run half of the sequence, starting at token ``start``, with positions that start at ``first_position``.
 
-        Modules ``fixed`` return the outputs that they have for these tokens in ``full``.
+        The modules ``fixed`` return their outputs for these tokens from ``full``.
         """
         length = self._count // 2
         return self._run(
@@ -610,7 +613,7 @@ class Prober:
         )
 
     def _ignores_positions(self, fixed: Sequence[str]) -> bool:
-        """True if the second half of a sequence gives the same with the positions of the first half."""
+        """True if the second half of a sequence returns the same output with the positions of the first half."""
         full = self._run_all()
         start = self._count // 2
         own = self._run_half(full, fixed, start, start)
@@ -620,7 +623,7 @@ class Prober:
         return first_with_other_inputs(own, other, fixed, entire, CLOSE) is None
 
     def _difference_of_half(self, fixed: Sequence[str], start: int) -> str | None:
-        """Return where half of a sequence first differs from the same tokens of the full one, or None."""
+        """Name the first module that differs between half of a sequence and the full sequence, or return None."""
         full = self._run_all()
         half = self._run_half(full, fixed, start, start)
         pick = half_of_tokens(self._count, start)
@@ -628,16 +631,15 @@ class Prober:
         if differs(half.out, full.out[:, start : start + self._count // 2], CLOSE):
             path = blame(full, half, pick, CLOSE, skip=lambda path: _is_within(path, fixed))
             return f"first in {self._describe(path)}"
-        # Rotations of queries and keys only change the inputs of attention, because its outputs are
-        # replayed.
+        # Rotary embeddings of queries and keys change only the inputs of attention, because its outputs are replayed.
         affected = first_with_other_inputs(full, half, fixed, pick, CLOSE)
         return None if affected is None else f"where {affected} is given other queries, keys or values"
 
     def _check_shared_weights(self) -> None:
-        """Reject weights that a layer shares with another module: each layer is sharded by itself."""
+        """Reject a weight that a layer shares with another module, because each layer is sharded separately."""
         layers = self._layout.layers
         for names in tied_names(self._model):
-            # The unit of FSDP and pipeline stages: a layer, or a first or last module.
+            # FSDP and pipeline stages handle one unit at a time: a layer, or a module before or after the layers.
             name_by_unit = {}
             for name in names:
                 pieces = name.split(".")
@@ -651,7 +653,7 @@ class Prober:
 
 
 def _with_parents(path: str) -> list[str]:
-    """Return a path and the paths of the modules that contain it: a.b.c, a.b, a."""
+    """Return a path followed by the paths of its parents: a.b.c, a.b, a."""
     pieces = path.split(".")
     return [".".join(pieces[:count]) for count in range(len(pieces), 0, -1)]
 

@@ -1,4 +1,4 @@
-"""The verb ``profile``: the newest traces of a run, a table of its ranks, and what took the time of one of them."""
+"""Verb ``profile``: summarize the newest traces of a run in a table of ranks and the operations of one rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
         rule = "has no trace"
         fix = f"use one of {', '.join(map(str, sorted(files)[:20]))}"
         raise ConfigError(Problem("--rank", asked.rank, rule, fix, "command line"))
-    # of thousands of ranks some are looked at, spread over all
+    # With thousands of ranks, summarize only some of them, evenly spaced.
     ranks = sorted(files)
     shown = ranks if len(ranks) <= _MOST_RANKS else ranks[:: -(-len(ranks) // _MOST_RANKS)]
     if asked.rank is not None:

@@ -1,7 +1,7 @@
 """Summarize a trace of PyTorch's profiler: time per operation, and exposed communication.
 
-The file is the trace event format of Chrome: complete events (``"ph": "X"``) with a begin ``ts`` and a
-duration ``dur`` in microseconds, on a thread ``tid`` of a process ``pid``. Events of one thread nest.
+The file has Chrome's trace event format: complete events (``"ph": "X"``) with a start ``ts`` and a duration
+``dur`` in microseconds, on a thread ``tid`` of a process ``pid``. Events of one thread nest.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from shardtrain.utils.errors import DataError
 MOST_BYTES = 1 << 29
 """Maximum size of an uncompressed trace. One step of a large model takes about 100 MB."""
 MOST_EVENTS = 1_200_000
-"""Maximum number of events. A step of a large model has about 300,000, and each takes about 750 bytes of
-memory."""
+"""Maximum number of events.
+
+A step of a large model has about 300,000. Each event takes about 750 bytes of memory.
+"""
 _LARGEST = 10**18
 _PART = 1 << 20
 _BEGIN = re.compile(r'\A\s*\[|"traceEvents"\s*:\s*\[')
@@ -58,15 +60,15 @@ class Summary:
     steps: list[float] = field(default_factory=list)
     """Duration of each recorded step."""
     on_device: bool = False
-    """True if times are those of device kernels, False for CPU operators."""
+    """True if times are those of device kernels, False if they are those of CPU operators."""
     operations: list[Operation] = field(default_factory=list)
     """Operations, longest first."""
     compute_us: float = 0.0
     communication_us: float = 0.0
     exposed_us: float = 0.0
-    """Communication during which nothing was computed."""
+    """Communication time during which nothing was computed."""
     memory: list[tuple[float, float]] = field(default_factory=list)
-    """Microseconds since the begin, and bytes that PyTorch's allocator held then."""
+    """Pairs of microseconds since the first record and bytes allocated by PyTorch at that time."""
 
     @property
     def span_us(self) -> float:
@@ -116,7 +118,7 @@ def read(path: Path) -> Summary:
                 communication.append(_span(one))
             else:
                 compute += alone
-    # On a CPU gloo's own threads tell what a collective took from its begin to its end.
+    # On a CPU, gloo's threads record a collective from its start to its end.
     if not device:
         communication += [_span(one) for one in events if str(one.get("name")).startswith(("gloo:", "mpi:"))]
 
@@ -131,7 +133,7 @@ def read(path: Path) -> Summary:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """True for microseconds and bytes that may be real: not for NaN, nor for what float() cannot hold."""
+    """True for plausible microseconds or bytes. False for NaN and for integers too large for ``float``."""
     return type(value) in (int, float) and -_LARGEST < value < _LARGEST  # type: ignore[operator]
 
 
@@ -204,7 +206,7 @@ def _parsed(file: TextIO, path: Path) -> Iterator[Any]:
 
 
 def _memory(events: Iterable[dict[str, Any]], device: bool) -> list[tuple[float, float]]:
-    """Bytes allocated over time, of the device where there is one, where the profiler recorded them."""
+    """Return the recorded allocated bytes over time, of the device if there is one, otherwise of the CPU."""
     found = []
     for one in events:
         facts = one.get("args")
@@ -224,10 +226,10 @@ def _span(event: dict[str, Any]) -> Span:
 
 
 def _alone(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], list[Span]]]:
-    """Each event of a thread with the spans in which none of those that it called was running."""
+    """Yield each event of a thread with the spans in which no nested event was running."""
     children: dict[int, list[Span]] = defaultdict(list)
 
-    # By begin, and of two that begin together the longer first: it is the one that called the other.
+    # Sort by start. Of two events that start together, the longer one contains the other, so it comes first.
     order = sorted(range(len(events)), key=lambda index: (events[index]["ts"], -events[index]["dur"]))
     above: list[int] = []
     for index in order:
@@ -238,7 +240,7 @@ def _alone(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], l
             children[above[-1]].append((begin, min(end, _span(events[above[-1]])[1])))
         above.append(index)
 
-    # What is left of each event between those that it called.
+    # Yield the gaps of each event between its nested events.
     for index in order:
         begin, end = _span(events[index])
         alone = []
@@ -253,7 +255,7 @@ def _alone(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], l
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
-    """Spans that do not touch, ascending, which cover what the given ones cover."""
+    """Merge overlapping and touching spans. Return disjoint spans in ascending order."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:

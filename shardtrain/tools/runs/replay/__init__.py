@@ -1,6 +1,6 @@
-"""``shardtrain replay``: makes steps of a run again from the checkpoint before them, and compares every number.
+"""``shardtrain replay``: repeat steps of a run from the checkpoint before them, and compare every number.
 
-This file reads the words and starts the ranks, without torch until they start; ``run`` is one rank of it.
+This file reads the arguments and starts the ranks. It does not import torch before that. ``run`` is one rank.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class _Request:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the verb; gives the exit status.
+    """Run the verb and return the exit status.
 
     Raises:
-        ConfigError: a word or the configuration is wrong.
-        CheckpointError: no checkpoint before the step can be used.
+        ConfigError: an argument or the configuration is invalid.
+        CheckpointError: no checkpoint before the step is usable.
     """
     help_if_asked(words, USAGE)
     request = _read(words)
@@ -71,7 +71,7 @@ def main(words: Sequence[str]) -> int:
         rule = "is the run's own folder, into which nothing is written"
         raise ConfigError(Problem("--output", str(output), rule, "name another folder", "command line"))
     replayed = dataclasses.replace(loaded, config=config_of(loaded.config, found, output))
-    # ranks that are processes of their own are given the folder, which each would else make for itself
+    # Ranks that are started as separate processes must share one folder, so pass it to them.
     words = ["replay", *words] if request.output else ["replay", *words, "--output", str(output)]
     status = _start(replayed, found, request, words)
     if status == 0 and not request.output:
@@ -80,7 +80,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _start(loaded: Loaded, found: ReplayPlan, request: _Request, words: Sequence[str]) -> int:
-    """Run as one rank of several, or start them."""
+    """Run as one of several ranks, or start the ranks."""
 
     def rank(replayed: Loaded) -> None:
         from shardtrain.tools.runs.replay import replay_rank
@@ -89,13 +89,13 @@ def _start(loaded: Loaded, found: ReplayPlan, request: _Request, words: Sequence
 
     environment.set_allocator_default(os.environ)
 
-    # One rank of a launcher's: of our own, which is then its parent, or of torchrun or srun.
+    # This process is a rank: started by shardtrain's launcher, or by torchrun or srun.
     if environment.is_rank(os.environ):
         if local.become_rank():
             local.leave(local.run_rank(loaded, rank))
         local.leave(local.run_rank(loaded, rank, int(os.environ["WORLD_SIZE"])))
 
-    # As many ranks as the run had, if they can be had here.
+    # Start as many ranks as the run had, if this machine supports them.
     accelerators = environment.count_accelerators(loaded.config.training.device)
     count = environment.choose_processes_here(loaded.config, request.nproc or found.world_size).count
     device = environment.device_type(loaded.config.training.device, accelerators)

@@ -1,4 +1,4 @@
-"""Plan of a replay: checkpoint, steps and configuration. Import no torch."""
+"""Plan of a replay: checkpoint, steps and configuration. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from shardtrain.utils.errors import CheckpointError
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What is made again: steps ``base`` + 1 to ``last`` of the run in ``run_folder``."""
+    """The replay of steps ``base`` + 1 to ``last`` of the run in ``run_folder``."""
 
     run_folder: Path
     checkpoints: Path
     base: int
-    """Step of the checkpoint that it starts from; 0 is the start of the run."""
+    """Step of the checkpoint from which the replay starts, or 0 for the start of the run."""
     last: int
     world_size: int | None
     """Number of ranks of the run, or None if unknown."""
     rewinds: tuple[tuple[int, ...], ...]
-    """What the run left out of its data, as its newest checkpoint knows; see ``loss_spikes.Rewind``."""
+    """Data rows that the run skipped after rollbacks, from its newest checkpoint. See ``loss_spikes.Rewind``."""
 
 
 def plan(config: Config, first: int, last: int) -> ReplayPlan:
-    """Where to start, and what is known of the run."""
+    """Choose the checkpoint to start from, and collect the known facts of the run.
+
+    Raises:
+        CheckpointError: the folder has neither metrics nor a readable checkpoint.
+    """
     run_folder = Path(config.job.dump_folder)
     files = RunFolder(run_folder)
     folder = run_folder / config.checkpoint.folder
@@ -49,7 +53,7 @@ def plan(config: Config, first: int, last: int) -> ReplayPlan:
     usable = [step for step in usable if retention.is_complete(folder / f"step-{step}")]
     base = max(usable, default=0)
 
-    # The newest checkpoint of all knows every rollback of the run, and with them the rows that it left out.
+    # The newest checkpoint records every rollback of the run, and so the rows that the run skipped.
     guard = known[max(known)].facts.get("guard", {}) if known else {}
     rewinds = guard.get("rewinds", []) if isinstance(guard, dict) else []
 
@@ -58,9 +62,9 @@ def plan(config: Config, first: int, last: int) -> ReplayPlan:
 
 
 def config_of(config: Config, found: ReplayPlan, output: Path) -> Config:
-    """Return the run's configuration, set to load its checkpoint and to write only a log."""
+    """Return the run's configuration, changed to load its checkpoint and to write only a log."""
     path = str(found.checkpoints / f"step-{found.base}") if found.base else config.checkpoint.initial_load_path
-    # from its start a run takes the weights that it took then, in the way that it took them
+    # A replay from the start loads the initial weights in the same way as the run did.
     part = {"initial_load_model_only": False, "exclude_from_loading": []} if found.base else {}
     checkpoint = dataclasses.replace(
         config.checkpoint,
@@ -76,7 +80,7 @@ def config_of(config: Config, found: ReplayPlan, output: Path) -> Config:
     lora = config.lora
     if lora.enable and found.base:
         lora = dataclasses.replace(lora, initial_load_path=path)
-    # Spikes that made the run go back are not part of what is left of it, and a replay goes back for none.
+    # The run's metrics do not contain spikes that caused a rollback, and a replay must not roll back.
     policy = "log" if config.training.spike_policy == "rewind" else config.training.spike_policy
     return dataclasses.replace(
         config,

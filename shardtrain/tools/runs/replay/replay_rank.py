@@ -1,4 +1,4 @@
-"""One rank of a replay: the trainer's own steps, each compared with the run's record and its checkpoint."""
+"""One rank of a replay: run the trainer's steps, and compare each with the run's metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from shardtrain.utils.errors import CheckpointError, DataError, NumericalError
 from shardtrain.utils.heartbeat import heartbeat
 
 OTHER_MESH = 1e-4
-"""Relative difference of losses and norms that another number of ranks may make: sums are taken in another order."""
+"""Relative tolerance of losses and norms with another number of ranks, where sums have another order."""
 
 
 def main(loaded: Loaded, plan: ReplayPlan) -> None:
-    """Make the steps again as one rank; raises NumericalError, on all ranks, at the first difference."""
+    """Replay the steps as one rank. All ranks raise NumericalError at the first difference."""
     config = loaded.config
     with process_group.join(config.comm, config.training.device) as world:
         folder = Path(config.job.dump_folder)
@@ -56,7 +56,7 @@ def main(loaded: Loaded, plan: ReplayPlan) -> None:
 def _compare_steps(run: Run, plan: ReplayPlan, world: process_group.World) -> None:
     same_mesh = plan.world_size in (None, world.size)
     path = RunFolder(plan.run_folder).metrics
-    # Read them as a resumed run does, which skips records with values that no run writes.
+    # Read the records like a resumed run, which skips records with impossible values.
     records = {record["step"]: record for record in read_records(path)} if path.is_file() else {}
     saved = set(retention.steps(plan.checkpoints))
     compared = 0
@@ -64,7 +64,7 @@ def _compare_steps(run: Run, plan: ReplayPlan, world: process_group.World) -> No
     if not same_mesh:
         _say(world, f"the run had {plan.world_size} ranks: numbers are compared to {OTHER_MESH:g}, tensors are not")
 
-    # Each step is compared as it is made, and all ranks stop together at the first that differs.
+    # Compare each step immediately. All ranks stop together at the first difference.
     while run.state.step < plan.last:
         with _heartbeat(f"step {run.state.step + 1}", world):
             outcome = trainer.step(run)
@@ -101,7 +101,10 @@ def _compare_steps(run: Run, plan: ReplayPlan, world: process_group.World) -> No
 
 
 def _differences(mine: Mapping[str, Any], record: Mapping[str, Any], tolerance: float, alone: bool) -> list[str]:
-    """What differs from a line of metrics.jsonl, whose loss is a mean over steps unless it is ``alone``."""
+    """Describe the differences from a line of metrics.jsonl.
+
+    The loss of a line is a mean over several steps, unless ``alone`` is set. A mean is not compared.
+    """
     found = []
     for name, value in mine.items():
         if name not in record or (name == "loss" and not alone):
@@ -117,7 +120,10 @@ def _differences(mine: Mapping[str, Any], record: Mapping[str, Any], tolerance: 
 
 
 def _compare_checkpoint(run: Run, path: Path) -> list[str]:
-    """The first tensor and the first counter that differ from a checkpoint of this step, in bits (a collective)."""
+    """Compare weights, optimizer state and counters bitwise with a checkpoint of this step. Collective.
+
+    Return a description of the first difference of each kind.
+    """
     stored = manifest.read(path)
     damage = first_word(tensor_files.find_damaged_file(stored, path))
     if damage:
@@ -125,7 +131,7 @@ def _compare_checkpoint(run: Run, path: Path) -> list[str]:
     tensors = {**weights(run), **run.optimizer_state_dict()}
     wrong: list[str] = []
     for name, tensor in tensors.items():
-        # a save of weights alone has no optimizer, and may hold another type
+        # A weights-only save has no optimizer state, and may have another dtype.
         if name in stored.tensors and stored.tensors[name].dtype == str(tensor.dtype).removeprefix("torch."):
             theirs = tensor.detach().clone()
             tensor_reader.read({name: theirs}, stored, path)
@@ -145,7 +151,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _heartbeat(what: str, world: process_group.World) -> AbstractContextManager[None]:
-    """A line of the first rank every few seconds, while ``what`` has not ended."""
+    """Rank 0 prints a progress line every few seconds until ``what`` has ended."""
     return heartbeat(what, None if world.rank == 0 else 0)
 
 

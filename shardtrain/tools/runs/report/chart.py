@@ -1,4 +1,4 @@
-"""A line chart as SVG text, readable as it is; ``report.js`` adds the value under the pointer and zooming."""
+"""A line chart as static SVG. ``report.js`` adds zooming and the value at the pointer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLORS = ("#1f6feb", "#d1570b", "#1a7f37", "#8250df", "#bf3989", "#6e7781", "#0a
 
 @dataclass(frozen=True)
 class ChartLine:
-    """One curve: its name, its steps, its values, and which run's colour it has."""
+    """One curve: name, steps, values, and the index of its run, which selects the color."""
 
     name: str
     steps: Sequence[int]
@@ -37,7 +37,7 @@ class Chart:
     logarithmic: bool = False
 
     def data(self) -> dict[str, object]:
-        """What ``report.js`` draws again when it zooms."""
+        """Return the curves in the form that ``report.js`` redraws when the user zooms."""
         curves = [
             {"name": line.name, "x": list(line.steps), "y": [float(f"{value:.6g}") for value in line.values],
              "color": COLORS[line.color % len(COLORS)], "dots": line.dots}
@@ -51,8 +51,8 @@ class Chart:
         return self.logarithmic and all(value > 0 for line in self.lines for value in line.values)
 
     def svg(self, label: str) -> str:
-        """The drawing; ``label`` names it for those who cannot see it."""
-        # The ranges of both axes.
+        """Return the drawing. ``label`` describes it to screen readers."""
+        # Determine the ranges of both axes.
         steps = [step for line in self.lines for step in line.steps]
         values = [self._height(value) for line in self.lines for value in line.values]
         x0, x1 = (min(steps), max(steps)) if steps else (0, 1)
@@ -70,7 +70,7 @@ class Chart:
                 TOP + (1 - (height - y0) / (y1 - y0)) * inner_height,
             )
 
-        # Grid lines and numbers, then the curves over them.
+        # Draw grid lines and their numbers, then the curves above them.
         parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">']
         for value in ticks(10**y0, 10**y1, True) if self.is_logarithmic else ticks(y0, y1):
             _, y = place(x0, self._height(value))
@@ -97,7 +97,7 @@ class Chart:
 
 
 def ticks(low: float, high: float, logarithmic: bool = False) -> list[float]:
-    """Round numbers between two, three to seven of them; ``report.js`` has the same.
+    """Return three to seven round numbers between two values. ``report.js`` has the same function.
 
     >>> ticks(3.511, 8.053), ticks(1, 300), ticks(0.0002, 0.004)
     ([4.0, 5.0, 6.0, 7.0, 8.0], [100.0, 200.0, 300.0], [0.001, 0.002, 0.003, 0.004])
@@ -115,12 +115,12 @@ def ticks(low: float, high: float, logarithmic: bool = False) -> list[float]:
     size = 10.0 ** math.floor(math.log10(rough))
     distance = size * min((1, 2, 5, 10), key=lambda factor: abs(math.log(size * factor / rough)))
     count = math.floor(high / distance + 1e-9)
-    # from the least of them on, each one as near to its decimal as a float can be
+    # Start at the smallest multiple, and round each number to the float nearest to its decimal.
     return [float(f"{place * distance:.12g}") for place in range(math.ceil(low / distance - 1e-9), count + 1)]
 
 
 def format_number(value: float) -> str:
-    """A number of an axis in few characters.
+    """Format a number of an axis in few characters.
 
     >>> [format_number(value) for value in (0.0, 2.5, 1234567.0, 0.0003142, 150000.0, 100.0, 2e18, math.inf)]
     ['0', '2.5', '1.23M', '3.14e-4', '150k', '100', '2e18', 'inf']

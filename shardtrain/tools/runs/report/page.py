@@ -17,7 +17,7 @@ from shardtrain.tools.runs.report.chart import COLORS, Chart, ChartLine, format_
 from shardtrain.tools.runs.run_files import POINTS, RunRecord, Series
 from shardtrain.utils.redact import visible
 
-# title, metrics, whether the axis may be logarithmic: charts that come first, in this order
+# Charts at the top of the page, in this order: title, metrics, True if the axis may be logarithmic.
 CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("Loss", ("loss",), False),
     ("Gradient norm", ("grad_norm",), True),
@@ -30,7 +30,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("Fullest expert over the mean", ("moe_max_load",), False),
     ("Goodput", ("goodput",), False),
 )
-# shown elsewhere, or the same again
+# Metrics without a chart: the page shows them elsewhere, or they repeat another metric.
 LEFT_OUT = ("max_loss", "tps", "tflops", "tokens_seen", "skipped_updates", "spikes", "rewinds")
 _ROWS_OF = "rows_of/"
 _COUNTS = ("skipped_updates", "spikes", "rewinds")
@@ -49,8 +49,8 @@ def build(runs: Sequence[RunRecord]) -> str:
     script = package.joinpath("report.js").read_text(encoding="utf-8")
     style = package.joinpath("report.css").read_text(encoding="utf-8")
 
-    # Names of runs and metrics are texts of others. In JSON without "<" nothing can end the script element, and the
-    # policy lets no script run but this one, known by its hash.
+    # Names of runs and metrics are untrusted. JSON without "<" cannot end the script element, and the content
+    # security policy allows only this script, identified by its hash.
     data = json.dumps([chart.data() for chart in charts], allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c").replace("\x7f", "\\u007f")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -72,7 +72,7 @@ def build(runs: Sequence[RunRecord]) -> str:
         _alerts(runs, names),
         _options(runs, names),
     ]
-    # escape control characters and text-direction marks, which an editor or a terminal would interpret
+    # Escape control characters and text-direction marks, which an editor or a terminal would interpret.
     return visible(
         "".join(
             [
@@ -96,7 +96,7 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
             if series is not None and len(series.steps):
                 yield ChartLine(name + suffix, *series.thinned(points), color=color, dots=source == "validation")
 
-    # The charts of CHARTS, then rows of each source in one, then a chart for every metric that is not known here.
+    # First the charts of CHARTS, then one chart with the rows of each source, then one chart per unknown metric.
     found = []
     known = {*LEFT_OUT, *(name for _, metrics, _ in CHARTS for name in metrics)}
     for title, metrics, logarithmic in CHARTS:
@@ -118,7 +118,7 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """``head`` is text, the cells of ``rows`` are markup; all but the last one stay on one line."""
+    """Return an HTML table. ``head`` is text, the cells of ``rows`` are markup. Only the last column wraps."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="tables short"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'

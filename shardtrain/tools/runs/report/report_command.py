@@ -15,7 +15,7 @@ _MOST_RUNS = 50
 
 
 def main(words: Sequence[str]) -> int:
-    """Write the page of some runs; raises ConfigError and StorageError."""
+    """Write the page of the given runs and return the exit status. Raises ConfigError and StorageError."""
     parser = StrictArgumentParser(
         "shardtrain report",
         "Write one HTML page of one or several runs: curves, validation, time, alerts and options. "

@@ -1,7 +1,7 @@
-"""Follow the files of a run as they grow. Each look reads only what was appended since the last one.
+"""Follow the files of a run as they grow. Each update reads only the data that was appended since the last one.
 
-A file that became shorter, or was replaced, belongs to a run that was resumed or started again; it is read from its
-start. Of a long file, a few hundred records spread over it are read: enough for a curve as wide as a terminal.
+A file that became shorter or was replaced belongs to a resumed or restarted run, so it is read from its start. A long
+file is sampled: a few hundred records spread over it are enough for a curve as wide as a terminal.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shardtrain.utils.errors import DataError
 
 CURVES = ("loss", "grad_norm", "tokens_per_second", "memory_gib")
 POINTS = 2048
-"""Maximum number of points of a curve. A longer curve is thinned to half of them."""
+"""Maximum number of points of a curve. A longer curve is thinned to half as many points."""
 _WHOLE_BYTES = 4 << 20
-"""A longer file is sampled when it is opened, and only its end is read completely."""
+"""Size in bytes above which a file is sampled when it is opened. Only its end is then read completely."""
 _SAMPLES = 512
 _SAMPLE_BYTES = 8192
 _LOG_BYTES = 1 << 18
@@ -32,18 +32,18 @@ _MOST_ALERTS = 5
 
 @dataclass
 class Tail:
-    """A file that another process appends to; ``read`` returns the new lines."""
+    """A file to which another process appends. ``read`` returns the new lines."""
 
     path: Path
     skipped: bool = False
-    """True if the last call skipped data because there was more than its limit."""
+    """True if the last call skipped data because there were more new bytes than its limit."""
     _inode: int = -1
     _place: int = 0
 
     def read(self, most_bytes: int) -> tuple[bytes, bool]:
-        """Return the complete lines since the last call, and True if the file was replaced or truncated.
+        """Return the new complete lines, and True if the file was replaced or truncated.
 
-        At most ``most_bytes`` are read, from the end of the file.
+        Read at most ``most_bytes``, from the end of the file.
         """
         try:
             with open(self.path, "rb", opener=atomic_io.without_waiting) as file:
@@ -69,15 +69,15 @@ class Tail:
 
 @dataclass
 class FollowedRun:
-    """The current contents of one run's files."""
+    """Contents of one run's files at the last update."""
 
     folder: Path
     curves: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
-    """Steps and values by metric, ascending in steps."""
+    """Steps and values by metric, in ascending order of steps."""
     last: dict[str, Any] = field(default_factory=dict)
     validation: dict[str, Any] = field(default_factory=dict)
     account: Account = field(default_factory=lambda: Account.from_record({}))
-    """Division of the wall time: all of it if the run has ended, else until the last logged step."""
+    """Division of the wall time: of the full run if it has ended, otherwise until the last logged step."""
     alerts: list[str] = field(default_factory=list)
     total_steps: int = 0
     state: str = "not there yet"
@@ -90,7 +90,7 @@ class FollowedRun:
         self._log = Tail(self._files.log)
 
     def look(self) -> None:
-        """Read new data."""
+        """Read the new data of all files."""
         status = self._files.status()
         self.age_seconds = status.age_seconds
         if status.end or self._files.metrics.exists():
@@ -98,7 +98,7 @@ class FollowedRun:
         else:
             self.state = "not there yet"
 
-        # Metrics. A long file that is opened for the first time is sampled, except for its end
+        # Metrics. When a long file is opened for the first time, sample all of it except its end.
         data, from_start = self._metrics.read(_WHOLE_BYTES)
         if from_start:
             self.curves = {}
@@ -116,13 +116,13 @@ class FollowedRun:
         for line in data.splitlines()[-1:]:
             self.validation = run_files.step_record(line) or self.validation
 
-        # The last alerts, each once
+        # Keep the last alerts, without duplicates.
         data, from_start = self._log.read(_LOG_BYTES)
         before = [] if from_start else self.alerts
         self.alerts = list(dict.fromkeys([*before, *run_files.alerts(data)]))[-_MOST_ALERTS:]
 
     def _account(self, is_over: bool) -> Account:
-        """Read ``goodput.jsonl``, which has the end of a run, or the seconds of the last logged step."""
+        """Return the division of wall time: from ``goodput.jsonl`` if the run is over, else from the last record."""
         if is_over:
             with contextlib.suppress(DataError):
                 if not self.account.attempts:
@@ -131,7 +131,7 @@ class FollowedRun:
         return Account.from_record(self.last)
 
     def _sample(self) -> None:
-        """Read records spread over the part of the file before its end."""
+        """Read some records of the part before the end of the metrics file, evenly spaced."""
         try:
             with open(self._metrics.path, "rb", opener=atomic_io.without_waiting) as file:
                 older = os.fstat(file.fileno()).st_size - _WHOLE_BYTES

@@ -1,4 +1,4 @@
-"""The verb ``watch``: read the runs once a second, draw a frame, handle keys, and restore the terminal at the end."""
+"""Verb ``watch``: read the runs once a second, draw a frame, handle keys, and restore the terminal at the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_RUNS = 32
 
 
 def main(words: Sequence[str]) -> int:
-    """Show the runs until q or Ctrl-C, or once; raises ConfigError."""
+    """Show the runs until the user presses q or Ctrl-C, or once with ``--once``. Raises ConfigError."""
     parser = StrictArgumentParser(
         "shardtrain watch",
         "A live view of runs, from their files alone: loss, speed, memory, time, alerts. It works on any "
@@ -60,7 +60,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def _folders(path: Path) -> list[Path]:
-    """A run's folder itself, or all runs below a folder; a folder that does not exist yet may still appear."""
+    """Return the folders of the runs in or below a path.
+
+    Return the path itself if it is a run, or does not exist yet.
+    """
     if path.exists() and not path.is_dir():
         rule = "is not a folder"
         fix = "name the folder of a run, which is its job.dump_folder"
@@ -85,7 +88,7 @@ def _show(followed: Sequence[FollowedRun], interval_seconds: float) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-        # A key is handled at once, else the next frame comes when it is due.
+        # Handle a key immediately. Without one, draw the next frame when it is due.
         ready, _, _ = select.select([sys.stdin], [], [], max(0.05, due - time.monotonic()))
         if not ready:
             continue
@@ -107,7 +110,7 @@ def _terminal() -> Terminal:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[None]:
-    """The alternate screen with unbuffered keys; restores the terminal at the end and while stopped."""
+    """Context with the alternate screen and unbuffered keys. Restores the terminal at the end and while stopped."""
     import termios
     import tty
 
