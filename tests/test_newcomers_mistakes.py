@@ -53,7 +53,7 @@ MISTAKES = {
     "train debug --training.device cuda": 'use "cpu" or "auto"',
     "generate nowhere --prompt hello": "nowhere",
     "generate": "write it like: shardtrain generate outputs --prompt",
-    "export unsaved": "--to is needed: the folder that is written; name a new one",
+    "export unsaved": "--to is required: the folder to write; name a new folder",
     "import empty": "write it like: shardtrain import HF_FOLDER --to outputs/model",
     "evaluate": "write it like: shardtrain evaluate outputs --data",
     "report empty": "name the folder of a run, which is its job.dump_folder",

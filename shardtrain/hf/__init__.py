@@ -1,1 +1,1 @@
-"""Import and export of models in the Hugging Face format. Files are read as data, and code in them is not run."""
+"""Import and export of models in the Hugging Face format. Files are read as data, and their code is never run."""

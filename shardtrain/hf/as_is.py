@@ -1,8 +1,8 @@
-"""Import and export of weights of a ``transformers`` class, under the names in its files.
+"""Import and export of the weights of a ``transformers`` class, under the tensor names of its files.
 
-Files of the hub may or may not have the prefix of the base model, and may contain any of the names of a tied tensor.
-``transformers`` also renames tensors and stacks experts when it loads a file, and reverses that when it saves one
-(``transformers.conversion_mapping``). Its rules are read as data.
+Tensor names in files may lack the prefix of the base model, and a tied tensor may have any of its names.
+``transformers`` also renames tensors and stacks experts when it loads a file, and reverses this when it saves
+one (``transformers.conversion_mapping``). These rules are read as data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.log import logger
 
 _IGNORED = ("*.inv_freq", "*.position_ids", "*.masked_bias", "*.token_type_ids")
-"""Buffers in files of older versions, which are computed from config.json."""
+"""Buffers in files of older versions. The model computes them from config.json."""
 _SAID_OF_FILES = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
@@ -37,7 +37,7 @@ def is_as_is(module: Any) -> bool:
 
 
 def translation(model: Any, config: Any) -> Translation:
-    """Map the tensors of a model to their names in files, without looking at a file."""
+    """Map the tensors of a model to their names in files. No file is read."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     kind = architecture.read(config.path).model_type
@@ -51,9 +51,9 @@ class _Rule:
     """Conversion between names in ``transformers`` and names in files.
 
     Attributes:
-        opened: Name of a tensor in ``transformers``, or a part of a name.
-        saved: The same in files, with one entry per tensor that is concatenated.
-        stacks: True if the tensor stacks experts that are separate in files.
+        opened: Name in ``transformers``, or a part of a name.
+        saved: Name in files. If tensors are concatenated, one name per part.
+        stacks: True if the tensor in ``transformers`` stacks experts that are separate in files.
     """
 
     opened: str
@@ -62,11 +62,11 @@ class _Rule:
 
 
 def _conversions(model_type: str) -> list[_Rule]:
-    """Return the rules of an architecture, starting with those that stack experts. Empty if a rule is unsupported."""
+    """Return the rules of an architecture, stacked experts first. Return [] if any rule is unsupported."""
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     except ImportError:
-        # Before transformers 5, files have the names of modules.
+        # Before transformers 5, the names in files are those of the modules.
         return []
     found = []
     for conversion in get_checkpoint_conversion_mapping(model_type) or ():
@@ -99,8 +99,8 @@ def _in_files(name: str, rules: Sequence[_Rule]) -> str | MergedExperts:
 def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list[str]]:
     """Map the tensors of a model to those of a file.
 
-    If the file was saved from another class, tensors outside the base model may be missing or surplus. The missing
-    tensors keep their random initialization, and the surplus tensors are skipped.
+    If the file was saved from another class, it may lack tensors outside the base model, or have additional
+    ones. Missing tensors keep their random initialization, and additional tensors are skipped.
 
     Returns:
         The mapping, and regular expressions for the tensors that are skipped.
@@ -114,13 +114,13 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
     sources = dict(plain.sources)
     again = []
 
-    # Find the name of each tensor in the file: with or without the prefix of the base model, with older names of
-    # LayerNorm, or with any name of a tied tensor. A second name is skipped only if its values are equal.
+    # Find the name of each tensor in the file. It may have the prefix of the base model or not, an older name
+    # of LayerNorm, or any name of a tied tensor. A second name is skipped only if its values are equal.
     prefix = f"{hf.base_model_prefix}."
     aliases = {names[0]: names[1:] for names in tied_names(model)}
     for ours, theirs in plain.sources.items():
         if isinstance(theirs, MergedExperts):
-            # Experts are separate or stacked in the file.
+            # The file contains the experts separately or stacked.
             whole = next((form for form in _forms(ours.partition(".")[2], prefix) if form in there), None)
             parts = zip(*(_forms(name, prefix) for name in theirs.names), strict=True)
             found = next((names for names in parts if names[0].replace("#", "0") in there), None)
@@ -133,14 +133,14 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
             sources[ours] = spelled[0]
             again += [re.escape(name) for name in spelled[1:] if _same(weights, spelled[0], name)]
 
-    # Skip the same tensors as transformers: patterns of its modules, and buffers computed from config.json.
+    # Skip the same tensors as transformers: those that match patterns of its modules, and computed buffers.
     patterns: set[str] = set()
     for module in hf.modules():
         patterns.update(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
     passed = [f".*(?:{pattern}).*" for pattern in sorted(patterns)]
     passed += [re.escape(form) for name in model.computed for form in _forms(name, prefix)]
 
-    # Find missing and surplus tensors.
+    # Find missing and additional tensors.
     found_at = Translation(plain.hub, plain.shapes, config, sources)
     missing = [ours for ours in sources if any(piece.name not in there for piece in found_at.pieces_of(ours))]
     surplus = there - found_at.their_shapes().keys()
@@ -149,7 +149,7 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
             f"{weights.folder} holds {config.class_name} under names that transformers converts as it opens them, such "
             f"as {min(surplus)}; train it with a model file of this package, where there is one"
         )
-    # A class for another task has a new head, and the head in the file is skipped.
+    # A class for another task has a new head. Skip the head in the file.
     if config.class_name not in (architecture.read(config.path).architectures or []):
         new = [ours for ours in missing if not ours.partition(".")[2].startswith(prefix)]
         passed += [re.escape(name) for name in surplus if not name.startswith(prefix)]
@@ -178,12 +178,12 @@ def check_rows(wanted: int, there: int) -> None:
 
 
 def check_same(config: Any, folder: Path) -> None:
-    """Reject weights whose config.json differs from that of the configured folder.
+    """Raise ConfigError if the weights in ``folder`` have another config.json than the configured folder.
 
-    Keys that ``CHANGEABLE`` matches may differ, with a warning. The values of the configured folder are used.
+    Keys that match ``CHANGEABLE`` may differ. The configured folder's values are used then, with a warning.
 
     Raises:
-        ConfigError: other keys differ. The message has up to ten of them.
+        ConfigError: another key differs. The message lists up to ten of them.
     """
     ours, theirs = (dict(architecture.read(path).to_dict()) for path in (config.path, str(folder)))
     differ = []
@@ -204,7 +204,7 @@ def check_same(config: Any, folder: Path) -> None:
 
 @contextmanager
 def without_progress_bar() -> Iterator[None]:
-    """Disable the progress bars of ``transformers`` in the block, because this package logs its own progress."""
+    """Disable the progress bars of ``transformers``, because this package logs its own progress."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -232,7 +232,7 @@ def both_logits(model: Any, read: Mapping[str, Tensor], folder: Path, tokens_BT:
     with without_progress_bar():
         opened = theirs.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     eos = getattr(model.hf.config, "eos_token_id", None)
-    # Some classifiers, such as BART, read the scores at the EOS token. Each row needs exactly one, at its end.
+    # Some classifiers, such as BART, read the scores at the EOS token, so give each row exactly one, at its end.
     if model.kind == "classification" and isinstance(eos, int):
         tokens_BT = tokens_BT.masked_fill(tokens_BT == eos, 0 if eos else 1)
         tokens_BT[:, -1] = eos

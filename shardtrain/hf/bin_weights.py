@@ -1,4 +1,4 @@
-"""``pytorch_model.bin`` of a Hugging Face folder, read as data without unpickling: see ``checkpoint/torch_file.py``.
+"""``pytorch_model.bin`` of a Hugging Face folder, read without unpickling: see ``checkpoint/torch_file.py``.
 
 Requires ``checkpoint.initial_load_legacy_bin`` or ``import --legacy_bin``.
 """
@@ -20,11 +20,12 @@ class BinWeights(HubWeights):
     """Tensors by name from files of ``torch.save``. Only one tensor is in memory at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the table of tensors of each file. ``without_wrappers`` removes prefixes of names.
+        """Read the table of tensors of each file, and remove the prefixes of wrapped models from names.
 
         Raises:
             ConfigError: the folder has safetensors.
-            CheckpointError: the folder has no such file, or a file is missing, damaged or not a table of tensors.
+            CheckpointError: the folder has no such file, or a file is missing, damaged or contains
+                no table of tensors.
         """
         self.folder = folder
         self._files: dict[str, TorchFile] = {}

@@ -24,9 +24,9 @@ def is_hub_folder(path: Path) -> bool:
 
 
 def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
-    """Return the configuration of a folder: its model, dtype, and its own tokenizer unless one is named.
+    """Return the configuration of a folder: its model, its dtype, and its tokenizer unless another one is named.
 
-    ``model.hf_assets_path`` is empty if there is no tokenizer.
+    ``model.hf_assets_path`` is empty if neither exists.
 
     Raises:
         ConfigError: neither this package nor ``transformers`` supports the model.

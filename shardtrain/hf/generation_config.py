@@ -1,6 +1,6 @@
 """Special tokens and sampling defaults of a Hugging Face folder: its ``generation_config.json`` or ``config.json``.
 
-As in transformers, a ``generation_config.json`` replaces the generation keys of ``config.json``. The two are not mixed.
+As in transformers, the keys of a ``generation_config.json`` replace all generation keys of ``config.json``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GENERATION = "generation_config.json"
 EOS = "eos_token_id"
 TOKENS = ("bos_token_id", EOS, "pad_token_id")
 _TEXT_PARTS = ("decoder", "generator", "text_config")
-"""Parts of a composed config.json whose keys apply where its top level has none."""
+"""Nested sections of a config.json. Their keys apply if the top level does not have the key."""
 
 
 def read_settings(source: FolderSource) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def read_settings(source: FolderSource) -> dict[str, Any]:
 
 
 def end_ids(settings: Mapping[str, Any]) -> list[int]:
-    """Return the ids of ``eos_token_id``, which is an id or a list of ids.
+    """Return the token IDs in ``eos_token_id``, which is one ID or a list.
 
     Raises:
         CheckpointError: it is something else.
@@ -65,7 +65,7 @@ def end_ids(settings: Mapping[str, Any]) -> list[int]:
 
 
 def unused_settings(settings: Mapping[str, Any]) -> str:
-    """Name the settings that ``shardtrain generate`` ignores and that change a text, as ``key=value`` pairs."""
+    """List the settings that change the generated text but that ``shardtrain generate`` ignores, as ``key=value``."""
     named = []
     for key in sorted(GENERATION_KEYS.intersection(settings).difference(TOKENS)):
         value = settings[key]
@@ -76,10 +76,10 @@ def unused_settings(settings: Mapping[str, Any]) -> str:
 
 
 def trained_tokens(tokenizer: Tokenizer, config: Config) -> dict[str, list[int]]:
-    """Return the special tokens of a run by key. ``eos_token_id`` has all tokens that end a document or a turn.
+    """Return the special tokens of a run by key. ``eos_token_id`` contains all tokens that end a document or a turn.
 
-    A task that does not predict the next token has only the padding token. Transformers uses it to find the end of a
-    row.
+    A task that does not predict the next token has only a padding token. Transformers uses it to
+    find the end of a row.
 
     Raises:
         ConfigError: the chat template cannot be used.
@@ -101,10 +101,11 @@ def trained_tokens(tokenizer: Tokenizer, config: Config) -> dict[str, list[int]]
 
 
 def with_tokens(source: FolderSource, tokens: Mapping[str, list[int]]) -> tuple[FolderSource, list[str]]:
-    """Return a folder that has the special tokens of a run, and a list of the changes.
+    """Add the special tokens of a run to a folder. Return the changed folder and a list of the changes.
 
-    ``config.json`` gets the first end token, as from transformers' Trainer, and ``generation_config.json`` all of them.
-    Listed end tokens are kept, because the model may still use them. Files that need no change stay as they are.
+    ``config.json`` gets the first end token, like from transformers' Trainer, and ``generation_config.json``
+    gets all of them. Existing end tokens are kept, because the model may still use them. Files that need no
+    change are not rewritten.
 
     Raises:
         CheckpointError: ``generation_config.json`` cannot be read.

@@ -1,4 +1,7 @@
-"""Export of a checkpoint to a Hugging Face folder: weights, index, config and tokenizer. Verified and atomic."""
+"""Export of a checkpoint to a Hugging Face folder: weights, index, config.json and tokenizer.
+
+Verified and atomic.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +48,13 @@ class Export:
 
     Attributes:
         config: The model's Config.
-        dtype: dtype of all weights. If empty, each tensor has its dtype in ``source`` or in the checkpoint.
-        shard_bytes: Maximum size of a weights file. A larger tensor has a separate file.
+        dtype: dtype of all weights. If empty, each tensor keeps its dtype in ``source`` or in the checkpoint.
+        shard_bytes: Maximum size of a weights file. A larger tensor gets a separate file.
         source: Origin of the model. Its files are copied, and its config.json is kept except for changed fields.
-        tokenizer: Folder of tokenizer files that replace those of ``source``.
-        max_tokens: ``max_position_embeddings`` of config.json if there is no ``source``. 0 omits it.
-        tokens: Special tokens of the run: see ``generation_config.trained_tokens``. Empty keeps those of ``source``.
-        labels: Labels of a classification head that has replaced the language model head.
+        tokenizer: Folder whose tokenizer files replace those of ``source``.
+        max_tokens: Value of ``max_position_embeddings`` in config.json without a ``source``. 0 omits the key.
+        tokens: Special tokens of the run, see ``generation_config.trained_tokens``. Empty keeps those of ``source``.
+        labels: Labels of a classification head that replaces the language model head.
     """
 
     checkpoint: Path
@@ -67,13 +70,13 @@ class Export:
     labels: Sequence[str] = ()
 
     def sources(self) -> list[FolderSource]:
-        """Return the origins of files other than weights, by descending priority."""
+        """Return the sources of files other than weights, in descending priority."""
         own = source.of_folder(self.tokenizer) if self.tokenizer is not None else None
         return [one for one in (own, self.source) if one is not None]
 
 
 class Writer:
-    """Writer of the files of one export. Each file is independent, so ranks can write different files.
+    """Writer of one export's files. Each file is independent, so ranks can write different files.
 
     Attributes:
         files: Tensor names of each weights file.
@@ -96,14 +99,14 @@ class Writer:
         fields = config_fields(wanted)
         self._shapes = self.translation.their_shapes()
 
-        # Map each exported tensor to the pieces of our tensors that it consists of, in the order of a forward.
+        # Map each exported tensor to the pieces of our tensors of which it consists, in the order of a forward pass.
         self._made_of: dict[str, list[tuple[str, Any]]] = {}
         for ours in self.translation.shapes:
             for piece in self.translation.pieces_of(ours):
                 self._made_of.setdefault(piece.name, []).append((ours, piece))
 
-        # The dtype of a tensor is the first that exists: the requested dtype, the dtype in the weights of the source,
-        # in the config.json of the source, or in the checkpoint.
+        # Take the dtype of a tensor from the first of these that exists: the option, the weights of the
+        # source, the config.json of the source, the checkpoint.
         of_source: dict[str, str] = {}
         source_config: Mapping[str, Any] = {}
         if wanted.source is not None:
@@ -155,7 +158,10 @@ class Writer:
         return files.write_hashed(folder / file, self.blocks(file, check_cancelled), wait_seconds)
 
     def blocks(self, file: str, check_cancelled: Callable[[], None]) -> Iterator[memoryview]:
-        """Yield the bytes of one file of weights in pieces. ``check_cancelled`` is called for each and may raise."""
+        """Yield the bytes of one weights file in pieces.
+
+        Call ``check_cancelled``, which may raise, before each piece.
+        """
         names = self.files[file]
         yield header({name: (self._types[name], self._shapes[name]) for name in names})
         for name in names:
@@ -189,7 +195,7 @@ class Writer:
         return getattr(torch, self._types[next(iter(self.translation.pieces_of(name))).name])  # type: ignore[no-any-return]
 
     def _read_theirs(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """Return some rows of an exported tensor."""
+        """Return a box of an exported tensor."""
         if not box:
             return self.read_part(self._made_of[name][0][0], ())
         # Read directly if the exported tensor is one of ours under another name.
@@ -200,8 +206,8 @@ class Writer:
         if len(self._made_of[name]) == 1 and same and whole.start == 0 == piece.ours[0].start:
             return self.read_part(ours, box)
 
-        # Otherwise combine the rows of each piece that are in the box. If our tensor has an additional dimension, it is
-        # the first and is the expert.
+        # Otherwise combine the rows of each piece that overlap with the box. If our tensor has an additional
+        # dimension, it is the first, and its index is the expert.
         block = torch.empty([part.stop - part.start for part in box], dtype=self.dtype_of(self._made_of[name][0][0]))
         for ours, piece in self._made_of[name]:
             whole = piece.theirs[0]
@@ -238,7 +244,8 @@ class Writer:
 def export(wanted: Export) -> tuple[list[str], str]:
     """Write the folder, read it back and compare every weight.
 
-    Only one block of rows is in memory at a time. The folder is renamed to ``output`` once it is complete and verified.
+    Only one block of rows is in memory at a time. The folder is renamed to ``output`` when it is
+    complete and verified.
 
     Returns:
         The names of its files, and a notice on changed special tokens.
@@ -250,8 +257,8 @@ def export(wanted: Export) -> tuple[list[str], str]:
     """
     require_new(wanted.output)
     writer = Writer(wanted)
-    # Three threads: this one writes, one reads the checkpoint again to verify its hashes, and one syncs files to disk.
-    # Their errors are raised here, at the next block or at the end.
+    # Use three threads: this one writes, one verifies the hashes of the checkpoint, and one syncs files to
+    # disk. Errors of the other threads are raised here, before the next block or at the end.
     with (
         files.new_folder(wanted.output) as temporary,
         ThreadPoolExecutor(1, "export-check") as pool,
@@ -269,7 +276,7 @@ def export(wanted: Export) -> tuple[list[str], str]:
             for future in synced:
                 future.result()
         finally:
-            # Report a damaged checkpoint first, because it may be the cause of any other error.
+            # Report a damaged checkpoint first, because it may have caused the other error.
             checked.result()
     return sorted(path.name for path in wanted.output.iterdir()), writer.notice
 
@@ -281,7 +288,7 @@ def _stop_if_failed(futures: Iterable[Future[None]]) -> None:
 
 
 def config_fields(wanted: Export) -> dict[str, Any]:
-    """Return the content of ``config.json``: that of the source with the fields that the run has changed.
+    """Return the content of ``config.json``: that of the source, with the fields that the run has changed.
 
     Raises:
         ConfigError: the format cannot describe the model.
@@ -316,8 +323,8 @@ def config_fields(wanted: Export) -> dict[str, Any]:
 
 def _changed(hf_config: dict[str, Any], hub: HubFormat, config: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the source, updated with only the fields that the run has changed."""
-    # Write the source's Config with our own writer, so that two spellings of the same value do not differ. Fields that
-    # config.json lacks, or that affect neither model, are taken from the current model.
+    # Convert the source's Config with the same writer, so two spellings of the same value do not count as a
+    # change. Use the model's value for fields that config.json lacks, or that affect neither model.
     described = type(config)(**hub.read(Fields(hf_config, CONFIG, hub.defaults)))
     unused = hub.unused(dataclasses.asdict(described)) & hub.unused(dataclasses.asdict(config))
     same = {key: getattr(config, key) for key in {*FREE, *unused} if hasattr(config, key)}
@@ -339,7 +346,7 @@ def _changed(hf_config: dict[str, Any], hub: HubFormat, config: Any, fields: dic
 
 
 def _with_dtype(found: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Replace the dtype at the top level and in nested configs. No-op if ``dtype`` is empty."""
+    """Set the dtype at the top level and in nested configurations. No-op if ``dtype`` is empty."""
     if not dtype:
         return found
     keys = [key for key in ("dtype", "torch_dtype") if key in found] or ["torch_dtype"]
@@ -392,7 +399,7 @@ def _check_stored(translation: Translation, stored: Manifest, checkpoint: Path) 
 
 
 def _compare(folder: Path, writer: Writer) -> None:
-    """Read the folder back like an import does, and compare every weight bitwise.
+    """Read the folder like an import does, and compare every weight bitwise.
 
     Raises:
         CheckpointError: a weight differs.

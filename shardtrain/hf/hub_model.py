@@ -1,4 +1,4 @@
-"""Recognition of the model in a Hugging Face folder, translation of its tensors, and comparison with a Config."""
+"""Recognize the model in a Hugging Face folder, translate its tensors, and compare it with a configured model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MISSING_CLASS = "Llama4ForSequenceClassification"
 
 @dataclass(frozen=True)
 class HubModel:
-    """Model described by ``config.json``: a model of this package, or a class of ``transformers``.
+    """Model that a ``config.json`` describes: a model of this package, or a class of ``transformers``.
 
     Attributes:
         name: Model file: ``model.name``.
@@ -61,9 +61,9 @@ class HubModel:
 
 
 def recognise(folder: Path, name: str = "") -> HubModel:
-    """Recognize the model by a folder's ``config.json``.
+    """Recognize the model from a folder's ``config.json``.
 
-    Prefer a model of this package. Otherwise use the class of ``transformers`` for its ``model_type``.
+    Prefer a model of this package. Otherwise return the class of ``transformers`` for its ``model_type``.
 
     Raises:
         ConfigError: neither supports the model, its values are invalid, or its quantization is not supported.
@@ -116,7 +116,7 @@ def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> HubFormat:
 
 
 def translation_of(module: ModuleType, config: Any, where: str, num_labels: int = 0) -> Translation:
-    """Map the tensors of a model to its Hugging Face format. If ``num_labels`` is not 0, the model is a classifier.
+    """Map the tensors of a model to its Hugging Face format. With ``num_labels``, the model is a classifier.
 
     Raises:
         ConfigError: the model file has no HUB, or transformers has no such class with a classification head.
@@ -131,7 +131,7 @@ def translation_of(module: ModuleType, config: Any, where: str, num_labels: int 
 
 
 def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path, chosen: Collection[str] = ()) -> None:
-    """Reject a folder whose model differs from the configured model. See ``check_fields``."""
+    """Raise ConfigError if the model in a folder differs from the configured model. See ``check_fields``."""
     if found.hub is None or getattr(module, "HUB", None) != found.hub:
         holds = found.hub.architecture if found.hub else found.config.class_name
         fix = f'set model.name = "{found.name}" and model.flavor = "from_folder"'
@@ -143,10 +143,10 @@ def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path, c
 
 
 def check_noted(model: ModelOptions, path: Place) -> None:
-    """Reject a checkpoint of ``import`` or ``merge`` whose model differs from the run's. See ``check_fields``.
+    """Raise ConfigError if the model of an ``import`` or ``merge`` checkpoint differs from the run's.
 
-    Checkpoints written by a run are not checked, because they do not describe their model. Checkpoints of custom model
-    files are not checked either, because their fields may have any meaning.
+    Checkpoints of runs are not checked, because they do not describe their model. Checkpoints of custom model
+    files are not checked, because their fields may have any meaning. See ``check_fields``.
     """
     stored = manifest.read(path)
     described = stored.facts.get("model")
@@ -167,15 +167,15 @@ def check_noted(model: ModelOptions, path: Place) -> None:
 def check_fields(
     hub: HubFormat, config: Any, stored_fields: Mapping[str, Any], where: object, chosen: Collection[str]
 ) -> None:
-    """Reject a Config that differs from the Config of the weights.
+    """Raise ConfigError if a Config differs from the Config of the weights.
 
     Args:
         stored_fields: Fields of the weights' Config.
         where: Location of the weights, for messages.
-        chosen: Names in ``model.overrides``. Of these, fields that ``CHANGEABLE`` matches may differ, with a warning.
+        chosen: Names in ``model.overrides``. Those that match ``CHANGEABLE`` may differ, with a warning.
 
     Raises:
-        ConfigError: another field differs. The message names all of them.
+        ConfigError: another field differs. The message lists all of them.
     """
     differences = []
     for name in _differing(hub, config, stored_fields):
@@ -194,9 +194,9 @@ def check_fields(
 
 
 def changed_fields(hub: HubFormat | None, config: Any, base: source.FolderSource | None) -> list[str]:
-    """Return "field=value" of each ``CHANGEABLE`` field of a Config that is not the value of the base model.
+    """Return "field=value" for each field that matches ``CHANGEABLE`` and differs from the base model.
 
-    Empty if the base model is unknown or has another architecture.
+    Return [] if the base model is unknown or has another architecture.
     """
     file = hub.text_config(base.config) if hub is not None and base is not None else {}
     if hub is None or file.get("model_type") != hub.model_type:
@@ -207,7 +207,7 @@ def changed_fields(hub: HubFormat | None, config: Any, base: source.FolderSource
 
 def _differing(hub: HubFormat, config: Any, stored_fields: Mapping[str, Any]) -> list[str]:
     """Return the names of the fields that differ and affect the model."""
-    # Ignore fields that either Config disables. The option that disables them is compared.
+    # Ignore fields that either Config disables. The option that disables them is itself compared.
     ignored = FREE | hub.unused(stored_fields) | hub.unused(dataclasses.asdict(config))
     differ = [name for name, stored in stored_fields.items() if getattr(config, name) != stored and name not in ignored]
     return [name for name in differ if not name.endswith("_coeff")]

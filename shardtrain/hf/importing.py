@@ -1,4 +1,4 @@
-"""Import of a Hugging Face folder to a checkpoint, or directly to the parameters of a run."""
+"""Import of a Hugging Face folder, to a checkpoint or directly to the parameters of a run."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def to_checkpoint(
     Args:
         dtype: dtype of all weights. If empty, each tensor keeps its dtype in the file.
         vocab_size: New vocabulary size. New rows are the mean of the existing rows, which hardly changes the
-            probabilities of the old tokens (Hewitt 2021). 0 keeps the size.
+            probabilities of the existing tokens (Hewitt 2021). 0 keeps the size.
         legacy_bin: Read pytorch_model.bin.
 
     Raises:
         ConfigError: the architecture is unknown, or ``output`` exists.
-        CheckpointError: tensors are missing, surplus or have other shapes, or a file is damaged.
+        CheckpointError: tensors are missing, unexpected or have other shapes, or a file is damaged.
         StorageError: the checkpoint cannot be written.
     """
     passed_over: Sequence[str]
@@ -100,20 +100,20 @@ def fill(
     legacy_bin: bool = False,
     chosen: Collection[str] = (),
 ) -> None:
-    """Fill this rank's part of a run's tensors (with the prefix ``model.``) directly from a Hugging Face folder.
+    """Fill this rank's part of a run's tensors directly from a Hugging Face folder. Names have the prefix ``model.``.
 
     Args:
         quantized: True if the folder must have quantized weights, False if it must not. None accepts both.
-        resize: Allow the model to have more rows in its embedding and head than the folder. See ``fill_rows``.
+        resize: Allow more rows in the model's embedding and head than in the folder. See ``fill_rows``.
         legacy_bin: Read pytorch_model.bin.
         chosen: Names in ``model.overrides``. See ``hub_model.check_fields``.
 
     Raises:
-        ConfigError: the folder has another model than the configured model, or does not match ``quantized``.
-        CheckpointError: tensors are missing, surplus or have other shapes, or a file is damaged.
+        ConfigError: the folder contains another model than the configured model, or does not match ``quantized``.
+        CheckpointError: tensors are missing, unexpected or have other shapes, or a file is damaged.
     """
     passed_over: Sequence[str]
-    # A transformers class uses the names in its folder, so it needs no recognition.
+    # A transformers class uses the names in its folder, so the model need not be recognized.
     found = None if as_is.is_as_is(module) else recognise(folder)
     if found is None:
         as_is.check_same(config, folder)
@@ -138,7 +138,10 @@ def fill(
 
 
 def fill_as_configured(tensors: Mapping[str, Tensor], folder: Path, config: Config) -> None:
-    """Call ``fill`` with the model and the ``initial_load_*`` options of a run. Adapters never start from a pickle."""
+    """Call ``fill`` with the model and the ``initial_load_*`` options of a run.
+
+    Runs with adapters never read a pickle.
+    """
     module, shape = models.configured(config.model)
     options = config.checkpoint
     legacy_bin = options.initial_load_legacy_bin and not config.lora.enable
@@ -158,10 +161,10 @@ def sized_as(found: HubModel, config: Any) -> Any:
 
 
 def fill_rows(tensors: Mapping[str, Tensor], translation: mapping.Translation, weights: HubWeights) -> None:
-    """Fill our tensors in place. Rows that the file does not have are the mean of its rows.
+    """Fill our tensors in place. Rows that the file does not contain become the mean of its rows.
 
-    ``resize_token_embeddings`` of transformers draws new rows around the same mean, with a variance of 1e-9 times that
-    of the rows. The mean is accumulated in float64 in a fixed order and is therefore the same on every mesh.
+    ``resize_token_embeddings`` of transformers draws new rows around the same mean, with 1e-9 times the variance of
+    the rows. Here the mean is accumulated in float64 in a fixed order, so it is the same on every mesh.
     """
     grown = {
         name: tensor
@@ -170,7 +173,7 @@ def fill_rows(tensors: Mapping[str, Tensor], translation: mapping.Translation, w
     }
     mapping.fill({name: tensor for name, tensor in tensors.items() if name not in grown}, translation, weights)
     for name, tensor in grown.items():
-        # Read this rank's rows that the file has.
+        # Read the rows of this rank that the file contains.
         rows, *rest = translation.shapes[name]
         local = local_tensor(tensor).detach()
         (own, *others) = local_slices(tensor)

@@ -18,16 +18,16 @@ _SAMPLE_BYTES = 2**20
 
 
 def start_of(config: Config) -> Place | None:
-    """Return the location of the run's initial weights. None if they are randomly initialized."""
+    """Return the location of the run's initial weights, or None if they are randomly initialized."""
     named = derived.initial_weights(config)
     return place(named) if config.checkpoint.enable and named is not None else None
 
 
 def identity(config: Config) -> str:
-    """Return a fingerprint of the initial weights, which does not depend on their location.
+    """Return a fingerprint of the initial weights that does not depend on their location.
 
-    For a checkpoint it is the hash of the manifest, which has the hashes of all files. For a Hugging Face folder see
-    ``of_folder``.
+    The fingerprint of a checkpoint is the hash of its manifest, which contains the hashes of all files. For a
+    Hugging Face folder, see ``of_folder``.
 
     Raises:
         CheckpointError: the weights do not exist.
@@ -44,7 +44,7 @@ def identity(config: Config) -> str:
 
 
 def of_folder(folder: Path) -> str:
-    """Return a hash of the names, sizes, first and last MiB of the JSON and weights files of a Hugging Face folder."""
+    """Return a hash of names, sizes, and first and last MiB of the JSON and weights files of a Hugging Face folder."""
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.json"), *weight_files(folder)]):
         size = path.stat().st_size

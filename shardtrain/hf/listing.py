@@ -23,7 +23,8 @@ _MAX_HEADER_BYTES = 100 * 10**6
 
 
 def line(folder: Path) -> str:
-    """Return a folder's name, size, architecture, tensor counts by dtype, and its missing or truncated files.
+    """Return name, size, architecture, tensor counts by dtype, and missing or truncated files of a
+    folder in one line.
 
     Raises:
         CheckpointError: config.json or the index cannot be read.

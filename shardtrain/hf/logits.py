@@ -1,4 +1,4 @@
-"""Comparison of the logits of an exported folder in transformers with the logits of the checkpoint's weights."""
+"""Compare the logits of an exported folder in transformers with the logits of the checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardtrain.utils.errors import ConfigError, ShardtrainError
 from shardtrain.utils.units import format_bytes
 
 TOLERANCE = 1e-4
-"""Maximum error relative to the largest logit, in float32. The implementations differ in the order of operations."""
+"""Maximum error relative to the largest logit, in float32. The two models use another order of operations."""
 _TOKENS = 64
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. In 1905, four papers changed physics; def f(x): return x + 1 is code."
@@ -31,7 +31,7 @@ _TEXT = (
 
 
 def why_not(wanted: Export) -> str:
-    """Return the reason why logits cannot be compared, or "" if they can."""
+    """Return the reason why logits cannot be compared, or "" if they can be."""
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
     if "quantization_config" in read_json(wanted.output / CONFIG):
@@ -52,10 +52,11 @@ def largest_error(wanted: Export) -> tuple[float, float]:
     Both models run in float32. The input is random if the folder has no usable ``tokenizer.json``.
 
     Raises:
-        ConfigError: transformers raises an exception when it loads or runs the model.
+        ConfigError: transformers fails to load or run the model.
     """
     tokens_BT = _tokens(wanted.output, wanted.config.vocab_size)
-    # Transformers reads the scores of a row at its last token that is not padding, so the input has no padding.
+    # Transformers takes the scores of a row at its last token that is not padding, so the input must not
+    # contain padding.
     if wanted.labels:
         pad = read_json(wanted.output / CONFIG).get("pad_token_id")
         is_padding = tokens_BT[:1] == (-1 if pad is None else pad)
@@ -89,7 +90,7 @@ def own_model(wanted: Export) -> nn.Module:
 
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """Convert exceptions of transformers in the block to a ConfigError with a workaround."""
+    """Convert exceptions of transformers to a ConfigError that suggests a workaround."""
     try:
         yield
     except ShardtrainError:
@@ -120,7 +121,7 @@ def _tokens(folder: Path, vocab_size: int) -> Tensor:
         try:
             ids = Tokenizer.from_file(str(file)).encode(_TEXT).ids[:_TOKENS]
         except Exception:
-            # Random tokens replace those of a broken tokenizer, which other commands report.
+            # If the tokenizer is broken, use random tokens. Other commands report the tokenizer.
             ids = []
         if len(ids) > 1 and max(ids) < vocab_size:
             return torch.tensor([ids])
@@ -130,8 +131,8 @@ def _tokens(folder: Path, vocab_size: int) -> Tensor:
 def _theirs(folder: Path, architecture: str, tokens_BT: Tensor) -> Tensor:
     import transformers
 
-    # Code in the folder is not run: the class is one of transformers, and ``architectures.read`` drops references to
-    # code from config.json. ``local_files_only`` prevents requests to the hub.
+    # Code in the folder is not run: the class is part of transformers, and ``architectures.read`` removes
+    # references to code from config.json. ``local_files_only`` prevents requests to the hub.
     config = architectures.read(str(folder))
     with as_is.without_progress_bar():
         model = getattr(transformers, architecture).from_pretrained(

@@ -1,4 +1,4 @@
-"""Mapping between a model's tensors and those of a Hugging Face folder: checks of the folder, and reads by box."""
+"""Mapping between a model's tensors and those of a Hugging Face folder: check the folder, and read parts of tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Translation:
     sources: Mapping[str, Source]
 
     def pieces_of(self, name: str) -> Iterable[TensorPiece]:
-        """Return the pieces of Hugging Face tensors that one of our tensors consists of."""
+        """Return the pieces of Hugging Face tensors of which one of our tensors consists."""
         return pieces(self.sources[name], self.shapes[name], self.config.head_dim)
 
     def their_shapes(self) -> dict[str, Shape]:
@@ -63,7 +63,7 @@ def translate(hub: HubFormat, config: Any, shapes: Mapping[str, Shape]) -> Trans
     """Map each tensor of a model to the Hugging Face format. Names have no prefix.
 
     Raises:
-        CheckpointError: the format has no place for a tensor.
+        CheckpointError: the format cannot represent a tensor.
     """
     found = {name: hub.source(name, config) for name in shapes}
     unmapped = [name for name, source in found.items() if source is None]
@@ -76,7 +76,7 @@ def translate(hub: HubFormat, config: Any, shapes: Mapping[str, Shape]) -> Trans
 
 
 def check(translation: Translation, weights: HubWeights, passed_over: Iterable[str] = ()) -> list[str]:
-    """Check that a folder has exactly the tensors of a model, and return the names of skipped tensors.
+    """Require exactly the tensors of a model in a folder, and return the names of skipped tensors.
 
     A tied head is skipped if its copy in the file equals the embedding.
 
@@ -84,8 +84,8 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
         passed_over: Regular expressions for further tensors to skip.
 
     Raises:
-        CheckpointError: tensors are missing, surplus, or have other shapes or an integer or one-byte dtype. The message
-            has the first ten of each.
+        CheckpointError: tensors are missing, unexpected, have other shapes, or an integer or one-byte dtype.
+            The message lists the first ten of each kind.
     """
     hub = translation.hub
     expected = translation.their_shapes()
@@ -94,7 +94,7 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
     surplus: list[str] = []
     ignored: list[str] = []
     for name in sorted(there - set(expected)):
-        # Some files contain a copy of the embedding as a tied head. The copy must equal the embedding.
+        # Some files contain a tied head as a copy of the embedding, which must be equal.
         known = hub.is_ignored(name) or any(re.fullmatch(pattern, name) for pattern in passed_over)
         if known or _repeats(name, translation, weights):
             ignored.append(name)
@@ -105,7 +105,7 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
         for name, shape in sorted(expected.items())
         if name in there and weights.shape(name) != shape
     ]
-    # Integers and one-byte floats are quantized weights, and reading them here would ignore their scales.
+    # Integers and one-byte floats are quantized weights. Reading them here would ignore their scales.
     integral = [
         f"{name} {weights.dtype(name)}"
         for name in sorted(set(expected) & there)
@@ -130,7 +130,7 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
 
 
 def fill(tensors: Mapping[str, Tensor], translation: Translation, weights: HubWeights) -> None:
-    """Fill this rank's part of our tensors in place. Only this part of each tensor is read."""
+    """Fill this rank's part of our tensors in place. Only this part of each tensor is read from the files."""
     for name, tensor in tensors.items():
         _fill(local_tensor(tensor).detach(), name, local_slices(tensor), translation, weights)
 
@@ -158,7 +158,7 @@ def read_part(
 
 
 def row_blocks(shape: Shape, row_limit_bytes: int = 2**25, item_bytes: int = 4) -> Iterator[tuple[slice, ...]]:
-    """Yield boxes of full rows that cover a tensor. A box has at most ``row_limit_bytes``, but at least one row.
+    """Yield boxes of full rows that cover a tensor. A box has up to ``row_limit_bytes``, but at least one row.
 
     >>> [box[0] for box in row_blocks((5, 4), row_limit_bytes=32)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
@@ -183,7 +183,10 @@ def _fill(into: Tensor, name: str, own: tuple[slice, ...], translation: Translat
 
 
 def _read(piece: TensorPiece, theirs: tuple[slice, ...], weights: HubWeights) -> Tensor:
-    """Read a box of a Hugging Face tensor, transposed if ours is. Steps are applied after reading a contiguous box."""
+    """Read a box of a Hugging Face tensor, and transpose it if needed.
+
+    A step is applied after a contiguous read.
+    """
     if not theirs:
         return weights.read(piece.name, theirs)
     found = weights.read(piece.name, (*theirs[:-1], slice(theirs[-1].start, theirs[-1].stop)))[..., :: theirs[-1].step]
@@ -191,9 +194,9 @@ def _read(piece: TensorPiece, theirs: tuple[slice, ...], weights: HubWeights) ->
 
 
 def _overlap(piece: TensorPiece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the overlap of a piece with a rank's part: its box in the file's tensor, and its box in the rank's part.
+    """Return the overlap of a piece with a box of our tensor, or None if they do not overlap.
 
-    None if they do not overlap.
+    The overlap is returned as its box in the file's tensor and its box within ``own``.
     """
     theirs = []
     place = []

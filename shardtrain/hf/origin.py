@@ -1,4 +1,4 @@
-"""Origin of a run's weights: the Hugging Face folder that an export copies config.json and other files from."""
+"""Origin of a run's weights: the Hugging Face folder from which an export copies config.json and other files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RUNS = 8
 def of_run(config: Config, module: ModuleType, shape: Any, runs: int = _RUNS) -> FolderSource | None:
     """Return the folder that a run's weights came from, directly or through earlier runs.
 
-    Without such a folder, return ``model.hf_assets_path`` if its config.json describes this model, and None otherwise.
+    Without such a folder, return ``model.hf_assets_path`` if its config.json describes this model, or else None.
 
     Raises:
         CheckpointError: the initial weights cannot be read.
@@ -48,10 +48,10 @@ def of_run(config: Config, module: ModuleType, shape: Any, runs: int = _RUNS) ->
 
 
 def of_path(path: Path, module: ModuleType, shape: Any, runs: int = _RUNS) -> FolderSource | None:
-    """Return the origin of a path. None if it is unknown.
+    """Return the origin of a path, or None if it is unknown.
 
-    A Hugging Face folder is its own origin. The origin of a checkpoint is recorded in the checkpoint, or is that of the
-    initial weights of its run.
+    A Hugging Face folder is its own origin. A checkpoint records its origin, or has the origin of its run's
+    initial weights.
     """
     if not (path / MANIFEST).is_file():
         return source.of_folder(path) if (path / "config.json").is_file() else None
@@ -64,7 +64,7 @@ def of_path(path: Path, module: ModuleType, shape: Any, runs: int = _RUNS) -> Fo
     try:
         return of_run(configs.load(resolved).config, module, shape, runs - 1)
     except ConfigError:
-        # The run has another version or was moved, so its origin is unknown.
+        # The run was written by another version or was moved, so its origin is unknown.
         return None
 
 

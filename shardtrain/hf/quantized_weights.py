@@ -1,4 +1,4 @@
-"""Dequantization of weights in a Hugging Face folder, and opening of a folder with any kind of weights.
+"""Dequantize weights in a Hugging Face folder, and open a folder with any supported kind of weights.
 
 Block-wise fp8 is the format of DeepSeek-V3 (DeepSeek-AI 2024, section 3.3). ``X.weight_scale_inv`` has one float32
 scale for each block of ``weight_block_size`` rows and columns of ``X.weight``. The value is the product of the fp8
@@ -23,17 +23,17 @@ from shardtrain.hub_formats.config_json import Quantised
 from shardtrain.utils.errors import CheckpointError
 
 _SCALE = "_scale_inv"
-"""Suffix of the scales of an fp8 weight."""
+"""Suffix of the name of an fp8 weight's scales."""
 _BLOCKS = "_blocks"
 _SCALES = "_scales"
 _SHARED = 32
 """Number of inputs that share a scale in MXFP4."""
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""MXFP4 values of the lower three bits. The highest bit is the sign."""
+"""MXFP4 values by their lower three bits. The highest bit is the sign."""
 
 
 def open_weights(folder: Path, block: Quantised, prefix: str = "") -> HubWeights:
-    """Open the weights of a folder: safetensors, optionally quantized, or one file per layer.
+    """Open the weights of a folder: safetensors files, which may be quantized, or one file per layer.
 
     Args:
         block: Quantization of the weights.
@@ -57,12 +57,12 @@ class BlockFp8Weights(HubWeights):
         """Open every file and check the scales.
 
         Raises:
-            CheckpointError: like ``HubWeights``, or the shape or dtype of scales is wrong.
+            CheckpointError: as ``HubWeights``, or the shape or dtype of scales is wrong.
         """
         super().__init__(folder, prefix)
         self._block = block
         self._scaled = {name for name in super().names() if name + _SCALE in self}
-        # The matrices that are not quantized have the dtype of the training.
+        # The source trained in the dtype of its matrices that are not quantized.
         others = [n for n in self.names() if n not in self._scaled and len(super(BlockFp8Weights, self).shape(n)) == 2]
         self._plain = super().dtype(others[0]) if others else torch.bfloat16
         for name in self._scaled:
@@ -82,7 +82,10 @@ class BlockFp8Weights(HubWeights):
         return [name for name in super().names() if name not in scales]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor. For a quantized tensor, that of the other matrices, or bfloat16 without any."""
+        """Return the dtype of a tensor.
+
+        A quantized tensor has the dtype of the other matrices, or bfloat16 without others.
+        """
         return self._plain if name in self._scaled else super().dtype(name)
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
@@ -90,7 +93,8 @@ class BlockFp8Weights(HubWeights):
         found = super().read(name, box)
         if name not in self._scaled:
             return found
-        # Read the scales of all blocks in the box, repeat them for each row and column, and cut them to the box.
+        # Read the scales of all blocks that overlap with the box, expand them to rows and columns, and cut
+        # them to the box.
         blocks = [slice(part.start // step, -(-part.stop // step)) for part, step in zip(box, self._block, strict=True)]
         scales = super().read(name + _SCALE, blocks)
         for dim, (part, step) in enumerate(zip(box, self._block, strict=True)):
@@ -100,13 +104,13 @@ class BlockFp8Weights(HubWeights):
 
 
 class Mxfp4Weights(HubWeights):
-    """Weights with tensors in MXFP4, which are read as bfloat16. bfloat16 represents all their values exactly."""
+    """Weights with MXFP4 tensors, which are read as bfloat16. bfloat16 represents all their values exactly."""
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
         """Open every file and check blocks and scales.
 
         Raises:
-            CheckpointError: like ``HubWeights``, or the shape or dtype of blocks or scales is wrong.
+            CheckpointError: as ``HubWeights``, or the shape or dtype of blocks or scales is wrong.
         """
         super().__init__(folder, prefix)
         there = set(super().names())

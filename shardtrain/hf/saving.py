@@ -32,7 +32,7 @@ class HubSaves:
 
         Raises:
             ConfigError: the model has no such format.
-            CheckpointError: the model has tensors that the format has no place for.
+            CheckpointError: the format cannot represent a tensor of the model.
         """
         model = config.model
         self._options = config.checkpoint

@@ -1,8 +1,8 @@
-"""Files of a model other than its weights, in a Hugging Face folder or in a checkpoint made from one.
+"""Files of a model other than its weights, from a Hugging Face folder or from a checkpoint of an import or merge.
 
-These are config.json, the tokenizer, the chat template and generation settings. An export copies them. The
-configuration of a run has the path of the folder. ``import`` and ``merge`` store the files in the new checkpoint, as
-one additional file that is listed in its manifest.
+These are config.json, the tokenizer, the chat template and generation settings. An export copies them. A
+run's configuration contains the path of the folder. ``import`` and ``merge`` store the files in the new
+checkpoint, as one additional file that its manifest lists.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ NAMES = "hub_names"
 TOKENIZERS = re.compile(
     r"tokenizer.*\.(json|model)|[\w-]*\.(model|tiktoken)|tekken\.json|vocab\.(json|txt)|merges\.txt"
 )
-"""Names of tokenizer files. Any one of them is sufficient, except tokenizer_config.json."""
+"""Names of tokenizer files. Any one of them makes a tokenizer, except tokenizer_config.json."""
 _TRAVEL = re.compile(
     TOKENIZERS.pattern + r"|special_tokens_map\.json|added_tokens\.json|(?!\.)[\w.-]*\.jinja|chat_template\.json"
     r"|(additional_)?chat_templates/(?!\.)[\w.-]+\.jinja|(generation|preprocessor|processor|sentence_bert)_config\.json"
     r"|modules\.json|(LICENSE|NOTICE)[\w.-]*|USE_POLICY\.md"
 )
-"""Names of a model's files other than config.json and weights. Other names in a checkpoint are rejected."""
+"""Names of a model's files other than config.json and weights. A checkpoint with other names is rejected."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def of_folder(folder: Path) -> FolderSource:
         CheckpointError: config.json or a weights file is damaged.
     """
     config = dict(read_json(folder / CONFIG)) if (folder / CONFIG).is_file() else {}
-    # DeepSeek's multi-token prediction layer follows the last layer. It is not read, so an export does not have it.
+    # DeepSeek's multi-token prediction layer follows the last layer. It is not imported, so an
+    # export must not have it.
     if config.get("num_nextn_predict_layers") and has_weights(folder):
         with open_weights(folder, None) as weights:
             first = f"model.layers.{config.get('num_hidden_layers')}."
@@ -97,7 +98,7 @@ def of_folder(folder: Path) -> FolderSource:
 
 
 def of_checkpoint(folder: Path, stored: Manifest) -> FolderSource | None:
-    """Return the files in a checkpoint of the folder that it was made from. None if it has none.
+    """Return the Hugging Face files in a checkpoint, or None if it has none.
 
     Raises:
         CheckpointError: the list of files or config.json is invalid.
@@ -107,7 +108,7 @@ def of_checkpoint(folder: Path, stored: Manifest) -> FolderSource | None:
     if not isinstance(places, dict) or file is None:
         return None
     files: dict[str, tuple[Path, int, int]] = {}
-    # Names and offsets are untrusted: an export would write a file with a path in its name outside the output folder.
+    # Names and offsets are untrusted. An export would write a file outside the output folder if its name were a path.
     for name, place in places.items():
         fits = isinstance(place, list) and len(place) == 2 and all(type(n) is int and n >= 0 for n in place)
         if not fits or sum(place) > file.bytes or not (name == CONFIG or _TRAVEL.fullmatch(name)):
@@ -123,14 +124,14 @@ def of_checkpoint(folder: Path, stored: Manifest) -> FolderSource | None:
 
 
 def of_path(path: Path) -> FolderSource | None:
-    """Return the files of a checkpoint or a folder. None if the path is neither, or the checkpoint has no files."""
+    """Return the files of a checkpoint or a folder, or None if the path is neither or the checkpoint has none."""
     if (path / MANIFEST).is_file():
         return of_checkpoint(path, manifest.read(path))
     return of_folder(path) if path.is_dir() else None
 
 
 def unpacked(source: FolderSource) -> Path:
-    """Write the files of a source to a temporary folder and return it. The folder is deleted when the process exits."""
+    """Write the files of a source to a temporary folder and return it. It is deleted when the process exits."""
     folder = temporary.make("hub")
     atexit.register(temporary.remove, folder)
     for name in source.files:
@@ -142,7 +143,8 @@ def unpacked(source: FolderSource) -> Path:
 
 
 def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
-    """Return the description of a checkpoint's model by ``import`` or ``merge``. None if a run wrote the checkpoint.
+    """Return the model description that ``import`` or ``merge`` stored in a checkpoint, or None in
+    a run's checkpoint.
 
     Raises:
         CheckpointError: the description is invalid, or names a model file. Paths in an artifact are never followed.
@@ -199,9 +201,9 @@ def has_weights(folder: Path) -> bool:
 
 
 def dtypes_of(path: Path, translation: Translation) -> dict[str, str]:
-    """Return the dtype of each of our tensors in a checkpoint or a folder. Empty if the folder has no weights.
+    """Return the dtype of each of our tensors in a checkpoint or a folder, or {} if the folder has no weights.
 
-    Only the manifest or the headers of files are read.
+    Only the manifest or file headers are read.
     """
     if (path / MANIFEST).is_file():
         stored = manifest.read(path).tensors

@@ -33,9 +33,9 @@ def has_safetensors(folder: Path) -> bool:
 
 
 def layer_file_reader(folder: Path) -> ModuleType | None:
-    """Return ``compat/layer_files.py`` if the folder has one file per layer and no safetensors.
+    """Return ``compat/layer_files.py`` if the folder has one file per layer and no safetensors, or else None.
 
-    The module is looked up by name, because ``compat`` need not be installed.
+    The module is found by name, because ``compat`` may not be installed.
     """
     if has_safetensors(folder) or importlib.util.find_spec("shardtrain.compat") is None:
         return None
@@ -44,7 +44,7 @@ def layer_file_reader(folder: Path) -> ModuleType | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of a folder's weights in order: safetensors, else one file per layer."""
+    """Return the weights files of a folder in order: safetensors if there are any, otherwise one file per layer."""
     found = sorted(folder.glob("*.safetensors"))
     if found:
         return found
@@ -68,8 +68,8 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
     """Map each tensor name to its file. Return {} for a folder with ``single``, which has no index.
 
     Raises:
-        CheckpointError: the folder has neither ``single`` nor ``index``, or the index is damaged or names a file that
-            the folder does not have.
+        CheckpointError: the folder has neither ``single`` nor ``index``, or the index is damaged or
+            names a missing file.
     """
     path = folder / index
     if not path.exists() and (folder / single).exists():
@@ -83,7 +83,7 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         raise CheckpointError(f"{path}: weight_map is not a table of names")
     for name, file in found.items():
-        # A name with a folder could point outside the model's folder.
+        # A name with a path separator could point outside the model's folder.
         if not isinstance(file, str) or Path(file).name != file or Path(file).suffix != Path(single).suffix:
             raise CheckpointError(f"{path}: {name} is in {file!r}, which is not a file of this folder like {single}")
         if not (folder / file).exists():
@@ -92,7 +92,7 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
 
 
 def _no_weights(folder: Path, index: str) -> CheckpointError:
-    """Return the error for a folder without ``index`` and without a file of all weights."""
+    """Return the error for a folder that has neither ``index`` nor a single weights file."""
     pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
     parts = sorted(file.name for file in folder.glob("*.safetensors"))
     if parts or (pickles and index == BIN_INDEX):
@@ -114,11 +114,11 @@ class HubWeights:
         """Open every file and read its header.
 
         Args:
-            prefix: Prefix to remove from the names of tensors that have it.
+            prefix: Prefix to remove from tensor names. Names without it are kept.
 
         Raises:
-            CheckpointError: the folder has no safetensors, a file is missing, truncated or not safetensors, the index
-                is wrong, or the names are those of a wrapped model.
+            CheckpointError: the folder has no safetensors, a file is missing, truncated or not safetensors,
+                the index is wrong, or the names are those of a wrapped model.
         """
         self.folder = folder
         self._files: dict[str, Any] = {}
@@ -127,7 +127,7 @@ class HubWeights:
         for file in sorted(set(index.values())) or [SINGLE]:
             self._open(file)
         for name, file in index.items():
-            # An index may list a tied head that no file holds. Whoever needs an absent tensor reports it.
+            # An index may list a tied head that no file contains. A caller that needs the absent tensor reports it.
             if self._file_of.get(name, file) != file:
                 raise CheckpointError(f"{folder / INDEX} says that {name} is in {file}, which does not hold it")
         if without_wrappers(self._file_of).keys() != self._file_of.keys():

@@ -1,4 +1,4 @@
-"""Export of a checkpoint's adapters to a folder in PEFT's format. The export is verified and atomic."""
+"""Export of a checkpoint's adapters to a PEFT folder. The export is verified and atomic."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def export(
     labels = adapters.num_labels(module)
     names = peft.names_of(adapters.spec, module, shape, labels)
 
-    # The content of PEFT's files: the configuration, and each factor in PEFT's layout.
+    # Compute the content of PEFT's files: the configuration, and each factor in PEFT's layout.
     model = models.build(module, shape, labels)
     linears = list(their_names(linears_of(model), module, shape).values())
     fields = peft.config_fields(adapters.spec, names, linears, base)
@@ -47,7 +47,7 @@ def export(
     ours = {name: adapters.read(first.get(name, name)).to(kind) for name in names.tensors}
     tensors = {their: names.theirs(name, ours[name]).contiguous().clone() for name, their in names.tensors.items()}
 
-    # Write to a temporary folder, read it back and compare. Only an equal copy is renamed to ``output``.
+    # Write to a temporary folder, read it back and compare. Rename it to ``output`` only if it is equal.
     with files.new_folder(output) as temporary:
         files.write_durable(temporary / peft.WEIGHTS, save(tensors, metadata={"format": "pt"}))
         files.write_durable(temporary / peft.CONFIG, (json.dumps(fields, indent=2) + "\n").encode())

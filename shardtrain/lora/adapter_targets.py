@@ -1,4 +1,4 @@
-"""Selection of the modules to adapt: match ``lora.target_modules`` with the model, its layout and its HUB names."""
+"""Selection of the modules to adapt, by names in our model, in the Hugging Face format, or by globs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def find(
     """Return the paths of the modules to adapt, in model order.
 
     Args:
-        wanted: Values of ``lora.target_modules``. The default is the linear modules of attention, or "all-linear" for
-            a transformers class.
-        saved: Paths of fully trained modules, which get no adapter.
+        wanted: Values of ``lora.target_modules``. If empty, the linear modules of attention, or "all-linear"
+            for a transformers class.
+        saved: Paths of fully trained modules. They get no adapter.
 
     Raises:
-        ConfigError: a name matches no module, or a module that cannot be adapted. The message suggests the nearest
-            name.
+        ConfigError: a name matches no module, or a module that cannot be adapted. The message
+            suggests the nearest name.
     """
     # Classify linear modules by their layout style. A transformers class has no layout, only a head.
     layout: Layout = module.LAYOUT
@@ -55,7 +55,7 @@ def find(
     if not wanted and foreign is not None:
         wanted = [ALL]
 
-    # The default is the linear modules of attention. Names may be ours or those of the Hugging Face format.
+    # By default, adapt the linear modules of attention. A name may be ours or that of the Hugging Face format.
     if not wanted:
         parent = layout.context.rpartition(".")[0]
         found = {path for path in linears if parent and matches(path.rpartition(".")[0], parent)}
@@ -83,7 +83,7 @@ def find(
         if problems:
             raise ConfigError(problems)
 
-    # Reject a head that is tied to the embedding: a merge would change both.
+    # Reject a head that shares its weight with the embedding, because a merge would change both.
     tied = {id(parameter) for path in embeddings for parameter in model.get_submodule(path).parameters()}
     for path in found:
         if id(model.get_submodule(path).weight) in tied:
@@ -123,10 +123,10 @@ def find_stacks(model: nn.Module, wanted: Sequence[str]) -> list[Stack]:
 def find_saved(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequence[str], head: str = "") -> list[str]:
     """Return the paths of the modules that ``lora.modules_to_save`` names, in model order.
 
-    Modules that share a tied weight with a selected module are selected too.
+    A module that shares a tied weight with a selected module is selected too.
 
     Args:
-        head: Path of a new head, which is also selected. Empty if there is no new head.
+        head: Path of a new head, which is always selected. Empty if there is no new head.
 
     Raises:
         ConfigError: a name matches no module with weights.

@@ -1,4 +1,4 @@
-"""Frozen base weights of adapters outside a run: finding, verifying by fingerprint, and reading by name.
+"""Frozen base weights of adapters, opened outside of a run: find them, verify their fingerprint, read them by name.
 
 A fingerprint depends on the content of the files and not on their location. The fingerprint of a checkpoint is a hash
 of its manifest, which has the hashes of all its files. The fingerprint of a Hugging Face folder combines the hashes of
@@ -60,13 +60,13 @@ class FrozenWeights:
         kind: str = quantize.WHOLE,
         num_labels: int = 0,
     ) -> None:
-        """Open ``path``. All files of a checkpoint are hashed, and ranks share that work (a collective).
+        """Open ``path``. Collective: all files of a checkpoint are hashed, and ranks share that work.
 
         Args:
             path: Checkpoint or Hugging Face folder. If None, ``config`` determines the initial weights.
-            kind: Value of ``lora.base_dtype``. With "nf4" or "int8", ``read`` and ``fill`` quantize and dequantize the
-                weights, as the run does.
-            num_labels: Number of rows of a classification head, or 0. The head is saved with the adapters.
+            kind: Value of ``lora.base_dtype``. With "nf4" or "int8", ``read`` and ``fill`` quantize and
+                dequantize the weights like the run does.
+            num_labels: Number of rows of a classification head, or 0. Such a head is saved with the adapters.
 
         Raises:
             CheckpointError: a file is missing, damaged or belongs to another model.
@@ -88,7 +88,7 @@ class FrozenWeights:
         self._draws = {}
         self._seed = 0
 
-        # Initial weights are drawn again on each read.
+        # Initial weights are drawn again for each read.
         if path is None:
             assert config is not None
             layers = len(getattr(model, module.LAYOUT.layers))
@@ -96,7 +96,7 @@ class FrozenWeights:
             self._draws = init_weights.plan(self.shapes, rules, module.LAYOUT, layers)
             self._seed = config.debug.seed
             self.dtype = config.training.dtype
-        # Checkpoint of this package: each rank verifies the hashes of some of the files.
+        # A checkpoint of this package. Each rank verifies the hashes of some of the files.
         elif (path / manifest.MANIFEST).exists():
             self._stored = manifest.read(path)
             if FACT in self._stored.facts:
@@ -109,7 +109,7 @@ class FrozenWeights:
             self.dtype = next(
                 (t.dtype for n, t in self._stored.tensors.items() if n.startswith(WEIGHTS_PREFIX)), "float32"
             )
-        # Hugging Face folder for a transformers class: its tensor names are those of the model.
+        # A Hugging Face folder for a transformers class. Its tensor names are those of the model.
         elif as_is.is_as_is(module):
             as_is.check_same(shape, path)
             self._weights = self._stack.enter_context(open_weights(path, None))
@@ -119,7 +119,7 @@ class FrozenWeights:
             self._translation, passed = as_is.fit(model, shape, self._weights)
             mapping.check(self._translation, self._weights, passed)
             self.dtype = str(self._weights.dtype(self._weights.names()[0])).removeprefix("torch.")
-        # Hugging Face folder for a model of this package.
+        # A Hugging Face folder for a model of this package.
         else:
             recognised = recognise(path)
             resized = config is not None and config.checkpoint.initial_load_resize_embeddings
@@ -157,12 +157,13 @@ class FrozenWeights:
                 init_weights.draw_(tensor, name, self._draws[name], self._seed)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """Return an unsharded tensor in the dtype of the file. A weight held in low bits is returned as float32."""
+        """Return an unsharded tensor in the dtype of the file. A quantized weight is returned as float32."""
         tensor = torch.zeros(self.shapes[name], dtype=getattr(torch, self.dtypes[name]), device=device)
         self._fill({name: tensor})
         if name not in self._rounded:
             return tensor
-        # Quantize from the dtype and orientation that the run uses, so that blocks contain the same values.
+        # Quantize from the dtype and orientation that the run uses, so each block contains the same
+        # values as in the run.
         weight = tensor.to(self._packed_from)
         if name in self.transposed:
             return quantize.Packed(weight.t().contiguous(), self._kind).restored(torch.float32).t()
@@ -184,10 +185,10 @@ def find(
     shape: Any,
     num_labels: int = 0,
 ) -> FrozenWeights:
-    """Return the base weights that the adapters of a checkpoint were trained on.
+    """Return the base weights with which the adapters of a checkpoint were trained.
 
     Args:
-        named: Path of the base weights. If None, the path in the run's configuration.
+        named: Path of the base weights. None for the path in the run's configuration.
 
     Raises:
         ConfigError: the path does not exist, or its fingerprint differs.
@@ -247,7 +248,7 @@ def joined(hashes: Mapping[str, str]) -> str:
 
 
 def fingerprint_of(path: Path) -> str:
-    """Return the fingerprint that a run records for these weights. Ranks share the reading (a collective)."""
+    """Return the fingerprint that a run records for these weights. Collective: ranks share the reading."""
     in_hub = not (path / manifest.MANIFEST).exists()
     rank, size = collectives.rank_and_size() if in_hub else (0, 1)
     hashes: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """Linear module with frozen weights and a trained low-rank update (Hu et al. 2021).
 
 Shape suffixes: I inputs, O outputs, R rank. The frozen weights keep their names, so a checkpoint of the model without
-adapters loads by name. GPT-2's ``Conv1D`` in transformers is a linear module whose weight is (I, O).
+adapters can be loaded. GPT-2's ``Conv1D`` in transformers is a linear module with a weight of shape (I, O).
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ NAMES = ("lora_a", "lora_b", "lora_magnitude")
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """True if a module is linear with a weight (I, O), such as ``Conv1D``. Transformers need not be installed."""
+    """True if a module is linear with a weight of shape (I, O), such as ``Conv1D``.
+
+    Does not import transformers.
+    """
     if isinstance(module, FrozenLinear):
         return module.transposed
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True if a module can have an adapter. Subclasses of nn.Linear are excluded: they may compute something else."""
+    """True if a module can have an adapter.
+
+    Subclasses of nn.Linear cannot, because they may compute something else.
+    """
     return type(module) is nn.Linear or (is_transposed(module) and not isinstance(module, FrozenLinear))
 
 
@@ -66,7 +72,7 @@ class FrozenLinear(nn.Linear):
         return F.linear(x, _local(self.weight).t() if self.transposed else _local(self.weight))
 
     def weight_OI(self, dtype: torch.dtype) -> Tensor:
-        """Return this rank's part of W, dequantized if it is held in low bits."""
+        """Return this rank's part of W. A quantized W is dequantized."""
         if self.low_bits is not None:
             return self.low_bits.restored(dtype)  # type: ignore[attr-defined,no-any-return]
         weight = _local(self.weight).detach()
@@ -108,8 +114,12 @@ class LoraLinear(FrozenLinear):
     def _lengthened(
         self, x: Tensor, a_RI: Tensor, b_OR: Tensor, magnitude_O: Tensor, group: dist.ProcessGroup | None = None
     ) -> Tensor:
-        """Return DoRA's output without the bias. If ``group`` is set, its ranks shard the inputs (a collective)."""
-        # The norm of a row is a constant in backward. With sharded inputs it is a sum over the ranks of the group.
+        """Return DoRA's output without the bias.
+
+        With ``group``, its ranks shard the inputs, and the call is collective.
+        """
+        # Backward treats the norm of a row as a constant. With sharded inputs, sum the squares over
+        # the ranks of the group.
         with torch.no_grad():
             squares_O = merged(self.weight_OI(torch.float32), a_RI, b_OR, self.scale).square().sum(1)
             if group is not None:
@@ -124,12 +134,12 @@ class LoraLinear(FrozenLinear):
         return (self.product(x) + F.linear(F.linear(x, a_RI), b_OR) * self.scale) * factor_O
 
     def _split(self, x: Tensor, a_RI: DTensor, b_OR: DTensor, magnitude_O: DTensor | None) -> Tensor:
-        """Return this rank's part of the output, with the placement of the frozen module's output.
+        """Return this rank's part of the output, placed like the output of the frozen module.
 
-        With sharded outputs, the input and A are replicated and B is sharded by rows; the output is sharded. With
-        sharded inputs, A is sharded by columns and B is replicated; the output is a partial sum. Gradients of
-        replicated tensors are partial sums over ranks. The update needs no communication in forward, except for DoRA's
-        norms with sharded inputs.
+        If the outputs are sharded, the input and A are replicated, B is sharded by rows, and the output is
+        sharded. If the inputs are sharded, A is sharded by columns, B is replicated, and the output is a
+        partial sum. Gradients of replicated tensors are partial sums over ranks. Forward needs no
+        communication, except for DoRA's norms with sharded inputs.
         """
         assert isinstance(x, DTensor)
         by_outputs = isinstance(b_OR.placements[0], Shard)
@@ -151,7 +161,7 @@ class LoraLinear(FrozenLinear):
         lengths = magnitude_O.to_local(grad_placements=of_whole_outputs)
         group = None if by_outputs else mesh.get_group()
         out = self._lengthened(x_local, a_local, b_local, lengths, group)
-        # Only one rank adds the bias to an output that is a partial sum.
+        # If the output is a partial sum, only one rank may add the bias.
         if self.bias is not None and (by_outputs or mesh.get_local_rank() == 0):
             out = out + _local(self.bias)
         return placed(out)

@@ -1,7 +1,7 @@
-"""Merging of adapters into their base weights, written as a checkpoint of the model without adapters.
+"""Merging of adapters into their base weights. The result is a checkpoint of the model without adapters.
 
-The sum is computed in float32 and rounded once, to the dtype of the new checkpoint. Only one tensor is in memory at a
-time.
+The sum is computed in float32 and rounded once, to the dtype of the new checkpoint. Only one tensor is in
+memory at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Adapters:
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        """Verify the hash of every file, and the shapes of the factors.
+        """Verify the hash of every file and the shapes of the factors.
 
         Raises:
             CheckpointError: the checkpoint is damaged or has no adapters.
@@ -60,7 +60,7 @@ class Adapters:
             raise CheckpointError(f"checkpoint {checkpoint} lacks {missing[0]}; use another one")
 
     def num_labels(self, module: Any) -> int:
-        """Return the number of rows of the classification head saved with the adapters, or 0 if there is none."""
+        """Return the number of rows of the classification head saved with the adapters, or 0 without a head."""
         head = self._shape(f"{module.LAYOUT.last[-1]}.weight")
         return head[0] if head and self.spec.task_type == CLASSIFIES else 0
 
@@ -95,7 +95,7 @@ def merge(
         CheckpointError: the adapters belong to another model.
         StorageError: the checkpoint cannot be written.
     """
-    # Collect the weights that the merge changes: those of linear modules and of stacks.
+    # Collect the weights that the merge changes: those of adapted linear modules and of adapted stacks.
     adapted = {f"{path}.weight" for path in spec.modules}
     stacked: dict[str, tuple[stacks.Stack, int]] = {}
     unknown = sorted(set(spec.parameters) - frozen.stacks.keys())

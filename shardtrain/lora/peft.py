@@ -1,7 +1,7 @@
 """Adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``, read as data.
 
-Each key of the configuration is checked. An unknown key is an error unless its value is false or empty, because it
-could change the result of the adapters.
+Each key of the configuration is checked. An unknown key with a value other than false or empty is an error,
+because it may change the output of the adapters.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ PREFIX = "base_model.model."
 _LISTS = {"modules": "modules", "parameters": "target_parameters", "saved": "modules_to_save"}
 _FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
 _BASE = ".base_layer.weight"
-"""Suffix of a frozen weight that PEFT saves with its adapter: the weight of an embedding or an output layer."""
+"""Suffix of a frozen weight that PEFT saves with an adapter of an embedding or an output layer."""
 _FIRST_FACTORS = (".lora_A.weight", ".lora_embedding_A")
-"""Suffixes of the names of factor A: of linear modules and of embeddings."""
+"""Name suffixes of factor A, for linear modules and for embeddings."""
 _EXCHANGED = ("llama4_text",)
-"""Model types whose experts have weights (E, I, O) in transformers, but no ``is_transposed`` for PEFT to read."""
+"""Model types whose expert weights are (E, I, O) in transformers without an ``is_transposed`` that PEFT could read."""
 _IGNORED = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type",
     "lora_dropout", "qalora_group_size", "runtime_config", "ensure_weight_tying", "fan_in_fan_out",
     "megatron_core", "layers_to_transform", "layers_pattern", "exclude_modules",
 }  # fmt: skip
-"""Keys that do not change the result of trained adapters.
+"""Keys that do not change the output of trained adapters.
 
-The names of the tensors show the adapted modules, and PEFT derives fan_in_fan_out from the class of the module.
+The tensor names show which modules are adapted, and PEFT derives fan_in_fan_out from the class of the module.
 """
 _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -58,7 +58,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     # Other initializations change the base weights.
     "init_lora_weights": (True, False, "gaussian"),
 }
-"""Allowed values of keys that would otherwise change the result of the adapters."""
+"""Allowed values of keys that can change the output of the adapters."""
 
 
 def is_folder(path: object) -> bool:
@@ -70,8 +70,8 @@ def config_fields(spec: Spec, names: Names, linears: list[str], base: str) -> di
     """Return the content of ``adapter_config.json``.
 
     Args:
-        linears: Paths in transformers of all linear modules. ``target_modules`` has short names if every linear module
-            with such a name is adapted, and full paths otherwise.
+        linears: Paths of all linear modules in transformers. ``target_modules`` contains a short name only if
+            all linear modules with that name are adapted. Otherwise it contains full paths.
     """
     paths = {names.modules[path] for path in spec.modules}
     ends = sorted({path.rpartition(".")[2] for path in paths})
@@ -100,7 +100,7 @@ def config_fields(spec: Spec, names: Names, linears: list[str], base: str) -> di
 
 @dataclass(frozen=True)
 class Names:
-    """Names and layouts of our adapters in PEFT's format.
+    """Names and layouts of a model's adapters in PEFT's format.
 
     Attributes:
         tensors: Our name -> name in ``adapter_model.safetensors``.
@@ -108,7 +108,7 @@ class Names:
         saved: PEFT's paths of the fully trained modules.
         transposed: True if adapted modules have weights (I, O).
         experts: Our name of each factor of a stack -> number of experts.
-        rows: Our name -> row indices in PEFT's tensor, if ours is a part of that tensor or has another row order.
+        rows: Our name -> row indices in PEFT's tensor, if our tensor is a part of it or has another row order.
         shapes: Name in ``adapter_model.safetensors`` -> shape in that file.
     """
 
@@ -132,11 +132,11 @@ class Names:
 
 
 def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, reads: bool = False) -> Names:
-    """Return the PEFT name of every adapter tensor. If ``num_labels`` is not 0, the model has a classification head.
+    """Return the PEFT name of every adapter tensor. With ``num_labels``, the model has a classification head.
 
-    A module of the Hugging Face format may be several of ours (q, k and v of GPT-NeoX). With ``reads``, its adapter can
-    be read: our modules get the same A, and each gets its rows of B. Such an adapter cannot be written, because our
-    modules may differ in A.
+    One module of the Hugging Face format may be several of our modules, such as q, k and v of GPT-NeoX. Its
+    adapter can be read, which requires ``reads``: our modules share A, and each gets its rows of B. It cannot
+    be written, because our modules may have different A.
 
     Raises:
         ConfigError: PEFT's format cannot represent an adapter.
@@ -176,7 +176,7 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, re
                 heads = torch.arange(outputs).unflatten(0, (-1, parts[path].parts, shape.head_dim))
                 rows[name] = heads[:, parts[path].part].flatten()
 
-    # Each stack of experts has two factors. PEFT nests wrappers if one owner has two adapted stacks.
+    # Each stack of experts has two factors. If one module owns two adapted stacks, PEFT nests their wrappers.
     all_stacks = stacks.find(model)
     _check_experts(spec.parameters, hub, "merge the adapters (shardtrain merge) and export the sum")
     for path in spec.parameters:
@@ -276,16 +276,16 @@ class PeftFolder:
     def _recognise(
         self, shapes: Mapping[str, tuple[int, ...]], begun: Spec, module: Any, shape: Any, num_labels: int
     ) -> tuple[Spec, Names]:
-        """Find the adapted modules by the names of the tensors in the file. An unknown tensor is an error."""
+        """Find the adapted modules from the tensor names in the file. Raise an error for an unknown tensor."""
         _check_experts(begun.parameters, getattr(module, "HUB", None), "merge them with PEFT (merge_and_unload)")
-        # Find linear modules and stacks that have factors in the file.
+        # Find the linear modules and stacks that have factors in the file.
         model = models.build(module, shape, num_labels)
         linears = linears_of(model)
         theirs = their_names([path for path, _ in model.named_modules()], module, shape)
         owners = {name.removesuffix(end) for end in _FIRST_FACTORS for name in shapes if name.endswith(end)}
         adapted = [path for path in theirs if PREFIX + theirs[path] in owners]
         modules = [path for path in adapted if path in linears]
-        # PEFT names the factors of a stack of experts by the module that contains the stack.
+        # PEFT names the factors of a stack after the module that contains the stack.
         all_stacks = stacks.find(model)
         with_stacks = {path.rpartition(".")[0] for path in all_stacks}
         for path in adapted:
@@ -348,7 +348,7 @@ class PeftFolder:
         """Compare this rank's part of the frozen ``weights``, by name, with their copies in the file.
 
         Raises:
-            CheckpointError: if a copy differs, so the adapters were trained on another model.
+            CheckpointError: a copy differs, so the adapters were trained on another model.
         """
         for name in self.copies.keys() & weights.keys():
             weight = weights[name]
@@ -357,7 +357,7 @@ class PeftFolder:
             if same:
                 ours = local_tensor(weight).detach()
                 theirs = copy[tuple(local_slices(weight))].to(ours.device)
-                # Either tensor may have been rounded to the dtype of the other
+                # Either tensor may have been rounded to the dtype of the other.
                 same = torch.equal(theirs.to(ours.dtype), ours) or torch.equal(ours.to(theirs.dtype), theirs)
             if not same:
                 raise CheckpointError(
@@ -379,7 +379,7 @@ class PeftFolder:
 
 
 def load(config: Config, facts: Mapping[str, Any], parameters: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill a run's adapters from a folder (a collective). An error on one rank is raised on all ranks.
+    """Fill a run's adapters from a folder. Collective: an error on one rank is raised on all ranks.
 
     Args:
         facts: Facts about the run's adapters, as returned by ``Spec.facts``.
@@ -423,7 +423,10 @@ def _open(folder: Path) -> Any:
 
 
 def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
-    """Parse ``adapter_config.json``. The modules of the returned spec are empty: they follow from the tensors."""
+    """Parse ``adapter_config.json``.
+
+    The returned spec lists no modules, because they follow from the tensor names.
+    """
     for key, allowed in _ONLY.items():
         if fields.get(key) is not None and not any(fields[key] is a or fields[key] == a for a in allowed):
             rule = f"asks for {key}={fields[key]!r}, which is not known here"

@@ -1,9 +1,9 @@
 """Frozen weights in 4 or 8 bits (QLoRA: Dettmers et al. 2023), in torchao's formats, dequantized at each use.
 
-Only the linear modules of the layers are quantized, not the embedding, norms and head. A weight is dequantized for its
-product and freed after it, in forward and again in backward. Only one dequantized weight is in memory at a time. Each
-rank stores the unsharded weights of its layers: at 0.5 or 1 byte per weight, storing them is cheaper than gathering
-them.
+Only linear modules in the layers are quantized, not the embedding, norms and head. A weight is dequantized
+for each product, in forward and again in backward, and freed afterwards. So only one dequantized weight is in
+memory at a time. Each rank stores the unsharded weights of its layers. At 0.5 or 1 byte per weight, this is
+cheaper than gathering them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WHOLE = "training"
 _BLOCK = 64
 """Number of weights per scale, as in the paper."""
 _SCALES = 256
-"""Maximum number of scales per block of 8-bit scales, as in the paper."""
+"""Number of 8-bit scales per block of scales, at most, as in the paper."""
 
 
 class Packed:
@@ -57,7 +57,7 @@ class Packed:
 
 
 class DryRunWeight(Packed):
-    """Quantized weight of a dry run. Its size is known, and its dequantized weight is uninitialized."""
+    """Quantized weight of a dry run: its size is known, and ``restored`` returns an uninitialized tensor."""
 
     def __init__(self, shape_OI: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
         self._shape = shape_OI
@@ -85,7 +85,10 @@ class _Product(torch.autograd.Function):
 
 
 def names(model: nn.Module, layout: Layout) -> list[str]:
-    """Return the paths of the linear modules that can be quantized: those of the layers, in model order."""
+    """Return the paths of the linear modules that can be quantized, in model order.
+
+    All of them are in the layers.
+    """
     words = ("colwise", "rowwise", "replicate")
     if hasattr(model, "hf"):
         return [
@@ -99,20 +102,20 @@ def names(model: nn.Module, layout: Layout) -> list[str]:
 
 
 def packed_bytes(shape_OI: tuple[int, int], kind: str, dtype: torch.dtype) -> int:
-    """Return the size in bytes of a ``Packed`` weight (O, I) that had this dtype: data, scales and their scales."""
+    """Return the bytes of a ``Packed`` weight (O, I) that had this dtype: data, scales and the scales of the scales."""
     rows = shape_OI[0]
     numel = shape_OI[0] * shape_OI[1]
     if kind == "int8":
         # Each row has a scale and a zero point.
         return numel + rows * (torch.float32.itemsize + 1)
     blocks = numel // _BLOCK
-    # Number of values of four bits.
+    # Four bits have 16 values.
     table = 16
     return numel // 2 + blocks + dtype.itemsize * (blocks // _together(blocks) + 1 + table)
 
 
 def check_installed(kind: str) -> None:
-    """Raise ConfigError if weights are to be quantized and torchao is not installed."""
+    """Raise ConfigError if ``kind`` requires torchao and it is not installed."""
     if kind != WHOLE:
         _torchao()
 
@@ -127,7 +130,7 @@ def take_out(model: nn.Module, layout: Layout, kind: str) -> None:
         return
     for path in names(model, layout):
         linear: Any = model.get_submodule(path)
-        # Modules in lora.modules_to_save are trained and keep their weights.
+        # Modules in lora.modules_to_save are trained, so they keep their weights.
         if linear.weight.requires_grad:
             continue
         if kind == "nf4" and linear.weight.numel() % _BLOCK:
@@ -143,7 +146,7 @@ def take_out(model: nn.Module, layout: Layout, kind: str) -> None:
 
 
 def held(module: nn.Module) -> list[FrozenLinear]:
-    """Return the modules below this one whose weights ``take_out`` has removed."""
+    """Return the modules below ``module`` whose weights ``take_out`` has removed."""
     linears = [inner for inner in module.modules() if isinstance(inner, FrozenLinear)]
     return [linear for linear in linears if linear.weight is None]
 
@@ -170,7 +173,7 @@ def _nf4(weight_OI: Tensor) -> Any:
 
 
 def _together(blocks: int) -> int:
-    """Number of scales per block: the largest power of two up to 256 that divides the number of weight blocks."""
+    """Return the number of scales per block: the largest power of two up to 256 that divides ``blocks``."""
     return next(size for size in (_SCALES >> shift for shift in range(9)) if blocks % size == 0)
 
 
@@ -180,7 +183,7 @@ def _to_nf4() -> Any:
     if hasattr(torchao, "to_nf4"):
         return torchao.to_nf4
     with without_torchao_warnings():
-        # Location before torchao 0.18.
+        # In versions before torchao 0.18, the function is in another module.
         from torchao.dtypes.nf4tensor import to_nf4
 
     return to_nf4
@@ -195,6 +198,6 @@ def _int8(weight_OI: Tensor) -> Any:
 
 
 def _bytes(tensor: Any) -> int:
-    # A tensor subclass lists the plain tensors that it contains.
+    # A tensor subclass lists the names of the plain tensors that it contains.
     inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     return sum(_bytes(getattr(tensor, name)) for name in inner) if inner else int(tensor.nbytes)

@@ -27,12 +27,12 @@ TASK_TYPES = {"causal": CAUSAL, "classification": CLASSIFIES, "sequence_to_seque
 """PEFT's task type for each kind of transformers model."""
 _MAX_MODULES = 100_000
 _SCORES = ("score", "classifier")
-"""Names of classification heads, which PEFT looks for among the children of a network."""
+"""Substrings in the names of classification heads. PEFT searches the children of a network for them."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Adapters of a model, without their tensors.
+    """Description of a model's adapters, without their tensors.
 
     Attributes:
         modules: Paths of the adapted linear modules.
@@ -92,7 +92,7 @@ class Spec:
 
 
 def read_facts(facts: Mapping[str, Any], where: object) -> Spec | None:
-    """Return the description of a checkpoint's adapters. None if the checkpoint has a full model.
+    """Return the description of a checkpoint's adapters, or None if the checkpoint contains a full model.
 
     Raises:
         CheckpointError: the description is invalid.
@@ -134,7 +134,7 @@ def adapt(
     """Freeze a model on the meta device and add the adapters of ``[lora]``, in place.
 
     Args:
-        new_head: True if the task has added a head, which is fully trained.
+        new_head: True if the task has added a head. The head is then fully trained.
 
     Returns:
         The description of the adapters, and the initializer of each new parameter. (None, {}) without lora.enable.
@@ -147,7 +147,7 @@ def adapt(
     head = head_of(model, module) if new_head else ""
     saved = adapter_targets.find_saved(model, module, shape, options.modules_to_save, head)
     stacked = adapter_targets.find_stacks(model, options.target_parameters)
-    # If only stacks are named, no module is adapted by default.
+    # If the user named only stacks, adapt no linear modules by default.
     named = options.target_modules or not stacked
     modules = adapter_targets.find(model, module, shape, options.target_modules, saved) if named else []
     within = [stack.path for stack in stacked if any(stack.path.startswith(f"{path}.") for path in saved)]
@@ -187,7 +187,7 @@ def head_of(model: nn.Module, module: ModuleType) -> str:
 def draws(model: nn.Module, start: str = "kaiming") -> dict[str, Draw]:
     """Return the initializer of each adapter parameter of a model.
 
-    ``start_magnitudes`` replaces the values of DoRA's magnitudes once the frozen weights are loaded.
+    After loading the frozen weights, ``start_magnitudes`` replaces the initial DoRA magnitudes.
     """
     inputs = {f"{path}.lora_a": linear.in_features for path, linear in adapted(model)}
     inputs |= {f"{path}_lora_a": factor.shape[2] for path, factor in stacks.adapted(model)}
@@ -204,7 +204,7 @@ def draws(model: nn.Module, start: str = "kaiming") -> dict[str, Draw]:
 
 @torch.no_grad()
 def start_magnitudes(model: nn.Module) -> None:
-    """Set DoRA's magnitudes to the row norms of the frozen weights, which must be loaded (a collective)."""
+    """Set DoRA's magnitudes to the row norms of the frozen weights, which must be loaded. Collective."""
     for _, linear in adapted(model):
         if linear.lora_magnitude is not None:
             whole = linear.weight_OI(torch.float32) if linear.weight is None else to_full(linear.weight.detach())

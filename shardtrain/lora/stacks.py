@@ -1,10 +1,10 @@
 """Adapters for stacks of expert weights, one adapter per expert, like PEFT's ``target_parameters``.
 
-Shape suffixes: E experts, I inputs, O outputs, R rank. A layer has two stacks, which have their names in transformers:
+Shape suffixes: E experts, I inputs, O outputs, R rank. A layer has two stacks, named as in transformers:
 ``gate_up_proj`` (``w1`` and ``w3`` of our models) and ``down_proj`` (``w2``).
 
-In our models, the factors are multiplied with the rows of each expert. The forward of a transformers network is
-unknown, so the product of the factors is added to the weight at each use, as in PEFT.
+In our models, the factors are multiplied with the rows of each expert. The forward of a transformers network
+is unknown, so the product of the factors is added to the weight at each use, like in PEFT.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ OURS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 @dataclass(frozen=True)
 class Stack:
-    """Weights of all experts that share one adapter.
+    """Weights of all experts of a layer that share one adapter.
 
     Attributes:
         path: Path of the stack in the model. Its last component is the name in transformers.
-        weights: Parameters of the owner, concatenated along the outputs.
-        transposed: True if the weights are (E, I, O).
+        weights: Names of the owner's parameters that the stack consists of, concatenated along the outputs.
+        transposed: True if the weights have shape (E, I, O).
     """
 
     path: str
@@ -143,7 +143,7 @@ def _add_at_each_use(owner: nn.Module, name: str, scale: float, transposed: bool
         assert weight is not None and a_ERI is not None and b_EOR is not None
         # Transformers networks do not support tensor parallelism.
         assert not isinstance(weight, DTensor)
-        # An attribute of the instance hides the parameter with the same name during forward.
+        # During forward, an instance attribute hides the parameter with the same name.
         owner.__dict__[name] = torch.baddbmm(weight, *_factors(a_ERI, b_EOR, transposed), alpha=scale)
         try:
             return whole_forward(*inputs, **keywords)

@@ -17,9 +17,9 @@ from shardtrain.utils.verbs import Command, CommandVerb
 
 _NOTES = """\
 TIME is 90, "90s", "2min" or "7.9h".
-FOLDER is a run's folder, its checkpoint folder, one step, or a Hugging Face folder. DIR, A and B are step-N folders.
-diff and weights also take a run's folder; --step names its checkpoint (the best if checkpoint.keep_best keeps one, else
-the latest). All may be addresses of an object store, such as s3://bucket/run/step-500; FILE is a local file.
+FOLDER is a run folder, its checkpoint folder, one step-N folder, or a Hugging Face folder. DIR, A and B are step-N
+folders. diff and weights also accept a run folder; --step selects its checkpoint (default: best with
+checkpoint.keep_best, else latest). Paths can be URLs of an object store, such as s3://bucket/run/step-500, except FILE.
 
   shardtrain checkpoint ls outputs
   shardtrain checkpoint verify outputs
@@ -35,7 +35,7 @@ def main(words: Sequence[str], others: Mapping[str, CommandVerb] | None = None) 
 def _paths(verb: str, number: int, words: Sequence[str]) -> list[Place]:
     """Return the ``number`` paths that a verb requires. Raise ConfigError for another number of arguments."""
     if len(words) != number or any(word.startswith("-") for word in words):
-        rule = f"needs {number} path{'s' if number > 1 else ''} and no more"
+        rule = f"requires exactly {number} path{'s' if number > 1 else ''}"
         example = "outputs" if verb in ("ls", "verify") else "outputs/checkpoint/step-100"
         fix = f"write it like: shardtrain checkpoint {verb} {example}"
         fix += {"diff": " outputs/checkpoint/step-200", "weights": " weights.safetensors"}.get(verb, "")
@@ -112,7 +112,7 @@ def _interval(words: Sequence[str]) -> int:
     print(f"save every {format_seconds(advised)} (sqrt(2 * stall * mttf) = {advised:.0f} s)")
     for factor in (0.25, 1, 4):
         share = interval.useful_share(factor * advised, stall, mttf, restart)
-        print(f"every {format_seconds(factor * advised):>10}: {100 * share:.1f} % of the time trains")
+        print(f"every {format_seconds(factor * advised):>10}: {100 * share:.1f} % of the time is training")
     return 0
 
 
@@ -147,9 +147,9 @@ def _damages(path: Place) -> list[str]:
     known = {MANIFEST, *(file.name for file in stored.files)}
     foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
     if not bad:
-        print(f"{path}: good, {len(stored.files)} files, {format_bytes(stored.total_bytes)}")
+        print(f"{path}: valid, {len(stored.files)} files, {format_bytes(stored.total_bytes)}")
         for name in foreign:
-            print(f"{path}: {name} is not part of it and is never read")
+            print(f"{path}: {name} is not part of the checkpoint and is ignored")
     return bad
 
 
@@ -160,8 +160,8 @@ def _checkpoints_of(path: Place) -> Place:
     """
     folder = path if retention.step_folders(path) else path / "checkpoint"
     if not retention.step_folders(folder):
-        rule = "has no checkpoint: no folder in it or in its checkpoint/ is named step-N"
-        raise CheckpointError(f"{path} {rule}; name one of these, or a run that has saved")
+        rule = "has no checkpoint: neither it nor its folder checkpoint/ contains a step-N folder"
+        raise CheckpointError(f"{path} {rule}; name a step-N folder, or a run that has saved one")
     return folder
 
 
@@ -248,18 +248,18 @@ VERBS = {
     "ls": CommandVerb(
         _list,
         (("ls      FOLDER",
-          "list the checkpoints of a run: step, size, ranks, tensors, files missing or cut; of a\n"
-          "Hugging Face folder architecture, size, tensors and their types"),),
+          "list the checkpoints of a run: step, size, ranks, tensors, missing or truncated files. For\n"
+          "a Hugging Face folder: architecture, size, tensors and dtypes"),),
         has_help=False,
     ),
     "verify": CommandVerb(
         _verify,
-        (("verify  DIR", "read every byte of step-N, or of all steps of a folder; exit 5 names each bad file"),),
+        (("verify  DIR", "verify every byte of step-N, or of all steps of a folder; exit 5 lists damaged files"),),
         has_help=False,
     ),
     "diff": CommandVerb(
         _diff,
-        (("diff    A B [--step latest|best|N]", "compare two checkpoints tensor by tensor; exit 1 where they differ"),),
+        (("diff    A B [--step latest|best|N]", "compare two checkpoints tensor by tensor; exit 1 if they differ"),),
         needs_torch=True,
         has_help=False,
     ),
@@ -271,20 +271,20 @@ VERBS = {
     "from-dcp": CommandVerb(
         "tools.dcp.dcp_command:from_dcp",
         (("from-dcp DCP DIR [OPTIONS]",
-          "a folder of torch.distributed.checkpoint, such as torchtitan's step-N, as a checkpoint;\n"
-          "OPTIONS name its model: CONFIG.toml, --model.name ..., --model.flavor ..."),),
+          "convert a torch.distributed.checkpoint folder, such as torchtitan's step-N;\n"
+          "OPTIONS select its model: CONFIG.toml, --model.name ..., --model.flavor ..."),),
         needs_torch=True,
     ),
     "to-dcp": CommandVerb(
         "tools.dcp.dcp_command:to_dcp",
         (("to-dcp  DIR DCP [OPTIONS]",
-          "the other way, as torchtitan, dcp_to_torch and DCP's own load read it; see --help"),),
+          "convert to a folder that torchtitan, dcp_to_torch and DCP can load; see --help"),),
         needs_torch=True,
     ),
     "interval": CommandVerb(
         _interval,
         (("interval --stall TIME --mttf TIME [--restart TIME]",
-          "how often to save: a save keeps training waiting for stall, a job fails every mttf"),),
+          "best save interval if a save blocks training for stall, and a job fails every mttf"),),
         has_help=False,
     ),
 }  # fmt: skip

@@ -61,16 +61,16 @@ class Hub:
         try:
             self.token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else self.ask(get_token)
         except Exception as error:  # of files, of a login that is renewed, of OIDC
-            rule = f"cannot be found ({describe_error(error)})"
+            rule = f"cannot be read ({describe_error(error)})"
             fix = "log in again with hf auth login, or set HF_TOKEN"
             raise ConfigError(Problem("the token", None, rule, fix)) from error
         if self.token and not re.fullmatch(r"[!-~]+", self.token):
             origin = "HF_TOKEN" if os.environ.get("HF_TOKEN", "").strip() else str(constants.HF_TOKEN_PATH)
-            rule = "is not a token: it has spaces or characters beyond ASCII"
+            rule = "is not a token, because it contains spaces or non-ASCII characters"
             raise ConfigError(Problem(origin, None, rule, "copy it again"))
         if self.token and parts.scheme == "http" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
             fix = "use https, or unset HF_TOKEN"
-            raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, "would send your token without encryption", fix))
+            raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, "would send the token unencrypted", fix))
 
     def files(self) -> tuple[str, dict[str, RepoSibling]]:
         """Return the commit of the revision, and its files by name with size in bytes and hash.
@@ -93,8 +93,8 @@ class Hub:
                 raise TypeError("an answer without files")
             return info.sha or self.revision, {str(file.rfilename): file for file in info.siblings}
         except HFValidationError as error:
-            rule = "is not the name of a repository"
-            fix = "write it like ORGANISATION/NAME"
+            rule = "is not a valid repository name"
+            fix = "use the form ORGANIZATION/NAME"
             raise ConfigError(Problem("--repo_id", self.repo_id, rule, fix)) from error
         except Exception as error:
             # For JSON of another structure the library raises built-in exceptions of Python. Some of its HTTP
@@ -102,8 +102,8 @@ class Hub:
             is_of_python = isinstance(error, ValueError | KeyError | TypeError | AttributeError | RecursionError)
             if isinstance(error, HfHubHTTPError) or not is_of_python:
                 raise self.explain(error) from error
-            rule = f"did not give a list of the files of {self.repo_id}"
-            raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, rule, "name the address of a hub")) from error
+            rule = f"did not return a list of the files of {self.repo_id}"
+            raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, rule, "set it to the address of a hub")) from error
 
     def download(self, name: str, commit: str, folder: Path, force: bool = False) -> Path:
         """Download a file to ``folder`` and return its path. Files in the folder or in the
@@ -128,7 +128,7 @@ class Hub:
             return Path(bounded(call, STALLED_SECONDS, lambda: _written(folder)))
         except Exception as error:
             if "Consistency check failed" in str(error):
-                text = f"{name} does not have the size that the hub reported; it is not kept, try again"
+                text = f"{name} does not have the size that the hub reported, so it was deleted; try again"
                 raise DataError(text) from error
             if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
                 raise storage_errors.cannot("write", folder / name, error, "name another --local_dir") from error
@@ -152,7 +152,7 @@ class Hub:
             name = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), "")
             fix = "unset it, or copy the files from a machine that has them"
             return ConfigError(
-                Problem(name or "HF_HUB_OFFLINE", os.environ.get(name, "1"), "forbids to ask the hub", fix)
+                Problem(name or "HF_HUB_OFFLINE", os.environ.get(name, "1"), "forbids requests to the hub", fix)
             )
         response = getattr(error, "response", None)
         if response is not None:
@@ -164,24 +164,24 @@ class Hub:
     def _refusal(self, status: int, headers: Any) -> ShardtrainError:
         code = headers.get("X-Error-Code") or ""
         if code == "GatedRepo" or (status == 403 and "gated" in (headers.get("X-Error-Message") or "").lower()):
-            fix = f"accept its licence at https://huggingface.co/{self.repo_id}, then set HF_TOKEN to a token of that "
+            fix = f"accept its license at https://huggingface.co/{self.repo_id}, then set HF_TOKEN to a token of that "
             fix += f"account ({TOKENS_PAGE})"
             return ConfigError(Problem("--repo_id", self.repo_id, "is gated", fix))
         if status in (401, 403) and self.token is not None:
-            rule = f"may not be read with the token that was found (status {status})"
-            fix = f"set HF_TOKEN to one that is valid and may read it ({TOKENS_PAGE}), and check the name"
+            rule = f"is not readable with the current token (status {status})"
+            fix = f"set HF_TOKEN to a valid token with read access ({TOKENS_PAGE}), and check the name"
             return ConfigError(Problem("--repo_id", self.repo_id, rule, fix))
         if status in (401, 403):
             rule = "does not exist, or is private or gated"
-            fix = f"check the name, and set HF_TOKEN to a token that may read it ({TOKENS_PAGE})"
+            fix = f"check the name, and set HF_TOKEN to a token with read access ({TOKENS_PAGE})"
             return ConfigError(Problem("--repo_id", self.repo_id, rule, fix))
         if status == 404 and code == "RevisionNotFound":
             rule = f"is not a revision of {self.repo_id}"
             return ConfigError(Problem("--revision", self.revision, rule, "name a branch, a tag or a commit"))
         if status == 404:
-            return ConfigError(Problem("--repo_id", self.repo_id, "does not exist", "write it like ORGANISATION/NAME"))
+            return ConfigError(Problem("--repo_id", self.repo_id, "does not exist", "use the form ORGANIZATION/NAME"))
         if status == 429 or status >= 500:
-            what = "too many requests" if status == 429 else "a fault of the hub"
+            what = "too many requests" if status == 429 else "an error of the hub"
             seconds = headers.get("Retry-After") or ""
             when = f"in {seconds} seconds" if seconds.isdecimal() else "later"
             return StorageError(f"{self.endpoint} is busy ({what}, status {status}); try again {when}")
@@ -267,7 +267,7 @@ def _without_secrets(record: logging.LogRecord) -> bool:
 def refuse_token(words: Sequence[str], program: str) -> None:
     """Raise ConfigError if a command-line argument contains a Hugging Face access token."""
     if any(word.partition("=")[0].replace("-", "_") in ("__hf_token", "__token") for word in words):
-        rule = "would show the token to everyone on this machine, and leave it in the shell's history"
+        rule = "would show the token to all users of this machine, and leave it in the shell history"
         fix = "set the environment variable HF_TOKEN, or log in once with hf auth login"
         raise ConfigError(Problem("--hf_token", None, rule, fix))
     # A folder may be named hf_model. A token has about 34 letters and digits after hf_.

@@ -121,7 +121,7 @@ def test_command_prints_the_interval_and_the_useful_share(capsys: pytest.Capture
     assert checkpoint_command.main(["interval", "--stall", "1", "--restart", "4min", "--mttf", "7.9h"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "save every 3m58s (sqrt(2 * stall * mttf) = 238 s)"
-    assert lines[2] == "every      3m58s: 98.3 % of the time trains"
+    assert lines[2] == "every      3m58s: 98.3 % of the time is training"
 
 
 @pytest.mark.parametrize(

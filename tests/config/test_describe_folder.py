@@ -195,7 +195,7 @@ def test_an_import_compares_logits_and_says_the_difference(tmp_path: Path, capsy
     folder = save(build("llama3"), tmp_path / "hf")
     assert main(["import", str(folder), "--to", str(tmp_path / "a")]) == 0
     said = capsys.readouterr()
-    assert "transformers gives the same logits: largest error" in said.out and "Loading weights" not in said.err
+    assert "transformers returns the same logits: largest error" in said.out and "Loading weights" not in said.err
     read = importing.recognise
 
     def wrong(*words: Any) -> Any:

@@ -105,7 +105,7 @@ def test_logits_are_equal_and_the_folder_comes_back(name: str, tmp_path: Path, c
     # both commands compare logits in float32 on the way, and stop above 1e-4 of the largest
     assert main(["import", str(source), "--to", str(tmp_path / "imported"), "--check", "logits"]) == 0
     assert main(["export", str(tmp_path / "imported"), "--to", str(back), "--check", "logits"]) == 0
-    assert capsys.readouterr().out.count("transformers gives the same logits") == 2
+    assert capsys.readouterr().out.count("transformers returns the same logits") == 2
     assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
     one, other = (load_file(path / "model.safetensors") for path in (source, back))
     assert {name: tensor.dtype for name, tensor in one.items()} == {name: t.dtype for name, t in other.items()}
@@ -140,7 +140,7 @@ def test_logits_with_scaled_rotary_positions_are_those_of_transformers(name: str
     model.save_pretrained(tmp_path / "hf")
     words = ["import", str(tmp_path / "hf"), "--to", str(tmp_path / "imported"), "--check", "logits"]
     assert main(words) == 0
-    assert "transformers gives the same logits" in capsys.readouterr().out
+    assert "transformers returns the same logits" in capsys.readouterr().out
 
 
 def test_a_network_that_the_library_itself_cannot_compute_is_one_line(tmp_path: Path, capsys: Any) -> None:

@@ -55,7 +55,7 @@ def test_what_comes_in_goes_out_to_the_bit(name: str, ranks: int, tmp_path: Path
     words = [str(tmp_path / "run/checkpoint/step-0"), "--to", str(output), "--check", "logits"]
     assert export_main([*words, "--config", str(toml(name, tmp_path))]) == 0
     said = capsys.readouterr()
-    assert "transformers gives the same logits" in said.out and "Loading weights" not in said.err
+    assert "transformers returns the same logits" in said.out and "Loading weights" not in said.err
     before, after = (load_file(path / "model.safetensors") for path in (folder(name), output))
     # of tensors that are one, another name may have been written
     assert all(torch.equal(after[key], before[key]) for key in before.keys() & after.keys())

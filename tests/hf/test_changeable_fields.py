@@ -83,7 +83,7 @@ def test_the_changed_value_is_that_of_the_exported_folder(way: str, tmp_path: Pa
         assert cli.main(["merge", str(tmp_path / "run"), "--to", str(trained)]) == 0
     words = [str(trained), "--to", str(tmp_path / "out"), "--check", "logits"]
     assert export_main(words) == 0
-    assert "transformers gives the same logits" in capsys.readouterr().out
+    assert "transformers returns the same logits" in capsys.readouterr().out
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert (written.get("rope_parameters") or written)["rope_theta"] == 1e6
 
@@ -97,7 +97,7 @@ def test_a_peft_folder_cannot_hold_the_changed_value_and_export_prints_it(
     capsys.readouterr()
     assert export_main([str(tmp_path / "run"), "--adapter", "--to", str(tmp_path / "peft")]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("no place for it: rope_theta=1000000.0\n") == len(overrides), printed
+    assert printed.count("set them in config.json of the base model: rope_theta=1000000.0\n") == len(overrides), printed
     assert printed.count("\n") == 2 + len(overrides)  # one line for the checkpoint and one for the folder
 
 

@@ -102,7 +102,7 @@ def test_an_exported_run_scores_as_it_did(family: str, task: str, tmp_path: Path
     one = config_of(base, tmp_path / "run", task, checkpoint={"last_save_in_hf": True})
     step = trained(one)
     assert cli.main(["export", str(step), "--to", str(tmp_path / "hf")]) == 0
-    assert "transformers gives the same logits" in capsys.readouterr().out
+    assert "transformers returns the same logits" in capsys.readouterr().out
     rows, expected = run_ranks(1, scores, one)[0]
     for folder in (tmp_path / "hf", step.with_name("step-2-hf")):
         assert_scores(folder, rows, expected)

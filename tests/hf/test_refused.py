@@ -160,7 +160,7 @@ def test_the_commands_move_a_model_there_and_back(folder: Path, tmp_path: Path, 
     assert 'name = "llama3"' in capsys.readouterr().out
     assert main(["export", str(checkpoint), "--to", str(back), "--shard_gigabytes", "0.001"]) == 0
     out = capsys.readouterr().out
-    assert "every weight was read back and is equal" in out and "same logits" in out
+    assert "all weights were read back and are equal" in out and "same logits" in out
     pair = [load_file(where / "model.safetensors") for where in (folder, back)]
     assert pair[0].keys() == pair[1].keys() and all(torch.equal(pair[0][name], pair[1][name]) for name in pair[0])
     assert main(["export", str(checkpoint), "--to", str(back)]) == 2, "an existing folder is never replaced"

@@ -150,7 +150,7 @@ def test_weights_that_changed_under_their_adapters_are_refused(run, tmp_path):
 def test_a_whole_model_and_adapters_are_not_taken_for_each_other(run, tmp_path, capsys):
     step = run / "run" / "checkpoint" / "step-2"
     assert cli.main(["export", str(step), "--to", str(tmp_path / "hf")]) == 2
-    assert "holds adapters and no model" in capsys.readouterr().err
+    assert "contains adapters, but no full model" in capsys.readouterr().err
     config = adapter_config(run / "base", tmp_path / "run")
     as_base = dataclasses.replace(config.checkpoint, initial_load_path=str(step), initial_load_in_hf=False)
     assert "merge them first" in errors_of(dataclasses.replace(config, checkpoint=as_base))

@@ -26,11 +26,13 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("adapters", type=Path, metavar="ADAPTERS", help="a run, a step-N folder, or a PEFT folder")
     parser.add_argument("--step", type=step_name, help=HELP)
     parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
-    parser.add_argument("--base", type=Path, help="checkpoint or Hugging Face folder of the weights (the run's own)")
+    parser.add_argument(
+        "--base", type=Path, help="checkpoint or Hugging Face folder of the base weights (default: from the run)"
+    )
     parser.add_argument("--keep_generation_config", action="store_true", help=KEEP_HELP)
-    parser.add_argument("--config", type=Path, help="the run's TOML (default: that next to the checkpoint)")
-    of_weights = "dtype of the sum (default: that of the weights)"
-    parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help=of_weights)
+    parser.add_argument("--config", type=Path, help="the run's TOML (default: the one next to the checkpoint)")
+    dtype_help = "dtype of the merged weights (default: the dtype of the base weights)"
+    parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help=dtype_help)
     found = parser.read(words)
     from shardtrain.hf.folder_config import is_hub_folder
     from shardtrain.lora import peft
@@ -40,7 +42,7 @@ def main(words: Sequence[str]) -> int:
     if is_peft:
         reject_step(found.step, found.adapters)
     elif is_hub_folder(found.adapters):
-        raise ConfigError(f"{found.adapters} is a full model without adapters; use it as it is")
+        raise ConfigError(f"{found.adapters} is a full model without adapters; use it without merging")
     else:
         found.adapters = step_of(found.adapters, found.config, found.step)
     _merge(found, is_peft)
@@ -60,7 +62,7 @@ def _merge(found: Any, is_peft: bool) -> None:
     # A PEFT folder does not record the path of its base weights, so the user must pass --base.
     where = found.base if is_peft else found.adapters
     if where is None:
-        raise ConfigError(f"{found.adapters} does not name the weights of its base model; give them with --base")
+        raise ConfigError(f"{found.adapters} does not contain the path of its base model; name it with --base")
     adapters: peft.PeftFolder | merging.Adapters | None = None if is_peft else merging.Adapters(where)
     config = None
     if is_peft and (where / "config.json").exists():
@@ -114,7 +116,7 @@ def export_adapter(found: Any, checkpoint: Path, module: Any, shape: Any, begun:
     names = adapter_export.export(
         checkpoint, found.to, module, shape, found.base_model or begun, found.dtype or "float32"
     )
-    print(f"{found.to}: {', '.join(names)}; every number was read back and is equal")
+    print(f"{found.to}: {', '.join(names)}; read back and equal to the checkpoint")
     source = origin.of_path(Path(begun), module, shape) if begun else None
     if changed := changed_fields(getattr(module, "HUB", None), shape, source):
-        print(f"set in config.json of the base model, because PEFT's files have no place for it: {', '.join(changed)}")
+        print(f"PEFT files cannot store these options; set them in config.json of the base model: {', '.join(changed)}")

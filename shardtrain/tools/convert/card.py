@@ -71,7 +71,7 @@ class Card:
         lines += ["", f"# {self.name}", ""]
         began = ""
         if self.base_model:
-            began = f" It began with [{self.base_model}](https://huggingface.co/{self.base_model})."
+            began = f" Base model: [{self.base_model}](https://huggingface.co/{self.base_model})."
         lines += [f"Trained with shardtrain.{began}", ""]
         if self.facts:
             lines += ["| | |", "|---|---|"]
@@ -82,8 +82,8 @@ class Card:
         if self.options:
             lines += [
                 "## How to reproduce", "",
-                "`shardtrain train run.toml` with this file, the same data, and the weights that the run began with; "
-                "the number of devices changes no number.", "", "```toml", self.options.rstrip(), "```", "",
+                "`shardtrain train run.toml` with this file, the same data and the same initial weights. "
+                "The number of devices does not affect the results.", "", "```toml", self.options.rstrip(), "```", "",
             ]  # fmt: skip
         lines += [f"Exported by {self.made_by}.", ""]
         body = redact(visible("\n".join(lines)))

@@ -50,7 +50,9 @@ def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
             return noted
     path = config or run
     if not path.is_file():
-        raise ConfigError(f"{path} is missing, so the model of {checkpoint} is not known; give the TOML with --config")
+        raise ConfigError(
+            f"{path} does not exist, so the model of {checkpoint} is unknown; name the run's TOML with --config"
+        )
     from shardtrain import config as configs
     from shardtrain import tasks
     from shardtrain.config import derived
@@ -87,11 +89,11 @@ def tokens_of_run(config: Config, is_trusted: bool, folder: Path | None = None) 
         config = replace(config, model=replace(config.model, tokenizer_path=None, hf_assets_path=str(folder)))
     path = config.model.tokenizer_path or config.model.hf_assets_path
     if path.endswith(".py") and not is_trusted:
-        reason = "is a file of code; give the run's configuration with --config if you trust it"
+        reason = "is Python code; name the run's configuration with --config if you trust it"
     else:
         try:
             return trained_tokens(tokenizer_of(config), config)
         except ShardtrainError as error:
             reason = f"cannot be opened ({error})"
-    print(f"bos, eos and pad keep their values from before training: the tokenizer {path} {reason}")
+    print(f"bos, eos and pad keep their values from before training, because the tokenizer {path} {reason}")
     return {}

@@ -31,12 +31,18 @@ def import_main(words: Sequence[str]) -> int:
         "Write the weights of a Hugging Face folder as a checkpoint.",
         "shardtrain import HF_FOLDER --to outputs/model",
     )
-    parser.add_argument("folder", type=Path, metavar="HF_DIR", help="config.json and safetensors")
+    parser.add_argument("folder", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors files")
     parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
-    parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help="type of the weights (default: the file's)")
-    parser.add_argument("--vocab_size", type=int, default=0, help="let the vocabulary grow to so many rows")
-    parser.add_argument("--legacy_bin", action="store_true", help="read pytorch_model.bin, as data: see docs/hub.md")
-    parser.add_argument("--check", choices=CHECKS, default="auto", help="compare logits with transformers: docs/hub.md")
+    parser.add_argument(
+        "--dtype", choices=COMPUTE_DTYPES, default="", help="dtype of the weights (default: from the file)"
+    )
+    parser.add_argument("--vocab_size", type=int, default=0, help="extend the vocabulary to this many rows")
+    parser.add_argument(
+        "--legacy_bin", action="store_true", help="read pytorch_model.bin without unpickling code: see docs/hub.md"
+    )
+    parser.add_argument(
+        "--check", choices=CHECKS, default="auto", help="compare logits with transformers: see docs/hub.md"
+    )
     found = parser.read(words)
     from shardtrain import models
     from shardtrain.hf import importing
@@ -50,7 +56,7 @@ def import_main(words: Sequence[str]) -> int:
         reason = "transformers would unpickle the file" if found.legacy_bin else reason
         wanted = Export(found.to, found.folder, models.find(model.name), model.config)
         _check_logits(wanted, found.check == "logits", reason)
-    print(f"{found.to} holds the weights of {found.folder}; train from them with\n\n{model.toml()}\n")
+    print(f"{found.to} contains the weights of {found.folder}; train from them with\n\n{model.toml()}\n")
     print(f'[checkpoint]\nenable = true\ninitial_load_path = "{found.to}"')
     return 0
 
@@ -66,12 +72,12 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     try:
         ids = max(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values(), default=-1) + 1
     except Exception as error:  # any error that the library raises for a broken file
-        raise ConfigError(f"{file} cannot be read as a tokenizer ({str(error)[:200]}); fetch it again") from None
+        raise ConfigError(f"{file} is not a readable tokenizer ({str(error)[:200]}); download it again") from None
     if ids > rows:
         said = f"--vocab_size={vocab_size}" if vocab_size else f"vocab_size={rows} of {CONFIG}"
         raise ConfigError(
-            f"{file} has {ids} ids, and {said} gives the model rows for fewer; import with --vocab_size {ids}, or put "
-            "the model's own tokenizer there"
+            f"{file} has {ids} token IDs, but {said} has fewer rows; import with --vocab_size {ids}, or replace "
+            "the tokenizer by that of the model"
         )
 
 
@@ -88,27 +94,31 @@ def export_main(words: Sequence[str]) -> int:
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
     parser.add_argument("--step", type=step_name, help=HELP)
     parser.add_argument("--to", type=Path, metavar="HF_DIR", help="a new folder")
-    types = "type of all weights (default: what each has where the model came from)"
-    parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help=types)
-    rarer.add_argument("--shard_gigabytes", type=float, default=5.0, help="largest file, in 10^9 bytes")
+    dtype_help = "dtype of all weights (default: the dtype of each weight in the initial model)"
+    parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help=dtype_help)
+    rarer.add_argument("--shard_gigabytes", type=float, default=5.0, help="maximum size of a file, in 10^9 bytes")
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files are copied (default: the run's)")
     rarer.add_argument("--config", type=Path, help=f"the run's TOML (default: {RESOLVED_CONFIG} of the run)")
     rarer.add_argument("--keep_generation_config", action="store_true", help=KEEP_HELP)
-    parser.add_argument("--adapter", action="store_true", help="write the adapters alone, as PEFT opens them")
-    base = "what adapter_config.json and the card name as the model (the run's own)"
+    parser.add_argument("--adapter", action="store_true", help="write only the adapters, as a PEFT folder")
+    base = "base model to name in adapter_config.json and the card (default: from the run)"
     rarer.add_argument("--base_model", default="", help=base)
     parser.add_argument("--check", choices=CHECKS, default="auto", help="see docs/hub.md")
     parser.add_argument("--card", action="store_true", help="write README.md, a model card of the run")
     hub = "upload the folder, with a card, to this repository of the Hugging Face Hub (token: HF_TOKEN)"
     parser.add_argument("--push", default="", metavar="ORG/NAME", help=hub)
     rarer.add_argument("--private", action="store_true", help="with --push, create a private repository")
-    overwrite = "with --push, replace a card in the repository that somebody wrote or changed"
+    overwrite = "with --push, replace the repository's card even if somebody wrote or changed it"
     rarer.add_argument("--overwrite_card", action="store_true", help=overwrite)
     refuse_token(words, "shardtrain export")
     found = parser.read(words)
     for option in ("private", "overwrite_card"):
         if getattr(found, option) and not found.push:
-            raise ConfigError(Problem(f"--{option}", True, "has no effect without --push", "name the repository there"))
+            raise ConfigError(
+                Problem(
+                    f"--{option}", True, "has no effect without --push", "add --push ORG/NAME, or remove the option"
+                )
+            )
     push = None
     if found.push:
         from shardtrain.tools.convert.pushing import Push
@@ -119,7 +129,7 @@ def export_main(words: Sequence[str]) -> int:
     status = _to_folder(found, push)
     if push is not None and status == 0:
         address = push.send(found.to or found.checkpoint)
-        print(f"{address} holds them; every file was compared with its hash there")
+        print(f"{address} contains the files; the hash of every file was verified")
     return status
 
 
@@ -131,17 +141,17 @@ def _to_folder(found: Any, push: Any) -> int:
     is_folder = is_hub_folder(found.checkpoint) or (found.checkpoint / "adapter_config.json").is_file()
     if found.to is None:
         if push is None or not is_folder:
-            raise ConfigError(Problem("--to", None, "is needed: the folder that is written", "name a new one"))
+            raise ConfigError(Problem("--to", None, "is required: the folder to write", "name a new folder"))
         return 0
     if not 0.001 <= found.shard_gigabytes <= 1000:
-        raise ConfigError(f"--shard_gigabytes={found.shard_gigabytes} must lie between 0.001 and 1000; use 5")
+        raise ConfigError(f"--shard_gigabytes={found.shard_gigabytes} must be between 0.001 and 1000; use 5")
     # An existing folder is an interrupted upload if its card identifies this checkpoint. Continue that upload.
     if found.to.exists():
         of = "" if is_folder else _identity(found, step_of(found.checkpoint, found.config, found.step))
         if push is not None and of and card.exported(found.to) == of:
-            print(f"{found.to} holds this checkpoint already")
+            print(f"{found.to} already contains this checkpoint")
             return 0
-        raise ConfigError(f"{found.to} exists; give a new folder")
+        raise ConfigError(f"{found.to} already exists; name a new folder")
     if not is_hub_folder(found.checkpoint):
         return _export(found, found.checkpoint)
 
@@ -151,7 +161,7 @@ def _to_folder(found: Any, push: Any) -> int:
     reject_step(found.step, found.checkpoint)
     for option in ("config", "adapter", "base_model"):
         if getattr(found, option):
-            rule = f"has no effect: {found.checkpoint} is a Hugging Face folder, which says what it is"
+            rule = f"has no effect, because {found.checkpoint} is a Hugging Face folder with its own config.json"
             raise ConfigError(Problem(f"--{option}", str(getattr(found, option)), rule, "leave it out"))
     found.to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=found.to.parent, prefix=f"{found.to.name}.tmp-") as folder:
@@ -175,7 +185,7 @@ def _write_card(found: Any, checkpoint: Path, source: Any) -> None:
     name = found.push.rpartition("/")[2] or os.path.basename(os.path.realpath(found.to))
     made = card.of_checkpoint(checkpoint, name, source, found.base_model, found.adapter)
     files.write_durable(found.to / card.CARD, made.text(_identity(found, checkpoint)).encode())
-    print(f"{found.to / card.CARD}: a model card of what is known; add what it is for")
+    print(f"{found.to / card.CARD}: model card with the known facts; add the intended use")
 
 
 def _export(found: Any, path: Path) -> int:
@@ -196,7 +206,7 @@ def _export(found: Any, path: Path) -> int:
         _write_card(found, checkpoint, None)
         return 0
     if FACT in manifest.read(checkpoint).facts:
-        rule = "holds adapters and no model"
+        rule = "contains adapters, but no full model"
         raise ConfigError(f"{checkpoint} {rule}; add --adapter, or merge it first (shardtrain merge)")
 
     # Find the folder of the initial weights, in the notes of an import or the run's configuration. It
@@ -223,16 +233,16 @@ def _export(found: Any, path: Path) -> int:
         labels=options.get("labels", ()),
     )
     files, notice = export(wanted)
-    print(f"{found.to}: {', '.join(files)}; every weight was read back and is equal")
+    print(f"{found.to}: {', '.join(files)}; all weights were read back and are equal")
     if notice:
         print(notice)
     if not any(one.has_tokenizer for one in wanted.sources()):
-        why = "the import noted none"
+        why = "the import recorded none"
         if wanted.tokenizer is not None:
-            why = f"{wanted.tokenizer} has no file of one"
+            why = f"{wanted.tokenizer} has no tokenizer files"
         elif "assets" in options:
-            why = f"the run's is {options['assets']!r}, and no folder"
-        print(f"no tokenizer is among them: {why}; copy it there, or give --tokenizer")
+            why = f"the tokenizer of the run is {options['assets']!r}, not a folder"
+        print(f"the folder has no tokenizer: {why}; copy one there, or name a folder with --tokenizer")
     if found.check != "weights":
         _check_logits(wanted, found.check == "logits")
     _write_card(found, checkpoint, begun)
@@ -245,13 +255,13 @@ def _check_logits(wanted: Export, must: bool, reason: str = "") -> None:
     reason = reason or logits.why_not(wanted)
     if reason:
         if must:
-            raise ConfigError(f"--check=logits cannot be done: {reason}; use --check=weights")
+            raise ConfigError(f"--check=logits is not possible: {reason}; use --check=weights")
         print(f"logits were not compared: {reason}")
         return
     error, scale = logits.largest_error(wanted)
     if not error <= logits.TOLERANCE * max(scale, 1.0):
         raise CheckpointError(
-            f"{wanted.output}: transformers' logits differ by {error:.2e}, where logits are up to {scale:.2g}; do not "
-            "use what was written"
+            f"{wanted.output}: transformers' logits differ by {error:.2e}, with logits up to {scale:.2g}; do not use "
+            "this folder"
         )
-    print(f"transformers gives the same logits: largest error {error:.2e}, where logits are up to {scale:.2g}")
+    print(f"transformers returns the same logits: largest error {error:.2e}, with logits up to {scale:.2g}")

@@ -48,12 +48,12 @@ class Push:
         try:
             validate_repo_id(repo_id)
         except HFValidationError:
-            raise self._wrong("is not the name of a repository", "write it like ORGANISATION/NAME") from None
+            raise self._wrong("is not a valid repository name", "use the form ORGANIZATION/NAME") from None
         if repo_id.count("/") != 1:
-            raise self._wrong("has no organisation", "write it like ORGANISATION/NAME")
+            raise self._wrong("has no organization", "use the form ORGANIZATION/NAME")
         self._hub = Hub(repo_id)
         if not self._hub.token:
-            fix = f"set HF_TOKEN to one that may write ({TOKENS_PAGE}), or log in with hf auth login"
+            fix = f"set HF_TOKEN to a token with write access ({TOKENS_PAGE}), or log in with hf auth login"
             raise ConfigError(Problem("--push", repo_id, "requires a token, and none was found", fix))
         self._api: HfApi = HfApi(
             self._hub.endpoint, token=self._hub.token, library_name="shardtrain", library_version=__version__
@@ -62,7 +62,7 @@ class Push:
         account = self._ask(self._api.whoami)
         role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
         if role == "read":
-            raise self._wrong("is not writable with the token that was found, which can only read", self._write_fix())
+            raise self._wrong("is not writable with the current token, which is read-only", self._write_fix())
         self.head, self.theirs, self.card = self._look()
 
     def _wrong(self, rule: str, fix: str) -> ConfigError:
@@ -85,7 +85,7 @@ class Push:
         if info is None:
             return None, [], None
         if self._private and info.private is False:
-            fix = "remove --private, or make it private in its settings on the hub"
+            fix = "remove --private, or make the repository private in its settings on the hub"
             raise self._wrong("exists and is public", fix)
         names = [str(file.rfilename) for file in info.siblings or []]
         text = None
@@ -113,7 +113,7 @@ class Push:
         names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if _is_sent(path, folder))
         if self.keeps_card and CARD in names:
             names.remove(CARD)
-            tell(f"{CARD} of {self.repo_id} was not written by shardtrain and is kept; --overwrite_card replaces it")
+            tell(f"{CARD} of {self.repo_id} was not written by shardtrain, so it is kept; --overwrite_card replaces it")
         if self.head is None:
             self._ask(lambda: self._api.create_repo(self.repo_id, private=self._private or None, exist_ok=False))
             tell(f"{self.repo_id}: created{', private' if self._private else ''}")
@@ -155,15 +155,13 @@ class Push:
         for name in names:
             expected = expected_hash(there[name]) if name in there else None
             if expected is None or hash_of_file(folder / name, expected[0]) != expected[1]:
-                what = "is not in" if name not in there else "is another file in"
-                raise DataError(
-                    f"{name} {what} {self.repo_id} at {done.oid}; look at its .gitignore, and push it again"
-                )
+                what = "is missing in" if name not in there else "has another hash in"
+                raise DataError(f"{name} {what} {self.repo_id} at {done.oid}; check its .gitignore, and push again")
         return f"{self._hub.endpoint}/{self.repo_id}"
 
     def _not_all(self, error: ShardtrainError, stored: list[str], names: list[str]) -> ShardtrainError:
         there = f"{', '.join(stored)} of {len(names)} files are stored" if stored else "no large file is stored"
-        text = f"{error}; nothing of this upload can be seen in {self.repo_id} yet: {there}. The same command continues"
+        text = f"{error}; this upload is not visible in {self.repo_id} yet ({there}); run the same command to continue"
         return type(error)(text)
 
     def _ask(self, call: Callable[[], T]) -> T:
@@ -180,16 +178,16 @@ class Push:
 
     def _explain(self, error: Exception) -> ShardtrainError:
         if isinstance(error, ValueError) and "metadata in README.md" in str(error):
-            return ConfigError(f"{CARD} has front matter that the hub rejects ({describe_error(error)}); correct it")
+            return ConfigError(f"the hub rejects the front matter of {CARD} ({describe_error(error)}); correct it")
         response = getattr(error, "response", None)
         status = response.status_code if response is not None else None
         if status in (401, 403):
-            return self._wrong(f"is not writable with the token that was found (status {status})", self._write_fix())
+            return self._wrong(f"is not writable with the current token (status {status})", self._write_fix())
         if status == 404:
-            return self._wrong("does not exist, or is not visible with the token that was found", self._write_fix())
+            return self._wrong("does not exist, or is not visible with the current token", self._write_fix())
         if status in (409, 412):
             return self._wrong(
-                "was changed by somebody else during the upload", "check it, and run the same command again"
+                "was changed by somebody else during the upload", "check the change, and run the same command again"
             )
         if status is not None and 400 <= status < 500 and status != 429:
             return StorageError(f"{self._hub.endpoint} rejected the upload to {self.repo_id} ({describe_error(error)})")

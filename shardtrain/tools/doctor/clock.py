@@ -15,13 +15,13 @@ AREA = "clock"
 
 ROUNDS = 4
 WARN_SECONDS = 1.0
-"""Maximum clock difference. Beyond it, timestamps in logs do not show the order of events."""
+"""Maximum clock difference. With a larger one, timestamps in logs do not show the order of events."""
 _TIME_ERROR = 5
 """Return value of adjtimex(2) for an unsynchronized clock."""
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Record the clock source, and the time of this rank at moments when all ranks meet."""
+    """Record the clock source, and the time of this rank at moments when all ranks have just met."""
     facts["source"] = kernel_text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     facts["synchronized"] = synchronized()
     facts["moments"] = []
@@ -36,8 +36,8 @@ def synchronized() -> bool | None:
         return None
     try:
         libc = ctypes.CDLL(None, use_errno=True)
-        # modes, the first field of struct timex, is 0, which only reads. The struct is smaller than 512
-        # bytes.
+        # The kernel only reads the clock if modes, the first field of struct timex, is 0. The struct is
+        # smaller than 512 bytes.
         state = libc.adjtimex(ctypes.create_string_buffer(512))
     except (OSError, AttributeError):
         return None
@@ -47,8 +47,8 @@ def synchronized() -> bool | None:
 def offsets(moments: dict[int, list[float]]) -> dict[int, float]:
     """Return the seconds by which each rank's clock is ahead of the median clock.
 
-    A rank records each moment slightly late, depending on its latency to the store. The smallest difference
-    counts.
+    A rank records each moment slightly late, depending on its latency to the store. So the smallest
+    difference of a rank is the most accurate.
     """
     answered = {rank: times for rank, times in moments.items() if times}
     rounds = min((len(times) for times in answered.values()), default=0)
@@ -92,7 +92,7 @@ def _synchronized(facts: Facts, several: bool) -> Judged | None:
 
 def _source(facts: Facts) -> Judged | None:
     value = facts["source"]
-    expected = "tsc or a hypervisor's own"
+    expected = "tsc or a clock of the hypervisor"
     if value in ("hpet", "acpi_pm", "jiffies"):
-        return "warn", f"{value}: each look at the clock is slow", expected, "boot with clocksource=tsc"
+        return "warn", f"{value}, which is slow to read", expected, "boot with clocksource=tsc"
     return ("pass", value, expected, "") if value else None

@@ -1,4 +1,4 @@
-"""Context of a check: its rank, and the connection to other ranks."""
+"""State of one rank that its checks share."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank of the doctor.
+    """One rank of the doctor, and its connection to the other ranks.
 
     Attributes:
-        device: "cpu", "cuda" or "xpu".
-        limit_seconds: Time limit of one check.
-        store: Store shared by all ranks.
-        line: ``StoreChannel`` over the store.
-        num_ranks: Number of ranks of the planned run, if the doctor runs on part of its hosts. 0 for
-            ``size``.
-        has_config: True if the user passed a configuration. Otherwise folders and mesh axes are not relevant.
+        device: "cpu", "cuda" or "xpu". limit_seconds: Time limit of one check. store: Store shared by all
+            ranks. line: ``StoreChannel`` over the store. num_ranks: Number of ranks of the planned run, if
+            the doctor runs on only part of its hosts. 0 means ``size``. has_config: True if the user passed a
+            configuration. Without one, folders and mesh axes are not relevant.
     """
 
     loaded: Loaded

@@ -26,8 +26,10 @@ REPEATS = 9
 LOAD_SECONDS = 5.0
 """Maximum time to keep a device busy while querying its driver."""
 GOOD_SHARE = 0.5
-"""Minimum fraction of the data sheet's peak. A large bf16 product reaches 0.6 to 0.85 without a power limit,
-and 0.5 on small cards with reduced clocks."""
+"""Minimum fraction of the data sheet's peak.
+
+A large bf16 product reaches 0.6 to 0.85 without a power limit, and 0.5 on small cards with reduced clocks.
+"""
 BAD_SHARE = 0.2
 """Fraction of the data sheet's peak below which the check fails."""
 TERA = 1e12
@@ -45,7 +47,7 @@ def collect(context: RankContext, facts: Facts) -> None:
     context.line.mark("a matrix product")
     a, b = operands(device, dtype)
     facts["exact"] = is_exact(a, b)
-    # Query the health under load. Then measure the speed, when the device is warm.
+    # Query the health under load. The load also warms up the device for the speed measurement.
     if context.device != "cpu":
         facts["uuid"] = health.uuid_of(device)
         facts["health"] = _under_load(facts["uuid"], a, b)
@@ -94,9 +96,10 @@ def operands(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def is_exact(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if the product is correct. Freivalds' test (1977) compares (a b) v with a (b v) for a vector v.
+    """True if the product is correct.
 
-    All numbers are small integers, so both sides are exact in float64 for any order of summation.
+    Freivalds' test (1977) compares (a b) v with a (b v) for a vector v. All numbers are small integers, so
+    both sides are exact in float64 for any order of summation.
     """
     import torch
 
@@ -111,10 +114,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def rate(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the FLOP/s of the fastest of several products.
-
-    Other work slows some of them, a slow device all.
-    """
+    """Return the FLOP/s of the fastest of several products, because other work on the machine slows some of them."""
     from shardtrain.ops import accelerator
 
     seconds = []
@@ -125,8 +125,7 @@ def rate(a: torch.Tensor, b: torch.Tensor) -> float:
             multiply(a, b)
         accelerator.finish(a.device)
         seconds.append((time.perf_counter() - started) / inner)
-    # Skip the first product, which also loads the library. A product of n x n matrices takes 2 n^3
-    # operations.
+    # Skip the first product, which also loads the library. A product of two n x n matrices has 2 n^3 operations.
     return float(2 * a.shape[0] ** 3 / min(seconds[1:]))
 
 
@@ -138,7 +137,7 @@ def num_threads() -> int:
 
 
 def _under_load(uuid: str, a: torch.Tensor, b: torch.Tensor) -> Facts:
-    """Return the health of a busy device. An idle healthy device has low clocks and a narrow link."""
+    """Return the health of the device under load. An idle healthy device also has low clocks and a narrow link."""
     from shardtrain.ops import accelerator
 
     with health.asking(uuid) as asked:
@@ -158,7 +157,7 @@ def judge(reports: Reports) -> Iterator[Finding]:
     by_rank = reports.of(AREA)
     if not by_rank:
         return
-    fix = "use hosts of one kind: the slowest device sets the pace of all"
+    fix = "use devices of one type, because all ranks wait for the slowest"
     yield equal(reports, AREA, "kind", {rank: str(facts["name"]) for rank, facts in by_rank.items()}, "warn", fix)
 
     # Find ranks of a host that share one device.
@@ -168,15 +167,17 @@ def judge(reports: Reports) -> Iterator[Finding]:
             used.setdefault((reports.host(rank), facts["uuid"]), []).append(rank)
     for (_, uuid), ranks in used.items():
         if len(ranks) > 1:
-            fix = "start one rank for each device, and look at CUDA_VISIBLE_DEVICES"
-            text = f"{uuid} is that of {reports.who(ranks)}"
-            yield Finding(AREA, "one rank a device", "fail", text, "a device of its own", fix, tuple(ranks))
+            fix = "start one rank per device, and check CUDA_VISIBLE_DEVICES"
+            text = f"{uuid} is used by {reports.who(ranks)}"
+            yield Finding(
+                AREA, "one rank per device", "fail", text, "a separate device for each rank", fix, tuple(ranks)
+            )
 
     wrong = [rank for rank, facts in by_rank.items() if not facts["exact"]]
     text = f"wrong on {reports.who(wrong)}" if wrong else "exact"
-    replace = "take this device out of the job and have it replaced: its results cannot be trusted" if wrong else ""
+    replace = "remove this device from the job and have it replaced: its results are wrong" if wrong else ""
     verdict: Verdict = "fail" if wrong else "pass"
-    yield Finding(AREA, "product of matrices", verdict, text, "exact whole numbers", replace, tuple(wrong))
+    yield Finding(AREA, "matrix product", verdict, text, "exact integers", replace, tuple(wrong))
     yield from _rates(reports, by_rank)
     yield from health.judge(reports, {rank: facts["health"] for rank, facts in by_rank.items() if "health" in facts})
 
@@ -195,10 +196,10 @@ def _rates(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
         behind = slow(rates)
         if low:
             verdict: Verdict = "fail" if any(rates[rank] * TERA < BAD_SHARE * peak for rank in low) else "warn"
-            fix = "look at clocks, power and heat below, and at other processes on the device"
+            fix = "check clocks, power and temperature below, and other processes on the device"
             yield Finding(AREA, subject, verdict, text, expected, fix, tuple(low) if len(low) < reports.size else ())
         elif behind:
-            fix = "look for other processes, heat or a power cap there; leave the host out if none is found"
+            fix = "look for other processes, heat or a power cap on it; exclude the host if you find none"
             yield Finding(AREA, subject, "warn", text, "as on other ranks", fix, tuple(behind))
         else:
             yield Finding(AREA, subject, "pass", text, expected)

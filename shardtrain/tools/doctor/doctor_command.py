@@ -1,4 +1,4 @@
-"""Verb ``doctor``: start ranks like ``train``, or join those of a launcher, and print the report."""
+"""Verb ``doctor``: start ranks like ``train``, or join the ranks of a launcher, and print the report."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ USAGE = """\
 usage: shardtrain doctor [CONFIG.toml] [--nproc N] [--for_ranks N] [--json] [--strict] [--limit_seconds S]
                          [--section.key VALUE ...]
 
-Looks for what would end or slow a run: versions, hosts, environment, configuration, limits, memory, clocks, storage,
-devices, long sums beside float64, and the bandwidth of each axis of the mesh. Starts ranks as shardtrain train does, or
-is one rank of a job:
+Find problems that would end or slow down a run: versions, hosts, environment, configuration, limits, memory, clocks,
+storage, devices, accuracy of long sums, and the bandwidth of each mesh axis. Start ranks like shardtrain train, or run
+as one rank of a job:
 
   torchrun --nproc-per-node 8 -m shardtrain doctor CONFIG.toml        srun shardtrain doctor CONFIG.toml
 
-With CONFIG.toml (or overrides) its mesh, folders, data and model are those examined. Prints one row for each check:
-pass, warn or fail, what was measured, what was expected, and the fix. Trains nothing and leaves nothing behind.
+With CONFIG.toml or overrides, also check its mesh, folders, data and model. Print one row per check: pass, warn or
+fail, the measured value, the expected value, and the fix. The doctor does not train, and removes all its files.
 
-  --for_ranks N      judge the limits of these hosts (open files, ports, tracked connections) as for a run of N ranks
+  --for_ranks N      judge the limits of these hosts (open files, ports, tracked connections) for a run of N ranks
   --json             print one JSON document instead of the table
-  --strict           a warning fails too
-  --limit_seconds S  longest for one check (30): what takes longer is a finding
+  --strict           treat warnings as failures
+  --limit_seconds S  time limit of one check (default: 30); exceeding it is reported
 
-Exit status: 0 when nothing failed, else that of the first failure: 2 configuration, versions or environment, 6 ranks
-or network, 7 memory, 8 storage, 1 anything else.
+Exit status: 0 without failures, else by the area of the first failure: 2 configuration, versions or environment,
+6 ranks or network, 7 memory, 8 storage, 1 any other area.
 
   shardtrain doctor my_run.toml --nproc 8
 """
@@ -53,9 +53,9 @@ REPORT = "report.json"
 LIMIT_SECONDS = 30.0
 MOST_RANKS = 1_000_000
 _OWN_WORDS = ("TORCH_CPP_LOG_LEVEL", "FATAL")
-"""Suppress PyTorch's C++ traces, because the report contains the failures."""
+"""Suppresses PyTorch's C++ stack traces, because the report contains the failures."""
 LEAVE_SECONDS = 5.0
-"""Maximum time for which rank 0 serves the exit status to the other ranks."""
+"""Maximum time for which rank 0 keeps serving the exit status to the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class DoctorOptions:
     """Parsed options.
 
     Attributes:
-        num_ranks: Number of ranks of the run for which to judge limits. 0 for the doctor's own ranks.
+        num_ranks: Number of ranks of the planned run, for which limits are judged. 0 for the number of the
+            doctor's ranks.
     """
 
     loaded: Loaded
@@ -93,12 +94,12 @@ def read(words: Sequence[str]) -> DoctorOptions:
     taken = take(words, options, ("--json", "--strict"))
     arguments = split(taken.rest)
     if arguments.max_restarts:
-        rule = "has no effect: the doctor runs once"
-        raise ConfigError(Problem("--max_restarts", arguments.max_restarts, rule, "leave it out", "command line"))
+        rule = "has no effect, because the doctor runs once"
+        raise ConfigError(Problem("--max_restarts", arguments.max_restarts, rule, "remove it", "command line"))
     loaded = config.load(arguments.path, arguments.overrides)
     if loaded.config.comm.mode == "fake_backend":
-        fix = "leave it out; shardtrain train with it checks a mesh without the machines"
-        raise ConfigError(Problem("comm.mode", "fake_backend", "sends nothing that could be measured", fix))
+        fix = "remove it, or use it with shardtrain train to check a mesh without machines"
+        raise ConfigError(Problem("comm.mode", "fake_backend", "has no communication to measure", fix))
     return DoctorOptions(
         loaded,
         arguments.nproc,
@@ -173,7 +174,7 @@ def _as_rank(request: DoctorOptions) -> NoReturn:
 
     from shardtrain.launch import environment, local
 
-    # Set by our own launcher. This rank ends with its parent process.
+    # Set by shardtrain's own launcher. This rank ends with its parent process.
     parent = os.environ.get("SHARDTRAIN_PARENT")
     if parent:
         local.detach(int(parent))
@@ -197,7 +198,7 @@ def _print(request: DoctorOptions, result: dict[str, Any]) -> int:
 
 
 def _run(request: DoctorOptions) -> dict[str, Any]:
-    """Examine this rank. Rank 0 judges all ranks and returns the report, other ranks only its exit status."""
+    """Examine this rank. Return the report on rank 0, and only the exit status on other ranks."""
     from shardtrain.distributed.process_group import pick_device_type
     from shardtrain.tools.doctor import rank, store_channel
     from shardtrain.tools.doctor.context import RankContext
@@ -237,7 +238,7 @@ def _run(request: DoctorOptions) -> dict[str, Any]:
         result["exit_code"] = exit_code(findings, request.strict)
         line.send("exit_code", result["exit_code"])
 
-        # With srun this process serves the store. Wait until the other ranks have left.
+        # With srun, this process serves the store. Keep it alive until the other ranks have left.
         end = time.monotonic() + LEAVE_SECONDS
         for other in set(range(1, size)) - set(reports.missing):
             line.receive(f"left-{other}", max(0.0, end - time.monotonic()))
@@ -249,7 +250,7 @@ def _run(request: DoctorOptions) -> dict[str, Any]:
 def _local_size() -> int:
     """Return the number of ranks on this host.
 
-    Slurm's "8(x2),4" is two hosts with eight and one with four.
+    Slurm's "8(x2),4" means two hosts with eight ranks and one host with four.
     """
     if os.environ.get("LOCAL_WORLD_SIZE"):
         return int(os.environ["LOCAL_WORLD_SIZE"])

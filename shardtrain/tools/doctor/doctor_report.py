@@ -1,4 +1,4 @@
-"""Report: a table for people, JSON for programs, and the exit status."""
+"""Report of the doctor: a table for users, JSON for programs, and the exit status."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, get_args
 from shardtrain.tools.doctor.result import Finding, Reports, Verdict, worst
 
 EXIT_CODES = {"config": 2, "versions": 2, "environment": 2, "ranks": 6, "network": 6, "memory": 7, "storage": 8}
-"""Exit status of a run with a failure of this area, see ``errors.py``. Other areas have 1."""
+"""Exit status if the first failure is in this area, see ``errors.py``. Failures of other areas exit with 1."""
 
 WIDTH = 118
 
@@ -59,7 +59,7 @@ def text_of(document: dict[str, Any]) -> str:
     counts = {verdict: sum(row["verdict"] == verdict for row in document["findings"]) for verdict in get_args(Verdict)}
     lines.append("")
     for who, subjects in document["named"].items():
-        lines += textwrap.wrap(f"look at {who}: {', '.join(subjects)}", WIDTH, subsequent_indent="  ")
+        lines += textwrap.wrap(f"inspect {who}: {', '.join(subjects)}", WIDTH, subsequent_indent="  ")
     totals = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     lines.append(f"{document['verdict']}: {totals}, in {document['seconds']:.1f} s")
     return "\n".join(lines)

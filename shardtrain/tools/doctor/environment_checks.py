@@ -19,16 +19,20 @@ _HARMLESS = ("TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR", "CUDA_HOME", "CUDA_PATH", 
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 COSTLY: tuple[tuple[str, str, str], ...] = (
-    ("CUDA_LAUNCH_BLOCKING", r"1", "waits for every kernel: it is for debugging"),
-    ("TORCH_DISTRIBUTED_DEBUG", r"(?i)detail", "compares every collective: it is for debugging"),
-    ("TORCH_CPP_LOG_LEVEL", r"(?i)info", "logs each collective: it is for debugging"),
+    ("CUDA_LAUNCH_BLOCKING", r"1", "waits for every kernel, for debugging"),
+    ("TORCH_DISTRIBUTED_DEBUG", r"(?i)detail", "compares every collective, for debugging"),
+    ("TORCH_CPP_LOG_LEVEL", r"(?i)info", "logs each collective, for debugging"),
     ("NCCL_DEBUG", r"(?i)info|trace", "writes thousands of lines on many ranks"),
-    ("NCCL_P2P_DISABLE", r"1", "devices of a host talk through memory instead of NVLink or PCIe"),
-    ("NCCL_SHM_DISABLE", r"1", "devices of a host without peer access talk over the network"),
-    ("NCCL_NVLS_ENABLE", r"0", "the switch's own reductions are left unused where there are any"),
-    ("NCCL_ALGO", r".+", "one algorithm is pinned for all sizes; NCCL's own choice is usually faster"),
-    ("NCCL_PROTO", r".+", "one protocol is pinned for all sizes; LL128 forced where it is unsafe gives wrong sums"),
-    ("NCCL_NET_GDR_LEVEL", r"0|LOC", "the network card does not read the device's memory"),
+    ("NCCL_P2P_DISABLE", r"1", "devices of a host communicate through memory instead of NVLink or PCIe"),
+    ("NCCL_SHM_DISABLE", r"1", "devices of a host without peer access communicate over the network"),
+    ("NCCL_NVLS_ENABLE", r"0", "disables reductions in the NVLink switch"),
+    ("NCCL_ALGO", r".+", "forces one algorithm for all sizes; NCCL's choice is usually faster"),
+    (
+        "NCCL_PROTO",
+        r".+",
+        "forces one protocol for all sizes; LL128 returns wrong sums on links that do not support it",
+    ),
+    ("NCCL_NET_GDR_LEVEL", r"0|LOC", "network cards do not access device memory directly"),
 )
 """Name, pattern of costly values, and cost. Sources: NVIDIA NCCL User Guide, Environment Variables, and
 PyTorch, Torch Distributed Debug."""
@@ -41,7 +45,7 @@ def collect(context: RankContext, facts: Facts) -> None:
     from shardtrain.launch.environment import unseen_devices, usable_cores
     from shardtrain.utils.log import redact
 
-    # Other variables may be secrets. Redact these too, because their values may contain a secret.
+    # Variables with other prefixes may contain secrets. Redact these as well, because their values may, too.
     names = [name for name in sorted(os.environ) if name.startswith(PREFIXES) and name not in _HARMLESS]
     facts["variables"] = {name: redact(os.environ[name])[:80] for name in names}
     facts["interfaces"] = [name for _, name in socket.if_nameindex()]
@@ -72,7 +76,7 @@ def judge(reports: Reports) -> Iterator[Finding]:
     yield from each(reports, AREA, rules)
 
 
-_FIX = "set it in the job script, which all ranks read, and not in the shell of one host"
+_FIX = "set it in the job script, which all ranks read, instead of the shell of one host"
 
 
 def _interface(name: str, facts: Facts) -> Judged | None:
@@ -80,7 +84,7 @@ def _interface(name: str, facts: Facts) -> Judged | None:
     if not value:
         return None
     there = facts["interfaces"]
-    # NCCL lists prefixes, with "=" exact names, and with "^" excluded prefixes. Gloo lists exact names.
+    # NCCL lists name prefixes, exact names after "=", and excluded prefixes after "^". Gloo lists exact names.
     exact = name.startswith("GLOO") or value.startswith("=")
     wanted = [word for word in value.lstrip("=").split(",") if word]
     if value.startswith("^"):
@@ -89,7 +93,7 @@ def _interface(name: str, facts: Facts) -> Judged | None:
         found = [one for one in there if (one in wanted if exact else one.startswith(tuple(wanted)))]
     expected = "an interface of this host"
     if not found:
-        return "fail", f"{value}: none of {', '.join(there[:6])}", expected, f"set {name} to one that `ip link` shows"
+        return "fail", f"{value}: none of {', '.join(there[:6])}", expected, f"set {name} to an interface of `ip link`"
     return "pass", f"{value}: {', '.join(found[:4])}", expected, ""
 
 
@@ -105,15 +109,15 @@ def _infiniband(facts: Facts) -> Judged | None:
         return None
     if facts["infiniband"]:
         fix = "unset NCCL_IB_DISABLE"
-        return "fail", "1, and this host has InfiniBand or RoCE cards, which lie idle", "not set", fix
-    return "pass", "1, and this host has no such card", "not set", ""
+        return "fail", "1, so the InfiniBand or RoCE cards of this host are unused", "not set", fix
+    return "pass", "1, and this host has no InfiniBand or RoCE card", "not set", ""
 
 
 def _unseen(facts: Facts) -> Judged | None:
     if not facts["unseen"]:
         return None
-    fix = "give the container its devices (apptainer --nv, docker --gpus all), or fix the driver: nvidia-smi"
-    return "fail", facts["unseen"], "a device for each that Slurm has given", fix
+    fix = "pass the devices to the container (apptainer --nv, docker --gpus all), or fix the driver: nvidia-smi"
+    return "fail", facts["unseen"], "all devices that Slurm allocated", fix
 
 
 def _threads(facts: Facts) -> Judged | None:
@@ -122,7 +126,7 @@ def _threads(facts: Facts) -> Judged | None:
         return None
     wanted = int(value) * facts["local_size"]
     cores = facts["cores"]
-    text = f"{value} of OpenMP on {facts['local_size']} ranks for {cores} cores"
+    text = f"OMP_NUM_THREADS={value} on each of {facts['local_size']} ranks, with {cores} cores"
     if wanted > cores:
         fewer = f"start {cores} ranks here, or fewer"
         fix = f"set OMP_NUM_THREADS to {cores // facts['local_size']}" if cores >= facts["local_size"] else fewer

@@ -33,8 +33,8 @@ def of_mesh(sizes: Mapping[str, int]) -> Groups:
 def of_run(loaded: Loaded, hosts: Sequence[str]) -> Groups:
     """Return all groups to measure. Equal divisions of the ranks are merged under a joined name.
 
-    ``hosts`` are the hosts of the ranks in order. A mesh that does not fit the number of ranks is skipped,
-    because the configuration check reports it.
+    ``hosts`` contains the host of each rank. A mesh that does not fit the number of ranks is skipped, because
+    the configuration check reports it.
     """
     from shardtrain.distributed import mesh
 
@@ -45,8 +45,8 @@ def of_run(loaded: Loaded, hosts: Sequence[str]) -> Groups:
     for rank, host in enumerate(hosts):
         own.setdefault(host, []).append(rank)
 
-    # Divide by mesh axes, into one group of all ranks and, if hosts have equally many ranks, within and
-    # across hosts.
+    # Divide the ranks by mesh axes, into one group of all ranks and, if all hosts have the same number of
+    # ranks, within and across hosts.
     try:
         sizes = mesh.sizes_of(loaded.config, size)
     except ZeroDivisionError:
@@ -82,7 +82,7 @@ def pairs(members: Sequence[int]) -> list[list[tuple[int, int]]]:
 def pair_rounds(hosts: Sequence[str]) -> dict[str, list[list[tuple[int, int]]]]:
     """Return rounds of pairs within each host, and between the first ranks of neighbouring hosts.
 
-    A rank is judged by its faster pair. Identifying the slow rank of a pair therefore requires three ranks.
+    A rank is judged by the faster of its two pairs, so a kind of pair requires at least three ranks.
     """
     own: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):

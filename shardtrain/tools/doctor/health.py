@@ -1,7 +1,7 @@
 """Health of NVIDIA devices from nvidia-smi: memory errors, throttled clocks, heat, and link width.
 
-Field names are those of ``nvidia-smi --help-query-gpu``. A driver reports an unknown field by name. The query
-is then repeated without this field.
+Field names are those of ``nvidia-smi --help-query-gpu``. If a driver reports a field as unknown, the query is
+repeated without this field.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ SECONDS = 10.0
 """Timeout of one query of the driver."""
 _HARD = {0x08: "hardware slowdown", 0x40: "heat (hardware)", 0x80: "power brake"}
 _SOFT = {0x20: "heat (driver)"}
-"""Bits of nvmlClocksEventReasons in NVIDIA's NVML reference. Bit 0x1 is idle. Bit 0x4 is the power cap, which
-a large product reaches on a healthy device."""
+"""Bits of nvmlClocksEventReasons in NVIDIA's NVML reference.
+
+Bit 0x1 means idle. Bit 0x4 means the power cap, which a large product reaches on a healthy device.
+"""
 _MANY_CORRECTED = 1000
 
 
 def uuid_of(device: Any) -> str:
-    """Return the UUID in the format of nvidia-smi, or "" if PyTorch does not report it."""
+    """Return the UUID of a device in the format of nvidia-smi, or "" if PyTorch does not report it."""
     from shardtrain.ops import accelerator
 
     found = str(getattr(accelerator.module(device).get_device_properties(device), "uuid", ""))
@@ -84,7 +86,7 @@ def asking(uuid: str) -> Iterator[Any]:
 def answer(asked: Any, uuid: str) -> Facts:
     """Return the result of a query. Raise OSError or subprocess.SubprocessError if it failed."""
     if isinstance(asked, _Nothing):
-        return {"error": "no nvidia-smi here, or a device without UUID"}
+        return {"error": "nvidia-smi does not exist, or the device has no UUID"}
     text, _ = asked.communicate(timeout=SECONDS)
     # A driver names the first unknown field. Repeat the query with its old name, or without it.
     fields = list(FIELDS)
@@ -141,24 +143,32 @@ def judge(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
     silent = {rank: facts["error"] for rank, facts in by_rank.items() if "error" in facts}
     if silent:
         text = f"{next(iter(silent.values()))} ({reports.who(list(silent))})"
-        yield Finding(AREA, "health", "warn", text, "read", "install nvidia-smi of the driver, or look by hand")
+        yield Finding(
+            AREA, "health", "warn", text, "readable", "install the driver's nvidia-smi, or check the device manually"
+        )
     asked = {rank: facts for rank, facts in by_rank.items() if rank not in silent}
     if not asked:
         return
     rows: list[tuple[str, Verdict, dict[int, str], str, str]] = [
         ("memory errors", "fail", _texts(asked, _memory_errors), "none", "reset the device or have it replaced"),
         ("corrected errors", "warn", _texts(asked, _corrected), f"under {_MANY_CORRECTED}", "watch this device"),
-        ("held down", "fail", _texts(asked, lambda f: _reasons(f, _HARD)), "no", "look at cooling and power supply"),
-        ("heat", "warn", _texts(asked, lambda f: _reasons(f, _SOFT)), "none", "look at the cooling of this host"),
+        ("throttled", "fail", _texts(asked, lambda f: _reasons(f, _HARD)), "no", "check cooling and power supply"),
+        ("heat", "warn", _texts(asked, lambda f: _reasons(f, _SOFT)), "none", "check the cooling of this host"),
         ("PCIe link", "warn", _texts(asked, _pcie), "full width and generation", "reseat the card, or reset the host"),
         (
             "NVLink",
             "fail",
             _texts(asked, _nvlink),
             "all links up",
-            "look at nvidia-smi nvlink --status, fabric manager",
+            "check nvidia-smi nvlink --status and the fabric manager",
         ),
-        ("MIG", "warn", _texts(asked, _mig), "off", "a slice of a device trains alone: nvidia-smi -mig 0"),
+        (
+            "MIG",
+            "warn",
+            _texts(asked, _mig),
+            "off",
+            "switch it off with nvidia-smi -mig 0; slices of a device cannot train together",
+        ),
     ]
     for subject, verdict, found, expected, fix in rows:
         if found:

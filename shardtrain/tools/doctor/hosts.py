@@ -16,7 +16,7 @@ AREA = "hosts"
 TORCHRUN_PORT = 29500
 """Default rendezvous port of torchrun."""
 LEAST_PORTS = 2_000
-"""Minimum number of ephemeral ports. One rank may connect to each of a few thousand others."""
+"""Minimum number of ephemeral ports. A rank may open connections to a few thousand other ranks."""
 
 
 def collect(context: RankContext, facts: Facts) -> None:
@@ -56,7 +56,7 @@ def judge(reports: Reports) -> Iterator[Finding]:
     yield from each(reports, AREA, {"name resolves": lambda facts: _resolves(facts, several=len(hosts) > 1)})
     found = {facts["architecture"] for facts in by_rank.values()}
     if len(found) > 1:
-        fix = "use hosts of one kind: kernels of different processors round differently"
+        fix = "use hosts with one processor type, because kernels of different processors round differently"
         yield Finding(AREA, "architecture", "warn", ", ".join(sorted(found)), "equal on all hosts", fix)
     yield from each(reports, AREA, {"ephemeral ports": _ports})
     if not any(facts["in_job"] for facts in by_rank.values()):
@@ -76,8 +76,8 @@ def _ranks_per_host(reports: Reports) -> Finding:
     # wrong.
     wrong = {host: count for host, count in counts.items() if count != by_rank[hosts[host][0]]["local_size"]}
     if wrong:
-        fix = "give each host or container a name of its own, and start its ranks with one torchrun or srun step"
-        expected = "as many ranks on a host as LOCAL_WORLD_SIZE says"
+        fix = "give each host or container a unique name, and start its ranks with one torchrun or srun step"
+        expected = "LOCAL_WORLD_SIZE ranks on each host"
         ranks = tuple(rank for host in wrong for rank in hosts[host])
         return Finding(AREA, "ranks per host", "warn", text, expected, fix, ranks)
     if len(set(counts.values())) > 1:
@@ -91,12 +91,12 @@ def _ranks_per_host(reports: Reports) -> Finding:
 def _resolves(facts: Facts, several: bool) -> Judged:
     name = facts["hostname"]
     addresses = facts["addresses"]
-    expected = "an address that other hosts reach" if several else "an address"
-    fix = f"name the address of the fabric for {name} in DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME"
+    expected = "an address that other hosts can reach" if several else "an address"
+    fix = f"set the network address of {name} in DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME"
     if not addresses:
         return ("fail" if several else "warn"), f"{name}: {facts.get('resolve_error', 'no address')}", expected, fix
     if several and all(_is_loopback(address) for address in addresses):
-        return "fail", f"{name} is {', '.join(addresses)}, itself alone", expected, fix
+        return "fail", f"{name} is {', '.join(addresses)}, which other hosts cannot reach", expected, fix
     return "pass", f"{name}: {', '.join(addresses[:2])}", expected, ""
 
 
@@ -120,5 +120,5 @@ def _ports(facts: Facts) -> Judged | None:
 def _port(facts: Facts) -> Judged:
     text = f"port {facts['port']} is {'busy' if facts['port_busy'] else 'free'}"
     expected = "free, for a torchrun without --rdzv-endpoint"
-    fix = "end the process that listens there (ss -ltnp shows it), or give torchrun --rdzv-endpoint HOST:PORT"
+    fix = "end the process that listens on it (see ss -ltnp), or use torchrun --rdzv-endpoint HOST:PORT"
     return warn_if(facts["port_busy"], text, expected, fix)

@@ -14,12 +14,17 @@ from shardtrain.utils.units import GIB, format_bytes
 AREA = "limits"
 
 FEW_FILES = 4096
-"""Minimum of open files before a warning. A rank opens a socket or two per peer and a file per shard that it
-reads."""
+"""Number of open files below which the check warns.
+
+A rank opens one or two sockets per peer, and one file per data shard.
+"""
 TOO_FEW_FILES = 512
-"""Minimum of open files before a failure."""
+"""Number of open files below which the check fails."""
 FEW_PROCESSES = 4096
-"""Minimum of processes, including threads. A rank starts several per device, group and worker."""
+"""Number of processes and threads below which the check warns.
+
+A rank starts several per device, group and worker.
+"""
 STEAL = 0.05
 
 
@@ -35,8 +40,7 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["huge_pages"] = _chosen(kernel_text("/sys/kernel/mm/transparent_hugepage/enabled"))
     facts["core_pattern"] = kernel_text("/proc/sys/kernel/core_pattern")
     facts["infiniband"] = os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
-    # The eighth number of the first line is steal: CPU time since boot that the hypervisor gave to other
-    # guests.
+    # The eighth number of the first line is steal: CPU time since boot that the hypervisor gave to other guests.
     words = kernel_text("/proc/stat").split("\n")[0].split()[1:]
     times: list[int] = [int(word) for word in words[:8]]
     total = sum(times)
@@ -126,7 +130,7 @@ def _locked(facts: Facts) -> Judged | None:
         return None
     text = "unlimited" if value < 0 else format_bytes(value)
     if facts["infiniband"] and 0 <= value < GIB:
-        fix = "set it to unlimited (ulimit -l, LimitMEMLOCK): InfiniBand registers its buffers"
+        fix = "set it to unlimited (ulimit -l, LimitMEMLOCK), because InfiniBand locks its buffers"
         return "fail", text, "unlimited, for InfiniBand", fix
     return "pass", text, "unlimited, for InfiniBand" if facts["infiniband"] else "", ""
 
@@ -135,7 +139,12 @@ def _address(facts: Facts) -> Judged | None:
     value = facts.get("address_bytes", -1)
     if value < 0:
         return None
-    return "fail", format_bytes(value), "unlimited", "unset it (ulimit -v unlimited): CUDA reserves more than it uses"
+    return (
+        "fail",
+        format_bytes(value),
+        "unlimited",
+        "remove it (ulimit -v unlimited), because CUDA reserves more than it uses",
+    )
 
 
 def _core(facts: Facts) -> Judged | None:
@@ -145,7 +154,12 @@ def _core(facts: Facts) -> Judged | None:
     text = "unlimited" if value < 0 else format_bytes(value)
     piped = facts["core_pattern"].startswith("|")
     if value and not piped:
-        return "warn", f"{text}, to files", "none", "ulimit -c 0: a rank that crashes writes all its memory to disk"
+        return (
+            "warn",
+            f"{text}, to files",
+            "none",
+            "set ulimit -c 0: a crashing rank would write all its memory to disk",
+        )
     return "pass", text, "none", ""
 
 
@@ -164,7 +178,7 @@ def _load(facts: Facts) -> Judged:
     cores = facts["cores"]
     expected = "below the number of cores"
     text = f"{load:.1f} on {cores} cores (last minute)"
-    fix = "end other processes of this host, or wait for them: top shows them"
+    fix = "end other processes of this host (see top), or wait for them"
     return warn_if(load > 1.5 * cores, text, expected, fix)
 
 
@@ -180,7 +194,7 @@ def _stolen(facts: Facts) -> Judged | None:
     value = facts["steal"]
     text = f"{100 * value:.1f} % since boot"
     expected = f"below {100 * STEAL:.0f} %"
-    return warn_if(value > STEAL, text, expected, "move to a host that is not oversold")
+    return warn_if(value > STEAL, text, expected, "use a host that is not overcommitted")
 
 
 def _pages(facts: Facts) -> Judged | None:

@@ -52,7 +52,7 @@ def network_cards(root: Path = Path("/sys/class")) -> list[Facts]:
 
 
 def device_rate(facts: Facts) -> tuple[float, str]:
-    """Return the bandwidth of a device to others on its host, and its source. 0 if unknown."""
+    """Return the bandwidth between a device and others on its host, and its source. Return 0 if it is unknown."""
     health = facts.get("health", {})
     nvlink = sum(health.get("nvlink", []))
     if nvlink:
@@ -67,11 +67,11 @@ def device_rate(facts: Facts) -> tuple[float, str]:
 
 
 def expected(reports: Reports, group: Sequence[int], groups_at_once: int) -> tuple[float, str]:
-    """Return the expected bus bandwidth of a group of ranks, and its source. 0 if unknown.
+    """Return the expected bus bandwidth of a group of ranks, and its source. Return 0 if it is unknown.
 
-    Within a host, the device's links limit it. Between hosts, ``groups_at_once`` groups share the network
-    cards of a host. A ring that crosses a host once uses all of its cards, but at most the bandwidth of a
-    device.
+    Within a host, the device's links are the limit. Between hosts, ``groups_at_once`` groups share the
+    network cards of a host. A ring that crosses a host once uses all of its cards, but at most the bandwidth
+    of one device.
     """
     devices = {rank: facts for rank, facts in reports.of("devices").items() if rank in group}
     if len(devices) < len(group) or any(facts["type"] != "cuda" for facts in devices.values()):

@@ -16,8 +16,7 @@ AREA = "memory"
 LITTLE_SHARED = 256 * MIB
 """Minimum size of /dev/shm. With Docker's default of 64 MiB, NCCL and data workers fail with a bus error."""
 BUSY_BYTES = 2 * GIB
-"""Maximum memory in use on a device before the run. Contexts use some, and more belongs to other
-processes."""
+"""Maximum memory in use on a device before the run. CUDA contexts use some. More belongs to other processes."""
 BUSY_SHARE = 0.05
 """The same limit as a fraction of a large device's memory."""
 SPARE_SHARE = 0.05
@@ -109,6 +108,6 @@ def _device(facts: Facts, needs: int) -> Judged | None:
         return "fail", text, expected, "use more devices, or a larger parallelism.*_degree that shards"
     busy = total - free
     if busy > max(BUSY_BYTES, BUSY_SHARE * total):
-        fix = "end the processes that hold it: nvidia-smi lists them"
+        fix = "end the processes that use it (see nvidia-smi)"
         return ("fail" if busy > total / 2 else "warn"), text, "free before the run", fix
     return "pass", text, "free before the run", ""

@@ -48,8 +48,8 @@ def collect(context: RankContext, facts: Facts) -> None:
 
     context.line.mark("joining the process group")
     context.torch_device()  # NCCL uses the current device of this thread
-    # Exceed all limits of the doctor. The store channel reports waiting ranks, but PyTorch would end the
-    # process.
+    # Exceed all limits of the doctor. PyTorch ends the process after its timeout, whereas the store channel
+    # reports the waiting ranks.
     timeout = timedelta(seconds=20 * context.limit_seconds)
     store = dist.PrefixStore("doctor-group", context.store)
     backend = accelerator.collectives(context.device)
@@ -69,7 +69,7 @@ def collect(context: RankContext, facts: Facts) -> None:
                 {"axis": axis, "name": name, "group": place, "ranks": divided[place], **measured}
             )
 
-    # Exchange a buffer with each neighbour. All pairs of a round run at once.
+    # Exchange a buffer with each neighbour. All pairs of a round run simultaneously.
     for kind, rounds in groups.pair_rounds(hosts).items():
         for number, pairs in enumerate(rounds):
             context.line.meet(f"{kind}, round {number + 1}")
@@ -96,14 +96,14 @@ def _hosts(context: RankContext) -> list[str]:
         context.line.send("hosts", [context.line.receive(f"host-{rank}") for rank in range(context.size)])
     hosts = context.line.receive("hosts", context.limit_seconds)
     if hosts is None:
-        raise PeerError("rank 0 has not sent the hosts of the ranks")
+        raise PeerError("rank 0 did not send the hosts of the ranks")
     return [str(host) for host in hosts]
 
 
 def _seconds(context: RankContext, work: Callable[[], object], repeats: int) -> float:
-    """Return the shortest duration.
+    """Return the shortest duration of several repetitions.
 
-    Skip the first repetition, which connects, and those slowed by other work.
+    The first repetition opens connections, so it does not count. Other work on the machine slows some repetitions.
     """
     seconds = []
     for _ in range(repeats + 1):
@@ -120,7 +120,7 @@ def all_reduce(context: RankContext, group: dist.ProcessGroup) -> Facts:
     tensor = torch.full((BYTES[context.kind] // 4,), float(group.rank() + 1), device=context.torch_device())
     dist.all_reduce(tensor, group=group)
     right = bool((tensor == size * (size + 1) // 2).all())
-    # Repeated sums of other numbers would overflow.
+    # Reset to zeros, because repeated sums of other numbers would overflow.
     small = tensor[:1].zero_().clone()
     tensor.zero_()
     seconds = _seconds(context, lambda: dist.all_reduce(tensor, group=group), REPEATS)
@@ -171,10 +171,10 @@ def _collective(reports: Reports, axis: str, name: str, divided: Sequence[dict[i
     subject = f"{name} {axis}"
     wrong = sorted(rank for group in divided for rank, one in group.items() if not one["right"])
     if wrong:
-        fix = "take these hosts out of the job: links or devices change numbers; try NCCL_PROTO unset first"
+        fix = "unset NCCL_PROTO; if that does not help, remove these hosts: their links or devices change numbers"
         return Finding(AREA, subject, "fail", f"wrong numbers on {reports.who(wrong)}", "exact sums", fix, tuple(wrong))
 
-    # Find the slowest group. Its ranks finish a collective at almost the same time, so take their median.
+    # Find the slowest group. All ranks of a group finish a collective at almost the same time, so take their median.
     rates = {min(group): statistics.median(one["rate"] for one in group.values()) for group in divided}
     members = {min(group): next(iter(group.values()))["ranks"] for group in divided}
     least = min(rates, key=lambda rank: (rates[rank], rank))
@@ -191,11 +191,11 @@ def _collective(reports: Reports, axis: str, name: str, divided: Sequence[dict[i
     behind = [rank for first in slow(rates) for rank in members[first]]
     if limit and rates[least] < links.GOOD_SHARE * limit:
         verdict: Verdict = "fail" if rates[least] < links.BAD_SHARE * limit else "warn"
-        fix = "look at NCCL_DEBUG=INFO for the path that it took: NVLink, PCIe, InfiniBand or sockets"
+        fix = "check the transport with NCCL_DEBUG=INFO: NVLink, PCIe, InfiniBand or sockets"
         expected = f"{links.GOOD_SHARE:.0%} of {why} or more"
         return Finding(AREA, subject, verdict, text, expected, fix, tuple(behind or members[least]))
     if behind:
-        fix = "look at the links and switches of these ranks, and at other jobs on them"
+        fix = "check the links and switches of these ranks, and other jobs on them"
         return Finding(AREA, subject, "warn", text, "as in other groups", fix, tuple(behind))
     return Finding(
         AREA, subject, "pass", text, f"{links.GOOD_SHARE:.0%} of {why} or more" if limit else "no expectation"
@@ -210,7 +210,7 @@ def _crossing(reports: Reports, group: Sequence[int], groups: Sequence[Sequence[
 
 
 def _pairs(reports: Reports) -> Iterator[Finding]:
-    """Rate each rank by its faster pair. A slow rank is slow with both neighbours."""
+    """Rate each rank by its faster pair, because a slow rank is slow with both neighbours."""
     # Pairs within a host and between hosts use different links, so compare them separately.
     kinds: dict[str, dict[int, float]] = {}
     for rank, facts in reports.of(AREA).items():
@@ -221,7 +221,7 @@ def _pairs(reports: Reports) -> Iterator[Finding]:
         behind = slow(best)
         least = min(best, key=lambda rank: (best[rank], rank))
         text = f"{best[least] / GIGA:.3g} to {max(best.values()) / GIGA:.3g} GB/s, slowest {reports.who([least])}"
-        fix = "look at the links of this rank or host, and leave it out if they cannot be fixed" if behind else ""
+        fix = "check the links of this rank or host, and exclude it if they cannot be fixed" if behind else ""
         yield Finding(AREA, kind, "warn" if behind else "pass", text, "as other pairs", fix, tuple(behind))
 
 
@@ -242,7 +242,7 @@ def _cards(reports: Reports) -> Iterator[Finding]:
     expected = f"{most} ports up on each host"
     if behind:
         text = ", ".join(f"{up} on {host}" for host, up in list(behind.items())[:4])
-        fix = "look at ibstat there: a port that is down or lost its cable"
+        fix = "check ibstat on it for a port that is down or has lost its cable"
         ranks = tuple(rank for host in behind for rank in reports.hosts()[host])
         yield Finding(AREA, "fabric", "fail", text, expected, fix, ranks)
     else:
@@ -250,5 +250,5 @@ def _cards(reports: Reports) -> Iterator[Finding]:
         slowest = 8 * rates[0] / GIGA
         fastest = 8 * rates[-1] / GIGA
         verdict: Verdict = "pass" if len(rates) == 1 else "warn"
-        fix = "look at ibstat: a cable that negotiated a lower rate" if verdict == "warn" else ""
+        fix = "check ibstat for a cable that negotiated a lower rate" if verdict == "warn" else ""
         yield Finding(AREA, "fabric", verdict, f"{most} ports of {slowest:.0f} to {fastest:.0f} Gb/s", expected, fix)

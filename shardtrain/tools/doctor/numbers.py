@@ -77,5 +77,5 @@ def _judge(facts: Facts, name: str, size: str) -> Judged:
     expected = f"within {LIMIT:g} of float64"
     if error <= LIMIT:
         return "pass", f"within {LIMIT:g} of float64, {size}", expected, ""
-    fix = "see shardtrain verify --real; use another version of PyTorch or of the driver, or leave this host out"
+    fix = "run shardtrain verify --real; use another version of PyTorch or of the driver, or exclude this host"
     return "fail", f"{error:.1e} from float64, {size}", expected, fix

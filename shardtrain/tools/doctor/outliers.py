@@ -1,9 +1,9 @@
 """Find ranks that differ from the majority, and slow ranks. Pure functions of values by rank.
 
-Slow ranks have a modified z-score below -3.5 (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993).
-This is the distance from the median in units of 1.4826 times the median absolute deviation. A rate below half
-of the median is always slow, because with few ranks the slow rank itself causes most of the deviation. With
-two ranks, a rank is slow if its rate is below half of the other rank's.
+A rank is slow if its modified z-score is below -3.5 (Iglewicz and Hoaglin, How to Detect and Handle Outliers,
+1993). The score is the distance from the median in units of 1.4826 times the median absolute deviation. A
+rate below half of the median is always slow, because with few ranks the slow rank itself causes most of the
+deviation. With two ranks, a rank is slow if its rate is below half of the other rank's rate.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ T = TypeVar("T", bound=Hashable)
 
 OUTLIER = 3.5
 LEAST_SPREAD = 0.05
-"""Minimum spread as a fraction of the median. If rates are almost equal, 1 % below the median is no
-outlier."""
+"""Minimum spread as a fraction of the median. If rates are almost equal, 1 % below the median is no outlier."""
 SLOW = 0.7
-"""Fraction of the median above which an outlier is fast enough and not reported."""
+"""Fraction of the median. An outlier above it is fast enough and is not reported."""
 SURELY_SLOW = 0.5
 
 

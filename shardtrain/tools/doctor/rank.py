@@ -58,7 +58,7 @@ AREAS = (
 def examine(context: RankContext, areas: Iterable[Area] = AREAS) -> dict[str, Facts]:
     """Return the facts of this rank by area.
 
-    A failed or timed-out check records its error or last position.
+    A check that fails records its error. A check that exceeds its limit records its last position.
     """
     collected: dict[str, Facts] = {}
     for area in areas:
@@ -69,7 +69,7 @@ def examine(context: RankContext, areas: Iterable[Area] = AREAS) -> dict[str, Fa
 
 
 def _limited(context: RankContext, area: Area) -> Facts:
-    """Collect in a thread, and abandon it if it hangs.
+    """Collect the facts of an area in a thread, and abandon the thread if it hangs.
 
     A write to a dead file server cannot be interrupted.
     """
@@ -85,15 +85,15 @@ def _limited(context: RankContext, area: Area) -> Facts:
             text = str(error).strip().splitlines() or [""]
             noted[ERROR] = redact(f"{type(error).__name__}: {text[0]}"[:300])
 
-    # Each check has its own channel, so that an abandoned check cannot disturb later areas.
+    # Each check has its own channel, so an abandoned check cannot disturb later areas.
     line = context.line.begin(area.name)
     thread = threading.Thread(target=collect, name=f"doctor-{area.name}", daemon=True)
     thread.start()
     while thread.is_alive() and time.monotonic() < line.deadline:
         thread.join(timeout=min(0.2, max(0.01, line.deadline - time.monotonic())))
     facts = {STOPPED: line.where, "place": line.place} if thread.is_alive() else noted
-    # Cancel meetings with a failed rank, so that other ranks do not wait. A rank that timed out waiting for
-    # another rank has not failed itself.
+    # If this rank failed, cancel its remaining meetings so that other ranks do not wait. A rank that timed
+    # out waiting for another rank has not failed itself.
     if (STOPPED in facts or ERROR in facts) and not facts.get("is_peer"):
         line.cancel()
     context.line.timed_out = line.timed_out
@@ -125,8 +125,8 @@ def judge(reports: Reports, areas: Iterable[Area] = AREAS) -> list[Finding]:
     for rank, place in reports.missing.items():
         places.setdefault(place, []).append(rank)
     for place, ranks in places.items():
-        text = f"{reports.who(ranks)} did not come to the end, last seen at {place}"
-        fix = "look at the log of that rank, and whether its host answers"
+        text = f"{reports.who(ranks)} did not finish, last seen at {place}"
+        fix = "check the log of that rank, and that its host is reachable"
         findings.append(Finding("ranks", "present", "fail", text, f"{reports.size} ranks", fix, tuple(ranks)))
 
     # A rank that waits for another in one area also waits in the next. Report the same text once.
@@ -150,18 +150,15 @@ def _unfinished(reports: Reports, area: str) -> Iterator[Finding]:
             ranks_of.setdefault(str(facts[ERROR]), []).append(rank)
     for text, ranks in raised.items():
         measured = f"{text} on {reports.who(ranks)}"
-        fix = "fix what the message names; the other findings of this area are about the other ranks"
-        yield Finding(area, "check", "fail", measured, "an answer", fix, tuple(ranks))
+        fix = "fix this error; the other findings of this area are about the other ranks"
+        yield Finding(area, "check", "fail", measured, "no error", fix, tuple(ranks))
     for text, ranks in waited.items():
-        fix = "look at the rank that has not come: its own findings say more"
+        fix = "see the findings of the rank that did not arrive"
         yield Finding(area, "check", "fail", f"{text}; {reports.who(ranks)} waited", "all ranks", fix)
 
 
 def _hung(reports: Reports, area: str, by_rank: dict[int, Facts]) -> Iterator[Finding]:
-    """Report hanging ranks.
-
-    A collective waits for missing ranks, or for the ranks that are furthest behind.
-    """
+    """Report hanging ranks. In a collective, name the missing ranks, or else the ranks that are furthest behind."""
     if not by_rank:
         return
     places = {rank: int(facts["place"]) for rank, facts in by_rank.items()}
@@ -170,13 +167,13 @@ def _hung(reports: Reports, area: str, by_rank: dict[int, Facts]) -> Iterator[Fi
     missing = sorted(reports.missing)
     if area == network.AREA and missing:
         text = f"{where} hangs: {reports.who(missing)} did not arrive"
-        fix = "look at the log and the host of that rank"
-        yield Finding(area, "check", "fail", text, "an end", fix, tuple(missing))
+        fix = "check the log and the host of that rank"
+        yield Finding(area, "check", "fail", text, "finished", fix, tuple(missing))
     elif area == network.AREA and len(behind) == reports.size > 1:
-        text = f"{where} hangs with all ranks in it"
-        fix = "look at firewalls, routes and NCCL_SOCKET_IFNAME"
-        yield Finding(area, "check", "fail", text, "an end", fix)
+        text = f"{where} hangs on all ranks"
+        fix = "check firewalls, routes and NCCL_SOCKET_IFNAME"
+        yield Finding(area, "check", "fail", text, "finished", fix)
     else:
-        text = f"{where} did not end on {reports.who(behind)}"
-        fix = "look at what it touches: disk, driver, network"
-        yield Finding(area, "check", "fail", text, "an end", fix, tuple(behind))
+        text = f"{where} did not finish on {reports.who(behind)}"
+        fix = "check the disk, the driver and the network of that rank"
+        yield Finding(area, "check", "fail", text, "finished", fix, tuple(behind))

@@ -20,8 +20,8 @@ def of(reports: Reports) -> Facts:
     for facts in found:
         flops[facts["dtype"]] = min(facts["rate"], flops.get(facts["dtype"], facts["rate"]))
 
-    # Find the slowest group of each collective and axis, because the others wait for it. Take a group's
-    # median rank.
+    # Find the slowest group of each collective and axis, because the others wait for it. A group's rate is
+    # the median of its ranks.
     groups: dict[tuple[str, str, int], list[Facts]] = {}
     for facts in reports.of(network.AREA).values():
         for one in facts["collectives"]:

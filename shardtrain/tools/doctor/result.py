@@ -13,9 +13,9 @@ Facts = dict[str, Any]
 
 EQUAL = "equal on all ranks"
 STOPPED = "stopped"
-"""Key of an area's facts: last position of a check that exceeded its time limit."""
+"""Key in the facts of an area that exceeded its time limit. The value is the last position of the check."""
 ERROR = "error"
-"""Key of an area's facts: message of the error that the check raised."""
+"""Key in the facts of an area whose check raised an error. The value is the message."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def kernel_numbers(path: str) -> list[int]:
 def each(reports: Reports, area: str, rules: Mapping[str, Callable[[Facts], Judged | None]]) -> Iterator[Finding]:
     """Apply the rule of each subject to each rank. Ranks with the same verdict share a row.
 
-    The row has the measurement of the first of these ranks.
+    The row shows the measurement of the first of these ranks.
     """
     for subject, judge in rules.items():
         rows: dict[tuple[str, str, str], tuple[Judged, list[int]]] = {}

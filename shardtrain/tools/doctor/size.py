@@ -12,9 +12,9 @@ from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
 AREA = "size"
 
 STORE_CONNECTIONS = 2
-"""Connections of a rank to the run's store: process groups, and the heartbeat or its node's folder."""
+"""Connections of a rank to the run's store: one for process groups, one for the heartbeat or the folder of its node."""
 OTHER_FILES = 1024
-"""Other open files of a process: libraries, devices, shards, sockets of workers."""
+"""Other open files of a process: libraries, devices, data shards, and sockets of workers."""
 NODES_OF_A_SEGMENT = 0.8
 """Usable fraction of the neighbour table. The kernel evicts entries before the table is full."""
 
@@ -63,7 +63,7 @@ def _verdict(value: int, needed: int, what: str, fix: str) -> Judged | None:
 
 
 def _peers(facts: Facts) -> int:
-    """Return the number of connections of one rank: gloo's pairs, and NCCL's rings and trees over sockets."""
+    """Return the number of connections of one rank: gloo's pairs, or NCCL's rings and trees over sockets."""
     return 16 + 4 * math.ceil(math.log2(max(2, facts["num_ranks"])))
 
 
@@ -77,23 +77,25 @@ def _store(facts: Facts) -> Judged | None:
 def _ports(facts: Facts) -> Judged | None:
     needed = facts["local_size"] * (_peers(facts) + STORE_CONNECTIONS)
     fix = "widen it: sysctl -w net.ipv4.ip_local_port_range='16384 60999'"
-    return _verdict(facts["ports"], needed, f"{facts['local_size']} ranks a host among {facts['num_ranks']:,}", fix)
+    return _verdict(
+        facts["ports"], needed, f"{facts['local_size']} ranks per host of {facts['num_ranks']:,} ranks", fix
+    )
 
 
 def _backlog(facts: Facts) -> Judged | None:
     needed = min(4096, facts["num_ranks"])
-    fix = f"sysctl -w net.core.somaxconn={needed} on the first host: ranks that all come at once are turned away"
-    return _verdict(facts["backlog"], needed, f"{facts['num_ranks']:,} ranks that meet at once", fix)
+    fix = f"sysctl -w net.core.somaxconn={needed} on the first host, which rejects simultaneous connections beyond it"
+    return _verdict(facts["backlog"], needed, f"{facts['num_ranks']:,} ranks that connect simultaneously", fix)
 
 
 def _tracking(facts: Facts) -> Judged | None:
     needed = max(0, facts["tracked_now"]) + STORE_CONNECTIONS * facts["num_ranks"] + facts["local_size"] * _peers(facts)
-    fix = f"sysctl -w net.netfilter.nf_conntrack_max={2 * needed}, or do not track connections between nodes"
+    fix = f"sysctl -w net.netfilter.nf_conntrack_max={2 * needed}, or disable connection tracking between nodes"
     return _verdict(facts["tracked"], needed, f"{facts['num_ranks']:,} ranks at the store of the first host", fix)
 
 
 def _neighbours(facts: Facts) -> Judged | None:
     nodes = math.ceil(facts["num_ranks"] / max(1, facts["local_size"]))
     needed = math.ceil(nodes / NODES_OF_A_SEGMENT)
-    fix = f"sysctl -w net.ipv4.neigh.default.gc_thresh3={4 * needed} (gc_thresh2, gc_thresh1 below), unless routed"
-    return _verdict(facts["neighbours"], needed, f"{nodes:,} hosts of one segment", fix)
+    fix = f"sysctl -w net.ipv4.neigh.default.gc_thresh3={4 * needed}, and gc_thresh2 and gc_thresh1 below it"
+    return _verdict(facts["neighbours"], needed, f"{nodes:,} hosts in one network segment", fix)

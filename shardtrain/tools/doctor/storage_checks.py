@@ -31,8 +31,10 @@ PIECE_BYTES = 4 * MIB
 MOST_BYTES = 64 * MIB
 MOST_SECONDS = 1.0
 SEEN_SECONDS = 10.0
-"""Maximum delay until another host's new file appears, because network filesystems cache folders. A run waits
-longer, and reports the delay."""
+"""Maximum delay until a new file appears on another host, because network filesystems cache folders.
+
+A run waits longer, and reports the delay.
+"""
 LEFT_SECONDS = 3600.0
 ALL_WRITE = 64
 """Maximum number of ranks that all write to a folder. With more, one rank per host writes."""
@@ -48,12 +50,12 @@ def collect(context: RankContext, facts: Facts) -> None:
     folders = writable(context)
     facts["folders"] = {}
 
-    # File names contain a common nonce, so that ranks ignore files of another doctor.
+    # File names contain a common nonce, so ranks ignore the files of another doctor.
     if context.rank == 0:
         context.line.send("nonce", secrets.token_hex(4))
     nonce = context.line.receive("nonce", context.line.limit_seconds / 2)
     if nonce is None:
-        raise PeerError("rank 0 has not come to the check of storage")
+        raise PeerError("rank 0 did not reach the storage check")
 
     signed: list[Place] = []
     try:
@@ -79,7 +81,7 @@ def collect(context: RankContext, facts: Facts) -> None:
 def writable(context: RankContext) -> dict[str, Place]:
     """Return the folders to which the run writes, by option.
 
-    Use the nearest existing parent of a new folder.
+    A folder that does not exist is replaced by its nearest parent.
     """
     config = context.loaded.config
     found: dict[str, Place] = {"job.dump_folder": _existing(Path(config.job.dump_folder))}
@@ -125,9 +127,9 @@ def _write(place: Place) -> Facts:
 
 
 def write_rate(folder: Path) -> float:
-    """Return the bytes per second of a durable write.
+    """Return the bytes per second of a durable write to a folder.
 
-    The file is unlinked first, so that a crash leaves nothing.
+    The file is unlinked before the write, so a crash leaves nothing behind.
     """
     piece = memoryview(os.urandom(PIECE_BYTES))
     # Filesystems cannot compress random bytes, and fsync waits for the disk.
@@ -210,7 +212,7 @@ def _sweep(folder: Path) -> None:
 def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
     """Return the filesystem type of a path, or "" if the system does not list its mount."""
     lines = [line.split() for line in kernel_text(mounts).splitlines()]
-    # The longest mount point contains the path. A later mount hides an earlier one on the same folder.
+    # The longest mount point that contains the path counts. A later mount on the same folder hides an earlier one.
     resolved = str(path.resolve())
     holding = [(len(words[1]), number, words[2]) for number, words in enumerate(lines) if _below(resolved, words[1])]
     return max(holding)[2] if holding else ""
@@ -221,7 +223,7 @@ def _below(path: str, mount: str) -> bool:
 
 
 def _survey(path: str) -> str:
-    """Describe the files at a data path. Equal content has equal text."""
+    """Describe the files at a data path. Equal files have an equal description."""
     path = os.path.expanduser(path)
     files = sorted(glob.glob(path)) if any(mark in path for mark in "*?[") else [path]
     try:
@@ -272,12 +274,12 @@ def _written(option: str, facts: Facts) -> Judged | None:
     if "free" not in found:
         return "pass", place, expected, ""
     text = f"{place} ({found['filesystem'] or 'unknown'}), {format_bytes(found['free'])} free"
-    fix = "free space: a full disk ends a run in the middle of a save"
+    fix = "free space, because a full disk ends a run during a save"
     if found["free"] < LITTLE_BYTES:
         return "warn", text, f"writable, {format_bytes(LITTLE_BYTES)} free", fix
     if 0 <= found["inodes"] < FEW_INODES:
-        text += f", {found['inodes']} files more"
-        return "warn", text, f"writable, {FEW_INODES} files more", "remove small files"
+        text += f", {found['inodes']} free inodes"
+        return "warn", text, f"writable, {FEW_INODES} free inodes", "remove small files"
     return "pass", text, expected, ""
 
 
@@ -289,25 +291,25 @@ def _shared(reports: Reports, option: str) -> Iterator[Finding]:
     subject = f"{option} shared"
     expected = "one folder for all ranks"
     if all(one["seen"] == one["signers"] for one in by_rank.values()):
-        yield Finding(AREA, subject, "pass", "every rank sees the files of every other", expected)
+        yield Finding(AREA, subject, "pass", "all ranks see the files of all ranks", expected)
         return
     alone = odd({rank: tuple(one["seen"]) for rank, one in by_rank.items()})
-    text = "ranks see their own files"
+    text = "ranks see only their own files"
     if len(alone) < len(by_rank):
-        text = f"{reports.who(alone)} does not see what others write"
+        text = f"{reports.who(alone)} does not see the files of other ranks"
     if any(one["must_share"] for one in by_rank.values()):
         fix = 'mount one filesystem on all hosts, or set checkpoint.storage = "first_node"'
         if any(one["filesystem"] == "object store" for one in by_rank.values()):
-            fix = "use a store that all hosts reach"
+            fix = "use a store that all hosts can reach"
         yield Finding(AREA, subject, "fail", text, expected, fix, tuple(alone))
     else:
-        yield Finding(AREA, subject, "pass", f"{text}: each host keeps its own", "either", "", ())
+        yield Finding(AREA, subject, "pass", f"{text}: each host has its own folder", "either", "", ())
 
 
 def _rate(reports: Reports, option: str) -> Iterator[Finding]:
     """Compare the write rates of hosts.
 
-    All ranks write at once, so a host's rate is the sum over its ranks.
+    All ranks write simultaneously, so a host's rate is the sum over its ranks.
     """
     by_rank = {rank: facts["folders"].get(option, {}) for rank, facts in reports.of(AREA).items()}
     first: dict[int, str] = {}  # host by its first rank
@@ -328,7 +330,7 @@ def _rate(reports: Reports, option: str) -> Iterator[Finding]:
     expected = f"{SLOW_BYTES_PER_SECOND / MIB:.0f} MiB/s or more on each host"
     if behind:
         ranks = [rank for host_rank in behind for rank in reports.hosts()[first[host_rank]]]
-        fix = "look at its mount options, its network and other users of its disk"
+        fix = "check its mount options, its network and other users of its disk"
         yield Finding(AREA, f"{option} rate", "warn", text, "as on other hosts", fix, tuple(ranks))
     elif rates[least] < SLOW_BYTES_PER_SECOND:
         fix = "choose a faster filesystem, or save less often with checkpoint.interval"
@@ -345,5 +347,5 @@ def _room(facts: Facts, needs: int) -> Judged | None:
     fix = "free space, or keep fewer checkpoints with checkpoint.keep_latest_k"
     count = int(free / (SPARE * needs))
     if count < 1:
-        return "fail", f"{format_bytes(free)} free, none", expected, fix
+        return "fail", f"{format_bytes(free)} free, too little for one", expected, fix
     return ("warn" if count < 2 else "pass"), f"for {count}", expected, fix if count < 2 else ""

@@ -1,4 +1,4 @@
-"""Communication between ranks of the doctor. It uses only the store, which works even if collectives hang."""
+"""Communication between ranks of the doctor. It uses only the store, which still works if collectives hang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAST_POLL_SECONDS = 0.25
 
 @contextlib.contextmanager
 def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Store]:
-    """Open the store of this job. No rank waits for another here, so that later steps can name absent ranks.
+    """Open the store of this job. No rank waits for another here, so later steps can name absent ranks.
 
     Raises:
         PeerError: the launcher's address cannot be reached within ``limit_seconds``, the connection is lost,
@@ -41,10 +41,10 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
     port = os.environ.get("MASTER_PORT", "")
     if not meeting_folder(os.environ) and (not address or not port.isdecimal()):
         fix = "start it with torchrun or srun, or without RANK and WORLD_SIZE"
-        raise ConfigError(Problem("MASTER_ADDR:MASTER_PORT", f"{address}:{port}", "is not a place to meet", fix))
+        raise ConfigError(Problem("MASTER_ADDR:MASTER_PORT", f"{address}:{port}", "is not an address", fix))
     try:
-        # Use the store of our own launcher if it started this rank. Otherwise use the address of torchrun or
-        # srun. Rank 0 serves this store unless torchrun's agent does.
+        # Use the store of shardtrain's launcher if it started this rank. Otherwise use the address of
+        # torchrun or srun, where rank 0 serves the store unless torchrun's agent does.
         with store_of_attempt(os.environ, timeout) as own:
             store = own
             if store is None:
@@ -56,15 +56,15 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
     except dist.DistError as error:
         text = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         raise PeerError(
-            f"rank {rank} does not reach MASTER_ADDR={address} MASTER_PORT={port}: {text}; "
-            "look whether rank 0 runs, whether the name resolves, and whether a firewall is in between"
+            f"rank {rank} cannot reach MASTER_ADDR={address} MASTER_PORT={port}: {text}; "
+            "check that rank 0 runs, that the name resolves, and that no firewall blocks the port"
         ) from error
 
 
 EXTRA_SECONDS = 5.0
-"""Time to wait for other ranks in addition to the limits of their checks."""
+"""Time to wait for other ranks, in addition to the limits of their checks."""
 AGAIN_SECONDS = 1.0
-"""Time to wait after a first wait has timed out."""
+"""Time to wait for other ranks after a first wait has timed out."""
 
 
 class StoreChannel:
@@ -90,7 +90,7 @@ class StoreChannel:
 
     @property
     def patience_seconds(self) -> float:
-        """Time to wait for other ranks, which may exhaust the limits of two checks before they arrive."""
+        """Time to wait for other ranks. They may use up the limits of two checks before they arrive."""
         return AGAIN_SECONDS if self.timed_out else 2 * self.limit_seconds + EXTRA_SECONDS
 
     def begin(self, area: str) -> StoreChannel:
@@ -102,7 +102,7 @@ class StoreChannel:
         return line
 
     def cancel(self) -> None:
-        """Announce that this rank skips further meetings of the area, so that others do not wait."""
+        """Announce that this rank skips further meetings of the area, so other ranks do not wait for it."""
         self._store.set(f"gave-up-{self.area}", json.dumps([self.rank, self.where]))
 
     def mark(self, where: str) -> None:
@@ -124,11 +124,11 @@ class StoreChannel:
         if not self._comes(f"met-{name}", limit_seconds, unless=f"gave-up-{self.area}"):
             if self._store.check([f"gave-up-{self.area}"]):
                 rank, where = json.loads(self._store.get(f"gave-up-{self.area}"))
-                raise PeerError(f"rank {rank} did not come past {where}")
+                raise PeerError(f"rank {rank} did not get past {where}")
             self.timed_out = True
             absent = [rank for rank in range(self.size) if not self._store.check([f"meet-{name}-{rank}"])]
             ranks = ", ".join(map(str, absent[:8])) + ("" if len(absent) < 9 else f" and {len(absent) - 8} more")
-            raise PeerError(f"rank {ranks} has not come")
+            raise PeerError(f"rank {ranks} has not arrived")
         self.mark(name)
 
     def send(self, key: str, value: Any) -> None:

@@ -17,9 +17,9 @@ AREA = "versions"
 _SERIOUS = ("shardtrain", "torch", "python", "cuda", "nccl", "options")
 _LIBRARIES = ("numpy", "safetensors", "tokenizers", "transformers", "triton")
 _FIXES = {
-    "options": "give every rank the same file and command line",
+    "options": "start every rank with the same file and command line",
     "driver": "install one driver on all hosts",
-    "kernel": "boot one kernel on all hosts, or ignore it where the hosts are known to differ",
+    "kernel": "boot the same kernel on all hosts, or ignore the difference if it is intended",
 }
 
 

@@ -195,7 +195,9 @@ class Prober:
             if self.result.broken:
                 break
         if dropout.used:
-            self.result.notes.insert(0, f"dropout: off ({', '.join(dropout.used)}): each mesh drops other elements")
+            self.result.notes.insert(
+                0, f"dropout: switched off ({', '.join(dropout.used)}), because each mesh drops different elements"
+            )
         return self.result
 
     # ---- helpers
@@ -259,16 +261,16 @@ class Prober:
             # The pass must not have modified its inputs or the weights.
             has_same_tokens = torch.equal(tokens_before, self._tokens_BT)
             if not has_same_tokens or not torch.equal(positions_before, self._positions_BT):
-                rule = "modifies the tokens or positions in place: micro-batches and recomputation read them again"
+                rule = "modifies the tokens or positions in place, but micro-batches and recomputation read them again"
                 return self._break(rule, "write positions = positions + 2 instead of positions += 2")
             for name, weight in self._model.named_parameters():
                 if torch.equal(weight, weights[name]):
                     continue
                 rule = (
-                    f"changes the weight {name} in forward: a rank has only a part of it, and forward runs more often "
-                    "on a mesh"
+                    f"changes the weight {name} in forward, but a rank has only a part of it, and a mesh runs forward "
+                    "more often"
                 )
-                fix = "compute with a changed copy, as F.linear(x, F.normalize(self.weight, dim=-1)) does (no max_norm)"
+                fix = "compute with a modified copy, like F.linear(x, F.normalize(self.weight, dim=-1)); avoid max_norm"
                 return self._break(rule, fix)
             buffer_names = dict(self._model.named_buffers())
             changed_buffers = [name for name in state.changed() if name in buffer_names]
@@ -283,7 +285,9 @@ class Prober:
 
         # Some buffers change without affecting the output, such as running statistics during training.
         if changed_buffers:
-            rule = f"changes the buffer {changed_buffers[0]} in forward: each rank sees other tokens, so copies diverge"
+            rule = (
+                f"changes the buffer {changed_buffers[0]} in forward, so copies diverge on ranks with different tokens"
+            )
             return self._break(rule, "keep no running statistics; compute only from the inputs")
 
         # Building a second model reveals counters that are kept on a class or a Python module.
@@ -293,8 +297,8 @@ class Prober:
             rebuilt = trace(rebuilt_model, self._tokens_BT, self._positions_BT)
         if differs(rebuilt.out, first.out, REPEATED):
             culprit = self._describe(blame(first, rebuilt, entire, REPEATED))
-            rule = f"gives different outputs when it is built a second time in one process, first in {culprit}"
-            self._break(rule, "count nothing on a class or a Python module; pass the layer's number as an argument")
+            rule = f"returns different outputs when it is built a second time in one process, first in {culprit}"
+            self._break(rule, "keep no counters on a class or a Python module; pass the layer's number as an argument")
         return None
 
     def _explain_repeats(self, path: str | None, changed: Sequence[str]) -> None:
@@ -318,17 +322,19 @@ class Prober:
         # Each of these passes started from the same Python state, so only the seeds differed.
         repeats_from_same_state = repeats_by_seeds[0, 1]
         if is_drawing and repeats_by_seeds[0, 0] and not repeats_from_same_state:
-            rule = f"draws random numbers in {where}: a mesh draws others than one process"
-            fix = "drop with nn.Dropout or F.dropout, which verify switches off, and draw nothing else in forward"
+            rule = f"draws random numbers in {where}, and a mesh draws different numbers than one process"
+            fix = "use nn.Dropout or F.dropout, which verify switches off, and draw no other numbers in forward"
             return self._break(rule, fix)
-        rule = "gives different outputs when called twice with the same tokens"
+        rule = "returns different outputs when called twice with the same tokens"
         if repeats_from_same_state and changed:
             changed_here = [name for name in changed if name.rpartition(".")[0] == (path or "")]
             name = (changed_here or changed)[0]
             rule += f": {where} keeps state between forward passes ({name} changes)"
         else:
             rule += f", first in {where}"
-        fix = "compute only from the inputs: the number of calls differs with pipelines and gradient accumulation"
+        fix = (
+            "compute only from the inputs, because the number of calls differs with pipelines and gradient accumulation"
+        )
         return self._break(rule, fix)
 
     def _check_seeds(self) -> None:
@@ -350,8 +356,8 @@ class Prober:
             return
         paths_of_draws = [path for path in reseeded if path]
         where = f" before a draw in {self._describe(paths_of_draws[0])}" if paths_of_draws else ""
-        rule = f"sets the seed of a global random generator in forward{where}: every step draws the same numbers"
-        self._break(rule, "set no seed in forward (torch.manual_seed, random.seed); debug.seed is set once")
+        rule = f"sets the seed of a global random generator in forward{where}, so every step draws the same numbers"
+        self._break(rule, "remove torch.manual_seed and random.seed from forward; training sets debug.seed once")
 
     def _check_lengths(self) -> None:
         """Require that a batch returns the same output in a new model and after a batch of another shape."""
@@ -377,8 +383,8 @@ class Prober:
             else:
                 continue
             state_name = changed[0] if changed else "state"
-            rule = f"gives different outputs for {second} after {first}: it keeps {state_name}, and {symptom}"
-            return self._break(rule, "keep separate masks and tables for each length, or make them in forward")
+            rule = f"returns different outputs for {second} after {first}: it keeps {state_name}, and {symptom}"
+            return self._break(rule, "keep separate masks and tables for each length, or compute them in forward")
         return None
 
     def _check_rows(self) -> None:
@@ -390,14 +396,14 @@ class Prober:
             if not differs(single.out, batch.out[rows], CLOSE):
                 continue
             path = blame(batch, single, row_of_batch(row), CLOSE)
-            rule = f"gives different outputs for a row by itself and in its batch: {self._describe(path)}"
+            rule = f"returns different outputs for a row by itself and in its batch: {self._describe(path)}"
             if self._sees_other_rows(batch):
-                fix = "normalise each token by itself (nn.LayerNorm, nn.RMSNorm), and give experts no capacity"
+                fix = "normalize each token separately (nn.LayerNorm, nn.RMSNorm), and use no expert capacity"
                 return self._break(f"{rule} mixes rows", fix)
             if path in self._drawing:
-                fix = "draw no random numbers in forward: each rank has only some of the tokens, so it draws others"
-                return self._break(f"{rule} draws random numbers, others for another number of rows", fix)
-            return self._break(f"{rule} depends on the number of rows", "let no number depend on the size of the batch")
+                fix = "draw no random numbers in forward: each rank has only some rows, so it draws different numbers"
+                return self._break(f"{rule} draws random numbers that depend on the number of rows", fix)
+            return self._break(f"{rule} depends on the number of rows", "make no output depend on the batch size")
         return None
 
     def _sees_other_rows(self, batch: Trace) -> bool:
@@ -430,23 +436,22 @@ class Prober:
             may_be_attention = True
         if may_be_attention:
             self.result.notes.append(
-                f"each token sees later ones, in {where}: right for an encoder, but in a language model the targets "
-                "leak"
+                f"tokens see later tokens in {where}: correct for an encoder, but in a language model the targets leak"
             )
-            rule = f"is not causal, as attention over a split sequence is: {where} sees later tokens"
+            rule = f"is not causal, but attention over a split sequence is: {where} sees later tokens"
             self._exclude("cp", rule, "do not split sequences")
             return
         # Only context parallelism changes the result then. Other meshes leak the targets in the
         # same way as one process.
         if bool(getattr(self._module, "CAUSAL", True)):
-            rule = f"lets a token see later ones in {where}, outside of an attention core: its targets leak"
+            rule = f"lets a token see later tokens in {where}, outside of an attention core, so its targets leak"
             self._break(rule, "read only earlier positions; in an encoder, name the core in LAYOUT.context", "cp")
 
     def _check_ranks(self) -> None:
         """Require that nothing depends on the rank or the number of ranks."""
         if self._folder is None:
             return
-        fix = "read no rank and no number of ranks (RANK, WORLD_SIZE, torch.distributed), and no clock or host"
+        fix = "do not read the rank, the number of ranks (RANK, WORLD_SIZE, torch.distributed), the clock or the host"
         error = self._folder / "error"
         if error.exists():
             text = error.read_text(encoding="utf-8")
@@ -468,15 +473,15 @@ class Prober:
             peer_draw = facts["draws"].get(pattern)
             if peer_draw != draw:
                 return (
-                    f"starts from other weights {on_rank}: initial() returns {pattern} {peer_draw}, "
-                    f"on one process {draw}"
+                    f"starts from other weights {on_rank}: initial() returns {peer_draw} for {pattern}, but {draw} "
+                    "on one process"
                 )
         sizes = _sizes(self._model)
         for name in sorted({*sizes, *facts["parameters"]}):
             size = sizes.get(name, "absent")
             peer_size = facts["parameters"].get(name, "absent")
             if peer_size != size:
-                return f"has other weights {on_rank}: {name} is {peer_size}, on one process {size}"
+                return f"has other weights {on_rank}: the size of {name} is {peer_size}, but {size} on one process"
         if "error" in facts:
             return f"fails {on_rank}, but not on one process: {facts['error']}"
 
@@ -485,7 +490,7 @@ class Prober:
         peer.out = peer.calls[-1].outputs[0]
         if differs(peer.out, single.out, CLOSE):
             culprit = self._describe(blame(single, peer, entire, CLOSE))
-            return f"gives different outputs {on_rank} than on one process, first in {culprit}"
+            return f"returns different outputs {on_rank} than on one process, first in {culprit}"
         return ""
 
     def _check_precision(self) -> None:
@@ -497,9 +502,10 @@ class Prober:
         if finder.first:
             path, dtype = finder.first
             rule = (
-                f"computes in {dtype} in {self._describe(path)} for weights of any dtype: each mesh rounds differently"
+                f"computes in {dtype} in {self._describe(path)} for weights of any dtype, and each mesh rounds "
+                "differently"
             )
-            self._break(rule, "cast nothing: training.mixed_precision_param is the dtype in which a model computes")
+            self._break(rule, "remove the cast: training.mixed_precision_param sets the dtype of the computation")
 
     def _check_in_place_writes(self) -> None:
         """Require that no layer modifies its input.
@@ -514,7 +520,8 @@ class Prober:
                 continue
             # Calls are sorted by their end, so the first call with a modified input is the innermost.
             innermost = next(c.path for c in calls if c.changed)
-            rule = f"writes into its input in {self._describe(innermost)}: recomputation would start from changed input"
+            where = self._describe(innermost)
+            rule = f"writes into its input in {where}, so recomputation would start from a changed input"
             return self._break(rule, "write x = x + y instead of x += y", "pp", RECOMPUTE)
         return None
 
@@ -585,18 +592,18 @@ class Prober:
         second = self._difference_of_half(fixed, self._count // 2)
         if second is not None and first is None and self._ignores_positions(fixed):
             rule = (
-                "breaks the promise to take positions from its argument: the second half of a sequence, with its "
-                f"positions, gives different outputs than in the full sequence, {second}, and positions change nothing"
+                "must take positions from its argument: the second half of a sequence, with its positions, has other "
+                f"outputs than in the full sequence, {second}, and positions change nothing"
             )
-            return self._break(rule, "use positions_BT wherever the position of a token counts, never arange", "cp")
+            return self._break(rule, "use positions_BT instead of torch.arange for the positions of tokens", "cp")
         if first is None and second is None:
             return None
         half = "half" if first else "the second half"
         rule = (
-            f"gives different outputs for {half} of a sequence, with its positions, than in the full sequence, "
+            f"returns other outputs for {half} of a sequence, with its positions, than in the full sequence, "
             f"{first or second}"
         )
-        fix = "let no output depend on the number of tokens in a row, on their first position, or on counting them"
+        fix = "make outputs independent of the number of tokens in a row and of their first position"
         return self._break(f"{rule}: a cp rank has a part of the row", fix, "cp")
 
     def _run_half(self, full: Trace, fixed: Sequence[str], start: int, first_position: int) -> Trace:
@@ -633,7 +640,7 @@ class Prober:
             return f"first in {self._describe(path)}"
         # Rotary embeddings of queries and keys change only the inputs of attention, because its outputs are replayed.
         affected = first_with_other_inputs(full, half, fixed, pick, CLOSE)
-        return None if affected is None else f"where {affected} is given other queries, keys or values"
+        return None if affected is None else f"where {affected} receives other queries, keys or values"
 
     def _check_shared_weights(self) -> None:
         """Reject a weight that a layer shares with another module, because each layer is sharded separately."""
@@ -648,8 +655,8 @@ class Prober:
             has_layer = any(unit.startswith(f"{layers}.") for unit in name_by_unit)
             if len(name_by_unit) > 1 and has_layer:
                 first, second, *_ = name_by_unit.values()
-                rule = f"shares one weight between {first} and {second}, and each layer is sharded by itself"
-                return self._break(rule, "give each layer its own weights")
+                rule = f"shares one weight between {first} and {second}, but each layer is sharded separately"
+                return self._break(rule, "use separate weights in each layer")
 
 
 def _with_parents(path: str) -> list[str]:

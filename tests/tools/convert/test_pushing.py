@@ -93,7 +93,7 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
     assert card.is_own(text) and not card.is_own(text.replace("Steps", "steps"))
     before = len(sent(hub))
     assert push(*words) == 0, "the same command again finds all there"
-    assert "holds this checkpoint already" in capsys.readouterr().out
+    assert "already contains this checkpoint" in capsys.readouterr().out
     assert not [line for line in sent(hub)[before:] if line.startswith("PUT")], "no weight travels twice"
 
 
@@ -120,7 +120,7 @@ def test_an_interrupted_upload_says_what_is_stored_and_continues(hub, folder, mo
     assert push(str(folder), "--push", "org/name") != 0
     told = capsys.readouterr().err
     told = error_of(told)
-    assert names[0] in told and "nothing of this upload can be seen in org/name yet" in told
+    assert names[0] in told and "this upload is not visible in org/name yet" in told
     assert "secretsignature" not in told
     assert hub.files == before
     hub.fault, puts = lambda handler, path: False, []
@@ -144,7 +144,7 @@ def test_a_card_that_somebody_wrote_stays_unless_asked(hub, folder, monkeypatch,
     before = hub.files["README.md"]
     assert push(str(folder), "--push", "org/name", *(["--overwrite_card"] if overwrite else [])) == 0
     assert (hub.files["README.md"] != before) == overwrite
-    assert ("was not written by shardtrain and is kept" in capsys.readouterr().out) != overwrite
+    assert ("was not written by shardtrain, so it is kept" in capsys.readouterr().out) != overwrite
     if overwrite:  # now it is ours, and is replaced without being asked
         (folder / "README.md").write_text(dataclasses.replace(card.of_folder(folder), name="new").text("0" * 64))
         assert push(str(folder), "--push", "org/name") == 0
@@ -166,10 +166,10 @@ def test_somebody_else_s_commit_meanwhile_is_not_overwritten(hub, folder, monkey
 
 REFUSED = {
     "no token": ({}, "", [], "requires a token, and none was found"),
-    "a token that reads": ({"role": "read"}, TOKEN, [], "which can only read"),
+    "a token that reads": ({"role": "read"}, TOKEN, [], "which is read-only"),
     "a public repository": ({}, TOKEN, ["--private"], "exists and is public"),
-    "a name without owner": ({}, TOKEN, ["--push", "name"], "has no organisation"),
-    "no name": ({}, TOKEN, ["--push", "a/b/c"], "is not the name of a repository"),
+    "a name without owner": ({}, TOKEN, ["--push", "name"], "has no organization"),
+    "no name": ({}, TOKEN, ["--push", "a/b/c"], "is not a valid repository name"),
     "a token as a word": ({}, TOKEN, ["--dtype", TOKEN], "looks like an access token"),
     "private alone": ({}, TOKEN, ["--push", "", "--private"], "has no effect without --push"),
 }
@@ -194,7 +194,7 @@ def test_what_the_hub_refuses_is_reported_and_what_it_lost_is_found(hub, folder,
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.fault = lambda handler, path: "/preupload/" in path and handler.refuse(403)
     assert push(str(folder), "--push", "org/name") != 0
-    assert "is not writable with the token that was found (status 403)" in capsys.readouterr().err
+    assert "is not writable with the current token (status 403)" in capsys.readouterr().err
     hub.fault = lambda handler, path: False
     real = type(hub).facts
 
@@ -211,7 +211,7 @@ def test_a_card_that_the_hub_does_not_take_is_reported(hub, folder, monkeypatch,
     (folder / "README.md").write_text("# mine\n")
     before = dict(hub.files)
     assert push(str(folder), "--push", "org/name", "--overwrite_card") != 0
-    assert "README.md has front matter that the hub rejects" in error_of(capsys.readouterr().err)
+    assert "the hub rejects the front matter of README.md" in error_of(capsys.readouterr().err)
     assert hub.files == before
 
 
@@ -220,7 +220,7 @@ def test_a_folder_of_another_checkpoint_is_not_sent_in_its_place(hub, trained, t
     assert push(str(trained), "--to", str(tmp_path / "hf"), "--card") == 0
     words = (str(trained), "--to", str(tmp_path / "hf"), "--push", "org/name", "--dtype", "bfloat16")
     assert push(*words) != 0
-    assert "exists; give a new folder" in capsys.readouterr().err and not sent(hub)
+    assert "already exists; name a new folder" in capsys.readouterr().err and not sent(hub)
 
 
 def test_what_a_folder_says_of_its_origin_is_in_the_card(tmp_path):

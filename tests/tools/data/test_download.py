@@ -145,7 +145,7 @@ def test_a_token_that_cannot_be_one_is_refused_and_not_repeated(hub, tmp_path, m
     assert "HF_TOKEN is not a token" in fails(ConfigError, tmp_path)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
-    assert "without encryption" in fails(ConfigError, tmp_path)
+    assert "unencrypted" in fails(ConfigError, tmp_path)
 
 
 REFUSALS = {
@@ -153,11 +153,11 @@ REFUSALS = {
         401,
         {"X_Error_Code": "GatedRepo"},
         None,
-        r"is gated; accept its licence at https://huggingface.co/org/name",
+        r"is gated; accept its license at https://huggingface.co/org/name",
     ),
-    "gated for this account": (403, {"X_Error_Code": "GatedRepo"}, TOKEN, "is gated; accept its licence"),
+    "gated for this account": (403, {"X_Error_Code": "GatedRepo"}, TOKEN, "is gated; accept its license"),
     "private": (401, {"X_Error_Code": "RepoNotFound"}, None, "does not exist, or is private or gated; .* set HF_TOKEN"),
-    "expired": (401, {}, TOKEN, r"may not be read with the token that was found \(status 401\)"),
+    "expired": (401, {}, TOKEN, r"is not readable with the current token \(status 401\)"),
     "forbidden": (403, {}, TOKEN, r"\(status 403\)"),
     "absent": (404, {"X_Error_Code": "RepoNotFound"}, TOKEN, '--repo_id="org/name" does not exist'),
     "revision": (404, {"X_Error_Code": "RevisionNotFound"}, None, '--revision="main" is not a revision of org/name'),
@@ -180,7 +180,7 @@ def test_a_busy_hub_is_reported_and_where_files_are_kept_is_asked_again(hub, tmp
     hub.fault = lambda handler, path: handler.refuse(429, Retry_After="120")
     assert "is busy (too many requests, status 429); try again in 120 seconds" in fails(StorageError, tmp_path)
     hub.fault = lambda handler, path: handler.refuse(500)
-    assert "a fault of the hub, status 500" in fails(StorageError, tmp_path)
+    assert "an error of the hub, status 500" in fails(StorageError, tmp_path)
     answers = [429, 503]
     hub.fault = lambda handler, path: "/resolve/" in path and bool(answers) and handler.refuse(answers.pop())
     assert run(tmp_path) == 0
@@ -199,7 +199,7 @@ def test_a_hub_out_of_reach_is_reported(hub, tmp_path, monkeypatch):
 def test_offline_mode_is_kept_to(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert 'HF_HUB_OFFLINE="1" forbids to ask the hub' in fails(ConfigError, tmp_path)
+    assert 'HF_HUB_OFFLINE="1" forbids requests to the hub' in fails(ConfigError, tmp_path)
     assert hub.requests == []
 
 
@@ -388,7 +388,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(hub, tmp_path, name):
 ])  # fmt: skip
 def test_an_answer_that_is_not_a_list_of_files_is_reported(hub, tmp_path, content):
     hub.fault = lambda handler, path: handler.give(content)
-    assert "did not give a list of the files" in fails(ConfigError, tmp_path)
+    assert "did not return a list of the files" in fails(ConfigError, tmp_path)
 
 
 @pytest.mark.parametrize("words", [

@@ -138,7 +138,7 @@ def _folder_of(pid):
         (["--limit_seconds"], "has no value; write it like --limit_seconds 30"),
         (["--nproc", "0"], "must be a whole number of processes above 0"),
         (["--max_restarts", "3"], "the doctor runs once"),
-        (["--comm.mode", "fake_backend"], "sends nothing that could be measured"),
+        (["--comm.mode", "fake_backend"], "has no communication to measure"),
         (["--training.stps", "3"], "training.steps"),
     ],
 )

@@ -72,7 +72,7 @@ TROUBLES = [
     # what is done to rank 2, the first of host-1: the area and subject of the row, its verdict, a word of it
     (change("versions", torch="2.12.0"), "versions", "torch", "fail", "2.12.0 on rank 2 (host-1)"),
     (change("versions", options="def"), "versions", "options", "fail", "def on"),
-    (change("hosts", addresses=["127.0.1.1"]), "hosts", "name resolves", "fail", "itself alone"),
+    (change("hosts", addresses=["127.0.1.1"]), "hosts", "name resolves", "fail", "which other hosts cannot reach"),
     (change("hosts", addresses=[]), "hosts", "name resolves", "fail", "no address"),
     (change("hosts", port_range=[32768, 32868]), "hosts", "ephemeral ports", "warn", "32868"),
     (variable(NCCL_P2P_DISABLE="1"), "environment", "NCCL_P2P_DISABLE", "warn", "NVLink"),
@@ -85,7 +85,7 @@ TROUBLES = [
         "fail",
         "none can be seen",
     ),
-    (variable(OMP_NUM_THREADS="64"), "environment", "threads", "warn", "64 of OpenMP"),
+    (variable(OMP_NUM_THREADS="64"), "environment", "threads", "warn", "OMP_NUM_THREADS=64"),
     (change("config", problems=["a=1 is wrong; use 2"]), "config", "problem", "fail", "rank 2 (host-1)"),
     (change("limits", open_files=256), "limits", "open files", "fail", "256"),
     (change("limits", open_files=1024), "limits", "open files", "warn", "1024"),
@@ -118,13 +118,13 @@ TROUBLES = [
         "16",
     ),
     (change("devices", name="NVIDIA A100-SXM4-80GB"), "devices", "kind", "warn", "A100"),
-    (change("devices", exact=False), "devices", "product of matrices", "fail", "wrong on rank 2"),
+    (change("devices", exact=False), "devices", "matrix product", "fail", "wrong on rank 2"),
     (change("devices", rate=400e12), "devices", "matmul bfloat16", "warn", "slowest rank 2"),
     (change("devices", rate=100e12), "devices", "matmul bfloat16", "fail", "slowest rank 2"),
-    (change("devices", uuid="GPU-3"), "devices", "one rank a device", "fail", "host-1 (ranks 2-3)"),
+    (change("devices", uuid="GPU-3"), "devices", "one rank per device", "fail", "host-1 (ranks 2-3)"),
     (sick(**{"ecc.errors.uncorrected.volatile.total": "4"}), "devices", "memory errors", "fail", "4 uncorrected"),
     (sick(**{"remapped_rows.pending": "1"}), "devices", "memory errors", "fail", "remapping"),
-    (sick(**{"clocks_event_reasons.active": "0x48"}), "devices", "held down", "fail", "heat (hardware)"),
+    (sick(**{"clocks_event_reasons.active": "0x48"}), "devices", "throttled", "fail", "heat (hardware)"),
     (sick(**{"pcie.link.width.current": "8"}), "devices", "PCIe link", "warn", "x8 of x16"),
     (sick(nvlink=[26.562] * 17 + [0.0]), "devices", "NVLink", "fail", "1 of 18 links down"),
     (wrong_sum, "network", "all_reduce all ranks", "fail", "wrong numbers on rank 2"),
@@ -259,7 +259,7 @@ def test_the_table_names_hosts_and_fixes_and_fits_a_terminal():
     told = doctor_report.document(reports, judged(reports), 3.0)
     assert json.loads(doctor_report.to_json(told)) == json.loads(json.dumps(told))
     text = doctor_report.text_of(told)
-    assert "look at host-1 (ranks 2-3): versions: torch" in text and "fix: start all ranks from one environment" in text
+    assert "inspect host-1 (ranks 2-3): versions: torch" in text and "fix: start all ranks from one environment" in text
     assert max(map(len, text.splitlines())) <= doctor_report.WIDTH
     assert text.splitlines()[-1].startswith("fail: ")
 
@@ -337,7 +337,7 @@ def test_of_ranks_that_hang_those_furthest_behind_are_named(behind):
     for number, own in reports.facts.items():
         own["network"] = {"stopped": "all_reduce on tp", "place": 7 if number in behind else 8}
     (row,) = [one for one in judged(reports) if one.area == "network"]
-    assert row.ranks == tuple(behind) and "all_reduce on tp did not end" in row.measured
+    assert row.ranks == tuple(behind) and "all_reduce on tp did not finish" in row.measured
 
 
 def test_a_collective_in_which_all_ranks_hang_is_reported_as_such_unless_one_is_missing():
@@ -345,7 +345,7 @@ def test_a_collective_in_which_all_ranks_hang_is_reported_as_such_unless_one_is_
     for own in reports.facts.values():
         own["network"] = {"stopped": "all_reduce on tp", "place": 7}
     (row,) = [one for one in judged(reports) if one.area == "network"]
-    assert "with all ranks in it" in row.measured and row.ranks == ()
+    assert "hangs on all ranks" in row.measured and row.ranks == ()
     facts = {number: own for number, own in reports.facts.items() if number != 3}
     rows = [one for one in judged(Reports(4, facts, {3: "all_reduce on tp"})) if one.verdict == "fail"]
     assert [one.ranks for one in rows] == [(3,), (3,)] and "did not arrive" in rows[1].measured

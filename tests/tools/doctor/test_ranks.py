@@ -88,7 +88,7 @@ def _lame(rank):
 
 
 def test_a_product_with_one_wrong_bit_is_found(tmp_path):
-    row = rows(examined(2, tmp_path, ["devices"], _damaged), "devices")["product of matrices"]
+    row = rows(examined(2, tmp_path, ["devices"], _damaged), "devices")["matrix product"]
     assert row.verdict == "fail" and row.ranks == (1,)
 
 
@@ -155,8 +155,8 @@ def test_a_collective_that_hangs_names_the_rank_that_did_not_arrive(tmp_path):
     assert time.monotonic() - started < patience.seconds(60), "nobody waited for the end of the hang"
     found = [one for one in patients.judged(reports, "hosts", "network") if one.area == "network"]
     assert [one.ranks for one in found] == [(2,), ()]
-    assert "all_reduce on dp_shard (all ranks) did not end on rank 2" in found[0].measured
-    assert "rank 2 did not come past all_reduce" in found[1].measured and "ranks 0-1 waited" in found[1].measured
+    assert "all_reduce on dp_shard (all ranks) did not finish on rank 2" in found[0].measured
+    assert "rank 2 did not get past all_reduce" in found[1].measured and "ranks 0-1 waited" in found[1].measured
 
 
 def _hangs(rank):
@@ -174,7 +174,7 @@ def test_a_rank_that_never_comes_is_waited_for_once_and_named(tmp_path):
     assert time.monotonic() - started < patience.seconds(60)
     found = [one for one in patients.judged(reports, "hosts", "clock", "storage", "network") if one.verdict == "fail"]
     assert found[0].area == "ranks" and found[0].ranks == (1,)
-    assert [one.measured for one in found[1:]] == ["rank 1 has not come; ranks 0, 2 waited"]
+    assert [one.measured for one in found[1:]] == ["rank 1 has not arrived; ranks 0, 2 waited"]
     assert not list(tmp_path.glob(f"{storage_checks.PREFIX}*"))
 
 
@@ -186,7 +186,7 @@ def _absent(rank):
 def test_a_check_that_does_not_end_is_a_finding_and_the_others_continue(tmp_path):
     reports = examined(1, tmp_path, ["versions", "storage", "limits"], _dead_server, limit_seconds=3.0)
     found = rows(reports, "versions", "storage", "limits")
-    assert found["check"].area == "storage" and "did not end" in found["check"].measured
+    assert found["check"].area == "storage" and "did not finish" in found["check"].measured
     assert found["open files"].area == "limits" and found["torch"].verdict == "pass"
 
 

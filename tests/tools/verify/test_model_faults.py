@@ -20,7 +20,7 @@ from tiers import cases, chosen
 from shardtrain.tools import verify
 from shardtrain.utils.errors import ConfigError
 
-DROPPED = "dropout: off (dropout with p=0.1): each mesh drops other elements"
+DROPPED = "dropout: switched off (dropout with p=0.1), because each mesh drops different elements"
 BY_DEFAULT = ("a call counter", "norm of the sequence as one that is replicated", "a core with a bias by distance")
 """What the command itself is asked by default; the rest of the table is asked without it, in one launch."""
 SOUND = (Path(__file__).parent / "sound_model.py").read_text()
@@ -131,7 +131,8 @@ FAULTS: dict[str, Fault] = {
     # seeds
     "a seed before dropout": Fault(
         [(IN_BLOCK, "        torch.manual_seed(0)\n" + IN_BLOCK)],
-        "dp_shard=2", "refused", [SEED, "before a draw in module blocks.0.drop (Dropout)", "debug.seed is set once"],
+        "dp_shard=2", "refused",
+        [SEED, "before a draw in module blocks.0.drop (Dropout)", "training sets debug.seed once"],
     ),
     "a seed before dropout that is set back": Fault(
         [(IN_BLOCK, "        with torch.random.fork_rng():\n            torch.manual_seed(0)\n"
@@ -148,13 +149,13 @@ FAULTS: dict[str, Fault] = {
     ),
     "noise of a generator of its own": Fault(
         before_ffn("x = x + torch.rand(x.shape, generator=torch.Generator().manual_seed(0))"),
-        "dp_shard=2", "refused", ["module blocks.0.ffn (FeedForward) draws random numbers, others for another number"],
+        "dp_shard=2", "refused", ["module blocks.0.ffn (FeedForward) draws random numbers that depend on the number"],
     ),
     # rows of several lengths
     "a mask of the first length": Fault(
         cached("if Core.kept is None:", "    Core.kept = mask(n)", "m = Core.kept[:n, :n]"),
         "dp_shard=2", "refused",
-        ["gives different outputs for 3 rows of 28 tokens after 1 row of 14", "keeps Core.kept", "fails"],
+        ["returns different outputs for 3 rows of 28 tokens after 1 row of 14", "keeps Core.kept", "fails"],
     ),
     "a window of the first length": Fault(
         cached("if Core.kept is None:", "    Core.kept = n // 2", "m = mask(n).triu(1 - Core.kept)"),
@@ -180,7 +181,7 @@ FAULTS: dict[str, Fault] = {
              "        x = (x - x.mean((0, 1))) / x.std((0, 1))\n        return x * self.weight + self.bias\n"
              "\n\nclass Block("),
         ],
-        "dp_shard=2", "refused", ["module blocks.0.ffn_norm (BatchNorm) mixes rows", "normalise each token by itself"],
+        "dp_shard=2", "refused", ["module blocks.0.ffn_norm (BatchNorm) mixes rows", "normalize each token separately"],
     ),
     "a mean over the batch": Fault(
         before_ffn("x = x - x.mean(0, keepdim=True)"),
@@ -197,11 +198,11 @@ FAULTS: dict[str, Fault] = {
     # tokens that depend on each other
     "a token sees the next": Fault(
         before_ffn("x = x + F.pad(x, (0, 0, 0, 1))[:, 1:]"),
-        "dp_shard=2", "refused", ["lets a token see later ones in module blocks.0.ffn (FeedForward)"],
+        "dp_shard=2", "refused", ["lets a token see later tokens in module blocks.0.ffn (FeedForward)"],
     ),
     "a mean over the sequence": Fault(
         before_ffn("x = x - x.mean(1, keepdim=True)"),
-        "cp=2", "refused", ["lets a token see later ones in module blocks.0.ffn (FeedForward)"],
+        "cp=2", "refused", ["lets a token see later tokens in module blocks.0.ffn (FeedForward)"],
     ),
     "a running sum over the sequence": Fault(
         before_ffn("x = x + x.cumsum(1) / 10"),
@@ -256,7 +257,7 @@ FAULTS: dict[str, Fault] = {
     # shapes, positions, buffers
     "positions from arange": Fault(
         [(IN_ATTN, "        positions = torch.arange(x.size(1)).expand(x.shape[:2])\n" + IN_ATTN)],
-        "cp=2", "refused", ["take positions from its argument", "blocks.0.attn.core is given other"],
+        "cp=2", "refused", ["take positions from its argument", "blocks.0.attn.core receives other"],
     ),
     "a mask of max_tokens": Fault(
         [(CORE, "mask = torch.ones(32, 32, dtype=torch.bool).tril()\n        "
@@ -308,12 +309,12 @@ FAULTS: dict[str, Fault] = {
     "a temperature by the length of a row": Fault(
         [(IN_ATTN, "        x = x * x.size(1) ** 0.5\n" + IN_ATTN)],
         "cp=2", "refused",
-        ["for half of a sequence, with its positions, than in the full sequence", "blocks.0.attn.core is given other"],
+        ["for half of a sequence, with its positions, than in the full sequence", "blocks.0.attn.core receives other"],
     ),
     "angles by the largest position": Fault(
         [("angles = positions[..., None, None] *", "angles = positions[..., None, None] / (8 + positions.max()) *")],
         "cp=2", "refused",
-        ["for half of a sequence, with its positions, than in the full sequence", "blocks.0.attn.core is given other"],
+        ["for half of a sequence, with its positions, than in the full sequence", "blocks.0.attn.core receives other"],
     ),
     # the layout
     "a convolution as a linear": Fault(
