@@ -146,8 +146,8 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
     surplus = there - found_at.their_shapes().keys()
     if missing and any(".experts." in name for name in surplus):
         raise CheckpointError(
-            f"{weights.folder} holds {config.class_name} under names that transformers converts as it opens them, such "
-            f"as {min(surplus)}; train it with a model file of this package, where there is one"
+            f"{weights.folder} has tensor names of {config.class_name} that only transformers can convert, such as "
+            f"{min(surplus)}; use a model file of this package, if one exists"
         )
     # A class for another task has a new head. Skip the head in the file.
     if config.class_name not in (architecture.read(config.path).architectures or []):
@@ -156,7 +156,10 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
         for ours in new:
             del sources[ours]
         if new:
-            logger.info(f"{len(new)} tensors are not in {weights.folder} and start as drawn: {', '.join(new[:10])}")
+            logger.info(
+                f"{len(new)} tensors are not in {weights.folder} and keep their random initialization: "
+                f"{', '.join(new[:10])}"
+            )
     return Translation(plain.hub, plain.shapes, config, sources), [*passed, *again]
 
 
@@ -173,7 +176,7 @@ def own_sizes(config: Any) -> Any:
 def check_rows(wanted: int, there: int) -> None:
     """Raise ConfigError if a vocabulary has fewer rows than the folder of the initial weights."""
     if wanted < there:
-        rule = f"is below the {there} rows of the folder, and none is ever left out"
+        rule = f"is below the {there} rows of the folder, and rows cannot be removed"
         raise ConfigError(Problem("model.overrides.vocab_size", wanted, rule, f"use {there} or more"))
 
 
@@ -193,11 +196,11 @@ def check_same(config: Any, folder: Path) -> None:
         if CHANGEABLE.fullmatch(key):
             logger.warning(f"{key}={ours.get(key)!r} of {config.path} is used; {folder} has {theirs.get(key)!r}")
         else:
-            differ.append(f"{key}={theirs.get(key)!r} in place of {ours.get(key)!r}")
+            differ.append(f"{key}={theirs.get(key)!r} instead of {ours.get(key)!r}")
     if differ:
         more = f" and {len(differ) - 10} more" if len(differ) > 10 else ""
         raise ConfigError(
-            f"{folder} holds another model than {config.path}: {'; '.join(differ[:10])}{more}; "
+            f"{folder} contains another model than {config.path}: {'; '.join(differ[:10])}{more}; "
             "name the same folder in model.hf_assets_path and checkpoint.initial_load_path"
         )
 

@@ -42,12 +42,14 @@ class BinWeights(HubWeights):
             if isinstance(table, dict) and isinstance(table.get("state_dict"), dict):
                 table = table["state_dict"]
             if not isinstance(table, dict) or not table:
-                raise CheckpointError(f"{folder / file} holds no table of tensors")
+                raise CheckpointError(f"{folder / file} contains no table of tensors; use another file")
             for name, stored in table.items():
                 if not isinstance(name, str) or not isinstance(stored, Stored):
                     raise CheckpointError(f"{folder / file}: {str(name)[:100]} is not a tensor; use another file")
                 if name in tensors:
-                    raise CheckpointError(f"{name} is both in {file_of[name]} and in {file} of {folder}")
+                    raise CheckpointError(
+                        f"{name} is in both {file_of[name]} and {file} of {folder}; download the folder again"
+                    )
                 tensors[name] = stored
                 file_of[name] = file
         self.stored = without_wrappers(tensors)

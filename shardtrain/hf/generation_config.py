@@ -60,7 +60,7 @@ def end_ids(settings: Mapping[str, Any]) -> list[int]:
     """
     ids = _as_list(settings.get(EOS))
     if not all(type(token) is int for token in ids):
-        raise CheckpointError(f"{EOS}={ids!r} of {GENERATION} is neither a token id nor a list of token ids")
+        raise CheckpointError(f"{EOS}={ids!r} in {GENERATION} must be a token ID or a list of token IDs")
     return ids
 
 

@@ -130,7 +130,7 @@ class Writer:
         described = dataclasses.replace(before, config=fields, files=settings_file)
         self._described, changes = with_tokens(described, wanted.tokens)
         self._files |= dict.fromkeys(self._described.files, self._described)
-        self.notice = f"special tokens are those of training: {'; '.join(changes)}" if changes else ""
+        self.notice = f"special tokens are set to those of training: {'; '.join(changes)}" if changes else ""
         self.files = self._share_out()
 
     def check_source(self, part: int = 0, parts: int = 1) -> None:
@@ -303,7 +303,9 @@ def config_fields(wanted: Export) -> dict[str, Any]:
     hub = hub_of(wanted.module, str(wanted.checkpoint), len(wanted.labels))
     before = dict(hub.text_config(before))
     if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):
-        raise ConfigError(f"model.norm_type={wanted.config.norm_type!r} has no place in {hub.architecture}")
+        raise ConfigError(
+            f"model.norm_type={wanted.config.norm_type!r} is not supported by {hub.architecture}; keep the checkpoint"
+        )
     fields = hub.write(wanted.config)
     if before.get("model_type") == hub.model_type:
         changed = _changed(before, hub, wanted.config, fields)
@@ -393,8 +395,8 @@ def _check_stored(translation: Translation, stored: Manifest, checkpoint: Path) 
     if wrong:
         name = wrong[0]
         raise CheckpointError(
-            f"checkpoint {checkpoint} is not of the model configured: {len(wrong)} tensors differ, such as {name}: "
-            f"{weights.get(name)} in place of {translation.shapes.get(name)}; give the run's own configuration"
+            f"checkpoint {checkpoint} does not fit the configured model: {len(wrong)} tensors differ, such as {name}: "
+            f"{weights.get(name)} instead of {translation.shapes.get(name)}; use the configuration of its run"
         )
 
 
@@ -411,7 +413,10 @@ def _compare(folder: Path, writer: Writer) -> None:
             for box in mapping.row_blocks(translation.shapes[name]):
                 theirs = mapping.read_part(name, box, translation, weights, writer.dtype_of(name))
                 if not _same_bits(theirs, writer.read_part(name, box)):
-                    raise CheckpointError(f"{folder}: {name} was not read back as it was written; nothing was exported")
+                    raise CheckpointError(
+                        f"{folder}: {name} differs from the written data when read back, so nothing was exported; "
+                        "check the disk"
+                    )
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -89,10 +89,10 @@ def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
     """
     why = str(reason).split(TRANSFORMERS_HINT)[0]
     if importlib.util.find_spec(TRANSFORMERS) is None:
-        raise ConfigError(f"{why}; install shardtrain[hf], whose transformers may have it") from None
+        raise ConfigError(f"{why}; install shardtrain[hf], because transformers may support it") from None
     architecture.read(str(folder))
     config = models.find(TRANSFORMERS).Config(path=str(folder))
-    notice = f"{why}: taken as it is, as {config.class_name} of transformers"
+    notice = f"{why}; using {config.class_name} of transformers"
     return HubModel(TRANSFORMERS, "folder", {"path": str(folder)}, config, None, notices=(notice,))
 
 
@@ -104,7 +104,7 @@ def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> HubFormat:
     """
     hub: HubFormat | None = getattr(module, "HUB", None)
     if hub is None:
-        raise ConfigError(f"{where}: the model file has no HUB, so it has no Hugging Face format; add one")
+        raise ConfigError(f"{where}: the model file has no HUB, so it has no Hugging Face format; add a HUB")
     if not num_labels:
         return hub
     architecture = hub.architecture.replace("ForCausalLM", "ForSequenceClassification")
@@ -136,7 +136,7 @@ def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path, c
         holds = found.hub.architecture if found.hub else found.config.class_name
         fix = f'set model.name = "{found.name}" and model.flavor = "from_folder"'
         name = module.__name__.rpartition(".")[2]
-        raise ConfigError(Problem("model.name", name, f"does not fit {folder}, which holds a {holds}", fix))
+        raise ConfigError(Problem("model.name", name, f"does not fit {folder}, which contains {holds}", fix))
     file = found.hub.text_config(read_json(folder / CONFIG))
     theirs = found.hub.read(Fields(file, str(folder / CONFIG), found.hub.defaults))
     check_fields(found.hub, config, theirs, folder, chosen)

@@ -124,7 +124,7 @@ def fill(
         passed_over = found.passed_over
     block = found.block if found else None
     if quantized is not None and quantized != (block is not None):
-        rule = "is for quantised weights, and these are not" if quantized else "is needed: these weights are quantised"
+        rule = "requires quantized weights" if quantized else "must be true for quantized weights"
         fix = f"set it to {str(not quantized).lower()}"
         raise ConfigError(Problem("checkpoint.initial_load_in_hf_quantized", quantized, f"{rule} ({folder})", fix))
     prefix = found.hub.prefix if found and found.hub else ""
@@ -194,11 +194,11 @@ def _grown(found: HubModel, vocab_size: int) -> HubModel:
         return found
     if vocab_size < found.config.vocab_size:
         raise ConfigError(
-            f"--vocab_size={vocab_size} is below the {found.config.vocab_size} rows of the file; give more"
+            f"--vocab_size={vocab_size} is below the {found.config.vocab_size} rows of the file; use a larger size"
         )
     if found.hub is None:
         raise ConfigError(
-            f"--vocab_size={vocab_size} has no effect on {found.config.class_name}, a class of transformers"
+            f"--vocab_size={vocab_size} has no effect on {found.config.class_name} of transformers; remove it"
         )
     return dataclasses.replace(
         found,

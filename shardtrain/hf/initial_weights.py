@@ -39,7 +39,9 @@ def identity(config: Config) -> str:
         return hashlib.sha256(manifest.read_bytes(start)).hexdigest()
     folder = Path(str(start))
     if not is_hub_folder(folder):
-        raise CheckpointError(f"{folder} holds no config.json; the run's first weights, its reference, are needed")
+        raise CheckpointError(
+            f"{folder} has no config.json; the initial weights of the run are required as its reference"
+        )
     return of_folder(folder)
 
 

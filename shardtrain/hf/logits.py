@@ -35,14 +35,14 @@ def why_not(wanted: Export) -> str:
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
     if "quantization_config" in read_json(wanted.output / CONFIG):
-        return "its weights are quantised, which transformers would keep as they are"
+        return "transformers would keep the quantized weights"
     stored = manifest.read(wanted.checkpoint)
     weights = [tensor for name, tensor in stored.tensors.items() if name.startswith(WEIGHTS_PREFIX)]
     needed = 3 * sum(torch.Size(tensor.shape).numel() * 4 for tensor in weights)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed <= free:
         return ""
-    return f"two copies in float32 need {format_bytes(needed)} of memory and {format_bytes(free)} are free"
+    return f"two float32 copies require {format_bytes(needed)} of memory, and {format_bytes(free)} are free"
 
 
 @torch.no_grad()
@@ -98,8 +98,8 @@ def _named(folder: Path) -> Iterator[None]:
     except Exception as error:
         cause = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"{folder}: transformers computes no logits from it: {type(error).__name__}: {cause}; look at what is "
-            f"unusual in its {CONFIG}, or use --check=weights"
+            f"{folder}: transformers cannot compute logits: {type(error).__name__}: {cause}; check its {CONFIG} for "
+            "unusual values, or use --check=weights"
         ) from error
 
 

@@ -69,8 +69,8 @@ def translate(hub: HubFormat, config: Any, shapes: Mapping[str, Shape]) -> Trans
     unmapped = [name for name, source in found.items() if source is None]
     if unmapped:
         raise CheckpointError(
-            f"the format of {hub.architecture} has no place for {_first(unmapped)}; train without it, or keep this "
-            "project's own checkpoints"
+            f"the format of {hub.architecture} cannot represent {_first(unmapped)}; train without it, or use "
+            "shardtrain checkpoints"
         )
     return Translation(hub, shapes, config, {name: source for name, source in found.items() if source is not None})
 
@@ -101,7 +101,7 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
         else:
             surplus.append(name)
     wrong = [
-        f"{name} {list(weights.shape(name))} in place of {list(shape)}"
+        f"{name} {list(weights.shape(name))} instead of {list(shape)}"
         for name, shape in sorted(expected.items())
         if name in there and weights.shape(name) != shape
     ]
@@ -115,16 +115,16 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
         f"{len(names)} {what}: {_first(names)}"
         for what, names in (
             ("missing", missing),
-            ("not of this model", surplus),
-            ("of another shape", wrong),
-            ("of a type that weights are not trained in", integral),
+            ("not in this model", surplus),
+            ("with another shape", wrong),
+            ("with an unsupported dtype", integral),
         )
         if names
     ]
     if problems:
         raise CheckpointError(
-            f"{weights.folder} does not fit {hub.architecture} as configured: {'; '.join(problems)}; "
-            "use the model and sizes that its config.json names"
+            f"{weights.folder} does not fit the configured {hub.architecture}: {'; '.join(problems)}; "
+            "use the model and sizes of its config.json"
         )
     return ignored
 

@@ -42,7 +42,7 @@ def of_run(config: Config, module: ModuleType, shape: Any, runs: int = _RUNS) ->
         if found := of_path(Path(begun), module, shape, runs):
             return found
         if not Path(begun).exists():
-            logger.warning(f"{begun}, with which the run began, is not there: config.json is written again")
+            logger.warning(f"the initial weights {begun} do not exist any more, so config.json is written anew")
     assets = Path(config.model.hf_assets_path)
     return source.of_folder(assets) if _is_of(assets, module, shape) else None
 

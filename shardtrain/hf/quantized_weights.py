@@ -117,14 +117,16 @@ class Mxfp4Weights(HubWeights):
         self._packed = {name.removesuffix(_BLOCKS) for name in there if name.endswith(_BLOCKS)}
         for name in self._packed:
             if name + _SCALES not in there or name in there:
-                raise CheckpointError(f"{folder}: {name}{_BLOCKS} needs {name}{_SCALES} beside it, and no {name}")
+                raise CheckpointError(
+                    f"{folder}: {name}{_BLOCKS} requires {name}{_SCALES} and excludes {name}; download the folder again"
+                )
             shapes = super().shape(name + _BLOCKS), super().shape(name + _SCALES)
             kinds = super().dtype(name + _BLOCKS), super().dtype(name + _SCALES)
             fits = len(shapes[0]) == 4 and shapes[0] == (*shapes[1], _SHARED // 2)
             if not fits or kinds != (torch.uint8, torch.uint8):
                 raise CheckpointError(
                     f"{folder}: {name}{_BLOCKS} {list(shapes[0])} {kinds[0]} with scales {list(shapes[1])} {kinds[1]} "
-                    f"are not bytes of {_SHARED} inputs each with a byte for their scale"
+                    f"are not blocks of {_SHARED} inputs with one byte per scale"
                 )
 
     def names(self) -> list[str]:

@@ -55,7 +55,9 @@ class HubSaves:
         translation_of(module, shape, f"model.name={model.name}", len(self._wanted.labels))
         config_fields(self._wanted)
         if not any(one.has_tokenizer for one in self._wanted.sources()):
-            logger.warning(f"no tokenizer will be in the Hugging Face folders: {str(assets)!r} is not a folder of one")
+            logger.warning(
+                f"the Hugging Face folders will have no tokenizer: {str(assets)!r} is not a folder with tokenizer files"
+            )
 
     def is_due(self, step: int, last: bool) -> bool:
         interval = self._options.hf_interval
@@ -71,7 +73,7 @@ class HubSaves:
         for name in list(writer.files)[rank::size]:
             written = writer.write_weights(draft, name, check_cancelled, wait)
             if damage := files.find_damage(draft, written):
-                raise StorageError(f"cannot write {draft}: {damage}; look after the disk, then start again")
+                raise StorageError(f"cannot write {draft}: {damage}; check the disk, then start again")
 
     def write_rest(self, checkpoint: Path, draft: Path) -> None:
         writer = self._writer(checkpoint)

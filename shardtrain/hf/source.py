@@ -112,7 +112,7 @@ def of_checkpoint(folder: Path, stored: Manifest) -> FolderSource | None:
     for name, place in places.items():
         fits = isinstance(place, list) and len(place) == 2 and all(type(n) is int and n >= 0 for n in place)
         if not fits or sum(place) > file.bytes or not (name == CONFIG or _TRAVEL.fullmatch(name)):
-            raise CheckpointError(f"checkpoint {folder}: what it says of {name[:100]!r} is not a file; use another one")
+            raise CheckpointError(f"checkpoint {folder}: its entry {name[:100]!r} is not a valid file; use another one")
         files[name] = (folder / FILE, *place)
     own = files.pop(CONFIG, None)
     source = FolderSource(folder, {}, files if own is None else {**files, CONFIG: own})
@@ -154,14 +154,18 @@ def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
         return None
     name, flavor, overrides = (noted.get(key) for key in ("name", "flavor", "overrides"))
     if not isinstance(name, str) or not isinstance(flavor, str):
-        raise CheckpointError(f"checkpoint {folder}: what it says of its model is not a name; give --config")
+        raise CheckpointError(
+            f"checkpoint {folder}: its description of the model is invalid; name the run's TOML with --config"
+        )
     if name.endswith(".py"):
-        raise CheckpointError(f"checkpoint {folder} names a model file; give the run's own with --config")
+        raise CheckpointError(f"checkpoint {folder} refers to a custom model file; name the run's TOML with --config")
     overrides = dict(overrides) if isinstance(overrides, dict) else {}
     if name == "transformers":
         source = of_checkpoint(folder, stored)
         if source is None or not source.config:
-            raise CheckpointError(f"checkpoint {folder} has no {CONFIG}, which says what it is; give --config")
+            raise CheckpointError(
+                f"checkpoint {folder} has no {CONFIG} to describe its model; name the run's TOML with --config"
+            )
         overrides["path"] = str(unpacked(source))
     labels = noted.get("labels")
     labels = [str(label) for label in labels] if isinstance(labels, list) else []
@@ -183,7 +187,7 @@ def packed(source: FolderSource) -> tuple[bytes, dict[str, list[int]]]:
     texts = {CONFIG: (json.dumps(source.config, indent=2) + "\n").encode()} if source.config else {}
     if sum(size for _, _, size in source.files.values()) > MAX_JSON_BYTES:
         raise ConfigError(
-            f"{source.where} has more than {MAX_JSON_BYTES} bytes beside its weights; remove what is not part"
+            f"{source.where} has more than {MAX_JSON_BYTES} bytes of files other than weights; remove unrelated files"
         )
     for name in [*texts, *source.files]:
         try:

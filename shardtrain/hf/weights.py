@@ -79,15 +79,17 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
     try:
         found = checked_json.parse(bounded_reads.whole(path, MAX_JSON_BYTES))["weight_map"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not an index of weights ({type(error).__name__}: {error})") from None
+        raise CheckpointError(
+            f"{path} is not an index of weights ({type(error).__name__}: {error}); download it again"
+        ) from None
     if not isinstance(found, dict) or not found:
-        raise CheckpointError(f"{path}: weight_map is not a table of names")
+        raise CheckpointError(f"{path}: weight_map is not a table of names; download it again")
     for name, file in found.items():
         # A name with a path separator could point outside the model's folder.
         if not isinstance(file, str) or Path(file).name != file or Path(file).suffix != Path(single).suffix:
-            raise CheckpointError(f"{path}: {name} is in {file!r}, which is not a file of this folder like {single}")
+            raise CheckpointError(f"{path}: {name} is in {file!r}, which is not a file name like {single}")
         if not (folder / file).exists():
-            raise CheckpointError(f"{folder / file} is missing; {path} names it")
+            raise CheckpointError(f"{folder / file} does not exist, but {path} refers to it; download it")
     return found
 
 
@@ -98,7 +100,9 @@ def _no_weights(folder: Path, index: str) -> CheckpointError:
     if parts or (pickles and index == BIN_INDEX):
         missing = folder / (INDEX if parts else BIN_INDEX)
         first, *others = parts or pickles
-        return CheckpointError(f"{missing} is missing, which says what is in {first} and {len(others)} more; fetch it")
+        return CheckpointError(
+            f"{missing}, the index of {first} and {len(others)} more files, does not exist; download it"
+        )
     if pickles:
         return CheckpointError(
             f"{folder} has only {', '.join(pickles[:3])}, a pickle; save it with safe_serialization=True, or read it "
@@ -129,16 +133,20 @@ class HubWeights:
         for name, file in index.items():
             # An index may list a tied head that no file contains. A caller that needs the absent tensor reports it.
             if self._file_of.get(name, file) != file:
-                raise CheckpointError(f"{folder / INDEX} says that {name} is in {file}, which does not hold it")
+                raise CheckpointError(
+                    f"{folder / INDEX} assigns {name} to {file}, which does not contain it; download both again"
+                )
         if without_wrappers(self._file_of).keys() != self._file_of.keys():
             wrapper = next(iter(self._file_of)).partition(".")[0]
             raise CheckpointError(
-                f"{folder}: all names begin with {wrapper!r}, which transformers does not read either; "
+                f"{folder}: all names begin with {wrapper!r}, which transformers cannot read either; "
                 f"save model.{wrapper}.state_dict() instead"
             )
         self._stored_as = {name.removeprefix(prefix): name for name in self._file_of}
         if len(self._stored_as) < len(self._file_of):
-            raise CheckpointError(f"{folder} holds tensors both with and without {prefix!r} before the same name")
+            raise CheckpointError(
+                f"{folder} has tensors with the same name both with and without the prefix {prefix!r}"
+            )
         self._file_of = {name.removeprefix(prefix): file for name, file in self._file_of.items()}
 
     def _open(self, file: str) -> None:
@@ -151,10 +159,14 @@ class HubWeights:
             opened = safe_open(str(path), framework="pt")
             names = list(opened.keys())
         except (OSError, SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{path} is cut short or no safetensors file ({error}); fetch it again") from None
+            raise CheckpointError(
+                f"{path} is truncated or not a safetensors file ({error}); download it again"
+            ) from None
         for name in names:
             if name in self._file_of:
-                raise CheckpointError(f"{name} is both in {self._file_of[name]} and in {file} of {self.folder}")
+                raise CheckpointError(
+                    f"{name} is in both {self._file_of[name]} and {file} of {self.folder}; download the folder again"
+                )
             self._file_of[name] = file
         self._files[file] = opened
 
@@ -177,7 +189,7 @@ class HubWeights:
         """
         word = self._slice(name).get_dtype()
         if word not in _TYPES:
-            raise CheckpointError(f"{self.folder / self._file_of[name]}: {name} has the type {word}, unknown here")
+            raise CheckpointError(f"{self.folder / self._file_of[name]}: {name} has the unsupported dtype {word}")
         return _TYPES[word]
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:

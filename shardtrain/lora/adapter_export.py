@@ -55,5 +55,7 @@ def export(
         again = {name: torch.zeros_like(tensor) for name, tensor in ours.items()}
         found.fill(again)
         if not all(torch.equal(again[name], tensor) for name, tensor in ours.items()):
-            raise CheckpointError(f"{temporary} was not read back as it was written; nothing was exported")
+            raise CheckpointError(
+                f"{temporary} differs from the written data when read back, so nothing was exported; check the disk"
+            )
     return sorted(path.name for path in output.iterdir())

@@ -61,7 +61,7 @@ def find(
         found = {path for path in linears if parent and matches(path.rpartition(".")[0], parent)}
         if not found:
             rule = "is empty, and the model's layout names no attention with linear modules"
-            raise ConfigError(Problem(OPTION, None, rule, f"name some, such as {', '.join(linears[:3])}"))
+            raise ConfigError(Problem(OPTION, None, rule, f"name modules, such as {', '.join(linears[:3])}"))
         found = {path for path in found if not _within(path, saved)}
     else:
         found = set()
@@ -77,8 +77,8 @@ def find(
                     problems.append(_unknown(name, model, layout, linears, theirs))
             both = sorted(path for path in fitting if _within(path, saved))
             if both:
-                rule = f"names {both[0]}, which lora.modules_to_save trains whole"
-                problems.append(Problem(OPTION, name, rule, "remove it from one of them"))
+                rule = f"names {both[0]}, which lora.modules_to_save trains fully"
+                problems.append(Problem(OPTION, name, rule, "remove it from one of the two options"))
             found |= fitting
         if problems:
             raise ConfigError(problems)
@@ -87,8 +87,8 @@ def find(
     tied = {id(parameter) for path in embeddings for parameter in model.get_submodule(path).parameters()}
     for path in found:
         if id(model.get_submodule(path).weight) in tied:
-            rule = f"names {path}, whose weight is the embedding's: merging would change both"
-            raise ConfigError(Problem(OPTION, list(wanted), rule, "leave it out"))
+            rule = f"names {path}, which shares its weight with the embedding, so a merge would change both"
+            raise ConfigError(Problem(OPTION, list(wanted), rule, f"remove {path}"))
     return [path for path in linears if path in found]
 
 
@@ -112,8 +112,8 @@ def find_stacks(model: nn.Module, wanted: Sequence[str]) -> list[Stack]:
         fitting = {path for path in known if _fits(path, name) or _fits(stack_name(path), name)}
         if not fitting:
             ends = list(dict.fromkeys(".".join(path.split(".")[-2:]) for path in known))
-            fix = f"use names like {', '.join(ends)}" if ends else "leave it out: this model has none"
-            problems.append(Problem(PARAMETERS, name, "names no stack of experts' weights of the model", fix))
+            fix = f"use names like {', '.join(ends)}" if ends else "remove it: this model has no experts"
+            problems.append(Problem(PARAMETERS, name, "matches no stack of expert weights in the model", fix))
         found |= fitting
     if problems:
         raise ConfigError(problems)
@@ -142,7 +142,7 @@ def find_saved(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequenc
         if not ends:
             near = nearest(name, [*_ends(paths), *_ends(theirs.values()), *paths])
             fix = f"did you mean {near}?" if near else f"use names like {', '.join(_ends(theirs.values())[:8])}"
-            problems.append(Problem(SAVED, name, "names no module of the model that has weights", fix))
+            problems.append(Problem(SAVED, name, "matches no module with weights in the model", fix))
         found |= ends
     if problems:
         raise ConfigError(problems)
@@ -197,20 +197,20 @@ def _unknown(name: str, model: nn.Module, layout: Layout, linears: Sequence[str]
     owners = owners or [path for path in theirs if _fits(theirs[path], name)]
     if owners:
         if isinstance(model.get_submodule(owners[0]), nn.Embedding):
-            rule = f"names {owners[0]}, an embedding; only linear modules and experts can have adapters"
-            return Problem(OPTION, name, rule, f'train all of it: lora.modules_to_save = ["{name}"]')
+            rule = f"names {owners[0]}, an embedding, but only linear modules and experts can have adapters"
+            return Problem(OPTION, name, rule, f'train it fully with lora.modules_to_save = ["{name}"]')
         rule = f"names {owners[0]}, which is not a linear module that can have an adapter"
         if style_of(layout, owners[0]) == "router":
-            rule = f"names {owners[0]}, a router: which experts a token sees is not trained by adapters here"
+            rule = f"names {owners[0]}, a router, and routers cannot have adapters"
         elif style_of(layout, owners[0]) == "expert":
-            rule = f"names {owners[0]}, whose weights are one stack for all experts and no linear module"
+            rule = f"names {owners[0]}, whose weights are a stack of all experts instead of linear modules"
             fix = 'set lora.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]'
             return Problem(OPTION, name, rule, fix)
         return Problem(OPTION, name, rule, f"name linear modules, such as {', '.join(_ends(linears))}")
     known = [*_ends(linears), *_ends(theirs[path] for path in linears if path in theirs), ALL, *linears]
     near = nearest(name, known)
     fix = f"did you mean {near}? " if near else ""
-    return Problem(OPTION, name, "names no module of the model", f"{fix}use names like {', '.join(_ends(linears))}")
+    return Problem(OPTION, name, "matches no module of the model", f"{fix}use names like {', '.join(_ends(linears))}")
 
 
 def _ends(paths: Iterable[str]) -> list[str]:

@@ -100,7 +100,9 @@ class FrozenWeights:
         elif (path / manifest.MANIFEST).exists():
             self._stored = manifest.read(path)
             if FACT in self._stored.facts:
-                raise CheckpointError(f"checkpoint {path} holds adapters, and not the weights beside which they are")
+                raise CheckpointError(
+                    f"checkpoint {path} contains adapters instead of base weights; name their base weights"
+                )
             damage = collectives.first_word(tensor_files.find_damaged_file(self._stored, path))
             if damage:
                 raise CheckpointError(f"checkpoint {path}: {damage}; use another one")
@@ -203,13 +205,13 @@ def find(
     if path is None:
         found = random_fingerprint(config, "cpu")
     elif not path.is_dir():
-        rule = "is not a folder, and the adapters need the weights beside which they were trained"
-        raise ConfigError(Problem(option, str(path), rule, "name it with --base"))
+        rule = "is not a folder, and adapters require the base weights with which they were trained"
+        raise ConfigError(Problem(option, str(path), rule, "name their folder with --base"))
     else:
         found = fingerprint_of(path)
     if found != expected:
-        rule = f"holds other weights than those beside which the adapters of {where} were trained"
-        raise ConfigError(Problem(option, str(path), rule, "name those with --base"))
+        rule = f"contains other base weights than those with which the adapters of {where} were trained"
+        raise ConfigError(Problem(option, str(path), rule, "name the original base weights with --base"))
     return FrozenWeights(path, module, shape, config, config.lora.base_dtype, num_labels)
 
 

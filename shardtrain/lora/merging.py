@@ -45,7 +45,9 @@ class Adapters:
                 raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another one")
         spec = read_facts(self.stored.facts, checkpoint)
         if spec is None:
-            raise CheckpointError(f"checkpoint {checkpoint} holds a whole model and no adapters")
+            raise CheckpointError(
+                f"checkpoint {checkpoint} contains a full model without adapters; name a checkpoint of a LoRA run"
+            )
         self.spec: Spec = spec
         pairs = [(path, f"{path}.") for path in spec.modules] + [(path, f"{path}_") for path in spec.parameters]
         for path, begin in pairs:
@@ -54,7 +56,9 @@ class Adapters:
             # The factors of a stack have one more dimension: the experts.
             dims = 2 if begin.endswith(".") else 3
             if not len(a) == len(b) == dims or not a[-2] == b[-1] == spec.rank:
-                raise CheckpointError(f"checkpoint {checkpoint} holds no adapter of rank {spec.rank} for {path}")
+                raise CheckpointError(
+                    f"checkpoint {checkpoint} has no adapter of rank {spec.rank} for {path}; use another one"
+                )
         missing = [name for name in spec.factors() if not self._shape(name)]
         if missing:
             raise CheckpointError(f"checkpoint {checkpoint} lacks {missing[0]}; use another one")
@@ -100,7 +104,9 @@ def merge(
     stacked: dict[str, tuple[stacks.Stack, int]] = {}
     unknown = sorted(set(spec.parameters) - frozen.stacks.keys())
     if unknown:
-        raise CheckpointError(f"the adapters are for {unknown[0]}, which {frozen.path} has not; use their own model")
+        raise CheckpointError(
+            f"the adapters are for {unknown[0]}, which {frozen.path} does not have; use the model they were trained on"
+        )
     for path in spec.parameters:
         stack = frozen.stacks[path]
         for part, weight in enumerate(stack.weights):
@@ -109,8 +115,8 @@ def merge(
     if missing:
         raise CheckpointError(
             f"the adapters are for {missing[0]}, which is not a separate tensor in {frozen.path}; use the model that "
-            "they were trained on, or generate with --adapter if the weight is tied and a merge would change two"
-            " modules"
+            "they were trained on, or, if the weight is tied and a merge would change two modules, shardtrain generate "
+            "--adapter"
         )
 
     def read(name: str) -> Tensor:
@@ -124,7 +130,7 @@ def merge(
             b_EOR = factor(f"{stack.path}_lora_b")
             sizes = ((stack.experts, spec.rank, stack.inputs), (stack.experts, stack.outputs, spec.rank))
             if (tuple(a_ERI.shape), tuple(b_EOR.shape)) != sizes:
-                raise CheckpointError(f"the adapter of {stack.path} is for other shapes than {sizes[0]}, {sizes[1]}")
+                raise CheckpointError(f"the adapter of {stack.path} has other shapes than {sizes[0]} and {sizes[1]}")
             return stacks.merged(weight, stack, a_ERI, b_EOR, part, spec.scale)
         if name not in adapted:
             return weight
@@ -134,7 +140,7 @@ def merge(
         b_OR = factor(f"{path}.lora_b")
         weight_OI = weight.t() if turned else weight
         if tuple(weight_OI.shape) != (b_OR.shape[0], a_RI.shape[1]):
-            raise CheckpointError(f"the adapter of {path} is for another shape than {list(weight.shape)}")
+            raise CheckpointError(f"the adapter of {path} does not fit a weight of shape {list(weight.shape)}")
         magnitude_O = factor(f"{path}.lora_magnitude") if spec.use_dora else None
         whole_OI = merged(weight_OI, a_RI, b_OR, spec.scale, magnitude_O)
         return whole_OI.t().contiguous() if turned else whole_OI

@@ -152,7 +152,7 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, re
         larger = f"a part of {parts[unmapped[0]].name.removesuffix('.weight')}" if unmapped[0] in parts else "no module"
         raise ConfigError(
             f"{unmapped[0]} is {larger} in the Hugging Face format of this model, so PEFT cannot store its adapter; "
-            "merge the adapters (shardtrain merge) and export the sum"
+            "merge the adapters (shardtrain merge) and export the merged model"
         )
     found = {}
     shapes = {}
@@ -178,7 +178,7 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, re
 
     # Each stack of experts has two factors. If one module owns two adapted stacks, PEFT nests their wrappers.
     all_stacks = stacks.find(model)
-    _check_experts(spec.parameters, hub, "merge the adapters (shardtrain merge) and export the sum")
+    _check_experts(spec.parameters, hub, "merge the adapters (shardtrain merge) and export the merged model")
     for path in spec.parameters:
         stack = all_stacks[path]
         source = hub.source(f"{stack.owner}.{stack.weights[0]}", shape) if hub is not None else None
@@ -208,7 +208,7 @@ def _check_experts(parameters: tuple[str, ...], hub: HubFormat | None, fix: str)
     if parameters and hub is not None and hub.model_type in _EXCHANGED:
         raise ConfigError(
             f"{parameters[0]}: PEFT exchanges inputs and outputs of the experts of {hub.architecture}, so their "
-            f"adapters are neither read nor written in its format; {fix}"
+            f"adapters cannot be read or written in PEFT's format; {fix}"
         )
 
 
@@ -235,8 +235,8 @@ def _saved_names(
                 if spec is None:
                     continue
                 raise ConfigError(
-                    f"{name} is not a tensor of its own in the Hugging Face format of this model, so it has no form "
-                    "there; merge the adapters (shardtrain merge) and export the sum"
+                    f"{name} is not a separate tensor in the Hugging Face format of this model, so PEFT cannot store "
+                    "it; merge the adapters (shardtrain merge) and export the merged model"
                 )
             found[name] = source
     return found
@@ -292,8 +292,8 @@ class PeftFolder:
             if path in linears or path in with_stacks:
                 continue
             raise ConfigError(
-                f"{self.folder / WEIGHTS} has an adapter on {theirs[path]}, of class "
-                f"{type(model.get_submodule(path)).__name__}, and only nn.Linear and experts can have adapters here; "
+                f"{self.folder / WEIGHTS} has an adapter for {theirs[path]}, of class "
+                f"{type(model.get_submodule(path)).__name__}, but only nn.Linear and experts can have adapters; "
                 "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save"
             )
         stacked = [path for path in all_stacks if self._has_stack(path, begun.parameters)]
@@ -319,8 +319,8 @@ class PeftFolder:
         if wrong or not (spec.modules or spec.parameters):
             first = wrong[0] if wrong else "no adapter"
             raise CheckpointError(
-                f"{self.folder / WEIGHTS} is not of this model: {len(wrong)} tensors do not fit, such as {first}: "
-                f"{_shown(shapes.get(first))} in place of {_shown(expected.get(first))}; use its own model"
+                f"{self.folder / WEIGHTS} does not fit this model: {len(wrong)} tensors differ, such as {first}: "
+                f"{_shown(shapes.get(first))} instead of {_shown(expected.get(first))}; use the model it was trained on"
             )
         return spec, names
 
@@ -331,7 +331,7 @@ class PeftFolder:
         if tensors and (len(tensors) < len(group) or not all(torch.equal(tensor, tensors[0]) for tensor in tensors)):
             rest = ", ".join(sorted({*group.values()} - {theirs[0]}))
             raise CheckpointError(
-                f"{self.folder / WEIGHTS} has {theirs[0]} apart from {rest}, and both are one tensor of this model; "
+                f"{self.folder / WEIGHTS} has different values for {theirs[0]} and {rest}, which this model ties; "
                 "merge these adapters with PEFT, which unties them"
             )
 
@@ -395,12 +395,14 @@ def load(config: Config, facts: Mapping[str, Any], parameters: Mapping[str, Tens
     def fill() -> None:
         found = PeftFolder(folder, module, shape, labels)
         differ = [
-            f"its {_LISTS[key]} are others" if key in _LISTS else f"{key} is {theirs!r} and not {facts[key]!r}"
+            f"{_LISTS[key]} differ" if key in _LISTS else f"{key} is {theirs!r} instead of {facts[key]!r}"
             for key, theirs in found.spec.facts().items()
             if key not in ("dropout", "task_type") and facts[key] != theirs
         ]
         if differ:
-            raise ConfigError(f"lora.initial_load_path={folder}: {'; '.join(differ)}; set [lora] to what it says")
+            raise ConfigError(
+                f"lora.initial_load_path={folder}: {'; '.join(differ)}; set [lora] to the values of the folder"
+            )
         found.fill(parameters)
 
     all_ranks(fill)
@@ -413,13 +415,13 @@ def _open(folder: Path) -> Any:
     path = folder / WEIGHTS
     if not path.exists():
         legacy = (folder / "adapter_model.bin").exists()
-        what = "only adapter_model.bin, a pickle, which is never opened here" if legacy else "no weights"
+        what = "only adapter_model.bin, a pickle, which is never opened," if legacy else "no weights"
         raise CheckpointError(f"{folder} has {what} instead of {WEIGHTS}; save it with safe_serialization=True")
     try:
         bounded_reads.check_regular(path)
         return safe_open(str(path), framework="pt")
     except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} is cut short or no safetensors file ({error}); fetch it again") from None
+        raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); download it again") from None
 
 
 def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
@@ -429,8 +431,8 @@ def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
     """
     for key, allowed in _ONLY.items():
         if fields.get(key) is not None and not any(fields[key] is a or fields[key] == a for a in allowed):
-            rule = f"asks for {key}={fields[key]!r}, which is not known here"
-            raise ConfigError(f"{path} {rule}; merge these adapters with PEFT, or train others")
+            rule = f"has {key}={fields[key]!r}, which is not supported"
+            raise ConfigError(f"{path} {rule}; merge these adapters with PEFT, or train new ones")
     read = {
         "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save",
         *_ONLY, *_IGNORED,
@@ -439,15 +441,15 @@ def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
     if unknown:
         shown = ", ".join(f"{key}={str(fields[key])[:60]!r}" for key in unknown[:5])
         raise ConfigError(
-            f"{path} asks for {shown}, which is not known here and may change what the adapters compute; merge these "
-            "adapters with PEFT, or train others"
+            f"{path} has {shown}, which is not supported and may change the output of the adapters; merge them with "
+            "PEFT, or train new ones"
         )
     rank = _number(fields, "r", 8, path, lambda v: isinstance(v, int) and 1 <= v <= 2**20)
     alpha = _number(fields, "lora_alpha", 8, path, lambda v: 0 < v < math.inf)
     stacked = fields.get("target_parameters") or []
     if not isinstance(stacked, list) or not all(isinstance(name, str) for name in stacked):
         raise ConfigError(
-            f"{path}: target_parameters={str(stacked)[:60]!r} is not a list of names; use PEFT's own file"
+            f"{path}: target_parameters={str(stacked)[:60]!r} is not a list of names; use the file that PEFT wrote"
         )
     kind = fields.get("task_type")
     dora = bool(fields.get("use_dora"))
@@ -457,7 +459,7 @@ def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
 def _number(fields: Mapping[str, Any], key: str, default: float, path: Path, good: Callable[[Any], bool]) -> Any:
     value = fields.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not good(value):
-        raise ConfigError(f"{path}: {key}={value!r} is not a number that it can be; use the file as PEFT wrote it")
+        raise ConfigError(f"{path}: {key}={value!r} is not a valid number; use the file that PEFT wrote")
     return value
 
 

@@ -134,9 +134,7 @@ def take_out(model: nn.Module, layout: Layout, kind: str) -> None:
         if linear.weight.requires_grad:
             continue
         if kind == "nf4" and linear.weight.numel() % _BLOCK:
-            rule = (
-                f"keeps blocks of {_BLOCK} weights, of which the {linear.weight.numel()} of {path} are not a multiple"
-            )
+            rule = f"requires a multiple of {_BLOCK} weights, and {path} has {linear.weight.numel()}"
             raise ConfigError(Problem(OPTION, kind, rule, 'use "int8"'))
         if not isinstance(linear, FrozenLinear):
             owner, _, leaf = path.rpartition(".")

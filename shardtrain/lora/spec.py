@@ -110,7 +110,7 @@ def read_facts(facts: Mapping[str, Any], where: object) -> Spec | None:
         or not all(isinstance(paths, list) and all(isinstance(path, str) for path in paths) for paths in lists)
         or not 1 <= sum(map(len, lists)) <= _MAX_MODULES
     ):
-        raise CheckpointError(f"checkpoint {where}: what it says of its adapters is not a rank, alpha and modules")
+        raise CheckpointError(f"checkpoint {where}: the description of its adapters is invalid; use another one")
     dropout = found.get("dropout")
     dropout = float(dropout) if isinstance(dropout, int | float) and 0 <= dropout < 1 else 0.0
     modules, parameters, saved = map(tuple, lists)
@@ -152,8 +152,8 @@ def adapt(
     modules = adapter_targets.find(model, module, shape, options.target_modules, saved) if named else []
     within = [stack.path for stack in stacked if any(stack.path.startswith(f"{path}.") for path in saved)]
     if within:
-        rule = f"names {within[0]}, which lora.modules_to_save trains whole"
-        raise ConfigError(Problem(adapter_targets.PARAMETERS, None, rule, "remove it from one of them"))
+        rule = f"names {within[0]}, which lora.modules_to_save trains fully"
+        raise ConfigError(Problem(adapter_targets.PARAMETERS, None, rule, "remove it from one of the two options"))
     paths = tuple(stack.path for stack in stacked)
     kind = CLASSIFIES if new_head else TASK_TYPES.get(getattr(model, "kind", "causal"))
     scale = (options.rank, options.alpha, options.rank_stabilized)
@@ -161,7 +161,7 @@ def adapt(
     sizes = {path: min(model.get_submodule(path).weight.shape) for path in modules}  # type: ignore[arg-type,union-attr]
     for path, smaller in {**sizes, **{stack.path: min(stack.inputs, stack.outputs) for stack in stacked}}.items():
         if spec.rank > smaller:
-            rule = f"is above the {smaller} of {path}: its weight itself has no higher rank"
+            rule = f"exceeds {smaller}, the maximum rank of the weight of {path}"
             raise ConfigError(Problem("lora.rank", spec.rank, rule, f"use at most {smaller}, or other target_modules"))
     apply(model, spec)
     _tell(model, spec)
@@ -179,8 +179,10 @@ def head_of(model: nn.Module, module: ModuleType) -> str:
         return str(module.LAYOUT.last[-1])
     names = [name for name, _ in network.named_children() if any(word in name for word in _SCORES)]
     if not names:
-        rule = f"finds no head of {type(network).__name__}: none of its modules is named {' or '.join(_SCORES)}"
-        raise ConfigError(Problem("lora.enable", True, rule, "name it in lora.modules_to_save, or train all weights"))
+        rule = f"finds no head in {type(network).__name__}: none of its modules is named {' or '.join(_SCORES)}"
+        raise ConfigError(
+            Problem("lora.enable", True, rule, "name the head in lora.modules_to_save, or train all weights")
+        )
     return f"hf.{names[0]}"
 
 
@@ -226,7 +228,9 @@ def apply(model: nn.Module, spec: Spec) -> None:
     for path in spec.modules:
         linear = known.get(path)
         if linear is None or not is_linear(linear):
-            raise CheckpointError(f"the adapters are for {path}, which is not a linear module of this model")
+            raise CheckpointError(
+                f"the adapters are for {path}, which is not a linear module of this model; use their base model"
+            )
         owner, _, leaf = path.rpartition(".")
         lora = LoraLinear(linear, spec.rank, spec.scale, spec.dropout, spec.use_dora)
         setattr(model.get_submodule(owner), leaf, lora)
@@ -234,11 +238,15 @@ def apply(model: nn.Module, spec: Spec) -> None:
         found = stacks.find(model)
         for path in spec.parameters:
             if path not in found:
-                raise CheckpointError(f"the adapters are for {path}, which is not a stack of experts of this model")
+                raise CheckpointError(
+                    f"the adapters are for {path}, which is not a stack of experts in this model; use their base model"
+                )
         stacks.apply(model, [found[path] for path in spec.parameters], spec.rank, spec.scale)
     for path in spec.saved:
         if path not in known:
-            raise CheckpointError(f"the adapters come with {path}, which is not a module of this model")
+            raise CheckpointError(
+                f"the adapters include {path}, which is not a module of this model; use their base model"
+            )
         known[path].requires_grad_(True)
 
 
@@ -247,8 +255,8 @@ def _tell(model: nn.Module, spec: Spec) -> None:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     beside = [*spec.modules, *spec.parameters]
     shown = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in beside))
-    whole = f", {', '.join(spec.saved)} whole" if spec.saved else ""
+    fully_trained = f", {', '.join(spec.saved)} fully trained" if spec.saved else ""
     logger.info(
-        f"lora: rank {spec.rank} beside {len(beside)} modules ({shown}){whole}: {trained:,} of {total:,} parameters "
-        f"({100 * trained / total:.2f} %) are trained"
+        f"lora: adapters of rank {spec.rank} for {len(beside)} modules ({shown}){fully_trained}: "
+        f"{trained:,} of {total:,} parameters ({100 * trained / total:.2f} %) are trained"
     )

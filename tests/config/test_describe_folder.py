@@ -188,7 +188,7 @@ def test_a_key_that_nothing_uses_is_a_notice(key: str, tmp_path: Path) -> None:
 def test_what_is_not_ours_is_taken_as_transformers_has_it_and_said(family: str, changes: Any, tmp_path: Path) -> None:
     found = recognise(write({**config_of(family), **changes}, tmp_path / "hf"))
     assert found.name == "transformers" and found.overrides == {"path": str(tmp_path / "hf")}
-    assert len(found.notices) == 1 and "taken as it is, as " in found.notices[0]
+    assert len(found.notices) == 1 and "; using " in found.notices[0]
 
 
 def test_an_import_compares_logits_and_says_the_difference(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -206,6 +206,6 @@ def test_an_import_compares_logits_and_says_the_difference(tmp_path: Path, capsy
     assert main(["import", str(folder), "--to", str(tmp_path / "b")]) != 0
     assert "transformers' logits differ by" in capsys.readouterr().err
     assert main(["import", str(folder), "--to", str(tmp_path / "c"), "--check", "weights"]) == 0
-    monkeypatch.setattr("shardtrain.hf.logits.why_not", lambda _: "two copies in float32 need too much")
+    monkeypatch.setattr("shardtrain.hf.logits.why_not", lambda _: "two float32 copies require too much")
     assert main(["import", str(folder), "--to", str(tmp_path / "d")]) == 0
     assert "logits were not compared: two copies" in capsys.readouterr().out

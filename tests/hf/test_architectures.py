@@ -151,7 +151,7 @@ def test_a_network_that_the_library_itself_cannot_compute_is_one_line(tmp_path: 
     words = ["import", str(tmp_path / "hf"), "--to"]
     assert main([*words, str(tmp_path / "one"), "--check", "logits"]) == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert f"error[2]: {tmp_path / 'hf'}: transformers computes no logits from it: RuntimeError: " in told
+    assert f"error[2]: {tmp_path / 'hf'}: transformers cannot compute logits: RuntimeError: " in told
     assert told.endswith("use --check=weights")
     assert main([*words, str(tmp_path / "two"), "--check", "weights"]) == 0
 

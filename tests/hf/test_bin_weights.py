@@ -61,7 +61,7 @@ def test_several_files_are_found_by_their_index(tmp_path: Path) -> None:
     with BinWeights(tmp_path / "two") as weights:
         assert [float(weights.read(name, ())[0]) for name in weights.names()] == [1.0, 2.0]
     index.write_text('{"weight_map": {"w1": "../pytorch_model-1.bin"}}')
-    with pytest.raises(CheckpointError, match="is not a file of this folder like pytorch_model.bin"):
+    with pytest.raises(CheckpointError, match="is not a file name like pytorch_model.bin"):
         BinWeights(tmp_path / "two")
 
     index.write_text('{"weight_map": {"w1": "pytorch_model-1.bin", "w3": "pytorch_model-3.bin"}}')
@@ -118,10 +118,10 @@ INCOMPLETE: list[tuple[type[HubWeights], list[str], str]] = [
     (
         BinWeights,
         ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "training_args.bin"],
-        "pytorch_model.bin.index.json is missing, which says what is in pytorch_model-00001-of-00002.bin and 1 more; ",
+        "pytorch_model.bin.index.json, the index of pytorch_model-00001-of-00002.bin and 1 more files, does",
     ),
-    (BinWeights, ["model-00001-of-00002.safetensors"], "model.safetensors.index.json is missing, which says"),
-    (HubWeights, ["model-00001-of-00002.safetensors"], "model.safetensors.index.json is missing, which says"),
+    (BinWeights, ["model-00001-of-00002.safetensors"], "model.safetensors.index.json, the index of"),
+    (HubWeights, ["model-00001-of-00002.safetensors"], "model.safetensors.index.json, the index of"),
     (HubWeights, ["pytorch_model-00001-of-00002.bin"], "a pickle; save it with safe_serialization=True, or read it"),
     (HubWeights, ["training_args.bin"], "has neither"),
 ]

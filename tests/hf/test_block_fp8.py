@@ -87,10 +87,10 @@ def test_a_run_starts_from_the_numbers_on_any_mesh(
 
 def test_the_option_says_what_the_folder_is(folder: Path, numbers: dict[str, np.ndarray], tmp_path: Path) -> None:
     kind, text = run_ranks(1, refused, config_for(folder, tmp_path / "run", "one"))[0]
-    assert kind == "ConfigError" and "initial_load_in_hf_quantized=false is needed: these weights are quant" in text
+    assert kind == "ConfigError" and "initial_load_in_hf_quantized=false must be true for quantized weights" in text
     plain = save(build("deepseek_v3"), tmp_path / "plain")
     kind, text = run_ranks(1, refused, quantized(config_for(plain, tmp_path / "run", "one")))[0]
-    assert kind == "ConfigError" and "is for quantised weights, and these are not" in text
+    assert kind == "ConfigError" and "requires quantized weights" in text
 
 
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -105,5 +105,5 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         importing.to_checkpoint(folder, tmp_path / "checkpoint")
     del whole[f"{name}_scale_inv"]
     save_file(whole, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"of a type that weights are not trained in: {name}"):
+    with pytest.raises(CheckpointError, match=f"with an unsupported dtype: {name}"):
         importing.to_checkpoint(folder, tmp_path / "checkpoint")

@@ -88,22 +88,26 @@ def pickled(folder: Path) -> None:
 WQ = "model.layers.0.self_attn.q_proj.weight"
 CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "missing": (tensors(lambda t: t.pop(WQ)), CheckpointError, f"1 missing: {WQ}"),
-    "surplus": (tensors(lambda t: t.update(extra=torch.ones(2))), CheckpointError, "1 not of this model: extra"),
-    "shape": (tensors(lambda t: t.update({WQ: torch.ones(32, 31)})), CheckpointError, rf"{WQ} \[32, 31\] in place of"),
-    "integers": (tensors(lambda t: t.update({WQ: torch.ones(32, 32, dtype=torch.int8)})), CheckpointError, "of a type"),
+    "surplus": (tensors(lambda t: t.update(extra=torch.ones(2))), CheckpointError, "1 not in this model: extra"),
+    "shape": (tensors(lambda t: t.update({WQ: torch.ones(32, 31)})), CheckpointError, rf"{WQ} \[32, 31\] instead of"),
+    "integers": (
+        tensors(lambda t: t.update({WQ: torch.ones(32, 32, dtype=torch.int8)})),
+        CheckpointError,
+        "with an unsupported dtype",
+    ),
     "all missing": (tensors(lambda t: [t.pop(n) for n in list(t)[3:]]), CheckpointError, "and [0-9]+ more"),
-    "cut": (cut, CheckpointError, "model.safetensors is cut short"),
-    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100) and None, CheckpointError, "cut short"),
-    "empty": (lambda f: (f / "model.safetensors").write_bytes(b"") and None, CheckpointError, "cut short"),
-    "big header": (header(b"{" + b" " * 2**20), CheckpointError, "cut short"),
-    "offsets": (header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,999]}}'), CheckpointError, "cut short"),
+    "cut": (cut, CheckpointError, "model.safetensors is truncated"),
+    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100) and None, CheckpointError, "truncated"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b"") and None, CheckpointError, "truncated"),
+    "big header": (header(b"{" + b" " * 2**20), CheckpointError, "truncated"),
+    "offsets": (header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,999]}}'), CheckpointError, "truncated"),
     "pickle": (pickled, CheckpointError, "read it with import --legacy_bin"),
     "index outside": (
         index({"weight_map": {WQ: "../model.safetensors"}}),
         CheckpointError,
-        "not a file of this folder like model.safetensors",
+        "not a file name like model.safetensors",
     ),
-    "index wrong": (index_of_two_files, CheckpointError, f"says that {WQ} is in b.safetensors, which does not hold it"),
+    "index wrong": (index_of_two_files, CheckpointError, f"assigns {WQ} to b.safetensors, which does not contain it"),
     "index without tensor": (index_of_an_absent_tensor, CheckpointError, f"1 missing: {WQ}"),
     "index gone": (
         index({"weight_map": {WQ: "model-2.safetensors"}}),
@@ -140,7 +144,7 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
         "requires factor, which is",
     ),
     "rope unknown": (key("rope_parameters", {"rope_type": "spiral", "rope_theta": 1e4}), ConfigError, "spiral"),
-    "vocabulary": (key("vocab_size", 261), CheckpointError, r"embed_tokens.weight \[260, 32\] in place of \[261, 32\]"),
+    "vocabulary": (key("vocab_size", 261), CheckpointError, r"embed_tokens.weight \[260, 32\] instead of \[261, 32\]"),
 }
 
 
@@ -180,7 +184,7 @@ def more_ids(folder: Path) -> None:
     [
         (more_ids, "tokenizer.json has 1003 ids, and vocab_size=260 of config.json .* import with --vocab_size 1003"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read as a tokenizer"),
-        (lambda f: (f / "model.safetensors").rename(f / "model-1.safetensors"), "index.json is missing, which says"),
+        (lambda f: (f / "model.safetensors").rename(f / "model-1.safetensors"), "index.json, the index of"),
     ],
 )
 def test_what_lies_beside_the_weights_is_looked_at_too(change: Any, said: str, folder: Path, capsys: Any) -> None:

@@ -114,7 +114,7 @@ def test_adapters_of_the_experts_of_llama4_are_refused_with_the_reason(
 def test_an_adapter_on_a_class_of_its_own_is_refused_with_the_class(tmp_path: Path) -> None:
     """Falcon's subclass of nn.Linear computes the same; what another one computes is not known."""
     base, adapters, _ = saved("falcon", tmp_path, target_modules=["query_key_value"])
-    with pytest.raises(ConfigError, match=r"has an adapter on .*, of class FalconLinear, and only nn\.Linear"):
+    with pytest.raises(ConfigError, match=r"has an adapter for .*, of class FalconLinear, but only nn\.Linear"):
         open_model(base, tokenizer_path="bytes", adapter=adapters)
 
 
@@ -126,4 +126,4 @@ def test_own_adapters_on_parts_of_a_module_are_not_exported(tmp_path: Path, caps
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 2
     told = capsys.readouterr().err
     assert "layers.0.attn.wq is a part of gpt_neox.layers.0.attention.query_key_value" in told
-    assert "merge the adapters (shardtrain merge) and export the sum" in told
+    assert "merge the adapters (shardtrain merge) and export the merged model" in told

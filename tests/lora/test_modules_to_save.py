@@ -149,5 +149,5 @@ def test_what_cannot_be_saved_whole_is_named(tmp_path: Path) -> None:
         return str(error)
 
     assert "did you mean lm_head?" in message({"modules_to_save": ["lm_haed"]})
-    assert "which lora.modules_to_save trains whole" in message({"modules_to_save": ["layers.1.ffn"]})
+    assert "which lora.modules_to_save trains fully" in message({"modules_to_save": ["layers.1.ffn"]})
     assert "is below the 260 rows" in message({}, 259)

@@ -83,14 +83,14 @@ def test_adapters_beside_other_weights_are_rejected(tmp_path: Path, capsys: Any)
 def test_adapters_on_an_embedding_are_rejected_with_what_to_do(tmp_path: Path) -> None:
     base, adapters, _ = saved(["q_proj", "embed_tokens"], tmp_path)
     with pytest.raises(
-        ConfigError, match=r"an adapter on model\.embed_tokens, of class Embedding, and only nn\.Linear and experts"
+        ConfigError, match=r"an adapter for model\.embed_tokens, of class Embedding, but only nn\.Linear and experts"
     ) as found:
         open_model(base, tokenizer_path="bytes", adapter=adapters)
     assert "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save" in str(found.value)
     lora = {"target_modules": ["q_proj", "embed_tokens"]}
     message = str(train(1, adapter_config(base, tmp_path / "run", lora=lora))[0].error)
     assert (
-        "names embed, an embedding; only linear modules" in message
+        "names embed, an embedding, but only linear modules" in message
         and 'lora.modules_to_save = ["embed_tokens"]' in message
     )
     # the fix works

@@ -104,7 +104,7 @@ def test_a_target_that_is_none_is_named_with_the_nearest(targets, told):
 
 def test_experts_and_routers_are_not_targets():
     moe = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    for target, told in (("experts", "one stack for all experts"), ("moe.router.gate", "a router")):
+    for target, told in (("experts", "are a stack of all experts"), ("moe.router.gate", "a router")):
         config = tiny_config(lora={**ON, "rank": 4, "target_modules": [target]})
         model = dataclasses.replace(
             config.model,
@@ -208,7 +208,7 @@ def test_a_damaged_folder_of_peft_is_refused(run, tmp_path):
             PeftFolder(tmp_path / "peft", llama3, shape)
         return str(caught.value)
 
-    assert "cut short" in message(lambda path: path.write_bytes(path.read_bytes()[:-9]))
+    assert "truncated" in message(lambda path: path.write_bytes(path.read_bytes()[:-9]))
     assert "a pickle, which is never opened" in message(lambda path: path.rename(path.parent / "adapter_model.bin"))
     assert "no weights" in message(lambda path: path.unlink())
 
@@ -226,7 +226,7 @@ def test_a_damaged_folder_of_peft_is_refused(run, tmp_path):
         save_file({name.replace("layers.1", "layers.7"): t for name, t in load_file(path).items()}, path)
 
     for change in (without_one, wider, renamed):
-        assert "not of this model" in message(change)
+        assert "does not fit this model" in message(change)
 
 
 def test_a_damaged_checkpoint_is_not_merged(run, tmp_path):

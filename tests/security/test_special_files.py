@@ -66,7 +66,7 @@ def test_special_or_huge_file_is_refused(
         result = str(reader(tmp_path))
     except (ShardtrainError, OSError) as error:
         result = str(error)
-    reasons = ("regular file", "larger than", "more than", "not a file", "neither", "cut short", "damaged", "no file")
+    reasons = ("regular file", "larger than", "more than", "not a file", "neither", "truncated", "damaged", "no file")
     assert any(reason in result for reason in reasons), result
 
 

@@ -256,7 +256,7 @@ def test_a_teacher_with_too_few_rows_or_damaged_weights_is_refused(tmp_path: Pat
     file = place / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     cut = train(config(tmp_path / "run", {"teacher_path": str(place)}))
-    assert isinstance(cut.error, CheckpointError) and "is cut short" in str(cut.error)
+    assert isinstance(cut.error, CheckpointError) and "is truncated" in str(cut.error)
 
 
 def test_packed_documents_are_kept_apart_in_both_or_refused(tmp_path: Path) -> None:

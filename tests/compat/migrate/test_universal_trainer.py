@@ -280,10 +280,10 @@ def damaged(original: Original, file: Path, kind: str) -> str:
         return r"1 missing: .*classification_head\.out_proj\.bias"
     if kind == "surplus":
         original.save(file, model_state_dict={**state, "extra.weight": torch.zeros(2)})
-        return r"1 not of this model: extra\.weight"
+        return r"1 not in this model: extra\.weight"
     if kind == "shape":
         original.save(file, model_state_dict={**state, "classification_head.out_proj.bias": torch.zeros(3)})
-        return r"1 of another shape: classification_head\.out_proj\.bias \[3\] in place of \[2\]"
+        return r"1 with another shape: classification_head\.out_proj\.bias \[3\] instead of \[2\]"
     if kind == "optimizer":
         whole = original.optimizer.state_dict()
         whole["param_groups"][0]["params"] = whole["param_groups"][0]["params"][:-1]

@@ -76,7 +76,7 @@ TROUBLES = [
     (change("hosts", addresses=[]), "hosts", "name resolves", "fail", "no address"),
     (change("hosts", port_range=[32768, 32868]), "hosts", "ephemeral ports", "warn", "32868"),
     (variable(NCCL_P2P_DISABLE="1"), "environment", "NCCL_P2P_DISABLE", "warn", "NVLink"),
-    (variable(NCCL_IB_DISABLE="1"), "environment", "NCCL_IB_DISABLE", "fail", "idle"),
+    (variable(NCCL_IB_DISABLE="1"), "environment", "NCCL_IB_DISABLE", "fail", "unused"),
     (variable(NCCL_SOCKET_IFNAME="ib0"), "environment", "NCCL_SOCKET_IFNAME", "fail", "none of lo, eth0"),
     (
         change("environment", unseen="SLURM_GPUS_ON_NODE=8, of which none can be seen here"),

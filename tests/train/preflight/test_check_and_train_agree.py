@@ -62,7 +62,11 @@ KNOWN: dict[str, tuple[int, list[str], str]] = {
         ["--optimizer.name=AdamW8bit", "--parallelism.tensor_parallel_degree=2", *WIDE],
         'optimizer.name="AdamW8bit" requires blocks of 256 columns on one rank',
     ),
-    "weights that are no multiple of 64": (1, [*NF4, *SMALL], 'lora.base_dtype="nf4" keeps blocks of 64 weights'),
+    "weights that are no multiple of 64": (
+        1,
+        [*NF4, *SMALL],
+        'lora.base_dtype="nf4" requires a multiple of 64 weights',
+    ),
 }
 """Configurations that failed after ranks had started, and the error that ``config check`` must report."""
 
