@@ -1,6 +1,6 @@
 """Find the address at which other machines reach this one: the source address of the route to the rendezvous.
 
-A host name is not sufficient. Many hosts do not resolve their own, and Debian resolves it to 127.0.1.1.
+A host name is not sufficient. Many hosts cannot resolve their own name, and Debian resolves it to 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# SIOCGIFADDR of Linux.
+# Request SIOCGIFADDR of Linux: get the IPv4 address of an interface.
 _GET_ADDRESS = 0x8915
 
 
 def toward(host: str, port: int = 1) -> str | None:
-    """Return this machine's source address toward ``host``, as chosen by the kernel. None without a route.
+    """Return this machine's source address on the route to ``host``, or None without a route.
 
-    Sends no packets: connecting a datagram socket only looks up the route.
+    Sends no packets: connecting a datagram socket only makes the kernel look up the route.
     """
     try:
         family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
@@ -31,7 +31,7 @@ def toward(host: str, port: int = 1) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """True if an address means the machine that reads it. False for a name.
+    """True if an address always refers to the machine that uses it. False for a name.
 
     >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("10.0.0.1"), is_loopback("node1")
     (True, True, False, False)
@@ -43,10 +43,10 @@ def is_loopback(address: str) -> bool:
 
 
 def meeting(reached: Sequence[str | None]) -> str | None:
-    """Return the address at which the other hosts can reach the first one, or None if unknown.
+    """Return the address at which the other hosts can reach the first host, or None if unknown.
 
-    ``reached`` has the address at which this machine has reached each host. A loopback address means that the first
-    host is this machine. The result is then this machine's address on the route to another host.
+    ``reached`` contains the address at which this machine reached each host. If the address of the first host is a
+    loopback address, the first host is this machine. Then return this machine's address on the route to another host.
 
     >>> meeting(["10.0.0.1", "10.0.0.2"]), meeting(["127.0.0.1", "127.0.0.2"]), meeting([None, "10.0.0.2"])
     ('10.0.0.1', '127.0.0.1', None)
@@ -61,13 +61,13 @@ def meeting(reached: Sequence[str | None]) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an address. None if not found (only Linux is supported)."""
+    """Return the network interface that has an address, or None if there is none. Only Linux is supported."""
     if sys.platform != "linux":
         return None
     if is_loopback(address):
         return "lo"
     if ":" in address:
-        # The kernel lists these addresses as 32 digits without colons.
+        # The kernel lists IPv6 addresses as 32 hexadecimal digits without colons.
         digits = ipaddress.ip_address(address).exploded.replace(":", "")
         try:
             lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()

@@ -1,8 +1,8 @@
-"""Agent of one node of several: PyTorch's elastic agent, run in the process that the platform started.
+"""Agent of one node of a multi-node run: PyTorch's elastic agent, in the process that the platform started.
 
-torchrun would exit with 1 after every failure and every request to stop. This agent exits with the status of
-the ranks (75: stopped on request and saved), and does not retry a failure that would occur again. It treats
-SIGUSR1, which Slurm sends to every process of a step, as a request to stop.
+torchrun exits with 1 after every failure and every request to stop. This agent exits with the status of the
+ranks (75: stopped on request and saved), and does not retry a failure that would recur. It treats SIGUSR1,
+which Slurm sends to every process of a step, as a request to stop.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 
 def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callable[[int | None, int], None]) -> int:
-    """Run this node's ranks of a training and return the exit status.
+    """Run this node's ranks of a training run and return the exit status.
 
     Args:
-        require: Called with the total number of ranks and that of this node. Raises if the run cannot start
-            with them.
+        require: Called with the total number of ranks (None if unknown) and the number of ranks of this node.
+            Raises if the run cannot start with these numbers.
 
     Raises:
-        ConfigError: the configuration does not work on these nodes, or the port of the rendezvous is taken.
-        PeerError: too few nodes joined in time, or the host of the rendezvous is lost.
+        ConfigError: the configuration does not work on these nodes, or another program uses the rendezvous port.
+        PeerError: too few nodes joined in time, or the host of the rendezvous was lost.
     """
     environment.set_allocator_default(os.environ)
     choice = choose_processes_here(loaded.config, arguments.nproc, nodes)
-    # The number of nodes of an elastic run is not known yet.
+    # The number of nodes of an elastic run is not known at this point.
     world_size = choice.count * nodes.most if nodes.least == nodes.most else None
     require(world_size, choice.count)
     environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=False)
@@ -68,9 +68,9 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
 def run_verb(
     verb: str, words: Sequence[str], config: Config, nproc: int | None, arguments: CommandLine | None = None
 ) -> int | None:
-    """Run this node's ranks of a verb other than ``train``.
+    """Run this node's ranks of a verb other than ``train`` and return the exit status.
 
-    None if it is the only node. Raises like ``train``.
+    Return None without starting ranks if this is the only node. Raises the errors of ``train``.
     """
     several = nodes_of_platform(arguments or split([]), os.environ)
     if several is None:
@@ -80,16 +80,17 @@ def run_verb(
 
 
 def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, training: Loaded | None = None) -> int:
-    """Start ``ranks`` ranks of ``command`` on this node once enough nodes have joined. Return this node's exit status.
+    """Start ``ranks`` ranks of ``command`` on this node when enough nodes have joined. Return this
+    node's exit status.
 
-    With ``training`` this process reports why a run ended. Ranks of other verbs report their failures themselves.
+    With ``training``, this process reports why the run ended. Ranks of other verbs report their failures themselves.
     """
-    # Exit immediately before ranks run, because there is nothing to save. Training has set its own handlers
-    # already.
+    # Until ranks run, exit immediately on a request to stop, because there is nothing to save. Training has
+    # set its own handlers already.
     if training is None:
         signals.handle_requests(lambda *_: os._exit(NOT_SAVED))
     heard = [number.name for number in signals.GRACEFUL if signal.getsignal(number) is not signal.SIG_IGN]
-    # Check the port before the import of PyTorch, which takes seconds, to report a taken port early.
+    # Check the port before importing PyTorch, which takes seconds, so an occupied port is reported early.
     listener = None
     if nodes.hosts_meeting:
         listener = greeting.claim(nodes.endpoint, nodes.join_seconds)
@@ -101,17 +102,17 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
 
     from shardtrain.launch import meeting
 
-    # Connect after the import, which the host of the rendezvous does at the same time.
+    # Connect after the import, because the host of the rendezvous imports PyTorch at the same time.
     if listener is None:
         greeting.await_store(nodes.endpoint, nodes.join_seconds)
     nodes = _with_address(nodes)
-    # Each rank reports its own failure.
+    # Silence PyTorch's agent, because each rank reports its own failure.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     os.environ[SUPERVISED] = "1"
     if training:
         os.environ[exit_report.AGENT] = str(os.getpid())
-    # The ranks use the store of the rendezvous.
+    # Let the ranks use the store of the rendezvous.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"
     agent: Any = None
     with temporary_folder() as records:
@@ -133,11 +134,9 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
 
 
 def _with_address(nodes: Nodes) -> Nodes:
-    """Set the address at which other nodes reach this node.
+    """Set the address at which other nodes reach this node, and gloo's network interface with this address.
 
-    They may not resolve its name, which PyTorch would use.
-
-    Also set the interface of that address for gloo, which would look up the same name.
+    By default, PyTorch and gloo use this node's host name, which other nodes may not be able to resolve.
     """
     address = nodes.local_address
     if address is not None:
@@ -145,8 +144,7 @@ def _with_address(nodes: Nodes) -> Nodes:
     else:
         host = nodes.endpoint.rpartition(":")[0].strip("[]")
         address = addresses.toward(host)
-        # Other machines may resolve a name to another address, but a loopback address always means this
-        # machine.
+        # Other machines may resolve a name to another address, but a loopback address always refers to this machine.
         if address is None or (addresses.is_loopback(address) and not addresses.is_loopback(host)):
             return nodes
     interface = addresses.interface_of(address)
@@ -156,9 +154,9 @@ def _with_address(nodes: Nodes) -> Nodes:
 
 
 def status_of(codes: Sequence[int]) -> int:
-    """Return a node's exit status from those of its ranks.
+    """Return a node's exit status from the statuses of its ranks.
 
-    A rank's failure precedes a lost peer, which precedes a stop.
+    The failure of a rank takes precedence over a lost peer, which takes precedence over a stop.
 
     >>> status_of([75, 75]), status_of([1, 76]), status_of([-9, 75]), status_of([0, 0])
     (75, 1, 6, 0)
@@ -170,7 +168,10 @@ def status_of(codes: Sequence[int]) -> int:
 
 
 def _left(agent: LocalElasticAgent) -> list[int]:
-    """Return the exit statuses of the agent's ended ranks. 76 for a rank that was killed or never started."""
+    """Return the exit statuses of the agent's ranks.
+
+    The status of a rank that was killed or never started is 76.
+    """
     context: Any = getattr(agent, "_pcontext", None)
     handlers = getattr(context, "subprocess_handlers", {})
     codes = [handler.proc.poll() for handler in handlers.values()]
@@ -201,13 +202,13 @@ def _agent(
         args=tuple(word.replace("$", "$$") for word in words),
         rdzv_handler=rendezvous,
         max_restarts=nodes.max_restarts if training else 0,
-        # A stopped rank is recognized by a number of polls, which assumes this interval.
+        # The agent recognizes a stopped rank by a number of polls, which requires this interval.
         monitor_interval=POLL_SECONDS,
         local_addr=nodes.local_address,
     )
     logs = DefaultLogsSpecs(log_dir=records)
     more: dict[str, Any] = {}
-    # Only newer versions of PyTorch give ranks more than 30 s for their last save.
+    # Newer versions of PyTorch can give ranks more than 30 s for their last save.
     if "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters:
         more["shutdown_timeout"] = grace_seconds + NOTICE_SECONDS
     if training is None:

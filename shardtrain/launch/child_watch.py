@@ -1,4 +1,4 @@
-"""Wait for the ranks of one machine, stop all when one fails, and pass signals on."""
+"""Wait for the ranks of one machine, stop all of them when one fails, and forward signals to them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
 
 POLL_SECONDS = 0.05
 PEERS_SPEAK_SECONDS = 2.0
-"""Time for other ranks to notice and log a first failure. They are then killed. SIGTERM would request a save,
-which is impossible without the failed rank."""
+"""Time for other ranks to notice and log a first failure, before they are killed.
+
+SIGTERM would request a save, which is impossible without the failed rank.
+"""
 NOTHING_TO_SAVE_SECONDS = 5.0
 """Time between a request to stop and SIGKILL, in a run without checkpoints."""
 FINE = (0, 75)
@@ -25,11 +27,11 @@ FINE = (0, 75)
 
 
 class ChildWatch:
-    """Waits for child processes, stops all when one fails, and passes signals on.
+    """Wait for child processes, stop all of them when one fails, and forward signals to them.
 
     Args:
-        stopped_seconds: a child stopped by SIGSTOP for this time is killed, with the status -SIGSTOP. 0 disables this.
-        ends_process: True if this process ends after its children. It then ignores later signals.
+        stopped_seconds: A child that SIGSTOP has stopped for this time is killed, with the status -SIGSTOP. 0
+            disables this. ends_process: True if this process ends after its children. It then ignores later signals.
     """
 
     def __init__(
@@ -50,14 +52,14 @@ class ChildWatch:
 
     @contextlib.contextmanager
     def passing_signals_on(self) -> Iterator[None]:
-        """Pass requests to stop on to the ranks.
+        """Forward requests to stop to the ranks while the context is active.
 
-        A second SIGINT kills them. Other repetitions are ignored.
+        A second SIGINT kills the ranks. Other repetitions are ignored.
         """
 
         def handle(number: int, _frame: FrameType | None) -> None:
             now = time.monotonic()
-            # Pass on only the first request. The ranks would treat others of the same kind as new requests.
+            # Forward only the first request, because the ranks would treat repetitions as new requests.
             if not self.signal_number:
                 self.signal_number = number
                 self.reason = signal.Signals(number).name
@@ -78,11 +80,10 @@ class ChildWatch:
                 signal.signal(number, signal.SIG_IGN if self._ends_process else handler)
 
     def begin(self, pids: dict[int, int], reaped: Callable[[int], int | None] = lambda rank: None) -> None:
-        """Watch these processes, by rank. A request that arrived earlier is sent to them now.
+        """Watch the given processes (rank -> process ID). If a request to stop arrived earlier, send it to them now.
 
         Args:
-            reaped: Returns the exit status of a rank that ended, and was reaped, while others were being
-                forked.
+            reaped: Returns the exit status of a rank that ended while others were being forked, which reaped it.
         """
         self._reaped = reaped
         self.pids = pids
@@ -102,10 +103,10 @@ class ChildWatch:
                 os.kill(self.pids[rank], number)
 
     def wait(self, each_look: Callable[[], object] = lambda: None) -> dict[int, int]:
-        """Wait for all ranks. Return rank -> exit status, or the negative signal number of a killed rank.
+        """Wait for all ranks and return their exit statuses. For a killed rank this is the negative signal number.
 
         Args:
-            each_look: called every ``POLL_SECONDS``.
+            each_look: Called every ``POLL_SECONDS``.
         """
         while not self.look():
             each_look()
@@ -113,7 +114,8 @@ class ChildWatch:
         return self.statuses
 
     def look(self, others_have_failed: bool = False) -> bool:
-        """Poll the ranks once, and kill them if their time after a failure or request is over. True if all ended.
+        """Poll the ranks once, and return True if all have ended. Kill them if the time after a failure or
+        request is over.
 
         Args:
             others_have_failed: True if ranks of other nodes have failed.
@@ -121,7 +123,7 @@ class ChildWatch:
         self._poll()
         now = time.monotonic()
         if others_have_failed or any(status not in FINE for status in self.statuses.values()):
-            # Record the time of the first failure. The other ranks may run for a short time from then on.
+            # Record the time of the first failure. From then on, the other ranks may run for only a short time.
             self._failed_at = min(self._failed_at, now)
         no_time = self.signal_number and now - self._asked_at > self._grace_seconds
         if now - self._failed_at > PEERS_SPEAK_SECONDS or no_time:
@@ -140,11 +142,11 @@ class ChildWatch:
                 self.ended_at[rank] = time.time()
 
     def _exit_status(self, rank: int) -> int | None:
-        """Return the exit status of a child, or the negative number of the signal that killed it. None if it runs."""
+        """Return a child's exit status, the negative number of the signal that killed it, or None while it runs."""
         pid = self.pids[rank]
         if not hasattr(os, "waitid"):
-            # macOS before Python 3.13. Ranks are new processes there, and subprocess accepts that a process
-            # is reaped already.
+            # On macOS before Python 3.13, ranks are new processes, and subprocess accepts that a process is
+            # already reaped.
             found, status = os.waitpid(pid, os.WNOHANG)
             return os.waitstatus_to_exitcode(status) if found else None
         # WNOWAIT leaves the status for PyTorch, which reaps the process in close().

@@ -1,4 +1,4 @@
-"""Subclasses of PyTorch's elastic agent: an exit barrier, and for training the exit report and restart rules."""
+"""Subclasses of PyTorch's elastic agent: an exit barrier and, for training, the exit report and restart rules."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class NodeAgent(LocalElasticAgent):
         self._meeting = rendezvous
 
     def _exit_barrier(self) -> None:
-        """Wait for the ranks of other nodes, which may need the store that this process serves."""
+        """Wait for the ranks of other nodes, because they may need the store that this process serves."""
         group: Any = self._worker_group
 
         def have_ended() -> bool:
             return self._meeting.others_have_ended(group.store, group.group_rank)
 
-        # If the store is lost or silent, no other node needs this one, whose ranks have finished.
+        # If the store is lost or silent, no other node needs this one.
         with contextlib.suppress(RendezvousError, DistError, TimeoutError):
             while not greeting.within(LOST_SECONDS, have_ended):
                 time.sleep(LOOK_SECONDS)
@@ -50,10 +50,10 @@ class NodeAgent(LocalElasticAgent):
 class TrainingAgent(NodeAgent):
     """Agent of one node of a training run.
 
-    All nodes find the same cause of a failure, and so agree on a restart.
+    All nodes determine the same cause of a failure, and so agree on whether to restart.
 
-    In an elastic run, ranks also stop when another node leaves or joins. All ranks save together. A node that received
-    no request to stop itself then restarts its ranks with the remaining nodes.
+    In an elastic run, ranks also stop when another node leaves or joins. All ranks save together. Then each
+    node that received no request to stop restarts its ranks with the remaining nodes.
     """
 
     def __init__(self, training: Loaded, nodes: Nodes, is_elastic: bool, *arguments: Any, **options: Any) -> None:
@@ -72,14 +72,14 @@ class TrainingAgent(NodeAgent):
         self._reports: NodeReports
 
     def explain_stop(self, signal_name: str) -> None:
-        """Report the end of the ranks after PyTorch ended them because this process received a signal."""
+        """Report how the ranks ended, after PyTorch ended them because this process received a signal."""
         signals.handle_requests(signal.SIG_IGN)
         if self._are_running:
             self._watch.look()
             self._watch.stopped_by_us.update(self._watch.pids)
             self._explain(signal_name)
         elif self.cause:
-            # The previous attempt failed, and its ranks were about to restart.
+            # The previous attempt failed, and the ranks were about to restart.
             self._tell(failure.stopped(None, signal_name, run_end=run_ends.BEFORE_FIRST_STEP))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -96,11 +96,11 @@ class TrainingAgent(NodeAgent):
                 self._store, self._nodes.run_id, number, count, self._first_rank, self._nodes.node_rank
             )
         except ConfigError as error:
-            # The folder is prepared. Without exit.json, the next start would assume that this run was killed.
+            # The folder is prepared. Without an exit.json, the next start would assume that this run was killed.
             local.write_exit_before_ranks(self._training, failure.describe(error, 0))
             raise
         if number != 0:
-            # This node may have a separate disk, with the exit.json of an earlier run.
+            # This node may have a separate disk, which may contain the exit.json of an earlier run.
             with contextlib.suppress(OSError):
                 (self._folder / "exit.json").unlink(missing_ok=True)
         pids = super()._start_workers(worker_group)
@@ -126,7 +126,7 @@ class TrainingAgent(NodeAgent):
         return result
 
     def _limit_restarts(self, code: int, most: int) -> None:
-        """Let PyTorch restart the ranks only if that may succeed, and announce it."""
+        """Allow PyTorch to restart the ranks only if a restart may succeed, and print the restart."""
         if self._is_elastic and code in (PREEMPTED, NOT_SAVED):
             # PyTorch counts this restart, but nothing has failed.
             self._remaining_restarts += 1
@@ -136,12 +136,12 @@ class TrainingAgent(NodeAgent):
             print(f"restart {most - self._remaining_restarts + 1} of {most}", file=sys.stderr, flush=True)
 
     def _explain(self, signal_name: str = "") -> None:
-        """Find the failure that ended the attempt, print it in one line, and write ``exit.json``."""
+        """Determine the failure that ended the attempt, print it in one line, and write ``exit.json``."""
         failures, all_done, last_step = local.failures_of(self._watch.statuses, self._watch, self._record_of)
         if signal_name and not failures:
             statuses = set(self._watch.statuses.values())
             if statuses and statuses <= {PREEMPTED, -signal.Signals[signal_name]}:
-                # A rank that saves leaves a record, so these ranks ended during their start.
+                # A rank that has saved leaves a record, so these ranks ended while they were starting.
                 failures = [failure.stopped(self._first_rank, signal_name, run_end=run_ends.BEFORE_FIRST_STEP)]
             elif not all_done:
                 failures = [local.stopped(self._training, self._first_rank, signal_name)]
@@ -157,7 +157,10 @@ class TrainingAgent(NodeAgent):
         exit_report.tell(cause, log_path, self._folder, self._worker_group.workers[0].world_size)
 
     def _reaped(self, rank: int) -> int | None:
-        """Return the exit status of a rank that PyTorch has reaped, as it does when this process receives a signal."""
+        """Return the exit status of a rank that PyTorch has reaped.
+
+        It does so when this process receives a signal.
+        """
         handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
         handler = handlers.get(rank - self._first_rank)
         status: int | None = handler.proc.poll() if handler else None

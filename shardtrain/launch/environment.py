@@ -1,6 +1,6 @@
-"""Read the environment: detect if this process is a rank, and choose the number of ranks of this machine.
+"""Read environment variables: detect whether this process is a rank, and choose the number of ranks of this machine.
 
-Imports torch only if a device file shows that there is an accelerator to count.
+Imports torch only if a device file indicates an accelerator to count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 @dataclass(frozen=True)
 class ProcessCount:
-    """Number of ranks to start on this machine, and the reason, as text for the log."""
+    """Number of ranks to start on this machine, and the reason for the log."""
 
     count: int
     reason: str
@@ -40,8 +40,8 @@ class ProcessCount:
 def is_rank(environment: Mapping[str, str]) -> bool:
     """True if a launcher has started this process as a rank.
 
-    RANK and WORLD_SIZE are not sufficient: PyTorchJob and Run:ai set them per node. LOCAL_RANK in addition to them is,
-    and so is torchrun's TORCHELASTIC_RUN_ID.
+    RANK and WORLD_SIZE are not sufficient, because PyTorchJob and Run:ai set them per node. LOCAL_RANK in
+    addition to both identifies a rank, and so does torchrun's TORCHELASTIC_RUN_ID.
 
     >>> is_rank({"RANK": "0", "WORLD_SIZE": "2"}), is_rank({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     (False, True)
@@ -54,9 +54,9 @@ def _was_launched(environment: Mapping[str, str]) -> bool:
 
 
 def is_slurm_rank(environment: Mapping[str, str]) -> bool:
-    """True if this is one of several tasks of one srun, and not a task that starts the ranks of its node.
+    """True if this process is one of several tasks of an srun, each of which is a rank.
 
-    The body of an sbatch script is not a task, because it has no step.
+    False for a task that starts the ranks of its node, and for the body of an sbatch script, which is not a task.
 
     >>> is_slurm_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
     False
@@ -69,7 +69,8 @@ def is_slurm_rank(environment: Mapping[str, str]) -> bool:
 
 
 def is_slurm_node(environment: Mapping[str, str]) -> bool:
-    """True if srun has started one task on each of several nodes with several GPUs each. It then starts the ranks.
+    """True if srun has started one task per node on several nodes with several GPUs each. Each task
+    then starts ranks.
 
     >>> step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
     >>> is_slurm_node(step), is_slurm_node({**step, "SLURM_GPUS_ON_NODE": "8"})
@@ -84,13 +85,13 @@ def is_slurm_node(environment: Mapping[str, str]) -> bool:
 def adopt_slurm(environment: MutableMapping[str, str]) -> None:
     """Set PyTorch's variables in a task of srun, and check the variables of a rank of any launcher.
 
-    The variables are RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The port depends on the job ID, so two
-    jobs on one node use different ones. Variables that are set already are kept.
+    The variables are RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The port depends on the job
+    ID, so two jobs on one node use different ports. Existing variables are kept.
 
     Raises:
-        ConfigError: a name is missing, is not a number, or contradicts another.
+        ConfigError: a variable is missing, is not a number, or contradicts another variable.
     """
-    # srun has other names than torchrun for the rank and the world size.
+    # For the rank and the world size, srun uses other names than torchrun.
     if is_slurm_rank(environment) and not _was_launched(environment):
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
         names = {
@@ -116,7 +117,10 @@ def slurm_port(environment: Mapping[str, str]) -> int:
 
 
 def _require_rank(environment: Mapping[str, str]) -> None:
-    """Check the variables of a rank, which may be leftovers of another launcher or set by hand. Raises ConfigError."""
+    """Check the variables of a rank.
+
+    They may be left over from another launcher or set manually. Raises ConfigError.
+    """
     rank = _number(environment, "RANK", "")
     size = _number(environment, "WORLD_SIZE", "", least=1)
     _number(environment, "LOCAL_RANK", "")
@@ -148,10 +152,10 @@ def _number(environment: Mapping[str, str], name: str, default: str, least: int 
 
 
 def simulated_rank(environment: Mapping[str, str], world_size: int) -> int:
-    """Return the rank that ``comm.mode="fake_backend"`` builds: RANK, or 0.
+    """Return the rank to build with ``comm.mode="fake_backend"``: RANK, or 0.
 
     Raises:
-        ConfigError: a launcher has started this process as one of several, or RANK is not a rank of that world.
+        ConfigError: a launcher has started this process as one of several ranks, or RANK is outside of the world.
 
     >>> simulated_rank({"RANK": "511"}, 512), simulated_rank({}, 512)
     (511, 0)
@@ -205,20 +209,20 @@ def device_type(wanted: str, accelerators: int) -> str:
 def has_device_files() -> bool:
     """True if the system has a device file of a GPU: NVIDIA, AMD, or the Windows Subsystem for Linux.
 
-    Intel's device file has the name of any graphics card's, so it only counts if PyTorch was built for it.
+    All graphics cards share the name of Intel's device file, so it only counts if PyTorch was built for Intel GPUs.
     """
     if any(glob.glob(pattern) for pattern in ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")):
         return True
     if not glob.glob("/dev/dri/renderD*"):
         return False
-    # Find the folder without importing torch, which takes a second.
+    # Find the package folder without importing torch, which takes a second.
     package = importlib.util.find_spec("torch")
     folders = (package.submodule_search_locations or ()) if package else ()
     return any(Path(folder, "lib", "libtorch_xpu.so").exists() for folder in folders)
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use, including a container's limit if it is visible."""
+    """Return the number of CPU cores that this process may use. A container's limit counts if it is visible."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -229,8 +233,9 @@ def choose_processes(
 ) -> ProcessCount:
     """Choose the number of ranks on this machine: as requested, one per accelerator, or two on a CPU.
 
-    If the shard degree is automatic, the number is a multiple of the other degrees. If it is fixed, the number is the
-    product of all degrees. ``requested`` is ``--nproc``. See ``asked_processes`` for the variables.
+    If the shard degree is automatic, the number is a multiple of the product of the other degrees. If it is
+    fixed, the number is the product of all degrees. ``requested`` is ``--nproc``. ``asked_processes`` lists
+    the variables.
 
     Raises:
         ConfigError: ``--nproc`` or a variable is not a positive integer.
@@ -243,7 +248,7 @@ def choose_processes(
         return ProcessCount(fixed_size, "the product of the parallelism degrees")
     multiple = other_degrees(config)
     if accelerators:
-        # The shard degree takes all accelerators that the other degrees leave.
+        # The shard degree covers all accelerators that the other degrees leave free.
         count = max(accelerators // multiple, 1) * multiple
         return ProcessCount(
             _fit_batch(config, count, multiple), f"{accelerators} accelerator{'s' * (accelerators != 1)} found"
@@ -264,11 +269,11 @@ def choose_processes_here(config: Config, requested: int | None) -> ProcessCount
 def asked_processes(requested: int | None, environment: Mapping[str, str]) -> ProcessCount | None:
     """Return the number of ranks that ``--nproc`` or a variable requests, or None.
 
-    The variables are NGPU, PET_NPROC_PER_NODE if it is a number, and RUNAI_NUM_OF_GPUS, in this order. A fraction of a
-    GPU counts as one.
+    The variables are NGPU, PET_NPROC_PER_NODE if it is a number, and RUNAI_NUM_OF_GPUS, in this order. A
+    fraction of a GPU counts as one GPU.
 
     Raises:
-        ConfigError: the first of them that is set is not a positive integer.
+        ConfigError: the first variable that is set is not a positive integer.
 
     >>> asked_processes(None, {"PET_NPROC_PER_NODE": "auto", "RUNAI_NUM_OF_GPUS": "0.5"})
     ProcessCount(count=1, reason='as RUNAI_NUM_OF_GPUS says')
@@ -286,7 +291,7 @@ def asked_processes(requested: int | None, environment: Mapping[str, str]) -> Pr
 
 
 def unseen_devices(environment: Mapping[str, str]) -> ProcessCount | None:
-    """Return one rank per device that Slurm has assigned to this task's node, if no device is visible, or None.
+    """Return one rank per device that Slurm has assigned to this task's node, if no device is visible, or else None.
 
     Devices are not visible in a container without ``--nv``, or on a node without a driver.
 
@@ -312,13 +317,13 @@ def mesh_size(config: Config) -> int | None:
 def rank_environment(
     rank: int, world_size: int, meeting: int | Path, run_id: str, restarts: int = 0, job: str = ""
 ) -> dict[str, str]:
-    """Return the variables of one local rank, with torchrun's names.
+    """Return the environment variables of one local rank, with torchrun's names.
 
     Args:
-        meeting: The private rendezvous folder of the ranks, or a port of this machine that another process serves.
-        job: The result of ``goodput.ledger.new_job``, which has the start time of the first attempt.
+        meeting: Private rendezvous folder of the ranks, or a port of this machine that another process serves. job:
+            Result of ``goodput.ledger.new_job``, which contains the start time of the first attempt.
     """
-    # Time before the first attempt is accounted as start, and time between attempts as restart.
+    # Time before the first attempt is accounted as start. Time between attempts is accounted as restart.
     begun = str(time.time()) if restarts else job.partition(":")[2]
     place = {STORE: str(meeting)}
     if isinstance(meeting, int):
@@ -343,9 +348,9 @@ def rank_environment(
 
 
 def set_allocator_default(environment: MutableMapping[str, str]) -> None:
-    """Let CUDA's allocator grow its segments, unless the user has configured it.
+    """Allow CUDA's allocator to extend its segments, unless the user has configured the allocator.
 
-    Call before torch is imported.
+    Must be called before torch is imported.
     """
     if has_device_files() and "PYTORCH_CUDA_ALLOC_CONF" not in environment:
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -354,20 +359,20 @@ def set_allocator_default(environment: MutableMapping[str, str]) -> None:
 def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int, cores: int, alone: bool) -> None:
     """Set defaults of variables that torch reads when it is imported. Values that the user has set are kept.
 
-    Ranks share the cores evenly. If torch is already imported, as in a verb that reads a checkpoint first,
-    set its thread count. Ranks that each use all cores would wait for each other's threads, and round
-    differently from the run. The C++ traces of a broken connection are hidden, because the rank's own
-    exception reports it in one line.
+    The ranks share the cores evenly. If torch is already imported, as in a verb that reads a checkpoint
+    first, also set its thread count. If each rank used all cores, ranks would wait for each other's threads,
+    and round differently from the run. C++ traces of broken connections are disabled, because the rank's
+    exception reports them in one line.
 
     Args:
-        alone: True if all ranks are on this machine. They then communicate over loopback, so nothing of the
-            run is reachable from outside. Variables of ranks from a platform or launcher are removed, because
-            a single rank would wait for the others.
+        alone: True if all ranks are on this machine. They then communicate over loopback, so the run is not
+            reachable from outside. Variables of ranks of a platform or launcher are removed, because a single
+            rank would wait for other ranks.
 
     Raises:
         ConfigError: GLOO_SOCKET_IFNAME names an interface that does not exist.
     """
-    # By default each rank of a machine would use one thread per core.
+    # By default, each rank would use one thread per core of the machine.
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // local_ranks)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -379,7 +384,7 @@ def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int
             environment.pop(name, None)
     for name, value in defaults.items():
         environment.setdefault(name, value)
-    # A verb may have imported torch before the number of ranks was known.
+    # A verb may have imported torch before it knew the number of ranks.
     threads = environment["OMP_NUM_THREADS"]
     if environment is os.environ and "torch" in sys.modules and threads.isdecimal() and int(threads):
         sys.modules["torch"].set_num_threads(int(threads))
@@ -401,11 +406,11 @@ def _at_least_one(name: str, value: int | str, where: str) -> int:
 
 
 def _fit_batch(config: Config, count: int, multiple: int) -> int:
-    """Return the largest number of ranks up to ``count`` that divides the global batch, else ``count``."""
+    """Return the largest number of ranks up to ``count`` that divides the global batch, or else ``count``."""
     batch = config.training.global_batch_size
     if batch == -1:
         return count
-    # Ranks that share one replica of the model read the same rows.
+    # Ranks of one model replica read the same rows.
     model_ranks = multiple // config.parallelism.data_parallel_replicate_degree
     for candidate in range(count, 0, -multiple):
         if batch % (config.training.local_batch_size * (candidate // model_ranks)) == 0:

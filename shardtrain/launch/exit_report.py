@@ -11,16 +11,13 @@ from shardtrain.launch import failure, signals
 from shardtrain.launch.failure import Failure
 
 PARENT = "SHARDTRAIN_PARENT"
-"""Environment variable of ranks that this command started on one machine: ID of the process that watches them."""
+"""Environment variable of ranks that a launcher on this machine started: process ID of the launcher."""
 AGENT = "SHARDTRAIN_AGENT"
-"""Environment variable of ranks of a multi-node run: ID of the elastic agent of their node, which watches them."""
+"""Environment variable of ranks of a multi-node run: process ID of the elastic agent of their node."""
 
 
 def is_left_to_parent() -> bool:
-    """True if a shardtrain process watches this rank.
-
-    It reads the rank's record and reports the end of the run.
-    """
+    """True if a shardtrain process watches this rank, reads its record, and reports the end of the run."""
     return PARENT in os.environ or AGENT in os.environ
 
 

@@ -1,4 +1,4 @@
-"""Report failures: one line on the terminal, the trace in the rank's log, and ``exit.json`` for programs."""
+"""Report failures: one line in the terminal, the traceback in the rank's log, and ``exit.json`` for programs."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ MESSAGE_LENGTH = 500
 END_LINES = ("error[", "stopped[")
 """Prefixes of the lines that report how a run ended."""
 SUPERVISED = "SHARDTRAIN_SUPERVISED"
-"""Variable set if the supervisor of this process is another command or script of ours, which expects 75."""
+"""Variable that is set if another command or script of shardtrain supervises this process. It expects status 75."""
 RESERVED = ".exit.json.reserved"
 _RESERVED_BYTES = 16 * 1024
 IN = "in "
-"""Prefix of the exception note that contains the step."""
+"""Prefix of the note on an exception that contains the step."""
 
 _KILLED: dict[int, str] = {
     signal.SIGKILL: "was killed by signal 9 (the kernel does that when memory runs out)",
@@ -52,7 +52,7 @@ _KILLED: dict[int, str] = {
     "twice comm.hang_timeout_seconds, and then killed by its launcher",
 }
 _PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "ForgedError", "PeerError"}
-# Messages of gloo, NCCL and the store about a lost peer. A rank that raises one of them is not the cause.
+# Substrings of errors of gloo, NCCL and the store about a lost peer. The rank that raises one is not the cause.
 _PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was abort")
 _OF_RANK = re.compile(r"rank (\d+) on (\S+): (.+)")
 
@@ -62,18 +62,15 @@ class Failure:
     """End of one rank.
 
     Attributes:
-        where: Source position of the error, as ``file.py:12``.
-        time_seconds: Time since the epoch. The earliest failure is the first one of a run.
-        is_peer: True if this rank only lost a connection to a rank that had failed.
-        problems: Lines of a ConfigError.
-        place: Step and data of an error in a step: ``step 41 (sequences 320 to 327)``.
-        phase: Activity of a rank that hangs. The message of such a failure is a sentence about the rank.
-        is_sentence: True if the message is written for users, so the exception's class and source line are
-            omitted.
-        leaves_folder_alone: True if another run writes the run's folder. Its exit.json and logs belong to
-            that run.
-        step: The last step that this rank completed, 0 if unknown.
-        lost_lines: Warning about log lines of this rank that could not be written.
+        where: Source position of the error, such as ``file.py:12``. time_seconds: Time since the epoch. The
+            failure with the smallest time is the first one of a run. is_peer: True if this rank only lost its
+            connection to a rank that had failed. problems: Lines of a ConfigError. place: Step and data of an
+            error in a step: ``step 41 (sequences 320 to 327)``. phase: Activity of a hanging rank. The
+            message of such a failure is a sentence about the rank. is_sentence: True if the message is
+            written for users. The report then omits the exception's class and source line.
+            leaves_folder_alone: True if another run writes to the run's folder. Its exit.json and logs must
+            not be changed. step: Last step that this rank completed, or 0 if unknown. lost_lines: Warning
+            about log lines of this rank that could not be written.
     """
 
     rank: int | None
@@ -95,10 +92,7 @@ class Failure:
 
 
 def describe(error: BaseException, rank: int) -> Failure:
-    """Convert an exception of this process to a Failure.
-
-    Values of secret environment variables are masked.
-    """
+    """Convert an exception of this process to a Failure. Values of secret environment variables are masked."""
     if isinstance(error, KeyboardInterrupt):
         return stopped(rank, str(error) or "SIGINT")
     kind = type(error).__name__
@@ -108,7 +102,7 @@ def describe(error: BaseException, rank: int) -> Failure:
     if isinstance(error, SystemExit):
         text = f"sys.exit({text or 'None'}) was called before the run had ended"
     host = socket.gethostname()
-    # If all ranks raise the same error, its text contains the rank on which it occurred.
+    # If all ranks raise the same error, its text names the rank on which it occurred.
     others = _OF_RANK.fullmatch(text) if isinstance(error, ShardtrainError) else None
     if others is not None:
         rank = int(others[1])
@@ -139,7 +133,7 @@ def describe(error: BaseException, rank: int) -> Failure:
 
 
 def own_end() -> dict[str, Any]:
-    """Return the facts that each rank reports at its end: ``step`` and ``lost_lines``."""
+    """Return the facts that each rank reports when it ends: ``step`` and ``lost_lines``."""
     return {"step": activity.now().done, "lost_lines": "; ".join(log.lost_lines)}
 
 
@@ -149,11 +143,11 @@ def stop_status(config: Config) -> int:
 
 
 def killed(rank: int | None, signal_number: int, time_seconds: float) -> Failure:
-    """Return the failure of a process that was killed by a signal and could not report it.
+    """Return the failure of a process that was killed by a signal, so it could not report the failure itself.
 
     Args:
-        rank: None for the process that checks data, tokenizer and model before ranks start.
-        signal_number: SIGSTOP if the process was stopped until its launcher killed it.
+        rank: None for the process that checks data, tokenizer and model before the ranks start.
+            signal_number: SIGSTOP if the process was stopped until its launcher killed it.
     """
     what = "" if rank is not None else "the process that checks data, tokenizer and model before ranks start "
     how = _KILLED.get(signal_number, f"was killed by signal {signal_number}")
@@ -163,8 +157,8 @@ def killed(rank: int | None, signal_number: int, time_seconds: float) -> Failure
 def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
     """Return the failure of a rank that called ``os._exit`` or ``sys.exit`` without an exception.
 
-    If the status is one of shardtrain's exit codes, return the general code, because ours have other
-    meanings.
+    If the status equals an exit code of shardtrain, use the general code instead, because the rank did not
+    mean shardtrain's meaning.
     """
     message = f"ended with status {exit_code} and left no exception"
     status = GENERAL if exit_code in MEANINGS else exit_code
@@ -172,7 +166,7 @@ def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
 
 
 def lost_with_node(rank: int, host: str) -> Failure:
-    """Return the failure of a node that did not report how its ranks ended. ``rank`` is the first of them."""
+    """Return the failure of a node that did not report how its ranks ended. ``rank`` is its first rank."""
     message = "is lost with its node, which did not report how its ranks ended: is the machine up, and its network?"
     return Failure(rank, host, "", message, "", time.time(), PEER)
 
@@ -183,9 +177,7 @@ def stopped(
     """Return the failure of a process that stopped on request without saving.
 
     Args:
-        rank: None before there are ranks.
-        reason: the request to stop, such as "SIGTERM".
-        newest: the last checkpoint.
+        rank: None before ranks exist. reason: Request to stop, such as "SIGTERM". newest: The last checkpoint.
     """
     kept = f"; the last checkpoint is {newest}" if newest else ""
     message = run_end.line.format(reason=reason, kept=kept)
@@ -195,7 +187,7 @@ def stopped(
 def crash_loop(why: str, code: int, newest: Place | None, run_folder: Path) -> Failure:
     """Return the failure of a run that would fail again after a restart.
 
-    ``why`` contains the step if known.
+    ``why`` contains the step if it is known.
     """
     kept = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
     message = f"{why} ({kept}), and each ended with the error above ({code})"
@@ -205,7 +197,8 @@ def crash_loop(why: str, code: int, newest: Place | None, run_folder: Path) -> F
 
 
 def culprit(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that caused the others: the earliest one that did not only lose a peer.
+    """Return the failure that caused the others: the earliest one of a rank that did not only lose a peer.
+
     Its ``step`` is the last step that any of the ranks completed.
     """
     ordered = sorted(failures, key=lambda failure: (failure.is_peer, failure.time_seconds))
@@ -213,7 +206,7 @@ def culprit(failures: Iterable[Failure]) -> Failure:
 
 
 def lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]:
-    """Return the lines for the terminal: one, or one per problem of a configuration."""
+    """Return the lines for the terminal: one line, or one per problem of a configuration."""
     return [one_line(line) for line in _lines(failure, log_path, world_size)]
 
 
@@ -231,19 +224,19 @@ def _lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]
         cause = f"{rank} {'failed: ' if failure.kind and not failure.phase else ''}{cause}"
     where = f" ({failure.where})" if failure.where else ""
     log = "" if failure.rank is None else f"{'full trace:' if failure.trace else 'see'} {log_path}"
-    # Without ranks there is no log.
+    # Before ranks exist, there is no log.
     trace = f"; {log}" if log else ""
     return [start + cause + where + trace]
 
 
 def append_trace(failure: Failure, log_path: Path) -> None:
-    """Append the traceback to the rank's log, which the error line names. Ignore write errors.
+    """Append the traceback to the rank's log, whose path is in the error line. Ignore write errors.
 
-    For errors in the configuration or the data, append only the message, because the traceback does not help there.
+    For an error in the configuration or the data, append only the message, because the traceback does not help.
     """
     text = failure.trace
     if failure.is_sentence and failure.exit_code in (ConfigError.exit_code, DataError.exit_code):
-        # Take the message from the traceback, because ``failure.message`` may be truncated.
+        # Extract the message from the traceback, because ``failure.message`` may be truncated.
         message = text.rpartition(f".{failure.kind}: ")[2].strip() or failure.message
         text = "\n".join(f"error[{failure.exit_code}]: {line}" for line in message.splitlines())
     if not text:
@@ -257,18 +250,18 @@ def append_trace(failure: Failure, log_path: Path) -> None:
 
 
 def write_record(failure: Failure, path: str | os.PathLike[str]) -> None:
-    """Write a failure for the parent process as JSON, with torchelastic's keys and shardtrain's."""
+    """Write a failure as JSON for the parent process, with the keys of torchelastic and of shardtrain."""
     stamp = int(failure.time_seconds)
     extra = {"py_callstack": failure.trace, "timestamp": str(stamp)}
     record = {"message": {"message": f"{failure.kind}: {failure.message}", "errorCode": failure.exit_code}}
     record["message"]["extraInfo"] = extra
-    # On a full disk the parent only gets the exit status.
+    # If the disk is full, the parent only gets the exit status.
     with contextlib.suppress(OSError):
         _replace_file(Path(path), {**record, "shardtrain": asdict(failure)})
 
 
 def read_record(path: str | os.PathLike[str]) -> Failure | None:
-    """Read the failure that a rank has written. None if the file does not exist or is incomplete."""
+    """Read the failure that a rank has written. Return None if the file does not exist or is incomplete."""
     try:
         return from_fields(json.loads(Path(path).read_text(encoding="utf-8"))["shardtrain"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -298,10 +291,10 @@ def from_fields(fields: dict[str, Any]) -> Failure:
 def write_exit(run_folder: Path, failure: Failure | None, code: int, step: int = 0) -> None:
     """Write ``exit.json``: code, class, message, rank, host, retryable and, if known, the last step.
 
-    ``step`` is the last step that the ranks reported without a failure. If no rank reported a step, the last logged
-    step is written.
+    ``step`` is the last step that the ranks reported if there is no failure. If no rank reported a step, the
+    last logged step is written.
 
-    An error while writing is printed and does not change the exit status.
+    If the file cannot be written, print the error. The exit status does not change.
     """
     try:
         _write_exit(run_folder, failure, code, step or (failure.step if failure else 0))
@@ -335,7 +328,7 @@ def _write_exit(run_folder: Path, failure: Failure | None, code: int, step: int)
 
 
 def reserve_exit(run_folder: Path) -> None:
-    """Reserve disk space for ``exit.json``, so it can be written when the disk is full. Raises OSError."""
+    """Reserve disk space for ``exit.json``, so it can still be written when the disk is full. Raises OSError."""
     atomic_io.write(run_folder / RESERVED, b" " * _RESERVED_BYTES, durable=True)
 
 
@@ -349,7 +342,7 @@ def killed_before(run_folder: Path) -> str:
 
 
 def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: OSError) -> None:
-    """Write ``exit.json`` into its reserved space or, if that fails, to the temporary directory, and print where."""
+    """Write ``exit.json`` to its reserved space or, if that fails, to the temporary directory, and print the path."""
     # Pad the text to the size of the reserved file, so no block has to be allocated on a full disk.
     data = json.dumps(record, indent=2).encode().ljust(_RESERVED_BYTES - 1) + b"\n"
     try:
@@ -369,7 +362,7 @@ def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: O
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
         where = f"; it is in {name}"
-    # The scheduler still gets the exit status.
+    # Even without the file, the scheduler gets the exit status.
     print(f"cannot write {path}: {storage_errors.explain(error, path)}{where}", file=sys.stderr, flush=True)
 
 
@@ -391,7 +384,7 @@ def last_step(metrics: Path) -> int | None:
 def _exit_code(error: BaseException, kind: str, text: str, is_peer: bool) -> int:
     if isinstance(error, ShardtrainError):
         return error.exit_code
-    # The user's code or a library raised it. Shardtrain never does.
+    # Shardtrain never raises SystemExit, so the user's code or a library did.
     if isinstance(error, SystemExit):
         return GENERAL if not isinstance(error.code, int) or error.code in MEANINGS else error.code & 0xFF or GENERAL
     if limits.is_out_of_memory(error):

@@ -1,6 +1,6 @@
-"""Check the rendezvous endpoint before PyTorch uses it: its host name, the connection, and the program that answers.
+"""Check the rendezvous endpoint before PyTorch uses it: host name, connection, and the program that answers.
 
-PyTorch's store retries for minutes in C++. Meanwhile signals are not handled, and the cause is not reported.
+PyTorch's store retries for minutes in C++. During this time signals are not handled, and the cause is not reported.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shardtrain.utils.redact import visible
 
 LOOK_SECONDS = 0.1
 QUIET_SECONDS = 5.0
-"""A wait that takes longer is reported with its cause."""
+"""Time after which a wait is reported with its cause."""
 CONNECT_SECONDS = 5.0
 _NAME_AN_ADDRESS = "name an address of this node that every node reaches"
 _IS_IT_UP = "is the first node up, and its port open?"
-# The first messages of every TCPStore client: VALIDATE with a magic number, and PING with a number that the store
-# sends back. The number is also an empty line, because servers of text protocols such as HTTP reply to one.
+# A TCPStore client first sends VALIDATE with a magic number, then PING with a number that the store sends
+# back. The bytes of the PING are also an empty line, to which servers of text protocols such as HTTP reply.
 _ECHO = b"\r\n\r\n"
 GREETING = struct.pack("<BIB", 0, 0x3C85F7CE, 13) + _ECHO
 
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 def within(seconds: float | None, action: Callable[[], Result]) -> Result:
-    """Run ``action`` in another thread and return its result. This thread can handle signals and a timeout meanwhile.
+    """Run ``action`` in another thread and return its result. Meanwhile this thread can handle signals and a timeout.
 
     Raises:
         TimeoutError: the action takes longer than ``seconds``. Its thread continues in the background.
@@ -59,7 +59,7 @@ def claim(endpoint: str, seconds: float) -> socket.socket:
     """Wait until a connection to ``endpoint`` reaches this process. Return the socket, on which the store can listen.
 
     Raises:
-        ConfigError: another program has the port, or ``SHARDTRAIN_LISTEN_ADDR`` is not an address of this machine.
+        ConfigError: another program uses the port, or ``SHARDTRAIN_LISTEN_ADDR`` is not an address of this machine.
         PeerError: no connection arrived within ``seconds``.
     """
     fix = _NAME_AN_ADDRESS + _check_listen_address()
@@ -82,23 +82,24 @@ def check_own(address: str, seconds: float) -> None:
 
 
 def await_store(endpoint: str, seconds: float) -> None:
-    """Wait until the store of a first node answers at ``endpoint``.
+    """Wait until the store of the first node answers at ``endpoint``.
 
     Raises:
-        ConfigError: another program answers there.
-        PeerError: no store answered within ``seconds``; the message names the last cause.
+        ConfigError: another program answers.
+        PeerError: no store answered within ``seconds``. The message contains the last cause.
     """
     _await(endpoint, seconds, partial(_greet, endpoint), "the nodes cannot meet at", _IS_IT_UP)
 
 
 def find_place(endpoint: str, seconds: float) -> socket.socket | None:
-    """Wait for the rendezvous. Return a socket as ``claim`` does if this node can serve it, or None if another does.
+    """Wait for the rendezvous. Return a socket like ``claim`` if this node can serve it, or None if
+    another node does.
 
     Raises:
-        ConfigError: another program answers there, or ``SHARDTRAIN_LISTEN_ADDR`` is not an IP address.
+        ConfigError: another program answers, or ``SHARDTRAIN_LISTEN_ADDR`` is not an IP address.
         PeerError: see ``await_store``.
     """
-    # Check the variable first. Below, a ConfigError means that another node may serve the rendezvous.
+    # Check the variable first, because a ConfigError below means that another node may serve the rendezvous.
     fix = _IS_IT_UP + _check_listen_address()
 
     def look() -> socket.socket | None:
@@ -111,16 +112,19 @@ def find_place(endpoint: str, seconds: float) -> socket.socket | None:
 
 
 def _check_listen_address() -> str:
-    """Return the end of a fix that names the variable if it is set. Raises the errors of ``listen_address``."""
+    """Return the end of a fix that names the variable, or "" if it is not set.
+
+    Raises the errors of ``listen_address``.
+    """
     address = listen_address()
     return f"; check {LISTEN_ADDRESS}={address}, too" if address else ""
 
 
 def _await(place: str, seconds: float, look: Callable[[], Result], problem: str, fix: str) -> Result:
-    """Call ``look`` until it raises no OSError; return its result. ``place`` is the address for messages.
+    """Call ``look`` until it raises no OSError, and return its result. ``place`` is the address for messages.
 
     Raises:
-        PeerError: ``look`` still fails after ``seconds``. The message names its last error.
+        PeerError: ``look`` still fails after ``seconds``. The message contains its last error.
     """
     end = time.monotonic() + seconds
     cause = "no reply"
@@ -162,14 +166,14 @@ def _reach_self(endpoint: str, listen: Callable[[str, int], socket.socket]) -> s
         token = secrets.token_bytes(16)
         connection.sendall(token)
         received = b""
-        # Other clients may connect first. They retry.
+        # Other clients may connect first. Close their connections, and they will retry.
         while received != token:
             try:
                 arrived = server.accept()[0]
             except TimeoutError:
                 raise OSError(f"it leads to another machine ({connection.getpeername()[0]})") from None
-            # A client that sends nothing must not block this node. The token is sent before the connection is
-            # accepted.
+            # A client that sends nothing must not block this node. The token was sent before this
+            # connection is accepted.
             with arrived, contextlib.suppress(TimeoutError, ConnectionError):
                 arrived.settimeout(LOOK_SECONDS)
                 received = arrived.recv(len(token))
@@ -178,7 +182,7 @@ def _reach_self(endpoint: str, listen: Callable[[str, int], socket.socket]) -> s
 
 
 def _greet(endpoint: str) -> None:
-    """Greet the store at ``endpoint``.
+    """Send a greeting to the store at ``endpoint``.
 
     Raise OSError without a reply, and ConfigError if another program replies.
     """

@@ -13,7 +13,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Host:
-    """A host: its name, and optionally user, port, number of ranks and visible devices."""
+    """A host: its name and, optionally, user, port, number of ranks and visible devices."""
 
     name: str
     user: str | None = None
@@ -36,8 +36,8 @@ def chosen(launch: Launch, asked_nodes: int | None) -> list[Host]:
     """Return the hosts of a launch in order, at most the first ``asked_nodes``.
 
     Raises:
-        ConfigError: there are no or too few hosts, the hostfile cannot be read, or numbers of ranks
-                differ.
+        ConfigError: there are no hosts or too few, the hostfile cannot be read, or the hosts have different
+            numbers of ranks.
     """
     options = launch.ssh
     if options.hostfile:
@@ -105,7 +105,7 @@ def select(hosts: list[Host], include: str, exclude: str) -> list[Host]:
     """Filter hosts and their devices. ``node1@node2:0,2`` is all of node1 and two devices of node2.
 
     Raises:
-        ConfigError: both filters are given, or they name a host or a device that does not exist.
+        ConfigError: both filters are set, or one names a host or a device that does not exist.
 
     >>> [h.devices for h in select([Host("a", slots=2), Host("b", slots=2)], "", "a:0")]
     [(1,), None]

@@ -1,4 +1,4 @@
-"""Job of a platform: one command on each of some nodes, with variables, mounts and references to secrets.
+"""Job of a cluster: one command on each of its nodes, with variables, mounts and references to secrets.
 
 A ``ClusterJob`` is plain data. Each platform has a file with ``render``, a pure function from a job to text
 or argument lists. This module and the platforms do not import torch.
@@ -17,29 +17,30 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import redact
 
 NOTICE_SECONDS = 10
-"""Added to ``checkpoint.grace_seconds``, so the trainer ends by itself before the platform kills it."""
+"""Added to ``checkpoint.grace_seconds``, so the trainer exits before the platform kills it."""
 
 RETRIES = 6
-"""Number of times that a platform restarts lost pods, equal to the default of Kubernetes jobs."""
+"""Number of times that a platform restarts lost pods. This is the default of Kubernetes jobs."""
 
 FABRICS: Mapping[str, Mapping[str, str]] = {
     "none": {},
     # AWS's libfabric provider. NCCL finds it through the plugin in the image.
     "efa": {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"},
     # A busy fabric loses packets for seconds, so wait longer before cancelling a connection. NCCL accepts 1
-    # to 22, which is 4.096 us x 2^22 = 17 s per try (its default is 20, 4.3 s). Scripts with 50 exceed the
-    # five bits of the local ack timeout (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
+    # to 22, which is 4.096 us x 2^22 = 17 s per attempt (the default is 20, 4.3 s). Some scripts set 50,
+    # which exceeds the five bits of the local ack timeout
+    # (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
     "infiniband": {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "10", "UCX_RC_TIMEOUT": "4s"},
 }
 
 
 _NAME_LETTERS = 48
-"""Longest job name. Platforms derive pod names from it, which have at most 63 letters."""
+"""Maximum length of a job name. Platforms derive pod names from it, which have at most 63 characters."""
 
 
 @dataclass(frozen=True)
 class Mount:
-    """Mount of a volume claim or a node's folder (``source``) at ``path`` of the run."""
+    """Mount of a volume claim or a folder of the node (``source``) at ``path`` of the run."""
 
     source: str
     path: str
@@ -48,7 +49,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Secret:
-    """Variable whose value is stored in the cluster, as ``key`` of the secret ``name``."""
+    """Environment variable whose value is stored in the cluster, as ``key`` of the secret ``name``."""
 
     variable: str
     name: str
@@ -77,9 +78,9 @@ class ClusterJob:
     max_restarts: int = 0
     retries: int = RETRIES
     grace_seconds: int = 30
-    """Seconds between the request to stop and the time at which the platform may kill."""
+    """Seconds between the request to stop and the time at which the platform may kill the run."""
     stop_exit_code: int = PREEMPTED
-    """Exit status that the platform shows for a run that has saved after a request to stop."""
+    """Exit status that the platform reports for a run that has saved after a request to stop."""
     dump_folder: str = "./outputs"
     config_text: str | None = None
     """Text of the configuration file, for platforms that transfer it to the nodes."""
@@ -104,11 +105,10 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
     launch = loaded.config.launch
     words = [launch.python, "-m", "shardtrain", verb]
     where = path or (presets.name_of(loaded.path) if loaded.path else "")
-    # Restore the "./" that Path has removed. Without it, a name that starts with a dash would be read as an
-    # option.
+    # Restore the "./" that Path has removed. Without it, a name that starts with a dash would be parsed as an option.
     words += [f"./{where}" if where.startswith("-") else where] if where else []
-    # Skip options of launch, which only apply to this machine, and job.config_file: ``where`` already names the
-    # configuration by its path on the nodes.
+    # Skip the options of launch, which only apply to this machine. Skip job.config_file, because ``where``
+    # already is the path of the configuration on the nodes.
     words += without(overrides, "launch.", "job.config_file")
     ranks = launch.nproc_per_node or launch.devices_per_node
     words += ["--nproc", str(ranks)] if ranks else []
@@ -118,7 +118,7 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
     environment = {**FABRICS[launch.fabric], **launch.env}
     refuse_unsafe([*words, *environment.values()])
     text = loaded.path.read_text(encoding="utf-8") if loaded.path else None
-    # A ConfigMap may carry the text of the file to the nodes, and many users can read it.
+    # A ConfigMap may transfer the text of the file to the nodes, and many users can read it.
     if text is not None and redact(text) != text:
         rule = "holds a secret, perhaps in a comment"
         raise ConfigError(Problem("the configuration file", str(loaded.path), rule, "take it out"))
@@ -158,9 +158,7 @@ def to_mount(text: str) -> Mount:
 
 
 def without(overrides: Sequence[str], *names: str) -> list[str]:
-    """Return the overrides except those of options with one of ``names``.
-
-    A name that ends with "." is a prefix.
+    """Return the overrides without the options in ``names``. A name that ends with "." is a prefix.
 
     >>> without(["--launch.nodes", "2", "--training.steps=5"], "launch.")
     ['--training.steps=5']
@@ -177,13 +175,12 @@ def without(overrides: Sequence[str], *names: str) -> list[str]:
 
 
 def refuse_unsafe(texts: Sequence[str]) -> None:
-    """Reject texts with control characters, which would be changed on the way, or with exposed secrets.
+    """Reject texts with control characters, which would be changed in transit, and texts that expose secrets.
 
     Raises:
-        ConfigError: names the text, with the secret masked.
+        ConfigError: a text is unsafe. The message contains the text with the secret masked.
     """
-    # Search the joined texts first, because a search for secrets is slow. A secret in one of them is found
-    # there too.
+    # Search the joined texts first, because searching for secrets is slow. It finds a secret in any of them.
     lines = "\n".join(texts)
     is_silent = redact(lines) == lines
     for text in texts:
@@ -197,9 +194,7 @@ def refuse_unsafe(texts: Sequence[str]) -> None:
 
 
 def folder_words(folder: str) -> str:
-    """Return a folder as an argument of ``cd --``.
-
-    ``-`` would be the previous folder, and CDPATH would apply.
+    """Return a folder as an argument of ``cd --``. ``-`` would mean the previous folder, and CDPATH would apply.
 
     >>> folder_words("/data/run"), folder_words("-"), folder_words("run")
     ('/data/run', './-', './run')
@@ -208,10 +203,10 @@ def folder_words(folder: str) -> str:
 
 
 def require_free(job: ClusterJob, taken: Collection[str], platform: str) -> None:
-    """Reject variables of ``launch.env`` that the platform overrides with its own.
+    """Reject variables of ``launch.env`` that the platform sets itself.
 
     Raises:
-        ConfigError: names the variable.
+        ConfigError: such a variable is set.
     """
     for name in job.environment:
         if name in taken:
@@ -220,10 +215,10 @@ def require_free(job: ClusterJob, taken: Collection[str], platform: str) -> None
 
 
 def require_nothing_lost(wanted: Sequence[str], has: Sequence[str], option: str, platform: str) -> None:
-    """Raise ConfigError for requested variables that the platform cannot pass by ``option`` or by another.
+    """Require that the platform can pass all requested variables through ``option`` or another option.
 
     Raises:
-        ConfigError: names the variables, and the option that would provide them.
+        ConfigError: a variable would be missing. The message names the option that can pass it.
     """
     missing = sorted(set(wanted) - set(has))
     if missing:
@@ -233,7 +228,7 @@ def require_nothing_lost(wanted: Sequence[str], has: Sequence[str], option: str,
 
 
 def require(value: object, option: str, platform: str, fix: str) -> None:
-    """Reject an unset option that a platform requires.
+    """Require that an option is set.
 
     Raises:
         ConfigError: the option is not set.

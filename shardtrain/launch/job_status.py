@@ -1,7 +1,8 @@
 """Status, logs and stop of a launch by its ID.
 
-IDs are ``slurm/NUMBER``, ``kubernetes/NAMESPACE/KIND/NAME``, ``runai/...`` and ``ssh/PID``. An ID contains everything
-that is needed to query the platform. Only ssh, whose launcher is a process of this machine, also has a folder.
+IDs are ``slurm/NUMBER``, ``kubernetes/NAMESPACE/KIND/NAME``, ``runai/...`` and ``ssh/PID``. An ID contains
+everything that is needed to query the platform. Only ssh also has a folder, because its launcher is a process
+of this machine.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def kubernetes_id(job: ClusterJob, launch: Launch) -> str:
 
 
 def runai_id(job: ClusterJob, launch: Launch) -> str:
-    """Return the ID of a Run:ai job. ``-`` is the current project of this machine."""
+    """Return the ID of a Run:ai job. ``-`` stands for the current project of this machine."""
     kind = "pytorch" if job.nodes > 1 else "standard"
     return f"runai/{launch.runai.cli}/{kind}/{launch.runai.project or '-'}/{job.name}"
 
@@ -54,7 +55,7 @@ def logs(name: str) -> int:
 
 
 def stop(name: str) -> int:
-    """Stop a job. It saves first if its platform waits for it."""
+    """Stop a job. It saves first if its platform waits for the save."""
     return _run(name, "stop")
 
 
@@ -110,7 +111,10 @@ def folder_of(pid: int) -> Path:
 
 
 def open_folder(pid: int) -> Path:
-    """Create the folder of an ssh launch, with a file that identifies its process. Remove files of an older launch."""
+    """Create the folder of an ssh launch with a file that identifies its process.
+
+    Remove files of an older launch.
+    """
     folder = folder_of(pid)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for old in [*folder.glob("*.log"), *folder.glob("ended")]:
@@ -133,10 +137,10 @@ def ended(folder: Path, run: Callable[[], int]) -> int:
 
 
 def _started(pid: int) -> str:
-    """Return the start of a process, which tells reused process IDs apart, or "" if it has ended.
+    """Return a text that identifies the start of a process, or "" if it has ended. Process IDs may be reused.
 
-    On Linux this is the boot and the kernel's own count since then. The clock time that ps prints depends on the time
-    zone and the language of the caller, and moves when the clock is set.
+    On Linux this is the ID of the boot and the kernel's clock ticks since the boot. The time that ps prints
+    depends on the time zone and the language of the caller, and changes when the clock is set.
     """
     stat = process_identity.read_stat(pid)
     if stat is not None:

@@ -67,13 +67,13 @@ FOLLOW: dict[str, Follow] = {"status": job_status.status, "logs": job_status.log
 _DRY_RUN = frozenset({"--dry-run", "--dry_run"})
 _DOCTOR = "--doctor"
 IMAGE_WORKDIR = "/workspace"
-"""Folder in which the images of scripts/containers/ start."""
+"""Working directory of the images in scripts/containers/."""
 _OF_CONTAINERS = ("image", "mounts", "shared_memory_gib", "device_resource")
 
 
 @dataclass(frozen=True)
 class PlatformRequest:
-    """Request to a platform: a configuration with its overrides, to be printed or submitted."""
+    """Request to a platform: a configuration with its overrides, to print or to submit."""
 
     loaded: config.Loaded
     overrides: Sequence[str]
@@ -92,7 +92,7 @@ class PlatformRequest:
 
 @dataclass(frozen=True)
 class Submission:
-    """Result of a platform: the text for --dry-run, and a function that submits it and returns the exit status."""
+    """Result of a platform: the text for --dry-run, and a function that submits the job and returns the exit status."""
 
     text: str
     submit: Callable[[], int]
@@ -108,7 +108,7 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
     if action in ("--help", "-h") or "--help" in rest or "-h" in rest:
         print(HELP, end="")
         return 0
-    # Actions on an earlier launch, by its ID.
+    # Actions on an earlier launch, which is named by its ID.
     if action in FOLLOW:
         if len(rest) == 2 and rest[0].endswith(".py"):
             return _follow_own(action, *rest)
@@ -148,7 +148,10 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
 
 
 def _note_unused(platform: str, loaded: config.Loaded) -> None:
-    """Print the options that have no effect on this platform. Not an error: a file may serve several."""
+    """Print the options that have no effect on this platform.
+
+    No error, because several platforms may share a file.
+    """
     unused: tuple[str, ...] = {
         "local": (*_OF_CONTAINERS, "cpus_per_node", "memory_gib_per_node", "python", "workdir", "secrets"),
         "ssh": (*_OF_CONTAINERS, "cpus_per_node", "memory_gib_per_node"),
@@ -208,7 +211,10 @@ def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
 
 
 def _note_local_paths(platform: str, loaded: config.Loaded) -> None:
-    """Print a note on local paths that a container would look for in its image. Kubernetes receives the TOML itself."""
+    """Print a note on local paths that a container would look up in its image.
+
+    Kubernetes gets the TOML from here.
+    """
     if platform not in ("kubernetes", "runai"):
         return
     paths = {
@@ -233,7 +239,7 @@ def _note_local_paths(platform: str, loaded: config.Loaded) -> None:
 
 
 def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
-    """Load the configuration, with short options expanded, and run all checks that do not need the cluster."""
+    """Load the configuration with expanded short options, and run all checks that do not need the cluster."""
     line = split(_spelt_out(words))
     if line.nnodes or line.node_rank is not None or line.rdzv_endpoint:
         rule = "is set by launch on each node"
@@ -242,7 +248,7 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     launch = loaded.config.launch
     problems = config.check(loaded)
     ranks = launch.nproc_per_node or launch.devices_per_node
-    # With hosts, the number of ranks is only known later.
+    # With hosts, the number of ranks is only known after connecting.
     hosts = launch.ssh.hosts or launch.ssh.hostfile
     # Check the mesh against the number of ranks if it is known.
     if not problems and ranks and launch.min_nodes is None and (launch.nodes > 1 or not hosts):
@@ -264,7 +270,7 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
 
 
 def _spelt_out(words: list[str]) -> list[str]:
-    """Expand short options to their full names, and move them to the end, so a file may follow them.
+    """Expand short options to their full names, and move them to the end, so a file name may follow them.
 
     >>> _spelt_out(["--nodes", "1:4", "run.toml", "--hosts=a,b"])
     ['run.toml', '--launch.min_nodes', '1', '--launch.nodes', '4', '--launch.ssh.hosts', 'a', 'b']
@@ -292,7 +298,7 @@ def _forwarded(job: ClusterJob) -> None:
 
 
 def _follow_own(action: str, path: str, name: str) -> int:
-    """Call the user's platform with the ID of a job, to show its status or log, or to end it."""
+    """Call ``action`` of the user's platform with the ID of a job, and print the result."""
     kind = own_file.FileKind("platform", (action,), f"define {action}(id), as docs/extend.md shows")
     answer = getattr(own_file.load(path, kind, f"launch {action}"), action)(name)
     if answer is not None:
@@ -330,8 +336,8 @@ def _local(asked: PlatformRequest) -> Submission:
     job = asked.job()
     if job.nodes > 1:
         raise ConfigError(Problem("launch.nodes", job.nodes, "is more than this machine", "launch ssh, or --nodes 1"))
-    # Use this shell's interpreter and folder, because launch.python and launch.workdir refer to other
-    # machines.
+    # Use this interpreter and the current folder, because launch.python and launch.workdir are
+    # paths on other machines.
     command = python_child.command(*job.command[2:])
     exports = [f"export {k}={shlex.quote(v)}" for k, v in job.environment.items()]
 
@@ -355,7 +361,7 @@ def _ssh(asked: PlatformRequest) -> Submission:
     def submit() -> int:
         folder = job_status.open_folder(os.getpid())
         _submitted(f"ssh/{os.getpid()}", asked)
-        # Only this platform needs the import, which would slow down --help.
+        # Import here, because only this platform needs the module, and the import would slow down --help.
         from shardtrain.launch.platforms import ssh_connections
 
         return job_status.ended(folder, ssh_connections.SshConnections(plans, launch.ssh, folder))

@@ -35,7 +35,7 @@ def note(job_id: str, run_folder: str) -> None:
 
 
 def table() -> list[str]:
-    """Return lines for the launches, newest first, and a hint on the next command."""
+    """Return lines for the launches, newest first, and a hint about the next command."""
     launches = []
     with suppress(OSError):
         for line in _file().read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,7 +1,7 @@
-"""Run the ranks of one machine: one in this process, or N that it starts and watches.
+"""Run the ranks of one machine: one rank in this process, or N processes that it starts and watches.
 
-The processes are started by ``torch.distributed.elastic.multiprocessing`` and watched here, because PyTorch's own
-watching waits up to 30 s for a stuck rank and turns each exit status into 1. Ranks rendezvous in a private folder:
+``torch.distributed.elastic.multiprocessing`` starts the processes. This module watches them, because PyTorch
+would wait up to 30 s for a stuck rank and turn each exit status into 1. Ranks rendezvous in a private folder:
 PyTorch's TCP store would listen on every address of the machine, open to every user.
 """
 
@@ -39,14 +39,17 @@ if TYPE_CHECKING:
     from shardtrain.config import Loaded
 
 STOPPED_TIMEOUTS = 2
-"""A process stopped for this multiple of comm.hang_timeout_seconds is killed. The watchdogs of its peers act first."""
+"""A process stopped for this multiple of comm.hang_timeout_seconds is killed.
+
+Watchdogs of other ranks act earlier.
+"""
 Main = Callable[["Loaded"], object]
 OUTPUTS = "logs"
-"""Folder below the run folder for the output of ranks."""
+"""Name of the folder in the run folder for the output of ranks."""
 
 
 def log_path(loaded: Loaded, rank: int | None) -> Path:
-    """Return the log file of a rank, to which the full trace of a failure is appended."""
+    """Return the log file of a rank. The traceback of a failure is appended to it."""
     config = loaded.config
     return Path(config.job.dump_folder) / config.metrics.save_log_file.replace("{rank}", str(rank))
 
@@ -54,11 +57,11 @@ def log_path(loaded: Loaded, rank: int | None) -> Path:
 def prepare(run_folder: Path, note_killed: bool) -> None:
     """Create the run's folders, and reserve disk space for ``exit.json``.
 
-    Removes temporary files of a killed run and the ``exit.json`` of an earlier run. Prints a note if the earlier run
-    was killed: then the reserved space exists, and ``exit.json`` does not.
+    Remove temporary files of a killed run and the ``exit.json`` of an earlier run. If the earlier run was
+    killed, print a note: then the reserved space exists, but ``exit.json`` does not.
 
     Args:
-        note_killed: False if a run may be in progress in the folder.
+        note_killed: False if a run may be active in the folder.
 
     Raises:
         StorageError: the folder cannot be created or written.
@@ -80,8 +83,8 @@ def refusals_in_exit_json(loaded: Loaded, of_configuration: bool = False) -> Ite
     """Write ``exit.json`` if data, a checkpoint, storage or a system limit prevents a run from starting.
 
     Args:
-        of_configuration: also write it if the configuration does. Otherwise a wrong configuration leaves the folder as
-            it was, because it may name the folder of another run by mistake.
+        of_configuration: True to write it for an invalid configuration, too. Otherwise an invalid configuration
+            leaves the folder unchanged, because it may name the folder of another run by mistake.
     """
     try:
         yield
@@ -95,7 +98,7 @@ def refusals_in_exit_json(loaded: Loaded, of_configuration: bool = False) -> Ite
 
 @contextlib.contextmanager
 def lost_peers_in_exit_json(loaded: Loaded) -> Iterator[None]:
-    """Write ``exit.json`` if the nodes do not meet, unless a node has explained the end of the run there already."""
+    """Write ``exit.json`` if the rendezvous of the nodes fails, unless a node has written the cause already."""
     path = Path(loaded.config.job.dump_folder) / "exit.json"
     earlier = _version_of(path)
     try:
@@ -107,7 +110,7 @@ def lost_peers_in_exit_json(loaded: Loaded) -> Iterator[None]:
 
 
 def _version_of(path: Path) -> tuple[int, int] | None:
-    """Return the inode and time of change of a file, which differ once it is replaced. None without a file."""
+    """Return the inode and modification time of a file, which change if it is replaced. None without a file."""
     try:
         status = path.lstat()
     except OSError:
@@ -118,7 +121,7 @@ def _version_of(path: Path) -> tuple[int, int] | None:
 def write_exit_before_ranks(loaded: Loaded, report: failure.Failure) -> None:
     """Write ``exit.json`` without a rank, unless another run uses the folder.
 
-    Under torchrun or srun only rank 0 writes it.
+    Under torchrun or srun, only rank 0 writes it.
     """
     folder = Path(loaded.config.job.dump_folder)
     if _reports_before_ranks() and not has_live_run(loaded):
@@ -128,13 +131,16 @@ def write_exit_before_ranks(loaded: Loaded, report: failure.Failure) -> None:
 
 
 def has_live_run(loaded: Loaded) -> bool:
-    """True if a run that is alive, as far as this host can see, holds the folder of checkpoints."""
+    """True if a run that this host can see is alive and holds the checkpoint folder."""
     checkpoints = folder_of(loaded.config.job.dump_folder, loaded.config.checkpoint.folder)
     return isinstance(checkpoints, Path) and lease.is_held(checkpoints)
 
 
 def _reports_before_ranks() -> bool:
-    """True for rank 0 and for a process that is not a rank. ``RANK`` alone may be the number of a node."""
+    """True for rank 0 and for a process that is not a rank.
+
+    A ``RANK`` without other variables may number a node.
+    """
     return os.environ.get("RANK", "0") == "0" or not environment.is_rank(os.environ)
 
 
@@ -142,7 +148,7 @@ def end_at_request(loaded: Loaded | None) -> None:
     """End this process at the first request to stop, until ranks run and handle requests themselves.
 
     Args:
-        loaded: the configuration, or None until it has been read.
+        loaded: The configuration, or None while it has not been read.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
@@ -161,9 +167,9 @@ def end_at_request(loaded: Loaded | None) -> None:
 def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     """Run this process as one rank, report a failure, and return the exit status.
 
-    If a shardtrain process started this rank, the rank leaves a record for it. Otherwise (a single rank, torchrun,
-    srun) the rank prints its failure and writes ``exit.json`` itself, unless it only lost a peer: then the peer does.
-    ``world_size`` is the number of ranks of the entire run.
+    If a shardtrain process started this rank, the rank writes a record for it. Otherwise (single rank,
+    torchrun, srun) the rank prints its failure and writes ``exit.json`` itself, unless it only lost a peer,
+    which then reports itself. ``world_size`` is the number of ranks of the entire run.
     """
     rank = int(os.environ.get("RANK", "0"))
     run_folder = Path(loaded.config.job.dump_folder)
@@ -189,7 +195,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         report = failure.describe(of_storage(error, run_folder), rank)
         # A rank that lost a peer is not the cause. The peer reports itself.
         is_cause = world_size == 1 or not report.is_peer
-        # Write the record first. The parent reads it, and may be about to kill this rank.
+        # Write the record first, because the parent reads it and may be about to kill this rank.
         exit_report.record(report, log_path(loaded, rank), run_folder, world_size, is_cause)
         if not report.leaves_folder_alone:
             failure.append_trace(report, log_path(loaded, rank))
@@ -197,8 +203,8 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     stop.end()
     signals.handle_requests(signal.SIG_IGN)
     if exit_report.is_left_to_parent():
-        # Prove that the rank finished. A status of 0 may come from an os._exit(0) in a library. On a full disk the
-        # file is created, but is empty.
+        # Leave proof that the rank finished, because a library may have called os._exit(0). On a full disk
+        # the file is created, but is empty.
         with contextlib.suppress(OSError):
             _done_path(Path(os.environ["TORCHELASTIC_ERROR_FILE"])).write_text(json.dumps(failure.own_end()))
     elif rank == 0:
@@ -235,7 +241,7 @@ def _newest_checkpoint(loaded: Loaded) -> Place | None:
 
 
 def stopped(loaded: Loaded, rank: int, reason: str) -> failure.Failure:
-    """Return the failure of a rank that was stopped before it could save. It names the last checkpoint of the run."""
+    """Return the failure of a rank that was stopped before it could save. It includes the run's last checkpoint."""
     return failure.stopped(rank, reason, _newest_checkpoint(loaded))
 
 
@@ -250,15 +256,15 @@ def launch(
 ) -> int:
     """Start ``num_processes`` ranks on this machine, wait for them, and return the exit status of the run.
 
-    With ``main`` the ranks are forked from this process, which should have imported all that they need. With
-    ``command`` they are new processes, as CUDA requires. The first failing rank is reported in one line, ``exit.json``
-    is written, and no process is left running. A failed run is restarted up to ``max_restarts`` times from its last
-    checkpoint; see ``restart``.
+    With ``main``, the ranks are forks of this process, which should have imported all that they need. With
+    ``command``, they are new processes, as CUDA requires. The first failing rank is reported in one line,
+    ``exit.json`` is written, and no process is left running. A failed run is restarted from its last
+    checkpoint, up to ``max_restarts`` times, see ``restart``.
 
     Args:
-        check: called before the first ranks start. Raises errors in the configuration or the data. Returns None, or
-        the failure of the checking process, which is treated like the failure of a rank.
-        ends_process: True if this process ends with the run. It then ignores later signals.
+        check: Called before the first ranks start. Raises errors in the configuration or the data. Returns
+            None, or the failure of the checking process, which is treated like the failure of a rank.
+            ends_process: True if this process ends with the run. It then ignores later signals.
     """
     config = loaded.config
     grace_seconds = config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS
@@ -277,7 +283,7 @@ def launch(
                 check = None
                 code, first = _attempt(loaded, num_processes, main, command, watch, restarts.used, job)
                 if first and code != failure.PREEMPTED:
-                    # The goodput account needs the time of death, which a killed rank could not write.
+                    # Record the time of death for the goodput account, because a killed rank could not record it.
                     ledger.note_death(folder, job, first.time_seconds)
             # Do not restart after a request to stop.
             status = code if watch.signal_number else restarts.after(code, first)
@@ -291,10 +297,11 @@ def launch(
 
 
 def launch_verb(loaded: Loaded, num_processes: int, main: Main, words: Sequence[str], accelerators: int) -> int:
-    """Start ranks of a verb and return the exit status, as ``launch`` does.
+    """Start ranks of a verb and return the exit status, like ``launch``.
 
-    On Linux CPUs the ranks are forked and run ``main``, and inherit the import of torch. Forks do not work after CUDA
-    was used, or with macOS's libraries. Ranks are then new processes that run the command line ``words``.
+    On Linux CPUs the ranks are forks that run ``main`` and inherit the imported torch. Forks do not work
+    after CUDA was used, or with macOS's libraries. In these cases the ranks are new processes that run the
+    command line ``words``.
     """
     if accelerators == 0 and sys.platform == "linux":
         return launch(loaded, num_processes, main=main)
@@ -304,18 +311,18 @@ def launch_verb(loaded: Loaded, num_processes: int, main: Main, words: Sequence[
 def _attempt(
     loaded: Loaded, count: int, main: Main | None, command: Sequence[str], watch: ChildWatch, restarts: int, job: str
 ) -> tuple[int, failure.Failure | None]:
-    """Start the ranks and wait for them. Use a new store, because keys of an earlier attempt are invalid."""
+    """Start the ranks and wait for them, with a new store, because keys of an earlier attempt are invalid."""
     run_folder = Path(loaded.config.job.dump_folder)
     with refusals_in_exit_json(loaded):
         prepare(run_folder, not has_live_run(loaded))
     with contextlib.ExitStack() as stack:
         records = stack.enter_context(temporary_folder())
-        # Only for forks. A new process does not inherit the descriptor, and has threads before it could enter
-        # the network.
+        # Only forks use a private network. A new process does not inherit the descriptor, and has threads
+        # before it could enter the network.
         network = stack.enter_context(private_network.create_network_namespace()) if main and count > 1 else {}
         with refusals_in_exit_json(loaded):
             processes = _start(loaded, count, main, command, records, network, restarts, job)
-        # multiprocessing reaps ended ranks before each fork, so it also provides their exit statuses.
+        # multiprocessing reaps ended ranks before each fork, so also ask it for their exit statuses.
         watch.begin(processes.pids(), lambda rank: _reaped(processes, rank))
         try:
             statuses = watch.wait()
@@ -337,7 +344,7 @@ def _start(
 ) -> PContext:
     from torch.distributed.elastic.multiprocessing import start_processes
 
-    # Set the variables of each rank: torchrun's, and the path of its failure record.
+    # Set the variables of each rank: torchrun's variables, and the path of its failure record.
     run_id = secrets.token_hex(8)
     meeting = records / "meeting"
     meeting.mkdir(mode=0o700)
@@ -351,22 +358,22 @@ def _start(
     outputs = contextlib.ExitStack()
     specs = _logs_specs(loaded, count, outputs)
     if not main:
-        # A new process gets only this environment.
+        # A new process receives only this environment, so add the variables of this process.
         envs = {rank: {**os.environ, **envs[rank]} for rank in ranks}
     # Prepare the state that ranks inherit by the fork.
     if main:
         _warn_of_threads()
-    # Otherwise each fork would print the buffered output again.
+    # Flush, because each fork would print buffered output again.
     sys.stdout.flush()
     sys.stderr.flush()
     # PContext.start replaces the handlers of four signals and does not restore them.
     before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGQUIT)}
     before |= {number: signal.getsignal(number) for number in signals.GRACEFUL}
-    # Ranks inherit the blocked mask and unblock it when they listen. An early signal is then neither lost nor
-    # fatal.
+    # Ranks inherit the blocked signals and unblock them when they listen. So an early signal is
+    # neither lost nor fatal.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals.GRACEFUL)
-    # Exclude existing objects from the ranks' garbage collections, which would write to them and so copy
-    # shared pages.
+    # Exclude existing objects from the ranks' garbage collections, which would write to them and so
+    # copy shared pages.
     gc.freeze()
     try:
         return start_processes("shardtrain", entrypoint, arguments, envs, specs, start_method="fork")
@@ -381,7 +388,7 @@ def _start(
 def _logs_specs(loaded: Loaded, count: int, stack: contextlib.ExitStack) -> LogsSpecs:
     """Send the output of ranks in LOG_RANK to the terminal, and of other ranks to ``logs/rank-N.out`` and ``.err``.
 
-    ``stack`` closes the files in this process once the ranks have opened them.
+    ``stack`` closes the files in this process after the ranks have opened them.
     """
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
@@ -389,8 +396,7 @@ def _logs_specs(loaded: Loaded, count: int, stack: contextlib.ExitStack) -> Logs
     hidden = [rank for rank in range(count) if rank not in log.console_ranks()]
 
     def output_paths(ending: str) -> dict[int, str]:
-        # PyTorch uses this process's stream for an empty path. It opens the other files by the path of our
-        # descriptor.
+        # For an empty path, PyTorch uses this process's stream. It opens the other files through our descriptors.
         paths = dict.fromkeys(range(count), "")
         for rank in hidden:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -410,17 +416,14 @@ def _logs_specs(loaded: Loaded, count: int, stack: contextlib.ExitStack) -> Logs
 
 
 def _reaped(processes: PContext, rank: int) -> int | None:
-    """Return the exit status of a rank that multiprocessing reaped, as it does before each fork."""
+    """Return the exit status of a rank that multiprocessing has reaped. It does so before each fork."""
     started = getattr(getattr(processes, "_pc", None), "processes", None)
     status = started[rank].exitcode if started else None
     return int(status) if status is not None else None
 
 
 def _warn_of_threads() -> None:
-    """Warn of threads in a process that is about to fork.
-
-    A lock held by such a thread is never released in the ranks.
-    """
+    """Warn of threads in a process that is about to fork, because their locks would never be released in the ranks."""
     names = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     try:
         unnamed = len(os.listdir("/proc/self/task")) - 1 - len(names)
@@ -439,15 +442,15 @@ def _forked(loaded: Loaded, main: Main, parent: int) -> NoReturn:
     """Run ``main`` as one rank in a new fork, record a failure, and exit with its status."""
     private_network.enter_user_namespace()
     detach(parent)
-    # Keep the parent's pages shared, because a garbage collection would write to them.
+    # Freeze inherited objects, because a garbage collection would write to the parent's shared pages.
     gc.freeze()
     leave(run_rank(loaded, main))
 
 
 def leave_refused(error: ShardtrainError, loaded: Loaded) -> None:
-    """Exit after failed checks if the agent of this node reports the error, and writes ``exit.json``.
+    """After a failed check, exit this rank if the agent of its node reports the error and writes ``exit.json``.
 
-    The agent leaves the folder alone if another run is alive in it.
+    The agent does not touch the folder if another run is alive in it.
     """
     if exit_report.AGENT in os.environ:
         report = failure.describe(error, int(os.environ["RANK"]))
@@ -460,8 +463,8 @@ def leave_refused(error: ShardtrainError, loaded: Loaded) -> None:
 def leave(code: int) -> NoReturn:
     """Exit this rank with ``os._exit`` after flushing output and running exit handlers, as multiprocessing does.
 
-    A normal exit of the interpreter would join threads of a process group whose peers are gone, and abort. In a fork,
-    PyTorch's wrapper would wait until the parent collects a return value.
+    A normal exit of the interpreter would join threads of a process group without peers, and abort. In a
+    fork, PyTorch's wrapper would wait until the parent collects a return value.
     """
     for stream in (sys.stdout, sys.stderr):
         # The buffer may contain a model's own prints, which a full disk rejects.
@@ -472,13 +475,13 @@ def leave(code: int) -> NoReturn:
 
 
 def become_rank() -> bool:
-    """Prepare this process as one of several ranks. True if this command started it, False for torchrun and srun."""
+    """Prepare this process as one of several ranks. True if shardtrain started it, False for torchrun and srun."""
     parent = os.environ.get(exit_report.PARENT)
     agent = os.environ.get(exit_report.AGENT)
     if parent:
         detach(int(parent))
     elif agent:
-        # An agent handles every request to stop. If it is gone, it was killed, and its node is lost.
+        # An agent handles every request to stop. If the agent no longer exists, it was killed, and its node is lost.
         _die_with(int(agent))
     environment.adopt_slurm(os.environ)
     environment.set_allocator_default(os.environ)
@@ -488,10 +491,10 @@ def become_rank() -> bool:
 
 
 def detach(parent: int) -> None:
-    """Leave the terminal's process group, so that Ctrl-C arrives once, from the parent; and die when the parent dies.
+    """Leave the terminal's process group, so Ctrl-C arrives once, from the parent. End when the parent dies.
 
-    Resets the parent's signal handlers. On Linux a child ends with its parent (``prctl``). Elsewhere a rank outlives a
-    parent killed by SIGKILL until the rank's next collective fails.
+    Resets the parent's signal handlers. On Linux a child dies with its parent (``prctl``). Elsewhere a rank
+    outlives a parent that was killed by SIGKILL until the rank's next collective fails.
     """
     for number in signals.GRACEFUL:
         signal.signal(number, signal.SIG_DFL)
@@ -501,7 +504,7 @@ def detach(parent: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends. Exit if the parent has ended already."""
+    """Make the kernel kill this process when its parent ends. Exit if the parent has already ended."""
     signals.die_with_parent(signal.SIGKILL)
     if sys.platform == "linux" and os.getppid() != parent:
         os._exit(failure.PEER)
@@ -513,7 +516,7 @@ def _done_path(record: Path) -> Path:
 
 
 def _read_end(done: Path) -> dict[str, Any]:
-    """Return ``failure.own_end()`` of a rank that has finished; empty if it could not be written."""
+    """Return ``failure.own_end()`` of a finished rank, or {} if it could not be written."""
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads(done.read_text()))
     return {}
@@ -526,10 +529,11 @@ def _record_path(records: Path, rank: int) -> Path:
 def failures_of(
     statuses: Mapping[int, int], watch: ChildWatch, record_of: Callable[[int], Path]
 ) -> tuple[list[failure.Failure], bool, int]:
-    """Return the failures of ended ranks, True if all ranks are done, and the last step that a rank completed.
+    """Return the failures of ended ranks, True if all ranks finished or saved, and the last
+    completed step of any rank.
 
-    A failure comes from the record of the rank or, without a record, from its exit status. A rank without a record
-    that ``watch`` stopped has no failure.
+    A failure comes from the record of the rank, or from its exit status if there is no record. A rank without
+    a record that ``watch`` stopped has no failure.
     """
     failures = []
     last_step = 0
@@ -553,12 +557,15 @@ def failures_of(
 def _report(
     loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: ChildWatch, records: Path
 ) -> tuple[int, failure.Failure | None]:
-    """Find the first cause, print it in one line and write ``exit.json``. Return the exit status and the cause."""
+    """Find the first cause, print it in one line and write ``exit.json``.
+
+    Return the exit status and the cause, or None.
+    """
     failures, all_done, last_step = failures_of(statuses, watch, functools.partial(_record_path, records))
     if failures:
         first = failure.culprit(failures)
     elif not all_done:
-        # Our signals ended the ranks before they had saved.
+        # This process's signals ended the ranks before they had saved.
         first = stopped(loaded, 0, watch.reason or "SIGTERM")
     else:
         code = max(statuses.values())

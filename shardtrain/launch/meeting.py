@@ -1,8 +1,8 @@
-"""Rendezvous of nodes: PyTorch's, but independent of wall clocks and limited to node counts that can work.
+"""Rendezvous of nodes: PyTorch's, made independent of wall clocks and restricted to node counts that can work.
 
-PyTorch's handler drops a node whose heartbeat is 15 s old by the wall clock of the node that reads it. Nodes whose
-clocks differ by more drop each other, and each trains on its own. Here a node is lost when its heartbeat has not
-changed for that time, by the reader's own monotonic clock.
+PyTorch's handler drops a node whose heartbeat is 15 s old by the wall clock of the reading node. Nodes whose
+clocks differ by more drop each other, and each trains separately. Here a node is lost if its heartbeat has
+not changed for that time by the reader's monotonic clock.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import SECRET
 
 _NO_NUMBER = 2**31
-"""Sort key of a node without --node_rank: larger than every --node_rank."""
+"""Sort key of a node without --node_rank. It is larger than every --node_rank."""
 _TIMEOUTS = ("join", "last_call", "close", "heartbeat")
 
 
 def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
     """Serve the store of the rendezvous on ``listener``, or connect to it if ``listener`` is None.
 
-    The ranks of all nodes meet in the same store. The shared state is signed if this node has a secret.
+    The ranks of all nodes use the same store. The shared state is signed if this node has a secret.
 
     Raises:
         ConfigError: another node was started with another number of nodes.
@@ -88,9 +88,10 @@ def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
 
 
 def _compare_node_counts(nodes: Nodes, store: dist.Store, secret: str) -> None:
-    """Reject a node whose number of nodes differs from that of the node that came first.
+    """Reject a node whose number of nodes differs from that of the first node.
 
-    Nodes with different numbers do not agree when the rendezvous is complete, and wait for ``RDZV_TIMEOUT``.
+    Nodes with different numbers would not agree on when the rendezvous is complete, and would wait for
+    ``RDZV_TIMEOUT``.
     """
     seal = Seal(secret, nodes.run_id)
     own_counts = f"{nodes.least}:{nodes.most}"
@@ -107,7 +108,7 @@ def _compare_node_counts(nodes: Nodes, store: dist.Store, secret: str) -> None:
 
 
 def failed(error: Exception, nodes: Nodes, meeting: Meeting | None) -> PeerError:
-    """Return the error of a failed rendezvous: missing nodes, a lost host, or state with a wrong signature."""
+    """Return the error of a failed rendezvous: missing nodes, a lost host, or a state with an invalid signature."""
     rule = f"has ended: its host is gone ({type(error).__name__}); look at the first node"
     if isinstance(error, RendezvousStateError):
         rule = f"was disturbed: {error}; give all nodes the same {SECRET}, or see who else connects to the port"
@@ -118,7 +119,10 @@ def failed(error: Exception, nodes: Nodes, meeting: Meeting | None) -> PeerError
 
 
 class _NumberedNode(pytorch._NodeDesc):
-    """A node that is ordered by its --node_rank. PyTorch compares addresses as text, 127.0.0.10 before 127.0.0.9."""
+    """Node that is ordered by its --node_rank.
+
+    PyTorch compares addresses as text, so 127.0.0.10 precedes 127.0.0.9.
+    """
 
     number = _NO_NUMBER
 
@@ -128,7 +132,7 @@ class _NumberedNode(pytorch._NodeDesc):
 
 
 class _SteadyState(pytorch._BackendRendezvousStateHolder):
-    """Shared state as seen by one node. The age of a heartbeat is the time since its last change."""
+    """Shared state from the view of one node. The age of a heartbeat is the time since its last change."""
 
     def __init__(self, backend: Any, settings: Any, own_node: Any) -> None:
         super().__init__(backend, settings)
@@ -139,15 +143,16 @@ class _SteadyState(pytorch._BackendRendezvousStateHolder):
         """Remove nodes whose heartbeats have stopped."""
         told = self._state.last_heartbeats
         now = time.monotonic()
-        # Map (node, heartbeat) to the monotonic time at which this node first saw that heartbeat.
+        # Map (node, heartbeat) to the monotonic time at which this node first saw the heartbeat.
         changes = self._changes = {one: self._changes.get(one, now) for one in told.items()}
-        # PyTorch compares heartbeats with this node's wall clock. Convert them to it, then restore the
-        # original values.
+        # PyTorch compares heartbeats with this node's wall clock, so convert them to it, and restore the
+        # original values afterwards.
         wall_clock = datetime.now(UTC)
         own_times = {node: wall_clock - timedelta(seconds=now - changed) for (node, _), changed in changes.items()}
         self._state.last_heartbeats = own_times
         super()._sanitize()
-        # Keep this node's own heartbeat converted, because its wall clock may have jumped since the write.
+        # Keep this node's own heartbeat converted, because its wall clock may have jumped since it
+        # wrote the heartbeat.
         own_times.update({node: told[node] for node in own_times if node != self._own_node})
 
 
@@ -157,7 +162,7 @@ class Meeting(pytorch.DynamicRendezvousHandler):
     counts: Sequence[int]
     """Node counts that can work, ascending."""
     first_decides = False
-    """True if later node counts must divide the first one, which determines the global batch size."""
+    """True if later node counts must divide the first node count, which determines the global batch size."""
     number = _NO_NUMBER
     """The --node_rank of the next rendezvous that this process opens."""
 
@@ -180,10 +185,10 @@ class Meeting(pytorch.DynamicRendezvousHandler):
         return max((count for count in self.counts if count <= nodes), default=0)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes. Repeat while this node exceeds the largest node count that can work.
+        """Meet the other nodes. Wait and repeat if this node does not fit into the largest node count that can work.
 
         Raises:
-            RendezvousTimeoutError: too few nodes joined, and there is no active run that this node could wait for.
+            RendezvousTimeoutError: too few nodes joined, and no active run exists that this node could wait for.
         """
         self._is_store_lost = False
         return within(None, self._meet)
@@ -198,8 +203,7 @@ class Meeting(pytorch.DynamicRendezvousHandler):
                 # A run is active and has no place for this node yet.
                 continue
             if self.first_decides:
-                # Omit the prefix of this round from the key, because all nodes and rounds must get the same
-                # value.
+                # Use a key without the prefix of this round, because all nodes and rounds must get the same value.
                 own_answer = str(self.largest(info.world_size))
                 first_size = int(self._store.compare_set("shardtrain/first-size", "", own_answer))
                 self.counts = [count for count in self.counts if first_size % count == 0]
@@ -211,7 +215,10 @@ class Meeting(pytorch.DynamicRendezvousHandler):
             print(f"{text}: this node waits for others", file=sys.stderr, flush=True)
 
     def _compare_clocks(self, store: dist.Store, rank: int, size: int) -> None:
-        """Warn about nodes whose clock differs from that of node 0. Each node writes its time once all have met."""
+        """Warn about nodes whose clock differs from the clock of node 0.
+
+        Each node writes its time after all have met.
+        """
         if store.add("shardtrain/met", 1) == size:
             store.set("shardtrain/all-met", "")
         store.wait(["shardtrain/all-met"])
@@ -228,9 +235,10 @@ class Meeting(pytorch.DynamicRendezvousHandler):
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of waiting nodes, or 0 if the run cannot grow with them.
+        """Return the number of waiting nodes, or 0 if the run cannot grow by them.
 
-        Also return 0 once the store is lost. Nobody can join through it, and ``NodeReports`` names the lost node.
+        Also return 0 if the store is lost, because no node can join through it. ``NodeReports`` then names
+        the lost node.
         """
         if self._is_store_lost:
             return 0
@@ -243,7 +251,10 @@ class Meeting(pytorch.DynamicRendezvousHandler):
         return waiting if self.largest(members + waiting) > members else 0
 
     def others_have_ended(self, store: dist.Store, rank: int) -> bool:
-        """Report that this node's ranks have ended. Return True once those of all remaining nodes have ended."""
+        """Record that this node's ranks have ended.
+
+        Return True if the ranks of all remaining nodes have ended, too.
+        """
         store.set(f"shardtrain/ended-{rank}", "")
         with self._heartbeat_lock:
             self._state_holder.sync()

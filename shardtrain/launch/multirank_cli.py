@@ -1,4 +1,4 @@
-"""Run a verb other than training, in this process or on ranks that split each layer among them."""
+"""Run a verb other than training, in this process or on several ranks that shard each layer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ INTERRUPTED = 130
 
 @dataclasses.dataclass(frozen=True)
 class Verb:
-    """Command to run: ``shardtrain NAME WORDS``, by ``nproc`` processes on ``device``."""
+    """Command to run: ``shardtrain NAME WORDS`` with ``nproc`` processes on ``device``."""
 
     name: str
     words: list[str]
     nproc: int
     device: str
     load: Callable[[], Callable[[], object]]
-    """Imports the modules of the verb and returns the function of each rank. Called before a fork, to import
-    only once."""
+    """Imports the modules of the verb and returns the function to run on each rank.
+
+    It is called once, before a fork.
+    """
     check_output: Callable[[], None] = lambda: None
-    """Raises before any work if the output cannot be written."""
+    """Raises before the work starts if the output cannot be written."""
 
 
 def start(verb: Verb) -> int:
@@ -43,7 +45,7 @@ def start(verb: Verb) -> int:
     environment.set_process_defaults(os.environ, verb.nproc, environment.usable_cores(), alone=True)
     # The heartbeat's thread must end before ranks are forked.
     with heartbeat("importing PyTorch"):
-        # Import once in the parent. Forks share its memory.
+        # Import once in the parent, so forked ranks share the memory of the modules.
         run = verb.load()
     if verb.nproc == 1:
         try:
@@ -78,7 +80,7 @@ def _as_rank(verb: Verb) -> NoReturn:
 
 
 def _close(folder: Path, code: int) -> None:
-    """Remove the folder of the ranks. After a failure keep it, because it contains the traces."""
+    """Remove the folder of the ranks. After a failure keep it, because it contains their tracebacks."""
     if code:
         temporary.keep(folder)
     else:
@@ -86,10 +88,7 @@ def _close(folder: Path, code: int) -> None:
 
 
 def _launched(folder: Path) -> Loaded:
-    """Return a configuration for the launcher, with ``folder`` for the logs of ranks.
-
-    The run's folder is not used.
-    """
+    """Return a configuration for the launcher, with ``folder`` for the logs of the ranks instead of a run's folder."""
     from shardtrain.config import Config, Loaded
 
     config = Config()

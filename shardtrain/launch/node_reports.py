@@ -1,8 +1,8 @@
 """Exchange of reports between nodes at the end of an attempt, through the store of the rendezvous.
 
-All nodes therefore find the same cause and make the same decision. A node reports when its ranks have ended. After the
-first report of a failure the other nodes end their ranks, too. Otherwise a rank that is stopped, or waits for a lost
-peer, would keep its node running.
+With the reports, all nodes determine the same cause and make the same decision. A node reports when its ranks
+have ended. After the first report of a failure, the other nodes end their ranks, too. Otherwise a stopped
+rank, or a rank that waits for a lost peer, would keep its node running.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import SECRET
 
 WAIT_SECONDS = 10.0
-"""Time that a node waits for the reports of the other nodes after its own. The others notice a failure within
-``LOOK_SECONDS``, and then give their ranks ``child_watch.PEERS_SPEAK_SECONDS`` to end."""
+"""Time that a node waits for the reports of the other nodes after its own report.
+
+Other nodes notice a failure within ``LOOK_SECONDS``, and then give their ranks
+``child_watch.PEERS_SPEAK_SECONDS`` to end.
+"""
 LOST_SECONDS = 15.0
-"""A store that does not reply for this time is considered lost."""
+"""Time without a reply after which the store is considered lost."""
 MEET_SECONDS = 60.0
-"""A node that has joined the rendezvous but does not write its host name for this time is considered lost."""
+"""Time after which a node that has joined the rendezvous without writing its host name is considered lost."""
 LOOK_SECONDS = 1.0
 POLL_SECONDS = 0.1
 _KEY = "shardtrain/nodes"
@@ -52,11 +55,11 @@ def _described_node(fields: Any) -> tuple[int, str, int | None]:
 
 
 class NodeReports:
-    """Reports of all nodes on one attempt. ``number`` is this node's position among them.
+    """Reports of all nodes about one attempt. ``number`` is the position of this node among them.
 
     Raises:
         ConfigError: two nodes were started with the same ``--node_rank``.
-        PeerError: a node joined the rendezvous and did not write its host name within ``MEET_SECONDS``.
+        PeerError: a node joined the rendezvous but did not write its host name within ``MEET_SECONDS``.
         RendezvousStateError: another process wrote the name of a node.
     """
 
@@ -75,15 +78,15 @@ class NodeReports:
             hosts.setdefault(given_rank, []).append(host)
         for given_rank, same in hosts.items():
             if given_rank is not None and len(same) > 1:
-                # All nodes report this error, so the node that serves the store must not leave before they
-                # know it.
+                # All nodes report this error. The node that serves the store must stay until the
+                # other nodes have read it.
                 with contextlib.suppress(DistError, TimeoutError):
                     within(WAIT_SECONDS + LOST_SECONDS, lambda: self._await_all(_MET))
                 rule = f"is the number of {len(same)} nodes ({', '.join(same)})"
                 raise ConfigError(Problem("--node_rank", given_rank, rule, "give each node its own, from 0"))
 
     def others_have_failed(self) -> bool:
-        """True if a rank of another node has failed, or if the store is lost with the node that serves it."""
+        """True if a rank of another node has failed, or if the store was lost together with its node."""
         if self._is_store_lost:
             return True
         if time.monotonic() - self._looked_at < LOOK_SECONDS:
@@ -98,8 +101,8 @@ class NodeReports:
     def explain(self, failures: Sequence[Failure], all_done: bool, run_folder: Path) -> Failure | None:
         """Report the failures of this node's ranks. Return the failure that ended the attempt, or None.
 
-        Returns when all nodes have reported or after ``WAIT_SECONDS``. All nodes return the same failure. The report
-        is also written to ``logs/node-NUMBER.json``.
+        Return when all nodes have reported, or after ``WAIT_SECONDS``. All nodes return the same failure.
+        Also write the report to ``logs/node-NUMBER.json``.
 
         Args:
             all_done: True if all ranks of this node have finished or saved.
@@ -108,11 +111,11 @@ class NodeReports:
         with contextlib.suppress(OSError):
             atomic_io.write(run_folder / "logs" / f"node-{self._number}.json", json.dumps(report, indent=2) + "\n")
         reports = {self._number: list(failures)}
-        # If all ranks stopped on request, they ended after the same step, and none has failed.
+        # If all ranks stopped on request, they ended after the same step, and none of them has failed.
         all_stopped = all(one.exit_code in (PREEMPTED, NOT_SAVED) for one in failures)
         is_failure = not all_done and not (failures and all_stopped)
         if not self._is_store_lost:
-            # Ignore the loss of the node that serves the store.
+            # Ignore a loss of the node that serves the store.
             with contextlib.suppress(DistError, TimeoutError):
                 within(WAIT_SECONDS + LOST_SECONDS, lambda: self._exchange(reports, is_failure))
         # After a timeout the exchange continues in its thread.
@@ -139,7 +142,7 @@ class NodeReports:
                 reports[number] = [failure.from_fields(fields) for fields in self._read("end", number)]
 
     def _read_nodes(self, count: int) -> list[tuple[int, str, int | None]]:
-        """Return the first rank, host and ``--node_rank`` of each node. Waits until all have written theirs."""
+        """Return first rank, host and ``--node_rank`` of each node. Wait until all nodes have written them."""
         nodes: list[tuple[int, str, int | None]] = []
 
         def read() -> None:
@@ -150,7 +153,7 @@ class NodeReports:
         try:
             within(MEET_SECONDS, read)
         except (TimeoutError, DistStoreError):
-            # DistStoreError is the timeout of the store itself.
+            # The store reports its own timeout as DistStoreError.
             rule = f"joined the rendezvous but did not report its host within {MEET_SECONDS:g} s"
             fix = "is it up, and its network?"
             raise PeerError(f"node {len(nodes)} of {count}, counted from 0, {rule}; {fix}") from None

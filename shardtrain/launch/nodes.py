@@ -1,8 +1,8 @@
-"""Find this node's position among the nodes of a run, from the variables of all platforms.
+"""Determine this node's position in a multi-node run from the variables of all platforms.
 
-Each setting is the first of: an option of the command line, a variable of shardtrain, PET_* (torchrun's variables,
-which Kubeflow sets), a variable of Run:ai or PyTorchJob, Slurm, SkyPilot, or an indexed Kubernetes job. Otherwise the
-run has one node.
+The first of these sources that is set determines each setting: an option of the command line, a variable of
+shardtrain, PET_* (torchrun's variables, which Kubeflow sets), a variable of Run:ai or PyTorchJob, Slurm,
+SkyPilot, or an indexed Kubernetes job. Without any of them, the run has one node.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from shardtrain.utils.errors import ConfigError, Problem
 DEFAULT_PORT = 29500
 JOIN_SECONDS = 600
 CLOCKS_APART_SECONDS = 5.0
-"""Larger clock differences are reported. torchrun's rendezvous sends a heartbeat every 5 s, and drops a node
-whose last heartbeat is 15 s old by the reader's wall clock. With such a difference it may drop a live
-node."""
+"""Clock difference that is reported.
+
+torchrun's rendezvous sends a heartbeat every 5 s, and drops a node whose last heartbeat is 15 s old by the
+reader's wall clock. With such a difference it may drop a live node.
+"""
 
 NNODES = ("SHARDTRAIN_NNODES", "OVERRIDE_PET_NNODES", "PET_NNODES")
 NODE_RANK = (
@@ -57,20 +59,20 @@ class Nodes:
     join_seconds: int
     reason: str
     rendezvous: Mapping[str, str] = field(default_factory=dict)
-    """Settings of PyTorch's rendezvous, such as last_call_timeout (seconds). They override the fields above."""
+    """Settings of PyTorch's rendezvous, such as last_call_timeout in seconds. They override the fields above."""
     counts: Sequence[int] = ()
-    """Node counts that can work, ascending; empty if all from ``least`` to ``most`` can."""
+    """Node counts that can work, ascending. Empty if all counts from ``least`` to ``most`` work."""
     first_decides: bool = False
-    """True if the first node count determines the global batch size. Later node counts must divide the first one."""
+    """True if the first node count determines the global batch size. Later node counts must then divide it."""
 
     @property
     def hosts_meeting(self) -> bool | None:
-        """True if this node hosts the rendezvous. With None, PyTorch compares host names."""
+        """True if this node hosts the rendezvous. If None, PyTorch compares host names."""
         return None if self.node_rank is None else self.node_rank == 0
 
 
 def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
-    """Return this node's position in a run of several nodes, or None if it is the only one.
+    """Return this node's position in a multi-node run, or None if there is only one node.
 
     Raises:
         ConfigError: a variable is not a number, or the rendezvous endpoint is unknown.
@@ -78,7 +80,7 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
     if arguments.nnodes and "TORCHELASTIC_RUN_ID" in names:
         rule = "is for one process a node, and torchrun has started this one as a rank"
         raise ConfigError(Problem("--nnodes", arguments.nnodes, rule, "leave out torchrun or --nnodes", "command line"))
-    # Find the number of nodes, and this node's rank.
+    # Determine the number of nodes, and this node's rank.
     name, text = _count(arguments, names)
     if not text:
         _refuse_half(arguments, names)
@@ -90,7 +92,7 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         )
     least = int(match[1] or match[2])
     most = int(match[2])
-    # With one node, only read the rank variable that belongs to the count. Others, such as SLURM_NODEID, may
+    # With one node, read only the rank variable that belongs to the count. Others, such as SLURM_NODEID, may
     # number the nodes of a larger job.
     variables = (name.replace("NNODES", "NODE_RANK"),)
     rank = _number("--node_rank", arguments.node_rank, NODE_RANK if most > 1 else variables, names, least=0)
@@ -109,7 +111,7 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         least=least,
         most=most,
         endpoint=endpoint,
-        # An elastic platform renumbers nodes when pods change.
+        # An elastic platform renumbers nodes when pods change, so ignore its rank.
         node_rank=rank if least == most or "SHARDTRAIN_NODE_RANK" in names or arguments.node_rank is not None else None,
         run_id=next((names[one] for one in RUN_ID if names.get(one)), "shardtrain"),
         local_address=names.get("SHARDTRAIN_LOCAL_ADDR") or names.get("PET_LOCAL_ADDR") or _by_suffix(names),
@@ -134,14 +136,13 @@ def _settings(text: str) -> dict[str, str]:
 
 
 def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
-    """Return the name and value of the variable with the number of nodes, or empty strings for a single node."""
+    """Return name and value of the variable with the number of nodes, or two empty strings for a single node."""
     if arguments.nnodes:
         return "--nnodes", arguments.nnodes
     for name in NNODES:
         if names.get(name):
             return name, names[name]
-    # PyTorchJob and Run:ai count nodes in WORLD_SIZE, and torchrun counts ranks. Their markers distinguish
-    # them.
+    # PyTorchJob and Run:ai count nodes in WORLD_SIZE, but torchrun counts ranks. Other variables distinguish them.
     world = names.get("WORLD_SIZE", "")
     if world not in ("", "1") and not environment.is_rank(names):
         if any(name in names for name in _RUNAI):
@@ -154,7 +155,7 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
         return "SLURM_STEP_NUM_NODES", names["SLURM_STEP_NUM_NODES"]
     if names.get("SKYPILOT_NUM_NODES"):
         return "SKYPILOT_NUM_NODES", names["SKYPILOT_NUM_NODES"]
-    # mpirun sets no variable that PyTorch reads, so each of its processes would train the full run by itself.
+    # mpirun sets no variable that PyTorch reads, so each of its processes would train the full run separately.
     mpi = next((name for name in _MPI_SIZES if names.get(name, "1") != "1"), "")
     if mpi and not environment.is_rank(names):
         rule = "is of mpirun, whose processes would each train alone: they are not taken for ranks"
@@ -164,7 +165,10 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _refuse_half(arguments: CommandLine, names: Mapping[str, str]) -> None:
-    """Raise ConfigError if there are other nodes of unknown number. This node would train without them."""
+    """Raise ConfigError if there are other nodes but their number is unknown.
+
+    This node would train without them.
+    """
     flag = "--rdzv_endpoint" if arguments.rdzv_endpoint else "--node_rank"
     given = arguments.rdzv_endpoint or arguments.node_rank
     ranks = {name: names[name] for name in NODE_RANK[:2] if names.get(name, "0") not in ("", "0")}
@@ -176,7 +180,7 @@ def _refuse_half(arguments: CommandLine, names: Mapping[str, str]) -> None:
 
 
 def _refuse_several_tasks(name: str, text: str, names: Mapping[str, str]) -> None:
-    """Raise ConfigError if srun has started several tasks on a node. Each would start all ranks of the node."""
+    """Raise ConfigError if srun has started several tasks on a node, because each would start all ranks of the node."""
     tasks = names.get("SLURM_STEP_NUM_TASKS", "")
     hosts = names.get("SLURM_STEP_NUM_NODES", "")
     if name == "SHARDTRAIN_NNODES" and tasks.isdecimal() and hosts.isdecimal() and int(tasks) > int(hosts):
@@ -185,8 +189,7 @@ def _refuse_several_tasks(name: str, text: str, names: Mapping[str, str]) -> Non
 
 
 def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: str) -> str:
-    """Return the rendezvous endpoint, HOST:PORT."""
-    # First a variable with HOST:PORT, then separate address and port, then the first host of a list.
+    """Return the rendezvous endpoint as HOST:PORT."""
     for endpoint in (arguments.rdzv_endpoint, names.get("SHARDTRAIN_RDZV_ENDPOINT"), names.get("PET_RDZV_ENDPOINT")):
         if endpoint:
             return endpoint if ":" in endpoint else f"{endpoint}:{DEFAULT_PORT}"
@@ -203,7 +206,8 @@ def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: 
 
 
 def _by_suffix(names: Mapping[str, str]) -> str | None:
-    """Return this node's name with launch.slurm.host_suffix, which selects another network. None without a suffix.
+    """Return this node's name with the suffix launch.slurm.host_suffix, which selects another network, or
+    None without it.
 
     >>> _by_suffix({"SHARDTRAIN_HOST_SUFFIX": "i", "SLURMD_NODENAME": "jwb0001"}), _by_suffix({})
     ('jwb0001i', None)
@@ -233,7 +237,7 @@ def _at(name: str) -> str:
 
 
 def count_nodes(nodes: Nodes, loaded: Loaded, local_ranks: int) -> Nodes:
-    """Find the node counts with which an elastic run can work. Print a note if some counts in its range cannot.
+    """Determine the node counts with which an elastic run can work. Print a note if some counts in its range cannot.
 
     Raises:
         ConfigError: no node count can work.

@@ -1,9 +1,9 @@
-"""Agent that ssh starts on a host. It reads the command and its variables from standard input, and runs it.
+"""Agent that ssh starts on a host. It reads a command and its variables from standard input, and runs the command.
 
-``python -m shardtrain.launch.remote_agent`` imports only the standard library. The command and its variables do not
-appear in process lists, and no shell parses them. When the launcher, its machine or the connection dies, standard input
-ends, and the agent stops the run. An interrupted network does not end the input. The launcher therefore sends a beat
-every few seconds, and the agent stops the run if it misses them.
+``python -m shardtrain.launch.remote_agent`` imports only the standard library. The command and its variables
+do not appear in process lists, and no shell parses them. When the launcher, its machine or the connection
+dies, standard input ends, and the agent stops the run. A network interruption does not end the input. The
+launcher therefore sends a keep-alive every few seconds, and the agent stops the run if they stop arriving.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from pathlib import Path
 from shardtrain import __version__
 
 READY = "shardtrain host ready"
-"""Start of the first line of output, when the agent waits for the command. The version follows, and the address at
-which sshd accepted the connection (``-`` if unknown)."""
+"""Start of the first line of output, which means that the agent waits for the command.
+
+The version follows, and the address at which sshd accepted the connection (``-`` if unknown).
+"""
 STOP = b"stop\n"
 KILL = b"kill\n"
 BEAT = b"\n"
 BEAT_SECONDS = 5.0
-"""Interval between two beats of the launcher."""
+"""Interval between two keep-alives of the launcher."""
 SILENCE_SECONDS = 30.0
-"""Time without a beat after which a host stops its run."""
+"""Time without a keep-alive after which a host stops its run."""
 POLL_SECONDS = 0.05
 # PR_SET_PDEATHSIG of Linux.
 _DEATH_SIGNAL = 1
 
 
 class Launcher:
-    """Read the launcher's lines from standard input.
+    """Reader of the launcher's lines from standard input.
 
-    ``gone`` is true if the launcher has closed the input or was silent for ``SILENCE_SECONDS``.
+    ``gone`` is true if the launcher has closed the input, or was silent for ``SILENCE_SECONDS``.
     """
 
     def __init__(self) -> None:
@@ -74,7 +76,7 @@ def main() -> int:
     print(READY, __version__, address[2] if len(address) == 4 else "-", flush=True)
     launcher = Launcher()
     lines = list[bytes]()
-    # The launcher sends the command once all hosts have answered.
+    # The launcher sends the command after all hosts have answered.
     while not lines and not launcher.gone:
         lines = launcher.listen(SILENCE_SECONDS)
     if not lines or lines[0] in (STOP, KILL):
@@ -95,15 +97,15 @@ def main() -> int:
 
 
 def _end_with_parent() -> None:
-    """Make the kernel send SIGTERM to the command if this process is killed."""
+    """Make the kernel send SIGTERM to the command if this agent is killed."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 def _watch(process: subprocess.Popen[bytes], launcher: Launcher, orders: list[bytes], grace_seconds: float) -> int:
-    """Wait for the command. Stop it on request, or if the launcher is gone."""
+    """Wait for the command. Stop it on request, or if the launcher is gone. Return its exit status."""
     end = float("inf")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # sshd terminates its processes if the connection breaks. Treat it as a request to stop.
+        # If the connection breaks, sshd terminates its processes. Treat this signal as a request to stop.
         signal.signal(number, lambda *_: process.send_signal(signal.SIGTERM))
     while process.poll() is None:
         orders += launcher.listen(POLL_SECONDS)
@@ -118,7 +120,7 @@ def _watch(process: subprocess.Popen[bytes], launcher: Launcher, orders: list[by
 
 
 def _kill(pid: int) -> None:
-    """Kill a process with all its descendants and the rest of its session."""
+    """Kill a process, all its descendants, and the remaining processes of its session."""
     for one in [*_below(pid), pid]:
         with contextlib.suppress(OSError):
             if os.getsid(one) == pid or one != pid:
@@ -127,7 +129,7 @@ def _kill(pid: int) -> None:
 
 def _below(pid: int) -> list[int]:
     """Return the descendants of a process, and orphaned processes of its session."""
-    # Use the glob module: it skips folders that disappear meanwhile, for which Path.glob raises.
+    # Use the glob module, because it skips folders that disappear during the search. Path.glob would raise.
     pids = [int(p) for task in glob.glob(f"/proc/{pid}/task/*/children") for p in _text(Path(task)).split()]
     pids += [one for child in pids for one in _below(child)]
     for entry in map(Path, glob.glob("/proc/[0-9]*/stat")):

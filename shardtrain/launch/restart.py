@@ -7,15 +7,17 @@ from collections.abc import Callable
 from shardtrain.launch.failure import GENERAL, Failure
 
 RESTARTABLE = frozenset({1, 6, 8})
-"""Exit codes of a program error, a lost rank, and a full disk. Other failures, such as wrong input, would
-recur."""
+"""Exit codes of a program error, a lost rank, and a full disk.
+
+Other failures, such as invalid input, would recur.
+"""
 CRASH_LOOP = 93
 FRUITLESS = 3
-"""Number of consecutive restarts without a newer checkpoint that make a crash loop."""
+"""Number of consecutive restarts without a newer checkpoint that count as a crash loop."""
 
 
 class Restarts:
-    """Count the restarts of a run, and the consecutive ones without a newer checkpoint."""
+    """Counter of a run's restarts, and of consecutive restarts without a newer checkpoint."""
 
     def __init__(self, limit: int, newest_step: Callable[[], int]) -> None:
         self.limit = limit
@@ -28,10 +30,10 @@ class Restarts:
         """Reason why the run is in a crash loop, for the message."""
 
     def after(self, code: int, first: Failure | None = None) -> int | None:
-        """Return the exit status of the run after an attempt that ended with ``code``. None to restart it.
+        """Return the exit status of the run after an attempt that ended with ``code``, or None to restart it.
 
         ``first`` is the first failure of that attempt. A program error that occurs twice in the same step
-        would recur, because the same weights meet the same data.
+        would recur, because the same weights would process the same data.
         """
         if code not in RESTARTABLE or self.used == self.limit:
             return code

@@ -1,4 +1,4 @@
-"""Table of the ends of a run, by signal and phase. Shared by the code, ``docs/launch.md`` and the tests."""
+"""Table of the possible ends of a run, by signal and phase. The code, ``docs/launch.md`` and the tests use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIG
 class RunEnd:
     """Exit status and terminal line of a run's end.
 
-    ``writes_exit_json`` is true if ``exit.json`` is written.
+    ``writes_exit_json`` is True if the run writes ``exit.json``.
     """
 
     code: int
@@ -46,13 +46,13 @@ _REQUESTED = {
 }
 TABLE = {
     **dict.fromkeys(REQUESTS, _REQUESTED),
-    # Before ranks start, the first SIGINT already ends the process.
+    # Before ranks start, the first SIGINT ends the process.
     "SIGINT twice": {**dict.fromkeys(_REQUESTED, AT_ONCE), "arguments": UNREAD, "preflight": BEFORE_FIRST_STEP},
-    # The exit status as in a shell. The next start in the folder reports that this run was killed.
+    # The exit status is that of a shell. The next start in the folder reports that this run was killed.
     "SIGKILL": dict.fromkeys(_REQUESTED, RunEnd(128 + 9, writes_exit_json=False)),
     "SIGSTOP, then SIGCONT": dict.fromkeys(_REQUESTED, DONE),
 }
-"""Ends of a run with checkpoints, by signal to the started process and by the phase in which it arrives.
+"""Ends of a run with checkpoints, by the signal to the started process and the phase in which it arrives.
 
-In ``arguments`` the configuration is read. In ``preflight`` data, tokenizer and model are checked.
+In ``arguments``, the configuration is read. In ``preflight``, data, tokenizer and model are checked.
 """

@@ -1,7 +1,7 @@
-"""Signal handling: turn signals into a ``StopRequest``, also while the main thread is blocked.
+"""Signal handling: convert signals to a ``StopRequest``, even while the main thread is blocked.
 
-A Python signal handler only runs in the main thread, which may wait in a collective for minutes. The interpreter
-therefore also writes the number of each signal to a socket (``signal.set_wakeup_fd``), which a thread reads.
+A Python signal handler runs only in the main thread, which may wait in a collective for minutes. Therefore the
+interpreter also writes the number of each signal to a socket (``signal.set_wakeup_fd``), which a thread reads.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def listen(
 
     Args:
         hurry: Ends the process. Called in a thread when the grace period is over or a second SIGINT arrives.
-        parent: The launcher's process, which is notified of the first request and forwards it to the other ranks.
+        parent: Process ID of the launcher, which is notified of the first request and forwards it to the other ranks.
     """
     global _current
     _current = stop = StopRequest(grace_seconds, can_save, end_time)
     stop.is_starting = True
-    # the C library writes the number of each signal here, even while Python waits inside a collective
+    # The C signal handler writes the number of each signal here, even while Python waits inside a collective.
     receiver, sender = socket.socketpair()
     stop.receiver = receiver
     sender.setblocking(False)
@@ -61,17 +61,17 @@ def listen(
 
     threading.Thread(target=_watch, args=(stop, receiver, hurry, notify_launcher), name="stopping", daemon=True).start()
     _keep_from_children(sender, os.getpid())
-    # the launcher blocks these until a handler is there, so that no early signal ends a rank without a save
+    # The launcher has blocked these signals until a handler exists, so no early signal ends a rank without a save.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GRACEFUL)
     return stop
 
 
 def handle_requests(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> dict[int, Any]:
-    """Set the handler of all requests to stop. Call this in the main thread. Return the replaced handlers.
+    """Set the handler of all requests to stop, and return the replaced handlers. Call this in the main thread.
 
-    An ignored SIGHUP stays ignored, because ``nohup`` relies on it. Pass ``signal.SIG_IGN`` once the end of this
-    process is decided. Otherwise a late signal may change the exit status, and ``exit.json`` would be wrong: Python
-    restores default handlers while the interpreter exits, except for ignored signals.
+    An ignored SIGHUP stays ignored, because ``nohup`` relies on it. Pass ``signal.SIG_IGN`` when the end of
+    this process is decided. Otherwise a late signal may change the exit status, so ``exit.json`` would be
+    wrong: while the interpreter exits, Python restores default handlers, except for ignored signals.
     """
     numbers = [n for n in GRACEFUL if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in numbers}
@@ -80,9 +80,9 @@ def handle_requests(handler: Callable[[int, FrameType | None], object] | signal.
 def _watch(
     stop: StopRequest, numbers: socket.socket, hurry: Callable[[str], None], notify_launcher: Callable[[], None]
 ) -> None:
-    """Thread function: record signals from the bytes in ``numbers``, wake the main thread, enforce the deadline.
+    """Thread function: record signals from the bytes in ``numbers``, wake the main thread, and enforce the deadline.
 
-    ``hurry`` ends the process for the given reason. ``notify_launcher`` tells the launcher about the request.
+    ``hurry`` ends the process for the given reason. ``notify_launcher`` notifies the launcher of the request.
     """
 
     def end(reason: str) -> None:
@@ -94,11 +94,12 @@ def _watch(
     while True:
         ready, _, _ = select.select([numbers], [], [], stop.next_look_seconds())
         for number in numbers.recv(64) if ready else b"":
-            # a library may have replaced the handler, for example SIGALRM for a time limit
+            # A library may have replaced the handler, for example of SIGALRM for a time limit.
             if number in GRACEFUL and signal.getsignal(number) == stop.handle:
                 stop.note(signal.Signals(number).name)
             if number == signal.SIGINT:
-                # Ctrl-C and the launcher that passes it on are one request; a later one is a person in a hurry
+                # Ctrl-C reaches this process directly and through the launcher, which counts as one request.
+                # A later SIGINT is a second request.
                 if interrupted_at > -math.inf and time.monotonic() - interrupted_at > ONE_REQUEST_SECONDS:
                     end("a second SIGINT")
                 if interrupted_at == -math.inf:
@@ -106,14 +107,15 @@ def _watch(
         if stop.asked() and not notified:
             notified = True
             notify_launcher()
-            # the signal may have gone to another thread, and the end of the job sends none
+            # Interrupt the main thread: another thread may have received the signal, and the end of
+            # the job sends none.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         if stop.remaining_seconds() <= 0 and not stop.closed:
             end(f"{stop.reason}, and the time was over")
 
 
 def _keep_from_children(sender: socket.socket, owner: int) -> None:
-    """Detach forked data workers from this process's signal socket, and make them end with this process."""
+    """Detach forked data workers from this process's signal socket, and make them end when this process ends."""
     main = threading.get_ident()
 
     def forget() -> None:
@@ -121,10 +123,11 @@ def _keep_from_children(sender: socket.socket, owner: int) -> None:
             signal.set_wakeup_fd(-1)
         sender.close()
         for number in GRACEFUL:
-            # A signal may go to the entire process group. Workers ignore it, except SIGTERM, with which this process
-            # ends them.
+            # A signal may go to the entire process group. Workers ignore it, except SIGTERM, with which this
+            # process ends them.
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
-        # The kernel sends the signal when the forking thread ends. Another thread may end before the process does.
+        # The kernel sends the signal when the forking thread ends, and a thread other than the main thread
+        # may end early.
         if threading.get_ident() == main and os.getppid() == owner:
             die_with_parent(signal.SIGKILL)
 
@@ -132,7 +135,7 @@ def _keep_from_children(sender: socket.socket, owner: int) -> None:
 
 
 def die_with_parent(number: int) -> None:
-    """Ask the kernel to send this process a signal when its parent ends. No-op except on Linux."""
+    """Make the kernel send this process a signal when its parent ends. No-op except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, number, 0, 0, 0)
 
@@ -154,7 +157,10 @@ def end_time_of(environment: Mapping[str, str]) -> float | None:
 
 
 def newest_checkpoint(folder: Place) -> Place | None:
-    """Return the checkpoint with the highest step in ``folder``. None without one, or if a store does not answer."""
+    """Return the checkpoint with the highest step in ``folder``.
+
+    None without one, or if the store does not answer.
+    """
     with contextlib.suppress(OSError):
         steps = retention.steps(folder)
         return folder / f"step-{steps[-1]}" if steps else None

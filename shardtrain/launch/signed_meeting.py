@@ -1,9 +1,9 @@
-"""Signatures for the rendezvous of several nodes, so that a node reads only values that another node wrote.
+"""Signatures for the rendezvous of several nodes, so a node reads only values that another node wrote.
 
-PyTorch's rendezvous keeps its state as a pickle under one key of a store without a password. Whoever reaches the port
-can set this key, and every node then runs the code in the pickle. Nodes with the same ``SHARDTRAIN_SECRET`` in their
-environment sign the state (HMAC, RFC 2104, with SHA-256). They reject a state without a valid signature before they
-unpickle it. Without a secret, PyTorch's rendezvous is unchanged.
+PyTorch's rendezvous keeps its state as a pickle under one key of a store without a password. Whoever can
+reach the port can set this key, and every node then runs the code in the pickle. Nodes with the same
+``SHARDTRAIN_SECRET`` in their environment sign the state (HMAC, RFC 2104, with SHA-256). They reject a state
+without a valid signature before they unpickle it. Without a secret, PyTorch's rendezvous is unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Seal:
         self._key = hashlib.sha256(f"{run_id}\0{secret}".encode()).digest() if secret else b""
 
     def close(self, state: bytes) -> bytes:
-        """Return the state with its signature in front."""
+        """Return the state, preceded by its signature."""
         if not self._key:
             return state
         # Put the signature first, so a node without the secret fails to unpickle the state.

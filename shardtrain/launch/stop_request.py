@@ -1,7 +1,7 @@
-"""A request to stop this process, by a signal or before the end of its Slurm job, with its reason and deadline.
+"""Request to stop this process, by a signal or because its Slurm job is about to end, with reason and deadline.
 
-The trainer checks for a request at points where all ranks can agree; see ``train/shutdown.py``. ``signals.listen``
-receives requests, and its thread ends the process when the deadline passes.
+The trainer checks for a request at points where all ranks can agree, see ``train/shutdown.py``.
+``signals.listen`` receives requests, and its thread ends the process when the deadline passes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ GRACEFUL = tuple(getattr(signal, name) for name in REQUESTS if hasattr(signal, n
 ONE_REQUEST_SECONDS = 0.5
 """SIGINTs within this time are one request: a terminal sends Ctrl-C to all processes, and the launcher forwards it."""
 NOT_IN_TIME = float(2**20)
-"""Flag of a rank whose time is too short for a save. It is larger than any number of ranks."""
+"""Flag of a rank whose remaining time is too short for a save. It is larger than any number of ranks."""
 AT_ONCE_SECONDS = 3.0
-"""Time for the last log lines of a process that has nothing to save."""
+"""Time for a process without anything to save to write its last log lines."""
 RESERVE_SECONDS = 2.0
-"""Part of the grace period that is not used, so the process ends before it is killed."""
+"""Part of the grace period that is not used, so the process ends before it would be killed."""
 RESERVE_FRACTION = 0.1
-"""The same as a fraction of the grace period. The smaller of both applies."""
+"""The reserve as a fraction of the grace period. The smaller reserve applies."""
 END_OF_JOB = "the end of the Slurm job"
 LOOK_SECONDS = 1.0
-"""Longest time until all ranks of a node know that they have to stop before the end of the job."""
+"""Maximum time until all ranks of a node know that they must stop before the end of the job."""
 
 
 class Durations:
@@ -48,7 +48,10 @@ class Durations:
         self._seconds.append(seconds)
 
     def quantile(self, share: float = 0.95) -> float | None:
-        """Return the quantile ``share``: the maximum of a few durations, None before the first."""
+        """Return the quantile ``share`` of the durations, or None if there are none.
+
+        For few durations it is the maximum.
+        """
         ordered = sorted(self._seconds)
         return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
 
@@ -61,10 +64,10 @@ class StopRequest:
     """State of the request to stop this process: its reason and its deadline.
 
     Attributes:
-        reason: "SIGTERM", "SIGUSR1", ... or "the end of the Slurm job". "" before a request.
-        first_step_seconds: Duration of this process's first step, which compiles. It is not part of ``steps``.
-        assumed_save_seconds: Assumed duration of a save until the first one is measured.
-        is_starting: True before the first step, when nothing can be lost and the process can end immediately.
+        reason: "SIGTERM", "SIGUSR1", ... or "the end of the Slurm job". "" before a request. first_step_seconds:
+            Duration of this process's first step, which compiles. It is not part of ``steps``. assumed_save_seconds:
+            Assumed duration of a save until the first save is measured. is_starting: True before the first step, when
+            nothing can be lost and the process can end immediately.
     """
 
     def __init__(self, grace_seconds: float = math.inf, can_save: bool = True, end_time: float | None = None) -> None:
@@ -82,21 +85,25 @@ class StopRequest:
         self._end = math.inf if end_time is None else time.monotonic() + end_time - time.time()
         self._reading = self._raised = self.closed = False
         self.end_lock = threading.Lock()
-        """Acquired by the thread that reports how this process ends. Never released, so there is only one report."""
+        """Acquired, and never released, by the thread that reports how this process ends.
+
+        So there is only one report.
+        """
         self.receiver: socket.socket | None = None
-        """Kept open without a reader: Python would print a traceback for each signal that it cannot write."""
+        """Kept open without a reader, because Python prints a traceback for each signal that it cannot write."""
 
     @property
     def margin_seconds(self) -> float:
-        """Time before the end of the job at which to stop: two saves and a step (95 % quantiles), and the delay until
-        all ranks know of it.
+        """Time before the end of the job at which to stop.
+
+        It is the sum of two saves and a step (95 % quantiles), and the delay until all ranks know of the request.
         """
         save = self.saves.quantile()
         work = 2 * (self.assumed_save_seconds if save is None else save) + (self.steps.quantile() or 0.0)
         return LOOK_SECONDS + work
 
     def asked(self) -> bool:
-        """True if there is a request. The end of the job is one from ``margin_seconds`` before it."""
+        """True if there is a request. The end of the job becomes a request ``margin_seconds`` before it."""
         # Without checkpoints there is no reason to stop before the end of the job.
         job_ends = self.can_save and self._end < math.inf
         if job_ends and not self.reason and time.monotonic() >= self._end - self.margin_seconds:
@@ -104,18 +111,18 @@ class StopRequest:
         return bool(self.reason)
 
     def remaining_seconds(self) -> float:
-        """Seconds until this process must have ended. Infinite before a request."""
+        """Seconds until this process must have ended, or infinity before a request."""
         return self._deadline - time.monotonic()
 
     def flag(self) -> float:
         """Return this rank's flag for the all-reduce at the start of a step.
 
-        It is 0 without a request. With one it is 1, plus ``NOT_IN_TIME`` if a save would not fit into the remaining
-        time (95 % quantile of earlier saves).
+        The flag is 0 without a request, and 1 with a request. ``NOT_IN_TIME`` is added if a save would not
+        fit into the remaining time (95 % quantile of earlier saves).
         """
         if not self.asked():
             return 0.0
-        # A single sum shows if any rank has a request, and if it is too late for any.
+        # One sum over ranks shows if any rank has a request, and if the time of any rank is too short.
         return 1.0 + NOT_IN_TIME * ((self.saves.quantile() or 0.0) > self.remaining_seconds())
 
     def read(self, action: Callable[[], T]) -> T | None:
@@ -129,17 +136,17 @@ class StopRequest:
         except Interrupted:
             return None
         except RuntimeError:
-            # a process that prepares batches may get the signal too, and die of it
+            # The signal may also have killed a process that prepares batches.
             if self.asked():
                 return None
             raise
 
     def handle(self, number: int, _frame: FrameType | None = None) -> None:
-        """Signal handler: record the request, and end a wait for data or a run without checkpoints."""
+        """Signal handler: record the request, and interrupt a wait for data or a run without checkpoints."""
         if self.closed:
             return
         self.note(signal.Signals(number).name)
-        # who signals every process of a job ends those that prepare data, and PyTorch's handler would raise here
+        # A signal to all processes of a job also ends data workers. PyTorch's SIGCHLD handler would then raise here.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if not self.can_save and not self._raised:
             self._raised = True
@@ -155,7 +162,7 @@ class StopRequest:
     def end(self) -> None:
         """Ignore all signals from now on, because the caller reports how this process ends.
 
-        If another thread has already reported an end, this call never returns. That thread will exit the process.
+        If another thread has already reported the end, this call never returns. That thread will exit the process.
         """
         self.close()
         self.end_lock.acquire()

@@ -147,7 +147,7 @@ def _damages(path: Place) -> list[str]:
     known = {MANIFEST, *(file.name for file in stored.files)}
     foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
     if not bad:
-        print(f"{path}: valid, {len(stored.files)} files, {format_bytes(stored.total_bytes)}")
+        print(f"{path}: good, {len(stored.files)} files, {format_bytes(stored.total_bytes)}")
         for name in foreign:
             print(f"{path}: {name} is not part of the checkpoint and is ignored")
     return bad

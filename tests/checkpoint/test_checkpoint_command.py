@@ -53,7 +53,7 @@ def test_ls_accepts_a_run_a_step_and_a_hugging_face_folder(folder: Path, capsys:
     assert run("ls", folder / "step-2") == 0 and capsys.readouterr().out == listed.splitlines()[0] + "\n"
     hub = folder.parent / "hf"
     hub.mkdir()
-    assert run("ls", hub) == 5 and "is named step-N; name one of these" in capsys.readouterr().err
+    assert run("ls", hub) == 5 and "contains a step-N folder; name a step-N folder" in capsys.readouterr().err
     (hub / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     tensors = {"a": torch.zeros(4), "b": torch.zeros(2, dtype=torch.bfloat16)}
     save_file(tensors, hub / "model.safetensors", metadata={"format": "pt"})

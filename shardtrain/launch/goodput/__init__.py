@@ -1,1 +1,1 @@
-"""Account of a run's wall time over all attempts. Written during training, summed by ``shardtrain goodput``."""
+"""Account of a run's wall time over all attempts. Training records it, and ``shardtrain goodput`` sums it up."""

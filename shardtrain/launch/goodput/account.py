@@ -1,4 +1,4 @@
-"""Account for the time of a run: assign each second to one bin, over all attempts and numbers of ranks."""
+"""Account for the time of a run: assign each second to one category, over all attempts and numbers of ranks."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Account:
-    """Seconds per bin, and the figures derived from them.
+    """Seconds per category, and figures derived from them.
 
     Attributes:
-        idle_seconds: Time between two commands. It is not part of the running time.
-        failures: Attempts that the same command restarted, and a last attempt that failed.
-        after_failure_seconds: Start and compilation of restarted attempts. Also contained in ``start`` and ``compile``.
+        idle_seconds: Time between two commands. It is not part of the running time. failures: Number of attempts that
+            the same command restarted, plus 1 if the last attempt failed. after_failure_seconds: Start and
+            compilation of restarted attempts. Also included in ``start`` and ``compile``.
     """
 
     seconds: dict[str, float]
@@ -101,7 +101,7 @@ class Account:
 
     @property
     def recovery_seconds(self) -> float:
-        """Cost of failures without lost steps."""
+        """Cost of failures, without lost steps."""
         return self.seconds["restart"] + self.after_failure_seconds
 
     @property
@@ -113,7 +113,8 @@ class Account:
         return 1 - overhead / self.running_seconds
 
     def predicted_ettr(self) -> float | None:
-        """Return the ETTR of Young and Daly's model for the measured stall, interval, recovery and failures.
+        """Return the ETTR that Young and Daly's model predicts from the measured stall, interval,
+        recovery and failures.
 
         ETTR = (1 - (R + T/2) / MTTF) / (1 + stall / T), arXiv 2410.18124. None without a save.
         """
@@ -149,7 +150,7 @@ def account(attempts: Sequence[Attempt]) -> Account:
     failures = 0
     after = 0.0
     kept_step: float = float("inf")
-    # Last attempt first: the steps of an attempt count up to the step from which a later one resumed.
+    # Iterate backwards: the steps of an attempt count up to the step from which a later attempt resumed.
     for attempt in reversed(attempts):
         if attempt is attempts[-1] and attempt.died is not None:
             kept_step = attempt.saved_step  # the next attempt will repeat the steps after it
@@ -158,13 +159,14 @@ def account(attempts: Sequence[Attempt]) -> Account:
         total["lost"] += max(0.0, attempt.ended - attempt.last_known)  # it failed before the next record
         kept_step = min(kept_step, attempt.start.step)
 
-    # First attempt first: add the time between attempts.
+    # Iterate forwards: add the time between attempts.
     for number, attempt in enumerate(attempts):
         begun = attempt.start.job_started
         is_restart = attempt.start.restarts > 0
         if number:
             before = attempts[number - 1]
-            # Two commands may have the same torchrun ID, such as restarted pods. The second one then began later.
+            # Two commands may have the same torchrun ID, such as restarted pods. The second command then
+            # started later.
             if before.start.job == attempt.start.job and (is_restart or begun <= before.ended):
                 is_restart = True
                 begun = before.ended
@@ -181,7 +183,7 @@ def account(attempts: Sequence[Attempt]) -> Account:
 
 
 def bins(attempt: Attempt, kept_step: float) -> dict[str, float]:
-    """Return the seconds of one attempt per bin. Its steps after ``kept_step`` are lost."""
+    """Return the seconds of one attempt per category. Its steps after ``kept_step`` are lost."""
     if not attempt.points:
         return dict.fromkeys(BINS, 0.0)
     last = attempt.points[-1]

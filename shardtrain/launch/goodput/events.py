@@ -1,7 +1,7 @@
 """Read and write ``goodput.jsonl``: start, progress and death of each attempt of a run.
 
-Each line is appended with one write, so a killed process only loses the time since its last line. The
-launcher may append a line too; see ``Death``.
+Each line is appended with one write, so a killed process loses only the time since its last line. The
+launcher may also append a line, see ``Death``.
 """
 
 from __future__ import annotations
@@ -19,23 +19,20 @@ from shardtrain.utils.errors import DataError
 
 FILE = "goodput.jsonl"
 MAX_BYTES = 2**28
-"""Largest accepted size of a file, enough for a million events."""
+"""Maximum size of a file in bytes, enough for a million events."""
 _PHASES = get_args(activity.Phase)
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start of an attempt, before its first step, which follows ``step``.
-
-    Times are seconds since the epoch.
-    """
+    """Start of an attempt, after step ``step``. Times are seconds since the epoch."""
 
     attempt: str
     job: str
-    """Command of this attempt. A gap between two attempts of one command is a restart."""
+    """ID of the command of this attempt. A gap between two attempts of one command is a restart."""
     job_started: float
     started: float
-    """Start time of the process of rank 0."""
+    """Start time of the process of rank 0, in seconds since the epoch."""
     step: int
     world_size: int
     restarts: int
@@ -51,14 +48,14 @@ class AttemptProgress:
     saves: int
     seconds: dict[str, float] = field(default_factory=dict)
     ended: bool = False
-    """True in the last line of an attempt that ended in an orderly way."""
+    """True in the last line of an attempt that ended normally."""
     saved_step: int = 0
-    """Step of the newest complete checkpoint. A background save completes some steps after its own."""
+    """Step of the newest complete checkpoint. A background save completes some steps after the saved step."""
 
 
 @dataclass(frozen=True)
 class Death:
-    """Failure of a rank of this job at ``time``, as seen by the launcher."""
+    """Failure of a rank of the job ``job`` at ``time``, recorded by the launcher."""
 
     job: str
     time: float
@@ -103,7 +100,7 @@ def parse(text: bytes) -> Event:
 
 
 def read(folder: Path) -> tuple[list[Event], int]:
-    """Return the events of a run folder in order, and the number of invalid lines (a kill may tear one).
+    """Return the events of a run folder in order, and the number of invalid lines, such as a line torn by a kill.
 
     Raises:
         DataError: the file does not exist, or it cannot be read.
@@ -127,11 +124,11 @@ def read(folder: Path) -> tuple[list[Event], int]:
 
 
 def append(path: Path, event: Event) -> None:
-    """Append a line, after ending one that a kill or a full disk has torn. Raises OSError."""
+    """Append a line. If a kill or a full disk has torn the last line, end it first. Raises OSError."""
     # The folder may have been deleted during the run.
     descriptor = atomic_io.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644, create_folder=True)
     try:
-        # End a line that a kill has cut short, which would otherwise join this one.
+        # End a line that a kill has truncated. Otherwise the new line would be joined with it.
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         content = b"\n" * torn + line(event)

@@ -1,4 +1,4 @@
-"""Record the time account during training: one line per save and, at most once a second, per logged step."""
+"""Record the time account during training: one line per save and, at most once a second, one per logged step."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from shardtrain.utils.errors import DataError
 from shardtrain.utils.log import logger
 
 JOB = "SHARDTRAIN_JOB"
-"""Variable set by the launcher: its ID and its start time."""
+"""Environment variable set by the launcher: ID and start time of the job."""
 STARTED = "SHARDTRAIN_STARTED"
-"""Variable set by the launcher: start of this attempt, in seconds since the epoch."""
+"""Environment variable set by the launcher: start time of this attempt, in seconds since the epoch."""
 HANDED_OVER = "SHARDTRAIN_HANDED_OVER"
-"""Variable set by run_train.sh when it replaces its process by shardtrain, which may be after an installation."""
+"""Environment variable set by run_train.sh, which may first install packages: time at which it started shardtrain."""
 MOST_SECONDS_BETWEEN_LINES = 60.0
 
 T = TypeVar("T")
 
 
 class Ledger:
-    """Time account of this attempt, in a file of the run. Only rank 0's has an effect.
+    """Time account of this attempt, in a file of the run. Only the ledger of rank 0 has an effect.
 
-    Use it as a context manager, which records the end of the attempt. An error in the accounting is one warning and
-    never ends the run. ``step`` is the last completed step.
+    Use it as a context manager, which records the end of the attempt. An error in the accounting causes one
+    warning and never ends the run. ``step`` is the last completed step.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Ledger:
         environment: Mapping[str, str] = os.environ,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """``folder`` is the run's folder, or None on other ranks. ``step`` is the step from which the run continues."""
+        """``folder`` is the run's folder, or None on ranks other than 0. The run continues after step ``step``."""
         self._path = folder / events.FILE if folder else None
         self._phases = phases or Phases()
         self._now = now
@@ -62,7 +62,7 @@ class Ledger:
     def _open(self, folder: Path, step: int, world_size: int, environment: Mapping[str, str]) -> None:
         now = self._now
         age = sum(self._phases.seconds().values())
-        # Time before this object existed: imports, and the launcher.
+        # Include the time before this object existed: the launcher and imports.
         job, job_started, started = _origin(environment, now(), now() - age)
         self._before = max(0.0, now() - started - age)
         restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -96,13 +96,17 @@ class Ledger:
         if self._path is None:
             return {}
         age = sum(self._phases.seconds().values())
-        # At most one line per second. In a long run, one per thousandth of its age, and at least one per minute.
+        # Write at most one line per second. In a long run, write one per thousandth of its age, and at least
+        # one per minute.
         if age - self._written >= min(MOST_SECONDS_BETWEEN_LINES, max(1.0, age / 1000)):
             self._progress()
         return self.account().as_record()
 
     def saved(self, step: int) -> None:
-        """Record that the checkpoint of ``step`` is complete, which may be some steps later."""
+        """Record that the checkpoint of ``step`` is complete.
+
+        A background save completes some steps after ``step``.
+        """
         self.step = max(self.step, step)
         self._saved_step = step
         self._saves += 1
@@ -117,7 +121,7 @@ class Ledger:
     def _roll_back(self, folder: Path, step: int) -> None:
         self._write(self._point(ended=True))
         self.step = self._saved_step = step
-        # The following steps are a new attempt of the same process, so its clocks start at zero.
+        # The following steps are a new attempt in the same process, so restart its clocks at zero.
         self._offset = self._phases.seconds()
         self._before = 0.0
         self._saves = 0
@@ -129,7 +133,7 @@ class Ledger:
         self._write(self._start)
 
     def account(self) -> Account:
-        """Return the current account of all attempts. Only on rank 0."""
+        """Return the current account over all attempts. Only valid on rank 0."""
         current = Attempt(self._start, [self._point()])
         seconds = {name: self._past.seconds[name] + value for name, value in bins(current, float("inf")).items()}
         saves = self._past.saves + self._saves
@@ -167,7 +171,10 @@ class Ledger:
         self._write(self._point())
 
     def _try(self, action: Callable[[], T], otherwise: T) -> T:
-        """Return the result of ``action``. If it fails, stop accounting, log a warning and return ``otherwise``."""
+        """Return the result of ``action``.
+
+        If it fails, log a warning, stop the accounting and return ``otherwise``.
+        """
         try:
             return action()
         except Exception as error:
@@ -201,7 +208,7 @@ class Ledger:
 
 
 def note_death(folder: Path, job: str, time_seconds: float) -> None:
-    """Record that a rank of the launcher's job (see ``new_job``) failed. No-op if the run has no account."""
+    """Record that a rank of the launcher's job (see ``new_job``) has failed. No-op if the run has no account."""
     path = folder / events.FILE
     try:
         if path.exists():
@@ -211,14 +218,14 @@ def note_death(folder: Path, job: str, time_seconds: float) -> None:
 
 
 def new_job() -> str:
-    """Return a unique ID of a command with the start time of its process."""
+    """Return a unique ID of this command, followed by the start time of its process."""
     return f"{secrets.token_hex(8)}:{process_started(time.time(), time.time()):.3f}"
 
 
 def process_started(now: float, otherwise: float, pid: int | str = "self") -> float:
-    """Return when a process began, in seconds since the epoch; ``otherwise`` if the system does not know.
+    """Return the start time of a process in seconds since the epoch, or ``otherwise`` if it is unknown.
 
-    A process that run_train.sh has handed over begins with that.
+    If run_train.sh started the process, return at least the time of that start.
     """
     began = otherwise
     stat = process_identity.read_stat(pid)
@@ -232,10 +239,11 @@ def process_started(now: float, otherwise: float, pid: int | str = "self") -> fl
 
 
 def _origin(environment: Mapping[str, str], now: float, at_least: float) -> tuple[str, float, float]:
-    """Return the job of this attempt, when its command began, and when this attempt began.
+    """Return the job of this attempt, the start time of its command, and the start time of this attempt.
 
-    Without a launcher of ours the job is torchrun's, whose agent is the parent process. With Slurm it lasts until it is
-    requeued. Without both it is this process, which began ``at_least`` if the system does not know.
+    Without shardtrain's launcher, the job is torchrun's, whose agent is the parent process. In Slurm it lasts
+    until the job is requeued. Without torchrun, the job is this process, with ``at_least`` as its start if
+    the system does not report it.
     """
     if JOB in environment:
         job, _, begun = environment[JOB].partition(":")
@@ -244,7 +252,7 @@ def _origin(environment: Mapping[str, str], now: float, at_least: float) -> tupl
     run = environment.get("TORCHELASTIC_RUN_ID")
     if run is None:
         return secrets.token_hex(8), started, started
-    # torchrun sets "none" if it was started without an ID. The command is then identified by the parent process.
+    # torchrun sets "none" if it was started without an ID. In that case identify the command by the parent process.
     own = f"{socket.gethostname()}:{os.getppid()}" if run == "none" else run
     parts = ["torchrun", own, *(environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))]
     agent_started = process_started(now, started, os.getppid())

@@ -1,1 +1,1 @@
-"""Where ranks are started: one file per platform, and what it is reached by."""
+"""Platforms that start ranks: one file per platform, and the files that connect to it."""

@@ -16,9 +16,9 @@ import yaml
 from shardtrain.utils.errors import ConfigError, Problem
 
 ANSWER_SECONDS = 8
-"""Timeout of the first request, which checks that the cluster answers."""
+"""Timeout of the first request, which checks that the cluster replies."""
 WAIT_SECONDS = 60
-"""Timeout of other kubectl commands. Their requests to the server have half of it."""
+"""Timeout of other kubectl commands. Half of it limits their requests to the server."""
 
 RESOURCES = {
     "pytorchjob": "pytorchjobs.kubeflow.org",
@@ -50,10 +50,10 @@ _FIXES = (
 
 
 def create(text: str) -> None:
-    """Create the objects of a job. If the cluster rejects one, delete those before it.
+    """Create the objects of a job. If the cluster rejects one, delete the objects created before it.
 
-    They are created one by one: with a single command kubectl would continue after an error, and a server-side dry run
-    rejects a TrainJob whose runtime does not exist yet.
+    The objects are created one by one, because kubectl would continue after an error in a single command, and
+    a server-side dry run rejects a TrainJob whose runtime does not exist yet.
 
     Raises:
         ConfigError: kubectl is missing, the cluster does not answer, or it rejects an object.
@@ -73,7 +73,7 @@ def create(text: str) -> None:
 
 
 def _take_away(created: Sequence[str]) -> str:
-    """Delete the created objects, last first. Return a description of one that could not be deleted, or ""."""
+    """Delete the created objects, last first. If one cannot be deleted, return a description of it, or else ""."""
     for written in reversed(created):
         try:
             _ask(["delete", "--ignore-not-found", "--wait=false", "--filename", "-"], written)
@@ -96,7 +96,10 @@ def status(namespace: str, kind: str, name: str) -> int:
 
 
 def stop(namespace: str, kind: str, name: str) -> int:
-    """Delete a job and its other objects. Its pods receive SIGTERM and may save. Raises as ``status``."""
+    """Delete a job and its other objects.
+
+    Its pods receive SIGTERM and may save. Raises the errors of ``status``.
+    """
     _require_answer()
     within = ["--namespace", namespace]
     quick = ["--wait=false", "--ignore-not-found"]
@@ -123,7 +126,7 @@ def logs(namespace: str, kind: str, name: str) -> int:
     """Follow the logs of all pods of a job. For a large job, follow only the log of rank 0.
 
     Raises:
-        ConfigError: as ``status``, or there are no pods.
+        ConfigError: as ``status``, or the job has no pods.
     """
     _require_answer()
     within = ["--namespace", namespace]
@@ -148,7 +151,7 @@ def _in_order(pod: str) -> list[tuple[int, str]]:
 
 
 def _require_answer() -> None:
-    """Check that the cluster answers. Without this check, kubectl would try an unreachable server five times."""
+    """Require a reply of the cluster. Without this check, kubectl would try an unreachable server five times."""
     try:
         _ask(["get", "--raw", "/version"], seconds=ANSWER_SECONDS)
     except ConfigError as error:
@@ -160,8 +163,8 @@ def _ask(words: Sequence[str], text: str = "", seconds: int = WAIT_SECONDS) -> s
     """Run kubectl and return its output.
 
     Raises:
-        ConfigError: kubectl is missing, fails, or does not answer. The message is one line with kubectl's text, without
-            the log lines of its library.
+        ConfigError: kubectl is missing, fails, or gets no reply. The message is one line with kubectl's text,
+            without the log lines of its library.
     """
     command = ["kubectl", *words, f"--request-timeout={max(seconds // 2, ANSWER_SECONDS)}s"]
     try:

@@ -1,7 +1,7 @@
-"""Kubernetes manifests of a PyTorchJob, a TrainJob or a JobSet, dumped from data without text templates.
+"""Kubernetes manifests of a PyTorchJob, a TrainJob or a JobSet, generated from data without text templates.
 
-A ConfigMap carries the configuration file. Secrets are references (``secretKeyRef``). Each pod runs
-``shardtrain train``, which reads the variables that the three operators set; see ``nodes``.
+A ConfigMap contains the configuration file. Secrets are references (``secretKeyRef``). Each pod runs
+``shardtrain train``, which reads the variables that the three operators set, see ``nodes``.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def render(job: ClusterJob, launch: Launch) -> str:
         rule = "has no effect there: a lost pod ends the whole attempt"
         fix = 'leave out launch.min_nodes, or use "pytorchjob"'
         raise ConfigError(Problem("launch.kubernetes.kind", launch.kubernetes.kind, rule, fix))
-    # Keep each text on one line. YAML parsers agree on quotes there, and users can search for the text.
+    # Keep each text on one line, so all YAML parsers agree on the quotes, and users can search for the text.
     text = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=_NO_FOLD)
     return f"# {header('kubectl create -f FILE')}\n{text}"
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quote texts unless every YAML parser reads them as texts.
+    """YAML dumper that quotes texts unless every YAML parser reads them as texts.
 
-    PyYAML writes ``2e-05`` without quotes. Kubernetes would parse a number, and reject it in a list of
-    arguments.
+    PyYAML writes ``2e-05`` without quotes. Kubernetes would parse it as a number, and reject a number in a
+    list of arguments.
     """
 
 
@@ -76,7 +76,10 @@ def _metadata(job: ClusterJob, launch: Launch, queued: bool = False) -> Manifest
 
 
 def _container(job: ClusterJob, name: str, more: Mapping[str, str] | None = None) -> Manifest:
-    """Return the container of a pod. The operator ignores a container with another ``name``."""
+    """Return the container of a pod.
+
+    ``name`` is the name that the operator expects; it ignores other containers.
+    """
     variables: list[Manifest] = [{"name": k, "value": v} for k, v in {**job.environment, **(more or {})}.items()]
     for secret in job.secrets:
         reference = {"secretKeyRef": {"name": secret.name, "key": secret.key}}
@@ -94,7 +97,7 @@ def _container(job: ClusterJob, name: str, more: Mapping[str, str] | None = None
     if job.devices:
         resources[job.device_resource] = str(job.devices)
     if resources:
-        # Equal limits and requests: a node evicts such pods last.
+        # Set requests equal to limits, because a node evicts such pods last.
         container["resources"] = {"requests": dict(resources), "limits": dict(resources)}
     mounts = [{"name": name, **mount} for name, mount, _ in _volumes(job)]
     if mounts:
@@ -103,7 +106,7 @@ def _container(job: ClusterJob, name: str, more: Mapping[str, str] | None = None
 
 
 def _literal(text: str) -> str:
-    """Escape text for Kubernetes, which replaces ``$(NAME)``, and ``$$`` with one dollar."""
+    """Escape text for Kubernetes, which expands ``$(NAME)`` and replaces ``$$`` with one dollar."""
     return text.replace("$", "$$")
 
 
@@ -154,19 +157,19 @@ def _pod(
 def _pytorchjob(job: ClusterJob, launch: Launch) -> list[Manifest]:
     """Return the job of the training operator (kubeflow.org/v1), which Run:ai also uses.
 
-    Its container is ``pytorch``.
+    The operator requires the container name ``pytorch``.
     """
     # The operator sets the template's restartPolicy.
     template = _pod(job, launch, "pytorch")
     spec: Manifest = {"runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.retries}}
     if job.is_elastic:
-        # Omit the master. The operator puts the rendezvous on worker 0, and may then remove any other worker.
+        # Omit the master. The operator then puts the rendezvous on worker 0, and may remove any other worker.
         spec["elasticPolicy"] = {
             "rdzvBackend": "c10d",
             "minReplicas": job.min_nodes,
             "maxReplicas": job.nodes,
-            # Each loss of a pod counts as a restart. With 0, the ranks would end, and only the cluster would
-            # restart them.
+            # Each loss of a pod counts as a restart. With 0, the ranks would end, and only the
+            # cluster would restart them.
             "maxRestarts": job.max_restarts or RETRIES,
         }
         replicas = {"Worker": job.nodes}
@@ -207,7 +210,7 @@ _TRAINER = "trainer.kubeflow.org/v1alpha1"
 
 
 def _jobset(job: ClusterJob, launch: Launch) -> list[Manifest]:
-    """Return a JobSet: plain jobs with stable host names. The rendezvous is at the first pod's name."""
+    """Return a JobSet: plain jobs with stable host names. The first pod's host name is the rendezvous address."""
     own = {
         "SHARDTRAIN_NNODES": str(job.nodes),
         "SHARDTRAIN_RDZV_ENDPOINT": f"{job.name}-node-0-0.{job.name}:{RENDEZVOUS_PORT}",
@@ -231,5 +234,5 @@ def _jobset(job: ClusterJob, launch: Launch) -> list[Manifest]:
 
 
 def _copied(*manifests: Manifest) -> list[Manifest]:
-    """Copy the manifests without shared parts, which YAML would write as anchors."""
+    """Return copies of the manifests without shared objects, which YAML would write as anchors."""
     return list(json.loads(json.dumps(manifests)))

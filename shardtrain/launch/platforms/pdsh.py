@@ -1,8 +1,8 @@
 """Connect to hosts through pdsh, with separate streams and a separate exit status for each host.
 
 pdsh gives its remote commands no input, mixes their output, and does not terminate them when it ends.
-Therefore it starts a local program per host (``-R exec``): ``pdsh_rsh``, which receives the two ends of one
-connection.
+Therefore it starts a local program (``pdsh_rsh``) per host with ``-R exec``. That program receives both ends
+of one connection.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Reached:
         self._control: socket.socket | None = None
 
     def poll(self) -> int | None:
-        """Return the exit status of ssh. None while it runs."""
+        """Return the exit status of ssh, or None while it runs."""
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
@@ -71,8 +71,8 @@ class Reached:
                 return
             self._control = control
         with contextlib.suppress(OSError):
-            # The program becomes the reader and writer of the pipes, so ssh communicates with the launcher
-            # without pdsh.
+            # The program becomes the reader and writer of the pipes, so the launcher communicates
+            # with ssh without pdsh.
             socket.send_fds(control, [json.dumps(self.plan.ssh).encode() + b"\n"], self.files)
             self._release()
             text = control.makefile("rb").readline().strip()
@@ -97,7 +97,7 @@ class Reached:
 
 
 class Fan:
-    """One pdsh process, and the socket at which its programs request their connections."""
+    """One pdsh process, and the socket at which the programs that it started request their connections."""
 
     def __init__(self, plans: Sequence[HostCommand]) -> None:
         names = [plan.host.name for plan in plans]
@@ -117,7 +117,7 @@ class Fan:
         inside = [sys.executable, "-I", pdsh_rsh.__file__, str(path)]
         words = ["pdsh", "-R", "exec", "-f", str(len(plans)), "-w", ",".join(names)]
         words += [*(word.replace("%", "%%") for word in inside), "%n"]
-        # Ignore hosts that a user has set for pdsh itself.
+        # Ignore the hosts that a user has configured for pdsh itself.
         names_of_pdsh = {key: value for key, value in os.environ.items() if key not in ("WCOLL", "PDSH_MODULE_DIR")}
         self._process = subprocess.Popen(
             words,
@@ -132,7 +132,7 @@ class Fan:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _accept(self) -> None:
-        # The listener is closed at the end.
+        # The loop ends with an OSError when the listener is closed.
         with contextlib.suppress(OSError):
             while True:
                 control, _ = self._listener.accept()
@@ -143,13 +143,13 @@ class Fan:
             self.channels[int(control.recv(16))].serve(control)
 
     def _watch(self) -> None:
-        """Report the messages of pdsh if it ends before starting all programs."""
+        """Report the last message of pdsh if it ends before starting all programs."""
         assert self._process.stdout is not None
         last_line = ""
         for line in self._process.stdout:
             last_line = line.decode(errors="replace").strip() or last_line
         self._process.wait()
-        # Wait for a last status that may still arrive.
+        # Wait for exit statuses that may still arrive.
         time.sleep(POLL_SECONDS * 10)
         for one in self.channels:
             if one.files:

@@ -1,8 +1,8 @@
-"""Program that pdsh starts on the launcher's machine for each host. It runs ssh as planned by the launcher.
+"""Program that pdsh starts on the launcher's machine for each host. It runs the ssh command of the launcher.
 
-``python pdsh_rsh.py SOCKET NUMBER`` imports only the standard library. The launcher's socket transfers the
-command, and the input and output of ssh as open files. This program returns the status, and ends ssh when the
-launcher is gone.
+``python pdsh_rsh.py SOCKET NUMBER`` imports only the standard library. Through its socket, the launcher sends
+the command, and the input and output of ssh as open files. This program sends back the exit status, and kills
+ssh when the launcher has ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Run:ai: build one command line for ``runai``. Its two versions use different names.
+"""Run:ai: build one command line for ``runai``. The two versions of its command line use different names.
 
-Written from the published references of both (docs.run.ai 2.20, docs.nvidia.com/run-ai 3.0) and never run on
-a cluster. ``--environment`` is never used, because it sets a variable in one version and names an asset in
-the other.
+Written from the published references of both versions (docs.run.ai 2.20, docs.nvidia.com/run-ai 3.0) and
+never run on a cluster. ``--environment`` is not used, because it sets a variable in one version and names an
+asset in the other.
 """
 
 from __future__ import annotations
@@ -78,10 +78,7 @@ def _common(job: ClusterJob, launch: Launch) -> list[str]:
 
 
 def _elastic(job: ClusterJob) -> list[str]:
-    """Return options of an elastic job.
-
-    Workers may come and go. The master stays, so its pod is not counted.
-    """
+    """Return the options of an elastic job. They do not count the pod of the master, which must keep running."""
     if not job.is_elastic:
         return []
     return ["--min-replicas", str(job.min_nodes - 1), "--max-replicas", str(job.nodes - 1)]

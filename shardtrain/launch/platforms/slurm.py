@@ -1,8 +1,8 @@
 """Slurm: render a batch script that starts one agent per node and requeues the job.
 
-The script reads nodes, names and ports from Slurm's variables. Slurm's signal (``--signal``) makes the ranks save and
-exit with 75, and the script then requeues the job. After a failure that a retry may fix, such as a lost node, it
-requeues the job a limited number of times.
+The script reads nodes, names and ports from Slurm's variables. Slurm's signal (``--signal``) makes the ranks
+save and exit with 75, and the script then requeues the job. It also requeues the job, a limited number of
+times, after a failure that a retry may fix, such as a lost node.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ what=${last##*error\\[2\\]: }
 echo "error[2]: ${SLURMD_NODENAME:-$HOSTNAME}: $what" >&2
 exit 2
 """
-"""Bash script that runs the check on a node and prints its error, or why it did not start, with the node's name."""
+"""Bash script that runs the check on a node.
+
+It prints the error, or why the check did not start, with the node name.
+"""
 
 _OF_THE_SCRIPT = (
     "SHARDTRAIN_NNODES SHARDTRAIN_RDZV_ENDPOINT SHARDTRAIN_RDZV_ID SHARDTRAIN_HOST_SUFFIX SHARDTRAIN_SUPERVISED hosts "
@@ -92,7 +95,7 @@ GROUPS HISTCMD IFS LINENO OLDPWD OPTARG OPTERR OPTIND PIPESTATUS POSIXLY_CORRECT
 SRANDOM UID
 """
 TAKEN = frozenset([*_OF_THE_SCRIPT.split(), *_OF_BASH.split()])
-"""Variables that a bash script cannot pass to the job."""
+"""Variables that the batch script cannot pass on to the job."""
 
 AGAIN = """\
 # requeue only this task of a sweep: the ID of the last task stands for the entire array
@@ -129,7 +132,7 @@ def render(job: ClusterJob, launch: Launch) -> str:
         rule = "has no effect on slurm, which starts a job on all its nodes or on none"
         raise ConfigError(Problem("launch.min_nodes", job.min_nodes, rule, "leave it out"))
 
-    # The head: options of sbatch, the folder, the user's setup lines, and variables.
+    # The head of the script: sbatch options, the folder, the user's setup lines, and variables.
     lines = [
         "#!/bin/bash",
         f"# {header('sbatch FILE')}",
@@ -154,15 +157,15 @@ def render(job: ClusterJob, launch: Launch) -> str:
     lines += [f"export SHARDTRAIN_HOST_SUFFIX={slurm.host_suffix}"] if slurm.host_suffix else []
     lines += ["", *_command(job, launch), *_look(job, launch)]
 
-    # The run. Its status decides if the job is requeued. An agent that ends early must not end the others while they
-    # save.
+    # The run. Its status determines whether the job is requeued. An agent that ends early must not end the
+    # other agents while they save.
     step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={job.grace_seconds + 60}", "--export=ALL"]
     container = _container(job, launch)
     lines += ["code=0", " ".join([*step, *map(shlex.quote, container), '"${command[@]}"', "|| code=$?"])]
     limit = str(job.max_restarts or job.retries)
     lines += [AGAIN.rstrip().replace("CODES", _CODES).replace("LIMIT", limit)] if slurm.requeue else []
     if job.stop_exit_code != PREEMPTED:
-        # Inside the job the status stays 75, so the script knows that the run has saved.
+        # Inside the job the status stays 75, so the script can recognize that the run has saved.
         lines.insert(lines.index("code=0"), f"export {SUPERVISED}=1")
         lines.append(f"if ((code == {PREEMPTED})); then code={job.stop_exit_code}; fi")
     return "\n".join([*lines, 'exit "$code"', ""])
@@ -173,7 +176,7 @@ def _look(job: ClusterJob, launch: Launch) -> list[str]:
     python, *words = job.command
     file = words[3] if len(words) > 3 and not words[3].startswith("-") else ""
     file = "" if file in presets.names() else file  # the package contains presets
-    # A container has its own folders. Without a container, Slurm uses /tmp on a node that lacks the job's folder.
+    # A container has its own folders. On a node without the job's folder, Slurm uses /tmp.
     folder = '"$PWD"' if launch.slurm.container == "none" else "''"
     container = _container(job, launch)
     options = [word for word in container if launch.slurm.container == "pyxis"]
@@ -218,7 +221,10 @@ def _directives(job: ClusterJob, launch: Launch) -> list[str]:
 
 
 def _command(job: ClusterJob, launch: Launch) -> list[str]:
-    """Return the lines that set the array ``command``. Each task of a sweep adds its overrides and its own folder."""
+    """Return the lines that set the array ``command``.
+
+    Each task of a sweep appends its overrides and its folder.
+    """
     if not launch.slurm.sweep:
         return [f"command=({shlex.join(job.command)})"]
     kept = without(job.command, "job.dump_folder")
@@ -258,7 +264,8 @@ def ask(command: Sequence[str], text: str = "", fix: str = "", fixes: Mapping[st
     """Run a command of a scheduler and return its output. ``fixes`` maps patterns of its errors to fixes.
 
     Raises:
-        ConfigError: the command is missing, fails, or does not answer. The message is one line with the command's text.
+        ConfigError: the command is missing, fails, or does not reply. The message is one line with the
+            command's text.
     """
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)

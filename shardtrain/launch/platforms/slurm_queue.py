@@ -1,7 +1,8 @@
 """Submit a Slurm job, print its state or its log, and stop it.
 
-Slurm accepts jobs that can never start (``EnforcePartLimits=NO`` is its default). Only their ``Reason`` shows it.
-Reasons: https://slurm.schedmd.com/job_reason_codes.html, and src/common/slurm_protocol_defs.c of Slurm 22.05 to 25.05.
+By default (``EnforcePartLimits=NO``), Slurm accepts jobs that can never start. Only their ``Reason`` shows
+it. Reasons: https://slurm.schedmd.com/job_reason_codes.html, and src/common/slurm_protocol_defs.c of Slurm
+22.05 to 25.05.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ REFUSALS = {
 """Pattern of sbatch's error -> fix."""
 
 _NO_TASK = "4294967294"
-"""Task number in the log name of an array that has not started."""
+"""Task number in the log name of an array that has not started yet."""
 _LIMIT = "a limit of your account or QOS; `sacctmgr show qos` shows them"
 REASONS: dict[str, tuple[str, bool]] = {
     r"PartitionTimeLimit": ("launch.slurm.time_limit_minutes is above the limit of the partition", True),
@@ -69,7 +70,7 @@ REASONS: dict[str, tuple[str, bool]] = {
     r"Dependency": ("it waits for another job", False),
     r"DependencyNeverSatisfied": ("the job that it waits for has failed", True),
 }
-"""Pattern of a pending job's reason -> (explanation, True if the job can never start unless something is changed)."""
+"""Pattern of a pending job's reason -> (explanation, True if the job can never start without a change)."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class SlurmRecord:
 
 
 def meaning(reason: str) -> tuple[str, bool]:
-    """Return the explanation of a pending job's reason, and True if the job can never start because of it.
+    """Return the explanation of a pending job's reason, and True if that reason means that the job can never start.
 
     >>> meaning("PartitionTimeLimit")[1], meaning("Resources")[1], meaning("(null)")
     (True, False, ('', False))
@@ -135,7 +136,7 @@ def submit(text: str) -> str:
     """
     missing = "is slurm's client installed here? launch from a login node, or use --dry-run"
     number = ask([*SUBMIT], text, missing, REFUSALS).strip().partition(";")[0]
-    # sbatch accepts jobs that can never start. Only the reason of the pending job shows it.
+    # sbatch accepts jobs that can never start. Only the reason of the pending job shows this.
     record = _first_look(number)
     if record is None or record.state != "PENDING":
         return number
@@ -210,7 +211,7 @@ def status(number: str) -> int:
 
 
 def logs(number: str) -> int:
-    """Print the log of a job, or the logs of all tasks of an array, each with its name.
+    """Print the log of a job. For an array, print the logs of all tasks, each after its file name.
 
     Raises:
         ConfigError: Slurm does not answer, or there is no log on this machine.
@@ -219,7 +220,7 @@ def logs(number: str) -> int:
         named = [Path(record.log) for record in records(number) if record.log]
     except ConfigError as error:
         _forgotten(error)
-        # Look for the name that the script gives its log, in the current folder.
+        # Look in the current folder for the name that the script gives its log.
         named = sorted(Path.cwd().glob(f"*-{number}.log")) or sorted(Path.cwd().glob(f"*-{number}_*.log"))
         if not named:
             rule = "is no longer in Slurm's memory, and there is no log of its number here"
@@ -240,7 +241,7 @@ def stop(number: str) -> int:
     """Cancel a job, an array, or a task of an array.
 
     Raises:
-        ConfigError: Slurm does not answer, or does not know it.
+        ConfigError: Slurm does not answer, or does not know the job.
     """
     try:
         next(records(number), None)  # scancel does not fail for an unknown job
@@ -253,7 +254,7 @@ def stop(number: str) -> int:
 
 
 def _forgotten(error: ConfigError) -> None:
-    """Return if the error is that Slurm does not know the job any more. Raise other errors."""
+    """Return if the error means that Slurm no longer knows the job. Raise any other error."""
     if "Invalid job id" not in str(error):
         raise error
 

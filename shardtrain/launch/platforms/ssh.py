@@ -1,4 +1,4 @@
-"""Hosts reached through OpenSSH: build the command for each host, and the message that it receives."""
+"""Hosts that are reached with OpenSSH: build the command for each host, and the data for its standard input."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HostCommand:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the variables that may be printed: the user's, which override the launcher's."""
+        """Return the variables that may be printed. The user's variables override the launcher's."""
         return {**self.own, **self.given}
 
     def message(self, names: Mapping[str, str], found: Mapping[str, str] = NOTHING) -> bytes:
@@ -45,8 +45,7 @@ class HostCommand:
 
         Args:
             names: Environment from which forwarded variables are taken.
-            found: Variables that the launcher has determined from the hosts' answers. The user's variables
-                override them.
+            found: Variables that the launcher has determined after connecting. The user's variables override them.
         """
         environment = {**self.own, **found, **self.given, **{name: names[name] for name in self.forwarded}}
         job = {"command": self.command, "environment": environment, "grace_seconds": self.grace_seconds}
@@ -54,9 +53,9 @@ class HostCommand:
 
 
 def render(job: ClusterJob, launch: Launch, hosts: Sequence[Host], meeting: str, run_id: str) -> list[HostCommand]:
-    """Return the command and message of each host.
+    """Return the command and the message for each host.
 
-    ``meeting`` is the first host's address for the other hosts.
+    ``meeting`` is the address at which the other hosts reach the first host.
 
     Raises:
         ConfigError: the job requires something that ssh does not support.
@@ -76,12 +75,12 @@ def render(job: ClusterJob, launch: Launch, hosts: Sequence[Host], meeting: str,
     inside = f"cd -- {shlex.quote(folder_words(job.workdir))} && {inside}" if job.workdir else inside
     plans = []
     for number, host in enumerate(hosts):
-        # BatchMode prevents password prompts. A broken connection is detected after 15 s.
+        # BatchMode disables password prompts. ssh detects a broken connection after 15 s.
         ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={options.connect_timeout_seconds}"]
         ssh += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
         ssh += ["-F", options.config_file] if options.config_file else []
         ssh += ["-p", str(host.port)] if host.port else []
-        # Set the variables of one node of several; see nodes.py.
+        # Set the variables of one node of several, which nodes.py reads.
         own = {"PYTHONUNBUFFERED": "1", SUPERVISED: "1"}
         if len(hosts) > 1:
             own |= {
@@ -98,7 +97,7 @@ def render(job: ClusterJob, launch: Launch, hosts: Sequence[Host], meeting: str,
 
 
 def text(plans: Sequence[HostCommand]) -> str:
-    """Format the plans for a user: each command and its standard input, with secret values masked."""
+    """Format the plans for a user: each command with its standard input. Values of secrets are masked."""
     lines = [f"# {MASK} stands for a secret that travels over standard input; {SECRET} is random unless you set it"]
     for plan in plans:
         message = plan.message(dict.fromkeys(plan.forwarded, MASK), {SECRET: MASK}).decode().strip()
@@ -107,7 +106,7 @@ def text(plans: Sequence[HostCommand]) -> str:
 
 
 def address_of(host: Host, launch: Launch) -> str:
-    """Return the name or address of a host in ssh's own configuration. Other hosts use it, too."""
+    """Return the address of a host in ssh's configuration. The other hosts use it, too."""
     words = ["ssh", *(["-F", launch.ssh.config_file] if launch.ssh.config_file else []), "-G", "--", host.address]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)

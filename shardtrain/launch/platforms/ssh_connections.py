@@ -1,4 +1,4 @@
-"""SSH connections of one launch: open them together, follow their output, and always close them together."""
+"""SSH connections of one launch: open them together, print the output of the hosts, and always close all of them."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ from shardtrain.utils.process import SECRET, allow_open_files
 from shardtrain.utils.redact import visible
 
 START_SECONDS = 20
-"""Time added to the connection timeout for the start of Python on a cold file system."""
+"""Time added to the connection timeout, because Python starts slowly from a cold file system."""
 END_SECONDS = 5.0
-"""Time for hosts to end their processes after a kill request, before their connections are closed."""
+"""Time for hosts to end their processes after a request to kill, before their connections are closed."""
 FOLLOW_SECONDS = 3.0
-"""Time for other hosts to end and report by themselves after a failure. They then receive a request to
-stop."""
+"""Time for other hosts to end and report by themselves after a failure. Afterwards they are requested to stop."""
 FILES_PER_HOST = 5
 """Open files per connection: two pipes, the host's log, and both ends of a pipe while ssh starts."""
 OTHER_FILES = 100
-"""Open files of this process other than those of connections."""
+"""Open files of this process that do not belong to connections."""
 HOSTS_AT_ONCE = 64
-"""Number of concurrent connection attempts. A handshake takes some 20 ms of one core of this machine."""
+"""Number of simultaneous connection attempts. A handshake takes about 20 ms of one core of this machine."""
 LOST = 255
 """Exit status of ssh if the connection failed or was lost."""
 HINTS = (
@@ -51,7 +50,7 @@ HINTS = (
     ("refused", "is its sshd up?"),
     ("user config file", "correct launch.ssh.config_file;"),
 )
-"""Pairs of a fragment of ssh's message and advice for the user."""
+"""Pairs of a substring of ssh's message and advice for the user."""
 
 
 @dataclass
@@ -61,7 +60,7 @@ class _Connection:
     started: float = field(default_factory=time.monotonic)
     ready: bool = False
     problem: Problem | None = None
-    """Reason why this host cannot take part."""
+    """Reason why this host cannot participate, or None."""
     address: str | None = None
     last: str = ""
     asked: bool = False
@@ -105,16 +104,15 @@ class SshConnections:
         """Run until all hosts have ended. Return the exit status of the run.
 
         Raises:
-            ConfigError: a host is unreachable, or has no Python with this package. Nothing was started on
-                    any host.
-            PeerError: the connection to a host was lost.
+            ConfigError: a host is unreachable, or has no Python with this package. Nothing has been started
+                on any host. PeerError: the connection to a host was lost.
         """
         before = signals.handle_requests(self._request)
         try:
             self._connect()
             if self._requests:
                 return self._stopped("before anything was started")
-            # Hosts sign the messages of their rendezvous with this secret.
+            # Hosts sign their rendezvous messages with this secret.
             secret = os.environ.get(SECRET) or secrets.token_hex(32)
             for one, known in zip(self._open, self._found(), strict=True):
                 one.say(one.plan.message(os.environ, {SECRET: secret, **known}))
@@ -125,11 +123,11 @@ class SshConnections:
                 signal.signal(number, handler)
 
     def _request(self, number: int, _frame: object) -> None:
-        # Count each SIGINT, because a second one kills the run. Count SIGTERM only as a first request.
+        # Count each SIGINT, because a second one kills the run. Count SIGTERM only if it is the first request.
         self._requests += number == signal.SIGINT or not self._requests
 
     def _connect(self) -> None:
-        """Open all connections. Hosts receive their commands only after all have answered."""
+        """Open all connections. Hosts receive their commands only after all hosts have answered."""
         # A thousand hosts need more open files than most systems allow by default.
         needed = FILES_PER_HOST * len(self._plans) + OTHER_FILES
         allowed = allow_open_files()
@@ -142,8 +140,8 @@ class SshConnections:
         starting = zip(self._plans, self._start(), strict=True)
         while not self._requests:
             waiting = [one for one in self._open if not one.ready and one.problem is None]
-            # Connect in waves. This machine encrypts for all hosts, and a thousand handshakes together would
-            # all time out.
+            # Connect in waves, because this machine encrypts for all hosts: a thousand simultaneous
+            # handshakes would all time out.
             while len(waiting) < HOSTS_AT_ONCE and (found := next(starting, None)) is not None:
                 waiting.append(self._opened(*found))
             if not waiting:
@@ -191,7 +189,7 @@ class SshConnections:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    # Only the launcher receives Ctrl-C. It asks the hosts to stop.
+                    # Only the launcher receives Ctrl-C. It then requests the hosts to stop.
                     start_new_session=True,
                 )
             except FileNotFoundError:
@@ -226,7 +224,7 @@ class SshConnections:
                 one.say(remote_agent.BEAT)
 
     def _take(self) -> None:
-        """Copy one line of any host to the terminal and to the host's file, or wait briefly for one."""
+        """Copy one line of any host to the terminal and to the host's log file, or wait briefly for a line."""
         try:
             one, line = self._lines.get(timeout=0.05)
         except queue.Empty:
@@ -235,8 +233,8 @@ class SshConnections:
             return
         text = line.decode(errors="replace").rstrip("\r\n")
         if not one.ready and text.startswith(remote_agent.READY):
-            # The first line of a host has its version, which must equal ours, and the address at which it was
-            # reached.
+            # The first line of a host contains its version, which must equal ours, and the address at which
+            # it was reached.
             words = text.removeprefix(remote_agent.READY).split()
             version, address = (*words, "", "")[:2]
             if version != __version__:
@@ -258,7 +256,7 @@ class SshConnections:
             print(f"[{one.name}] {visible(text, colors=True)}", file=sys.stderr, flush=True)
 
     def _found(self) -> list[Mapping[str, str]]:
-        """Return variables of each host that are known after connecting, such as the first host's address."""
+        """Return variables of each host that are known only after connecting, such as the first host's address."""
         reached = [one.address for one in self._open]
         address = addresses.meeting(reached)
         if len(reached) == 1 or address is None:
@@ -270,7 +268,7 @@ class SshConnections:
         return [{**known, LOCAL_ADDRESS: str(own)} for own in reached]
 
     def _follow(self) -> int:
-        """Wait for all hosts. Stop the others after a failure of one host or a request to stop."""
+        """Wait for all hosts. After a failure of one host or a request to stop, stop the others."""
         failed_at = float("inf")
         while any(one.process.poll() is None for one in self._open) or not self._lines.empty():
             self._take()
@@ -283,7 +281,7 @@ class SshConnections:
                 self._kill_at = time.monotonic() + END_SECONDS
                 for one in self._open:
                     one.say(remote_agent.KILL)
-            # A host that does not answer ends by itself, because it receives no keep-alives.
+            # A host that does not answer ends by itself, because it no longer receives keep-alives.
             if time.monotonic() > self._kill_at:
                 return self._stopped("at once, while hosts did not answer; those end what they run by themselves")
         # ssh exits with the status of the remote command, unless ssh lost the connection or was killed.
@@ -294,7 +292,7 @@ class SshConnections:
             print(f"note: {self._lost(lost[0])}", file=sys.stderr, flush=True)
         # The other hosts know how the run ended, and have written it to exit.json.
         codes = [one.process.wait() for one in self._open if not one.is_lost] or [NOT_SAVED]
-        # A node that received the request before its ranks ran was killed by the signal.
+        # A node that received the request before its ranks had started was killed by the signal.
         if self._requests:
             codes = [NOT_SAVED if code > 128 else code for code in codes]
         return status_of([-code if code > 128 else code for code in codes])
@@ -313,14 +311,14 @@ class SshConnections:
             print(f"note: host {failed[0].name} {what}; the others are asked to stop", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
-        """Close all connections. The end of its input makes each host stop its processes."""
+        """Close all connections. Each host stops its processes when its input ends."""
         self._ended.set()
         for one in self._open:
-            # Send all requests first, so all hosts end during the same time.
+            # Send all requests before waiting, so all hosts end at the same time.
             if one.process.poll() is None and one.ready:
                 one.say(remote_agent.KILL)
             elif one.process.poll() is None:
-                # This process still waits for its host, which has received no request.
+                # ssh still connects to its host, which therefore runs nothing.
                 one.process.kill()
             with contextlib.suppress(OSError, ValueError):
                 assert one.process.stdin is not None

@@ -155,7 +155,7 @@ class Push:
         for name in names:
             expected = expected_hash(there[name]) if name in there else None
             if expected is None or hash_of_file(folder / name, expected[0]) != expected[1]:
-                what = "is missing in" if name not in there else "has another hash in"
+                what = "is not in" if name not in there else "has another hash in"
                 raise DataError(f"{name} {what} {self.repo_id} at {done.oid}; check its .gitignore, and push again")
         return f"{self._hub.endpoint}/{self.repo_id}"
 

@@ -66,7 +66,7 @@ FAULTS: dict[str, Fault] = {
     # what a model starts from
     "initial weights by rank": Fault(
         [(DRAW, DRAW.replace("0.02", "0.02 * (1 + int(os.environ.get('RANK', 0)))"))],
-        "dp_shard=2", "refused", ["starts from other weights on rank 1 of 2", "initial() returns *.weight"],
+        "dp_shard=2", "refused", ["starts from other weights on rank 1 of 2", "for *.weight"],
     ),
     "initial weights by number of ranks": Fault(
         [(DRAW, DRAW.replace("0.02", "0.02 / int(os.environ.get('WORLD_SIZE', 1))"))],
