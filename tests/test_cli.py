@@ -133,7 +133,7 @@ def test_version_is_that_of_the_package(capsys):
         ((), ["shardtrain needs a verb", "train, plan,", "shardtrain --help"]),
         (("data",), ["shardtrain data needs a verb", "prepare, check,", "shardtrain data --help"]),
         (("checkpoint",), ["shardtrain checkpoint needs a verb", "ls, verify,", "shardtrain checkpoint --help"]),
-        (("launch",), ["shardtrain launch needs a platform", "local, ssh"]),
+        (("launch",), ["shardtrain launch requires a platform", "local, ssh"]),
         (("data", "tokenizer"), ["shardtrain data tokenizer needs an action", "train"]),
         (("replay",), ["STEP is not set", "120 or 100:120"]),
         (("tain",), ["tain", "is not a verb", "did you mean train?"]),
@@ -244,7 +244,7 @@ def test_the_default_run_trains_with_two_processes(tmp_path):
     words = ["--training.steps=2", *ONE_STEP[1:], *TINY, "--job.dump_folder", str(tmp_path)]
     done = shell("train", *words, NGPU="2")
     assert done.returncode == 0, done.stderr
-    assert "training with 2 processes (as NGPU says)" in done.stderr
+    assert "training with 2 processes (from NGPU)" in done.stderr
     assert "step:  1  loss:" in done.stderr
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
     assert '"code": 0' in (tmp_path / "exit.json").read_text()
@@ -254,7 +254,7 @@ def test_one_process_needs_no_launcher(tmp_path):
     words = ["train", *ONE_STEP, *TINY, "--nproc", "1", "--job.dump_folder", str(tmp_path)]
     done = shell(*words, SHARDTRAIN_ACTIVATE="source here/bin/activate")  # as set by run_train.sh
     assert done.returncode == 0, done.stderr
-    assert "training with 1 process (as --nproc says)" in done.stderr
+    assert "training with 1 process (from --nproc)" in done.stderr
     assert "step:  1  loss:" in done.stderr
     assert "no configuration is named: this is the preset debug" in done.stderr
     suggestions = done.stderr.splitlines()[-4:]

@@ -104,7 +104,7 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
         environment.update({name: value for name, value in names.items() if not environment.get(name)})
         for name, source in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
             if environment[name] != names[name]:
-                rule = f"is not {source}={names[name]}, which srun has set"
+                rule = f"differs from {source}={names[name]}, which srun has set"
                 raise ConfigError(Problem(name, environment[name], rule, f"unset {name}", "environment"))
     if not environment.get("LOCAL_WORLD_SIZE"):
         environment.pop("LOCAL_WORLD_SIZE", None)
@@ -134,19 +134,19 @@ def _require_rank(environment: Mapping[str, str]) -> None:
         if port > 65_535 or not environment.get("MASTER_ADDR"):
             name = "MASTER_PORT" if port > 65_535 else "MASTER_ADDR"
             rule = "is not a port" if port > 65_535 else "is not set"
-            fix = "set MASTER_ADDR and MASTER_PORT to where the first rank listens, as torchrun does"
+            fix = "set MASTER_ADDR and MASTER_PORT to the address and port of the first rank, like torchrun"
             raise ConfigError(Problem(name, environment.get(name) or None, rule, fix, "environment"))
 
 
 def _number(environment: Mapping[str, str], name: str, default: str, least: int = 0) -> int:
     text = environment.get(name) or default
     if not text:
-        fix = (
-            "unset what is left of another launcher (env | grep -E 'RANK|WORLD|TORCHELASTIC'), or set all of its names"
+        fix = "unset the variables of the other launcher (env | grep -E 'RANK|WORLD|TORCHELASTIC'), or set all of them"
+        raise ConfigError(
+            Problem(name, None, "is not set, although other variables of a launcher are", fix, "environment")
         )
-        raise ConfigError(Problem(name, None, "is not set, and a launcher has set others", fix, "environment"))
     if not text.isdecimal() or int(text) < least:
-        rule = f"must be a whole number from {least} on"
+        rule = f"must be an integer of at least {least}"
         raise ConfigError(Problem(name, text, rule, "correct it, or unset it", "environment"))
     return int(text)
 
@@ -161,7 +161,7 @@ def simulated_rank(environment: Mapping[str, str], world_size: int) -> int:
     (511, 0)
     """
     if is_rank(environment):
-        rule = "builds any number of ranks in one process, and a launcher has started this one as one rank of several"
+        rule = "builds all ranks in one process, but a launcher has started this process as one of several ranks"
         raise ConfigError(Problem("comm.mode", "fake_backend", rule, "start it without torchrun or srun, with --nproc"))
     text = environment.get("RANK") or "0"
     if not text.isdecimal() or int(text) >= world_size:
@@ -276,17 +276,17 @@ def asked_processes(requested: int | None, environment: Mapping[str, str]) -> Pr
         ConfigError: the first variable that is set is not a positive integer.
 
     >>> asked_processes(None, {"PET_NPROC_PER_NODE": "auto", "RUNAI_NUM_OF_GPUS": "0.5"})
-    ProcessCount(count=1, reason='as RUNAI_NUM_OF_GPUS says')
+    ProcessCount(count=1, reason='from RUNAI_NUM_OF_GPUS')
     """
     if requested is not None:
-        return ProcessCount(_at_least_one("--nproc", requested, "command line"), "as --nproc says")
+        return ProcessCount(_at_least_one("--nproc", requested, "command line"), "from --nproc")
     for name in ("NGPU", "PET_NPROC_PER_NODE", "RUNAI_NUM_OF_GPUS"):
         text = environment.get(name, "")
         if name == "RUNAI_NUM_OF_GPUS" and re.fullmatch(r"0?\.\d*[1-9]\d*|\d+\.0+", text):
             text = str(max(1, int(float(text))))
         undecided = text in ("auto", "gpu", "cpu") if name == "PET_NPROC_PER_NODE" else text == "0" and name != "NGPU"
         if text and not undecided:
-            return ProcessCount(_at_least_one(name, text, "environment"), f"as {name} says")
+            return ProcessCount(_at_least_one(name, text, "environment"), f"from {name}")
     return None
 
 
@@ -296,7 +296,7 @@ def unseen_devices(environment: Mapping[str, str]) -> ProcessCount | None:
     Devices are not visible in a container without ``--nv``, or on a node without a driver.
 
     >>> unseen_devices({"SLURM_PROCID": "0", "SLURM_JOB_GPUS": "0,1,2,3"})
-    ProcessCount(count=4, reason='SLURM_JOB_GPUS=0,1,2,3, of which none can be seen here')
+    ProcessCount(count=4, reason='SLURM_JOB_GPUS=0,1,2,3, but no device is visible')
     >>> unseen_devices({"SLURM_JOB_GPUS": "0,1"})  # the shell of an allocation, not a task of it
     """
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
@@ -304,7 +304,7 @@ def unseen_devices(environment: Mapping[str, str]) -> ProcessCount | None:
         is_number = name == "SLURM_GPUS_ON_NODE" and text.isdecimal()
         count = int(text) if is_number else len([one for one in text.split(",") if one])
         if count:
-            return ProcessCount(count, f"{name}={text}, of which none can be seen here")
+            return ProcessCount(count, f"{name}={text}, but no device is visible")
     return None
 
 
@@ -401,7 +401,7 @@ def _at_least_one(name: str, value: int | str, where: str) -> int:
     except ValueError:
         count = 0
     if count < 1:
-        raise ConfigError(Problem(name, value, "must be a whole number of processes above 0", "use 1 or more", where))
+        raise ConfigError(Problem(name, value, "must be a positive integer", "use 1 or more", where))
     return count
 
 

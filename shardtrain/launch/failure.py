@@ -47,7 +47,7 @@ IN = "in "
 """Prefix of the note on an exception that contains the step."""
 
 _KILLED: dict[int, str] = {
-    signal.SIGKILL: "was killed by signal 9 (the kernel does that when memory runs out)",
+    signal.SIGKILL: "was killed by signal 9 (the kernel sends it when memory runs out)",
     signal.SIGSTOP: "was stopped (by SIGSTOP, or a read from the terminal in the background) for more than "
     "twice comm.hang_timeout_seconds, and then killed by its launcher",
 }
@@ -100,7 +100,7 @@ def describe(error: BaseException, rank: int) -> Failure:
     if not isinstance(error, ShardtrainError) and limits.is_out_of_memory(error):
         text = limits.explain(error)
     if isinstance(error, SystemExit):
-        text = f"sys.exit({text or 'None'}) was called before the run had ended"
+        text = f"sys.exit({text or 'None'}) was called before the end of the run"
     host = socket.gethostname()
     # If all ranks raise the same error, its text names the rank on which it occurred.
     others = _OF_RANK.fullmatch(text) if isinstance(error, ShardtrainError) else None
@@ -160,14 +160,14 @@ def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
     If the status equals an exit code of shardtrain, use the general code instead, because the rank did not
     mean shardtrain's meaning.
     """
-    message = f"ended with status {exit_code} and left no exception"
+    message = f"exited with status {exit_code} without an exception"
     status = GENERAL if exit_code in MEANINGS else exit_code
     return Failure(rank, socket.gethostname(), "", message, "", time_seconds, status)
 
 
 def lost_with_node(rank: int, host: str) -> Failure:
     """Return the failure of a node that did not report how its ranks ended. ``rank`` is its first rank."""
-    message = "is lost with its node, which did not report how its ranks ended: is the machine up, and its network?"
+    message = "was lost with its node, which did not report how its ranks ended; check the machine and its network"
     return Failure(rank, host, "", message, "", time.time(), PEER)
 
 
@@ -336,8 +336,8 @@ def killed_before(run_folder: Path) -> str:
     """Return the note on a run that has left no ``exit.json``."""
     step = last_step(run_folder / "metrics.jsonl") or 0
     return (
-        f"note: the last run in {run_folder} was killed after step {step} and left no exit.json: by SIGKILL, which the "
-        "kernel also sends when memory runs out, or because the machine went down"
+        f"note: the last run in {run_folder} was killed after step {step} without writing exit.json: by SIGKILL, which "
+        "the kernel also sends when memory runs out, or because the machine went down"
     )
 
 
@@ -361,7 +361,7 @@ def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: O
         descriptor, name = tempfile.mkstemp(prefix="shardtrain-exit-", suffix=".json")
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
-        where = f"; it is in {name}"
+        where = f"; it was written to {name}"
     # Even without the file, the scheduler gets the exit status.
     print(f"cannot write {path}: {storage_errors.explain(error, path)}{where}", file=sys.stderr, flush=True)
 

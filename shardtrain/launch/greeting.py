@@ -27,8 +27,8 @@ LOOK_SECONDS = 0.1
 QUIET_SECONDS = 5.0
 """Time after which a wait is reported with its cause."""
 CONNECT_SECONDS = 5.0
-_NAME_AN_ADDRESS = "name an address of this node that every node reaches"
-_IS_IT_UP = "is the first node up, and its port open?"
+_NAME_AN_ADDRESS = "name an address of this node that every node can reach"
+_IS_IT_UP = "check that the first node is up and its port is open"
 # A TCPStore client first sends VALIDATE with a magic number, then PING with a number that the store sends
 # back. The bytes of the PING are also an empty line, to which servers of text protocols such as HTTP reply.
 _ECHO = b"\r\n\r\n"
@@ -148,7 +148,7 @@ def _serve(endpoint: str) -> socket.socket:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
         rule = f"cannot be served from this host: {os.strerror(error.errno)}"
-        fix = "choose another port, or end the program that has it"
+        fix = "choose another port, or end the program that uses it"
         raise ConfigError(Problem("rendezvous", endpoint, rule, fix)) from None
 
 
@@ -171,7 +171,7 @@ def _reach_self(endpoint: str, listen: Callable[[str, int], socket.socket]) -> s
             try:
                 arrived = server.accept()[0]
             except TimeoutError:
-                raise OSError(f"it leads to another machine ({connection.getpeername()[0]})") from None
+                raise OSError(f"the address belongs to another machine ({connection.getpeername()[0]})") from None
             # A client that sends nothing must not block this node. The token was sent before this
             # connection is accepted.
             with arrived, contextlib.suppress(TimeoutError, ConnectionError):
@@ -194,8 +194,8 @@ def _greet(endpoint: str) -> None:
         except TimeoutError:
             raise OSError("a program accepts the connection but does not reply") from None
     if not reply:
-        raise OSError("the connection ends at once")
+        raise OSError("the connection is closed immediately")
     if reply != _ECHO:
         words = visible(reply.decode("latin-1"), lines=False)
-        rule = f"is served by another program, which answers {words!r}"
+        rule = f"is used by another program, which answers {words!r}"
         raise ConfigError(Problem("rendezvous", endpoint, rule, "choose another port, or end that program"))

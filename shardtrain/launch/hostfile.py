@@ -45,18 +45,20 @@ def chosen(launch: Launch, asked_nodes: int | None) -> list[Host]:
     else:
         hosts = [to_host(text) for text in options.hosts]
     if not hosts:
-        raise ConfigError(Problem("launch.ssh.hosts", None, "names no host", "give --hosts a,b or --hostfile FILE"))
+        raise ConfigError(Problem("launch.ssh.hosts", None, "names no host", "use --hosts a,b or --hostfile FILE"))
     names = [host.label for host in hosts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         rule = f"names {twice} twice"
-        raise ConfigError(Problem("launch.ssh.hosts", None, rule, "name each host once; slots say how many ranks"))
+        raise ConfigError(Problem("launch.ssh.hosts", None, rule, "name each host once, and set slots for more ranks"))
     if asked_nodes is not None and asked_nodes > len(hosts):
-        raise ConfigError(Problem("launch.nodes", asked_nodes, f"is more than {len(hosts)} hosts", "name more hosts"))
+        raise ConfigError(
+            Problem("launch.nodes", asked_nodes, f"exceeds the number of hosts, {len(hosts)}", "name more hosts")
+        )
     hosts = hosts[:asked_nodes] if asked_nodes else hosts
     if len({host.slots for host in hosts}) > 1:
         counts = ", ".join(f"{host.name} has {host.slots or 'no slots=N'}" for host in hosts)
-        fix = "leave some out by --exclude, or choose devices by --include HOST:0,1"
+        fix = "exclude hosts with --exclude, or select devices with --include HOST:0,1"
         raise ConfigError(Problem("slots", None, f"must be equal on all hosts: {counts}", fix))
     return hosts
 
@@ -83,7 +85,10 @@ def read_hostfile(path: Path) -> list[Host]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             Problem(
-                "launch.ssh.hostfile", str(path), f"cannot be read: {getattr(error, 'strerror', error)}", "give a file"
+                "launch.ssh.hostfile",
+                str(path),
+                f"cannot be read: {getattr(error, 'strerror', error)}",
+                "name a readable file",
             )
         ) from None
     hosts = []
@@ -111,7 +116,7 @@ def select(hosts: list[Host], include: str, exclude: str) -> list[Host]:
     [(1,), None]
     """
     if include and exclude:
-        raise ConfigError(Problem("--exclude", exclude, "and --include exclude each other", "give one of them"))
+        raise ConfigError(Problem("--exclude", exclude, "cannot be combined with --include", "use one of them"))
     if include:
         named = _filter("--include", include, hosts)
         return [_with(host, named[host.name]) for host in hosts if host.name in named]

@@ -120,8 +120,8 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
     text = loaded.path.read_text(encoding="utf-8") if loaded.path else None
     # A ConfigMap may transfer the text of the file to the nodes, and many users can read it.
     if text is not None and redact(text) != text:
-        rule = "holds a secret, perhaps in a comment"
-        raise ConfigError(Problem("the configuration file", str(loaded.path), rule, "take it out"))
+        rule = "contains a secret, perhaps in a comment"
+        raise ConfigError(Problem("the configuration file", str(loaded.path), rule, "remove the secret"))
     return ClusterJob(
         name=f"{launch.name[: _NAME_LETTERS - len(verb) - 1].rstrip('-')}-{verb}" if once else launch.name,
         command=tuple(words),
@@ -185,11 +185,13 @@ def refuse_unsafe(texts: Sequence[str]) -> None:
     is_silent = redact(lines) == lines
     for text in texts:
         if not text.isprintable():
-            rule = "has a character that cannot be printed, and would not reach the nodes as it is"
-            raise ConfigError(Problem("argument", text, rule, "leave it out", "command line"))
+            rule = "contains a non-printable character, which would not reach the nodes unchanged"
+            raise ConfigError(Problem("argument", text, rule, "remove the character", "command line"))
         if not is_silent and redact(text) != text:
-            rule = "holds a secret, which scripts, manifests and lists of processes would show"
-            fix = "name its variable in launch.forward_env (ssh, slurm) or launch.secrets (kubernetes, runai)"
+            rule = "contains a secret, which scripts, manifests and process lists would show"
+            fix = (
+                "use its environment variable in launch.forward_env (ssh, slurm) or launch.secrets (kubernetes, runai)"
+            )
             raise ConfigError(Problem("argument", redact(text), rule, fix))
 
 
@@ -210,7 +212,7 @@ def require_free(job: ClusterJob, taken: Collection[str], platform: str) -> None
     """
     for name in job.environment:
         if name in taken:
-            rule = f"is set by {platform} itself, and would not arrive as it is written"
+            rule = f"would be overwritten by {platform}"
             raise ConfigError(Problem(f"launch.env.{name}", job.environment[name], rule, "use another name"))
 
 
@@ -223,8 +225,8 @@ def require_nothing_lost(wanted: Sequence[str], has: Sequence[str], option: str,
     missing = sorted(set(wanted) - set(has))
     if missing:
         other = "launch.secrets" if option == "launch.forward_env" else "launch.forward_env"
-        rule = f"is not what {platform} can use, and {', '.join(missing)} would be missing"
-        raise ConfigError(Problem(option, list(wanted), rule, f"name {missing[0]} in {other} too"))
+        rule = f"is not supported by {platform}, and {', '.join(missing)} would be missing"
+        raise ConfigError(Problem(option, list(wanted), rule, f"also name {missing[0]} in {other}"))
 
 
 def require(value: object, option: str, platform: str, fix: str) -> None:
@@ -234,7 +236,7 @@ def require(value: object, option: str, platform: str, fix: str) -> None:
         ConfigError: the option is not set.
     """
     if value is None or value == "" or value == []:
-        raise ConfigError(Problem(option, None, f"is not set, and {platform} needs it", fix))
+        raise ConfigError(Problem(option, None, f"is not set, but {platform} requires it", fix))
 
 
 def header(submit: str) -> str:

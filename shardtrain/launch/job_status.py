@@ -71,7 +71,7 @@ def parts_of(name: str) -> tuple[str, list[str]]:
     platform, *parts = name.split("/")
     forms = _FORMS.get(platform, ())
     if not forms or len(parts) != len(forms) or not all(map(re.fullmatch, forms, parts)):
-        raise ConfigError(Problem("id", name, "is not an id of a job", "use what launch printed, as slurm/1234"))
+        raise ConfigError(Problem("id", name, "is not a job ID", "use the ID that launch printed, such as slurm/1234"))
     return platform, parts
 
 
@@ -87,11 +87,13 @@ def _run(name: str, verb: str) -> int:
     try:
         # Logs are followed without a timeout.
         if verb != "logs":
-            print(ask(words, fix="ask where the job was launched"), end="")
+            print(ask(words, fix="run this where the job was launched"), end="")
             return 0
         return subprocess.run(words, check=False).returncode
     except FileNotFoundError:
-        raise ConfigError(Problem(words[0], None, "is not on this machine", "ask where the job was launched")) from None
+        raise ConfigError(
+            Problem(words[0], None, "does not exist on this machine", "run this where the job was launched")
+        ) from None
 
 
 def _runai(parts: list[str], verb: str) -> list[str]:
@@ -156,7 +158,7 @@ def _ssh(pid: int, verb: str) -> int:
     folder = folder_of(pid)
     if not (folder / "started").exists():
         raise ConfigError(
-            Problem("id", f"ssh/{pid}", "is not a launch of this user and machine", "look where it began")
+            Problem("id", f"ssh/{pid}", "is not a launch of this user and machine", "run this where it was launched")
         )
     # The process ID may have been reused.
     runs = bool(_started(pid)) and _started(pid) == (folder / "started").read_text(encoding="utf-8")
@@ -164,7 +166,7 @@ def _ssh(pid: int, verb: str) -> int:
         if runs:
             os.kill(pid, signal.SIGTERM)
         else:
-            print("ended already")
+            print("has already ended")
     elif verb == "logs":
         for path in sorted(folder.glob("*.log")):
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -175,5 +177,5 @@ def _ssh(pid: int, verb: str) -> int:
         try:
             print(f"ended with {(folder / 'ended').read_text(encoding='utf-8')}")
         except OSError:
-            print("ended, and could not say how: it was killed, or its machine went down")
+            print("ended without an exit status: it was killed, or its machine went down")
     return 0

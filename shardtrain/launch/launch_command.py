@@ -25,10 +25,10 @@ HELP = """\
 usage: shardtrain launch {local,ssh,slurm,kubernetes,runai,FILE.py} [CONFIG.toml] [--dry-run] [--doctor]
                         [--section.key VALUE ...]
        shardtrain launch {status,logs,stop} [my_platform.py] ID
-       shardtrain launch status                   what you launched from this machine
+       shardtrain launch status                   list your launches from this machine
 
-Start a training where it belongs. --dry-run prints what would be submitted, and submits nothing. --doctor submits
-`shardtrain doctor` in place of the training, on the same nodes in the same way.
+Start a training run on this machine, on hosts or on a cluster. --dry-run prints the job without submitting it. --doctor
+submits `shardtrain doctor` to the same nodes instead of the training run.
 
   --name NAME            launch.name            --nodes N              launch.nodes; MIN:MAX is an elastic run
   --image IMAGE          launch.image           --nproc N              launch.nproc_per_node
@@ -36,10 +36,10 @@ Start a training where it belongs. --dry-run prints what would be submitted, and
   --include a:0@b:1      launch.ssh.include     --exclude a            launch.ssh.exclude
   --max_restarts N       launch.max_restarts
 
-DeepSpeed's names of some: --num_nodes (--nodes), --num_gpus (--nproc), --master_addr (launch.ssh.rendezvous_host),
+DeepSpeed's names: --num_nodes (--nodes), --num_gpus (--nproc), --master_addr (launch.ssh.rendezvous_host),
 --master_port (launch.ssh.rendezvous_port).
 
-All options are keys of [launch] (shardtrain config help launch); what is not an option of launch goes to the run.
+All options are keys of [launch] (shardtrain config help launch). Other options are passed on to the run.
 
   shardtrain launch ssh my_run.toml --hosts node1,node2
   shardtrain launch slurm my_run.toml --nodes 4 --dry-run
@@ -116,17 +116,17 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
             print("\n".join(launched.table()))
             return 0
         if len(rest) != 1:
-            fix = "as slurm/1234; of a platform of yours name its file and the id"
-            raise ConfigError(Problem(f"launch {action}", " ".join(rest) or None, "needs one id", fix))
+            fix = "use an ID such as slurm/1234, or the file of your own platform and an ID"
+            raise ConfigError(Problem(f"launch {action}", " ".join(rest) or None, "requires one ID", fix))
         return FOLLOW[action](rest[0])
     if action not in PLATFORMS and not action.endswith(".py"):
         near = config.nearest(action, [*PLATFORMS, *FOLLOW]) if action else None
         other_names = {"cancel": "stop", "kill": "stop", "k8s": "kubernetes", "log": "logs", "ls": "status"}
         near = other_names.get(action, near)
-        fix = f"use one of {', '.join([*PLATFORMS, *FOLLOW])}, or a file of yours"
+        fix = f"use one of {', '.join([*PLATFORMS, *FOLLOW])}, or your own file"
         if near:
             fix = f"did you mean {near}? {fix}"
-        raise ConfigError(Problem("shardtrain launch", action or None, "needs a platform", fix, "command line"))
+        raise ConfigError(Problem("shardtrain launch", action or None, "requires a platform", fix, "command line"))
     # A new launch: run all checks that do not need the cluster, render the text, then submit it.
     loaded, overrides = _load([word for word in rest if word not in _DRY_RUN and word != _DOCTOR])
     _note_unused(action, loaded)
@@ -160,7 +160,7 @@ def _note_unused(platform: str, loaded: config.Loaded) -> None:
     }.get(platform, ())
     named = [f"launch.{name}" for name in unused if loaded.is_set(f"launch.{name}")]
     if named:
-        print(f"note: {', '.join(named)}: without effect on {platform}", file=sys.stderr)
+        print(f"note: {', '.join(named)}: no effect on {platform}", file=sys.stderr)
 
 
 def _note_unasked(loaded: config.Loaded, platform: str) -> None:
@@ -174,27 +174,27 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
     devices = launch.devices_per_node
     on_cpu = loaded.config.training.device == "cpu"
     if devices and on_cpu:
-        waste = f'{devices} GPUs of each node are asked for, and training.device = "cpu" uses none'
-        print(f"note: {waste}; leave launch.devices_per_node out", file=sys.stderr)
+        waste = f'{devices} GPUs are requested on each node, but training.device = "cpu" uses none'
+        print(f"note: {waste}; remove launch.devices_per_node", file=sys.stderr)
     elif devices and ranks and ranks > devices:
-        rule = f"is more than the {devices} devices of a node, and each rank needs one of its own"
+        rule = f"exceeds the {devices} devices of a node, and each rank requires a separate device"
         raise ConfigError(Problem("launch.nproc_per_node", ranks, rule, f"use {devices}, or more devices or nodes"))
     elif devices and ranks and ranks < devices:
-        waste = f"the {ranks} ranks of a node use {ranks} of its {devices} GPUs, and the others stay idle"
-        print(f"note: {waste}; leave launch.nproc_per_node out for a rank on each", file=sys.stderr)
+        waste = f"the {ranks} ranks of a node use only {ranks} of its {devices} GPUs"
+        print(f"note: {waste}; remove launch.nproc_per_node to run one rank per GPU", file=sys.stderr)
     if not devices and not on_cpu:
         many = f"the {ranks} ranks of a node train on its CPU" if ranks else "the run trains on the CPU"
         note = (
-            f"no GPU is asked for: {many}; set launch.devices_per_node = {ranks or 8}, or "
-            'training.device = "cpu" if that is meant'
+            f"no GPU is requested: {many}; set launch.devices_per_node = {ranks or 8}, or "
+            'training.device = "cpu" if this is intended'
         )
         print(f"note: {note}", file=sys.stderr)
     if platform == "slurm" and launch.cpus_per_node is None and (ranks or devices or 1) > 1:
-        note = f"launch.cpus_per_node is not set: many clusters then give one core to the {ranks or devices} ranks"
-        print(f"note: {note} of a node; 8 for each device is usual", file=sys.stderr)
+        note = f"launch.cpus_per_node is not set: many clusters then assign one core to all {ranks or devices} ranks"
+        print(f"note: {note} of a node; set it to about 8 per device", file=sys.stderr)
     if platform != "slurm" and (devices or 0) > 1 and launch.shared_memory_gib is None:
-        note = "launch.shared_memory_gib is not set: a container has 64 MiB of /dev/shm, too few for NCCL and workers"
-        print(f"note: {note}; 16 is usual", file=sys.stderr)
+        note = "launch.shared_memory_gib is not set: containers then have 64 MiB of /dev/shm, too little for NCCL and"
+        print(f"note: {note} data workers; set it to about 16", file=sys.stderr)
 
 
 def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
@@ -206,7 +206,7 @@ def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
         return
     folder = PurePosixPath(launch.workdir or IMAGE_WORKDIR, job.dump_folder, checkpoint.folder)
     if not any(folder.is_relative_to(to_mount(mount).path) for mount in launch.mounts):
-        note = f"note: checkpoints would be in {folder}, which is in none of launch.mounts, and go with their pod"
+        note = f"note: checkpoints would be deleted with their pod, because {folder} is in none of launch.mounts"
         print(note, file=sys.stderr)
 
 
@@ -234,8 +234,8 @@ def _note_local_paths(platform: str, loaded: config.Loaded) -> None:
             local.append(f"{option} {path}")
     if local:
         paths_text = f"paths of this machine: {', '.join(local)}"
-        fix = f"the job opens them below {loaded.config.launch.workdir or IMAGE_WORKDIR} of its image"
-        print(f"note: {paths_text}; {fix}, so put them there or into launch.mounts", file=sys.stderr)
+        fix = f"the job opens them in {loaded.config.launch.workdir or IMAGE_WORKDIR} of its image"
+        print(f"note: {paths_text}; {fix}, so copy them there, or use launch.mounts", file=sys.stderr)
 
 
 def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
@@ -243,7 +243,7 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     line = split(_spelt_out(words))
     if line.nnodes or line.node_rank is not None or line.rdzv_endpoint:
         rule = "is set by launch on each node"
-        raise ConfigError(Problem("--nnodes", line.nnodes, rule, "say --nodes", "command line"))
+        raise ConfigError(Problem("--nnodes", line.nnodes, rule, "use --nodes", "command line"))
     loaded = config.load(line.path, line.overrides, preset=presets.FIRST)
     launch = loaded.config.launch
     problems = config.check(loaded)
@@ -293,8 +293,10 @@ def _forwarded(job: ClusterJob) -> None:
     """Raise ConfigError if a variable of launch.forward_env is not set."""
     missing = [name for name in job.forwarded if not os.environ.get(name)]
     if missing:
-        fix = f"set {missing[0]}, or leave it out"
-        raise ConfigError(Problem("launch.forward_env", list(job.forwarded), f"names {missing[0]}, not set here", fix))
+        fix = f"set {missing[0]}, or remove it from the list"
+        raise ConfigError(
+            Problem("launch.forward_env", list(job.forwarded), f"names {missing[0]}, which is not set", fix)
+        )
 
 
 def _follow_own(action: str, path: str, name: str) -> int:
@@ -335,7 +337,9 @@ def _own(path: str, asked: PlatformRequest) -> Submission:
 def _local(asked: PlatformRequest) -> Submission:
     job = asked.job()
     if job.nodes > 1:
-        raise ConfigError(Problem("launch.nodes", job.nodes, "is more than this machine", "launch ssh, or --nodes 1"))
+        raise ConfigError(
+            Problem("launch.nodes", job.nodes, "must be 1 with launch local", "use launch ssh, or --nodes 1")
+        )
     # Use this interpreter and the current folder, because launch.python and launch.workdir are
     # paths on other machines.
     command = python_child.command(*job.command[2:])
@@ -343,7 +347,9 @@ def _local(asked: PlatformRequest) -> Submission:
 
     def submit() -> int:
         if importlib.util.find_spec("torch") is None:
-            raise ConfigError(Problem("torch", None, "is not installed here", "pip install torch, or launch elsewhere"))
+            raise ConfigError(
+                Problem("torch", None, "is not installed on this machine", "pip install torch, or launch elsewhere")
+            )
         sys.stdout.flush()
         os.execve(sys.executable, command, {**os.environ, **job.environment})
 

@@ -43,7 +43,10 @@ def table() -> list[str]:
                 entry = json.loads(line)
                 launches.append((float(entry["time"]), str(entry["id"]), str(entry["run"])))
     if not launches:
-        return [f"nothing has been launched from here ({_file()}); write it like: shardtrain launch slurm my_run.toml"]
+        return [
+            f"nothing has been launched from this machine ({_file()}); launch a run with: "
+            "shardtrain launch slurm my_run.toml"
+        ]
     rows = [
         (f"{format_seconds(max(0, round(time.time() - began)))} ago", redact(visible(job_id)), redact(visible(run)))
         for began, job_id, run in launches[::-1][:MOST_LISTED]
@@ -56,5 +59,5 @@ def table() -> list[str]:
     return [
         *lines,
         "",
-        f"shardtrain launch status {rows[0][1]} says how it is; launch logs and launch stop take it too",
+        f"shardtrain launch status {rows[0][1]} prints its state; launch logs and launch stop accept the ID, too",
     ]

@@ -432,8 +432,8 @@ def _warn_of_threads() -> None:
     threads = [*names, *([f"{unnamed} of libraries"] if unnamed > 0 else [])]
     if threads:
         print(
-            f"warning: this process has threads ({', '.join(threads)}) and starts its ranks by fork: a rank may wait "
-            "for ever for a lock that one of them held; start them later",
+            f"warning: this process has threads ({', '.join(threads)}) and forks its ranks: a rank may wait forever "
+            "for a lock that such a thread held; start the threads later",
             file=sys.stderr,
         )
 

@@ -99,22 +99,22 @@ def _compare_node_counts(nodes: Nodes, store: dist.Store, secret: str) -> None:
     sealed = store.compare_set(key, "", seal.close(own_counts.encode()).decode())
     first_counts = seal.open(sealed).decode(errors="replace")
     if not re.fullmatch(r"\d{1,9}:\d{1,9}", first_counts):
-        raise RendezvousStateError("the number of nodes is signed, or was not written by a node")
+        raise RendezvousStateError("the number of nodes is signed with another secret, or was not written by a node")
     if first_counts != own_counts:
         option, _, value = nodes.reason.partition("=")
         least, _, most = first_counts.partition(":")
-        rule = f"must be {least if least == most else first_counts}, as on the node that came first"
+        rule = f"must be {least if least == most else first_counts}, as on the first node"
         raise ConfigError(Problem(option, value, rule, "start all nodes with the same number"))
 
 
 def failed(error: Exception, nodes: Nodes, meeting: Meeting | None) -> PeerError:
     """Return the error of a failed rendezvous: missing nodes, a lost host, or a state with an invalid signature."""
-    rule = f"has ended: its host is gone ({type(error).__name__}); look at the first node"
+    rule = f"has ended, because its host is gone ({type(error).__name__}); check the first node"
     if isinstance(error, RendezvousStateError):
-        rule = f"was disturbed: {error}; give all nodes the same {SECRET}, or see who else connects to the port"
+        rule = f"was disturbed: {error}; set the same {SECRET} on all nodes, or find out who else connects to the port"
     elif meeting is not None and isinstance(error, RendezvousTimeoutError):
         came = len({*meeting.state.participants, *meeting.state.wait_list, meeting.own_node})
-        rule = f"of {nodes.least} nodes did not complete within {nodes.join_seconds} s: {came} joined; are all up?"
+        rule = f"of {nodes.least} nodes did not complete within {nodes.join_seconds} s: {came} joined; check the others"
     return PeerError(f"the meeting at {nodes.endpoint} {rule}")
 
 
@@ -211,7 +211,7 @@ class Meeting(pytorch.DynamicRendezvousHandler):
             if info.rank < size:
                 self._compare_clocks(info.store, info.rank, size)
                 return RendezvousInfo(info.store, info.rank, size, info.bootstrap_store_info)  # type: ignore[arg-type]
-            text = f"{info.world_size} nodes have met, and {' or '.join(map(str, self.counts))} can work"
+            text = f"{info.world_size} nodes have met, but only {' or '.join(map(str, self.counts))} can work"
             print(f"{text}: this node waits for others", file=sys.stderr, flush=True)
 
     def _compare_clocks(self, store: dist.Store, rank: int, size: int) -> None:
@@ -230,7 +230,7 @@ class Meeting(pytorch.DynamicRendezvousHandler):
         for node, other_time in enumerate(others, start=1):
             ahead = other_time - own_time
             if abs(ahead) > CLOCKS_APART_SECONDS:
-                text = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} that of node 0"
+                text = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the clock of node 0"
                 text = f"the clock of node {node} ({addresses.get(node)}) is {text}; start chrony or ntpd on both"
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 

@@ -82,8 +82,8 @@ class NodeReports:
                 # other nodes have read it.
                 with contextlib.suppress(DistError, TimeoutError):
                     within(WAIT_SECONDS + LOST_SECONDS, lambda: self._await_all(_MET))
-                rule = f"is the number of {len(same)} nodes ({', '.join(same)})"
-                raise ConfigError(Problem("--node_rank", given_rank, rule, "give each node its own, from 0"))
+                rule = f"is set on {len(same)} nodes ({', '.join(same)})"
+                raise ConfigError(Problem("--node_rank", given_rank, rule, "use a different rank on each node, from 0"))
 
     def others_have_failed(self) -> bool:
         """True if a rank of another node has failed, or if the store was lost together with its node."""
@@ -155,7 +155,7 @@ class NodeReports:
         except (TimeoutError, DistStoreError):
             # The store reports its own timeout as DistStoreError.
             rule = f"joined the rendezvous but did not report its host within {MEET_SECONDS:g} s"
-            fix = "is it up, and its network?"
+            fix = "check the node and its network"
             raise PeerError(f"node {len(nodes)} of {count}, counted from 0, {rule}; {fix}") from None
         return nodes
 

@@ -78,8 +78,8 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         ConfigError: a variable is not a number, or the rendezvous endpoint is unknown.
     """
     if arguments.nnodes and "TORCHELASTIC_RUN_ID" in names:
-        rule = "is for one process a node, and torchrun has started this one as a rank"
-        raise ConfigError(Problem("--nnodes", arguments.nnodes, rule, "leave out torchrun or --nnodes", "command line"))
+        rule = "requires one process per node, but torchrun has started this process as a rank"
+        raise ConfigError(Problem("--nnodes", arguments.nnodes, rule, "remove torchrun or --nnodes", "command line"))
     # Determine the number of nodes, and this node's rank.
     name, text = _count(arguments, names)
     if not text:
@@ -88,7 +88,7 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
     match = re.fullmatch(r"(?:([1-9][0-9]{0,5}):)?([1-9][0-9]{0,5})", text)
     if not match or int(match[1] or 1) > int(match[2]):
         raise ConfigError(
-            Problem(name, text, "is not a number of nodes", "write 2, or 1:4 for an elastic run", _at(name))
+            Problem(name, text, "is not a number of nodes", "use 2, or 1:4 for an elastic run", _at(name))
         )
     least = int(match[1] or match[2])
     most = int(match[2])
@@ -97,16 +97,14 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
     variables = (name.replace("NNODES", "NODE_RANK"),)
     rank = _number("--node_rank", arguments.node_rank, NODE_RANK if most > 1 else variables, names, least=0)
     if rank is not None and rank >= most:
-        raise ConfigError(Problem(name, text, f"is the number of nodes, and this is node {rank}", "count from 0"))
+        raise ConfigError(Problem(name, text, f"is the number of nodes, but this is node {rank}", "count from 0"))
     _refuse_several_tasks(name, text, names)
     if most == 1:
         return None
     endpoint = _endpoint(arguments, names, name, text)
     where = re.fullmatch(r"[^\s/]+:([0-9]{1,5})", endpoint)
     if not where or not 0 < int(where[1]) < 65_536:
-        raise ConfigError(
-            Problem("rendezvous", endpoint, "is not a host with a port that is a number", "write HOST:PORT")
-        )
+        raise ConfigError(Problem("rendezvous", endpoint, "is not a host and a numeric port", "use the form HOST:PORT"))
     return Nodes(
         least=least,
         most=most,
@@ -130,7 +128,7 @@ def _settings(text: str) -> dict[str, str]:
     """
     pairs = [pair.strip().partition("=") for pair in text.split(",") if pair.strip()]
     if any(not re.fullmatch(r"[a-z_]+", key) or not value for key, _, value in pairs):
-        fix = "write last_call_timeout=10,keep_alive_interval=2"
+        fix = "use the form last_call_timeout=10,keep_alive_interval=2"
         raise ConfigError(Problem("PET_RDZV_CONF", text, "is not a list of settings", fix, "environment"))
     return {key: value for key, _, value in pairs}
 
@@ -148,8 +146,8 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
         if any(name in names for name in _RUNAI):
             return "WORLD_SIZE", world
         missing = " and ".join(one for one in ("RANK", "LOCAL_RANK") if not names.get(one))
-        rule = f"is set without {missing}: platforms mean nodes by it, or ranks"
-        fix = "say which: SHARDTRAIN_NNODES for nodes, or start ranks with torchrun or srun"
+        rule = f"is set without {missing}, so it may count nodes or ranks"
+        fix = "set SHARDTRAIN_NNODES if it counts nodes, or start ranks with torchrun or srun"
         raise ConfigError(Problem("WORLD_SIZE", world, rule, fix, "environment"))
     if environment.is_slurm_node(names):
         return "SLURM_STEP_NUM_NODES", names["SLURM_STEP_NUM_NODES"]
@@ -158,8 +156,8 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
     # mpirun sets no variable that PyTorch reads, so each of its processes would train the full run separately.
     mpi = next((name for name in _MPI_SIZES if names.get(name, "1") != "1"), "")
     if mpi and not environment.is_rank(names):
-        rule = "is of mpirun, whose processes would each train alone: they are not taken for ranks"
-        fix = "start shardtrain once a node, with --nnodes, or the ranks with torchrun or srun"
+        rule = "was set by mpirun, whose processes are not ranks, so each would train separately"
+        fix = "start shardtrain once per node with --nnodes, or start ranks with torchrun or srun"
         raise ConfigError(Problem(mpi, names[mpi], rule, fix, "environment"))
     return "", ""
 
@@ -174,8 +172,8 @@ def _refuse_half(arguments: CommandLine, names: Mapping[str, str]) -> None:
     ranks = {name: names[name] for name in NODE_RANK[:2] if names.get(name, "0") not in ("", "0")}
     name, value = next(iter(ranks.items()), ("", "")) if given is None else (flag, str(given))
     if name:
-        rule = "is for one of several nodes, and nothing says how many there are"
-        fix = "give --nnodes or set PET_NNODES" if given is not None else f"set PET_NNODES, or unset {name}"
+        rule = "is for one of several nodes, but the number of nodes is not set"
+        fix = "use --nnodes or set PET_NNODES" if given is not None else f"set PET_NNODES, or unset {name}"
         raise ConfigError(Problem(name, value, rule, fix, _at(name)))
 
 
@@ -184,8 +182,8 @@ def _refuse_several_tasks(name: str, text: str, names: Mapping[str, str]) -> Non
     tasks = names.get("SLURM_STEP_NUM_TASKS", "")
     hosts = names.get("SLURM_STEP_NUM_NODES", "")
     if name == "SHARDTRAIN_NNODES" and tasks.isdecimal() and hosts.isdecimal() and int(tasks) > int(hosts):
-        rule = f"is for one task a node, and srun has started {tasks} on {hosts}"
-        raise ConfigError(Problem(name, text, rule, "srun --ntasks-per-node=1, or unset it", "environment"))
+        rule = f"requires one task per node, but srun has started {tasks} tasks on {hosts} nodes"
+        raise ConfigError(Problem(name, text, rule, "use srun --ntasks-per-node=1, or unset it", "environment"))
 
 
 def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: str) -> str:
@@ -201,8 +199,8 @@ def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: 
         return f"{first}:{environment.slurm_port(names)}"
     if names.get("SKYPILOT_NODE_IPS"):
         return f"{names['SKYPILOT_NODE_IPS'].split()[0]}:{DEFAULT_PORT}"
-    rule = "says that this is one of several nodes, and nothing says where they meet"
-    raise ConfigError(Problem(why, text, rule, "give --rdzv_endpoint HOST:PORT, or set MASTER_ADDR", _at(why)))
+    rule = "means several nodes, but the rendezvous endpoint is not set"
+    raise ConfigError(Problem(why, text, rule, "use --rdzv_endpoint HOST:PORT, or set MASTER_ADDR", _at(why)))
 
 
 def _by_suffix(names: Mapping[str, str]) -> str | None:
@@ -226,7 +224,7 @@ def _number(
         text = names.get(name)
         if text:
             if not text.isdecimal() or int(text) < least:
-                rule = f"must be a whole number from {least} on"
+                rule = f"must be an integer of at least {least}"
                 raise ConfigError(Problem(name, text, rule, "correct it", "environment"))
             return int(text)
     return None
@@ -250,10 +248,14 @@ def count_nodes(nodes: Nodes, loaded: Loaded, local_ranks: int) -> Nodes:
     for count in sorted({*problems} - {*counts})[-1:]:
         reason = f"with {count}, {problems[count]}"
         if not counts:
-            rule = f"has no number of nodes that can work: {reason}"
+            rule = f"contains no number of nodes that can work: {reason}"
             raise ConfigError(Problem(name, text, rule, "choose other numbers of nodes", _at(name)))
         working = " or ".join(map(str, counts))
-        print(f"note: {name}={text}: {working} nodes can work, others wait; {reason}", file=sys.stderr, flush=True)
+        print(
+            f"note: {name}={text}: only {working} nodes can work, and additional nodes wait; {reason}",
+            file=sys.stderr,
+            flush=True,
+        )
     return replace(nodes, counts=counts, first_decides=loaded.config.training.global_batch_size == -1)
 
 

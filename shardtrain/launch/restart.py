@@ -47,7 +47,7 @@ class Restarts:
             return CRASH_LOOP
         self._cause = cause
         if self._fruitless == FRUITLESS:
-            self.why = f"{FRUITLESS} restarts in a row gained nothing"
+            self.why = f"{FRUITLESS} restarts in a row made no progress"
             return CRASH_LOOP
         self.used += 1
         self._fruitless += 1

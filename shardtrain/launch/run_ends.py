@@ -35,7 +35,7 @@ SAVED = RunEnd(
     Preempted.exit_code,
     "stopped by {reason} after step {step}; everything is saved in {folder}; the same command continues from there",
 )
-AT_ONCE = RunEnd(NotSaved.exit_code, "stopped by {reason}; nothing was saved on the way out{kept}")
+AT_ONCE = RunEnd(NotSaved.exit_code, "stopped by {reason} without saving{kept}")
 DONE = RunEnd(0)
 _REQUESTED = {
     "arguments": UNREAD,

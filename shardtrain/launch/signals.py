@@ -111,7 +111,7 @@ def _watch(
             # the job sends none.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         if stop.remaining_seconds() <= 0 and not stop.closed:
-            end(f"{stop.reason}, and the time was over")
+            end(f"{stop.reason} when the grace period was over")
 
 
 def _keep_from_children(sender: socket.socket, owner: int) -> None:

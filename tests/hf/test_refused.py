@@ -182,7 +182,10 @@ def more_ids(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (more_ids, "tokenizer.json has 1003 token IDs, but vocab_size=260 of config.json .* import with --vocab_size 1003"),
+        (
+            more_ids,
+            "tokenizer.json has 1003 token IDs, but vocab_size=260 of config.json .* import with --vocab_size 1003",
+        ),
         (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json is not a readable tokenizer"),
         (lambda f: (f / "model.safetensors").rename(f / "model-1.safetensors"), "index.json, the index of"),
     ],

@@ -72,7 +72,7 @@ def test_a_fork_of_a_process_that_has_threads_is_reported(tmp_path: Path) -> Non
     process.join(patience.seconds(60))
     output = (tmp_path / "terminal").read_text()
     assert process.exitcode == 0
-    assert "warning: this process has threads (a-thread-of-the-user) and starts its ranks by fork" in output
+    assert "warning: this process has threads (a-thread-of-the-user) and forks its ranks" in output
 
 
 def dies_at_once(_: Loaded) -> None:

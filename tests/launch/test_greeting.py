@@ -87,7 +87,7 @@ NOWHERE = {
 def test_an_unreachable_endpoint_is_reported_by_a_later_node(endpoint):
     place = endpoint.replace("PORT", str(free_port()))
     with pytest.raises(
-        PeerError, match=rf"cannot meet at {place}: .*{NOWHERE[endpoint]}.*, after 1 s; is the first node"
+        PeerError, match=rf"cannot meet at {place}: .*{NOWHERE[endpoint]}.*, after 1 s; check that the first node"
     ):
         greeting.await_store(place, 1)
 
@@ -125,7 +125,9 @@ def test_an_endpoint_of_another_machine_is_named(monkeypatch):
     connect = socket.create_connection
     with program(stay_silent) as elsewhere:
         monkeypatch.setattr(greeting.socket, "create_connection", lambda *_: connect(("127.0.0.1", elsewhere)))
-        with pytest.raises(PeerError, match=r"it leads to another machine \(127.0.0.1\), after 1 s; name an address"):
+        with pytest.raises(
+            PeerError, match=r"the address belongs to another machine \(127.0.0.1\), after 1 s; name an address"
+        ):
             greeting.claim(f"10.9.9.9:{free_port()}", 1)
 
 

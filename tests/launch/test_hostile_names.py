@@ -233,7 +233,7 @@ def test_ids_that_a_platform_would_misread_are_rejected():
 def test_a_malformed_id_is_reported_in_one_line(capsys, verb, name):
     assert main(["launch", verb, name]) == 2
     output = capsys.readouterr()
-    assert "is not an id of a job" in output.err and len(output.err.splitlines()) == 1 and output.out == ""
+    assert "is not a job ID" in output.err and len(output.err.splitlines()) == 1 and output.out == ""
 
 
 PATHS = ["a b.toml", "it's.toml", 'a"b.toml', "$(touch canary).toml", "`id`.toml", "a;b.toml", "-x.toml", "--help.toml",

@@ -58,7 +58,7 @@ def test_a_job_refused_by_runai_is_one_line_with_status_2(tmp_path, monkeypatch,
     stub.write_text("#!/bin/sh\necho 'Error: workload not found' >&2\nexit 1\n")
     stub.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(ConfigError, match="runai refused: Error: workload not found; ") as error:
+    with pytest.raises(ConfigError, match="runai failed: Error: workload not found; ") as error:
         getattr(job_status, verb)("runai/v2/pytorch/-/run")
     assert error.value.exit_code == 2 and len(str(error.value).splitlines()) == 1
 
@@ -146,10 +146,10 @@ def test_an_elastic_run_is_refused():
 
 def test_options_that_pdsh_does_not_support_are_rejected(monkeypatch):
     plans = ssh.render(JOB, Launch(), [Host("a", port=1), Host("a", port=2)], "a", "id")
-    with pytest.raises(ConfigError, match="two have the same"):
+    with pytest.raises(ConfigError, match="two hosts have the same"):
         pdsh.Fan(plans)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="needs pdsh, which is not here"):
+    with pytest.raises(ConfigError, match="requires pdsh, which is not installed"):
         pdsh.Fan(plans[:1])
 
 
@@ -180,6 +180,6 @@ def test_a_reused_process_id_is_not_a_launch(tmp_path, monkeypatch, capsys):
     for other in (after_reboot, later_process):
         (folder / "started").write_text(other)
         job_status.stop(f"ssh/{os.getpid()}")
-    assert capsys.readouterr().out.split("\n") == ["running", "running", "ended already", "ended already", ""]
+    assert capsys.readouterr().out.split("\n") == ["running", "running", "has already ended", "has already ended", ""]
     with pytest.raises(ConfigError, match="not a launch of this user"):
         job_status.status("ssh/1")

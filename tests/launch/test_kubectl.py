@@ -64,7 +64,7 @@ def test_a_refused_create_deletes_the_earlier_objects(tmp_path, requests):
 
 def test_an_object_that_cannot_be_deleted_is_named(tmp_path, requests):
     (tmp_path / "refused").write_text(f"{CREATE} TrainJob: forbidden\n{DELETE} ConfigMap: forbidden\n")
-    with pytest.raises(ConfigError, match="configmap/shardtrain was made and could not be taken away"):
+    with pytest.raises(ConfigError, match="configmap/shardtrain was created and could not be removed"):
         kubectl.create(manifests(tmp_path))
 
 

@@ -63,13 +63,13 @@ sys.exit(main(sys.argv[1:]))
 
 
 NOTES = {
-    "local": "note: launch.image, launch.mounts, launch.shared_memory_gib, launch.secrets: without effect on local\n",
-    "ssh": "note: launch.image, launch.mounts, launch.shared_memory_gib: without effect on ssh\n",
-    "slurm": "note: launch.shared_memory_gib: without effect on slurm\n"
-    "note: launch.cpus_per_node is not set: many clusters then give one core to the 8 ranks of a node; 8 for each "
-    "device is usual\n",
-    "runai": "note: paths of this machine: the configuration {file}; the job opens them below /workspace of its image, "
-    "so put them there or into launch.mounts\n",
+    "local": "note: launch.image, launch.mounts, launch.shared_memory_gib, launch.secrets: no effect on local\n",
+    "ssh": "note: launch.image, launch.mounts, launch.shared_memory_gib: no effect on ssh\n",
+    "slurm": "note: launch.shared_memory_gib: no effect on slurm\n"
+    "note: launch.cpus_per_node is not set: many clusters then assign one core to all 8 ranks of a node; "
+    "set it to about 8 per device\n",
+    "runai": "note: paths of this machine: the configuration {file}; the job opens them in /workspace of its image, "
+    "so copy them there, or use launch.mounts\n",
 }
 
 
@@ -127,7 +127,7 @@ def test_resources_that_a_platform_grants_only_on_request_are_reported():
     devices = ["--launch.devices_per_node", "8", "--image", "x"]
     for platform in ("slurm", "kubernetes", "runai"):
         message = run(platform, "--dry-run", "--nproc", "8", "--image", "x").stderr
-        assert "no GPU is asked for: the 8 ranks of a node train on its CPU; set launch.devices_per_node = 8" in message
+        assert "no GPU is requested: the 8 ranks of a node train on its CPU; set launch.devices_per_node = 8" in message
         assert "no GPU" not in run(platform, "--dry-run", *devices).stderr
         meant = run(platform, "--dry-run", "--image", "x", "--training.device", "cpu")
         assert meant.returncode == 0 and "no GPU" not in meant.stderr
@@ -142,12 +142,12 @@ def test_devices_that_no_rank_uses_and_ranks_without_a_device_are_reported_befor
     devices = ["--launch.devices_per_node", "8", "--image", "x"]
     for platform in ("slurm", "kubernetes", "runai"):
         idle = run(platform, "debug", "--dry-run", *devices, "--nproc", "6").stderr
-        assert "the 6 ranks of a node use 6 of its 8 GPUs, and the others stay idle" in idle
+        assert "the 6 ranks of a node use only 6 of its 8 GPUs" in idle
         unused = run(platform, "debug", "--dry-run", *devices, "--training.device", "cpu").stderr
-        assert '8 GPUs of each node are asked for, and training.device = "cpu" uses none' in unused
+        assert '8 GPUs are requested on each node, but training.device = "cpu" uses none' in unused
         refused = run(platform, "debug", "--dry-run", *devices, "--nproc", "16")
         assert refused.returncode == 2 and refused.stdout == ""
-        assert "launch.nproc_per_node=16 is more than the 8 devices of a node" in refused.stderr
+        assert "launch.nproc_per_node=16 exceeds the 8 devices of a node" in refused.stderr
 
 
 def test_a_launch_without_a_configuration_names_its_preset():
@@ -262,13 +262,13 @@ def test_pods_get_the_grace_period_of_a_save(config_file):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "needs a platform"),
-        (["nowhere"], "needs a platform"),
+        ([], "requires a platform"),
+        (["nowhere"], "requires a platform"),
         (["slurm", "--nodes"], "has no value"),
         (["slurm", "--nodes", "none"], "launch.nodes"),
         (["slurm", "--nodes", "2:"], "write 2, or 1:4"),
         (["kubernetes", "--nodes=:2"], "write 2, or 1:4"),
-        (["slurm", "--nnodes", "2"], "say --nodes"),
+        (["slurm", "--nnodes", "2"], "use --nodes"),
         (["local", "--nodes", "2"], "launch.nodes"),
         (["ssh"], "names no host"),
         (["ssh", "--hosts", "a", "--launch.forward_env=NOT_SET_HERE"], "NOT_SET_HERE"),
@@ -284,7 +284,7 @@ def test_pods_get_the_grace_period_of_a_save(config_file):
         (["slurm", "--launch.slurm.sweep_at_once=2"], "sweep"),
         (["status", "slurm/1;2"], "not an id"),
         (["stop", "ssh/99999999"], "not a launch of this user"),
-        (["logs"], "needs one id"),
+        (["logs"], "requires one ID"),
     ],
 )
 def test_bad_input_is_reported_in_one_line(tmp_path, arguments, message):

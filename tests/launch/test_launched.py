@@ -25,7 +25,7 @@ def test_launches_are_listed(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     assert cli.main(["launch", "status"]) == 0
-    assert "nothing has been launched from here" in capsys.readouterr().out
+    assert "nothing has been launched from this machine" in capsys.readouterr().out
     launched.note("slurm/1234", "outputs/first")
     (tmp_path / "cluster.py").write_text(PLATFORM)
     arguments = ["launch", "cluster.py", "debug", "--job.dump_folder", "outputs/second"]

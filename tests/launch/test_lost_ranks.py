@@ -37,7 +37,7 @@ pytestmark = [
 # code in the rank, or a signal from outside -> exit code, class, part of the message
 FAULTS: dict[str, tuple[int, str, str]] = {
     "os.kill(os.getpid(), 9)": (6, "", "was killed by signal 9"),
-    "os._exit(41)": (41, "", "ended with status 41"),
+    "os._exit(41)": (41, "", "exited with status 41"),
     'raise MemoryError("no room")': (7, "MemoryError", "no room"),
     'raise ValueError("of my own")': (1, "ValueError", "of my own"),
     "SIGTERM": (75, "Preempted", "stopped by SIGTERM after step"),
@@ -143,7 +143,7 @@ def test_a_node_whose_agent_is_killed_is_named_by_the_other_one(tmp_path, victim
         wait_for(lambda: not rank_of_victim.exists() or "(zombie)" in (rank_of_victim / "status").read_text())
     assert hosts[1 - victim].returncode == 6, stderr
     (line,) = [line for line in stderr.splitlines() if "error[" in line or "stopped[" in line]
-    assert f"rank {victim} (host " in line and "is lost with its node" in line and f"logs/rank-{victim}.log" in line
+    assert f"rank {victim} (host " in line and "was lost with its node" in line and f"logs/rank-{victim}.log" in line
     end = record(tmp_path / "run")
     assert (end["code"], end["rank"], end["retryable"]) == (6, victim, True)
 
@@ -184,7 +184,9 @@ def test_nodes_that_fail_to_meet_write_exit_json(tmp_path, monkeypatch, name, no
     with pytest.raises(PeerError), local.lost_peers_in_exit_json(loaded):
         if meanwhile is not None:
             failure.write_exit(tmp_path, None, meanwhile)
-        raise PeerError("the meeting at node-a:29500 of 2 nodes did not complete within 600 s: 1 joined; are all up?")
+        raise PeerError(
+            "the meeting at node-a:29500 of 2 nodes did not complete within 600 s: 1 joined; check the others"
+        )
     end = record(tmp_path)
     assert (end["code"], end["rank"]) == (code, None)
     assert code != 6 or ("did not complete" in end["message"] and end["retryable"])

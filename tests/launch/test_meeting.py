@@ -191,7 +191,7 @@ def test_a_world_with_too_few_nodes_does_not_train(monkeypatch, capsys):
     monkeypatch.setattr(pytorch.DynamicRendezvousHandler, "next_rendezvous", next_rendezvous)
     with pytest.raises(pytorch.RendezvousTimeoutError):
         rendezvous.next_rendezvous()
-    assert "1 nodes have met, and 2 can work: this node waits" in capsys.readouterr().err
+    assert "1 nodes have met, but only 2 can work: this node waits" in capsys.readouterr().err
 
 
 def join_and_follow(rank: int, port: int) -> list[int]:
@@ -319,12 +319,16 @@ ONE, OTHER, NO_SECRET = "of one run", "of another run", ""
 COUNTS = {
     "equal": ((2, 2, NO_SECRET), (2, 2, NO_SECRET), ""),
     "equal and signed": ((1, 4, ONE), (1, 4, ONE), ""),
-    "more": ((2, 2, NO_SECRET), (3, 3, NO_SECRET), '--nnodes="3" must be 2, as on the node that came first'),
-    "elastic": ((2, 2, ONE), (1, 2, ONE), '--nnodes="1:2" must be 2, as on the node that came first'),
-    "fixed": ((1, 2, NO_SECRET), (2, 2, NO_SECRET), '--nnodes="2" must be 1:2, as on the node that came first'),
+    "more": ((2, 2, NO_SECRET), (3, 3, NO_SECRET), '--nnodes="3" must be 2, as on the first node'),
+    "elastic": ((2, 2, ONE), (1, 2, ONE), '--nnodes="1:2" must be 2, as on the first node'),
+    "fixed": ((1, 2, NO_SECRET), (2, 2, NO_SECRET), '--nnodes="2" must be 1:2, as on the first node'),
     "another secret": ((2, 2, ONE), (2, 2, OTHER), "is not signed with the secret of this node"),
     "a secret only here": ((2, 2, NO_SECRET), (2, 2, ONE), "is not signed with the secret of this node"),
-    "a secret only there": ((2, 2, ONE), (3, 3, NO_SECRET), "is signed, or was not written by a node"),
+    "a secret only there": (
+        (2, 2, ONE),
+        (3, 3, NO_SECRET),
+        "is signed with another secret, or was not written by a node",
+    ),
 }
 
 

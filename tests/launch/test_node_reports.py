@@ -108,7 +108,7 @@ def test_two_nodes_with_the_same_node_rank_are_refused_on_both(node_ranks, is_re
     with ThreadPoolExecutor(2) as nodes:
         errors = list(nodes.map(meet, range(2)))
     host = socket.gethostname()
-    expected = f"--node_rank=1 is the number of 2 nodes ({host}, {host}); give each node its own, from 0"
+    expected = f"--node_rank=1 is the number of 2 nodes ({host}, {host}); use a different rank on each node, from 0"
     assert errors == [expected if is_refused else ""] * 2
 
 
@@ -172,7 +172,7 @@ def test_a_lost_store_is_not_called_again_and_its_node_is_named(tmp_path, monkey
     calls = store.calls
     assert second.others_have_failed()
     cause = second.explain([PEERS[2], PEERS[3]], False, tmp_path)
-    assert cause and (cause.rank, cause.exit_code) == (0, 6) and "is lost with its node" in cause.message
+    assert cause and (cause.rank, cause.exit_code) == (0, 6) and "was lost with its node" in cause.message
     assert store.calls == calls, "a lost store must not be called again: each call would take the full timeout"
 
 

@@ -97,8 +97,8 @@ def test_only_the_processes_started_by_an_agent_are_ranks(names):
     [
         ({"PET_NNODES": "two"}, "not a number of nodes"),
         ({"PET_NNODES": "4:2", "MASTER_ADDR": "a"}, "not a number of nodes"),
-        ({"PET_NNODES": "2"}, "nothing says where they meet"),
-        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "not a host with a port"),
+        ({"PET_NNODES": "2"}, "the rendezvous endpoint is not set"),
+        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "not a host and a numeric port"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "PET_NODE_RANK": "2"}, "count from 0"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "RANK": "x"}, "whole number"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MAX_RESTARTS": "-1"}, "whole number"),
@@ -107,8 +107,8 @@ def test_only_the_processes_started_by_an_agent_are_ranks(names):
         ({"MASTER_ADDR": "a", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "without RANK:"),
         ({"WORLD_SIZE": "two", "RANK": "0"}, "without LOCAL_RANK:"),
         ({"WORLD_SIZE": " 2 "}, "without RANK and LOCAL_RANK:"),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "would each train alone"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "would each train alone"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "would train separately"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "would train separately"),
         ({"PET_NNODES": " 2"}, "not a number of nodes"),
         ({"PET_NNODES": "-2"}, "not a number of nodes"),
         ({"PET_NNODES": "auto"}, "not a number of nodes"),
@@ -116,14 +116,14 @@ def test_only_the_processes_started_by_an_agent_are_ranks(names):
         ({"PET_NNODES": "10000000"}, "not a number of nodes"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "PET_NODE_RANK": "-1"}, "whole number"),
         ({"PET_NNODES": "1", "PET_NODE_RANK": "1"}, "count from 0"),
-        ({"PET_NNODES": "", "PET_NODE_RANK": "1", "MASTER_ADDR": "a"}, "nothing says how many"),
-        ({"SHARDTRAIN_NODE_RANK": "3"}, "nothing says how many"),
+        ({"PET_NNODES": "", "PET_NODE_RANK": "1", "MASTER_ADDR": "a"}, "the number of nodes is not set"),
+        ({"SHARDTRAIN_NODE_RANK": "3"}, "the number of nodes is not set"),
         ({"SHARDTRAIN_NNODES": "2", "JOB_COMPLETION_INDEX": "x", "SHARDTRAIN_RDZV_ENDPOINT": "a"}, "whole number"),
         ({"SHARDTRAIN_NNODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"}, "ntasks-per-node=1"),
-        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "not a host with a port"),
-        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "0"}, "not a host with a port"),
-        ({"PET_NNODES": "2", "MASTER_ADDR": "a b"}, "not a host with a port"),
-        ({"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "http://a"}, "not a host with a port"),
+        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "not a host and a numeric port"),
+        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "0"}, "not a host and a numeric port"),
+        ({"PET_NNODES": "2", "MASTER_ADDR": "a b"}, "not a host and a numeric port"),
+        ({"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "http://a"}, "not a host and a numeric port"),
         ({**SLURM, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID"),
     ],
 )
@@ -136,11 +136,11 @@ def test_impossible_nodes_are_reported_in_one_line(names, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--node_rank", "1"], "--node_rank.*nothing says how many"),
-        (["--rdzv_endpoint", "a:1"], "--rdzv_endpoint.*nothing says how many"),
+        (["--node_rank", "1"], "--node_rank.*the number of nodes is not set"),
+        (["--rdzv_endpoint", "a:1"], "--rdzv_endpoint.*the number of nodes is not set"),
         (["--nnodes", "1", "--node_rank", "1"], "count from 0"),
         (["--nnodes", "many"], "not a number of nodes"),
-        (["--nnodes", "2", "--rdzv_endpoint", ":1"], "not a host with a port"),
+        (["--nnodes", "2", "--rdzv_endpoint", ":1"], "not a host and a numeric port"),
     ],
 )
 def test_options_of_a_node_that_cannot_take_effect_are_refused(flags, message):
@@ -218,11 +218,17 @@ def test_rendezvous_settings_are_read_and_a_malformed_list_is_rejected():
 @pytest.mark.parametrize(
     ("text", "batch", "ranks", "counts", "note"),
     [
-        ("1:3", 4, 1, [1, 2], "1 or 2 nodes can work, others wait; with 3, .*global_batch_size=4 .*use 3 or 6"),
-        ("1:4", 4, 1, [1, 2, 4], "1 or 2 or 4 nodes can work, others wait; with 3,"),
+        (
+            "1:3",
+            4,
+            1,
+            [1, 2],
+            "only 1 or 2 nodes can work, and additional nodes wait; with 3, .*global_batch_size=4 .*use 3 or 6",
+        ),
+        ("1:4", 4, 1, [1, 2, 4], "only 1 or 2 or 4 nodes can work, and additional nodes wait; with 3,"),
         ("1:4", 12, 1, [1, 2, 3, 4], ""),
         ("1:3", 4, 2, [1, 2], "with 3, .*times 6 data-parallel ranks"),
-        ("3:4", 4, 1, [4], "4 nodes can work, others wait; with 3,"),
+        ("3:4", 4, 1, [4], "only 4 nodes can work, and additional nodes wait; with 3,"),
         ("1:3", -1, 1, [1, 2, 3], ""),
     ],
 )
@@ -242,6 +248,6 @@ def test_an_elastic_run_without_a_possible_number_of_nodes_is_rejected():
     place = nodes.find(NOTHING, {"PET_NNODES": "5:7", "MASTER_ADDR": "a"})
     loaded = load(None, ["--training.global_batch_size=4", "--training.local_batch_size=1"])
     with pytest.raises(
-        ConfigError, match='PET_NNODES="5:7".* has no number of nodes that can work: with 7, .*global_batch_size=4'
+        ConfigError, match='PET_NNODES="5:7".* contains no number of nodes that can work: with 7, .*global_batch_size=4'
     ):
         nodes.count_nodes(place, loaded, 1)

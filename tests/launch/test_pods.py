@@ -120,4 +120,4 @@ def test_the_same_image_runs_on_one_node_without_the_variables(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert list(losses(tmp_path / "run")) == [1, 2]
-    assert "2 processes (as NGPU says)" in result.stderr
+    assert "2 processes (from NGPU)" in result.stderr

@@ -124,7 +124,7 @@ def test_an_error_repeated_in_the_same_step_ends_the_restarts_and_names_the_data
 @LINUX
 def test_a_run_whose_ranks_always_die_stops_restarting(tmp_path):
     assert end(fork(_launch, config(tmp_path), 100, always_killed)) == CRASH_LOOP
-    assert record(tmp_path)["message"].startswith("3 restarts in a row gained nothing (there is no checkpoint)")
+    assert record(tmp_path)["message"].startswith("3 restarts in a row made no progress (there is no checkpoint)")
 
 
 def attempts(codes, steps, limit):

@@ -213,7 +213,7 @@ def test_a_signal_after_the_end_stops_the_sample_but_keeps_the_status(tmp_path, 
 
 @pytest.mark.parametrize("restarts", [0, 1])
 @pytest.mark.parametrize(("number", "cause"), [
-    (signal.SIGKILL, "was killed by signal 9 (the kernel does that when memory runs out)"),
+    (signal.SIGKILL, "was killed by signal 9 (the kernel sends it when memory runs out)"),
     (signal.SIGSTOP, "was stopped (by SIGSTOP, or a read from the terminal in the background)"),
 ])  # fmt: skip
 def test_a_check_that_is_killed_or_stopped_is_named_and_tried_again(tmp_path, number, cause, restarts):

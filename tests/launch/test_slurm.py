@@ -288,7 +288,7 @@ def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed
     result = shimmed(tmp_path, command, **variables, PYTHON=sys.executable, CONFIG_FILE="configs/debug.toml")
     assert result.returncode == 0, result.stderr
     assert list(losses(tmp_path)) == [1, 2] and f"on {ranks} x cpu" in result.stderr
-    assert ("of which none can be seen here" in result.stderr) == ("SLURM_JOB_GPUS" in variables), (
+    assert ("but no device is visible" in result.stderr) == ("SLURM_JOB_GPUS" in variables), (
         "hidden GPUs must be reported"
     )
     text = (ROOT / "multinode_trainer.slurm").read_text()

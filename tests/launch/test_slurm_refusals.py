@@ -34,10 +34,10 @@ REFUSED = {
         ["--launch.slurm.partition=small", "--launch.nodes=2"],
         ["PartitionNodeLimit", "launch.nodes"],
     ),
-    "more nodes than there are": (["--launch.nodes=5"], ["PartitionConfig", "no such nodes"]),
+    "more nodes than there are": (["--launch.nodes=5"], ["PartitionConfig", "does not have such nodes"]),
     "GPUs that no node has": (["--launch.devices_per_node=8"], ["generic resource", "launch.devices_per_node"]),
     "more memory than a node has": (["--launch.memory_gib_per_node=64"], ["Memory", "launch.memory_gib_per_node"]),
-    "more cores than a node has": (["--launch.cpus_per_node=96"], ["PartitionConfig", "no such nodes"]),
+    "more cores than a node has": (["--launch.cpus_per_node=96"], ["PartitionConfig", "does not have such nodes"]),
     "a partition of another account": (
         ["--launch.slurm.partition=theirs", "--launch.slurm.account=mine"],
         ["account", "launch.slurm.account"],
@@ -65,7 +65,7 @@ def test_a_job_that_must_wait_is_queued_with_a_note_and_its_status_explains_it(c
     name = result.stdout.strip()
     status = launch(cluster, "status", name).stdout
     assert status.startswith(
-        f"{name}: PENDING, PartitionDown: the partition is closed; it starts when it is opened, log /"
+        f"{name}: PENDING, PartitionDown: the partition is closed; the job starts when it opens, log /"
     )
     early = launch(cluster, "logs", name)
     assert early.returncode == 2 and "has no log yet" in early.stderr
@@ -92,7 +92,7 @@ def assert_reported(names: dict[str, str], message: str) -> None:
 
 
 def test_a_controller_that_is_down_is_reported(cluster, tmp_path):
-    assert_reported(with_line(cluster, tmp_path, "SlurmctldPort=1"), "is the controller up")
+    assert_reported(with_line(cluster, tmp_path, "SlurmctldPort=1"), "check that the controller is up")
 
 
 def test_munge_that_is_down_is_reported(cluster, tmp_path):
@@ -107,7 +107,7 @@ def test_a_wrong_munge_key_is_reported(cluster, tmp_path_factory):
     folder.chmod(0o755)  # regardless of the umask: munge's user must be able to read it
     with munged(folder / "munge") as socket:
         names = with_line(cluster, folder, f"AuthInfo=socket={socket},cred_expire=5")
-        assert_reported(names, "is the controller up, and does munge have the cluster's key")
+        assert_reported(names, "that munge has the cluster's key")
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "stop"])

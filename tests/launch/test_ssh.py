@@ -143,7 +143,7 @@ def test_a_killed_launcher_leaves_nothing_on_the_hosts(tmp_path, ssh_config, via
     wait_for(lambda: not marked(tmp_path / "run"), 60)
     assert not marked(tmp_path / "run")
     status = run([sys.executable, "-m", "shardtrain", "launch", "status", f"ssh/{launcher.pid}"], tmp_path)
-    assert status.stdout == "ended, and could not say how: it was killed, or its machine went down\n"
+    assert status.stdout == "ended without an exit status: it was killed, or its machine went down\n"
 
 
 @pytest.mark.parametrize(

@@ -173,10 +173,10 @@ def test_a_host_whose_ssh_session_is_killed_is_reported_within_10_s(network, tmp
     [
         (
             "host-a,nowhere.invalid",
-            ['host="nowhere.invalid" cannot be reached', "Could not resolve", "is the name right"],
+            ['host="nowhere.invalid" cannot be reached', "Could not resolve", "check the name"],
         ),
         (f"host-a,{machines.HOLE}", [f'host="{machines.HOLE}" cannot be reached', "timed out", "is it up"]),
-        ("host-a,host-b:1", ['host="host-b:1" cannot be reached', "refused", "is its sshd up"]),
+        ("host-a,host-b:1", ['host="host-b:1" cannot be reached', "refused", "check that its sshd is up"]),
     ],
 )
 def test_a_host_that_does_not_answer_is_reported_within_the_limit(network, tmp_path, hosts, expected):
@@ -235,7 +235,7 @@ def copy(tmp_path):
 def test_a_host_with_another_version_is_reported_with_both(network, tmp_path, copy):
     with network.hosts["host-b"].shows(ROOT / "shardtrain", copy):
         result = run(command(network, tmp_path / "run"), tmp_path)
-    expected = ['host="host-b" has shardtrain 9.8.7', f"this machine has {__version__}", "install one version"]
+    expected = ['host="host-b" has shardtrain 9.8.7', f"this machine has {__version__}", "install the same version"]
     _is_refused(result, tmp_path / "run", expected)
 
 

@@ -115,7 +115,7 @@ def test_goodput_accounting_fails_with_one_warning(
         ledger.saved(2)
         ledger.rollback(1)
         assert ledger.measures() == {}
-    assert caplog.text.count("goodput is not recorded from here on") == 1
+    assert caplog.text.count("goodput is no longer recorded") == 1
 
 
 def test_failing_exit_report_does_not_change_the_exit_status(

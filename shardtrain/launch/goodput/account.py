@@ -11,15 +11,15 @@ from shardtrain.utils.units import format_seconds
 
 BINS = ("productive", "checkpoint", "data", "validation", "compile", "start", "restart", "lost")
 MEANINGS = {
-    "productive": "forward, backward and update of the steps that count",
+    "productive": "forward, backward and update of steps that were not repeated",
     "checkpoint": "waiting for saves",
-    "data": "waiting for the data of the steps that count",
+    "data": "waiting for the data of steps that were not repeated",
     "validation": "validation passes",
-    "compile": "the first step of each attempt, beyond a usual one",
-    "start": "imports, building, loading; and the way out after the last step",
+    "compile": "first step of each attempt, minus a normal step",
+    "start": "imports, building and loading, and the exit after the last step",
     "restart": "from a failure to the start of the next attempt, within one command",
-    "lost": "steps after the checkpoint that a later attempt continued from, done again",
-    "idle": "between two commands: no part of the ratio",
+    "lost": "steps that a later attempt repeated, because they followed its checkpoint",
+    "idle": "between two commands; not part of the running time",
 }
 
 

@@ -110,7 +110,7 @@ def read(folder: Path) -> tuple[list[Event], int]:
         content = bounded_reads.whole(path, MAX_BYTES)
     except OSError as error:
         rule = f"{path} cannot be read ({error.strerror})"
-        raise DataError(f"{rule}; give the folder of a run (job.dump_folder) that has trained a step") from error
+        raise DataError(f"{rule}; name the folder of a run (job.dump_folder) that has trained a step") from error
     events: list[Event] = []
     bad = 0
     for text in content.split(b"\n"):
@@ -133,7 +133,7 @@ def append(path: Path, event: Event) -> None:
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         content = b"\n" * torn + line(event)
         if os.write(descriptor, content) != len(content):
-            raise OSError(f"cannot write a whole line to {path}")
+            raise OSError(f"cannot write a full line to {path}")
     finally:
         os.close(descriptor)
 

@@ -83,7 +83,7 @@ class Ledger:
             try:
                 path.rename(aside)
             except OSError as error:
-                logger.warning(f"cannot rename {path}: {storage_errors.explain(error, path)}; it now holds two runs")
+                logger.warning(f"cannot rename {path}: {storage_errors.explain(error, path)}; it now contains two runs")
             earlier = []
         self._past = account([*earlier, Attempt(self._start)])
         self._write(self._start)
@@ -180,7 +180,7 @@ class Ledger:
         except Exception as error:
             if self._path is not None:
                 problem = f"{type(error).__name__}: {error}"
-                logger.warning(f"cannot account for the time: {problem}; goodput is not recorded from here on")
+                logger.warning(f"cannot account for the time: {problem}; goodput is no longer recorded")
                 self._path = None
             return otherwise
 
@@ -191,7 +191,7 @@ class Ledger:
             events.append(self._path, event)
         except OSError as error:
             problem = storage_errors.explain(error, self._path)
-            logger.warning(f"cannot write {self._path}: {problem}; goodput is not recorded from here on")
+            logger.warning(f"cannot write {self._path}: {problem}; goodput is no longer recorded")
             self._path = None
 
     def _earlier(self, folder: Path) -> list[Attempt]:
@@ -200,10 +200,10 @@ class Ledger:
         try:
             found, bad = events.read(folder)
         except DataError as error:
-            logger.warning(f"{error}; earlier attempts are left out of the goodput")
+            logger.warning(f"{error}; the goodput excludes earlier attempts")
             return []
         if bad > 1:
-            logger.warning(f"{folder / events.FILE}: {bad} lines are damaged and count for nothing")
+            logger.warning(f"{folder / events.FILE}: {bad} damaged lines are ignored")
         return attempts_of(found)
 
 

@@ -34,18 +34,18 @@ _PODS_OF = {
 _BESIDE = {"trainjob": "configmaps,trainingruntimes.trainer.kubeflow.org"}
 
 _FIXES = (
-    ("AlreadyExists", "choose another --name, or end the other with launch stop"),
-    (r"namespaces .* not found", "create it, or correct launch.kubernetes.namespace"),
+    ("AlreadyExists", "choose another --name, or end the other job with launch stop"),
+    (r"namespaces .* not found", "create the namespace, or correct launch.kubernetes.namespace"),
     (
         r"no matches for kind|have a resource type|find the requested resource",
         "install its operator, or correct launch.kubernetes.kind",
     ),
-    ("exceeded quota", "ask for less, or wait until other jobs end"),
-    (r"NotFound", "it has ended and was removed, or the id is wrong"),
-    (r"orbidden", "ask who runs the cluster for this right"),
-    (r"context .*(not found|not exist)", "choose one that is there: kubectl config use-context NAME"),
+    ("exceeded quota", "request less, or wait until other jobs end"),
+    (r"NotFound", "it has ended and was removed, or the ID is wrong"),
+    (r"orbidden", "ask the cluster's administrators for this permission"),
+    (r"context .*(not found|not exist)", "choose an existing one: kubectl config use-context NAME"),
     (r"logged in|Unauthorized", "log in to the cluster again"),
-    (r"onnect|no such host", "is the cluster up, and the one you mean? see kubectl config current-context"),
+    (r"onnect|no such host", "check that the cluster is up and is the right one: kubectl config current-context"),
 )
 
 
@@ -80,7 +80,7 @@ def _take_away(created: Sequence[str]) -> str:
         except ConfigError:
             manifest = json.loads(written)
             name = f"{manifest['kind'].lower()}/{manifest['metadata']['name']}"
-            return f"{name} was made and could not be taken away: kubectl delete it"
+            return f"{name} was created and could not be removed; delete it with kubectl"
     return ""
 
 
@@ -134,12 +134,12 @@ def logs(namespace: str, kind: str, name: str) -> int:
     _ask([*within, "get", RESOURCES[kind], name])
     pods = _ask([*within, "get", "pods", *selector, "--output", "name"]).split()
     if not pods:
-        rule = f"has no pods in {namespace}, and so no log"
-        raise ConfigError(Problem(f"{kind} {name}", None, rule, "wait for them, and ask for its status"))
+        rule = f"has no pods in {namespace}, so it has no log"
+        raise ConfigError(Problem(f"{kind} {name}", None, rule, "wait for them, and check its status"))
     if len(pods) > MOST_FOLLOWED:  # kubectl does not support so many
         first = min(pods, key=_in_order)  # master before worker, then by number: the first has rank 0
-        print(f"{len(pods):,} pods: the log is that of {first}, which prints the steps", file=sys.stderr, flush=True)
-        print(f"for another one: kubectl --namespace {namespace} logs POD", file=sys.stderr, flush=True)
+        print(f"{len(pods):,} pods: showing the log of {first}, which prints the steps", file=sys.stderr, flush=True)
+        print(f"for another pod: kubectl --namespace {namespace} logs POD", file=sys.stderr, flush=True)
         return subprocess.run(["kubectl", *within, "logs", first, "--follow"], check=False).returncode
     follow = ["--follow", "--prefix", "--tail=-1", f"--max-log-requests={MOST_FOLLOWED}", "--ignore-errors"]
     return subprocess.run(["kubectl", *within, "logs", *selector, *follow], check=False).returncode
@@ -171,13 +171,16 @@ def _ask(words: Sequence[str], text: str = "", seconds: int = WAIT_SECONDS) -> s
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds, check=False)
     except FileNotFoundError:
         fix = "install kubectl and choose a cluster, or use --dry-run"
-        raise ConfigError(Problem("kubectl", None, "is not on this machine", fix)) from None
+        raise ConfigError(Problem("kubectl", None, "does not exist on this machine", fix)) from None
     except subprocess.TimeoutExpired:
-        fix = "is it up, and the one you mean? see kubectl config current-context"
-        raise ConfigError(Problem("kubectl", None, f"had no answer of the cluster in {seconds} s", fix)) from None
+        fix = "check that it is up and is the right one: kubectl config current-context"
+        raise ConfigError(Problem("kubectl", None, f"got no reply from the cluster within {seconds} s", fix)) from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if not re.match(r"[EWI]\d{4} ", line)]
         reason = " ".join(" ".join(lines).split())[-500:] or f"exit status {done.returncode}"
-        fix = next((fix for found, fix in _FIXES if re.search(found, reason)), "correct [launch], or ask the cluster")
-        raise ConfigError(Problem("kubectl", None, f"refused: {reason}", fix))
+        fix = next(
+            (fix for found, fix in _FIXES if re.search(found, reason)),
+            "correct [launch], or ask the cluster's administrators",
+        )
+        raise ConfigError(Problem("kubectl", None, f"failed: {reason}", fix))
     return done.stdout

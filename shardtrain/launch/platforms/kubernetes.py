@@ -31,7 +31,10 @@ def render(job: ClusterJob, launch: Launch) -> str:
         ConfigError: the job requires something that Kubernetes does not support.
     """
     require(
-        job.image, "launch.image", "kubernetes", "name an image that holds this package: scripts/containers/Dockerfile"
+        job.image,
+        "launch.image",
+        "kubernetes",
+        "name an image that contains this package: scripts/containers/Dockerfile",
     )
     require_nothing_lost(job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "kubernetes")
     kinds = {"pytorchjob": _pytorchjob, "trainjob": _trainjob, "jobset": _jobset}
@@ -42,8 +45,8 @@ def render(job: ClusterJob, launch: Launch) -> str:
         metadata = _metadata(job, launch)
         manifests.insert(0, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
     if job.is_elastic and launch.kubernetes.kind != "pytorchjob":
-        rule = "has no effect there: a lost pod ends the whole attempt"
-        fix = 'leave out launch.min_nodes, or use "pytorchjob"'
+        rule = "does not support launch.min_nodes, because a lost pod ends the attempt"
+        fix = 'remove launch.min_nodes, or use "pytorchjob"'
         raise ConfigError(Problem("launch.kubernetes.kind", launch.kubernetes.kind, rule, fix))
     # Keep each text on one line, so all YAML parsers agree on the quotes, and users can search for the text.
     text = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=_NO_FOLD)
@@ -122,8 +125,8 @@ def _volumes(job: ClusterJob) -> list[tuple[str, Manifest, Manifest]]:
     own = {mount["mountPath"] for _, mount, _ in found}
     for mount in job.mounts:
         if mount.path.rstrip("/") in own:
-            rule = "is where the pod has a volume of its own"
-            fix = "mount it elsewhere"
+            rule = "uses a path at which the pod mounts another volume"
+            fix = "mount it at another path"
             raise ConfigError(Problem("launch.mounts", f"{mount.source}:{mount.path}", rule, fix))
     claims = list(dict.fromkeys(mount.source for mount in job.mounts))
     for mount in job.mounts:

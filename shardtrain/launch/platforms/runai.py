@@ -19,13 +19,13 @@ def render(job: ClusterJob, launch: Launch) -> list[str]:
     Raises:
         ConfigError: the job requires something that the command does not support.
     """
-    fix = "name an image that holds this package: scripts/containers/Dockerfile"
+    fix = "name an image that contains this package: scripts/containers/Dockerfile"
     require(job.image, "launch.image", "runai", fix)
     require_nothing_lost(job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "runai")
     for mount in job.mounts:
         if mount.read_only:
-            rule = "mounts read-only, for which runai has no flag"
-            raise ConfigError(Problem("launch.mounts", f"{mount.source}:{mount.path}:ro", rule, "leave out :ro"))
+            rule = "is read-only, which runai does not support"
+            raise ConfigError(Problem("launch.mounts", f"{mount.source}:{mount.path}:ro", rule, "remove :ro"))
     words = _v2(job, launch) if launch.runai.cli == "v2" else _v1(job, launch)
     return [*words, "--command", "--", *job.command]
 
@@ -58,7 +58,7 @@ def _v1(job: ClusterJob, launch: Launch) -> list[str]:
     ]
     for name, value in job.environment.items():
         if value.startswith("SECRET:"):
-            rule = "begins with SECRET:, which runai v1 takes for a reference"
+            rule = "begins with SECRET:, which runai v1 interprets as a reference"
             raise ConfigError(Problem(f"launch.env.{name}", value, rule, "use launch.secrets"))
     for secret in job.secrets:
         words += ["-e", f"{secret.variable}=SECRET:{secret.name},{secret.key}"]

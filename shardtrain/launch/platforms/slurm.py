@@ -127,10 +127,10 @@ def render(job: ClusterJob, launch: Launch) -> str:
     require_nothing_lost([s.variable for s in job.secrets], job.forwarded, "launch.secrets", "slurm")
     require_free(job, TAKEN, "Slurm's script")
     if slurm.container != "none":
-        require(job.image, "launch.image", slurm.container, "set the image, or container to none")
+        require(job.image, "launch.image", slurm.container, "set the image, or set the container to none")
     if job.is_elastic:
-        rule = "has no effect on slurm, which starts a job on all its nodes or on none"
-        raise ConfigError(Problem("launch.min_nodes", job.min_nodes, rule, "leave it out"))
+        rule = "has no effect on slurm, which starts a job only on all its nodes"
+        raise ConfigError(Problem("launch.min_nodes", job.min_nodes, rule, "remove it"))
 
     # The head of the script: sbatch options, the folder, the user's setup lines, and variables.
     lines = [
@@ -257,7 +257,7 @@ def note_missing(job: ClusterJob, launch: Launch) -> None:
         named.append(("launch.image", image))
     for option, path in named:
         if path and not Path(path).exists():
-            print(f"note: {option}={path} is not on this machine; all nodes must have it", file=sys.stderr)
+            print(f"note: {option}={path} does not exist on this machine; it must exist on all nodes", file=sys.stderr)
 
 
 def ask(command: Sequence[str], text: str = "", fix: str = "", fixes: Mapping[str, str] | None = None) -> str:
@@ -270,16 +270,18 @@ def ask(command: Sequence[str], text: str = "", fix: str = "", fixes: Mapping[st
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     except FileNotFoundError:
-        raise ConfigError(Problem(command[0], None, "is not on this machine", fix or "install it")) from None
+        raise ConfigError(Problem(command[0], None, "does not exist on this machine", fix or "install it")) from None
     except subprocess.TimeoutExpired:
         rule = f"did not answer within {WAIT_SECONDS} s"
-        raise ConfigError(Problem(command[0], None, rule, "is the cluster up? try again later")) from None
+        raise ConfigError(
+            Problem(command[0], None, rule, "check that the cluster is up, and try again later")
+        ) from None
     if done.returncode:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines()]
         # Remove "sbatch: error: " from each line.
         messages = [re.sub(r"^\w+: (error|fatal): ", "", line) for line in lines]
         words = "; ".join(filter(None, messages))[-500:] or f"exit status {done.returncode}"
         known = (advice for pattern, advice in (fixes or {}).items() if re.search(pattern, words))
-        advice = next(known, "correct [launch], or ask the cluster")
-        raise ConfigError(Problem(command[0], None, f"refused: {words}", advice))
+        advice = next(known, "correct [launch], or ask the cluster's administrators")
+        raise ConfigError(Problem(command[0], None, f"failed: {words}", advice))
     return done.stdout

@@ -25,24 +25,30 @@ REFUSALS = {
     r"[Ii]nvalid partition": "correct launch.slurm.partition; `sinfo` lists them",
     r"[Rr]equested time limit": "lower launch.slurm.time_limit_minutes; `sinfo -o '%P %l'` shows the limits",
     r"[Ii]nvalid account|[Ii]nvalid qos|account/partition combination": (
-        "correct launch.slurm.account and launch.slurm.qos; `sacctmgr show associations user=$USER` lists yours"
+        "correct launch.slurm.account and launch.slurm.qos; list yours with `sacctmgr show associations user=$USER`"
     ),
     r"violates accounting/QOS policy|QOS[A-Z]\w*Limit|Assoc[A-Z]\w*Limit": (
-        "ask for less, or wait until your other jobs have ended; `sacctmgr show qos` shows the limits"
+        "request less, or wait until your other jobs have ended; `sacctmgr show qos` shows the limits"
     ),
-    r"generic resource|gres": "correct launch.devices_per_node; `sinfo -o '%P %G'` shows what nodes have",
-    r"Memory specification": "lower launch.memory_gib_per_node; `sinfo -o '%P %m'` shows what nodes have, in MiB",
-    r"CPU count|More processors": "lower launch.cpus_per_node; `sinfo -o '%P %c'` shows what nodes have",
+    r"generic resource|gres": "correct launch.devices_per_node; `sinfo -o '%P %G'` shows the devices of the nodes",
+    r"Memory specification": "lower launch.memory_gib_per_node; `sinfo -o '%P %m'` shows the nodes' memory in MiB",
+    r"CPU count|More processors": "lower launch.cpus_per_node; `sinfo -o '%P %c'` shows the CPUs of the nodes",
     r"[Nn]ode count|node configuration is not available": (
-        "lower launch.nodes or what is asked for on each; `sinfo -o '%P %D %c %m %G'` shows what there is"
+        "lower launch.nodes or the request for each node; `sinfo -o '%P %D %c %m %G'` shows the nodes"
     ),
     r"[Ii]nvalid feature|[Ii]nvalid node name|reservation": "correct launch.slurm.directives",
-    r"group not permitted|[Aa]ccess/permission|not permitted to use": "ask the cluster for access, or use another",
-    r"Zero Bytes": "is the controller up, and does munge have the cluster's key here? `scontrol ping` shows it",
-    r"contact slurm controller|timed out|configuration (source|file)": (
-        "is the controller up, and this a login node of the cluster? `scontrol ping` shows it; try again later"
+    r"group not permitted|[Aa]ccess/permission|not permitted to use": (
+        "ask the cluster's administrators for access, or use another partition"
     ),
-    r"[Mm]unge|authentication|credential": "munge does not work on this machine; tell the cluster's administrators",
+    r"Zero Bytes": (
+        "check that the controller is up (`scontrol ping`), and that munge has the cluster's key on this machine"
+    ),
+    r"contact slurm controller|timed out|configuration (source|file)": (
+        "check that the controller is up (`scontrol ping`), and that this is a login node; try again later"
+    ),
+    r"[Mm]unge|authentication|credential": (
+        "munge does not work on this machine; report it to the cluster's administrators"
+    ),
 }
 """Pattern of sbatch's error -> fix."""
 
@@ -50,22 +56,22 @@ _NO_TASK = "4294967294"
 """Task number in the log name of an array that has not started yet."""
 _LIMIT = "a limit of your account or QOS; `sacctmgr show qos` shows them"
 REASONS: dict[str, tuple[str, bool]] = {
-    r"PartitionTimeLimit": ("launch.slurm.time_limit_minutes is above the limit of the partition", True),
-    r"PartitionNodeLimit": ("launch.nodes is not what the partition allows", True),
-    r"PartitionConfig|BadConstraints": ("the partition has no such nodes, or not so many, or not for so long", True),
-    r"AccountNotAllowed|Job's account": ("the partition is not for launch.slurm.account", True),
-    r"QOSNotAllowed|Job's QOS": ("the partition is not for launch.slurm.qos", True),
-    r"InvalidAccount": ("launch.slurm.account is not known", True),
-    r"InvalidQOS": ("launch.slurm.qos is not known", True),
+    r"PartitionTimeLimit": ("launch.slurm.time_limit_minutes exceeds the limit of the partition", True),
+    r"PartitionNodeLimit": ("launch.nodes is outside of the limits of the partition", True),
+    r"PartitionConfig|BadConstraints": ("the partition does not have such nodes, enough nodes, or enough time", True),
+    r"AccountNotAllowed|Job's account": ("the partition does not allow launch.slurm.account", True),
+    r"QOSNotAllowed|Job's QOS": ("the partition does not allow launch.slurm.qos", True),
+    r"InvalidAccount": ("launch.slurm.account is unknown", True),
+    r"InvalidQOS": ("launch.slurm.qos is unknown", True),
     r"(Assoc|QOS)\w*(PerJob|PerNode)\w*": (_LIMIT, True),
-    r"QOSMin\w*": ("less than the least of the QOS; `sacctmgr show qos` shows it", True),
-    r"(Assoc|QOS|MaxCpu|MaxMem|MaxJobs)\w*": (_LIMIT + "; it starts when others of your jobs have ended", False),
-    r"PartitionDown|PartitionInactive": ("the partition is closed; it starts when it is opened", False),
+    r"QOSMin\w*": ("the request is below the minimum of the QOS; see `sacctmgr show qos`", True),
+    r"(Assoc|QOS|MaxCpu|MaxMem|MaxJobs)\w*": (_LIMIT + "; it starts when other jobs of yours have ended", False),
+    r"PartitionDown|PartitionInactive": ("the partition is closed; the job starts when it opens", False),
     r"ReqNodeNotAvail.*|Nodes? ?Down.*|Nodes required for job are.*": ("nodes are down, drained or reserved", False),
     r"JobHeldUser|JobHeldAdmin|.*requeued held": ("it is held; `scontrol release` releases it", False),
     r"BeginTime": ("it was queued again or has a start time; Slurm waits up to two minutes", False),
-    r"JobArrayTaskLimit": ("launch.slurm.sweep_at_once tasks run already", False),
-    r"Priority": ("others come first", False),
+    r"JobArrayTaskLimit": ("launch.slurm.sweep_at_once tasks are already running", False),
+    r"Priority": ("other jobs have a higher priority", False),
     r"Resources": ("it waits for nodes to become free", False),
     r"Dependency": ("it waits for another job", False),
     r"DependencyNeverSatisfied": ("the job that it waits for has failed", True),
@@ -134,7 +140,7 @@ def submit(text: str) -> str:
     Raises:
         ConfigError: sbatch is missing or rejects the script, or the job can never start.
     """
-    missing = "is slurm's client installed here? launch from a login node, or use --dry-run"
+    missing = "install Slurm's client, launch from a login node, or use --dry-run"
     number = ask([*SUBMIT], text, missing, REFUSALS).strip().partition(";")[0]
     # sbatch accepts jobs that can never start. Only the reason of the pending job shows this.
     record = _first_look(number)
@@ -144,7 +150,7 @@ def submit(text: str) -> str:
     if never_starts:
         ask(["scancel", number])
         rule = f"would never start ({record.reason}): {explanation}"
-        fix = "correct [launch]; or submit the script of --dry-run yourself, if the cluster is about to change"
+        fix = "correct [launch], or submit the script of --dry-run yourself if the cluster is about to change"
         raise ConfigError(Problem("sbatch", None, f"accepted a job that {rule}", fix))
     if explanation and record.reason not in ("Priority", "Resources"):
         print(f"note: slurm/{number} waits, {record.reason}: {explanation}", file=sys.stderr)
@@ -223,12 +229,12 @@ def logs(number: str) -> int:
         # Look in the current folder for the name that the script gives its log.
         named = sorted(Path.cwd().glob(f"*-{number}.log")) or sorted(Path.cwd().glob(f"*-{number}_*.log"))
         if not named:
-            rule = "is no longer in Slurm's memory, and there is no log of its number here"
+            rule = "is no longer in Slurm's memory, and this folder has no log with its number"
             fix = f"look for NAME-{number}.log in the folder from which it was launched"
             raise ConfigError(Problem("id", f"slurm/{number}", rule, fix)) from None
     there = [path for path in dict.fromkeys(named) if path.exists()]
     if not there:
-        raise ConfigError(Problem("id", f"slurm/{number}", "has no log yet", "ask for its status"))
+        raise ConfigError(Problem("id", f"slurm/{number}", "has no log yet", "check its status"))
     for path in there:
         if len(named) > 1:
             print(f"==> {path} <==")
@@ -247,8 +253,8 @@ def stop(number: str) -> int:
         next(records(number), None)  # scancel does not fail for an unknown job
     except ConfigError as error:
         _forgotten(error)
-        rule = "is not a job that Slurm remembers: it has ended, or is another cluster's"
-        raise ConfigError(Problem("id", f"slurm/{number}", rule, "use what launch printed")) from None
+        rule = "is unknown to Slurm: it has ended, or belongs to another cluster"
+        raise ConfigError(Problem("id", f"slurm/{number}", rule, "use the ID that launch printed")) from None
     ask(["scancel", number], fixes=REFUSALS)
     return 0
 
@@ -269,7 +275,7 @@ def _accounted(number: str, error: ConfigError) -> list[SlurmRecord]:
         answer = ""
     rows = [line.split("|") for line in answer.splitlines() if line.count("|") == fields.count(",")]
     if not rows:
-        rule = "is no longer in Slurm's memory (some minutes after its end), and there is no accounting of it"
+        rule = "is no longer in Slurm's memory (some minutes after its end), and has no accounting record"
         fix = f"its log is NAME-{number}.log in the folder from which it was launched"
         raise ConfigError(Problem("id", f"slurm/{number}", rule, fix))
     return [

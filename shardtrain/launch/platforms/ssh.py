@@ -63,13 +63,13 @@ def render(job: ClusterJob, launch: Launch, hosts: Sequence[Host], meeting: str,
     require_nothing_lost([s.variable for s in job.secrets], job.forwarded, "launch.secrets", "ssh")
     if job.is_elastic:
         rule = "has no effect on ssh, where the loss of a host ends the run"
-        raise ConfigError(Problem("launch.min_nodes", job.min_nodes, rule, "leave it out"))
+        raise ConfigError(Problem("launch.min_nodes", job.min_nodes, rule, "remove it"))
     options = launch.ssh
     asked = launch.nproc_per_node or launch.devices_per_node
     slots = hosts[0].slots
     if asked and slots and asked != slots:
-        rule = f"is not the {slots} slots of each host"
-        raise ConfigError(Problem("launch.nproc_per_node", asked, rule, "leave it out, or change the hostfile"))
+        rule = f"differs from the {slots} slots of each host"
+        raise ConfigError(Problem("launch.nproc_per_node", asked, rule, "remove it, or change the hostfile"))
     command = [*job.command, *(["--nproc", str(slots)] if slots and not asked else [])]
     inside = f"exec {shlex.quote(launch.python)} -m shardtrain.launch.remote_agent"
     inside = f"cd -- {shlex.quote(folder_words(job.workdir))} && {inside}" if job.workdir else inside
@@ -98,7 +98,7 @@ def render(job: ClusterJob, launch: Launch, hosts: Sequence[Host], meeting: str,
 
 def text(plans: Sequence[HostCommand]) -> str:
     """Format the plans for a user: each command with its standard input. Values of secrets are masked."""
-    lines = [f"# {MASK} stands for a secret that travels over standard input; {SECRET} is random unless you set it"]
+    lines = [f"# {MASK} stands for a secret that is sent over standard input; {SECRET} is random unless you set it"]
     for plan in plans:
         message = plan.message(dict.fromkeys(plan.forwarded, MASK), {SECRET: MASK}).decode().strip()
         lines += [f"# {plan.host.label}", f"{shlex.join(plan.ssh)} <<'END'", message, "END"]

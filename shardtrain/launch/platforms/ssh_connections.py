@@ -44,10 +44,13 @@ LOST = 255
 """Exit status of ssh if the connection failed or was lost."""
 HINTS = (
     ("Host key verification failed", "accept its key by hand, after `ssh-keygen -R {name}` if it may have changed;"),
-    ("Permission denied", "is your public key in its authorized_keys, and the private one in an agent or in ~/.ssh?"),
-    ("Could not resolve", "is the name right?"),
-    ("timed out", "is it up, and its network?"),
-    ("refused", "is its sshd up?"),
+    (
+        "Permission denied",
+        "check that its authorized_keys has your public key, and your agent or ~/.ssh the private key;",
+    ),
+    ("Could not resolve", "check the name;"),
+    ("timed out", "check that it is up, and its network;"),
+    ("refused", "check that its sshd is up;"),
     ("user config file", "correct launch.ssh.config_file;"),
 )
 """Pairs of a substring of ssh's message and advice for the user."""
@@ -132,7 +135,9 @@ class SshConnections:
         needed = FILES_PER_HOST * len(self._plans) + OTHER_FILES
         allowed = allow_open_files()
         if needed > allowed:
-            rule = f"reaches {len(self._plans)} hosts, which takes {needed} open files, and {allowed:g} are allowed"
+            rule = (
+                f"connects to {len(self._plans)} hosts, which requires {needed} open files, but {allowed:g} are allowed"
+            )
             fix = "raise the hard limit (limits.conf; `ulimit -Hn` shows it), or start from another machine"
             raise ConfigError(Problem("launch ssh", None, rule, fix))
         self._beats.start()
@@ -160,7 +165,7 @@ class SshConnections:
             for one in waiting:
                 if not one.ready and one.problem is None and time.monotonic() > one.started + seconds:
                     rule = f"did not start shardtrain within {seconds:g} s"
-                    one.problem = Problem("host", one.name, rule, "is it overloaded, or its disk gone?")
+                    one.problem = Problem("host", one.name, rule, "check its load and its disk")
         # Hosts with the same problem share a line.
         names: dict[tuple[str, str], list[str]] = {}
         for one in self._open:
@@ -193,23 +198,27 @@ class SshConnections:
                     start_new_session=True,
                 )
             except FileNotFoundError:
-                raise ConfigError(Problem("ssh", None, "is not on this machine", "install OpenSSH's client")) from None
+                raise ConfigError(
+                    Problem("ssh", None, "does not exist on this machine", "install OpenSSH's client")
+                ) from None
 
     def _not_started(self, one: _Connection) -> Problem:
         code = one.process.wait()
-        message = one.last or "nothing was said"
+        message = one.last or "no output"
         if code == LOST:
-            hint = next((hint.format(name=one.name) for words, hint in HINTS if words in message), "is it up?")
+            hint = next(
+                (hint.format(name=one.name) for words, hint in HINTS if words in message), "check that it is up;"
+            )
             words = [word for word in one.plan.ssh[:-1] if word != "BatchMode=yes" or "by hand" not in hint]
             by_hand = shlex.join(words).replace(" -o -o ", " -o ")
             fix = f"{hint} try `{by_hand} true`"
             return Problem("host", one.name, f"cannot be reached by ssh: {message}", fix)
-        fix = "install shardtrain and torch there, or set launch.python and launch.workdir to where they are"
+        fix = "install shardtrain and torch on it, or set launch.python and launch.workdir to their location"
         return Problem("host", one.name, f"cannot start shardtrain: {message}", fix)
 
     def _lost(self, one: _Connection) -> PeerError:
         rule = f"the connection to host {one.name} was lost"
-        return PeerError(f"{rule}; is it up? The same command continues from the last checkpoint")
+        return PeerError(f"{rule}; check the host. The same command continues from the last checkpoint")
 
     def _read(self, one: _Connection) -> None:
         assert one.process.stdout is not None
@@ -238,8 +247,8 @@ class SshConnections:
             words = text.removeprefix(remote_agent.READY).split()
             version, address = (*words, "", "")[:2]
             if version != __version__:
-                rule = f"has shardtrain {version or 'of unknown version'}, and this machine has {__version__}"
-                fix = "install one version on all, or set launch.python and launch.workdir to where it is"
+                rule = f"has shardtrain {version or 'of unknown version'}, but this machine has {__version__}"
+                fix = "install the same version everywhere, or set launch.python and launch.workdir to its location"
                 one.problem = Problem("host", one.name, rule, fix)
                 return
             one.ready = True
@@ -283,7 +292,7 @@ class SshConnections:
                     one.say(remote_agent.KILL)
             # A host that does not answer ends by itself, because it no longer receives keep-alives.
             if time.monotonic() > self._kill_at:
-                return self._stopped("at once, while hosts did not answer; those end what they run by themselves")
+                return self._stopped("immediately, while hosts did not answer; these end their processes themselves")
         # ssh exits with the status of the remote command, unless ssh lost the connection or was killed.
         lost = [one for one in self._open if one.is_lost]
         if lost and not self._requests:
@@ -307,8 +316,8 @@ class SshConnections:
             one.asked = True
             one.say(remote_agent.STOP)
         if failed and running and not self._requests:
-            what = "is lost" if failed[0].is_lost else f"has ended with {failed[0].process.poll()}"
-            print(f"note: host {failed[0].name} {what}; the others are asked to stop", file=sys.stderr, flush=True)
+            what = "was lost" if failed[0].is_lost else f"has ended with {failed[0].process.poll()}"
+            print(f"note: host {failed[0].name} {what}; stopping the other hosts", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
         """Close all connections. Each host stops its processes when its input ends."""

@@ -79,11 +79,11 @@ TROUBLES = [
     (variable(NCCL_IB_DISABLE="1"), "environment", "NCCL_IB_DISABLE", "fail", "unused"),
     (variable(NCCL_SOCKET_IFNAME="ib0"), "environment", "NCCL_SOCKET_IFNAME", "fail", "none of lo, eth0"),
     (
-        change("environment", unseen="SLURM_GPUS_ON_NODE=8, of which none can be seen here"),
+        change("environment", unseen="SLURM_GPUS_ON_NODE=8, but no device is visible"),
         "environment",
         "devices of the job",
         "fail",
-        "none can be seen",
+        "no device is visible",
     ),
     (variable(OMP_NUM_THREADS="64"), "environment", "threads", "warn", "OMP_NUM_THREADS=64"),
     (change("config", problems=["a=1 is wrong; use 2"]), "config", "problem", "fail", "rank 2 (host-1)"),

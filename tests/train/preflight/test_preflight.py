@@ -301,7 +301,7 @@ def test_the_check_knows_of_other_nodes(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(["config", "check", "run.toml", "--nnodes=2"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert started(["--nnodes=2"]) == (2, [line.partition("]: ")[2] for line in told])
-    assert len(told) == 1 and "nothing says where they meet" in told[0]
+    assert len(told) == 1 and "the rendezvous endpoint is not set" in told[0]
     words = ["--nnodes=2", "--rdzv_endpoint=here:29500", "--parallelism.data_parallel_shard_degree=2"]
     assert cli.main(["config", "check", "run.toml", "--nproc=1", *words]) == 0  # two ranks in all
 
