@@ -61,7 +61,7 @@ def test_pytorch_s_store_answers_the_greeting_immediately(libuv):
 STRANGERS = {
     "answers": (answer, ConfigError, "another program, which answers 'HTTP/1.0 400 Bad request"),
     "is silent": (stay_silent, PeerError, "accepts the connection but does not reply"),
-    "closes": (close, PeerError, "the connection ends at once"),
+    "closes": (close, PeerError, "the connection is closed immediately"),
 }
 
 
