@@ -34,19 +34,16 @@ if TYPE_CHECKING:
 __all__ = ["Metrics", "Record", "Reduce", "RunFacts"]
 
 _MOST_LOSSES = 1000
-"""Maximum number of losses for the curve of the summary.
-
-When it is exceeded, every second loss is dropped.
-"""
+"""Maximum number of losses for the curve of the summary. When it is exceeded, every second loss is dropped."""
 
 
 class Metrics:
-    """Collects the results of steps and writes them every ``metrics.log_freq`` steps.
+    """Collect the results of steps and write them every ``metrics.log_freq`` steps.
 
-    Every rank creates one, right before the first step. The writer rank writes ``metrics.jsonl``
-    (always), TensorBoard, W&B and the user's sinks. Every rank writes the console line to its own log.
-    Use it as a context manager, or call ``close``. After construction, an error of a sink or of the live
-    line never stops a step. It logs one warning.
+    Every rank creates one directly before the first step. The writer rank writes ``metrics.jsonl`` (always),
+    TensorBoard, W&B and the user's sinks. Every rank writes the console line to its own log. Use it as a
+    context manager, or call ``close``. After construction, an error of a sink or of the live line never stops
+    a step. It causes one warning.
     """
 
     def __init__(
@@ -87,7 +84,7 @@ class Metrics:
         self._step = facts.start_step
         self._sinks = list(open_sinks(config, self._run_folder, facts))
 
-        # One guard for each sink, so that a failing sink logs one warning and does not affect the others.
+        # Use one guard per sink, so a failing sink causes one warning and does not affect the others.
         self._guards = [BestEffort(f"the metric sink {type(sink).__name__}") for sink in self._sinks]
         self._line = BestEffort("the live line")
         self._own = BestEffort("what the log and metrics.jsonl say of a step")
@@ -99,7 +96,7 @@ class Metrics:
         self._closed = False
         self._own.call(lambda: summary.log_header(facts, self._peak_flops), None)
 
-        # A thread that reports slow steps. The stack closes it before the objects that it uses.
+        # Start a thread that reports slow steps. The stack closes it before the objects that it uses.
         self._waiting = ExitStack()
         self._waits: Waiting | None = None
         if facts.is_writer and asked_seconds():
@@ -108,7 +105,7 @@ class Metrics:
             self._waiting.callback(self._waits.close)
             self._waiting.enter_context(repeat(self._waits.tell))
 
-        # Last, so that the time to open sinks is not part of the first step.
+        # Start the clock last, because the time to open sinks is not part of the first step.
         self._start_seconds = clock()
         self._window = MeterWindow(clock)
         self._computed_tokens = 0
@@ -118,8 +115,9 @@ class Metrics:
         return step == 1 or step % self._options.log_freq == 0 or step == self._facts.total_steps
 
     def pause(self) -> AbstractContextManager[None]:
-        """Return a context manager that excludes its time from step times and speeds, for validation and
-        blocking saves.
+        """Return a context manager that excludes its time from step times and speeds.
+
+        Use it for validation and blocking saves.
         """
         return self._window.pause()
 
@@ -165,8 +163,8 @@ class Metrics:
         self._window.add(loss_sum, local_tokens, global_tokens, data_seconds, computed_tokens)
         record = None
         if self.is_log_step(step):
-            # Not inside a guard: these are collectives, and a rank that skips one after an error would
-            # block the others.
+            # No guard here, because these are collectives: a rank that skips one after an error
+            # would block the others.
             means = self._window.read(self._reduce)
             norm = float(grad_norm)
             record = self._own.call(lambda: self._record(step, means, norm, lr, extra or {}, order_hash), None)
@@ -174,7 +172,7 @@ class Metrics:
                 if record.has_targets:
                     self._first = self._first or record
                     self._last = record
-                # Drop every second loss if there are too many, so that the curve covers the entire run.
+                # If there are too many losses, drop every second one, so the curve still covers the entire run.
                 if math.isfinite(record.loss):
                     self._losses.append((record.step, record.loss))
                     if len(self._losses) > _MOST_LOSSES:
@@ -186,13 +184,11 @@ class Metrics:
         return record
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """Report results on held-out data, such as ``{"loss": 2.9}``, to the sinks and
-        ``validation.jsonl``.
-        """
+        """Report results on held-out data, such as ``{"loss": 2.9}``, to the sinks and ``validation.jsonl``."""
         self._to_sinks(lambda sink: sink.validation(step, values))
 
     def close(self, summarize: bool = True) -> None:
-        """Close all sinks, and log a summary of the run if ``summarize``. A second call does nothing."""
+        """Close all sinks, and log a summary of the run if ``summarize`` is set. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -210,7 +206,7 @@ class Metrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close. Log the summary only if the block did not raise."""
+        """Close all sinks. Log the summary only if the block did not raise."""
         self.close(summarize=kind is None)
 
     def _record(
@@ -249,7 +245,7 @@ class Metrics:
         )
 
     def _to_sinks(self, action: Callable[[Sink], None]) -> None:
-        """Call every sink, each with its own guard."""
+        """Call ``action`` with every sink, each in its own guard."""
         for sink, guard in zip(self._sinks, self._guards, strict=True):
             guard.call(lambda sink=sink: action(sink), None)  # type: ignore[misc]
 

@@ -8,14 +8,11 @@ from shardtrain.config.schema import Config
 
 
 def flight_recorder_environment(config: Config, run_folder: Path) -> dict[str, str]:
-    """Return environment variables to set before the process group starts.
+    """Return the environment variables to set before the process group starts. NCCL reads them; gloo has no recorder.
 
-    NCCL reads them; gloo has no recorder.
-
-    On a timeout each rank writes its last collectives to
-    ``comm.save_traces_folder/save_traces_file_prefix`` + rank below ``run_folder``. The folder must exist
-    by then. ``comm.trace_buf_size=0`` disables the recorder. The older TORCH_NCCL_TRACE_BUFFER_SIZE is
-    not used, because it prints a warning.
+    On a timeout, each rank writes its last collectives to ``comm.save_traces_folder/save_traces_file_prefix``
+    + rank in ``run_folder``. The folder must exist by then. ``comm.trace_buf_size=0`` disables the recorder.
+    The older TORCH_NCCL_TRACE_BUFFER_SIZE is not used, because it prints a warning.
     """
     environment = {
         # 3 is "skip cleanup": exit immediately on an error, because ncclCommAbort may itself hang.

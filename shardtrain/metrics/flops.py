@@ -1,4 +1,4 @@
-"""Floating point operations of a training step, as the PaLM paper and torchtitan count them."""
+"""Floating point operations of a training step, counted like in the PaLM paper and torchtitan."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 def flops_per_token(
     num_params_without_embedding: int, num_layers: int, num_heads: int, head_dim: int, seq_len: int
 ) -> int:
-    """FLOPs of forward and backward per token: 6 N + 12 L H head_dim T (PaLM, arXiv 2204.02311, appendix
-    B).
+    """Return the FLOPs per token of forward and backward: 6 N + 12 L H head_dim T.
 
-    N is the number of parameters without the input embedding (a mixture of experts counts the active
-    ones); the second term is attention over the full square, also where it is causal. Recomputation is
-    not counted.
+    The formula is from PaLM (arXiv 2204.02311, appendix B). N is the number of parameters without the input
+    embedding. In a mixture of experts, only active parameters count. The second term is attention over the
+    full square, even if attention is causal. Recomputation is not counted.
 
     >>> flops_per_token(6_607_343_616, num_layers=32, num_heads=32, head_dim=128, seq_len=2048)
     42865287168
@@ -29,22 +28,21 @@ def flops_per_token(
 
 
 def count_model(model: nn.Module, layout: Layout, model_config: Any) -> tuple[int, Callable[[int], int]]:
-    """Return the parameters of an unsharded model, and the function from a sequence length to its FLOPs
-    per token.
+    """Return the number of parameters of an unsharded model, and a function from sequence length to FLOPs per token.
 
-    The input embedding is a lookup and has no FLOPs, unless it is also the output head. Of the experts,
-    only the fraction that a token uses counts (top_k of num_experts). A frozen weight costs 4 FLOPs
-    instead of 6, because its gradient is not computed. A window or chunk of an attention core limits the
-    attention term. The term is omitted if the model's Config lacks num_layers, num_heads or head_dim.
+    The input embedding is a lookup without FLOPs, unless it is also the output head. Of the experts, only the
+    fraction that a token uses counts (top_k of num_experts). A frozen weight costs 4 FLOPs instead of 6,
+    because its gradient is not computed. A window or chunk of an attention core limits the attention term.
+    The term is omitted if the model's Config lacks num_layers, num_heads or head_dim.
     """
-    # Parameters that a token is multiplied with: all except the lookup and the experts that it does not
-    # choose.
+    # Count the parameters with which a token is multiplied: all except the lookup and the experts that the
+    # token does not use.
     head = {id(p) for name in layout.last for p in model.get_submodule(name).parameters()}
     looked_up = [p for name in layout.first for p in model.get_submodule(name).parameters() if id(p) not in head]
     total = sum(p.numel() for p in model.parameters())
     used = total - sum(p.numel() for p in looked_up) - _idle_in_experts(model, layout, model_config)
 
-    # Frozen parameters among them: the difference to the trained ones, counted in the same way.
+    # Of these, count the frozen parameters, as the difference from the trained parameters.
     frozen = 0
     if any(not p.requires_grad for p in model.parameters()):
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -52,8 +50,7 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any) -> tuple[in
         trained -= sum(p.numel() for p in looked_up if p.requires_grad)
         frozen = used - trained
 
-    # Maximum number of tokens that a token attends to, for each layer. Without named attention cores it
-    # is unlimited.
+    # Determine how many tokens a token attends to in each layer. Without named attention cores this is unlimited.
     num_layers = int(getattr(model_config, "num_layers", 0))
     num_heads = int(getattr(model_config, "num_heads", 0))
     head_dim = int(getattr(model_config, "head_dim", 0))
@@ -71,7 +68,10 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any) -> tuple[in
 
 
 def _idle_in_experts(model: nn.Module, layout: Layout, model_config: Any, trained: bool = False) -> int:
-    """Return the number of expert parameters that a token does not use, optionally only of trained ones."""
+    """Return the number of expert parameters that a token does not use.
+
+    With ``trained``, count only trained ones.
+    """
     if not layout.expert:
         return 0
     owners = [name for name, _ in model.named_modules() if matches(name, f"{layout.expert}.experts")]

@@ -1,4 +1,4 @@
-"""Sums over the steps since the last log step. Nothing waits for the device until the window is read."""
+"""Sums over the steps since the last log step. Only reading the window waits for the device."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class WindowMeans:
     """Totals and means of a window."""
 
     loss: float
-    """Sum of losses over ranks and steps, divided by the global number of tokens; NaN without tokens."""
+    """Sum of losses over ranks and steps, divided by the global number of target tokens. NaN without tokens."""
     max_loss: float
-    """Maximum over ranks of a rank's loss per token over the window; NaN if no rank has tokens."""
+    """Maximum over ranks of a rank's loss per token in the window. NaN if no rank has tokens."""
     targets: int
     """Global number of target tokens."""
     computed_tokens: int
@@ -39,18 +39,18 @@ class WindowMeans:
 
     @property
     def tokens_per_second(self) -> float:
-        """Global computed tokens per second; 0 if the clock has not moved."""
+        """Global computed tokens per second, or 0 if no time has passed."""
         return self.computed_tokens / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def targets_per_second(self) -> float:
-        """Global target tokens per second; 0 if the clock has not moved."""
+        """Global target tokens per second, or 0 if no time has passed."""
         return self.targets / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass
 class _Sums:
-    """Running sums of a window; ``start`` is the clock at its beginning."""
+    """Running sums of a window. ``start`` is the clock time at its beginning."""
 
     start: float
     loss: Tensor | None = None
@@ -86,8 +86,8 @@ class MeterWindow:
             data_seconds: time that this rank waited for data.
             computed_tokens: tokens of all ranks without padding, by default the target tokens.
         """
-        # In float64, because a window sums many steps. The addition runs on the device, so the host does
-        # not wait.
+        # Sum in float64, because a window contains many steps. The addition runs on the device, so the host
+        # does not wait.
         loss = loss_sum.detach().double()
         sums = self._sums
         sums.loss = loss if sums.loss is None else sums.loss + loss
@@ -99,7 +99,7 @@ class MeterWindow:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time of the block from the window, for validation and blocking saves."""
+        """Exclude the time of the block from the window. Used for validation and blocking saves."""
         start = self._clock()
         try:
             yield
@@ -107,7 +107,7 @@ class MeterWindow:
             self._sums.paused_seconds += self._clock() - start
 
     def read(self, reduce: Reduce) -> WindowMeans:
-        """Reduce over ranks (a collective) and start the next window. Waits for the device.
+        """Reduce the sums over ranks, and start the next window. Collective. Waits for the device.
 
         Raises:
             ValueError: no step was added.
@@ -116,14 +116,13 @@ class MeterWindow:
         if sums.loss is None:
             raise ValueError("a window without steps cannot be read")
         local = sums.loss
-        # A rank without tokens has no loss per token, and minus infinity is never the maximum.
+        # A rank without tokens has no loss per token. Minus infinity never becomes the maximum.
         per_token = local.new_full((), -float("inf"))
         if sums.local_tokens:
             per_token = local / sums.local_tokens
         total = float(reduce.sum(local.clone()))
         largest = float(reduce.max(per_token))
-        # Read the clock after the device has finished, so that the window includes the work and not only
-        # its launch.
+        # Read the clock after the device has finished, so the window includes the work and not only its launch.
         now = self._clock()
         means = WindowMeans(
             loss=total / sums.global_tokens if sums.global_tokens else float("nan"),

@@ -1,4 +1,4 @@
-"""Open the metric sinks of a run, in the order in which they are written."""
+"""Open the metric sinks of a run, in the order in which they receive records."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_sinks(config: Config, run_folder: Path, facts: RunFacts) -> Iterator[Si
 
 
 def _optional_sinks(config: Config) -> Iterator[Any]:
-    """Yield the modules of the sinks that ``[metrics]`` enables, in the order in which they are written."""
+    """Yield the modules of the optional sinks that ``[metrics]`` enables, in the order in which records reach them."""
     options = config.metrics
     if options.enable_tensorboard:
         from shardtrain.metrics.sinks import tensorboard

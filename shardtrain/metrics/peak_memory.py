@@ -1,4 +1,4 @@
-"""Peak memory of this process: the allocator's on an accelerator, resident memory of the process on CPU."""
+"""Peak memory of this process: of the allocator on an accelerator, resident memory on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardtrain.utils.units import gib
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Peaks of the device's allocator since the last reading, and counts since the start of the process."""
+    """Peaks of the device's allocator since the last reading, and counts since the process started."""
 
     max_active_gib: float
     max_reserved_gib: float
@@ -30,7 +30,7 @@ class DeviceMemory:
         return self.max_reserved_gib / self.capacity_gib
 
     def tags(self) -> dict[str, float]:
-        """Values by TensorBoard tag."""
+        """Return the values by TensorBoard tag."""
         return {
             "memory/max_active(GiB)": self.max_active_gib,
             "memory/max_active(%)": 100 * self.max_active_gib / self.capacity_gib,
@@ -58,7 +58,7 @@ class HostMemory:
         return None
 
     def tags(self) -> dict[str, float]:
-        """Values by TensorBoard tag."""
+        """Return the values by TensorBoard tag."""
         return {"memory/max_rss(GiB)": self.max_rss_gib}
 
 

@@ -68,13 +68,12 @@ class Profiler:
 def profiler(
     config: Config, run_folder: Path, rank: int, device_type: str, start_step: int = 0
 ) -> Iterator[Profiler | None]:
-    """Record traces and memory snapshots inside the block, as configured in ``[profiling]``.
+    """Record traces and memory snapshots in the block, as configured in ``[profiling]``.
 
-    Every ``profile_freq`` steps, a trace is written to
-    ``save_traces_folder/iteration_N/rankR_trace.json`` and a snapshot to
-    ``save_memory_snapshot_folder/iteration_N/rankR_memory_snapshot.pickle``, below ``run_folder``. N is
-    the step that has just ended. If the device runs out of memory, another snapshot is written to
-    ``iteration_N_exit``.
+    Every ``profile_freq`` steps, a trace is written to ``save_traces_folder/iteration_N/rankR_trace.json``
+    and a snapshot to ``save_memory_snapshot_folder/iteration_N/rankR_memory_snapshot.pickle``, in
+    ``run_folder``. N is the step that has just ended. If the device runs out of memory, another snapshot is
+    written to ``iteration_N_exit``.
 
     Yields:
         The profiler, or None if ``[profiling]`` enables nothing.
@@ -97,7 +96,7 @@ def profiler(
             parts.append(_Trace(config, folder, rank, device_type, start_step))
         yield running if parts else None
     except BaseException as error:
-        # The allocations at the time of the failure are the purpose of snapshots.
+        # Also write a snapshot of an out-of-memory error, the main purpose of snapshots.
         for part in parts:
             if isinstance(part, _MemorySnapshot) and _is_out_of_memory(error):
                 part.dump("_exit")
@@ -123,7 +122,7 @@ class _Trace:
         self._folder = run_folder / options.save_traces_folder
         self._rank = rank
         self._in_step = False
-        # Each trace should contain only its own steps, so this warning about dropped events does not apply.
+        # Each trace should contain only its own steps, so the warning about dropped events does not apply.
         warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
         self._profile = torch.profiler.profile(
             activities=activities,
@@ -142,18 +141,18 @@ class _Trace:
         self._profile.start()
 
     def step(self) -> None:
-        """Count a step. Writes a trace if it is due."""
+        """Count a step, and write a trace if it is due."""
         self._in_step = True
         self._profile.step()
         self._in_step = False
 
     def close(self) -> None:
-        """Stop profiling, and drop an incomplete recording."""
+        """Stop profiling. An incomplete recording is dropped."""
         self._profile.stop()
 
     def _save(self, profile: torch.profiler.profile) -> None:
-        """Write one trace atomically. A failure logs a warning."""
-        # PyTorch also calls this in stop(), when the recording is incomplete.
+        """Write one trace atomically. If that fails, log a warning."""
+        # PyTorch also calls this function in stop(), when the recording is incomplete.
         if not self._in_step:
             return
         start = time.perf_counter()
@@ -168,7 +167,7 @@ class _Trace:
 
 
 class _MemorySnapshot:
-    """Records the CUDA allocator's history, and writes it every ``freq`` steps."""
+    """Record the CUDA allocator's history, and write it every ``freq`` steps."""
 
     def __init__(self, folder: Path, freq: int, rank: int, start_step: int) -> None:
         import torch
@@ -181,13 +180,13 @@ class _MemorySnapshot:
         self._memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
 
     def step(self) -> None:
-        """Count a step. Writes a snapshot if it is due."""
+        """Count a step, and write a snapshot if it is due."""
         self._step += 1
         if self._step % self._freq == 0:
             self.dump()
 
     def dump(self, suffix: str = "") -> None:
-        """Write the history so far. A failure logs a warning."""
+        """Write the history so far. If that fails, log a warning."""
         path = self._folder / f"iteration_{self._step}{suffix}" / f"rank{self._rank}_memory_snapshot.pickle"
         try:
             with atomic_io.for_library(path) as temporary:
@@ -203,7 +202,7 @@ class _MemorySnapshot:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """True if an error, or any error in its chain of causes, is an out-of-memory error of the device."""
+    """True if an error, or any error in its chain of causes, is the device's out-of-memory error."""
     import torch
 
     while error is not None:

@@ -1,4 +1,4 @@
-"""The live progress line of training below the log: step, loss, speed and remaining time."""
+"""Live progress line below the log: step, loss, speed and remaining time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardtrain.utils.units import format_seconds
 
 
 class ProgressLine(Progress):
-    """Progress of a run, drawn at the end of a step, and by ``wait`` during a long one."""
+    """Progress of a run, drawn at the end of each step, and by ``wait`` during a long step."""
 
     def __init__(self, total_steps: int, start_step: int, color: bool = True) -> None:
         self._total_steps = total_steps
@@ -18,7 +18,7 @@ class ProgressLine(Progress):
         self.step(start_step)
 
     def step(self, step: int, record: Record | None = None) -> None:
-        """Move to ``step``. ``record`` is its record if the step was logged."""
+        """Move to ``step``. ``record`` is the record of the step if it was logged."""
         self._step = step
         self._record = record or self._record
         self.show(step, texts(step, self._total_steps, self._record), at_once=record is not None)
@@ -30,9 +30,7 @@ class ProgressLine(Progress):
 
 
 def texts(step: int, total_steps: int, record: Record | None) -> list[str]:
-    """Return the columns of the line: the step, and loss, speed and remaining time of the last logged
-    step.
-    """
+    """Return the columns of the line: the step, and loss, speed and remaining time of the last logged step."""
     words = [f"step {step}/{total_steps}"]
     if record is not None:
         left = (total_steps - step) * record.step_seconds

@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOTAL_SPEED = "tokens/s, all devices"
-"""Label of ``tokens_per_second`` wherever people read it. ``tps`` is the speed per device."""
+"""Label of ``tokens_per_second`` in all output for users. ``tps`` is the speed per device."""
 
 
 class Reduce(Protocol):
-    """Collectives over the ranks that share a batch. Every rank calls them on the same steps.
+    """Collectives over the ranks that share a batch. Every rank calls them in the same steps.
 
-    They include all pipeline ranks. Ranks without a loss pass a zero sum and zero local tokens, so every
-    rank gets the loss.
+    They include all pipeline ranks. Ranks without a loss pass a zero sum and zero local tokens, so every rank
+    gets the loss.
     """
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, of the same shape."""
+        """Return the sum over ranks, with the shape of the input."""
         ...
 
     def max(self, tensor: Tensor) -> Tensor:
-        """Maximum over ranks, of the same shape."""
+        """Return the maximum over ranks, with the shape of the input."""
         ...
 
 
@@ -51,15 +51,12 @@ class RunFacts:
     """Dtype of matmuls, which determines the peak FLOP/s: "bfloat16", "float16", "float32" or "float8"."""
     description: str = ""
     model: str = ""
-    """Name and size: "llama3/8B"."""
+    """Name and size, such as "llama3/8B"."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One logged step, with means over the window since the last logged step.
-
-    Ratios are 0..1, times in seconds.
-    """
+    """One logged step. Means are over the window since the last logged step, ratios are 0..1, times in seconds."""
 
     step: int
     loss: float
@@ -67,12 +64,12 @@ class Record:
     max_loss: float
     """Maximum over ranks of a rank's loss per token over the window."""
     grad_norm: float
-    """Of this step, before clipping."""
+    """Gradient norm of this step, before clipping."""
     lr: float
     tokens_seen: int
     """Target tokens over all ranks since the first step of the run."""
     tokens_per_second: float
-    """Tokens per second that the model computed with, without padding, over all devices."""
+    """Tokens per second that the model computed with over all devices, without padding."""
     tps: float
     """``tokens_per_second`` per device."""
     tflops: float
@@ -85,15 +82,15 @@ class Record:
     eta_seconds: float
     """Remaining time at the speed of this window."""
     targets_per_second: float = 0.0
-    """Target tokens per second, over all devices."""
+    """Target tokens per second over all devices."""
     has_targets: bool = True
-    """False if no step of the window had a target, so that there is no loss."""
+    """False if no step of the window had a target, in which case there is no loss."""
     extra: Mapping[str, float] = field(default_factory=dict)
     order_hash: int = 0
     """Hash of all data since the first step, see ``data/checksum.py``."""
 
     def json_fields(self) -> dict[str, Any]:
-        """Return the fields of ``metrics.jsonl``. Non-finite numbers become None, which JSON writes as null.
+        """Return the fields for ``metrics.jsonl``. Non-finite numbers become None, which JSON writes as null.
 
         Raises:
             ValueError: an extra metric has the name of a standard field.
@@ -144,7 +141,7 @@ _NO_TAG = {"step", "tokens_per_second", "order_hash"}
 def tags_of(fields: Mapping[str, Any], device_type: str, legacy: bool = False) -> dict[str, float]:
     """Return a record of ``metrics.jsonl`` by TensorBoard tag. Extra metrics keep their names.
 
-    A loss or norm that was not finite is NaN, so that TensorBoard marks the step.
+    A null loss or norm was not finite. It becomes NaN, which TensorBoard marks.
     """
     tags: dict[str, float] = {}
     for key, value in fields.items():

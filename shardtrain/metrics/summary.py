@@ -1,4 +1,4 @@
-"""Lines of the log at the start and at the end of a run."""
+"""Log lines at the start and at the end of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardtrain.utils.units import format_count, format_seconds
 
 
 class Steps(NamedTuple):
-    """The last step of a run, with the tokens and seconds of this process."""
+    """Last step of a run, with the tokens and seconds of this process."""
 
     last_step: int
     tokens: int
@@ -21,7 +21,7 @@ class Steps(NamedTuple):
 
 
 def log_header(facts: RunFacts, peak_flops: float | None) -> None:
-    """Log the model, the devices and the steps, and the peak that MFU is relative to."""
+    """Log the model, the devices, the steps, and the peak FLOP/s to which MFU is relative."""
     steps = f"steps {facts.start_step + 1} to {facts.total_steps}"
     if facts.start_step >= facts.total_steps:
         steps = f"finished at step {facts.start_step}"

@@ -1,6 +1,6 @@
-"""Show the activity of a run during slow steps, so that it does not look dead.
+"""Report the activity of a run during slow steps, so users see that it is alive.
 
-On a terminal the live line counts the seconds. Elsewhere a line is printed after some seconds without output.
+On a terminal, the live line counts the seconds. Elsewhere, a line is printed after some seconds without output.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from shardtrain.utils.heartbeat import asked_seconds
 from shardtrain.utils.units import format_seconds
 
 _REDRAW_SECONDS = 1.0
-"""Interval of redrawing the live line."""
+"""Interval at which the live line is redrawn."""
 _SHORT_SECONDS = 2.0
-"""Steps shorter than this need no counter, because the live line changes with each step."""
+"""Steps shorter than this need no counter of seconds, because the live line changes with each step."""
 
 
 class Waiting:
@@ -57,12 +57,12 @@ class Waiting:
         log.logger.addHandler(self._said)
 
     def step(self, step: int) -> None:
-        """Report that this step has ended."""
+        """Record that this step has ended."""
         self._step = step
         self._since = self._clock()
 
     def tell(self) -> float:
-        """Print or redraw if due. Return the number of seconds until the next call is needed."""
+        """Print or redraw the report if it is due. Return the number of seconds until the next call is needed."""
         now = self._clock()
         phase = self._phase()
         if _place(phase) != _place(self._seen):
@@ -79,7 +79,7 @@ class Waiting:
         return min(_REDRAW_SECONDS, self._said.seconds + self.seconds - now)
 
     def text(self, phase: str, waited: float) -> str:
-        """Return a text such as ``step 41/5000: 20s``, without the time if the step has just started."""
+        """Return a text such as ``step 41/5000: 20s``. Omit the time if the step has just started."""
         number = f"{self._step + 1}/{self._total_steps}"
         step = f"step {number}"
         compiling = ", compiling" if self._compiles else ""
@@ -93,17 +93,17 @@ class Waiting:
         return f"{place}: {format_seconds(round(waited))}" if waited >= 1 else place
 
     def close(self) -> None:
-        """Stop observing the log."""
+        """Stop watching the log."""
         log.logger.removeHandler(self._said)
 
 
 def _place(phase: str) -> str:
-    """Return the activity whose duration is shown. Waiting for data and compilation are part of a step."""
+    """Return the activity whose duration is shown. Waiting for data and compiling are part of a step."""
     return "step" if phase in ("compile", "data") else phase
 
 
 class _LastSaid(logging.Handler):
-    """Log handler that records the time of the last line."""
+    """Log handler that records the time of the last log line."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -111,5 +111,5 @@ class _LastSaid(logging.Handler):
         self.seconds = clock()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Record the time of a line."""
+        """Record the time of a log line."""
         self.seconds = self._clock()

@@ -1,1 +1,1 @@
-"""Watch a run: hangs, slow ranks, numbers that are not finite, ranks that disagree."""
+"""Detection of faults during a run: hangs, slow ranks, non-finite numbers, and ranks that disagree."""

@@ -1,9 +1,9 @@
 """The trainer's interface to watchdog, signals, guards and goodput.
 
-A step uses it four times. Batches are read through it, so that a stop request can end the wait. Its flags
-are part of the step's first all-reduce. It judges loss and norm before the update. It times the step. All
-ranks make the same decisions, because these depend only on numbers that are equal on all ranks or were
-part of that all-reduce.
+A step uses it in four ways. It reads batches through it, so a stop request can end the wait. It includes its
+flags in the step's first all-reduce. It lets it judge loss and norm before the update. It lets it measure its
+duration. All ranks make the same decisions, because these depend only on numbers that are equal on all ranks
+or were part of that all-reduce.
 """
 
 from __future__ import annotations
@@ -39,35 +39,32 @@ T = TypeVar("T")
 
 
 class StepVerdict(NamedTuple):
-    """The decision about a step's gradients, the same on all ranks."""
+    """Decision about a step's gradients, the same on all ranks."""
 
     apply: bool
-    """True if the update is applied."""
+    """True to apply the update."""
     finite: bool
     """True if loss and gradient norm are finite."""
 
 
 @dataclass
 class Resilience:
-    """State of watchdog, guards and goodput.
-
-    Created before the process group, and used until the process ends.
-    """
+    """State of watchdog, guards and goodput. Created before the process group, and used until the process ends."""
 
     stop: signals.StopRequest = field(default_factory=signals.current)
-    """Set by a signal, or by the end of the Slurm job."""
+    """Request to stop. Set by a signal, or by the end of the Slurm job."""
     saving: Saving = field(default_factory=Saving)
-    """The state of a background save, which ranks exchange in ``pack_flags``."""
+    """State of a background save, which ranks exchange in ``pack_flags``."""
     phases: Phases = field(default_factory=Phases)
-    """The current activity of this process, for the watchdog and the goodput."""
+    """Current activity of this process, for the watchdog and the goodput account."""
     guard: Guard = field(default_factory=Guard)
-    """Recent losses and norms, and skipped and rewound steps. Saved with the run."""
+    """Recent losses and norms, skipped steps and rollbacks. Saved with the run."""
     ledger: Ledger = field(default_factory=Ledger)
-    """The goodput ledger. Opened when the first step of the run is known."""
+    """Goodput ledger. Opened when the first step of the run is known."""
     compares_norms: bool = True
-    """True if a step stops when ranks have different gradient norms.
+    """True if a step must stop when ranks have different gradient norms.
 
-    ``verify`` disables it to find the cause.
+    ``verify`` disables this to find the cause.
     """
     stop_flag: float = 0.0
     """Nonzero, on all ranks, if any rank received a stop request before this step."""
@@ -76,8 +73,9 @@ class Resilience:
     _is_warm: bool = False
 
     def watchdog(self, config: Config, world: World) -> AbstractContextManager[None]:
-        """Return a context manager that ends this process and the run if it hangs inside the block, see
-        ``watchdog/``.
+        """Return a context manager that ends this process and the run if it hangs inside the block.
+
+        See ``watchdog/``.
         """
         return beating(config, world, self.phases)
 
@@ -93,14 +91,14 @@ class Resilience:
     def warm_up(self) -> None:
         """Declare that the next step compiles and warms up.
 
-        It then has the time limits of a start, and its duration is not counted.
+        It then has the time limits of the start phase, and its duration is not recorded.
         """
         self.phases.begin("compile")
         self._is_warm = False
 
     @contextmanager
     def watch_step(self, state: TrainState) -> Iterator[None]:
-        """Report the start of a step to the watchdog, and measure the duration of the block."""
+        """Announce the start of a step to the watchdog, and measure the duration of the block."""
         started = time.perf_counter()
         self.stop.is_starting = False
         activity.begin_step(state.step + 1, state.to_dict())
@@ -109,15 +107,12 @@ class Resilience:
         self.ledger.step = activity.now().done = state.step
 
     def end_step(self, config: Config) -> None:
-        """Record a step's duration, after logging and saving.
-
-        The first step ends the warm-up. Called by all ranks.
-        """
+        """Record a step's duration after logging and saving. The first step ends the warm-up. All ranks call it."""
         if self._is_warm:
             self.stop.steps.add(self._step_seconds)
             return
         self.stop.first_step_seconds = self._step_seconds
-        # The first step, validation and save, which may all be slow, are done.
+        # The first step, validation and save are done. All of these may be slow.
         process_group.set_timeout(config.comm.train_timeout_seconds)
         self.phases.begin("step")
         self._is_warm = True
@@ -125,13 +120,11 @@ class Resilience:
     # --- within a step
 
     def phase(self, name: Phase) -> AbstractContextManager[None]:
-        """Return a context manager that counts the time of the block for this phase."""
+        """Return a context manager that assigns the time of the block to this phase."""
         return self.phases.within(name)
 
     def pack_flags(self) -> list[float]:
-        """Return this rank's summands in the all-reduce at the start of a step: stop requests and the
-        state of a save.
-        """
+        """Return this rank's summands for the all-reduce at the start of a step: stop request and state of a save."""
         save_flags = self.saving.pack_flags() if self._save_has_flags else NOTHING
         return [self.stop.flag(), *save_flags]
 
@@ -154,7 +147,7 @@ class Resilience:
     def judge(
         self, run: WatchedRun, loss: Tensor, norm: Tensor, agreed: Agreed, batches: list[data.Batch]
     ) -> StepVerdict:
-        """Decide on a step's update: its numbers must be finite, equal on all ranks, and no spike.
+        """Decide on a step's update: its numbers must be finite, equal on all ranks, and not a spike.
 
         Args:
             run: the run.
@@ -167,28 +160,25 @@ class Resilience:
             NumericalError: the run must stop. The weights are still those before the step.
             RollbackRequested: the run must continue from an older checkpoint.
         """
-        # The agreed numbers are equal on all ranks, so all take the same branch and enter the same
-        # collectives.
+        # The agreed numbers are equal on all ranks, so all ranks take the same branch and enter the same collectives.
         finite = math.isfinite(agreed.norm) and math.isfinite(agreed.loss)
         if not finite:
             nan_guard.stop_or_skip(run, self.guard, loss, batches)
         elif not agreed.same_norm and self.compares_norms:
             replica_check.refuse_norms(run, norm)
-        # An overflow in float16 is normal. It skips the update and shrinks the loss scale.
+        # An overflow in float16 is normal. It skips the update and reduces the loss scale.
         applies = run.scaler.update(finite) if run.scaler else finite
         if applies:
             applies = loss_spikes.may_apply(run, self.guard, agreed.loss, agreed.norm)
         return StepVerdict(applies, finite)
 
     def compare_replicas(self, run: WatchedRun, checkpoints: Checkpoints) -> None:
-        """Check that replicas of weights are bitwise equal, every ``training.replica_check_interval``
-        steps.
-
-        A collective.
+        """Check every ``training.replica_check_interval`` steps that replicas of weights are
+        bitwise equal. Collective.
 
         Raises:
-            NumericalError: replicas differ. All ranks raise it, with the name of the tensor and the odd
-                ranks.
+            NumericalError: replicas differ. All ranks raise it, with the name of the tensor and the
+                ranks that differ.
         """
         if not run.config.training.replica_check_interval:
             return

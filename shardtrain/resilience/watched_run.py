@@ -1,7 +1,4 @@
-"""Interface of a run to its guards.
-
-``train.run.Run`` implements it, so that resilience does not import train.
-"""
+"""Interface between a run and its guards. ``train.run.Run`` implements it, so resilience does not import train."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from shardtrain.optim import LossScaler
 
 
 class WatchedRun(Protocol):
-    """The objects of a run that guards read."""
+    """The parts of a run that guards read."""
 
     config: Config
     mesh: Mesh

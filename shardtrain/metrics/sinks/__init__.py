@@ -1,5 +1,4 @@
-"""Metric sinks: the console, ``metrics.jsonl``, TensorBoard, Weights & Biases, other services, and the
-user's files.
+"""Metric sinks: console, ``metrics.jsonl``, TensorBoard, Weights & Biases, other services, and the user's files.
 
 A sink never stops training. If it cannot write, it logs one warning.
 """
@@ -33,12 +32,11 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class SinkContext:
-    """The run and the rank for which a sink is opened.
+    """Run and rank for which a sink is opened.
 
     Attributes:
-        records: on the writer rank, records of ``metrics.jsonl`` before the step from which the run
-            continues. Available only while sinks open.
-        validations: the same for ``validation.jsonl``.
+        records: On the writer rank, the records of ``metrics.jsonl`` before the step from which the run
+            continues. Only available while sinks are opened. validations: The same for ``validation.jsonl``.
     """
 
     config: Config
@@ -55,7 +53,10 @@ class SinkContext:
 
     @property
     def rank(self) -> int | None:
-        """This rank, to distinguish destinations if every rank writes. None if only the writer rank does."""
+        """This rank if every rank writes, to distinguish their destinations.
+
+        None if only the writer rank writes.
+        """
         return self.facts.rank if self.config.metrics.save_for_all_ranks else None
 
     def tags(self, record: Record) -> dict[str, float]:

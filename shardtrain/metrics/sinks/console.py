@@ -1,4 +1,4 @@
-"""Console output of logged steps: a table row on a terminal, otherwise a line with torchtitan's names."""
+"""Console output of logged steps: a table row on a terminal, otherwise a line with torchtitan's field names."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _CYAN, _GREEN, _YELLOW, _BLUE, _MAGENTA, _RED, _RESET = (f"\x1b[{code}m" for cod
 
 
 def line(record: Record) -> str:
-    """``step:  N  loss:  x  grad_norm:  y  lr: ...  memory: G GiB  tps: n  tflops: f  mfu: m%  data: s
-    left: t``.
+    """Return ``step:  N  loss:  x  grad_norm:  y  lr: ...  memory: G GiB  tps: n  tflops: f  mfu:
+    m%  data: s  left: t``.
 
-    ``mfu: -`` if the peak of the device is unknown.
+    MFU is ``-`` if the peak of the device is unknown.
     """
     return "  ".join(text for _, text in _parts(record))
 
 
 def colored_line(record: Record) -> str:
-    """Return the same line with ANSI colors."""
+    """Return the line of ``line`` with ANSI colors."""
     return "  ".join(f"{color}{text}{_RESET}" if color else text for color, text in _parts(record))
 
 
 class StepTable:
-    """Logged steps as rows of a table, as wide as the terminal and at most 96 columns.
+    """Table of logged steps with the width of the terminal, at most 96 columns.
 
-    Columns that do not fit are omitted, starting with the last of ``_COLUMNS``. Other metrics follow if
-    there is room. The header is printed above the first row, every 40 rows, and when the columns change.
+    Columns that do not fit are omitted, starting with the last of ``_COLUMNS``. Other metrics follow if there
+    is room. The header is printed above the first row, every 40 rows, and when the columns change.
     """
 
     MOST_COLUMNS = 96
@@ -51,10 +51,10 @@ class StepTable:
         self._rows = 0
 
     def row(self, record: Record, columns: int, color: bool) -> str:
-        """Return the row, after a header if one is due. ``columns`` is the width of the terminal."""
+        """Return the row of a record, after a header if one is due. ``columns`` is the width of the terminal."""
         cells = self._cells(record)
 
-        # Select the columns that fit, by importance. They are printed in the order of the cells.
+        # Select the columns that fit by importance. They are printed in the order of the cells.
         by_importance = [name for name in _COLUMNS if name in cells]
         by_importance += [name for name in cells if name not in _COLUMNS]
         room = min(columns, self.MOST_COLUMNS) + 1
@@ -101,16 +101,16 @@ class StepTable:
 
 
 class Console:
-    """The log of each rank.
+    """Sink that writes to the log of each rank.
 
-    Where its console is a terminal it gets a table, and the file the greppable line.
+    On a terminal it prints a table row. The log file gets a line that is easy to grep.
     """
 
     def __init__(self, total_steps: int = 0) -> None:
         self._table = StepTable(total_steps)
 
     def write(self, record: Record) -> None:
-        """Log the line."""
+        """Log the record of a step."""
         row = None
         if sys.stderr.isatty():
             row = self._table.row(record, shutil.get_terminal_size().columns, color_allowed(sys.stderr))
@@ -130,7 +130,7 @@ def _number(value: float, digits: int) -> str:
 
 
 def _seconds(value: float) -> str:
-    """Format seconds with at most four digits, so that the column keeps its width."""
+    """Format seconds with at most four digits, to keep the width of the column."""
     for limit, decimals in ((1, 3), (10, 2), (100, 1)):
         if value < limit:
             return f"{value:.{decimals}f}s"
@@ -138,10 +138,7 @@ def _seconds(value: float) -> str:
 
 
 def _is_shown(key: str, value: float) -> bool:
-    """True for metrics that are shown on the console.
-
-    Parts of the goodput and zero counts are only in the files.
-    """
+    """True for metrics that the console shows. Parts of the goodput and counts of 0 are only in the files."""
     return not key.startswith(("goodput_", "rows_of/")) and (bool(value) or key not in _COUNTS)
 
 

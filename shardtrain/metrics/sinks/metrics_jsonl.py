@@ -1,6 +1,6 @@
-"""The metrics history of a run as JSON lines, which every report reads.
+"""The metrics history of a run as JSON lines, from which all reports read.
 
-After a resume, records after the checkpoint are removed, so steps always increase.
+A resume removes the records after its checkpoint, so steps always increase.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shardtrain.utils.log import logger
 
 
 class JsonlFile:
-    """A history with strictly increasing ``step``. Each record is written as one line in one system call.
+    """History with strictly increasing ``step``. Each record is one line, written with one system call.
 
-    Opening the file removes records after ``start_step``, and torn or corrupted lines. A run that starts
-    at step 0 renames an earlier history to a name with the time. A full disk or a lost mount does not
+    Opening the file removes records after ``start_step``, and torn or corrupted lines. A run that starts at
+    step 0 renames an earlier history, with the time in the new name. A full disk or a lost mount does not
     stop training: the first failure logs a warning, and ``num_lost`` counts the lost records.
     """
 
@@ -37,7 +37,7 @@ class JsonlFile:
             self._warn(error)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record. JSON does not support non-finite numbers, so they are written as null."""
+        """Append one record. Non-finite numbers are written as null, because JSON does not support them."""
         fields = {}
         for key, value in record.items():
             fields[key] = finite_or_none(value) if isinstance(value, float) else value
@@ -54,8 +54,8 @@ class JsonlFile:
             logger.warning(f"{self.num_lost} records of {self.path} could not be written")
 
     def _append(self, line: bytes) -> None:
-        # The file is opened for each record, at most once per log_freq steps, so that writing works again
-        # after a lost mount returns. The folder may have been deleted during the run.
+        # Open the file for each record, at most once per log_freq steps, so writing works again when a lost
+        # mount returns. The folder may have been deleted during the run.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         descriptor = atomic_io.open_file(self.path, flags, 0o644, create_folder=True)
         size = os.fstat(descriptor).st_size
@@ -64,7 +64,7 @@ class JsonlFile:
             if written != len(line):
                 raise OSError(f"wrote {written} of {len(line)} bytes")
         except OSError:
-            # A full disk may store a part of the line. Remove it, so that the next record starts a new line.
+            # A full disk may have stored a part of the line. Remove it, so the next record starts a new line.
             os.ftruncate(descriptor, size)
             raise
         finally:
@@ -98,7 +98,7 @@ class JsonlFiles:
         self.records.write(record.json_fields())
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """Append results on held-out data, unless the file already has them from an earlier resume."""
+        """Append results on held-out data, unless an earlier attempt has already written this step."""
         if step > self._last_validation:
             self.validations.write({"step": step, **values})
 
@@ -129,7 +129,7 @@ def _parse(content: bytes) -> tuple[list[dict[str, Any]], int]:
 
 
 def _is_record(record: dict[str, Any]) -> bool:
-    """True for objects that this module writes: a step, with numbers, null or short texts."""
+    """True for objects that this module writes: a step, and numbers, nulls or short texts."""
     if type(record.get("step")) is not int or not 0 <= record["step"] < 2**63:
         return False
     return all(_is_value(value) for value in record.values())
@@ -144,14 +144,14 @@ def _is_value(value: Any) -> bool:
 
 
 def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
-    """Remove from the file all records after ``start_step`` and invalid lines.
+    """Remove invalid lines and all records after ``start_step`` from the file.
 
     Return the remaining records, or a sample of them if the file is large.
     """
     if not path.exists():
         return []
 
-    # A large file whose records are in order is truncated without reading all of it.
+    # Truncate a large file whose records are in order, without reading all of it.
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         size = os.fstat(file.fileno()).st_size
         end = None
@@ -169,7 +169,7 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
         content = b"" if not start_step and size > _LARGE_BYTES else file.read()
     records, bad = _parse(content)
 
-    # A new run renames the history of an earlier run.
+    # A new run renames the history of an earlier run in the same folder.
     if start_step == 0:
         if records or size > _LARGE_BYTES:
             aside = path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}")
@@ -181,8 +181,8 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
             path.unlink()
         return []
 
-    # A resumed run has not seen the steps after its checkpoint. If a step was written twice, the later
-    # record belongs to the run that continued.
+    # Remove steps after the checkpoint, which the resumed run will repeat. If a step was written twice, the
+    # later record belongs to the run that continued.
     kept: list[dict[str, Any]] = []
     for record in records:
         if record["step"] > start_step:
@@ -208,24 +208,21 @@ def _truncate(path: Path, size: int) -> None:
         os.close(descriptor)
 
 
-# Each start leaves the records in order, and a run appends in order. So a start needs to read only the
-# end of a large file. Reading 10^7 records would take minutes.
+# Each start sorts the records, and a run appends in order. So a start needs to read only the end of a large
+# file. Reading 10^7 records would take minutes.
 _LARGE_BYTES = 16 * 2**20
 _TAIL_BYTES = 2**20
 _THINNED = 2500
 
 
 def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
-    """Return the offset after the last record up to ``start_step``.
-
-    None if earlier records are not in order.
-    """
+    """Return the offset after the last record up to ``start_step``, or None if the records are not in order."""
     window = min(_TAIL_BYTES, size)
-    # Read backwards from the end, in windows that double until one contains enough records up to the step.
+    # Read backwards in windows from the end. Double the window until it contains enough records up to the step.
     while True:
         file.seek(size - window)
         content = file.read(window)
-        # The first line of a window may start before it, and text after the last line feed is torn.
+        # The first line of a window may start before it. Text after the last line feed is torn.
         if window < size:
             content = content.partition(b"\n")[2]
         at = size - len(content)
@@ -245,10 +242,10 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
                 end = at
                 last = step
                 num_kept += 1
-        # At least two records, because a single one may be a step that was written twice.
+        # Require two records, because a single one may belong to a step that was written twice.
         if num_kept > 1 or window == size:
             return end
-        # The checkpoint may be far back. Samples of the entire file show approximately where to look.
+        # The checkpoint may be far back. Samples of the entire file show the approximate position.
         if window == _TAIL_BYTES:
             before = _place_before(file, size, start_step)
             if before < size:
@@ -257,7 +254,7 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
 
 
 def _place_before(file: BinaryIO, size: int, start_step: int) -> int:
-    """Return an offset after all records up to ``start_step``, found from samples, or ``size``."""
+    """Return an offset after all records up to ``start_step``, found from samples, or else ``size``."""
     samples = _samples(file, size)
     if any(one["step"] >= other["step"] for (_, one), (_, other) in itertools.pairwise(samples)):
         return size
@@ -268,9 +265,9 @@ def _place_before(file: BinaryIO, size: int, start_step: int) -> int:
 
 
 def _thinned(file: BinaryIO, end: int) -> list[dict[str, Any]]:
-    """Return records before ``end`` at even distances, including the first and the last."""
+    """Return records before ``end`` at even distances, including the first and the last record."""
     records = [record for _, record in _samples(file, end)]
-    # add the last record, unless it is the last sample
+    # Add the last record, unless it is the last sample.
     file.seek(max(0, end - _TAIL_BYTES))
     complete_lines = file.read(end - file.tell()).rpartition(b"\n")[0]
     records += _parse(complete_lines.rpartition(b"\n")[2])[0]
@@ -278,9 +275,7 @@ def _thinned(file: BinaryIO, end: int) -> list[dict[str, Any]]:
 
 
 def _samples(file: BinaryIO, end: int) -> list[tuple[int, dict[str, Any]]]:
-    """Return records before ``end`` at even distances, including the first, with the offsets of their
-    lines.
-    """
+    """Return records before ``end`` at even distances, including the first, with the offsets of their lines."""
     samples: list[tuple[int, dict[str, Any]]] = []
     for place in range(0, end, max(1, -(-end // _THINNED))):
         file.seek(place)

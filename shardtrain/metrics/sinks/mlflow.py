@@ -1,4 +1,4 @@
-"""MLflow: a run on the server at MLFLOW_TRACKING_URI, or in files below the run folder if it is not set."""
+"""MLflow: log to the server at MLFLOW_TRACKING_URI or, if it is not set, to files in the run folder."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
 from shardtrain.utils import atomic_io
 
 RUN_ID_FILE = "mlflow_run_id"
-"""File in the run folder with the id of the MLflow run, which a resumed run continues."""
+"""File in the run folder with the ID of the MLflow run, which a resumed run continues."""
 _PARAMETER_LENGTH = 500
 _AT_A_TIME = 100
 """Maximum number of parameters per request."""
 
 
 def open_sink(request: SinkContext) -> TrackerSink | None:
-    """Return the sink of this rank, or None if it is disabled.
-
-    Raises ConfigError if the package is missing.
-    """
+    """Return the sink of this rank, or None if it is disabled. Raise ConfigError if the package is missing."""
     if not request.config.metrics.enable_mlflow or not request.is_wanted:
         return None
     require_package("mlflow", "metrics.enable_mlflow", pip="mlflow-skinny")
@@ -38,8 +35,8 @@ class _Run(Client):
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        # Allow files for runs without a server, although the library recommends them only for small
-        # teams. Limit the retries, so that a dead server delays the thread for only a minute.
+        # Allow files for runs without a server, although the library recommends them only for small teams.
+        # Limit the retries, so a dead server delays the thread for only a minute.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
@@ -67,7 +64,7 @@ class _Run(Client):
             self._client.log_batch(self._id, params=params)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Send the finite numbers, because MLflow supports no other values."""
+        """Send the finite numbers. MLflow supports no other values."""
         import time
 
         from mlflow.entities import Metric
@@ -76,7 +73,7 @@ class _Run(Client):
         metrics = []
         for name, value in values.items():
             if type(value) in (int, float) and math.isfinite(value) and name != "step":
-                # A name with only the characters that MLflow allows.
+                # Replace the characters that MLflow does not allow in names.
                 legal = "".join(char if char.isalnum() or char in "_-. /" else "_" for char in name)
                 metrics.append(Metric(legal, float(value), now, step))
         self._client.log_batch(self._id, metrics=metrics)

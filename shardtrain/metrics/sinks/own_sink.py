@@ -1,4 +1,4 @@
-"""Sinks in the user's Python files, as ``class Sink``. Their failures never stop training."""
+"""Sinks in the user's Python files, each a ``class Sink``. Their failures never stop training."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ METHODS = ("write", "validation", "close")
 
 
 def find(path: str) -> Any:
-    """Return the class Sink of a file.
+    """Return the class ``Sink`` of a file.
 
     Raises:
-        ConfigError: the file does not exist, or has no such class, or the class lacks a method.
+        ConfigError: the file does not exist or has no such class, or the class lacks a method.
     """
     cls = own_file.load(path, own_file.SINK, "metrics.sinks").Sink
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
@@ -29,7 +29,7 @@ def find(path: str) -> Any:
 
 
 class OwnSink:
-    """The sink of a file. Its first failure logs one warning and disables it."""
+    """Sink of a user's file. Its first failure logs one warning and disables it."""
 
     def __init__(self, path: str, request: SinkContext) -> None:
         self._path = path
@@ -41,7 +41,7 @@ class OwnSink:
 
     @property
     def summary(self) -> str:
-        """Line of the sink for the end of a run, empty if it has none."""
+        """Line of the sink for the end of a run, or ""."""
         return str(getattr(self._sink, "summary", "") or "")
 
     def write(self, record: Record) -> None:

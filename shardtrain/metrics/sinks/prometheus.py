@@ -1,4 +1,4 @@
-"""Prometheus: an endpoint with the last logged step as gauges, which a server scrapes during the run."""
+"""Prometheus: an HTTP endpoint with the last logged step as gauges, which a server scrapes during the run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from shardtrain.utils.log import logger
 
 
 def open_sink(request: SinkContext) -> PrometheusSink | None:
-    """Return the sink of the writer rank, or None if it is disabled.
-
-    Log a warning if the port is not available.
+    """Return the sink of the writer rank, or None if it is disabled. If the port is not available, log a warning.
 
     Raises:
         ConfigError: the package is missing.
@@ -34,33 +32,33 @@ def open_sink(request: SinkContext) -> PrometheusSink | None:
 
 
 class PrometheusSink:
-    """Gauges ``shardtrain_loss``, ``shardtrain_tokens_per_second`` and so on, by the names of
-    ``metrics.jsonl``.
+    """Gauges named like the fields of ``metrics.jsonl``: ``shardtrain_loss``,
+    ``shardtrain_tokens_per_second``, ...
 
     Raises:
-        OSError: where the address cannot be listened on.
+        OSError: the server cannot listen on the address.
     """
 
     def __init__(self, port: int, address: str, labels: Mapping[str, str]) -> None:
         import prometheus_client
 
         self._labels = dict(labels)
-        # A registry of its own: the library's holds facts about the process that nobody asked for.
+        # Use a separate registry, because the library's default registry also exports facts about the process.
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         self._server, self._thread = prometheus_client.start_http_server(port, address, self._registry)
         self.port = int(self._server.server_port)
 
     def write(self, record: Record) -> None:
-        """Show a logged step."""
+        """Set the gauges to a logged step."""
         self._set({name: value for name, value in record.json_fields().items() if name != "order_hash"})
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """Show results on held-out data."""
+        """Set the gauges to results on held-out data."""
         self._set({f"validation_{name}": value for name, value in values.items()} | {"validation_step": step})
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -75,5 +73,5 @@ class PrometheusSink:
                 self._gauges[legal] = Gauge(
                     f"shardtrain_{legal}", help_text, list(self._labels), registry=self._registry
                 )
-            # What is not known at this step is NaN, not the value of an earlier one.
+            # A value that is unknown at this step is NaN instead of the value of an earlier step.
             self._gauges[legal].labels(**self._labels).set(math.nan if value is None else value)

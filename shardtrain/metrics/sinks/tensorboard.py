@@ -1,4 +1,4 @@
-"""TensorBoard event files, with the tags that torchtitan's users know."""
+"""TensorBoard event files, with the tags of torchtitan."""
 
 from __future__ import annotations
 
@@ -49,10 +49,9 @@ def thinned(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]
 
 
 class TensorBoardSink:
-    """Writes scalars by tag into ``folder/YYYYmmdd-HHMM`` (and ``rank_N`` below it, where every rank
-    writes).
+    """Write scalars by tag into ``folder/YYYYmmdd-HHMM``, or its subfolder ``rank_N`` if every rank writes.
 
-    If the folder exists because of a restart within the same minute, the new one gets the suffix ``-2``.
+    If the folder exists because of a restart within the same minute, the new folder gets the suffix ``-2``.
     The file is opened again for each write, every ``FLUSH_SECONDS``, to detect a deleted folder. A failed
     write logs a warning and closes the sink, because metrics must not stop training.
 
@@ -69,7 +68,8 @@ class TensorBoardSink:
         self._tags = tags or (lambda record: record.tags("cpu"))
         self.summary = ""
         require_package("tensorboard", "metrics.enable_tensorboard")
-        # PyTorch's SummaryWriter follows symlinks, and its thread prints a traceback for each failed write.
+        # Do not use PyTorch's SummaryWriter: it follows symlinks, and its thread prints a traceback
+        # for each failed write.
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._waiting = io.BytesIO()
@@ -136,17 +136,14 @@ class TensorBoardSink:
 
 
 def require_package(name: str, option: str, pip: str = "", value: object = True) -> None:
-    """Raise ConfigError if the package of an option is not installed.
-
-    ``pip`` is its name on PyPI, if different.
-    """
+    """Raise ConfigError if the package of an option is not installed. ``pip`` is its name on PyPI if it differs."""
     if name not in sys.modules and importlib.util.find_spec(name) is None:
         fix = f"pip install {pip or name}, or turn the option off"
         raise ConfigError(Problem(option, value, f"needs the package {name}", fix))
 
 
 def _fresh_folder(folder: Path, below: str) -> Path:
-    """Return a folder named after this minute, with a number if a folder of that name has files."""
+    """Return a folder named after the current minute, with a number if a folder of that name contains files."""
     stamp = time.strftime("%Y%m%d-%H%M")
     candidate = folder / stamp / below
     number = 1

@@ -1,4 +1,4 @@
-"""Send metrics to a tracking service in a thread, so that a slow or dead service never delays a step."""
+"""Send metrics to a tracking service in a thread, so a slow or dead service never delays a step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardtrain.utils.log import logger, redact
 from shardtrain.utils.redact import redact_all
 
 QUEUE_RECORDS = 10_000
-"""Maximum number of queued records. Further records are dropped and counted."""
+"""Maximum number of queued records. Additional records are dropped and counted."""
 
 CLOSE_SECONDS = 30.0
-"""Maximum time that the end of a run waits for the service."""
+"""Maximum time for which the end of a run waits for the service."""
 
 
 def run_config(request: SinkContext) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def run_config(request: SinkContext) -> dict[str, Any]:
 
 
 class Client(Protocol):
-    """Interface of an open run in a service's client."""
+    """Interface of an open run in the client library of a service."""
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Send the values of a step."""
@@ -39,9 +39,9 @@ class Client(Protocol):
 
 
 class TrackerSink:
-    """Sends records to a service. The first failure logs a warning and disables the sink.
+    """Send records to a service. The first failure logs a warning and disables the sink.
 
-    ``open_client`` is called in the thread. ``fields`` returns the values of a record by the service's names.
+    ``open_client`` is called in the thread. ``fields`` returns the values of a record by the names of the service.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TrackerSink:
         self._failed = False
         self._closed = False
         self._queue: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(QUEUE_RECORDS)
-        # A daemon thread, because a service that hangs must not keep the process alive after training.
+        # Use a daemon thread, because a hanging service must not keep the process alive after training.
         self._thread = threading.Thread(target=self._work, name=title, daemon=True)
         self._thread.start()
 
@@ -93,7 +93,7 @@ class TrackerSink:
             logger.warning(f"{self.num_dropped} records did not reach {self._title}; metrics.jsonl has them all")
 
     def _work(self) -> None:
-        """Thread: open the run, send queued values, finish the run."""
+        """Thread function: open the run, send queued values, finish the run."""
         try:
             client = self._open_client()
             while (item := self._queue.get()) is not None:

@@ -1,4 +1,4 @@
-"""trackio: W&B's interface with local files, or with a Hugging Face Space if TRACKIO_SPACE_ID is set."""
+"""trackio: W&B's interface with local files or, if TRACKIO_SPACE_ID is set, with a Hugging Face Space."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
 
 
 def open_sink(request: SinkContext) -> TrackerSink | None:
-    """Return the sink of this rank, or None if it is disabled.
-
-    Raises ConfigError if the package is missing.
-    """
+    """Return the sink of this rank, or None if it is disabled. Raise ConfigError if the package is missing."""
     if not request.config.metrics.enable_trackio or not request.is_wanted:
         return None
     require_package("trackio", "metrics.enable_trackio")

@@ -1,4 +1,4 @@
-"""Weights & Biases. The run is configured by its usual environment variables."""
+"""Weights & Biases. Its usual environment variables configure the run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from shardtrain.metrics.sinks.tensorboard import require_package
 from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
 
 INIT_SECONDS = 60.0
-"""Maximum time to connect to the service at start, in a separate thread."""
+"""Maximum time to connect to the service at the start, in a separate thread."""
 
 
 def run_options(all_ranks_rank: int | None) -> dict[str, Any]:
     """Return the arguments of ``wandb.init`` from WANDB_PROJECT, WANDB_TEAM and similar variables.
 
-    ``all_ranks_rank`` is this rank if every rank logs. Each rank is then a separate run, with the rank in
-    its name.
+    ``all_ranks_rank`` is this rank if every rank logs. Then each rank is a separate run with the rank in its name.
     """
     environment = {
         "entity": "WANDB_TEAM",
@@ -40,17 +39,14 @@ def run_options(all_ranks_rank: int | None) -> dict[str, Any]:
                 options[key] = f"{options[key]}-rank{all_ranks_rank}"
         options.setdefault("name", f"rank{all_ranks_rank}")
     if "id" in options and "resume_from" not in options and "fork_from" not in options:
-        # A restarted job with the same id continues its run. Without "allow" the client would refuse or
-        # overwrite.
+        # A restarted job with the same ID continues its run. Without "allow", the client would refuse or
+        # overwrite the run.
         options["resume"] = "allow"
     return options
 
 
 def open_sink(request: SinkContext) -> TrackerSink | None:
-    """Return the sink of this rank, or None if it is disabled.
-
-    Raises ConfigError if the package is missing.
-    """
+    """Return the sink of this rank, or None if it is disabled. Raise ConfigError if the package is missing."""
     if not request.config.metrics.enable_wandb or not request.is_wanted:
         return None
     require_package("wandb", "metrics.enable_wandb")
@@ -59,7 +55,7 @@ def open_sink(request: SinkContext) -> TrackerSink | None:
     def open_client() -> Client:
         import wandb
 
-        # Limit the client's own waiting, and never prompt at the terminal.
+        # Limit the time for which the client waits, and never prompt at the terminal.
         settings = wandb.Settings(init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS, console="off")
         return wandb.init(settings=settings, **options)  # type: ignore[return-value]
 
@@ -67,7 +63,7 @@ def open_sink(request: SinkContext) -> TrackerSink | None:
 
 
 def _known_names(record: Record) -> dict[str, float]:
-    """Return values by names common in W&B, in addition to TensorBoard's tags."""
+    """Return values by names that are common in W&B, in addition to TensorBoard's tags."""
     return {
         "loss": record.loss,
         "lr": record.lr,

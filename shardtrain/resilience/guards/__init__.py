@@ -1,1 +1,1 @@
-"""Guards of a run's numbers: non-finite steps, loss spikes, and replicas that differ."""
+"""Guards of a run's numbers: non-finite steps, loss spikes, and differing replicas."""

@@ -1,7 +1,7 @@
 """Detect steps whose loss or gradient norm is far above that of earlier steps, and react to them.
 
-The decision is made before the update, from numbers that all ranks have. The history is saved with the
-run, so that a resumed run makes the same decisions. ``train/rollback.py`` returns to an older checkpoint.
+The decision is made before the update, from numbers that all ranks have. The history is saved with the run,
+so a resumed run makes the same decisions. ``train/rollback.py`` returns to an older checkpoint.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from shardtrain.utils.log import logger
 RECENT_STEPS = 1000
 """Number of steps to which ``training.nonfinite_max_skip_fraction`` applies."""
 MIN_VALUES = 20
-"""Number of values that a window needs before it is used, or all values of a shorter window."""
+"""Minimum number of values in a window before it is used. A shorter window must be full."""
 NORM_FACTOR = 10.0
-"""A gradient norm is a spike only above this multiple of the mean.
-
-Single batches of healthy runs reach five.
-"""
+"""A gradient norm is a spike only above this multiple of the mean. Single batches of healthy runs reach five."""
 _ROUNDING = 1e-6
-"""Minimum standard deviation as a fraction of the mean, so that rounding differences are no spikes."""
+"""Minimum standard deviation as a fraction of the mean, so rounding differences do not count as spikes."""
 
 
 class Rewind(NamedTuple):
-    """A rollback after a spike in ``step`` to the end of step ``to``.
+    """Rollback to the end of step ``to`` after a spike in step ``step``.
 
     Steps with rows in [first_row, end_row) are skipped.
     """
@@ -43,7 +40,7 @@ class Rewind(NamedTuple):
 
 @dataclass
 class Guard:
-    """The history of losses, norms, skips and rollbacks. Equal on all ranks."""
+    """History of losses, norms, skipped steps and rollbacks. Equal on all ranks."""
 
     losses: list[float] = field(default_factory=list)
     """Global mean losses of the last steps, oldest first."""
@@ -52,7 +49,7 @@ class Guard:
     skipped_steps: list[int] = field(default_factory=list)
     """Steps among the last RECENT_STEPS whose update was skipped because a number was not finite."""
     spikes: int = 0
-    """Spikes since the start of the run."""
+    """Number of spikes since the start of the run."""
     rewinds: list[Rewind] = field(default_factory=list)
 
     def may_skip(self, step: int, max_fraction: float) -> bool:
@@ -64,18 +61,18 @@ class Guard:
         return True
 
     def find_spike(self, loss: float, grad_norm: float, window: int, sigmas: float) -> str:
-        """Describe the values that are spikes. Return an empty string if there are none.
+        """Describe the values that are spikes, or return "" if there are none.
 
         A value is a spike if it is more than ``sigmas`` standard deviations above the mean of the window.
-        This is the rule of OLMo-core's SkipStepOptimizer, for only upward deviations. A spike enters the
-        window like any other value, so after a few steps a lasting change is the new level. Gradient
-        norms have a long tail: this rule would find one spike in 250 steps of a healthy run. So a norm
-        must also be above ``NORM_FACTOR`` times the mean.
+        This is the rule of OLMo-core's SkipStepOptimizer, applied only to upward deviations. A spike enters
+        the window like any other value, so a lasting change becomes the new level after a few steps. Gradient
+        norms have a long tail: this rule would find one spike in 250 steps of a healthy run. Therefore a norm
+        must also exceed ``NORM_FACTOR`` times the mean.
         """
         spikes = []
         series = ("loss", loss, self.losses, 0.0), ("gradient norm", grad_norm, self.grad_norms, NORM_FACTOR)
         for name, value, values, factor in series:
-            # too few values do not show the usual spread
+            # Too few values do not show the usual spread.
             if len(values) < min(window, max(MIN_VALUES, window // 2)):
                 continue
             mean = math.fsum(values) / len(values)
@@ -97,7 +94,7 @@ class Guard:
         return any(rewind.first_row < end_row and first_row < rewind.end_row for rewind in self.rewinds)
 
     def steps_left_out(self, first_row: int, end_row: int, rows_per_step: int) -> int:
-        """Return the number of skipped steps among those that consist of the rows [first_row, end_row)."""
+        """Return the number of skipped steps among the steps that consist of the rows [first_row, end_row)."""
         steps: set[int] = set()
         for rewind in self.rewinds:
             begin = max(rewind.first_row, first_row)
@@ -140,7 +137,7 @@ class Guard:
         )
         if not is_valid:
             raise CheckpointError("the guard's state does not hold losses, steps and rewinds; use another checkpoint")
-        # The types are checked above, which mypy does not understand.
+        # mypy does not see that the types are checked above.
         self.losses = list(losses)  # type: ignore[arg-type]
         self.grad_norms = list(norms)  # type: ignore[arg-type]
         self.skipped_steps = list(skipped)  # type: ignore[arg-type]
@@ -153,7 +150,7 @@ class RollbackRequested(Exception):
 
 
 def may_apply(run: WatchedRun, guard: Guard, loss: float, grad_norm: float) -> bool:
-    """Return True if a step's update may be applied, and record its loss and norm.
+    """Return True if a step's update may be applied. Also record its loss and norm.
 
     Args:
         run: the run.
@@ -173,7 +170,7 @@ def may_apply(run: WatchedRun, guard: Guard, loss: float, grad_norm: float) -> b
     if spike:
         guard.spikes += 1
         if training.spike_policy == "rewind":
-            # Repeated rollbacks from the same place would never end.
+            # Repeated rollbacks from nearly the same step would never end.
             near = sum(abs(step - rewind.step) <= training.spike_rewind_steps for rewind in guard.rewinds)
             if near < training.max_rewinds:
                 raise RollbackRequested(f"step {step}: {spike}")

@@ -15,30 +15,29 @@ from shardtrain.utils.log import logger
 
 
 def stop_or_skip(run: WatchedRun, guard: Guard, loss: Tensor, local: list[data.Batch]) -> None:
-    """Log which rank's numbers are not finite, and stop the run unless the update may be skipped (a
-    collective).
+    """Report the ranks whose numbers are not finite, and stop the run unless the update may be skipped. Collective.
 
     Raises:
         NumericalError: the update may not be skipped. All ranks raise it, with the ranks and the first
-            bad tensor.
+            non-finite tensor.
     """
     is_local = not bool(torch.isfinite(loss))
-    # Every rank is here, because all know the same global loss and norm.
+    # All ranks get here, because all know the same global loss and norm.
     ranks = process_group.gather_flags(is_local, run.mesh.device)
     step = run.state.step + 1
     if is_local:
         ids = [int(i) for batch in local for i in batch.sample_ids_B]
         logger.error(f"step {step}: the loss of this rank is not finite; sample ids {ids}")
     culprits = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "a gradient"
-    # In float16, an overflow at this scale is expected occasionally.
+    # In float16, an occasional overflow at this loss scale is expected.
     if run.scaler and run.scaler.can_shrink:
         logger.warning(f"step {step}: {culprits} overflowed float16 at loss scale {run.scaler.scale:g}")
         return
-    # All ranks run a second forward pass to find the first such tensor.
+    # All ranks run a second forward pass to find the first non-finite tensor.
     first, advice = nonfinite_tensor.find(run, local, in_loss=bool(ranks))
     training = run.config.training
     skips = run.state.nonfinite_skips
-    # the reason why this update may not be skipped under the policy "skip"
+    # Reason why this update may not be skipped although the policy is "skip".
     bound = ""
     if training.nonfinite_policy == "skip":
         if skips >= training.nonfinite_max_skips:

@@ -1,7 +1,7 @@
 """Find the first non-finite tensor of a failed step, without changing the run.
 
-Checks parameters first, then the outputs of modules in another forward pass of the same rows, then
-gradients. Before a save, checks the tensors to save.
+Check parameters first, then the outputs of modules in another forward pass of the same rows, then gradients.
+Before a save, check the tensors to save.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ADVICE = "lower optimizer.lr, or look at the samples named in the rank's log"
 
 
 def find(run: WatchedRun, local: list[data.Batch], in_loss: bool) -> tuple[str, str]:
-    """Describe the first non-finite tensors with the ranks that hold them, and return advice (a collective).
+    """Describe the first non-finite tensors and the ranks that hold them, and return advice. Collective.
 
     Args:
         run: the run.
@@ -41,7 +41,7 @@ def find(run: WatchedRun, local: list[data.Batch], in_loss: bool) -> tuple[str, 
     Returns:
         The description and the advice, equal on all ranks.
     """
-    # in the order of computation: weights, activations, gradients
+    # Check in the order of computation: weights, activations, gradients.
     tensors = {**run.runner.parameters(), **run.runner.buffers()}
     names = _agree(run, _not_finite(tensors))
     if names:
@@ -59,16 +59,14 @@ def find(run: WatchedRun, local: list[data.Batch], in_loss: bool) -> tuple[str, 
 
 
 def refuse_to_save(run: WatchedRun, tensors: Mapping[str, Tensor], checkpoints: Saver) -> None:
-    """Stop before a save that would contain NaN or infinity, because no run could continue from it (a
-    collective).
+    """Stop before a save that would contain NaN or infinity, because no run could continue from it. Collective.
 
-    A step is judged by its loss and gradient before the update. Non-finite weights after an update show
-    only in the loss of the next step. A save comes before that, and after the last step there is no next
-    step.
+    The guard judges a step by its loss and gradient, before the update. Weights that become non-finite in the update
+    show only in the loss of the next step. A save comes before that, and there is no step after the last one.
 
     Raises:
-        NumericalError: on all ranks, with the tensors, the ranks that hold them, and the step to continue
-            from.
+        NumericalError: a tensor is not finite. All ranks raise it, with the tensors, their ranks, and the
+            step from which to continue.
     """
     names = _not_finite(tensors)
     if not any_rank(bool(names)):
@@ -97,20 +95,19 @@ def _is_finite(tensor: Tensor) -> bool:
     local = local_tensor(tensor).detach()
     if not local.is_floating_point() or not local.numel():
         return True
-    # Both results are NaN if any element is. This takes a tenth of the time of isfinite, which allocates
-    # a mask.
+    # Both results are NaN if any element is. This takes a tenth of the time of isfinite, which allocates a mask.
     low, high = torch.aminmax(local)
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _agree(run: WatchedRun, local_names: list[str], shown: int = _SHOWN) -> str:
-    """Return the first few names of all ranks in the order of the model, with their ranks (a collective)."""
+    """Return the first few names of all ranks in the order of the model, with their ranks. Collective."""
     ranks: dict[str, list[int]] = {}
     for rank, names in enumerate(all_gather_json(local_names)):
         for name in names:
             ranks.setdefault(name, []).append(rank)
 
-    # A rank knows only its own modules, but run.names has the order of the full model.
+    # A rank knows only its own modules, but run.names contains the order of the full model.
     def position(name: str) -> int:
         for index, parameter in enumerate(run.names):
             if f"{parameter}.".startswith(f"{name}."):
@@ -127,15 +124,15 @@ def _agree(run: WatchedRun, local_names: list[str], shown: int = _SHOWN) -> str:
 def _outputs(run: WatchedRun, local: list[data.Batch]) -> list[str]:
     """Return the first module with a non-finite output in another forward pass of the same micro-batches.
 
-    The list is empty or has one name. A collective, with the random numbers of the step. A rank whose
-    loss is again not finite logs the rows of the micro-batch.
+    The list has at most one name. Collective, with the random numbers of the step. A rank whose loss is again
+    non-finite logs the rows of the micro-batch.
     """
     mesh = run.mesh
     first_module: list[str] = []
     seed_step(run.config.debug.seed, run.state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
-    # A pipeline processes the micro-batches of a step as one batch.
+    # A pipeline processes all micro-batches of a step as one batch.
     batches = [_joined(local)] if mesh.size("pp") > 1 and local else local
-    # A compiled layer does not call hooks that were registered after its compilation.
+    # A compiled layer does not call hooks that were registered after it was compiled.
     with torch.compiler.set_stance("force_eager"), _Watch(run.runner.parts) as watch:
         for number, batch in enumerate(batches):
             loss = run.runner.evaluate(batch.to(mesh.device))
@@ -161,7 +158,7 @@ class _Watch:
     def __enter__(self) -> _Watch:
         for part in self._parts:
             for name, module in part.named_modules():
-                # an nn.Identity is a placeholder for a module of another stage
+                # An nn.Identity is a placeholder for a module of another stage.
                 if name and not isinstance(module, nn.Identity):
                     self._handles.append(module.register_forward_hook(self._hook(name)))
         return self

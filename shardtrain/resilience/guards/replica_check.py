@@ -1,6 +1,4 @@
-"""Compare replicas of the same numbers between ranks, to find hardware that silently computes wrong
-results.
-"""
+"""Compare replicas of the same numbers between ranks, to detect hardware that silently computes wrong results."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ from shardtrain.utils.log import logger
 
 
 class Replicas:
-    """Periodic comparison of parameters, buffers and optimizer states that several ranks hold.
+    """Periodic comparison of the parameters, buffers and optimizer states that several ranks hold.
 
-    Disabled with ``training.replica_check_interval = 0``. Saves have a separate comparison.
+    ``training.replica_check_interval = 0`` disables it. Saves have a separate comparison.
     """
 
     def __init__(self, run: WatchedRun, checkpoints: Saver) -> None:
@@ -29,16 +27,16 @@ class Replicas:
         self._held: dict[str, Held] | None = None
 
     def check(self, step: int) -> None:
-        """Compare if ``step`` is a multiple of the interval (a collective).
+        """Compare the replicas if ``step`` is a multiple of the interval. Collective.
 
         Raises:
-            NumericalError: replicas differ. All ranks raise it, with the first tensor, the odd ranks, and the
-                checkpoint to continue from.
+            NumericalError: replicas differ. All ranks raise it, with the first tensor, the ranks that differ,
+                and the checkpoint from which to continue.
         """
         if not self._interval or step % self._interval or self._run.mesh.device_mesh.size() == 1:
             return
         tensors = {**self._run.model_state_dict(), **self._run.optimizer_state_dict()}
-        # The holders of each part do not change during a run.
+        # The ranks that hold each part do not change during a run, so find them only once.
         if self._held is None:
             self._held = holders.find_holders(tensors)
             if not holders.num_replicated(self._held):
@@ -51,19 +49,19 @@ class Replicas:
 
 
 def refuse_norms(run: WatchedRun, norm: Tensor) -> None:
-    """Stop before an update whose gradient norm differs between ranks (a collective).
+    """Stop before an update if the gradient norm differs between ranks. Collective.
 
     Called if ``grad_clip.Agreement`` suspects a difference.
 
     Raises:
-        NumericalError: norms differ. All ranks raise the same message, which names the odd ranks.
+        NumericalError: the norms differ. All ranks raise the same message, which names the ranks that differ.
     """
     step = run.state.step + 1
     norms = all_gather_json(float(norm))
     # The median is correct if fewer than half of the ranks are wrong.
     median = sorted(norms)[len(norms) // 2]
     odd = [rank for rank, value in enumerate(norms) if abs(value - median) > NORMS_AGREE * median]
-    # With many ranks, the suspicion can be due to rounding in the sums.
+    # With many ranks, rounding in the sums may have caused the suspicion.
     if not odd:
         return
     if 2 * len(odd) < len(norms):

@@ -1,11 +1,9 @@
-"""Exchange heartbeats and verdicts through the run's store.
-
-Only one rank of each node writes to the store.
+"""Exchange heartbeats and verdicts through the run's store. Only one rank of each node writes to the store.
 
 Ranks of a node write their heartbeats to a private folder on the node. The lowest live rank, the speaker,
-sends all of them to the store as one value. So the load on the store grows with nodes and not with ranks,
-and a rank that stops does not silence the others of its node. Without such a folder, each rank writes to
-the store itself.
+sends all of them to the store as one value. So the load on the store grows with the number of nodes, not
+ranks, and a stopped rank does not silence the other ranks of its node. Without such a folder, each rank
+writes to the store itself.
 """
 
 from __future__ import annotations
@@ -32,11 +30,14 @@ from shardtrain.utils import process_identity
 from shardtrain.utils.errors import StorageError
 
 STALE_BEATS = 2.5
-"""Number of beats without a new heartbeat after which a rank can no longer be the speaker of its node."""
+"""Number of intervals without a new heartbeat after which a rank can no longer be the speaker of its node."""
 FOLDER_SECONDS = 20.0
-"""Maximum time that a rank waits for the path of its node's folder, before it writes to the store itself."""
+"""Time for which a rank waits for the path of its node's folder, before it writes to the store itself."""
 SPARE_PLACES = 1024
-"""Number of keys (places) beyond one per rank, for nodes whose folder disappears. Limits a forged counter."""
+"""Number of additional keys (places) beyond one per rank, for nodes whose folder disappears.
+
+Limits a forged counter.
+"""
 VERDICT = "verdict"
 DUMPED = "dumped"
 ALL_DUMPED = "all-dumped"
@@ -45,13 +46,13 @@ _PLACE = "place"
 
 
 class HeartbeatExchange:
-    """The connection of one rank to all others.
+    """Connection of one rank to all others.
 
-    All methods except ``wait_for_others`` must run in one thread.
+    All methods except ``wait_for_others`` must be called in one thread.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, beat_seconds: float) -> None:
-        """``store`` must be a separate connection, which no other code uses."""
+        """``store`` must be a separate connection that no other code uses."""
         self._store = store
         self._rank = rank
         self._beat = beat_seconds
@@ -63,7 +64,7 @@ class HeartbeatExchange:
         self._changed: dict[int, tuple[int, float]] = {}
         """Lower rank of this node -> modification time of its file, and our time when it was first seen."""
         self._place = ""
-        """The key of the store to which this rank, or its node, writes."""
+        """Key of the store to which this rank or its node writes."""
         self._known: set[str] = set()
         self._heard: dict[str, tuple[bytes, dict[int, Heartbeat]]] = {}
         self._newest: dict[int, Heartbeat] = {}
@@ -71,11 +72,11 @@ class HeartbeatExchange:
     def meet(self, environment: Mapping[str, str]) -> None:
         """Find the folder of this node, which its first rank creates.
 
-        Without a folder this rank writes to the store itself.
+        Without one, this rank writes to the store itself.
         """
         if isinstance(self._store, FolderStore) or int(environment.get("LOCAL_WORLD_SIZE", "1")) < 2:
             return
-        # Two hosts may have the same name, but their boot ids differ.
+        # Two hosts may have the same name, but their boot IDs differ.
         node = f"folder/{socket.gethostname()}/{process_identity.boot_id()}"
         self._first = environment.get("LOCAL_RANK") == "0"
         with contextlib.suppress(OSError, StorageError, dist.DistError):
@@ -116,12 +117,12 @@ class HeartbeatExchange:
         return verdict
 
     def declare(self, text: str) -> bytes:
-        """Set the verdict of the run, unless it has one. Return the run's verdict."""
+        """Set the verdict of the run, unless it has one already. Return the run's verdict."""
         try:
             # The first verdict wins, because two monitors may reach different verdicts in the same second.
             verdict = bytes(self._store.compare_set(VERDICT, "", text))
         except ForgedError:
-            # A stranger has overwritten the key, and may do so again. At least this node gets the verdict.
+            # Another process has overwritten the key, and may do so again. At least this node gets the verdict.
             verdict = text.encode()
             self._store.set(VERDICT, verdict)
         self.send_to_node(verdict)
@@ -135,7 +136,7 @@ class HeartbeatExchange:
 
     def receive(self) -> dict[int, Heartbeat]:
         """Return the last heartbeat of every rank that has ever sent one."""
-        # Adding 0 reads the counter. A stranger may have increased it, so it is limited.
+        # Adding 0 reads the counter. Another process may have increased it, so limit it.
         count = min(self._store.add(_PLACES, 0), self._most_places)
         places = [f"{_PLACE}-{number}" for number in range(1, count + 1)]
         for place in places:
@@ -144,19 +145,19 @@ class HeartbeatExchange:
         written_places = [place for place in places if place in self._known]
         heartbeats: dict[int, Heartbeat] = {}
         for place, text in zip(written_places, self._signs_at(written_places), strict=True):
-            # Most texts have not changed, and are not parsed again.
+            # Most texts have not changed, so parse only those that have.
             if text is not None and self._heard.get(place, (b"",))[0] != text:
                 self._heard[place] = bytes(text), rank_heartbeat.read_many(text)
             for rank, sign in self._heard.get(place, (b"", {}))[1].items():
-                # Keep the newest: a node that lost its folder has several places, and old heartbeats can
-                # be replayed.
+                # Keep the newest heartbeat: a node that lost its folder has several places, and old
+                # heartbeats can be replayed.
                 if rank not in self._newest or self._newest[rank].beat < sign.beat:
                     self._newest[rank] = sign
                 heartbeats[rank] = self._newest[rank]
         return heartbeats
 
     def _signs_at(self, places: list[str]) -> list[bytes | None]:
-        """Return the text at each place. None if the text is forged."""
+        """Return the text at each place, or None if the text is forged."""
         if not places:
             return []
         with contextlib.suppress(ForgedError):
@@ -170,15 +171,15 @@ class HeartbeatExchange:
         return [sign_at(place) for place in places]
 
     def wait_for_others(self, living: int, seconds: float) -> None:
-        """Wait until ``living`` ranks have called this, for at most ``seconds``. Can run in any thread."""
+        """Wait until ``living`` ranks have called this, for at most ``seconds``. May be called in any thread."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(dist.DistError, OSError):
-            # The first rank of a node counts for all. The others wait for its result.
+            # The first rank of a node counts for all its ranks. The others wait for its result.
             if self._node is not None and self._node.add(DUMPED, 1) > 1:
                 while not self._node.check([ALL_DUMPED]) and time.monotonic() < deadline:
                     time.sleep(0.05)
                 return
-            # in a separate thread, because the store may not answer
+            # Use a separate thread, because the store may not answer.
             thread = threading.Thread(target=self._count_others, args=(living, deadline), daemon=True)
             thread.start()
             thread.join(seconds)
@@ -206,7 +207,7 @@ class HeartbeatExchange:
             node.set(f"left-{self._rank}", "")
         if not has_left and not self._is_speaker():
             return
-        # One key of the store contains all heartbeats of the node.
+        # One key of the store holds all heartbeats of the node.
         ranks = self._ranks("sign-")
         texts = [f'"{rank}":{node.get(f"sign-{rank}").decode()}' for rank in ranks]
         self._post("{" + ",".join(texts) + "}")
@@ -226,7 +227,7 @@ class HeartbeatExchange:
                 self._changed[rank] = written, now
             if now - self._changed[rank][1] < STALE_BEATS * self._beat:
                 return False
-        # At the start, lower ranks may not have written yet.
+        # At the start, lower ranks may not have written a heartbeat yet.
         return self._first or now - self._begun > STALE_BEATS * self._beat
 
     def _ranks(self, prefix: str) -> list[int]:
@@ -239,7 +240,7 @@ class HeartbeatExchange:
             number = 0
             if self._node is not None and self._node.check([_PLACE]):
                 number = int(self._node.get(_PLACE))
-            # A counter in the store assigns each node a separate number. Readers iterate up to the counter.
+            # A counter in the store assigns a separate number to each node. Readers iterate up to the counter.
             number = number or self._store.add(_PLACES, 1)
             if self._node is not None:
                 self._node.set(_PLACE, str(number))

@@ -1,4 +1,4 @@
-"""Decide from heartbeats if a run hangs, and which rank to blame. Uses no threads, stores or clocks."""
+"""Decide from heartbeats whether a run hangs, and which rank to blame. Uses no threads, stores or clocks."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 OF_COLLECTIVES = 0.9
 """Fraction of a collective's timeout after which a hang is declared.
 
-It is less than 1, because PyTorch's own error would name the wrong rank.
+It is less than 1, because PyTorch's error after the timeout would name the wrong rank.
 """
 MISSED_BEATS = 3.0
 SILENT_SHARE = 0.5
-"""A rank counts as silent after this fraction of the limit, or after MISSED_BEATS, whichever is longer."""
+"""A rank is silent after this fraction of the limit, or after MISSED_BEATS intervals, whichever is longer."""
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """The verdict that ends a run: the rank to blame, the reason, and the activity of every rank."""
+    """Verdict that ends a run: the rank to blame, the reason, and the activity of every rank."""
 
     rank: int
     host: str
     phase: str
     message: str
-    """Continues "rank 1 (host node7) "."""
+    """Text that continues "rank 1 (host node7) "."""
     table: tuple[str, ...] = ()
     """One line per group of ranks with the same activity."""
     declared_by: int = -1
-    """The rank that declared the verdict."""
+    """Rank that declared the verdict."""
     silent: tuple[int, ...] = ()
     """Ranks whose heartbeat stopped."""
     kind: str = "Hang"
@@ -49,7 +49,7 @@ def from_json(text: str | bytes) -> HangReport:
 
 @dataclass
 class _Seen:
-    """The last heartbeat of a rank, and the times of its last changes."""
+    """Last heartbeat of a rank, and the times of its last changes."""
 
     sign: Heartbeat
     beat_seconds: float
@@ -57,19 +57,17 @@ class _Seen:
     moved_seconds: float
     """Time of the last progress."""
     waits_seconds: float = 0.0
-    """Time since which the rank has waited in the current collective, if it waits."""
+    """Time since which the rank has waited in the current collective, or 0."""
 
 
 class HangDetector:
-    """Judges heartbeats.
+    """Judge of all heartbeats.
 
-    All times are in seconds of the caller's clock, so clocks of hosts are never compared.
+    Times are in seconds of the caller's clock, so clocks of hosts are never compared.
     """
 
     def __init__(self, world_size: int, beat_seconds: float, cold_limit: float, warm_limit: float) -> None:
-        """``cold_limit`` and ``warm_limit`` are timeouts of collectives in seconds, before and after the
-        first step.
-        """
+        """``cold_limit`` and ``warm_limit`` are timeouts of collectives before and after the first step, in seconds."""
         self._size = world_size
         self._beat = beat_seconds
         self._collective_limits = {True: OF_COLLECTIVES * cold_limit, False: OF_COLLECTIVES * warm_limit}
@@ -78,13 +76,13 @@ class HangDetector:
         self._limit = 0.0
 
     def observe(self, now: float, signs: Mapping[int, Heartbeat]) -> HangReport | None:
-        """Record the heartbeats at a time. Return a verdict if no rank has made progress for too long.
+        """Record the heartbeats at the time ``now``. Return a verdict if no rank has made progress for too long.
 
         Args:
             now: the time in seconds.
             signs: rank -> its last heartbeat.
         """
-        # If this process was suspended, or slept with its machine, the pause counts against no rank.
+        # If this process was suspended, or slept with its machine, the pause must not count against any rank.
         paused = now - self._last if self._last else 0.0
         if self._last and paused > max(MISSED_BEATS * self._beat, SILENT_SHARE * self._limit):
             for seen in self._seen.values():
@@ -93,7 +91,7 @@ class HangDetector:
                 seen.waits_seconds += paused
         self._last = now
         if not self._seen:
-            # A rank that never sends a heartbeat is judged like a rank that has stopped.
+            # Judge a rank that never sends a heartbeat like a rank that has stopped.
             unknown = Heartbeat(0, "unknown", limit_seconds=self._beat)
             self._seen = {rank: _Seen(unknown, now, now) for rank in range(self._size)}
         for rank, sign in signs.items():
@@ -106,23 +104,23 @@ class HangDetector:
             if has_moved or sign.waits_in != seen.sign.waits_in or not seen.waits_seconds:
                 seen.waits_seconds = now
             seen.sign = sign
-        # A rank that has left is not expected to arrive. ``_blame`` checks whether others wait for it.
+        # A rank that has left is not expected to arrive. ``_blame`` checks if others wait for it.
         present = {rank: seen for rank, seen in self._seen.items() if not seen.sign.has_left}
         if not present:
             return None
         self._limit = self._limit_of([seen.sign for seen in present.values()])
         if not self._limit:
             return None
-        # Progress of one rank is enough, because the others may be waiting for it.
+        # Progress of one rank is sufficient, because the others may be waiting for it.
         since = max(seen.moved_seconds for seen in present.values())
         waiting = [seen for seen in present.values() if seen.sign.collective]
         if waiting:
-            # All ranks may have compiled or loaded for long. Count from when the first of them began to
-            # wait, so that the others get the usual time to arrive.
+            # All ranks may have compiled or loaded for a long time. Count from the time at which the first
+            # rank began to wait, so the others get the usual time to arrive.
             first = min(seen.waits_seconds for seen in waiting)
             since = max(since, first)
-            # Ranks that arrive one after the other look like progress, but the collective of the first
-            # times out.
+            # Ranks that arrive one after the other look like progress, but the collective of the
+            # first rank times out.
             working = [seen.moved_seconds for seen in present.values() if not seen.sign.collective]
             most = min(self._collective_limits[seen.sign.is_cold] for seen in waiting)
             if working and now - max(*working, first) >= most:
@@ -132,14 +130,14 @@ class HangDetector:
         return self._blame(now, present)
 
     def _limit_of(self, signs: list[Heartbeat]) -> float:
-        """Return the maximum time without progress in seconds, 0 for no limit."""
+        """Return the maximum time without progress in seconds, or 0 for no limit."""
         if not all(sign.limit_seconds for sign in signs):
             return 0.0
-        # A rank that compiles or loads may be slow. If no rank waits for it, there is no hang.
+        # A rank may be slow while it compiles or loads. If no rank waits for it, this is not a hang.
         waiting = [sign for sign in signs if sign.collective]
         if not waiting and any(sign.is_cold for sign in signs):
             return 0.0
-        # less than PyTorch's own timeout, whose error would name the rank that waits
+        # Stay below PyTorch's timeout, whose error would name the waiting rank.
         caps = [self._collective_limits[sign.is_cold] for sign in waiting]
         return min([max(sign.limit_seconds for sign in signs), *caps])
 
@@ -154,8 +152,7 @@ class HangDetector:
         for rank, seen in self._seen.items():
             if seen.sign.has_left and seen.sign.phase != "end":
                 left[rank] = seen.sign
-        # Ranks that wait in a collective have arrived. Blame the silent ranks, or else those that are
-        # still busy.
+        # Ranks that wait in a collective have arrived. Blame the silent ranks, or else the ranks that are still busy.
         behind = silent or _furthest_behind(signs, busy)
         if left and not behind:
             sign = left[min(left)]
@@ -180,22 +177,22 @@ class HangDetector:
 
 
 def _furthest_behind(signs: Mapping[int, Heartbeat], ranks: Iterable[int]) -> list[int]:
-    """Return the ranks that have entered the fewest phases."""
+    """Return the ranks that have entered the smallest number of phases."""
     ranks = sorted(ranks)
     fewest = min((signs[rank].entered for rank in ranks), default=0)
     return [rank for rank in ranks if signs[rank].entered == fewest]
 
 
 def _all_wait(signs: Mapping[int, Heartbeat], table: tuple[str, ...]) -> HangReport:
-    """Return the verdict if every rank waits in a collective: in different ones, or all in the same."""
+    """Return the verdict if every rank waits in a collective, either in different ones or all in the same."""
     groups: dict[str, list[int]] = {}
     for rank, sign in sorted(signs.items()):
         groups.setdefault(sign.waits_in, []).append(rank)
-    # Blame the smallest group. Of equal groups, blame the one with less progress, then the one with
-    # higher ranks.
+    # Blame the smallest group. Of groups with equal size, blame the one with less progress, then
+    # the one with higher ranks.
     odd = min(groups.values(), key=lambda ranks: (len(ranks), signs[ranks[0]].entered, -ranks[0]))
     sign = signs[odd[0]]
-    # If all are in the same place, no rank is missing, so the network is to blame.
+    # If all ranks wait in the same place, no rank is missing, so blame the network.
     if len(groups) == 1:
         message = f"waits, as all ranks do, in {sign.waits_in} of step {sign.step}: none is behind; look at the network"
     else:
@@ -205,7 +202,7 @@ def _all_wait(signs: Mapping[int, Heartbeat], table: tuple[str, ...]) -> HangRep
 
 
 def table_of(signs: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[str]:
-    """Describe the activity of every rank, with one line per group of ranks with the same activity."""
+    """Describe the activity of every rank. Ranks with the same activity share a line."""
     groups: dict[str, list[int]] = {}
     for rank, sign in sorted(signs.items()):
         place = "busy"

@@ -1,4 +1,4 @@
-"""The heartbeat of a rank, exchanged as JSON, so that reading it cannot run code."""
+"""Heartbeat of a rank, exchanged as JSON, so reading one cannot run code."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from shardtrain.utils.activity import Mark
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A heartbeat.
+    """State of a rank at one moment.
 
     Attributes:
-        beat: number of this heartbeat.
-        host: host name.
-        step: current step.
-        phase: current phase.
-        collective: function in which the main thread waits, or empty.
-        at: line of our code that the main thread runs.
+        beat: Number of this heartbeat. host: Host name. step: Current step. phase: Current phase. collective:
+            Function in which the main thread waits, or "". at: Line of shardtrain's or the user's code that
+            the main thread executes.
     """
 
     beat: int
@@ -29,29 +26,29 @@ class Heartbeat:
     step: int = 0
     phase: str = "start"
     entered: int = 0
-    """Number of phases entered, which measures how far the rank is."""
+    """Number of phases entered, which shows how far the rank is."""
     ticks: int = 0
-    """Number of work items within phases plus collectives started.
+    """Number of work items within phases plus number of collectives started.
 
-    It shows only that the rank makes progress.
+    It only shows that the rank makes progress.
     """
     collective: str = ""
     at: str = ""
     limit_seconds: float = 0.0
-    """Maximum time in seconds that this rank may be without progress, 0 for no limit."""
+    """Maximum time in seconds that this rank may be without progress, or 0 for no limit."""
     is_cold: bool = False
-    """True before the end of the first step and during compilation, where being slow is not a hang."""
+    """True until the end of the first step and during compilation, when being slow is not a hang."""
     has_left: bool = False
     marks: Mapping[int, Mark] = field(default_factory=dict)
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """A value that changes when the rank makes progress."""
+        """Value that changes when the rank makes progress."""
         return self.step, self.entered, self.ticks
 
     @property
     def waits_in(self) -> str:
-        """The collective, and the line of our code that called it."""
+        """The collective in which the rank waits, and the line of code that called it."""
         return f"{self.collective} ({self.at})" if self.at else self.collective
 
 
@@ -61,7 +58,7 @@ def write(sign: Heartbeat) -> str:
 
 
 def read(text: str | bytes) -> Heartbeat | None:
-    """Parse a heartbeat. Return None for any other text, for example of another version.
+    """Parse a heartbeat. Return None for any other text, for example from another version.
 
     >>> read(write(Heartbeat(1, "node7", marks={4: Mark(8, "step 8", 1.5, 0, 3, 9)}))).marks[4].facts
     'step 8'
@@ -89,7 +86,7 @@ def read_many(text: str | bytes) -> dict[int, Heartbeat]:
 
 
 def _sign(fields: Any) -> Heartbeat:
-    # Check types, because the text may come from another version, or from a stranger who can reach the store.
+    # Check types, because the text may come from another version, or from anyone who can reach the store.
     marks_by_grain = fields.pop("marks", {})
     _check(fields, _KINDS)
     marks = {}
@@ -101,7 +98,7 @@ def _sign(fields: Any) -> Heartbeat:
 
 def _check(fields: dict[str, Any], kinds: Mapping[str, type | tuple[type, ...]]) -> None:
     for name, value in fields.items():
-        # An unknown name has no types, so it is refused too.
+        # An unknown name has no types, so it is rejected, too.
         if not isinstance(value, kinds.get(name, ())):
             raise TypeError(name)
 

@@ -1,7 +1,7 @@
-"""Find the position of the main thread: a collective, a compiler, or a line of our code.
+"""Find the position of the main thread: in a collective, in a compiler, or a line of shardtrain's or the user's code.
 
-The position is read from the stack when needed, so training has no overhead. A collective is recognized
-by only the innermost frames. PyTorch's pipeline schedules, for example, are on the stack also while a
+The position is read from the stack when it is needed, so training has no overhead. A collective is recognized
+only by the innermost frames, because PyTorch's pipeline schedules, for example, are on the stack even while a
 stage computes.
 """
 
@@ -22,7 +22,7 @@ _COMPILERS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
 _DEBUGGERS = ("/pdb.py", "/bdb.py")
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 _BARRIER = str(Path(shardtrain.__file__).parent / "distributed" / "cpu" / "shared_barrier.py")
-"""The file in which ranks of one machine wait for each other, in exchanges through shared memory."""
+"""File in which ranks of one machine wait for each other, in exchanges through shared memory."""
 _FSDP = "torch/distributed/fsdp/"
 _PIPELINING = "torch/distributed/pipelining/"
 _DEVICE_WAITS = (".tolist()", ".item()", ".synchronize(")
@@ -35,10 +35,8 @@ class StackPosition:
     """Position of a thread.
 
     Attributes:
-        collective: the function in which it waits, or empty.
-        at: lines of our code, innermost first.
-        compiling: True inside a compiler.
-        debugging: True inside a debugger.
+        collective: Function in which it waits, or "". at: Lines of shardtrain's or the user's code, innermost
+            first. compiling: True inside a compiler. debugging: True inside a debugger.
     """
 
     collective: str
@@ -50,16 +48,16 @@ class StackPosition:
 def main_thread(device_type: str = "cpu") -> StackPosition:
     """Return the position of the main thread.
 
-    In backward, also look at PyTorch's threads, which run the hooks.
+    During backward, also search PyTorch's threads, which run the hooks.
     """
-    # The table of frames contains this function's frame too. In a variable it would be a reference cycle,
-    # which keeps all locals of all threads, including tensors, alive until the next garbage collection.
+    # The table of frames also contains the frame of this function. Stored in a variable, it would be a reference
+    # cycle that keeps all locals of all threads, including tensors, alive until the next garbage collection.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return StackPosition("", "")
     place = locate(frame, device_type)
     if not place.collective and frame.f_code.co_name == "_engine_run_backward":
-        # Python's threading module does not know the backward threads of PyTorch.
+        # Python's threading module does not list the backward threads of PyTorch.
         known = {thread.ident for thread in threading.enumerate()}
         for other in [f for ident, f in sys._current_frames().items() if ident not in known]:
             collective = _collective(other, device_type)
@@ -86,8 +84,9 @@ def locate(frame: FrameType, device_type: str = "cpu") -> StackPosition:
 
 
 def _collective(frame: FrameType, device_type: str) -> str:
-    """Return the collective among the innermost frames, which are those of PyTorch before the first other
-    frame.
+    """Return the collective in the innermost frames, or "".
+
+    Only frames inside of the first frame outside PyTorch count.
     """
     collective = ""
     for inner in _outwards(frame):
@@ -99,7 +98,7 @@ def _collective(frame: FrameType, device_type: str) -> str:
             if collective:
                 return collective
             line = linecache.getline(file, inner.f_lineno or 0)  # f_lineno is None between two lines
-            # compiled code calls collectives directly
+            # Compiled code calls collectives directly.
             if "wait_tensor" in line or "_c10d_functional" in line:
                 return "wait_tensor"
             if device_type != "cpu" and any(call in line for call in _DEVICE_WAITS):

@@ -1,6 +1,4 @@
-"""Compare the marks of all ranks at a step, to find ranks that diverged and ranks that are slower than
-their peers.
-"""
+"""Compare the marks of all ranks at a step, to find ranks that diverged and ranks that are slower than their peers."""
 
 from __future__ import annotations
 
@@ -23,17 +21,14 @@ MIN_SAMPLES = 20
 
 
 def common(signs: Mapping[int, Heartbeat], world_size: int, after: int) -> dict[int, Mark] | None:
-    """Return the newest marks that all ranks made at the same step, after step ``after``.
-
-    None if there are none.
-    """
+    """Return the newest marks that all ranks made at the same step after ``after``, or None if there are none."""
     if len(signs) < world_size:
         return None
     complete: list[dict[int, Mark]] = []
     for grain in next(iter(signs.values())).marks:
         marks = {rank: sign.marks[grain] for rank, sign in signs.items() if grain in sign.marks}
         begun = {mark.begun for mark in marks.values()}
-        # Only marks of the same step can be compared. A rank that was sampled later may be a step ahead.
+        # Only marks of the same step are comparable. A rank whose heartbeat was read later may be a step ahead.
         if len(marks) == world_size and len(begun) == 1 and max(begun) > after:
             complete.append(marks)
     return max(complete, key=lambda marks: marks[0].begun, default=None)
@@ -61,7 +56,7 @@ def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> HangR
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank, with its seconds of work per step and the median of its peers."""
+    """Slow rank, with its seconds of work per step and the median of its peers."""
 
     rank: int
     host: str
@@ -86,21 +81,17 @@ class Stragglers:
         self._strikes: dict[int, int] = {}
 
     def add(self, marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> list[Straggler] | None:
-        """Return the ranks that have been slow in five consecutive windows.
-
-        None if the window has too few samples.
-        """
+        """Return the ranks that were slow in five consecutive windows, or None if the window has too few samples."""
         if not self._before:
             self._before = marks
             return None
         windows = {rank: _Window(self._before[rank], mark) for rank, mark in marks.items()}
-        # With few samples, differences are random. The window then keeps its start, and grows until the
-        # next call.
+        # With few samples, differences are random. Keep the start of the window, so it grows until the next call.
         if min(window.samples for window in windows.values()) < MIN_SAMPLES:
             return None
         self._before = marks
         slow = {straggler.rank: straggler for straggler in self._slow(windows, signs)}
-        # A rank that is fast in one window starts at zero again.
+        # A rank that is fast in one window starts again at zero.
         self._strikes = {rank: self._strikes.get(rank, 0) + 1 for rank in slow}
         return [straggler for rank, straggler in slow.items() if self._strikes[rank] >= WINDOWS]
 
@@ -127,7 +118,7 @@ def median_without(ordered: Sequence[float], one: float) -> float:
     """
     gap = bisect.bisect_left(ordered, one)
     count = len(ordered) - 1
-    # The two middle elements (the same for an odd count). Indices from the gap on are shifted by one.
+    # Take the two middle elements, which are the same for an odd count. Indices after the gap are shifted by one.
     low = (count - 1) // 2
     high = count // 2
     return (ordered[low + (low >= gap)] + ordered[high + (high >= gap)]) / 2

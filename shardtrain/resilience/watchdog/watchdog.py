@@ -1,8 +1,8 @@
-"""The watchdog of a rank: two threads that detect hangs without the process group.
+"""Watchdog of a rank: two threads that detect hangs without the process group.
 
-One thread uses the store. It writes this rank's heartbeat, reads the verdict, and on a few ranks reads
-all heartbeats. The other thread never uses the store, which may itself hang. It samples the main thread,
-and detects a store that does not answer.
+One thread uses the store. It writes this rank's heartbeat, reads the verdict and, on a few ranks, reads all
+heartbeats. The other thread never uses the store, because the store may hang. It samples the main thread, and
+detects a store that does not answer.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ SAMPLE_SECONDS = 0.02
 MUTE_LIMITS = 1.7
 """Multiple of the limit after which a silent store counts as dead, if this rank makes no progress either."""
 MUTE_LIMITS_AT_WORK = 1.4
-"""The same for a rank that does not wait for others.
+"""The same multiple for a rank that does not wait for others.
 
-It blames itself, before waiting ranks blame another rank.
+It blames itself before waiting ranks blame another rank.
 """
-# phases that may be slow, and phases whose time shows stragglers
+# Phases that may be slow, and phases whose duration reveals stragglers.
 COLD = ("start", "compile", "end")
 WORK = ("data", "step")
 
 
 def beat_seconds(hang_timeout_seconds: float, num_nodes: int = 1) -> float:
-    """Return the seconds between beats: a tenth of the limit, from 0.1 to 2.
+    """Return the seconds between heartbeats: a tenth of the limit, between 0.1 and 2.
 
-    With many nodes it is longer, so that the store receives at most ``NODES_PER_SECOND`` messages per second.
+    With many nodes the interval is longer, to limit the store's load to ``NODES_PER_SECOND`` messages per second.
     """
     desired = (hang_timeout_seconds or float("inf")) / BEATS_PER_HANG_TIMEOUT
     longest = max(LONGEST_BEAT_SECONDS, num_nodes / NODES_PER_SECOND)
@@ -76,7 +76,7 @@ def monitors(world_size: int) -> set[int]:
 def beating(config: Config, world: World, phases: Phases) -> Iterator[None]:
     """Run this rank's watchdog for the duration of the block.
 
-    A detected hang ends the process, and so the run.
+    A detected hang ends the process, which ends the run.
     """
     if world.store is None or not (config.comm.hang_timeout_seconds or config.comm.straggler_window_steps):
         yield
@@ -86,7 +86,7 @@ def beating(config: Config, world: World, phases: Phases) -> Iterator[None]:
     if folder:
         store: Any = FolderStore(folder / "heartbeat")
     else:
-        # A separate connection, because a blocking wait of the process group would also block the heartbeat.
+        # Use a separate connection, because a blocking wait of the process group would also block the heartbeat.
         connection = process_group_store.clone()
         store = dist.PrefixStore("heartbeat", connection)
     rank_watchdog = Watchdog(store, world.rank, world.size, config, phases, world.device.type)
@@ -98,9 +98,9 @@ def beating(config: Config, world: World, phases: Phases) -> Iterator[None]:
 
 
 class Watchdog:
-    """The heartbeat and the hang detection of one rank.
+    """Heartbeat and hang detection of one rank.
 
-    ``store`` must be a separate connection, which no other code uses.
+    ``store`` must be a separate connection that no other code uses.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, config: Config, phases: Phases, device: str) -> None:
@@ -112,7 +112,7 @@ class Watchdog:
         self._device = device
         self._folder = Path(config.job.dump_folder)
         self._log = self._folder / config.metrics.save_log_file.replace("{rank}", str(rank))
-        # The store receives one message per node and beat, and supports a limited number per second.
+        # The store receives one message per node and interval, and supports a limited number per second.
         num_nodes = math.ceil(world_size / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._beat = beat_seconds(comm.hang_timeout_seconds, num_nodes)
         self._meets_in_folder = isinstance(store, FolderStore)
@@ -126,7 +126,10 @@ class Watchdog:
         self._compared = 0
         self._exchanged_at = time.monotonic()
         self._exchanges = True
-        """True while the exchange with other ranks works. Otherwise silence of the store has no meaning."""
+        """True while the exchange with other ranks works.
+
+        Once it has failed, silence of the store has no meaning.
+        """
         self._closed = threading.Event()
         self._dying = threading.Lock()
         self._threads = [
@@ -140,7 +143,7 @@ class Watchdog:
             thread.start()
 
     def close(self) -> None:
-        """Stop the threads, and report to the other ranks that this one has left."""
+        """Stop the threads, and report to the other ranks that this rank has left."""
         self._closed.set()
         for thread in self._threads:
             thread.join(2 * self._beat)  # the first thread may be blocked by a dead store, but is a daemon
@@ -169,11 +172,9 @@ class Watchdog:
         )
 
     def _limit(self, phase: str, place: stack.StackPosition) -> tuple[float, bool]:
-        """Return the maximum seconds without progress (0: no limit), and True if the current phase may be
-        slow.
-        """
+        """Return the maximum seconds without progress (0 for no limit), and True if the current phase may be slow."""
         hang = float(self._comm.hang_timeout_seconds)
-        # no limit in a debugger
+        # No limit in a debugger.
         if not hang or place.debugging:
             return 0.0, False
         if phase in COLD or place.compiling or self._moving.may_be_slow or self._moving.begun < 2:
@@ -185,8 +186,8 @@ class Watchdog:
             return max(hang, STEPS_LONG * save_seconds), False
         step_seconds = self._stop.steps.quantile(0.99)
         if step_seconds is None:
-            # During the second step only the duration of the first is known, which includes compilation
-            # and warm-up.
+            # During the second step, only the duration of the first step is known, which includes
+            # compilation and warm-up.
             return max(hang, FIRST_STEPS_LONG * self._stop.first_step_seconds), False
         return max(hang, STEPS_LONG * step_seconds), False
 
@@ -202,7 +203,7 @@ class Watchdog:
                 self._others.say(sign)
                 if sign.has_left:
                     return
-                # the verdict of any rank ends every rank
+                # The verdict of any rank ends every rank.
                 verdict = self._others.verdict()
                 if verdict:
                     self._die(from_json(verdict))
@@ -223,7 +224,7 @@ class Watchdog:
         verdict = self._judge.observe(time.monotonic(), signs)
         marks = common(signs, self._size, self._compared)
         if marks:
-            # Each mark (the start of a step on all ranks) is compared once.
+            # Compare each mark (the start of a step on all ranks) only once.
             self._compared = marks[0].begun
             verdict = verdict or find_odd(marks, signs)
             if self._rank == 0:
@@ -273,7 +274,7 @@ class Watchdog:
                 progress = position
                 moved_at = now
                 warning_seconds = patience
-            # Fifty samples per second measure the fractions of a step in which this rank works and waits.
+            # Fifty samples per second measure the fractions of a step in which this rank works or waits.
             if is_sampling and self._phases.name in WORK:
                 self._sample(now - last)
             if now - moved_at > warning_seconds:
@@ -284,15 +285,16 @@ class Watchdog:
             if self._exchanges and silent_seconds > self._beat * BEATS_PER_HANG_TIMEOUT:
                 place = stack.main_thread(self._device)
                 limit, is_cold = self._limit(self._phases.name, place)
-                # Wait much longer than a verdict takes, because ranks that reach the store know more than
-                # this one.
+                # Wait much longer than a verdict takes, because ranks that can reach the store know
+                # more than this rank.
                 limit *= MUTE_LIMITS if place.collective else MUTE_LIMITS_AT_WORK
                 if limit and silent_seconds > limit and (place.collective or not is_cold):
                     self._die(self._without_answer(place, silent_seconds))
 
     def _warn_of_long_phase(self, seconds: float) -> None:
-        """Log the position of this rank in a phase without a limit: all ranks may compile, or wait for
-        the same lock.
+        """Log the position of this rank in a phase without a limit.
+
+        All ranks may be compiling, or waiting for the same lock.
         """
         place = stack.main_thread(self._device)
         limit, is_cold = self._limit(self._phases.name, place)
@@ -301,10 +303,7 @@ class Watchdog:
             logger.warning(f"{phase} has taken {seconds:.0f} s so far, now at {place.at}")
 
     def _without_answer(self, place: stack.StackPosition, seconds: float) -> HangReport:
-        """Return this rank's own verdict if neither it nor the store makes progress.
-
-        Also send it to the node.
-        """
+        """Return this rank's own verdict if neither it nor the store makes progress. Also send it to the node."""
         where = f"in phase {self._phases.name} of step {self._moving.step}"
         waits = f"waits in {place.collective} ({place.at}), {where}"
         rank = self._rank
@@ -317,7 +316,7 @@ class Watchdog:
             problem = f"has received no heartbeat for {seconds:.0f} s: the run's heartbeat folder does not answer"
             message = f"{waits}, and {problem}"
         else:
-            # blame the host of the store, which is that of rank 0 or of the launcher
+            # Blame the host of the store, which is the host of rank 0 or of the launcher.
             rank = 0
             host = os.environ.get("MASTER_ADDR", self._host)
             message = "gives no sign of life, or its launcher, which has the store, does not"
@@ -328,7 +327,7 @@ class Watchdog:
         return report
 
     def _sample(self, seconds: float) -> None:
-        """Count one sample of the main thread, and the time since the previous sample."""
+        """Record one sample of the main thread, and the time since the previous sample."""
         now = self._moving
         now.samples += 1
         now.seconds += seconds
@@ -341,7 +340,7 @@ class Watchdog:
     # --- the end
 
     def _die(self, verdict: HangReport) -> None:
-        """Record the verdict, write the stacks, wait until the other live ranks have done so, and exit."""
+        """Record the verdict, write the stacks, wait until the other live ranks have written theirs, and exit."""
         self._dying.acquire()  # never released, because the first thread to get here ends the process
         if self._closed.is_set():
             return self._dying.release()
@@ -360,8 +359,8 @@ class Watchdog:
         with contextlib.suppress(Exception):
             self._write_stacks(verdict)
         with contextlib.suppress(Exception):
-            # Wait briefly, because the launcher may kill the other ranks after the exit of one, before
-            # they have written their stacks.
+            # Wait briefly, because after the exit of one rank the launcher may kill other ranks before they
+            # have written their stacks.
             self._others.wait_for_others(self._size - len(verdict.silent), 3 * self._beat)
         exit_report.end(failure.PEER)
 
@@ -371,7 +370,7 @@ class Watchdog:
         if self._rank in monitors(self._size):
             for line in verdict.table:
                 logger.error(line)
-        # Data are often missing because a worker is stopped or waits for a disk.
+        # Data are often late because a worker is stopped or waits for a disk.
         for child in multiprocessing.active_children():
             stat = process_identity.read_stat(child.pid or 0)
             state = stat.state if stat is not None else "Z"
