@@ -55,7 +55,7 @@ def test_hanging_rank_is_named_with_its_phase(tmp_path, place, rank):
 def test_stopped_data_worker_is_attributed_to_its_rank(tmp_path):
     assert end(run(config(tmp_path, workers=1), "worker", (1,))) == 6
     assert_named(tmp_path, 1, "data")
-    assert f"process {(tmp_path / 'pid-worker').read_text()}, which prepares data: stopped" in log(tmp_path, 1)
+    assert f"data worker {(tmp_path / 'pid-worker').read_text()}: stopped" in log(tmp_path, 1)
     assert not alive(int((tmp_path / "pid-worker").read_text()))
 
 

@@ -87,7 +87,7 @@ class Metrics:
         # Use one guard per sink, so a failing sink causes one warning and does not affect the others.
         self._guards = [BestEffort(f"the metric sink {type(sink).__name__}") for sink in self._sinks]
         self._line = BestEffort("the live line")
-        self._own = BestEffort("what the log and metrics.jsonl say of a step")
+        self._own = BestEffort("the record of a step")
         self._progress: ProgressLine | None = None
         if facts.is_writer and redraw_allowed(sys.stderr):
             self._progress = ProgressLine(

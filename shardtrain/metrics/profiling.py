@@ -35,14 +35,14 @@ def profiling_problems(config: Config, device_type: str) -> list[Problem]:
         rule = "is negative"
         problems.append(Problem("profiling.profiler_warmup", options.profiler_warmup, rule, "set it to at least 0"))
     if options.enable_profiling and options.profile_freq < busy:
-        rule = f"is less than profiler_warmup + profiler_active, {busy} steps"
+        rule = f"must be at least profiler_warmup + profiler_active, which is {busy}"
         problems.append(Problem("profiling.profile_freq", options.profile_freq, rule, f"set it to at least {busy}"))
     if options.enable_memory_snapshot and options.profile_freq < 1:
         rule = "must be at least 1"
         problems.append(Problem("profiling.profile_freq", options.profile_freq, rule, "set it to 10"))
     if options.enable_memory_snapshot and device_type != "cuda":
-        rule = f"needs the CUDA allocator, and this run is on {device_type}"
-        problems.append(Problem("profiling.enable_memory_snapshot", True, rule, "turn it off"))
+        rule = f"requires the CUDA allocator, but this run uses {device_type}"
+        problems.append(Problem("profiling.enable_memory_snapshot", True, rule, "set it to false"))
     return problems
 
 

@@ -33,8 +33,8 @@ def log_header(facts: RunFacts, peak_flops: float | None) -> None:
         logger.info(f"MFU against a dense peak of {peak_flops / 1e12:,.1f} TFLOP/s in {facts.compute_dtype}")
     else:
         logger.info(
-            f"the {facts.compute_dtype} peak of {facts.device_name or facts.device_type} is not known, so MFU is "
-            "left out; set metrics.peak_flops to have it"
+            f"the {facts.compute_dtype} peak of {facts.device_name or facts.device_type} is unknown, so MFU is "
+            "omitted; set metrics.peak_flops to log it"
         )
 
 
@@ -59,8 +59,8 @@ def log_summary(
     steps = done.last_step - facts.start_step
     if not steps and done.last_step >= facts.total_steps:
         logger.info(
-            f"the run was finished already, at step {done.last_step}: to continue, raise training.steps or epochs; "
-            "to start from scratch choose another job.dump_folder"
+            f"the run had already finished at step {done.last_step}: to continue, increase training.steps or epochs; "
+            "to start from scratch, choose another job.dump_folder"
         )
         return
     if not steps:

@@ -42,7 +42,7 @@ FAULTS: dict[str, tuple[int, str, str]] = {
     'raise ValueError("of my own")': (1, "ValueError", "of my own"),
     "SIGTERM": (75, "Preempted", "stopped by SIGTERM after step"),
     # Reported by the watchdog of its peers, or by its node, which kills it after twice comm.hang_timeout_seconds.
-    "SIGSTOP": (6, "Hang|", r"gives no sign of life|was stopped \(by SIGSTOP"),
+    "SIGSTOP": (6, "Hang|", r"sends no heartbeat|has not answered|was stopped \(by SIGSTOP"),
 }
 """Fault of a rank -> exit status, and patterns of the class and the message in ``exit.json``."""
 STARTS = ("train --nnodes 2", "launch ssh")

@@ -231,7 +231,7 @@ def test_finished_run_reports_it_and_the_option_to_increase(tmp_path, kit, caplo
     with caplog.at_level("INFO", logger="shardtrain"):
         kit.run(tmp_path, 4, start_step=4, total_steps=4)
     assert "finished at step 4" in caplog.text and "steps 5 to 4" not in caplog.text
-    assert "the run was finished already, at step 4: to continue, raise training.steps" in caplog.text
+    assert "the run had already finished at step 4: to continue, increase training.steps" in caplog.text
 
 
 def test_a_failed_run_has_no_summary(tmp_path, kit, caplog):

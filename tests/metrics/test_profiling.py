@@ -53,8 +53,8 @@ def test_profiling_without_effect_is_an_error(tmp_path):
     bad = config(enable_profiling=True, profile_freq=3, enable_memory_snapshot=True)
     problems = [str(problem) for problem in profiling.profiling_problems(bad, "cpu")]
     assert problems == [
-        "profiling.profile_freq=3 is less than profiler_warmup + profiler_active, 4 steps; set it to at least 4",
-        "profiling.enable_memory_snapshot=true needs the CUDA allocator, and this run is on cpu; turn it off",
+        "profiling.profile_freq=3 must be at least profiler_warmup + profiler_active, which is 4; set it to at least 4",
+        "profiling.enable_memory_snapshot=true requires the CUDA allocator, but this run uses cpu; set it to false",
     ]
     with pytest.raises(ConfigError, match="profile_freq"), profiling.profiler(bad, tmp_path, 0, "cpu"):
         pass

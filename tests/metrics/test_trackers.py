@@ -109,7 +109,7 @@ def test_prometheus_listens_on_loopback_by_default_and_a_port_in_use_does_not_st
         kit.run(tmp_path, 5, options={"prometheus_port": sink.port})
     finally:
         sink.close()
-    assert "Prometheus cannot be answered" in caplog.text
+    assert "cannot serve Prometheus metrics" in caplog.text
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
 

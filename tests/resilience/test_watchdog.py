@@ -61,9 +61,7 @@ def test_rank_without_heartbeats_is_blamed_first():
     signs = lambda beat: {0: say(beat), 1: say(min(beat, 2), phase="data"), 2: say(beat, **WAITING)}  # noqa: E731
     verdict, seconds = judge(signs, size=3)
     assert (verdict.rank, verdict.phase, verdict.silent) == (1, "data", (1,))
-    assert verdict.message == (
-        "has not arrived and gives no sign of life: last seen in phase data of step 12, 30 s ago"
-    )
+    assert verdict.message == ("has not arrived and sends no heartbeat: last seen in phase data of step 12, 30 s ago")
     assert LIMIT <= seconds <= LIMIT + 2 * BEAT
 
 
@@ -102,12 +100,12 @@ def test_ranks_in_different_collectives_are_all_named():
 
 def test_network_is_suspected_if_all_wait_in_one_collective():
     verdict, _ = judge(lambda beat: {0: say(beat, **WAITING), 1: say(beat, **WAITING)})
-    assert "none is behind; look at the network" in verdict.message
+    assert "no rank is behind; check the network" in verdict.message
 
 
 def test_rank_that_exits_early_is_blamed():
     verdict, _ = judge(lambda beat: {0: say(beat, **WAITING), 1: say(0, has_left=True)})
-    assert verdict.rank == 1 and verdict.message == "has left in phase step of step 12, and others wait for it"
+    assert verdict.rank == 1 and verdict.message == "has left in phase step of step 12, but other ranks wait for it"
     assert judge(lambda beat: {0: say(0, has_left=True, phase="end"), 1: say(0, has_left=True, phase="end")}) is None
 
 
@@ -384,7 +382,7 @@ def slow_lines(folder) -> list[str]:
 def test_slow_rank_is_named_in_log_and_metrics(tmp_path):
     assert end(run(only_steps(tmp_path), "slow", (1,))) == 0
     lines = slow_lines(tmp_path)
-    assert len(lines) == 1 and "WARNING rank 1 on " in lines[0] and "most of it in phase step" in lines[0], lines
+    assert len(lines) == 1 and "WARNING rank 1 on " in lines[0] and "mostly in phase step" in lines[0], lines
     assert '"stragglers": 1.0' in (tmp_path / "metrics.jsonl").read_text()
 
 

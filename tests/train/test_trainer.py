@@ -154,7 +154,7 @@ def test_a_model_too_small_for_the_tokenizer_is_refused() -> None:
 
 def test_a_gradient_that_is_not_finite_is_told_from_a_loss() -> None:
     assert run_ranks(1, bad_gradient) == [
-        "step 1: a gradient is not finite: lower optimizer.lr, or look at the samples named in the rank's log, or set "
+        "step 1: a gradient is not finite: lower optimizer.lr, or check the samples in the rank's log, or set "
         "training.nonfinite_policy=skip; reason: the weights are still those of step 0; the first gradient that is "
         "not finite is that of embed.weight (rank 0)"
     ]

@@ -163,7 +163,7 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
             if is_ascending:
                 if end < size:
                     _truncate(path, end)
-                    logger.info(f"{path}: continuing after step {start_step}; {size - end} bytes after it removed")
+                    logger.info(f"{path}: continuing after step {start_step}; removed {size - end} bytes after it")
                 return history
         file.seek(0)
         content = b"" if not start_step and size > _LARGE_BYTES else file.read()
@@ -175,7 +175,7 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
             aside = path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}")
             os.replace(path, aside)
             logger.info(
-                f"{path} contains an earlier run, and this run starts at step 0; renamed the earlier to {aside}"
+                f"{path} contains an earlier run, but this run starts at step 0; renamed the earlier file to {aside}"
             )
         else:
             path.unlink()
@@ -195,7 +195,7 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
         content = b"".join(map(line_of, kept))
         atomic_io.write(path, content, durable=True)
         damaged = f"{bad} torn or damaged lines"
-        logger.info(f"{path}: continuing after step {start_step}; {removed} later records and {damaged} removed")
+        logger.info(f"{path}: continuing after step {start_step}; removed {removed} later records and {damaged}")
     return kept
 
 

@@ -27,7 +27,7 @@ def open_sink(request: SinkContext) -> PrometheusSink | None:
         return PrometheusSink(options.prometheus_port, options.prometheus_address, labels)
     except OSError as error:
         where = f"{options.prometheus_address}:{options.prometheus_port}"
-        logger.warning(f"Prometheus cannot be answered at {where}: {error.strerror}; training continues without it")
+        logger.warning(f"cannot serve Prometheus metrics at {where}: {error.strerror}; training continues without them")
         return None
 
 

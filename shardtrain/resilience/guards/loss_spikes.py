@@ -136,7 +136,7 @@ class Guard:
             and all(_are_counts(rewind) and len(rewind) == len(Rewind._fields) for rewind in rewinds)
         )
         if not is_valid:
-            raise CheckpointError("the guard's state does not hold losses, steps and rewinds; use another checkpoint")
+            raise CheckpointError("the guard's state in the checkpoint is invalid; use another checkpoint")
         # mypy does not see that the types are checked above.
         self.losses = list(losses)  # type: ignore[arg-type]
         self.grad_norms = list(norms)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def may_apply(run: WatchedRun, guard: Guard, loss: float, grad_norm: float) -> b
             raise NumericalError(
                 fix_first(
                     f"step {step}: {spike}",
-                    "lower optimizer.lr, or look at the data",
+                    "lower optimizer.lr, or check the data",
                     f"the run rolled back from here {near} times (training.max_rewinds)",
                     f"the weights are still those of step {run.state.step}",
                 )

@@ -27,7 +27,7 @@ from shardtrain.utils.errors import NumericalError, StorageError, fix_first
 from shardtrain.utils.log import logger
 
 _SHOWN = 3
-_ADVICE = "lower optimizer.lr, or look at the samples named in the rank's log"
+_ADVICE = "lower optimizer.lr, or check the samples in the rank's log"
 
 
 def find(run: WatchedRun, local: list[data.Batch], in_loss: bool) -> tuple[str, str]:
@@ -49,13 +49,13 @@ def find(run: WatchedRun, local: list[data.Batch], in_loss: bool) -> tuple[str, 
     if in_loss:
         names = _agree(run, _outputs(run, local), shown=1)
         if names:
-            return f"the first that is not finite is the output of {names}", _ADVICE
-        return "a second forward pass of the same rows was finite", "suspect the device"
+            return f"the first non-finite output is that of {names}", _ADVICE
+        return "a second forward pass of the same rows was finite", "check the device"
     gradients = {name: p.grad for name, p in run.runner.parameters().items() if p.grad is not None}
     names = _agree(run, _not_finite(gradients))
     if names:
-        return f"the first gradient that is not finite is that of {names}", _ADVICE
-    return "each gradient is finite, and the sum of their squares is not", _ADVICE
+        return f"the first non-finite gradient is that of {names}", _ADVICE
+    return "each gradient is finite, but the sum of their squares is not", _ADVICE
 
 
 def refuse_to_save(run: WatchedRun, tensors: Mapping[str, Tensor], checkpoints: Saver) -> None:
@@ -78,7 +78,7 @@ def refuse_to_save(run: WatchedRun, tensors: Mapping[str, Tensor], checkpoints: 
     fix = f"continue from step {saved}" if saved else "start again"
     raise NumericalError(
         fix_first(
-            f"step {run.state.step}: not finite after the update: {culprits}",
+            f"step {run.state.step}: non-finite values after the update in {culprits}",
             f"{fix}, with a lower optimizer.lr",
             "this step was not saved",
         )

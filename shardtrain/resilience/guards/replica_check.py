@@ -41,7 +41,7 @@ class Replicas:
             self._held = holders.find_holders(tensors)
             if not holders.num_replicated(self._held):
                 logger.warning(
-                    "training.replica_check_interval: no two ranks hold the same weights; counters are compared"
+                    "training.replica_check_interval: no two ranks hold the same weights, so only counters are compared"
                 )
         odd = replica_comparison.find_odd(tensors, self._held, self._run.state.to_dict())
         if odd:
@@ -72,8 +72,8 @@ def refuse_norms(run: WatchedRun, norm: Tensor) -> None:
     raise NumericalError(
         fix_first(
             f"step {step}: the gradient norm is {values}, but must be the same on all ranks",
-            "at the first step correct the model's LAYOUT (shardtrain verify names the difference), "
-            "later continue from the last checkpoint without the faulty device",
+            "at the first step, correct the model's LAYOUT (shardtrain verify names the difference); "
+            "at a later step, continue from the last checkpoint without the faulty device",
             f"the weights are still those of step {step - 1}",
         )
     )

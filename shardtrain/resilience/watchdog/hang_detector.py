@@ -156,7 +156,7 @@ class HangDetector:
         behind = silent or _furthest_behind(signs, busy)
         if left and not behind:
             sign = left[min(left)]
-            message = f"has left in phase {sign.phase} of step {sign.step}, and others wait for it"
+            message = f"has left in phase {sign.phase} of step {sign.step}, but other ranks wait for it"
             return HangReport(min(left), sign.host, sign.phase, message, table)
         if behind:
             first = min(behind)
@@ -165,7 +165,7 @@ class HangDetector:
             state = "has not arrived"
             place = f"phase {sign.phase} of step {sign.step}"
             if silent:
-                state += " and gives no sign of life"
+                state += " and sends no heartbeat"
             elif sign.at:
                 place += f" at {sign.at}"
             message = f"{state}: last seen in {place}, {age:.0f} s ago"
@@ -194,10 +194,10 @@ def _all_wait(signs: Mapping[int, Heartbeat], table: tuple[str, ...]) -> HangRep
     sign = signs[odd[0]]
     # If all ranks wait in the same place, no rank is missing, so blame the network.
     if len(groups) == 1:
-        message = f"waits, as all ranks do, in {sign.waits_in} of step {sign.step}: none is behind; look at the network"
+        message = f"waits, like all ranks, in {sign.waits_in} of step {sign.step}: no rank is behind; check the network"
     else:
         places = ", ".join(f"{_name(ranks)} in {place}" for place, ranks in groups.items())
-        message = f"waits in another collective than others in phase {sign.phase} of step {sign.step}: {places}"
+        message = f"waits in a different collective in phase {sign.phase} of step {sign.step}: {places}"
     return HangReport(odd[0], sign.host, sign.phase, message, table)
 
 
@@ -210,7 +210,7 @@ def table_of(signs: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[str]
             place = f"waits in {sign.waits_in}"
         elif sign.at:
             place = f"at {sign.at}"
-        life = ", no sign of life" if rank in silent else ""
+        life = ", no heartbeat" if rank in silent else ""
         groups.setdefault(f"phase {sign.phase} of step {sign.step}, {place}{life}", []).append(rank)
     return [f"{_name(ranks)}: {text}" for text, ranks in groups.items()]
 

@@ -67,8 +67,8 @@ class Straggler:
     def __str__(self) -> str:
         """Return the log message."""
         return (
-            f"rank {self.rank} on {self.host} is slow: {self.seconds:.3g} s of work per step, and its peers "
-            f"{self.usual_seconds:.3g} s, in {WINDOWS} windows in a row; most of it in phase {self.phase}"
+            f"rank {self.rank} on {self.host} is slow: {self.seconds:.3g} s of work per step, but its peers need "
+            f"{self.usual_seconds:.3g} s, in {WINDOWS} consecutive windows; mostly in phase {self.phase}"
         )
 
 

@@ -252,7 +252,7 @@ class Watchdog:
         try:
             self._watch_main_thread()
         except Exception:
-            logger.exception("the watch over this rank has failed; training continues without it")
+            logger.exception("the watchdog of this rank has failed; training continues without it")
 
     def _watch_main_thread(self) -> None:
         is_sampling = bool(self._comm.straggler_window_steps) and self._size > 1
@@ -319,8 +319,8 @@ class Watchdog:
             # Blame the host of the store, which is the host of rank 0 or of the launcher.
             rank = 0
             host = os.environ.get("MASTER_ADDR", self._host)
-            message = "gives no sign of life, or its launcher, which has the store, does not"
-            message = f"{message}: for {seconds:.0f} s; rank {self._rank} {waits}"
+            message = f"or its launcher, which serves the store, has not answered for {seconds:.0f} s"
+            message = f"{message}; rank {self._rank} {waits}"
         others = () if rank == self._rank else (rank,)
         report = HangReport(rank, host, self._phases.name, message, declared_by=self._rank, silent=others)
         self._others.send_to_node(to_json(report).encode())
@@ -374,10 +374,10 @@ class Watchdog:
         for child in multiprocessing.active_children():
             stat = process_identity.read_stat(child.pid or 0)
             state = stat.state if stat is not None else "Z"
-            logger.error(f"process {child.pid}, which prepares data: {_STATES.get(state, state)}")
+            logger.error(f"data worker {child.pid}: {_STATES.get(state, state)}")
         logger.error("stacks of all threads of this rank:")
         with open(self._log, "a", encoding="utf-8", opener=atomic_io.open_file) as file:
             faulthandler.dump_traceback(file, all_threads=True)
 
 
-_STATES = {"T": "stopped", "S": "waits", "D": "waits for a disk", "R": "works", "Z": "has ended"}
+_STATES = {"T": "stopped", "S": "waiting", "D": "waiting for a disk", "R": "running", "Z": "ended"}

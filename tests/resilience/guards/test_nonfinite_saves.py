@@ -71,7 +71,7 @@ def test_an_update_that_left_a_number_not_finite_is_reported_before_it_is_saved(
     told = run_ranks(2, ends, tmp_path, place, mode, steps)
     name = "ffn.w1.weight" if place == "a weight" else "exp_avg_sq"
     assert told[0] == told[1] and "\n" not in told[0]
-    assert told[0].startswith("step 4: not finite after the update: ")
+    assert told[0].startswith("step 4: non-finite values after the update in ")
     assert name in told[0] and "(rank 1): continue from step 2" in told[0]
     assert told[0].endswith("; reason: this step was not saved")
     kept = sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*"))

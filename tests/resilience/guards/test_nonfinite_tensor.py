@@ -135,7 +135,7 @@ def test_no_bad_number_reaches_the_weights_and_each_is_named(mesh: str) -> None:
                 assert f".ffn.w1.weight (rank {culprit}) itself is not finite" in message
             elif place == "gradient":
                 assert message.startswith("step 2: a gradient is not finite")
-                assert "the first gradient that is not finite is that of embed.weight (rank" in message
+                assert "the first non-finite gradient is that of embed.weight (rank" in message
             elif place == "loss":
                 assert message.startswith(f"step 2: the loss of rank {culprit} is not finite")
                 assert f"the output of the loss function (rank {culprit})" in message
