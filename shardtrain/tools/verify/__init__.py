@@ -1,4 +1,4 @@
-"""``shardtrain verify``: check that training on a mesh gives the numbers of one process; if not, name the cause.
+"""``shardtrain verify``: check that training on a mesh computes the same numbers as one process, or name the cause.
 
 - ``verify_request`` reads the command line.
 - ``meshes``, ``shrink`` and ``own_sizes`` choose the meshes and the small model.
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
     """Run the verb and return its exit status, 0 or 4.
 
     Raises:
-        ConfigError: an argument, the configuration, a requested mesh, or a promise of the model file is wrong.
+        ConfigError: an argument, the configuration, a requested mesh or the model file is invalid.
     """
     request = read(words)
     loaded = load(request)
@@ -57,8 +57,8 @@ def main(words: Sequence[str]) -> int:
         print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process", flush=True)
         for note in task.notes:
             print(f"  {note}", flush=True)
-    # Import PyTorch only now, so a wrong argument is reported immediately. Import it in this
-    # process, because ranks are forked from it and then need no imports of their own.
+    # Import PyTorch only now, so an invalid argument is reported immediately. Import it in this process,
+    # because ranks are forks of it and then need no imports of their own.
     with heartbeat("importing PyTorch"):
         from shardtrain.train import trainer
 
@@ -83,9 +83,9 @@ def model_name(config: Config) -> str:
 
 
 def load(request: VerifyOptions) -> Loaded:
-    """Load the configuration to verify. A model file is verified in its smallest flavor, with default options.
+    """Load the configuration to verify. A model file is verified with its smallest flavor and default options.
 
-    Raises:
+    ConfigError: the configuration is invalid, or its task has another kind of loss.
         ConfigError: the configuration is wrong, or its task has another kind of loss.
     """
     path = request.path
@@ -105,9 +105,8 @@ def load(request: VerifyOptions) -> Loaded:
         fix = 'verify the model under task.name="language_model": the mesh is the same'
         raise ConfigError(Problem("task.name", config.task.name, rule, fix, loaded.where("task.name")))
 
-    # Both losses are the cross-entropy of some of the tokens, and only some synthetic tokens have
-    # targets. So a masked language model is verified with the task language_model. The masking of
-    # rows is not compared.
+    # Both losses are the cross-entropy of some of the tokens, and only some synthetic tokens have targets. So
+    # a masked language model is verified with the task language_model. The masking of rows is not compared.
     default = Config()
     training = dataclasses.replace(
         config.training, dataset=default.training.dataset, dataset_path=default.training.dataset_path
@@ -152,15 +151,15 @@ def plan(loaded: Loaded, request: VerifyOptions) -> VerifyTask:
     else:
         plans = meshes.default(loaded, request.schedules)
 
-    # The size fields of a user's model file have unknown names, so smaller sizes are found by
-    # building copies.
+    # The size fields of a user's model file have unknown names, so find smaller sizes by building
+    # copies of the model.
     small = None
     if loaded.config.model.name.endswith(".py") and not request.full:
         small = small_copy(plans, loaded)
     task = shrink.prepare(plans, loaded, request.steps, request.full, small)
     task = dataclasses.replace(task, notes=[*loaded.notices, *task.notes])
 
-    # Meshes of the default list may be impossible: their row in the table has the reason.
+    # Meshes of the default list may be impossible. Their row in the table then contains the reason.
     problems: list[str] = []
     if request.meshes and not request.allow_impossible:
         for mesh_plan in task.plans:
@@ -198,20 +197,20 @@ def small_copy(plans: Sequence[MeshPlan], loaded: Loaded) -> dict[str, Any] | No
 
 
 def probe(task: VerifyTask, folder: Path, kinds: Collection[str] | None = None) -> tuple[VerifyTask, list[str]]:
-    """Test the model itself for the properties that every mesh needs, before any mesh runs.
+    """Test the model itself for the properties that every mesh requires, before any mesh runs.
 
     The probes run in separate processes, because this process must not compute before it forks the ranks.
 
     Args:
         task: The planned task.
         folder: Folder for temporary files.
-        kinds: Kinds of parallelism whose promises count, as for ``promises.probe``. None for all.
+        kinds: Kinds of parallelism that count, as for ``promises.probe``. None for all.
 
     Returns:
         The task, with a problem in each plan that the model does not support, and notes.
 
     Raises:
-        ConfigError: with every broken promise, or because the model cannot be built.
+        ConfigError: the model breaks a promise or cannot be built. The message lists all broken promises.
     """
     from shardtrain.tools.verify import probes, promises
 
@@ -219,8 +218,8 @@ def probe(task: VerifyTask, folder: Path, kinds: Collection[str] | None = None) 
     peers = folder / "peers"
     peers.mkdir()
     try:
-        # First run the model as two ranks. The comparison with one process below finds a model that
-        # depends on its rank. A model that cannot be built fails again below, where the error is reported.
+        # First run the model as two ranks, to detect a model that depends on its rank by the comparison
+        # below. A model that cannot be built fails again below, where the error is reported.
         if config.training.device in ("auto", "cpu"):
             limit = forked_workers.PROBE_TIMEOUT_SECONDS
             arguments = (config, str(peers))
@@ -239,7 +238,7 @@ def probe(task: VerifyTask, folder: Path, kinds: Collection[str] | None = None) 
     if answer["broken"]:
         raise ConfigError(answer["broken"])
 
-    # A plan with an axis that the model does not support keeps its row in the table.
+    # A plan with an axis that the model does not support still has a row in the table.
     plans = []
     for mesh_plan in task.plans:
         reasons = [reason for axis, reason in answer["impossible"].items() if mesh_plan.degrees.get(axis, 1) > 1]
@@ -309,9 +308,8 @@ def compare_plan(task: VerifyTask, one: MeshPlan, trainer: Trainer, folder: Path
         verdict: Any = "not possible" if error.refused else "failed"
         return dataclasses.replace(result, verdict=verdict, seconds=seconds, cause=str(error))
 
-    # The judge returns None if only a shaken run of one process can show whether a difference is
-    # rounding. Most comparisons do not need that run, so it is made on first use and kept for other
-    # meshes.
+    # The judge returns None if only a shaken run of one process can show whether a difference is rounding. Most
+    # comparisons do not need that run, so run it when it is first needed, and keep it for the other meshes.
     config = one.loaded.config
     arguments = (config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
     (fields,) = forked_workers.run(1, judge, *arguments, folder=ranks)

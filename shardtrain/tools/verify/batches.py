@@ -1,6 +1,6 @@
 """Synthetic batches as a function of (seed, step).
 
-Targets are distributed unevenly, so a wrong divisor shows.
+Targets are distributed unevenly, so a wrong divisor changes the result.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from shardtrain.ops.seeding import seed_of
 from shardtrain.ops.targets import IGNORE
 
 _KEPT = (0.95, 0.2, 0.6, 0.35, 0.8, 0.1, 0.5, 0.7)
-"""Share of the tokens with a target, by row. Documents whose prompts are masked differ as much."""
+"""Fraction of tokens with a target, by row. Rows of chats with masked prompts differ by similar amounts."""
 
 
 def whole_batch(seed: int, step: int, sequences: int, tokens: int, vocabulary: int) -> Batch:
-    """Return all rows of a step, (sequences, tokens). Later tokens have a target less often; each row has at least one.
+    """Return all rows of a step, with shape (sequences, tokens).
 
-    Tokens without a target have the target ``IGNORE``.
+    Later tokens are less likely to have a target, but each row has at least one. The target of a token
+    without one is ``IGNORE``.
     """
     generator = torch.Generator().manual_seed(seed_of(seed, step))
     ids = torch.randint(0, vocabulary, (sequences, tokens + 1), generator=generator)
     kept_by_row = torch.tensor([_KEPT[row % len(_KEPT)] for row in range(sequences)])[:, None]
     kept_by_position = torch.linspace(1.0, 0.4, tokens)[None]
     has_target = torch.rand(sequences, tokens, generator=generator) < kept_by_row * kept_by_position
-    # Every share of a step is divided by its number of targets, so each row needs one.
+    # Each part of a step is divided by its number of targets, so each row needs at least one.
     rows = torch.arange(sequences)
     has_target[rows, rows % tokens] = True
     targets = torch.where(has_target, ids[:, 1:], IGNORE)
@@ -57,11 +58,11 @@ class SyntheticStream:
 
     @property
     def samples_consumed(self) -> int:
-        """Rows of all completed steps, over all ranks."""
+        """Number of rows in all completed steps, over all ranks."""
         return self._num_yielded // self.accumulation * self.global_batch
 
     def __next__(self) -> Batch:
-        """Return the next micro-batch of this rank: ``local_batch`` rows."""
+        """Return the next micro-batch of this rank, which has ``local_batch`` rows."""
         self._num_yielded += 1
         return next(self._batches)
 

@@ -24,7 +24,7 @@ from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.temporary import temporary_folder
 
 STEPS = 1
-"""One update. The probes already find models that keep state, which a second step would show."""
+"""One update is sufficient, because the probes already find models that keep state between steps."""
 
 
 @dataclasses.dataclass
@@ -84,8 +84,8 @@ def judge(config: Config) -> VerifyVerdict:
 def _plan(loaded: Loaded, verdict: VerifyVerdict) -> shrink.VerifyTask | None:
     """Choose meshes of up to eight ranks with the run's kinds of parallelism, and a small copy of the model.
 
-    A mesh or copy that is impossible at this size is added to ``verdict.left_out``, because the run's own mesh may
-    still be possible. Return None if nothing is left.
+    A mesh or copy that is impossible at this size is added to ``verdict.left_out``, because the run's mesh
+    may still be possible. Return None if nothing is left to compare.
     """
     plans: list[MeshPlan] = []
     for mesh in meshes.of_run(loaded):
@@ -124,7 +124,7 @@ def _add_result(row: MeshResult, copy: str, verdict: VerifyVerdict) -> None:
 
 
 def _fix(row: MeshResult) -> str:
-    """Return the fix for numbers that differ, depending on the style of the module that the cause names."""
+    """Return the fix for a difference, depending on the style of the module that the cause names."""
     match = re.search(r'which LAYOUT\.tensor calls "(\w+)"', row.cause)
     if match is None:
         return "correct the forward, or the styles in LAYOUT, after docs/own_model.md"

@@ -1,8 +1,7 @@
 """Disable casts to float16 and bfloat16 in a model's own code while its numbers are compared.
 
 Meshes sum in another order, which changes a number by about 1e-7. A cast to bfloat16 may then round to the next
-representable number, 2^-8 away. So an attention core in bfloat16 is off by about 5e-5 on every mesh, although it is
-correct.
+representable number, 2^-8 away. Therefore a correct attention core in bfloat16 differs by about 5e-5 on every mesh.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ used: list[str] = []
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Within the block, keep float32 tensors in float32, in this process and its forks, also under autocast.
+    """While the context is active, keep float32 tensors in float32, in this process and its forks,
+    even under autocast.
 
-    Tensors that are not floating-point are cast to float32 instead.
+    Tensors with an integer dtype are cast to float32 instead.
     """
     used.clear()
     original_to = Tensor.to
@@ -69,7 +69,7 @@ def off() -> Iterator[None]:
     def half(self: Tensor, **_: Any) -> Tensor:
         return self.to(torch.float16)
 
-    # Replace every spelling of a cast, because PyTorch's bfloat16() and type() do not call Tensor.to.
+    # Replace all functions that cast, because PyTorch's bfloat16() and type() do not call Tensor.to.
     Tensor.to = to  # type: ignore[method-assign, assignment]
     Tensor.type = change_type  # type: ignore[method-assign, assignment]
     torch.autocast.__init__ = disabled_autocast  # type: ignore[method-assign]
@@ -86,7 +86,7 @@ def off() -> Iterator[None]:
 
 
 def _note_cast(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Record the dtype of a skipped cast of a floating-point tensor. Return the dtype to use instead."""
+    """Record the dtype of a skipped cast of a floating-point tensor, and return the dtype to use instead."""
     name = str(dtype).removeprefix("torch.")
     if tensor.is_floating_point() and name not in used:
         used.append(name)

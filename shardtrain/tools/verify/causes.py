@@ -1,7 +1,7 @@
 """Hypotheses about the cause of a wrong gradient or loss.
 
-Each function computes, from the numbers of one process, the value that every rank would have if its fault were present.
-It returns a message only if every rank has exactly that value, up to rounding, and None otherwise.
+Each function takes the numbers of one process and computes the value that every rank would have with its
+fault. It returns a message if every rank has exactly that value, up to rounding, or else None.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardtrain.tools.verify.verify_rank import RankRecord
 
 
 def missing_reduction(e: Evidence) -> str | None:
-    """Every rank has only the gradient of its own share along one axis or two."""
+    """Each rank has only the gradient of its own share along one axis, or along two."""
     axes = [axis for axis in e.axes if axis != "pp"]
     for count in (1, 2):
         for chosen in itertools.combinations(axes, count):
@@ -51,7 +51,7 @@ def _has_shares(e: Evidence, axes: Sequence[str]) -> bool:
 
 
 def scaled(e: Evidence) -> str | None:
-    """The gradient is off by one factor."""
+    """The gradient is wrong by a constant factor."""
     mine = e.mine(e.suspect)
     theirs = e.theirs(e.suspect)
     if mine is None:
@@ -70,7 +70,7 @@ def scaled(e: Evidence) -> str | None:
 
 
 def changes_nothing(e: Evidence, factor: float) -> bool:
-    """True if a factor cannot be told from 1, so it explains no difference."""
+    """True if a factor is too close to 1 to explain a difference."""
     return abs(factor - 1) <= e.match
 
 
@@ -103,7 +103,7 @@ def _num_targets(e: Evidence, rows: Sequence[int]) -> int:
 
 
 def own_counts(e: Evidence) -> str | None:
-    """Each share is divided by its own number of target tokens instead of the global one."""
+    """Each share is divided by its own number of target tokens instead of the global number."""
     splits = {
         "data rank": [e.rows_of_rank(rank) for rank in range(e.data_ranks)],
         "micro-batch": [e.micro_rows_of(index) for index in range(e.num_micro)],
@@ -111,8 +111,7 @@ def own_counts(e: Evidence) -> str | None:
     for unit, shares in splits.items():
         if len(shares) < 2:
             continue
-        # ``e.shares`` divides by the number of targets of the batch. Replace that by the number of
-        # each share.
+        # ``e.shares`` divides by the number of targets of the batch. Replace that number by the number of each share.
         total = torch.zeros_like(e.theirs(e.suspect))
         is_known = True
         for rows in shares:
@@ -130,7 +129,7 @@ def own_counts(e: Evidence) -> str | None:
 
 
 def micro_batch(e: Evidence) -> str | None:
-    """Some micro-batches are dropped or counted twice."""
+    """Some micro-batches are dropped, or counted twice."""
     if e.num_micro < 2:
         return None
     parts = []
@@ -140,7 +139,7 @@ def micro_batch(e: Evidence) -> str | None:
             return None
         parts.append(part)
 
-    # Only the first or the last micro-batch counts if gradients are zeroed or kept at the wrong one.
+    # If gradients are zeroed or kept at the wrong micro-batch, only the first or the last micro-batch counts.
     total = torch.stack(parts).sum(0)
     last = e.num_micro
     candidates = [(parts[-1], f"micro-batches dropped: only the last of {last} counts")]
@@ -160,7 +159,7 @@ def micro_batch(e: Evidence) -> str | None:
 
 
 def same_samples(e: Evidence) -> str | None:
-    """Ranks that should read different samples read the same."""
+    """Ranks that should read different samples read the same samples."""
     for axis in ("dp_replicate", "dp_shard"):
         if e.size(axis) == 1:
             continue
@@ -168,7 +167,7 @@ def same_samples(e: Evidence) -> str | None:
         if part is None:
             continue
         num_targets = _num_targets(e, e.rows({axis: 0}))
-        # The number of targets, by which the loss is divided, may have been summed over the ranks or not.
+        # The number of targets, which divides the loss, may or may not have been summed over the ranks.
         for factor in (e.size(axis), e.batch.num_targets / num_targets):
             if e.explains_on_all_ranks(e.suspect, part * factor):
                 return f"same samples on every rank of axis {axis}: all read those of its first rank"
@@ -176,7 +175,7 @@ def same_samples(e: Evidence) -> str | None:
 
 
 def swapped_targets(e: Evidence) -> str | None:
-    """The logits of a micro-batch are compared with the targets of another: two swapped, rotated or reversed."""
+    """Logits of a micro-batch are compared with the targets of another: two are swapped, or all rotated or reversed."""
     if e.num_micro < 2 or not e.first.loss_differs:
         return None
     count = e.num_micro
@@ -189,9 +188,8 @@ def swapped_targets(e: Evidence) -> str | None:
     for shift in range(1, count):
         orders[tuple((i + shift) % count for i in range(count))] = f"shifted by {shift}"
 
-    # table[i][j] is the loss sum of the logits of micro-batch i with the targets of micro-batch j,
-    # so the loss of each order is a sum of entries. The number of targets does not depend on the
-    # order.
+    # table[i][j] is the loss sum of the logits of micro-batch i with the targets of micro-batch j, so the
+    # loss of each order is a sum of entries. The number of targets does not depend on the order.
     table = [[0.0] * count for _ in range(count)]
     for rank in range(e.data_ranks):
         rows_of_rank = e.rows_of_rank(rank)
@@ -217,8 +215,8 @@ def expert_dropped(e: Evidence) -> str | None:
         theirs = e.theirs(name)
         if mine is None or mine.ndim != 3:
             continue
-        # If one process has no gradient either, the expert is just unused. If no expert has one,
-        # the cause is another.
+        # If one process has no gradient for an expert either, the expert is unused. If no expert has a
+        # gradient, another fault is the cause.
         has_none = mine.flatten(1).norm(dim=1) == 0
         is_used = theirs.flatten(1).norm(dim=1) > 0
         is_dropped = has_none & is_used
@@ -230,7 +228,7 @@ def expert_dropped(e: Evidence) -> str | None:
 
 def replicas_differ(e: Evidence) -> str | None:
     """Ranks that hold the same part of a gradient have different values of it."""
-    # Replicas that agree are off only by rounding.
+    # Correct replicas differ only by rounding.
     tolerance = max(1e-6, e.allowed.gradient / 10) * float(e.theirs(e.suspect).norm())
     for (one, a, place_a), (other, b, place_b) in itertools.combinations(e.holders(e.suspect), 2):
         if place_a == place_b and a.shape == b.shape and float((a - b).norm()) > tolerance:
@@ -240,10 +238,10 @@ def replicas_differ(e: Evidence) -> str | None:
 
 
 def positions(e: Evidence) -> str | None:
-    """Under cp, the positions of each part or the attention between parts is wrong."""
+    """Under cp, the positions of a part, or the attention between parts, are wrong."""
     if e.size("cp") == 1 or not e.first.loss_differs:
         return None
-    # Try the losses of known wrong positions. If none fits, compare the first attention core itself.
+    # Try the losses of known wrong positions. If none fits, compare the first attention core.
     for text, wrong in _wrong_positions(e):
         if e.explains_loss(e.shares.loss(wrong.expand_as(e.batch.positions_BT)), 2e-6):
             return f"wrong positions under cp: {text}"
@@ -251,7 +249,7 @@ def positions(e: Evidence) -> str | None:
 
 
 def _wrong_positions(e: Evidence) -> Iterator[tuple[str, Tensor]]:
-    """Yield positions (T,) that a wrong split over cp gives to the tokens of a sequence, each with its description."""
+    """Yield positions (T,) that a wrong split over cp assigns to the tokens of a sequence, with a description."""
     parts = [torch.as_tensor(e.context_part(part)) for part in range(e.size("cp"))]
     length = e.tokens // e.size("cp")
     from_zero = torch.arange(e.tokens)
@@ -328,7 +326,7 @@ def balance_loss(e: Evidence) -> str | None:
 
 
 def _times(e: Evidence, base: Tensor, part: Tensor) -> float | None:
-    """Return the factor other than 1 for which all ranks have ``base + factor * part``, by least squares."""
+    """Return a factor other than 1 with which all ranks have ``base + factor * part`` (least squares), or None."""
     mine = e.mine(e.suspect)
     if mine is None:
         return None
@@ -341,7 +339,7 @@ def _times(e: Evidence, base: Tensor, part: Tensor) -> float | None:
 def unscaled_loss(e: Evidence) -> str | None:
     """The model adds a gradient in backward that does not grow with the loss, as scalers of auxiliary losses do.
 
-    On one process, doubling the loss isolates that gradient. The ranks must have a multiple of it.
+    On one process, doubling the loss isolates that gradient. Each rank must then have a multiple of it.
     """
     rows = list(range(e.sequences))
     once = e.shares.gradient(e.suspect, rows)
@@ -361,15 +359,12 @@ def unscaled_loss(e: Evidence) -> str | None:
 
 
 def clipped_otherwise(e: Evidence) -> str | None:
-    """Gradients are only off by the factor of clipping.
-
-    Their norm, which is computed before clipping, agrees.
-    """
+    """Only the factor of gradient clipping is wrong. The norm before clipping agrees."""
     norm = e.expected.total(e.first.step)
     has_other_norm = any(abs(record.norms[e.first.step] - norm) > 1e-4 * norm for record in e.records)
     if e.first.loss_differs or has_other_norm:
         return None
-    # The part of each rank is a multiple of one process's. Ranks may have different factors.
+    # Each rank's part is a multiple of the part of one process. The factor may differ between ranks.
     factors = {}
     for record, part, slices in e.holders(e.suspect):
         theirs = e.theirs(e.suspect)[slices]
@@ -386,7 +381,7 @@ def clipped_otherwise(e: Evidence) -> str | None:
 
 
 def short_type(e: Evidence) -> str | None:
-    """Every element can be represented in bfloat16 or float16: a sum or cast in that dtype lost the last digits."""
+    """Every element is representable in bfloat16 or float16, so a sum or cast in that dtype lost the last digits."""
     mine = e.mine(e.suspect)
     theirs = e.theirs(e.suspect)
     if mine is None or float((mine - theirs).norm()) > 0.1 * float(theirs.norm()):

@@ -1,12 +1,13 @@
 """Compare the numbers of a mesh with those of one process: the largest error of each kind, and the first difference.
 
-Tolerances: sums in another order differ by about 1e-7 of their size, and by a few times that after some layers. The
-error of a gradient is relative to its norm, or to a twentieth of the norm of all gradients if its own is smaller. (The
-gradient of a key bias, for example, is zero except for rounding.)
+Tolerances: sums in another order differ by about 1e-7 of their size, and by a few times that after some
+    layers. The error of a gradient is relative to its norm, or to a twentieth of the norm of all gradients if
+    its own norm is smaller. (The gradient of a key bias, for example, is zero except for rounding.)
 
-Some models amplify rounding: a recurrence over many tokens, a product of many factors, large logits. A second run of
-one process measures by how much. This "shaken" run starts with every weight moved to the next representable number
-above or below. ``ROUNDING`` times its effect counts as rounding, up to ``MOST`` times the usual tolerance.
+Some models amplify rounding: a recurrence over many tokens, a product of many factors, large logits. A second
+    run of one process, the "shaken" run, measures this effect. It starts with every weight moved to the next
+    representable number above or below. ``ROUNDING`` times its effect counts as rounding, up to ``MOST``
+    times the usual tolerance.
 """
 
 from __future__ import annotations
@@ -22,22 +23,19 @@ from shardtrain.layout import Layout
 from shardtrain.tools.verify.verify_rank import MAX_NORM, RankRecord, is_clipped
 
 ROUNDING = 8
-"""Factor between the effect of shaken weights and the tolerance.
+"""Tolerance divided by the effect of shaken weights.
 
-A mesh also rounds all sums of a step differently.
+It exceeds 1 because a mesh also rounds all sums of a step differently.
 """
 MOST = 100
-"""Largest factor on the usual tolerance.
-
-An error of more than a thousandth in a gradient is never rounding.
-"""
+"""Maximum multiple of the usual tolerance. An error of more than a thousandth of a gradient is never rounding."""
 
 
 @dataclass(frozen=True)
 class Errors:
     """Largest errors over ranks, or tolerances for them.
 
-    Losses and weights absolute, gradients and norm relative.
+    Losses and weights are absolute, gradients and norm relative.
     """
 
     loss: float
@@ -50,7 +48,7 @@ USUAL = Errors(loss=1e-5, gradient=1e-5, norm=1e-5, weights=1e-6)
 """Tolerances for a model that does not amplify rounding."""
 NONE = Errors(0.0, 0.0, 0.0, 0.0)
 SMALL = 0.05
-"""A gradient with a smaller share of the norm of all gradients is measured against that norm."""
+"""A gradient whose norm is a smaller fraction of the norm of all gradients is compared relative to that norm."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class First:
         step: Step, from 0.
         names: All tensors that differ there.
         error: Error of the first of them.
-        loss_differs: True if the loss of this step differs too.
+        loss_differs: True if the loss of this step differs, too.
     """
 
     kind: str
@@ -77,7 +75,7 @@ class First:
 class Differences:
     """Largest error of each kind over ranks, steps and tensors.
 
-    ``initial`` counts the tensors that do not start bitwise equal.
+    ``initial`` is the number of tensors whose initial values are not bitwise equal.
     """
 
     initial: int = 0
@@ -111,17 +109,14 @@ class Expected:
         return self.record.norms[step]
 
     def clipping(self, step: int) -> float:
-        """Return the factor by which clipping multiplied the gradients of a step.
-
-        It is 1 without clipping.
-        """
+        """Return the factor by which clipping multiplied the gradients of a step, or 1 without clipping."""
         if not is_clipped(step, len(self.record.norms)):
             return 1.0
-        # The 1e-6 is from PyTorch's clip_grads_with_norm_, and the trainer's clipping keeps it.
+        # The 1e-6 comes from PyTorch's clip_grads_with_norm_. The trainer's clipping also uses it.
         return min(1.0, MAX_NORM / (self.record.norms[step] + 1e-6))
 
     def error(self, kind: str, name: str, part: Tensor, slices: tuple[slice, ...], scale: float) -> float:
-        """Return the norm of the difference of a part, divided by ``scale``. NaN counts as infinite."""
+        """Return the norm of the difference of a part, divided by ``scale``. NaN counts as infinity."""
         wanted = self.whole(kind, name)[slices]
         if wanted.shape != part.shape:
             return math.inf
@@ -144,11 +139,11 @@ def forward_order(names: Sequence[str], layout: Layout) -> list[str]:
 
 
 def moved_by(expected: Expected, shaken: RankRecord, steps: int) -> list[Errors]:
-    """Return by how much the shaken run differs from ``expected`` in each step or an earlier one."""
+    """Return the largest differences of the shaken run from ``expected``, for each step including all earlier steps."""
     moved: list[Errors] = []
     largest = asdict(NONE)
     for step in range(steps):
-        # A number that differed once remains uncertain, so the largest difference so far counts.
+        # A number that differed once remains uncertain, so use the largest difference so far.
         current = asdict(_StepErrors(expected, [shaken], step).largest)
         largest = {kind: max(value, largest[kind]) for kind, value in current.items()}
         moved.append(Errors(**largest))
@@ -156,7 +151,10 @@ def moved_by(expected: Expected, shaken: RankRecord, steps: int) -> list[Errors]
 
 
 def tolerances(moved: Sequence[Errors]) -> list[Errors]:
-    """Return the tolerance of each step, given the effect of shaken weights: at least the usual one."""
+    """Return the tolerance of each step for the given effect of shaken weights.
+
+    It is at least the usual tolerance.
+    """
     usual = asdict(USUAL)
     allowed = []
     for errors in moved:
@@ -173,14 +171,13 @@ def compare(
 ) -> Differences:
     """Compare the ranks of a mesh with one process.
 
-    ``allowed`` has the tolerance of each step, by default ``USUAL``.
+    ``allowed`` is the tolerance of each step, by default ``USUAL``.
     """
     differences = Differences()
     allowed = allowed or [USUAL] * steps
 
-    # Initial weights must be bitwise equal, because they are drawn block by block on any mesh.
-    # "own", the initial weights of training, is compared last so that it replaces "initial" as the
-    # first difference.
+    # Initial weights must be bitwise equal, because they are drawn block by block on any mesh. Compare "own",
+    # the initial weights of training, last, so it replaces "initial" as the first difference.
     for kind in ("initial", "own"):
         unequal = [name for name in expected.names if not _is_bitwise_equal(expected, records, kind, name)]
         differences.initial = max(differences.initial, len(unequal))
@@ -205,10 +202,7 @@ def _is_bitwise_equal(expected: Expected, records: Sequence[RankRecord], kind: s
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """True if the tensors are bitwise equal, with NaN equal to NaN.
-
-    (Parameters without an initializer are NaN.)
-    """
+    """True if the tensors are bitwise equal. NaN equals NaN, because parameters without an initializer are NaN."""
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
@@ -232,9 +226,8 @@ class _StepErrors:
 def _first_of_step(
     expected: Expected, records: Sequence[RankRecord], step: int, errors: _StepErrors, allowed: Errors
 ) -> First | None:
-    """Return the first difference of a step. None if all errors are within the tolerance."""
-    # A wrong gradient is reported before a wrong loss: it names tensors, and the same fault usually
-    # causes both.
+    """Return the first difference of a step, or None if all errors are within the tolerance."""
+    # Report a wrong gradient before a wrong loss: it identifies tensors, and the same fault usually causes both.
     loss_differs = errors.largest.loss > allowed.loss
     wrong_gradients = [name for name, error in errors.gradients.items() if error > allowed.gradient]
     if wrong_gradients:
@@ -248,8 +241,7 @@ def _first_of_step(
     if wrong_weights:
         return First("weights", step, wrong_weights, errors.weights[wrong_weights[0]])
 
-    # Buffers are token counts and their signs. Each rank that has a buffer has all of it, with
-    # equal values.
+    # Buffers are token counts and their signs. Each rank that has a buffer has all of it, with equal values.
     wrong_buffers = []
     for name in expected.buffers:
         key = f"buffers/{step}/{name}"
@@ -261,16 +253,16 @@ def _first_of_step(
 
 
 def scale_of(expected: Expected, step: int, name: str) -> float:
-    """Return the number by which the error of a gradient is divided: its norm, or ``SMALL`` of the total norm."""
+    """Return the divisor for the error of a gradient: its norm, or ``SMALL`` times the total norm if that is larger."""
     norm = float(expected.whole(f"gradient/{step}", name).norm())
-    # The record has the gradients after clipping, but their total norm before it.
+    # The record contains the gradients after clipping, but the total norm before it.
     return max(norm, SMALL * expected.total(step) * expected.clipping(step))
 
 
 def gradient_error(expected: Expected, records: Sequence[RankRecord], step: int, name: str) -> float:
     """Return the largest relative error over the ranks with a part of a gradient.
 
-    Infinite if a rank that has the parameter lacks the gradient, or only the mesh has one.
+    Return infinity if a rank with the parameter lacks the gradient, or if only the mesh has a gradient.
     """
     key = f"gradient/{step}/{name}"
     if key not in expected.record.parts:
@@ -304,12 +296,12 @@ def _distance(mine: float, theirs: float, scale: float) -> float:
 
 
 def _nan_as_infinite(error: float) -> float:
-    """Replace NaN, which no comparison with a tolerance would find."""
+    """Replace NaN by infinity, because comparing NaN with a tolerance would not report an error."""
     return math.inf if math.isnan(error) else error
 
 
 def assemble(records: Sequence[RankRecord], key: str, shape: Sequence[int]) -> Tensor | None:
-    """Assemble a full tensor from the parts of the ranks. None if they do not cover it."""
+    """Assemble a full tensor from the parts of the ranks. Return None if they do not cover it."""
     full = torch.zeros(tuple(shape))
     is_covered = torch.zeros(tuple(shape), dtype=torch.bool)
     for record in records:

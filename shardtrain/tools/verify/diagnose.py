@@ -29,16 +29,16 @@ HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
     causes.short_type,
     causes.replicas_differ,
 )
-"""Causes of a wrong gradient, in the order in which they are tested.
+"""Possible causes of a wrong gradient, in the order of the tests.
 
-The first that explains all ranks is named.
+The first one that explains all ranks is reported.
 """
 
 
 def diagnose(e: Evidence) -> str:
     """Return the likely cause of the first difference.
 
-    Later differences are consequences of the first, so only causes of the first are considered.
+    Later differences are its consequences, so they are ignored.
     """
     if e.first.kind in ("own", "initial"):
         return _explain_initial_weights(e)
@@ -69,7 +69,7 @@ def _explain_gradient(e: Evidence) -> str:
     absent = [name for name in e.first.names if not e.holders(name)]
     if absent:
         return f"no gradient: {absent[0]} takes no part in the loss on this mesh"
-    # Activations are only recorded in the first step. They show where the forward pass differs.
+    # Activations are recorded only in the first step. They show where the forward pass differs.
     place = first_divergence.first_difference(e) if e.first.loss_differs and e.first.step == 0 else ""
     for hypothesis in HYPOTHESES:
         cause = hypothesis(e)
@@ -128,11 +128,10 @@ def _explain_buffers(e: Evidence) -> str:
 
 
 def _explain_norm(e: Evidence) -> str:
-    """Name the reduction that the gradient norm lacks, or the tensors that it counts more than once."""
+    """Name the reduction that is missing in the gradient norm, or the tensors that it counts more than once."""
     step = e.first.step
     prefix = f"gradient/{step}/"
-    # Without the reduction over an axis, a rank has the norm of the ranks with the same place on
-    # that axis.
+    # Without the reduction over an axis, a rank has the norm of the ranks with the same index on that axis.
     for axis in e.axes:
         unreduced_norms = []
         for record in e.records:
@@ -141,8 +140,7 @@ def _explain_norm(e: Evidence) -> str:
         if _explains_norms(e, unreduced_norms):
             return f"norm not reduced over {axis}: each rank counts only its own parts; the gradients agree"
 
-    # A superfluous all-reduce over an axis counts replicas repeatedly: those along the axis, or all
-    # tensors.
+    # A superfluous all-reduce over an axis counts replicas several times: those along the axis, or all tensors.
     for axis in e.axes:
         squares_of_places = 0.0
         for place in range(e.sizes[axis]):

@@ -1,6 +1,6 @@
 """Disable dropout while numbers are compared, because the dropped elements depend on the mesh by design.
 
-The functions of ``torch.nn.functional`` are replaced. Modules, direct calls and attention with dropout all use them.
+Replaces functions of ``torch.nn.functional``, which modules, direct calls and attention with dropout all use.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ FUNCTIONS = (
 """Functions of ``torch.nn.functional`` that ``nn.Dropout`` and similar modules call."""
 
 listeners: list[Callable[[str, Tensor], None]] = []
-"""Called for each disabled dropout with its description, such as "dropout with p=0.1", and its input."""
+"""Functions that are called for each disabled dropout with its description, such as "dropout with p=0.1", and input."""
 
 used: list[str] = []
-"""Distinct descriptions of all dropouts that ran in this process since ``switch_off``: "dropout with p=0.1"."""
+"""Distinct descriptions of all dropouts that ran in this process since ``switch_off``, such as "dropout with p=0.1"."""
 
 
 def switch_off() -> None:
     """Disable dropout in this process until it ends. Other effects of ``training``, such as batch statistics, remain.
 
-    Call it before a model file is imported, because the file may import a function by name.
+    Must be called before a model file is imported, because the file may import a function by name.
     """
     used.clear()
     if hasattr(F.dropout, "drops_nothing"):
@@ -46,7 +46,7 @@ def switch_off() -> None:
 
 
 def _note(name: str, p: float, dropped: Tensor) -> None:
-    """Report a disabled dropout with probability ``p`` of the elements of ``dropped``."""
+    """Report a disabled dropout of ``dropped`` with probability ``p``."""
     description = f"{name} with p={p:g}"
     for listener in listeners:
         listener(description, dropped)
@@ -55,12 +55,12 @@ def _note(name: str, p: float, dropped: Tensor) -> None:
 
 
 def _identity(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function with the signature of a dropout that returns its input."""
+    """Return a function that has the signature of a dropout but returns its input."""
 
     @functools.wraps(original)
     def keep(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **other: Any) -> Tensor:
-        # The functions of ``torch`` call the argument "train", those of ``torch.nn.functional``
-        # "training".
+        # The argument is named "train" in the functions of ``torch`` and "training" in those of
+        # ``torch.nn.functional``.
         if training and other.get("train", True) and p:
             _note(name, p, input)
         return input

@@ -1,4 +1,4 @@
-"""Everything a diagnosis needs: the first difference, the ranks' records, and the rows and positions of each rank."""
+"""Input of a diagnosis: the first difference, the ranks' records, and the rows and positions of each rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardtrain.tools.verify.shares import Shares
 from shardtrain.tools.verify.verify_rank import RankRecord, micro_batches, model_of, plain_model
 
 MATCH = 2e-4
-"""Largest relative error of a hypothesis that explains a gradient: far above rounding, far below other shares."""
+"""Maximum relative error of a hypothesis that explains a gradient: far above rounding, far below any fault."""
 
 
 class Evidence:
-    """One mesh that differs from one process, and one process's model just before the first difference."""
+    """A mesh that differs from one process, and the model of one process directly before the first difference."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Evidence:
         self.first = first
         self.allowed = allowed
         self._shaken = shaken
-        # Both the mesh and the hypothesis have rounding errors, hence the factor 2.
+        # Both the mesh and the hypothesis have rounding errors, so use twice the tolerance.
         self.match = max(MATCH, 2 * allowed.gradient)
 
         # ep divides experts among ranks of the other axes, so it adds no ranks.
@@ -94,7 +94,7 @@ class Evidence:
     def suspect(self) -> str:
         """First tensor whose gradient differs.
 
-        Gradients of almost zero are skipped: they determine no factor.
+        Gradients close to zero are skipped, because they determine no factor.
         """
         names = self.first.names
         total = self.expected.total(self.first.step)
@@ -109,7 +109,7 @@ class Evidence:
         return self.expected.whole(f"gradient/{self.first.step}", name)
 
     def mine(self, name: str) -> Tensor | None:
-        """Return a gradient of the mesh, assembled from its ranks. None if parts are missing."""
+        """Return a gradient of the mesh, assembled from its ranks, or None if parts are missing."""
         return assemble(self.records, f"gradient/{self.first.step}/{name}", self.theirs(name).shape)
 
     def holders(self, name: str) -> list[tuple[RankRecord, Tensor, tuple[slice, ...]]]:
@@ -139,9 +139,9 @@ class Evidence:
         return self.explains(name, lambda _: candidate)
 
     def explains_loss(self, candidate: float, tolerance: float) -> bool:
-        """True if the mesh's loss is the one that a hypothesis predicts, and one process's is not.
+        """True if the mesh's loss is the one that a hypothesis predicts, and the loss of one process is not.
 
-        ``tolerance`` is relative for losses above 1, else absolute.
+        ``tolerance`` is relative for losses above 1, and absolute otherwise.
         """
         mine = self.records[0].losses[self.first.step]
         theirs = self.expected.record.losses[self.first.step]
@@ -149,10 +149,7 @@ class Evidence:
         return abs(candidate - mine) < close < abs(candidate - theirs)
 
     def close(self, key: str, least: float) -> float:
-        """Return the relative tolerance for an activation.
-
-        It is ``least``, or more if the shaken run of one process is off by more.
-        """
+        """Return the relative tolerance for an activation: ``least``, or more if the shaken run differs by more."""
         shaken = self._shaken.parts.get(key)
         theirs = self.expected.record.parts.get(key)
         if shaken is None or theirs is None or not theirs.numel():
@@ -185,7 +182,7 @@ class Evidence:
         return rows
 
     def positions(self, fixed: Mapping[str, int]) -> list[int]:
-        """Return the positions that ranks with given places on cp and tp hold outside of gathered modules."""
+        """Return the positions that ranks with the given places on cp and tp hold outside of gathered modules."""
         chosen: list[int] = []
         for part in range(self.size("cp")):
             if fixed.get("cp", part) != part:
@@ -201,8 +198,8 @@ class Evidence:
     def context_part(self, part: int) -> list[int]:
         """Return the positions of one cp rank's part of the sequence."""
         size = self.size("cp")
-        # Balanced: a rank has one chunk from each end, because late tokens attend to more tokens
-        # than early ones.
+        # With balancing, a rank has one chunk from each end, because late tokens attend to more
+        # tokens than early ones.
         if size > 1 and self.records[0].facts["balanced"]:
             length = self.tokens // (2 * size)
             chunks = [part, 2 * size - 1 - part]

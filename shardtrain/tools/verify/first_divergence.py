@@ -1,8 +1,9 @@
 """Find the module where a mesh first differs from one process, in the forward pass and in the backward pass.
 
-In forward it is the first module whose inputs agree and whose output does not; in backward, the reverse. Each rank
-recorded the tensors of its modules in the first micro-batch. They are compared with the same rows, positions and
-features of one process's record of the full batch.
+In forward, this is the first module whose inputs agree and whose output differs. In backward, it is the first
+module whose output gradient agrees and whose input gradients differ. Each rank recorded the tensors of its
+modules in the first micro-batch. They are compared with the same rows, positions and features in the record
+of one process, which has the full batch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ CLOSE = 1e-4
 
 
 def first_difference(e: Evidence) -> str:
-    """Describe where the forward pass of the mesh first differs. Empty if no module can be named."""
+    """Describe where the forward pass of the mesh first differs, or return "" if no module can be named."""
     calls = e.expected.record.facts["calls"]
     culprit = _first(e, calls, ("trace", "in"), ("trace", "out"))
     if culprit is not None:
@@ -32,8 +33,8 @@ def first_difference(e: Evidence) -> str:
     if moved_layer is not None:
         return moved_layer
 
-    # The path of the model itself is empty, and its output is the logits. None for a rank that has
-    # no logits, such as the first stages of a pipeline.
+    # The path of the model itself is empty, and its output is the logits. A rank without logits, such as the
+    # first stages of a pipeline, has None.
     logits_agree = []
     for record in e.records:
         mine = f"trace/{record.facts['calls'].index('')}/out"
@@ -45,10 +46,7 @@ def first_difference(e: Evidence) -> str:
 
 
 def first_backward_difference(e: Evidence) -> str:
-    """Describe where the backward pass of the mesh first differs, from gradients of activations.
-
-    Empty if unknown.
-    """
+    """Describe where the backward pass of the mesh first differs, from gradients of activations, or return ""."""
     culprit = _first(e, e.expected.record.facts["calls"][::-1], ("back", "out"), ("back", "in"))
     if culprit is None:
         return ""
@@ -62,10 +60,10 @@ def first_backward_difference(e: Evidence) -> str:
 def _first(
     e: Evidence, order: Sequence[str], cause: tuple[str, str], effect: tuple[str, str]
 ) -> tuple[str, int] | None:
-    """Find the first module in ``order`` whose ``cause`` agrees on some rank and whose ``effect`` differs there.
+    """Find the first module in ``order`` whose ``cause`` agrees on some rank while its ``effect`` differs.
 
-    ``cause`` and ``effect`` are parts of keys of a record, such as ("trace", "in"). Return the module as a phrase, and
-    the rank, or None.
+    ``cause`` and ``effect`` are parts of keys of a record, such as ("trace", "in"). Return a description of
+    the module and the rank, or None.
     """
     number_on_one = {path: number for number, path in enumerate(e.expected.record.facts["calls"])}
     index = {path: number for number, path in enumerate(order)}
@@ -84,8 +82,8 @@ def _first(
     if not culprits:
         return None
 
-    # Of nested modules, the inner one is the culprit. All modules are inside of the model itself,
-    # whose path is "".
+    # Of nested modules, the inner one is the culprit. The path of the model itself, which contains all
+    # modules, is "".
     _, rank, path = min(culprits)
     while inner := [other for other in culprits if _is_inside(other[2], path)]:
         _, rank, path = min(inner)
@@ -97,17 +95,14 @@ def _first(
 
 
 def _is_inside(path: str, outer: str) -> bool:
-    """True if a module is inside of another one."""
+    """True if a module is a submodule of another one."""
     if path == outer:
         return False
     return not outer or path.startswith(f"{outer}.")
 
 
 def _moved_layer(e: Evidence) -> str | None:
-    """Describe a layer whose input is that of another layer on one process.
-
-    None if there is no such layer.
-    """
+    """Describe a layer whose input is that of another layer on one process, or return None."""
     expected_calls = e.expected.record.facts["calls"]
     layers = [path for path in expected_calls if path.startswith(f"{e.layout.layers}.") and path.count(".") == 1]
     for record in e.records:
@@ -126,7 +121,7 @@ def _moved_layer(e: Evidence) -> str | None:
 def _agree(e: Evidence, record: RankRecord, mine: str, theirs: str) -> bool | None:
     """True if all comparable tensors under the key ``mine`` agree with those under ``theirs`` of one process.
 
-    None if no tensor is comparable.
+    Return None if no tensor is comparable.
     """
     agree: bool | None = None
     for key in record.parts:
@@ -146,7 +141,7 @@ def _agree(e: Evidence, record: RankRecord, mine: str, theirs: str) -> bool | No
 def _part_of_rank(e: Evidence, record: RankRecord, full: Tensor, shape: Sequence[int]) -> Tensor | None:
     """Select the part of a full tensor that a rank should have, given the shape of the rank's tensor.
 
-    Return None if the shape is not that of a known split.
+    Return None if the shape does not result from a known split.
     """
     if full.ndim != len(shape):
         return None

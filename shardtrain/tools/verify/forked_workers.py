@@ -22,21 +22,21 @@ from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.heartbeat import WaitingHeartbeat
 
 TIMEOUT_SECONDS = 300
-"""Time limit of one mesh. A mesh that hangs is a finding too."""
+"""Time limit of one mesh. A mesh that hangs is also a finding."""
 FULL_TIMEOUT_SECONDS = 3600
-"""Time limit of one mesh for a model of its full size."""
+"""Time limit of one mesh with a model of full size."""
 PROBE_TIMEOUT_SECONDS = 120
 """Time limit of one forward pass of a small model."""
 
 NO_ANSWER = ("did not answer in", ": died")
-"""Phrases in the messages about ranks that hung or were killed."""
+"""Substrings of the messages about ranks that hung or were killed."""
 
 GRACE_SECONDS = 1.0
 """Time for other ranks to answer after one has failed."""
 
 
 class RankFailed(Exception):
-    """A rank raised, died or hung. ``refused`` is True if it raised a ConfigError."""
+    """A rank raised an exception, died or hung. ``refused`` is True if it raised a ConfigError."""
 
     def __init__(self, sentence: str, refused: bool = False) -> None:
         super().__init__(sentence)
@@ -51,19 +51,19 @@ def run(
     backend: str = "",
     limit_seconds: float = TIMEOUT_SECONDS,
 ) -> list[Any]:
-    """Run ``function(rank, num_ranks, *arguments)`` in each process. Return the results in the order of ranks.
+    """Run ``function(rank, num_ranks, *arguments)`` in each process, and return the results in the order of ranks.
 
-    Results must be JSON values. With ``backend``, the processes have a process group with a file store in ``folder``,
-    so no port is opened.
+    Results must be JSON values. With ``backend``, the processes have a process group with a file store in
+    ``folder``, so no port is opened.
 
     Raises:
-        RankFailed: a process raised, died, or did not answer in time. The others are stopped.
+        RankFailed: a process raised an exception, died, or did not answer in time. The others are stopped.
     """
-    # Forked ranks need no imports of their own. This process has computed nothing yet, so no thread
-    # of PyTorch holds a lock that the fork would copy.
+    # Forked ranks need no imports of their own. This process has not computed anything, so no PyTorch thread
+    # holds a lock that the forks would copy.
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
-    # Otherwise the forks would print buffered output again.
+    # Flush, because otherwise the forks would print buffered output again.
     sys.stdout.flush()
     sys.stderr.flush()
     group = (folder, backend, limit_seconds)
@@ -74,7 +74,7 @@ def run(
     try:
         for process in processes:
             process.start()
-        # A pipe only reports its end when no process has its sending side open.
+        # A pipe reports its end only if no process has its sending side open.
         for _, sender in pipes:
             sender.close()
         return _collect([receiver for receiver, _ in pipes], processes, limit_seconds)
@@ -86,7 +86,7 @@ def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limi
     """Return the answers of all ranks.
 
     Raises:
-        RankFailed: naming the first rank that did not fail because of another.
+        RankFailed: a rank failed. The message names the first rank that did not fail because of another.
     """
     answers: dict[int, Any] = {}
     failures: list[tuple[bool, int, dict[str, Any]]] = []  # is from gloo, rank, answer
@@ -95,8 +95,8 @@ def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limi
     end = time.monotonic() + limit_seconds
     with WaitingHeartbeat(f"comparing on {where}") as heartbeat:
         while waiting:
-            # Wait for the end of processes too: forks of other ranks may keep the pipe of a dead
-            # process open.
+            # Also wait for the end of processes, because forks of other ranks may keep the pipe of
+            # a dead process open.
             receiver_by_sentinel = {processes[rank].sentinel: receiver for receiver, rank in waiting.items()}
             timeout = max(0.0, end - time.monotonic())
             if heartbeat.timeout is not None:
@@ -114,8 +114,8 @@ def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limi
                 if not answer["sentence"]:
                     answers[rank] = answer["value"]
                     continue
-                # A rank that lost its peer reports a gloo error. The peer knows the reason and
-                # answers soon, so gloo errors sort last.
+                # A rank that lost its peer reports a gloo error. The peer knows the reason and answers soon,
+                # so sort gloo errors last.
                 failures.append(("gloo" in answer["sentence"], rank, answer))
                 end = min(end, time.monotonic() + GRACE_SECONDS)
     if failures:
@@ -129,7 +129,7 @@ def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limi
 
 
 def _receive(receiver: Connection, process: BaseProcess) -> dict[str, Any]:
-    """Read the answer of a process that has answered or ended."""
+    """Read the answer of a process. If it ended without an answer, describe how it ended."""
     try:
         if receiver.poll():
             answer: dict[str, Any] = json.loads(receiver.recv_bytes())
@@ -150,7 +150,7 @@ def _death(process: BaseProcess) -> str:
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """Kill all processes that do not end within a second. They may wait for a rank that has ended."""
+    """Kill all processes that do not end within a second, because they may wait for a rank that has ended."""
     end = time.monotonic() + 1.0
     for process in processes:
         if process.pid is None:
@@ -174,7 +174,7 @@ def _child(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # PyTorch's warnings are for developers, and would appear once for each rank of each mesh.
+    # Hide PyTorch's warnings, which are for developers and would appear once for each rank of each mesh.
     warnings.simplefilter("ignore")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))

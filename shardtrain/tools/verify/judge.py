@@ -1,4 +1,4 @@
-"""Judge the records of one mesh: largest errors, the first difference as a sentence, and its likely cause."""
+"""Judge the records of one mesh: the largest errors, a description of the first difference, and its likely cause."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def judge(
     steps: int,
     moved: str = "",
 ) -> dict[str, Any] | None:
-    """Compare the records of a mesh with one process. Runs in a separate process, after the ranks.
+    """Compare the records of a mesh with one process. Runs in a separate process after the ranks.
 
     Args:
         config: Configuration of the mesh.
@@ -42,8 +42,8 @@ def judge(
         moved: Folder of the record of a shaken run of one process, if it exists.
 
     Returns:
-        Fields of ``verify_report.MeshResult``. None if there is a difference and ``moved`` is missing, because only the
-        shaken run shows whether the difference is rounding.
+        Fields of ``verify_report.MeshResult``. None if there is a difference but ``moved`` is missing,
+        because only the shaken run shows whether the difference is rounding.
     """
     dropout.switch_off()
     layout = models.find(config.model.name).LAYOUT
@@ -62,9 +62,8 @@ def judge(
             return None
         first = _describe(differences.first, expected, records[0].losses, layout.layers)
         step = differences.first.step
-        # Even an error above the largest tolerance may be rounding, if shaken weights have an
-        # effect of that size. There is no such measure for initial weights and buffers, so they get
-        # a number that no error is below.
+        # Even an error above the largest tolerance may be rounding, if shaken weights have an effect of that
+        # size. Initial weights and buffers have no such measure, so use a number that every error exceeds.
         effect = getattr(moved_at[step], differences.first.kind, -1.0)
         if differences.first.error <= ROUNDING * effect:
             cause = (
@@ -82,8 +81,7 @@ def judge(
             "gradient"
         )
 
-    # Dropout is off in the comparison, so equal numbers do not show a dropout that makes ranks
-    # diverge in training.
+    # Dropout is off in the comparison, so equal numbers do not reveal a dropout that makes ranks diverge in training.
     if not first:
         first, cause = same_dropout_input(records) or ("", "")
     errors = {name: getattr(differences, name) for name in ("initial", "loss", "gradient", "norm", "weights")}
@@ -91,11 +89,11 @@ def judge(
 
 
 def same_dropout_input(records: Sequence[RankRecord]) -> tuple[str, str] | None:
-    """Find dropout of a tensor that several tensor- or context-parallel ranks have in full.
+    """Find dropout of a tensor that several tensor- or context-parallel ranks hold in full.
 
-    Each rank drops other elements, as ranks with different tokens, heads or features must. On replicas of one tensor,
-    their results then diverge. Replicas are recognized by equal numbers, because at unit gain no two parts of an
-    activation are equal.
+    Each rank drops different elements, which is required for different tokens, heads or features. On replicas
+    of one tensor, the results of the ranks then diverge. Equal numbers identify replicas, because at unit
+    gain no two parts of an activation are equal.
 
     Returns:
         The first difference and its cause, as sentences, or None.

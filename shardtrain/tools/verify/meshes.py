@@ -1,4 +1,5 @@
-"""Turn mesh arguments such as "tp=2,pp=2" into plans: one configuration per mesh, or the reason why it is impossible.
+"""Convert mesh arguments such as "tp=2,pp=2" to plans: one configuration per mesh, or the reason
+why it is impossible.
 
 Plans are checked by the rules of the configuration before any process starts. This module does not import torch.
 """
@@ -51,7 +52,7 @@ DEFAULT_OPTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("dp_shard=2", {RESHARD: "never", RECOMPUTE: "none"}),
     ("tp=2", {RECOMPUTE: "selective", SELECTIVE: "op"}),
 )
-"""More meshes of the default list, with options for other backward passes, resharding and recomputation."""
+"""Additional meshes of the default list, with options for other backward passes, resharding and recomputation."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class MeshPlan:
         schedule: Pipeline schedule, or "".
         degrees: Number of ranks along each named axis.
         loaded: The configuration.
-        problem: Why the mesh is impossible, or "".
+        problem: Reason why the mesh is impossible, or "".
         options: Options set in addition to the mesh, by name ("activation_checkpoint.mode").
     """
 
@@ -91,17 +92,21 @@ class MeshPlan:
 
 
 def _num_ranks(degrees: Mapping[str, int]) -> int:
-    """Number of ranks of a mesh. ``ep`` adds none: experts are divided among ranks of the other axes."""
+    """Return the number of ranks of a mesh.
+
+    ``ep`` adds no ranks, because it divides experts among ranks of other axes.
+    """
     return math.prod(degree for axis, degree in degrees.items() if axis != "ep")
 
 
 def read(text: str) -> dict[str, int]:
     """Parse a mesh argument: "tp=2,pp=2" -> {"tp": 2, "pp": 2}.
 
-    ``ep`` divides experts among ranks of dp_shard, cp and tp. If cp and tp have too few, dp_shard is set to ``ep``.
+    ``ep`` divides experts among the ranks of dp_shard, cp and tp. If cp and tp have too few ranks, dp_shard
+    is set to ``ep``.
 
     Raises:
-        ConfigError: an axis is unknown or given twice, or a degree is not a whole number above 0.
+        ConfigError: an axis is unknown or repeated, or a degree is not a positive integer.
 
     >>> read("tp=2, pp=2"), read("ep=2")
     ({'tp': 2, 'pp': 2}, {'ep': 2, 'dp_shard': 2})
@@ -132,7 +137,7 @@ def _mesh_error(text: str, rule: str, fix: str) -> ConfigError:
 
 def _axis_fix(text: str, part: str, axis: str) -> str:
     """Return the fix for an unknown axis."""
-    # A configuration after --mesh was taken for its value.
+    # A configuration after --mesh was parsed as a mesh.
     if "=" not in part and (text.endswith((".toml", ".py")) or text in presets.names()):
         return f"write {text} before all options"
     # "tp2" or "tp:2"
@@ -148,7 +153,7 @@ def requested(
     """Return the plans of ``--mesh`` and ``--schedule``.
 
     Raises:
-        ConfigError: with every problem of every impossible plan, unless ``allow_impossible``.
+        ConfigError: a plan is impossible, unless ``allow_impossible``. The message lists every problem of every plan.
     """
     plans = [plan for mesh in meshes for plan in _plans(loaded, mesh, schedules)]
     if schedules and not any(plan.schedule for plan in plans):
@@ -162,10 +167,7 @@ def requested(
 
 
 def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[MeshPlan]:
-    """Return plans of small meshes for this model, starting with its configured axes.
-
-    Some may be impossible.
-    """
+    """Return plans of small meshes for this model, starting with its configured axes. Some may be impossible."""
     names = list(DEFAULT_MESHES)
     if "num_experts" not in (model_shape(loaded) or {}):
         names.remove("ep=2")
@@ -174,7 +176,7 @@ def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[MeshPlan]:
         names.insert(0, own)
     plans = [plan for name in names for plan in _plans(loaded, name, schedules)]
 
-    # Meshes with other options. If schedules are requested, no other pipelines run.
+    # Add meshes with other options. If schedules are requested, do not add other pipelines.
     for name, options in DEFAULT_OPTIONS:
         if schedules and "pp" in name:
             continue
@@ -186,10 +188,7 @@ def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[MeshPlan]:
 
 
 def own_axes(loaded: Loaded) -> str:
-    """Return the mesh with the configured axes, each of size 2.
-
-    Empty without such axes or for more than 8 ranks.
-    """
+    """Return the mesh with the configured axes, each of size 2, or "" without such axes or for more than 8 ranks."""
     parallelism = loaded.config.parallelism
     degrees = {axis: 2 for axis, option in OPTIONS.items() if getattr(parallelism, option) > 1}
     if not degrees or _num_ranks(degrees) > MAX_DEFAULT_RANKS:
@@ -204,9 +203,9 @@ def _mesh_text(degrees: Mapping[str, int]) -> str:
 def of_run(loaded: Loaded) -> list[str]:
     """Return meshes of up to 8 ranks that cover each configured kind of parallelism that splits the model.
 
-    Preferred is one mesh with the configured degrees, then one with the smallest divisors of these. If that needs too
-    many ranks, each axis gets its own mesh. One more mesh has the configured tp degree, because some models do not
-    support that many tensor-parallel ranks.
+    The first choice is one mesh with the configured degrees, the second one with their smallest divisors. If
+    that needs too many ranks, each axis gets a separate mesh. An additional mesh has the configured tp
+    degree, because some models do not support that many tensor-parallel ranks.
     """
     parallelism = loaded.config.parallelism
     configured = {}
@@ -241,7 +240,7 @@ def _smallest_divisor(degree: int) -> int:
 
 
 def _plans(loaded: Loaded, mesh: str, schedules: tuple[str, ...]) -> list[MeshPlan]:
-    """Return the plan of a mesh, or with pipeline stages one plan for each schedule."""
+    """Return the plan of a mesh or, with pipeline stages, one plan for each schedule."""
     degrees = read(mesh)
     if degrees.get("pp", 1) == 1:
         return [_plan(loaded, mesh, "", degrees)]
@@ -262,7 +261,7 @@ def _plan(
     if schedule:
         parallelism["pipeline_parallel_schedule"] = schedule
     if degrees.get("dp_replicate", 1) == 1:
-        # Optimizer states are sharded over replicas, so the option is an error without replicas.
+        # Optimizer states are sharded over replicas, so without replicas the option is an error.
         parallelism["shard_optimizer_states"] = False
     rows = rows_per_data_rank(degrees)
     data_ranks = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
@@ -285,8 +284,8 @@ def _plan(
 def rows_per_data_rank(degrees: Mapping[str, int]) -> int:
     """Return the sequences per step on each data-parallel rank.
 
-    Two micro-batches per pipeline rank suit all schedules. Without a pipeline there are also two, so that a dropped
-    micro-batch shows.
+    Two micro-batches per pipeline rank suit all schedules. Meshes without a pipeline also have two, to detect
+    a dropped micro-batch.
     """
     return 2 * degrees.get("pp", 1)
 
@@ -294,7 +293,7 @@ def rows_per_data_rank(degrees: Mapping[str, int]) -> int:
 def changed(loaded: Loaded, sections: Mapping[str, Mapping[str, Any]], given: set[str], where: str) -> Loaded:
     """Return a copy with other values of options.
 
-    Those in ``given`` have the origin ``where`` in messages.
+    Messages show the origin ``where`` for the options in ``given``.
     """
     config = loaded.config
     for name, values in sections.items():

@@ -19,9 +19,9 @@ from shardtrain.tools.verify import dropout
 
 
 class ModuleWatch:
-    """Record the first call of each module: inputs, outputs and the gradients of both. Also locates errors.
+    """Record the first call of each module: inputs, outputs and the gradients of both. Also locate errors.
 
-    Partial sums are not recorded, because no other rank's part shows the value that they should have.
+    Partial sums are not recorded, because no other rank has the value that they should have.
 
     Attributes:
         layout: Layout of the model, once it is known.
@@ -32,7 +32,7 @@ class ModuleWatch:
     """
 
     def __init__(self, keep: bool) -> None:
-        """With ``keep`` off, record no tensors and only locate errors."""
+        """Without ``keep``, record no tensors and only locate errors."""
         self.layout: Layout | None = None
         self.calls: list[str] = []
         self.tensors: dict[str, Tensor] = {}
@@ -41,7 +41,7 @@ class ModuleWatch:
         self._has_begun = False
         self._stack: list[str] = []
         self._handles: list[Any] = []
-        # Inputs are copied when a module is entered, because it may modify them in place.
+        # Copy inputs when a module is entered, because it may modify them in place.
         self._inputs: dict[str, list[Tensor]] = {}
         self._copies: dict[str, list[Tensor | None]] = {}
 
@@ -64,7 +64,7 @@ class ModuleWatch:
         self._handles.clear()
 
     def locate(self, config: Config, error: str = "") -> str:
-        """Describe where the rank is and how to fix the error there, as part of a message."""
+        """Describe where the rank is and how to fix the error, as a part of a message."""
         if not self._has_begun:
             return "while the model was split over the mesh"
         if not self._stack or self._stack[0] != "":
@@ -97,8 +97,8 @@ class ModuleWatch:
         return f'{where}, which LAYOUT.tensor calls "{style}" ({layout.TENSOR_STYLES[style]}); {fix}'
 
     def _enter(self, path: str, _: nn.Module, positional: Any, named: Any) -> None:
-        # Activation checkpointing ends a recomputation early with an exception, which skips forward
-        # hooks. Modules of the previous pass may therefore still be on the stack.
+        # Activation checkpointing ends a recomputation early with an exception, so forward hooks are skipped.
+        # The stack may therefore contain modules of the previous pass.
         if path == "":
             self._stack.clear()
         self._stack.append(path)
@@ -133,7 +133,7 @@ class ModuleWatch:
             key = f"{number}/{kind}/{index}"
             if copied is not None:
                 self.tensors[f"trace/{key}"] = copied
-            # The gradient of a gathered sequence is a partial sum, or is accumulated outside of autograd.
+            # Skip the gradient of a gathered sequence: it is a partial sum, or is accumulated outside of autograd.
             if leaf.requires_grad and not hasattr(leaf, "for_local_products"):
                 leaf.register_hook(functools.partial(self._record_gradient, f"back/{key}"))
 
@@ -151,7 +151,7 @@ def local_copy(tensor: Tensor) -> Tensor:
 
 
 def _copy_unless_partial(tensor: Tensor) -> Tensor | None:
-    """Copy this rank's part of a tensor. None if the part is a partial sum."""
+    """Copy this rank's part of a tensor, or return None if the part is a partial sum."""
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         return None
     return local_copy(tensor)

@@ -1,4 +1,4 @@
-"""Dispatch modes that find the module in which random numbers are drawn or a short dtype is used."""
+"""Dispatch modes that locate the module that draws random numbers or uses a short dtype."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _torch_state() -> bytes:
 
 
 class LocatingMode(TorchDispatchMode):
-    """Base class of modes that need the module of the current operation. Call ``remove`` after use."""
+    """Base class of modes that locate the current operation in the model. Call ``remove`` after use."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class LocatingMode(TorchDispatchMode):
 
     @property
     def path(self) -> str:
-        """Path of the innermost running module. It is empty for the model itself."""
+        """Path of the innermost running module, or "" for the model itself."""
         return self._stack[-1] if self._stack else ""
 
     def remove(self) -> None:
@@ -68,14 +68,13 @@ class DrawRecorder(LocatingMode):
         before = _torch_state()
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        # Compare states instead of checking names of operations: attention kernels draw only with
-        # dropout.
+        # Compare generator states instead of names of operations, because attention kernels draw only with dropout.
         if before != _torch_state() or kwargs.get("generator") is not None:
             self.draws.append((self.path, before))
         return result
 
     def remove(self) -> None:
-        """Stop recording."""
+        """Remove the hooks, and stop recording."""
         super().remove()
         dropout.listeners.remove(self._record_dropout)
 

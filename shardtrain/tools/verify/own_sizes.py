@@ -1,7 +1,7 @@
 """Shrink a user's model file, whose size fields have unknown names: choose smaller values and check that it runs.
 
-Widths are divided by one power of two, which preserves relations between them (the model's width is the number of heads
-times the head width). Candidates are built and run from small to large, and the first that runs is taken.
+All widths are divided by one power of two, which preserves relations such as model width = heads x head
+width. Candidates are built and run from small to large, and the first one that runs is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardtrain.tools.verify.probe_inputs import fill
 SMALL = 2_000_000
 """Number of parameters up to which a model keeps its widths."""
 LARGEST = 50_000_000
-"""Largest number of parameters of a copy. It takes some seconds and 200 MB on each rank."""
+"""Maximum number of parameters of a copy. Such a copy takes some seconds, and 200 MB on each rank."""
 MOST_LAYERS = 8
 TOKENS = 32
 
@@ -40,12 +40,12 @@ def smaller(_rank: int, _num: int, config: Config, layers: int, tp: int) -> dict
 
     Args:
         config: Configuration of the model.
-        layers: Smallest number of layers that the meshes need.
-        tp: Widths that it divides now are still divisible by it in the copy.
+            layers: Minimum number of layers that the meshes require.
+            tp: A width that is divisible by it stays divisible by it in the copy.
 
-    Returns:
-        ``given``, the new values by field; ``sizes``, the old ones; ``notes``, messages; and ``why``, the reason why
-        there is no copy, or "".
+        Returns:
+            A dictionary with ``given``, the new values by field; ``sizes``, the old values; ``notes``,
+                messages; and ``why``, the reason why there is no copy, or "".
 
     Raises:
         ConfigError: the model cannot be built, or its layout does not cover it.
@@ -94,7 +94,7 @@ def _shape(module: Any, config: Config, overrides: Mapping[str, Any]) -> Any:
 
 
 def _build(module: Any, config: Config, overrides: Mapping[str, Any]) -> nn.Module | None:
-    """Build the model with other sizes, on the meta device. Return None if the model file raises."""
+    """Build the model with other sizes on the meta device, or return None if the model file raises an exception."""
     try:
         return models.build(module, _shape(module, config, overrides))
     except Exception:  # a user's file may raise anything
@@ -112,7 +112,7 @@ def _layers(module: Any, model: nn.Module) -> list[nn.Module]:
 def _kinds(module: Any, model: nn.Module) -> set[str]:
     """Return the distinct kinds of layers.
 
-    A kind is the classes of a layer's modules, with options on or off.
+    A kind is the set of module classes of a layer, with options on or off.
     """
     kinds = set()
     for layer in _layers(module, model):
@@ -131,14 +131,14 @@ def _kinds(module: Any, model: nn.Module) -> set[str]:
 def _depth(
     module: Any, config: Config, overrides: Mapping[str, Any], full: nn.Module, sizes: Mapping[str, int], least: int
 ) -> tuple[dict[str, int], list[str]]:
-    """Find the field with the number of layers, and its smallest value of at least ``least`` with every kind of layer.
+    """Find the field with the number of layers, and its smallest value of at least ``least`` with
+    every kind of layer.
 
-    Return the field with its value, and the number of missing kinds as text ("1 of 3") if some are missing.
+    Return the field with this value and, if some kinds of layers are missing, their number as text, such as "1 of 3".
     """
     depth = len(_layers(module, full))
     kinds = _kinds(module, full)
-    # Any field with this value may be the number of layers. Fields with "layer" in their name are
-    # tried first.
+    # Any field with this value may be the number of layers. Try fields with "layer" in their name first.
     fields = [name for name, value in sizes.items() if value == depth]
     for name in sorted(fields, key=lambda name: "layer" not in name):
         best: dict[str, int] = {}
@@ -166,7 +166,7 @@ def _candidates(sizes: Mapping[str, int], tp: int) -> Iterator[dict[str, int]]:
     for name, value in sizes.items():
         if _COUNT.search(name) and "head" in name and "dim" not in name and value > 1:
             heads[name] = value
-    # Heads are divided among the ranks of tp, so tp must divide their number.
+    # Heads are divided among the ranks of tp, so their number must be divisible by tp.
     divisors = []
     for number in (1, 2, 4, 8, 16):
         if all(value % number == 0 and value // number % min(tp, value) == 0 for value in heads.values()):
@@ -191,12 +191,11 @@ def _candidates(sizes: Mapping[str, int], tp: int) -> Iterator[dict[str, int]]:
 def _smaller_size(
     name: str, value: int, factor: int, head_divisor: int, tp: int, heads: Mapping[str, int], clamp: bool
 ) -> dict[str, int]:
-    """Return the smaller value of a field that is not a number of heads, or {} if the field does not change.
+    """Return the smaller value of a field that is not a number of heads, or {} if it does not change.
 
     The meaning of a field is guessed from its name. ``clamp`` also reduces lengths and numbers of experts.
     """
-    # Fields that must not be divided come first: a base of rotary angles, a length, a vocabulary, a
-    # count.
+    # First handle fields that must not be divided: a base of rotary angles, a length, a vocabulary, a count.
     if _NOT_A_SIZE.search(name) or value < 16:
         return {}
     if _LENGTH.search(name):
@@ -208,10 +207,10 @@ def _smaller_size(
     if _COUNT.search(name) and not name.endswith(("dim", "size", "embd", "inner")):
         return {}
 
-    # A head width. With fewer heads, each is wider.
+    # A head width. If there are fewer heads, each is wider.
     if "head" in name:
         return {name: value * head_divisor // factor}
-    # Any other width stays divisible by the number of heads and by tp. A head keeps at least 4 features.
+    # Any other width stays divisible by the number of heads and by tp. Each head keeps at least 4 features.
     multiples = [8]
     for count in heads.values():
         if value % count == 0:
@@ -223,7 +222,7 @@ def _smaller_size(
 
 
 def _failure(model: nn.Module, shape: Any) -> str:
-    """Run a copy. Return why it does not compute logits, or "" if it does."""
+    """Run a copy. Return the reason why it does not compute logits, or ""."""
     vocabulary = shape.vocab_size
     fill(model)
     tokens_BT = torch.randint(0, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))

@@ -1,7 +1,8 @@
-"""Test a small copy of the model for the promises that a model file makes, by running it in the pieces of a mesh.
+"""Test whether a small copy of the model keeps the promises of a model file, by running it in the pieces of a mesh.
 
-``models.build`` proves the layout itself. Here the forward pass runs on parts of a batch, as a chain of pipeline stages
-and with half of the weights of tensor parallelism. Each message names the promise and the module that breaks it.
+``models.build`` checks the layout itself. Here the forward pass runs on parts of a batch, as a chain of
+pipeline stages, and with half of the weights as in tensor parallelism. Each message names the promise and the
+module that breaks it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shardtrain.utils.errors import Problem
 CLOSE = 1e-4
 """Relative tolerance for float32 sums in another order, with a margin.
 
-A broken promise is off by far more.
+A broken promise causes much larger errors.
 """
 
 
@@ -40,9 +41,9 @@ def probe(
 
     Args:
         config: Configuration of a small model.
-        folder: Files of ``probes.run_with_peers``. Empty to skip the comparison with them.
-        kinds: Mesh axes and ``probes.RECOMPUTE`` that count. Promises that only matter to others become notes or are
-            not checked. None for all.
+        folder: Folder with the files of ``probes.run_with_peers``, or "" to skip the comparison with them.
+        kinds: Mesh axes to check, and ``probes.RECOMPUTE``. Promises that affect only other kinds become
+            notes or are not checked. None for all.
 
     Returns:
         ``broken`` and ``notes``, lists of messages, and ``impossible``, a message for each unsupported mesh axis.
@@ -58,7 +59,7 @@ def probe(
     with torch.no_grad():
         if broken := checker.check_runs():
             return {"broken": broken, "notes": [], "impossible": {}}
-        # The probes come first: a model that fails one of them also fails checks below, for a
+        # Run the probes first, because a model that fails one of them also fails the checks below, for a
         # misleading reason.
         result = probes.run_probes(config, module, shape, model, Path(folder) if folder else None, kinds)
         broken = result.broken or checker.check_all()
@@ -74,7 +75,7 @@ def probe(
 
 
 class _PromiseChecker:
-    """The checks of one model. Each returns the messages of broken promises."""
+    """The checks of one model. Each check returns the messages of broken promises."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class _PromiseChecker:
             return [self._problem(str(wrong), "return logits of shape (B, T, V)")]
 
     def check_all(self) -> list[str]:
-        """Check all promises that matter to the kinds of parallelism that count."""
+        """Run all checks of promises that affect the kinds of parallelism to check."""
         if hasattr(self._model, "tensor_plan"):
             return []  # a network of the transformers library, which makes no promises
         checks = (
@@ -124,13 +125,13 @@ class _PromiseChecker:
         return str(Problem("model.name", self._name, rule, fix))
 
     def _run(self, model: nn.Module, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, str, str]:
-        """Run a model and return (output, "", ""), or (x, error, path of the innermost module that raised it).
+        """Run a model. Return (output, "", ""), or (x, error, path of the innermost module that raised the error).
 
         Raises:
             _NoTensor: the output is not a tensor.
         """
-        # A module whose forward raises calls no forward hook and stays on the stack. The last one
-        # is the innermost.
+        # A module whose forward raises does not call its forward hook and stays on the stack. The last one is
+        # the innermost.
         stack: list[str] = []
         handles = []
 
@@ -154,7 +155,7 @@ class _PromiseChecker:
         return out, "", ""
 
     def _check_weightless_core(self) -> list[str]:
-        """Require that an attention core has no parameters: cp replaces it with its own core."""
+        """Require that an attention core has no parameters, because cp replaces it with its own core."""
         if not self._layout.context:
             return []
         problems = []
@@ -180,7 +181,7 @@ class _PromiseChecker:
         return [self._problem(rule, "take batch and sequence from x.shape")]
 
     def check_chain(self) -> str:
-        """Require that the model is a chain of first modules, layers and last modules, as pipeline stages are.
+        """Require that the model is a chain of first modules, layers and last modules, like pipeline stages.
 
         Return the message of the broken promise, or "".
         """
@@ -189,7 +190,7 @@ class _PromiseChecker:
         expected, _, _ = self._run(self._model, self._tokens_BT, self._positions_BT)
         promise = "breaks the promise that forward is a chain of first modules, layers and last modules"
         fix = "pass only x from one to the next, with no other path around them, or leave pp at 1"
-        # One stage for each link of the chain, built as the pipeline builds its stages.
+        # Build one stage for each link of the chain, like the pipeline builds its stages.
         stages = [[*self._layout.first]]
         stages += [[f"{self._layout.layers}.{name}"] for name in getattr(self._model, self._layout.layers)]
         stages.append([*self._layout.last])
@@ -204,10 +205,10 @@ class _PromiseChecker:
         return ""
 
     def _check_documents(self) -> list[str]:
-        """Require that tokens of one document change no logit of the next, in a model that takes ``documents_BT``."""
+        """Require that tokens of one document do not affect logits of the next, if the model takes ``documents_BT``."""
         if "documents_BT" not in inspect.signature(self._model.forward).parameters:
             return []
-        # Two documents in each row. Change every token of the first and compare the logits of the second.
+        # Put two documents in each row. Change every token of the first one and compare the logits of the second one.
         half = self._tokens_BT.size(1) // 2
         documents_BT = (torch.arange(self._tokens_BT.size(1)) >= half).long().expand_as(self._tokens_BT)
         with trial(self._model):
@@ -221,7 +222,7 @@ class _PromiseChecker:
         return []
 
     def _core_heads(self, model: nn.Module) -> tuple[int, ...]:
-        """Return the numbers of heads of q, k and v of the first attention core. Empty without a core."""
+        """Return the numbers of heads of q, k and v of the first attention core, or () without a core."""
         heads: list[int] = []
 
         def note(core: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -240,7 +241,7 @@ class _PromiseChecker:
         return tuple(heads)
 
     def _check_styles(self) -> list[str]:
-        """Require that styles for linears in LAYOUT.tensor name linears."""
+        """Require that the styles for linears in LAYOUT.tensor name linears."""
         return [str(problem) for problem in tensor_parallel.misnamed(self._model, self._layout)[:1]]
 
     def _check_halved_weights(self) -> list[str]:
@@ -267,7 +268,8 @@ class _PromiseChecker:
     def _halved_copy(self) -> nn.Module | None:
         """Copy the model with the weights that the first of two tensor-parallel ranks has in its layers.
 
-        Return None if nothing is halved or something cannot be. The configuration check rejects such a degree.
+        Return None if nothing is halved, or if something cannot be halved. The configuration check rejects
+        such a degree.
         """
         halved = copy.deepcopy(self._model)
         has_halved = False
@@ -292,8 +294,8 @@ class _PromiseChecker:
     def _run_halved(self, halved: nn.Module) -> tuple[str, str]:
         """Run the halved model. Return the error and the module that raised it, or ("", "").
 
-        On a mesh, a rowwise linear with a full input takes its half of the features. If one fails here, it gets a hook
-        that does so, and the model runs again.
+        On a mesh, a rowwise linear with a full input takes its half of the features. If such a linear fails
+        here, add a hook that does the same, and run the model again.
         """
         while True:
             _, error, place = self._run(halved, self._tokens_BT, self._positions_BT)
@@ -309,7 +311,7 @@ class _PromiseChecker:
     def _explain_failure(self, halved: nn.Module, error: str, place: str) -> str:
         """Name the wrong style in LAYOUT.tensor that makes the halved model fail in the module ``place``."""
         style = style_of(self._layout, place)
-        # A linear does not depend on the number of heads. If a linear fails, its own style is wrong.
+        # A linear does not depend on the number of heads. If it fails, its own style is wrong.
         if isinstance(dict(halved.named_modules()).get(place), nn.Linear):
             if style == "rowwise":
                 rule = f'declares {place} "rowwise" in LAYOUT.tensor, but its input is not sharded'
@@ -351,11 +353,12 @@ class _PromiseChecker:
         return not error
 
     def _replicated_next_to_sharded(self, halved: nn.Module) -> str:
-        """Return a linear with the style "replicate" that must be sharded: layers run with half of its outputs.
+        """Return a linear with the style "replicate" with which the layers run if half of its outputs are
+        removed, or "".
 
-        Return "" if there is no such linear. ``halved`` is not changed.
+        Such a linear must be sharded. ``halved`` is not changed.
         """
-        # Replicated linears by their name within a layer. One name is tried at a time, in all layers.
+        # Collect replicated linears by their name within a layer. Try one name at a time, in all layers.
         prefix = f"{self._layout.layers}."
         replicated: dict[str, list[str]] = {}
         for path, module in halved.named_modules():
@@ -381,7 +384,7 @@ class _NoTensor(Exception):
 
 
 def _take_half(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Keep the first half of the features if the input has twice as many as the linear has weights for."""
+    """Keep the first half of the features if the input has twice as many features as the linear has columns."""
     half = linear.get_parameter("weight").size(-1)
     if inputs[0].size(-1) != 2 * half:
         return inputs

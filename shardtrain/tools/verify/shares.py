@@ -1,7 +1,8 @@
-"""Gradients of shares of a batch, on one process in plain PyTorch: what a rank has if a reduction is missing.
+"""Gradients of parts of a batch on one process in plain PyTorch. A rank has such a gradient if a
+reduction is missing.
 
-The full batch is run forward and backward once. The inputs of each module with parameters and the gradients of its
-outputs then determine the gradient from any rows and positions. A share is exact up to rounding, and cheap.
+The full batch runs forward and backward once. The inputs of each module with parameters and the gradients of its
+outputs then determine the gradient from any rows and positions. A part is exact up to rounding, and cheap to compute.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ class Shares:
     def __init__(self, model: nn.Module, batch: Batch, factor: float = 1.0, balance: float = 1.0) -> None:
         """Run the passes.
 
-        ``factor`` multiplies all gradients, and ``balance`` the balance losses of experts.
+        ``factor`` multiplies all gradients, and ``balance`` multiplies the balance losses of experts.
         """
         self.model = model
         self.batch = batch
         self.factor = factor
         self.num_targets = batch.num_targets
         # Experts add the gradient of their balance loss in backward, with the weight that the
-        # trainer sets each step.
+        # trainer sets in each step.
         for module in model.modules():
             if hasattr(module, "loss_weight"):
                 module.loss_weight = torch.tensor(balance * factor / self.num_targets)
-        # Calls of the modules that own a parameter, by id of the parameter: module, inputs, output.
+        # Calls of the modules that own a parameter, by the parameter's id: module, inputs, output.
         self._uses: dict[int, list[tuple[nn.Module, tuple[Any, ...], Tensor]]] = {}
         handles = []
         for module in model.modules():
@@ -55,7 +56,7 @@ class Shares:
             self._uses.setdefault(id(parameter), []).append((module, detached, output))
 
     def losses_BT(self, logits_BTV: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Return the loss of each token, (B, T). It is zero for tokens without a target."""
+        """Return the loss of each token, with shape (B, T). It is zero for tokens without a target."""
         targets_BT = self.batch.targets_BT if targets_BT is None else targets_BT
         flat_losses = F.cross_entropy(
             logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE, reduction="none"
@@ -63,9 +64,9 @@ class Shares:
         return flat_losses.view_as(targets_BT)
 
     def gradient(self, name: str, rows: Sequence[int], positions: Sequence[int] | None = None) -> Tensor | None:
-        """Return the part of a parameter's gradient from its use at some rows and positions (by default, all).
+        """Return the part of a parameter's gradient from its use at some rows and positions (default: all positions).
 
-        None if positions are given and the module is not applied token by token.
+        Return None if positions are given but the module mixes tokens.
         """
         parameter = self.model.get_parameter(name)
         uses = self._uses.get(id(parameter), [])
@@ -87,10 +88,7 @@ class Shares:
         return total
 
     def _gradient_of_rows(self, parameter: nn.Parameter, rows: Sequence[int]) -> Tensor:
-        """Return the gradient of the loss of some rows, from a separate pass.
-
-        For modules that mix tokens (experts).
-        """
+        """Return the gradient of the loss of some rows from a separate pass, for modules that mix tokens (experts)."""
         chosen = torch.as_tensor(list(rows))
         logits_BTV = self.model(self.batch.tokens_BT[chosen], self.batch.positions_BT[chosen])
         loss = self.losses_BT(logits_BTV, self.batch.targets_BT[chosen]).sum() * self.factor / self.num_targets

@@ -1,6 +1,7 @@
-"""Change the user's configuration for verify: a small model, one batch for all meshes, and options for small rounding.
+"""Change the user's configuration for verify: a small model, one batch for all meshes, and options
+for small rounding.
 
-Each change is noted in the output. This module does not import torch.
+The output lists each change. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CAPS = {
     "attention_chunk_size": 11,
     "floor_scale": 5,
 }
-"""Largest value of each size field in a small model."""
+"""Maximum value of each size field in a small model."""
 MIN_TOKENS = 32
 
 
@@ -53,8 +54,8 @@ class VerifyTask:
         reference: Configuration of one process, with the same model and batch.
         notes: Changes from the user's configuration.
         steps: Number of optimizer steps.
-        unit_gain: Draw each matrix with a standard deviation of 1/sqrt(columns), and no parameter as zero, so every
-            part of a small model affects its loss.
+        unit_gain: True to draw each matrix with a standard deviation of 1/sqrt(columns), and no parameter as
+            zero, so every part of a small model affects its loss.
     """
 
     plans: Sequence[MeshPlan]
@@ -83,13 +84,13 @@ def prepare(
         sections = _small(possible, loaded, notes, own)
     _reduce_rounding(sections, loaded.config, notes, steps)
 
-    # All meshes divide the same global batch, so all are compared with the same record of one process.
+    # All meshes divide the same global batch, so one record of one process serves all comparisons.
     sequences = math.lcm(2, *(rows_per_data_rank(plan.degrees) * _data_ranks(plan.degrees) for plan in possible))
     seq_len = sections["training"].get("seq_len", loaded.config.training.seq_len)
     notes.append(f"batch: {sequences} sequences of {seq_len} synthetic tokens, some without loss")
     fitted_plans = [plan if plan.problem else _fitted(plan, sections, sequences) for plan in plans]
 
-    # One process trains on the full batch, with no mesh, no offload and no recomputation.
+    # One process trains on the full batch without mesh, offload and recomputation.
     no_mesh: dict[str, Any] = dict.fromkeys(OPTIONS.values(), 1)
     no_mesh |= {"shard_optimizer_states": False, "module_fqns_per_model_part": None}
     batch = {"local_batch_size": sequences, "global_batch_size": sequences, "enable_cpu_offload": False}
@@ -110,8 +111,7 @@ def _data_ranks(degrees: Mapping[str, int]) -> int:
 def _fitted(plan: MeshPlan, sections: Mapping[str, dict[str, Any]], sequences: int) -> MeshPlan:
     """Apply the sections to a plan and check it again, because the chosen sizes may not fit its mesh."""
     rows = sequences // _data_ranks(plan.degrees)
-    # A pipeline takes all micro-batches in one pass. Other meshes accumulate gradients over up to
-    # four passes.
+    # A pipeline processes all micro-batches in one pass. Other meshes accumulate gradients over up to four passes.
     local = rows if plan.schedule else max(1, rows // 4)
     training = {**sections["training"], "local_batch_size": local, "global_batch_size": sequences}
     fitted = {**sections, "training": training}
@@ -120,8 +120,8 @@ def _fitted(plan: MeshPlan, sections: Mapping[str, dict[str, Any]], sequences: i
         section, _, name = option.partition(".")
         fitted[section] = {**fitted.get(section, {}), name: value}
     loaded = changed(plan.loaded, fitted, set(), "")
-    # The rules reject an option that is set without effect. Options that verify has turned off must
-    # not be rejected, so only the options of the mesh count as set.
+    # The rules reject an option that the user set without effect. They must not reject options that verify
+    # has turned off, so only the options of the mesh count as set.
     origins = {option: where for option, where in loaded.origins.items() if option.startswith("parallelism.")}
     loaded = dataclasses.replace(loaded, origins=origins)
     problems = configs.check(loaded)
@@ -152,7 +152,7 @@ def _small(
         notes += own["notes"]
     elif not is_file:
         overrides |= _small_sizes(sizes, plans, loaded.config)
-    # A model file that is not deeper than needed keeps its number of layers.
+    # A model file that has no more layers than needed keeps its number of layers.
     is_deep = sizes.get("num_layers", 0) > layers or not is_file
     if own is None and "num_layers" in sizes and is_deep:
         overrides["num_layers"] = max(layers, overrides.get("num_dense_layers", 0) + 1)
@@ -187,7 +187,7 @@ def _small_sizes(sizes: Mapping[str, Any], plans: Sequence[MeshPlan], config: Co
     if "num_experts" in small:
         small["num_experts"] = min(sizes["num_experts"], -(-small["num_experts"] // experts) * experts)
     if "num_heads" in sizes:
-        # Ulysses divides heads among the ranks of cp, too.
+        # Ulysses also divides heads among the ranks of cp.
         is_ulysses = config.parallelism.context_parallel_method == "ulysses"
         head_parts = []
         for plan in plans:
@@ -211,10 +211,7 @@ def _sequence_parts(degrees: Mapping[str, int]) -> int:
 
 
 def _reduce_rounding(sections: dict[str, dict[str, Any]], config: Config, notes: list[str], steps: int) -> None:
-    """Disable options that hide differences or amplify rounding, in ``sections``.
-
-    Add the changes to ``notes``.
-    """
+    """Disable options that hide differences or amplify rounding in ``sections``, and add the changes to ``notes``."""
     sections["training"] |= {
         "dtype": "float32",
         "mixed_precision_param": "float32",
@@ -224,7 +221,7 @@ def _reduce_rounding(sections: dict[str, dict[str, Any]], config: Config, notes:
         "epochs": None,
         "nonfinite_policy": "stop",
     }
-    # With the usual eps, the first updates are the signs of the gradients, which rounding may flip.
+    # With the default eps, the first updates are the signs of the gradients, which rounding may flip.
     sections["optimizer"] = {
         "name": "AdamW",
         "lr": 1e-2,

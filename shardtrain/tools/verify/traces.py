@@ -1,8 +1,8 @@
 """Record the inputs and outputs of every module in a forward pass, and find the first module that differs in another.
 
-The culprit is the module whose inputs agree with the other pass and whose output does not. Calls are compared in the
-order in which they end, children before parents, so the innermost module is found. If a parent computes something
-itself between its children and that differs, the parent is found.
+The culprit is the module whose inputs agree with the other pass but whose output differs. Calls are compared
+in the order in which they end, children before parents, so the innermost module is found. If the difference
+arises in the parent's own code between its children, the parent is found.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 Pick = Callable[[Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
-"""Select the parts of two passes' tensors that must be equal.
-
-Return None if the tensors cannot be compared.
-"""
+"""Function that selects the parts of two tensors that must be equal, or returns None if they are not comparable."""
 
 
 @dataclass
 class Call:
     """One call of a module: its path, and copies of its input and output tensors.
 
-    ``changed`` is True if the module modified an input in place.
+    ``changed`` is True if the module has modified an input in place.
     """
 
     path: str
@@ -45,7 +42,7 @@ class Trace:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Copy all tensors of a nested structure of arguments or results."""
+    """Copy all tensors in a nested structure of arguments or results."""
     return [leaf.detach().clone() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -57,9 +54,10 @@ def trace(
 
     Args:
         model: The model to run with ``arguments``.
-        replay: Recorded outputs by module path, one entry per call (see ``outputs_of``). They replace the outputs of
-            these modules.
-        fit: ``fit(recorded, output)`` returns the replacement, with the structure and shapes of ``output``.
+        replay: Recorded outputs by module path, one entry per call (see ``outputs_of``). They replace the
+            outputs of these modules.
+        fit: Function that returns the replacement for an output from (recorded, output), with the structure
+            and shapes of ``output``.
     """
     recording = Trace()
     open_calls: list[tuple[str, list[Tensor], list[Tensor]]] = []  # path, input tensors, copies of them
@@ -80,7 +78,7 @@ def trace(
             if replay is not None and path in replay:
                 output = fit(replay[path][num_replayed[path]], output)
                 num_replayed[path] += 1
-            # A tensor with NaN is never equal to its own copy, so it cannot show a change.
+            # A tensor with NaN never equals its own copy, so it cannot show a change.
             comparable = [pair for pair in zip(inputs, copies, strict=True) if not pair[0].isnan().any()]
             changed = any(not torch.equal(tensor, copied) for tensor, copied in comparable)
             recording.calls.append(Call(path, copies, tensors_of(output), changed))
@@ -100,7 +98,7 @@ def trace(
 
 
 def outputs_of(recording: Trace, paths: Sequence[str]) -> dict[str, list[list[Tensor]]]:
-    """Return the outputs of the modules at ``paths``, one list per call, in the form that ``trace(replay=)`` takes."""
+    """Return the outputs of the modules at ``paths``, one list per call, for the argument ``replay`` of ``trace``."""
     outputs: dict[str, list[list[Tensor]]] = {path: [] for path in paths}
     for call in recording.calls:
         if call.path in outputs:
@@ -109,9 +107,9 @@ def outputs_of(recording: Trace, paths: Sequence[str]) -> dict[str, list[list[Te
 
 
 def differs(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
-    """True if any element is off by more than ``tolerance`` times the largest finite element of ``theirs``.
+    """True if any element differs by more than ``tolerance`` times the largest finite element of ``theirs``.
 
-    Tensors without floating-point numbers must be equal. Infinities and NaN at the same place are equal.
+    Tensors without floating-point numbers must be equal. Infinities and NaN at the same position count as equal.
     """
     if mine.shape != theirs.shape:
         return True
@@ -126,16 +124,16 @@ def differs(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
         return False
     finite = theirs[theirs.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
-    # The comparison is negated because a distance of NaN must count as a difference.
+    # Negate the comparison, because a distance of NaN must count as a difference.
     return not bool(distance.max() <= tolerance * max(largest, 1e-30))
 
 
 def blame(
     one: Trace, other: Trace, pick: Pick, tolerance: float, skip: Callable[[str], bool] = lambda _: False
 ) -> str | None:
-    """Return the path of the first module whose inputs agree in both passes and whose outputs differ.
+    """Return the path of the first module whose inputs agree in both passes but whose outputs differ, or None.
 
-    Return None if there is no such module. Modules for which ``skip(path)`` is True are ignored.
+    Modules for which ``skip(path)`` is True are ignored.
     """
     num_calls: Counter[str] = Counter()
     calls_of_one: dict[tuple[str, int], Call] = {}
@@ -156,7 +154,7 @@ def blame(
 
 
 def _agree(ones: Sequence[Tensor], others: Sequence[Tensor], pick: Pick, tolerance: float) -> bool | None:
-    """True if all tensors agree. None if all comparable tensors agree and at least one cannot be compared."""
+    """True if all tensors agree. None if all comparable tensors agree but at least one is not comparable."""
     if len(ones) != len(others):
         return False
     are_all_comparable = True

@@ -1,7 +1,7 @@
-"""Run the training steps of one rank with the trainer's own step function, and write one file for the comparison.
+"""Run the training steps of one rank with the trainer's step function, and write one file for the comparison.
 
-Each rank writes its local parts of tensors and their place in the full tensor. The comparison needs no communication,
-and parts that should be equal on several ranks can be compared too.
+Each rank writes its local parts of tensors with their position in the full tensor. The comparison needs no
+communication, and can also compare parts that should be equal on several ranks.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ from shardtrain.tools.verify.shrink import VerifyTask
 from shardtrain.utils.errors import ConfigError
 
 MAX_NORM = 0.1
-"""Norm to which gradients are clipped in the last step.
-
-At unit gain, the norm before clipping is far above it.
-"""
+"""Norm to which gradients are clipped in the last step. At unit gain, the norm before clipping is far above it."""
 
 
 def is_clipped(step: int, steps: int) -> bool:
@@ -57,16 +54,14 @@ Trainer: TypeAlias = ModuleType
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Everything that one rank recorded.
+    """Data that one rank recorded.
 
     Attributes:
-        rank: Number of the rank.
-        place: Index of the rank along each mesh axis.
-        losses: Mean loss per step.
-        norms: Gradient norm per step, before clipping.
-        parts: Local tensors by key: "initial/NAME", "gradient/STEP/NAME", "weights/STEP/NAME", "core/STEP/q", ...
-        slices: Place of a part in the full tensor, one slice per dimension, for each key with a parameter or buffer.
-        facts: "balanced" (cp balances the sequence), "calls" and "drops" (see ``ModuleWatch``).
+        rank: Number of the rank. place: Index of the rank along each mesh axis. losses: Mean loss per step.
+            norms: Gradient norm per step, before clipping. parts: Local tensors by key: "initial/NAME",
+            "gradient/STEP/NAME", "weights/STEP/NAME", "core/STEP/q", ... slices: Position of a part in the
+            full tensor, one slice per dimension, for each key of a parameter or buffer. facts: "balanced"
+            (True if cp balances the sequence), "calls" and "drops" (see ``ModuleWatch``).
     """
 
     rank: int
@@ -93,9 +88,9 @@ def model_of(config: Config) -> tuple[Any, Any, nn.Module]:
 
 
 def draws_of(module: Any, shape: Any, model: nn.Module, unit_gain: bool) -> dict[str, Draw]:
-    """Return the initial distribution of each parameter, by name.
+    """Return the initial distribution of each parameter by name.
 
-    With ``unit_gain``, the outputs of matrices are about as large as their inputs, and no parameter is all zero.
+    With ``unit_gain``, the outputs of matrices are about as large as their inputs, and no parameter is zero.
     """
     num_layers = len(getattr(model, module.LAYOUT.layers))
     parameters = dict(model.named_parameters())
@@ -107,7 +102,7 @@ def draws_of(module: Any, shape: Any, model: nn.Module, unit_gain: bool) -> dict
     for name, draw in draws.items():
         unit_std = parameters[name].size(-1) ** -0.5 if parameters[name].ndim else 0.0
         if name.endswith(".lora_b"):
-            # A trained adapter is small compared with its weight.
+            # The product of a trained adapter is small compared with the weight.
             draw = Draw("normal", std=0.1 * unit_std)
         elif parameters[name].ndim > 1:
             draw = replace(draw, distribution="normal", std=max(draw.std, unit_std))
@@ -128,7 +123,7 @@ def run_steps(
         ConfigError: the mesh does not support the model.
         Exception: any other error, with a note that locates it in the model.
     """
-    # A model file may import a dropout function by name, so switch off dropout before it is imported.
+    # A model file may import a dropout function by name, so disable dropout before importing the file.
     dropout.switch_off()
     watch = ModuleWatch(keep=task.unit_gain)
     try:
@@ -150,8 +145,8 @@ def _run_steps(
     watch: ModuleWatch,
     shaken: bool,
 ) -> None:
-    # Parallelize the model as the trainer does. Names and initial distributions are collected
-    # before, because a pipeline rank then only has some of the layers.
+    # Parallelize the model like the trainer does. Collect names and initial distributions first, because a
+    # pipeline rank has only some of the layers afterwards.
     device = device_of(config, rank)
     world = World(rank, num_ranks, rank, device)
     mesh = distributed.build(config, world)
@@ -163,8 +158,8 @@ def _run_steps(
     first_layer = next(iter(getattr(model, module.LAYOUT.layers)))
     runner = distributed.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
 
-    # Draw weights twice: first as training does, to compare the initialization itself. Then at unit
-    # gain, because with its usual weights a small model would hide the effect of some of its parts.
+    # Draw the weights twice: first like training does, to compare the initialization itself, then at unit
+    # gain, because a small model with its usual weights would hide the effect of some of its parts.
     recorder = _Recorder(runner, mesh)
     runner.materialize(draws_of(module, shape, model, unit_gain=False), config.debug.seed)
     recorder.keep("own", runner.parameters())
@@ -174,7 +169,7 @@ def _run_steps(
     if shaken:
         _shake(runner.parameters(), config.debug.seed)
 
-    # Build the trainer's run, with synthetic batches instead of a dataset.
+    # Build the trainer's run with synthetic batches instead of a dataset.
     optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
     stream = SyntheticStream(
         config.debug.seed,
@@ -198,14 +193,13 @@ def _run_steps(
         num_params=num_params,
         flops_per_token=0.0,
     )
-    # The trainer stops when norms differ between ranks. Here the comparison of all tensors names
-    # the cause instead.
+    # The trainer stops if norms differ between ranks. Here, the comparison of all tensors finds the cause instead.
     run.resilience.compares_norms = False
 
     recorder.keep("initial", runner.parameters())
     recorder.watch_core(module.LAYOUT, first_layer)
     watch.begin(runner.parts)
-    # Right before the update, gradients are clipped and not yet zeroed.
+    # Directly before the update, gradients are clipped and not yet zeroed.
     optimizer.register_step_pre_hook(lambda *_: recorder.keep_gradients())
     for _ in range(task.steps):
         recorder.begin_step()
@@ -213,8 +207,8 @@ def _run_steps(
             run.config = replace(config, training=replace(config.training, max_norm=MAX_NORM))
         outcome = trainer.step(run)
         watch.end()
-        # The mean loss over all target tokens of the step. All ranks take part in this all-reduce.
-        # Each rank of a tp group has the same sum, hence the division by the size of tp.
+        # Compute the mean loss over all target tokens of the step. All ranks participate in this all-reduce.
+        # Each rank of a tp group has the same sum, so divide by the size of tp.
         total = outcome.loss_sum.detach().double().to(mesh.device).clone()
         dist.all_reduce(total)
         recorder.losses.append(float(total) / mesh.size("tp") / max(1, outcome.global_tokens))
@@ -226,10 +220,7 @@ def _run_steps(
 
 @torch.no_grad()
 def _shake(parameters: Mapping[str, Tensor], seed: int) -> None:
-    """Move each element to the next representable number above or below, at random.
-
-    No rounding error is smaller.
-    """
+    """Move each element randomly to the next representable number above or below. No rounding error is smaller."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters.values():
         local = local_tensor(parameter)
@@ -308,7 +299,7 @@ def read_record(folder: Path, rank: int) -> RankRecord:
 
 
 def plain_model(config: Config, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Build the unsharded model on the CPU with these weights, without mesh and runner."""
+    """Build the unsharded model on the CPU with the given weights, without mesh and runner."""
     module, shape, model = model_of(config)
     spec.adapt(model, module, shape, config.lora)
     to_empty(model)

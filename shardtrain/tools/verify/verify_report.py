@@ -15,8 +15,9 @@ from shardtrain.tools.verify.verify_request import VerifyOptions
 class MeshResult:
     """Result of one mesh. Errors are the largest over ranks, steps and tensors, or None if nothing ran.
 
-    ``initial`` counts the tensors that do not start bitwise equal. ``loss`` and ``weights`` are absolute errors,
-    ``gradient`` and ``norm`` relative ones. ``rounding`` is a note about a model that has larger tolerances.
+    ``initial`` is the number of tensors whose initial values are not bitwise equal. ``loss`` and ``weights``
+    are absolute errors, ``gradient`` and ``norm`` relative ones. ``rounding`` is a note for a model with
+    larger tolerances.
     """
 
     mesh: str
@@ -35,15 +36,15 @@ class MeshResult:
 
 
 BLIND = "rounding may be all of it"
-"""Start of the cause if a model amplifies rounding so much that its numbers prove nothing."""
+"""Start of the cause if a model amplifies rounding so much that the comparison proves nothing."""
 HEADER = ("mesh", "schedule and options", "initial", "loss", "gradient", "norm", "weights", "verdict", "seconds")
 
 
 def exit_code(rows: Sequence[MeshResult], request: VerifyOptions) -> int:
-    """Return 0 if all meshes give the same numbers, else 4.
+    """Return 0 if all meshes compute the same numbers, or else 4.
 
-    Meshes of the default list may be impossible, and with ``--allow-impossible`` any mesh. Without that flag, at least
-    one mesh must have been compared.
+    Meshes of the default list may be impossible, and with ``--allow-impossible`` any mesh may be. Without
+    that flag, at least one mesh must have been compared.
     """
     verdicts = {row.verdict for row in rows}
     accepted = {"same"} if request.meshes and not request.allow_impossible else {"same", "not possible"}
@@ -52,7 +53,7 @@ def exit_code(rows: Sequence[MeshResult], request: VerifyOptions) -> int:
 
 
 def table(rows: Sequence[MeshResult]) -> str:
-    """Format the rows as a table, then add the reason for each mesh that is not the same."""
+    """Format the rows as a table, followed by the reason for each mesh that differs."""
     cells = [HEADER, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
     lines = []

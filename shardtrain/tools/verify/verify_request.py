@@ -1,7 +1,4 @@
-"""Parse the arguments of ``shardtrain verify``.
-
-This module does not import torch, so errors appear immediately.
-"""
+"""Parse the arguments of ``shardtrain verify``. Does not import torch, so errors appear immediately."""
 
 from __future__ import annotations
 
@@ -55,10 +52,10 @@ class VerifyOptions:
 
 
 def read(words: Sequence[str]) -> VerifyOptions:
-    """Parse command-line arguments. Options that verify does not know are overrides of the configuration.
+    """Parse command-line arguments. Unknown options are overrides of the configuration.
 
     Raises:
-        ConfigError: an option lacks its value or has no effect, or ``--steps`` is not a whole number above 0.
+        ConfigError: an option lacks its value or has no effect, or ``--steps`` is not a positive integer.
     """
     taken = take(words, OPTIONS, ("--full", "--json", "--real", "--allow-impossible"), USAGE)
     own = taken.own

@@ -1,11 +1,11 @@
-"""``shardtrain verify --real``: compare with float64 at sizes where a small model would show no fault.
+"""``shardtrain verify --real``: compare with float64 at sizes at which a small model would not reveal a fault.
 
 - ``sums``: gradient norms and losses on 1, 2 and 4 ranks.
 - ``beyond``: tensors of more than 2^31 numbers.
 - ``layers``: one layer, and the vocabulary, of the configured model.
-- ``angles``: its rotary positions.
+- ``angles``: the rotary positions of the configured model.
 
-A check that does not fit into memory is reported as left out. Only these modules import torch.
+A check that does not fit into memory is skipped and reported. Only these modules import torch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from shardtrain.utils.temporary import temporary_folder
 from shardtrain.utils.units import format_bytes
 
 SUM_LIMIT = 1e-6
-"""Largest allowed relative error of a norm or a loss against float64."""
+"""Maximum relative error of a norm or a loss, compared with float64."""
 LIMIT_SECONDS = 3600
 """Time limit of one check."""
 SPARE = 0.75
-"""Share of the free memory that a check may use. ``--memory`` overrides it."""
+"""Fraction of the free memory that a check may use. ``--memory`` overrides it."""
 MESHES: tuple[tuple[str, int, dict[str, int]], ...] = (
     ("1", 1, {}),
     ("tp=2", 2, {"tp": 2}),
@@ -67,7 +67,7 @@ class Sizes:
 class Check:
     """A check that has not run yet.
 
-    ``needs`` is in bytes over all ranks; ``limit`` is the largest allowed error.
+    ``needs`` is its memory in bytes over all ranks, ``limit`` its maximum error.
     """
 
     name: str
@@ -77,12 +77,12 @@ class Check:
     needs: int
     limit: float
     measure: Callable[[Path], tuple[float, str]]
-    """Runs the check in the given folder; returns the error and a note, which may be empty."""
+    """Function that runs the check in the given folder. It returns the error and a note, which may be empty."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check. ``error`` is None if nothing ran."""
+    """Result of one check. ``error`` is None if it did not run."""
 
     check: str
     size: str
@@ -121,7 +121,7 @@ def main(request: Any, loaded: Loaded) -> int:
 
 
 def free_memory() -> int:
-    """Return the free memory of this machine or its container, in bytes."""
+    """Return the free memory of this machine or container in bytes."""
     host = host_memory()
     limit, used = cgroup_memory()
     free = host.get("available", host["total"])
@@ -135,7 +135,7 @@ def exit_code(rows: Sequence[CheckResult]) -> int:
 
 
 def summary(rows: Sequence[CheckResult]) -> str:
-    """Return one line with the number of checks that passed, failed, and were left out."""
+    """Return one line with the numbers of checks that passed, failed, and were skipped."""
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("pass", "fail", "left out")}
     text = f"{counts['pass']} passed, {counts['fail']} failed, {counts['left out']} left out"
     return f"{text}: nothing is known of what was left out" if counts["left out"] else text
@@ -143,13 +143,13 @@ def summary(rows: Sequence[CheckResult]) -> str:
 
 def run(loaded: Loaded, budget: int, sizes: Sizes | None = None) -> Iterator[CheckResult]:
     """Run the checks one after the other, each in its own processes."""
-    # not in parallel: the checks of a model share files that exist while this generator runs
+    # Run them sequentially, because the checks of a model share files that exist while this generator runs.
     for check in itertools.chain(general(sizes or Sizes()), of_model(loaded, budget)):
         yield measured(check, budget)
 
 
 def measured(check: Check, budget: int) -> CheckResult:
-    """Run one check. It is left out if it needs more than ``budget`` bytes."""
+    """Run one check, or skip it if it needs more than ``budget`` bytes."""
     row = CheckResult(check.name, check.size, check.mesh, check.ranks, None, check.limit, "left out")
     if check.needs > budget:
         return replace(row, note=f"needs {format_bytes(check.needs)} of memory, {format_bytes(budget)} allowed")
@@ -161,7 +161,7 @@ def measured(check: Check, budget: int) -> CheckResult:
         return replace(row, verdict="fail", seconds=time.perf_counter() - started, note=str(failed))
     except _NotPossible as reason:
         return replace(row, note=str(reason))
-    # NaN <= limit is false, so an error of NaN fails
+    # NaN <= limit is false, so an error of NaN fails.
     verdict: Verdict = "pass" if error <= check.limit else "fail"
     return replace(row, error=error, verdict=verdict, seconds=time.perf_counter() - started, note=note)
 
@@ -184,7 +184,7 @@ def general(sizes: Sizes) -> Iterator[Check]:
     far_columns = beyond.COLUMNS
     far = sizes.far_rows * far_columns
 
-    # Each kind of check has a function that makes one from its sizes. The loops below yield the checks.
+    # Each kind of check has a function that creates one from its sizes. The loops below yield the checks.
     def norm(mesh: tuple[str, int, dict[str, int]], shape: tuple[int, int], values: str, dtype: str) -> Check:
         name, ranks, degrees = mesh
         numel = shape[0] * shape[1]
@@ -221,10 +221,10 @@ def general(sizes: Sizes) -> Iterator[Check]:
         yield loss(mesh, 2, sizes.losses, 256)
 
     def exact(name: str, size: str, needs: int, function: Callable[..., Any], *arguments: Any) -> Check:
-        """Make a check whose error is the number of wrong values."""
+        """Create a check whose error is the number of wrong values."""
 
         def measure(folder: Path) -> tuple[float, str]:
-            # the type Path among the arguments is a placeholder for the folder, which exists only now
+            # The type Path among the arguments is a placeholder for the folder, which exists only now.
             own = [str(folder) if argument is Path else argument for argument in arguments]
             (found,) = _on_ranks(folder, 1, function, *own, alone=True)
             return found["wrong"], "numbers that are wrong"
@@ -292,8 +292,8 @@ def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
     """Yield the checks of one piece: loss, norm and gradients on each mesh, against one float64 reference."""
     from shardtrain.tools.verify.real import real_layers
 
-    # The loss check of a mesh runs its step; the other two checks of the mesh read the results of
-    # that step. The loss check of the first mesh also computes the reference.
+    # The loss check of a mesh runs its step. The other two checks of the mesh read the results of that step.
+    # The loss check of the first mesh also computes the reference.
     expected: dict[str, float] = {}
     step: dict[str, Any] = {}
     size = f"{piece.numel:,} float32"

@@ -1,8 +1,8 @@
 """Compare rotary angles at large positions in float32 with float64.
 
-An angle is position times frequency. In float32, the product of a position near 2^17 and a frequency near one is off by
-2^-8. Models are trained and published with this error by ``transformers``, so it is kept. The row shows the error, and
-fails if it is larger than this rounding explains.
+An angle is position times frequency. In float32, the product of a position near 2^17 and a frequency near one
+has an error of 2^-8. ``transformers`` has the same error, with which models are trained and published, so it
+is kept. The row shows the error, and fails if it is larger than this rounding explains.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shardtrain.models.layers import RotaryAngles
 
 
 def lengths(config: Config) -> list[int]:
-    """Return the sequence lengths whose last positions are checked."""
+    """Return the sequence lengths to check at their last positions."""
     return sorted({config.training.seq_len, 1 << 17, 1 << 20})
 
 
 def limit(length: int) -> float:
-    """Return the largest allowed error of a cosine.
+    """Return the maximum error of a cosine.
 
     Frequency and product are rounded, and the power that computes a frequency loses two bits.
     """
@@ -44,9 +44,8 @@ class _Double(TorchFunctionMode):
 
 
 def error(rank: int, num_ranks: int, config: Config, length: int) -> dict[str, Any]:
-    """Return the largest error of a cosine or sine at the last 64 positions, over all rotary modules of the model.
-
-    None if there are no such modules.
+    """Return the largest error of a cosine or sine at the last 64 positions over all rotary
+    modules, or None without any.
     """
     module = models.find(config.model.name)
     if getattr(module, "AS_IS", False):

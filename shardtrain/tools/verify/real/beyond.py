@@ -1,7 +1,7 @@
 """Checks at the end of tensors with more than 2^31 elements, whose index does not fit into 32 bits.
 
-Each check has a parameter ``rows`` (of ``COLUMNS`` elements), so tests can run it on small tensors. Checks that only
-need the end of a tensor do not touch other memory.
+Each check has a parameter ``rows`` (of ``COLUMNS`` elements each), so tests can run it on small tensors.
+Checks that need only the end of a tensor do not touch other memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TAIL = 8
 
 
 def _places(rows: int) -> list[int]:
-    """Return rows at both ends, in the middle, and where an index of 31 bits would overflow."""
+    """Return rows at both ends, in the middle, and where a 31-bit index would overflow."""
     return sorted({0, 1, rows // 2, rows - 4, rows - 3, rows - 2, rows - 1})
 
 
@@ -66,8 +66,8 @@ def updated(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
     optim.build([("weight", parameter)], options, ["weight"]).step()
     wrong = 0
     for row in _places(rows):
-        # bfloat16 rounds each step of the kernel: two digits are left, and a number that was left
-        # out is off by 100 %
+        # bfloat16 rounds each step of the kernel, so only two digits are correct. A number that was not
+        # updated has an error of 100 %.
         moved = parameter[row].detach().float()
         gradient = parameter.grad[row].float()
         wrong += int(((moved + 0.5 * gradient.sign()).abs() > 0.05).sum())
@@ -75,10 +75,7 @@ def updated(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
 
 
 def looked_up(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
-    """Check embedding rows at the end and the gradient of their lookup.
-
-    Only these rows of the table use memory.
-    """
+    """Check embedding rows at the end and the gradient of their lookup. Only these rows of the table use memory."""
     table = torch.empty(rows, COLUMNS, dtype=torch.bfloat16)
     ids = torch.tensor(_places(rows))
     for row in ids.tolist():
@@ -89,7 +86,7 @@ def looked_up(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
     expected = (ids % 251)[:, None] + torch.arange(COLUMNS)[None] % 4
     wrong = int((found.detach() != expected.to(torch.bfloat16)).sum())
 
-    # The gradient is 1, 2, 3 and so on in the rows that were looked up, and zero in all others.
+    # The gradient is 1, 2, 3 and so on in the rows that were looked up, and zero in all other rows.
     found.backward(torch.ones_like(found) * torch.arange(1, len(ids) + 1, dtype=torch.bfloat16)[:, None])  # type: ignore[no-untyped-call]
     gradient = table.grad
     assert gradient is not None
@@ -99,10 +96,7 @@ def looked_up(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
 
 
 def scored(rank: int, num_ranks: int, vocabulary: int, tokens: int) -> dict[str, Any]:
-    """Check the loss of more than 2^31 logits.
-
-    Only the last tokens have targets, both likely and unlikely ones.
-    """
+    """Check the loss of more than 2^31 logits. Only the last tokens have targets, both likely and unlikely ones."""
     logits = torch.empty(1, tokens, vocabulary, dtype=torch.bfloat16)
     targets = torch.full((1, tokens), IGNORE)
     for place in (0, tokens // 2, tokens - 2, tokens - 1):
@@ -121,7 +115,7 @@ def drawn(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
     draw = Draw("normal", std=0.02)
     ranks = 64
     rows_per_block = init_weights.BLOCK_NUMEL // COLUMNS
-    # A fake process group of 64 ranks, in which this process is the last.
+    # Create a fake process group of 64 ranks, in which this process is the last rank.
     with fake_backend.join(ranks - 1, ranks):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
         first = -(-rows // ranks) * (ranks - 1)
@@ -152,7 +146,7 @@ def ordered(rank: int, num_ranks: int, samples: int) -> dict[str, Any]:
 
 
 def _sample(position: int, samples: int, seed: int) -> int:
-    """Return the sample at a position, by the Feistel network of ``data/order.py`` in Python integers."""
+    """Return the sample at a position, computed by the Feistel network of ``data/order.py`` in Python integers."""
     epoch, value = divmod(position, samples)
     pool = b"".join(hashlib.sha256(f"shardtrain order {seed} {epoch} {part}".encode()).digest() for part in range(2))
     keys = [int.from_bytes(pool[8 * i : 8 * i + 8], "little") for i in range(8)]
@@ -163,8 +157,7 @@ def _sample(position: int, samples: int, seed: int) -> int:
         right = value & mask
         for key in keys:
             left, right = right, left ^ (_mixed(right ^ key) & mask)
-        # The network permutes a power of two. A value beyond the samples goes through it again
-        # (cycle walking).
+        # The network permutes a power of two. A value beyond the samples goes through it again (cycle walking).
         value = left << half | right
         if value < samples:
             return value
@@ -179,7 +172,7 @@ def _mixed(value: int) -> int:
 def stored_far(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, Any]:
     """Check the last rows of a checkpoint's tensor, which start after 2^32 bytes.
 
-    The sparse file needs no space.
+    The sparse file needs no disk space.
     """
     path = Path(folder) / "rank-00000.bin"
     row_bytes = COLUMNS * 2

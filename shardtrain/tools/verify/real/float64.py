@@ -1,8 +1,9 @@
 """Forward and backward of a model in float64 without a float64 copy of its weights.
 
-Large matrices stay in float32, and ``linear`` converts them block by block. Their gradients are stored as factors: the
-gradient of y = x W^T is dy^T x, and both factors are small for few tokens. The comparison computes only the rows that
-it needs. All other operations (norms, attention, routers, biases) run in PyTorch on float64 tensors.
+Large matrices stay in float32, and ``linear`` converts them block by block. Their gradients are stored as
+factors: the gradient of y = x W^T is dy^T x, and for few tokens both factors are small. The comparison
+computes only the rows that it needs. All other operations (norms, attention, routers, biases) run in PyTorch
+on float64 tensors.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 FACTORED_NUMEL = 1 << 22
-"""Smallest number of elements of a matrix that stays in float32."""
+"""Minimum number of elements of a matrix that stays in float32."""
 BLOCK_NUMEL = 1 << 24
-"""Elements of a matrix that are converted at a time: 128 MiB."""
+"""Number of elements of a matrix that are converted at a time, 128 MiB in float64."""
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Use:
 
 @dataclass
 class Gradients:
-    """Gradients of one backward pass in float64: factors of large matrices, and full gradients of other parameters."""
+    """Gradients of one backward pass in float64: factors for large matrices, full gradients for other parameters."""
 
     factors: dict[str, list[Use]] = field(default_factory=dict)
     whole: dict[str, Tensor] = field(default_factory=dict)
@@ -54,8 +55,8 @@ class Gradients:
                 found.index_add_(0, use.ids[in_block] - first, use.left[in_block, columns])
                 continue
             assert use.right is not None
-            # a matrix may be used in parts, as that of queries, keys and values: what this use says
-            # of these rows
+            # A matrix may be used in parts, for example for queries, keys and values. Take the rows of this
+            # use that overlap.
             low = max(first, use.first)
             high = min(stop, use.first + use.left.size(1))
             if low < high:
@@ -87,8 +88,8 @@ class _WideLinear(torch.autograd.Function):
 
 
 class _WideEmbedding(torch.autograd.Function):
-    # The table takes no gradient, and autograd asks only for what depends on something that does:
-    # the anchor, a zero.
+    # The table has no gradient. Autograd only calls backward for a result that depends on a tensor with a
+    # gradient, so use an anchor, which is zero.
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, ids: Tensor, weight: Tensor, note: Callable[[Tensor], None]) -> Tensor:
         ctx.note = note
@@ -128,7 +129,7 @@ class _Wide(TorchFunctionMode):
             return _WideEmbedding.apply(
                 anchor, ids, args[1].detach(), lambda left: uses.append(Use(0, left, ids=ids.reshape(-1)))
             )
-        # Code that computes in at least float32 must not convert float64 to it.
+        # Code that computes in at least float32 must not convert float64 to float32.
         narrows = function is torch.Tensor.float or (
             function is torch.Tensor.to and torch.float32 in (*args[1:], *kwargs.values())
         )
@@ -137,7 +138,7 @@ class _Wide(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _find(self, weight: Any) -> tuple[str, int] | None:
-        """Return the large parameter that contains a matrix, and the matrix's first row in it."""
+        """Return the large parameter that contains a matrix, and the matrix's first row in that parameter, or None."""
         if not isinstance(weight, Tensor) or weight.dtype != torch.float32 or weight.ndim != 2:
             return None
         for start, numel, name in self._starts:
@@ -155,8 +156,7 @@ def loss_and_gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor])
     Raises:
         RuntimeError: a large matrix is used by another operation than ``linear`` and ``embedding``.
     """
-    # Large matrices stay as they are and take no gradient of autograd's; all else becomes float64
-    # in place.
+    # Large matrices are not changed and get no gradient from autograd. Convert everything else to float64 in place.
     gradients = Gradients()
     large: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
@@ -174,7 +174,7 @@ def loss_and_gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor])
         if buffer.is_floating_point():
             buffer.data = buffer.data.double()
 
-    # A matrix that was used in some other way has no factors, and its gradient would be missing.
+    # If a matrix is used in another way, it has no factors, and its gradient would be missing.
     with _Wide({name: large[name] for name in unique.values()}, gradients):
         loss = loss_of(model)
     loss.backward()  # type: ignore[no-untyped-call]

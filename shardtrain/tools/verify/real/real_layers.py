@@ -1,7 +1,7 @@
-"""Compare a training step with float64, on one layer and the vocabulary of the configured model at their real width.
+"""Compare a training step with float64 on one layer and the vocabulary of the configured model, at their real width.
 
-A model that does not fit into memory is split into pieces: the layer with a small vocabulary, and the vocabulary with a
-small layer. The row of a piece names the reduced sizes.
+A model that does not fit into memory is split into pieces: the layer with a small vocabulary, and the
+vocabulary with a small layer. The row of a piece lists the reduced sizes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from shardtrain.tools.verify.real.sums import copies_of, float64_squares
 from shardtrain.utils.units import GIB
 
 SEQUENCES, TOKENS = 4, 4
-"""Sequences of a step and tokens of each.
+"""Number of sequences per step, and of tokens per sequence.
 
-More tokens only cost time, because rounding grows with the width.
+More would only take longer: rounding grows with the width.
 """
 FEW_ROWS = 1024
 """Rows of a reduced embedding or vocabulary."""
@@ -47,7 +47,7 @@ INNER = {
     "q_lora_rank": 64,
     "kv_lora_rank": 64,
 }
-"""Largest value of each size field in a reduced layer."""
+"""Maximum value of each size field in a reduced layer."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class PartialModel:
     Attributes:
         name: Name of the piece.
         loaded: Its configuration.
-        said: The reduced sizes, for the row.
-        cut_embedding: The embedding has only ``FEW_ROWS`` rows.
+        said: Reduced sizes, as text for the row.
+        cut_embedding: True if the embedding has only ``FEW_ROWS`` rows.
         numel: Number of parameters.
-        largest_unit: Parameters of the largest unit that FSDP gathers.
-        widest: Longest side of a matrix, which is the number of terms of its longest sum.
+        largest_unit: Number of parameters of the largest unit that FSDP gathers.
+        widest: Longest side of a matrix, which is the number of terms in its longest sum.
     """
 
     name: str
@@ -75,8 +75,8 @@ class PartialModel:
     def bytes_on(self, degrees: Mapping[str, int], num_ranks: int) -> int:
         """Return the bytes of weights, gradients and FSDP buffers over all ranks."""
         replicas = num_ranks // degrees.get("tp", 1)
-        # FSDP has a copy of a unit's weights, its unreduced gradient and its reduced gradient.
-        # Several ranks also need a send buffer.
+        # FSDP has a copy of a unit's weights, its unreduced gradient and its reduced gradient. With several
+        # ranks it also has a send buffer.
         bytes_per_element = 16 * replicas if replicas > 1 else 12
         gathered = bytes_per_element * self.largest_unit
         return 8 * self.numel + gathered + GIB // 4 * num_ranks
@@ -87,7 +87,7 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialM
 
     ``count`` returns a piece with its numbers of parameters.
     """
-    # One layer of each kind. With two layers, the second has experts or no positions.
+    # Use one layer of each kind. With two layers, the second has experts or no positions.
     sizes = model_shape(loaded) or {}
     shallow: dict[str, Any] = {"num_layers": 1} if "num_layers" in sizes else {}
     if sizes.get("no_rope_layer_interval"):
@@ -103,14 +103,13 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialM
     if "dropout" in sizes and loaded.config.model.name == "transformers":
         shallow.pop("dropout")
 
-    # Everything together, if it fits or if the size of the vocabulary is unknown.
+    # Everything together, if it fits, or if the size of the vocabulary is unknown.
     whole = count(_piece("layer and vocabulary", loaded, shallow, layers, False))
     if whole.bytes_on({}, 1) <= budget or "vocab_size" not in sizes:
         yield whole
         return
 
-    # The layer with a small vocabulary. A model with dense layers and layers of experts has a piece
-    # for each.
+    # The layer with a small vocabulary. A model with both dense layers and layers of experts has a piece for each.
     few = {**shallow, "vocab_size": min(FEW_ROWS, sizes["vocab_size"])}
     said = f"{layers}, vocabulary {sizes['vocab_size']} -> {few['vocab_size']}"
     if dense_layers({**sizes, **shallow}):
@@ -120,7 +119,7 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialM
         said += f", ffn_dim {sizes['ffn_dim']} -> {few['ffn_dim']}"
     yield _layer(sizes, loaded, few, said, budget, count)
 
-    # The vocabulary with a small layer. The output has its real size, and a tied embedding too.
+    # The vocabulary with a small layer. The output has its real size, and so does a tied embedding.
     small = {**shallow, **_inner(sizes, tuple(INNER))}
     tied = bool(sizes.get("tied_embeddings"))
     said = f"{layers}, a small layer" + ("" if tied else f", embedding of {FEW_ROWS} rows")
@@ -157,8 +156,8 @@ def _layer(
         if not experts or piece.bytes_on({}, 1) <= budget or experts // 2 < sizes.get("top_k", 1):
             return piece
 
-        # Halve the number. A router that first selects groups needs enough experts in them.
-        # Otherwise use one group.
+        # Halve the number of experts. A router that first selects groups needs enough experts in each, so
+        # otherwise use one group.
         experts //= 2
         of_group = experts // sizes.get("num_groups", 1)
         if sizes.get("top_groups", 1) * of_group < sizes.get("top_k", 1):
@@ -166,7 +165,7 @@ def _layer(
 
 
 def _piece(name: str, loaded: Loaded, overrides: dict[str, Any], said: str, cut: bool) -> PartialModel:
-    """Return a piece in float32 on a CPU, without options that change numbers or stop the step."""
+    """Return a piece in float32 on a CPU, without options that change numbers or end the step."""
     model = {"overrides": {**loaded.config.model.overrides, **overrides}, "converters": []}
     sections: dict[str, dict[str, Any]] = {
         "model": model,
@@ -240,8 +239,7 @@ def count(rank: int, num_ranks: int, config: Config, cut_embedding: bool) -> lis
     def numel(part: nn.Module) -> int:
         return sum(p.numel() for p in part.parameters())
 
-    # FSDP gathers each layer and each first or last module separately. Modules with tied weights
-    # are one unit.
+    # FSDP gathers each layer and each first or last module separately. Modules with tied weights form one unit.
     layers = [numel(layer) for layer in getattr(model, module.LAYOUT.layers).values()]
     ends = [numel(getattr(model, name)) for name in (*module.LAYOUT.first, *module.LAYOUT.last)]
     if tied_names(model):
@@ -251,29 +249,29 @@ def count(rank: int, num_ranks: int, config: Config, cut_embedding: bool) -> lis
 
 
 def gradient_limit(widest: int) -> float:
-    """Return the largest relative error (Frobenius norm) of a gradient that rounding explains.
+    """Return the largest relative error (Frobenius norm) of a gradient that rounding can explain.
 
-    With random signs, the rounding error of a sum of n terms grows with the square root of n. About four such sums
-    follow each other between the loss and a gradient.
+    With random signs, the rounding error of a sum of n terms grows with the square root of n. About four such
+    sums follow each other between the loss and a gradient.
     """
     return 4 * 2.0**-24 * math.sqrt(widest)
 
 
 def fill(parameters: Mapping[str, Tensor], module: Any, shape: Any, num_layers: int) -> None:
-    """Fill this rank's parameters with values as large as in a trained model: matrices at unit gain, and no zeros."""
+    """Fill this rank's parameters with values as in a trained model: matrices at unit gain, and no zeros."""
     draws = init_weights.plan(parameters, module.initial(shape), module.LAYOUT, num_layers)
     for name, parameter in parameters.items():
         if parameter.ndim in (2, 3):
             tile.fill_(parameter, name, parameter.shape[-1] ** -0.5)
             continue
-        # Vectors are around zero, and weights of norms around one.
+        # Vectors are near zero, and weights of norms near one.
         init_weights.draw_(parameter, name, replace(draws[name], distribution="normal", std=0.05, depth="none"), 0)
         if draws[name].distribution == "ones":
             local_tensor(parameter).detach().add_(1.0)
 
 
 class _Stream(SyntheticStream):
-    """Synthetic batches whose tokens are in the range of a reduced embedding."""
+    """Synthetic batches whose tokens are below the number of rows of a reduced embedding."""
 
     def __init__(self, rows: int, *arguments: int) -> None:
         super().__init__(*arguments)
@@ -304,8 +302,7 @@ def reference(rank: int, num_ranks: int, piece: PartialModel, path: str) -> dict
     whole = whole_batch(config.debug.seed, 0, SEQUENCES, TOKENS, shape.vocab_size)
     tokens_BT = whole.tokens_BT % _rows(piece, shape.vocab_size)
 
-    # The trainer divides in float32. Gradients have the rounding error of that divisor, but the
-    # loss sum does not.
+    # The trainer divides in float32. Gradients have the rounding error of that divisor, but the loss sum does not.
     weight = torch.tensor(1.0 / whole.num_targets, dtype=torch.float32)
     expert_parallel.before_step([model], weight)
 
@@ -343,7 +340,7 @@ class _Compared(torch.optim.Optimizer):
             gradient = parameter.grad
             if gradient is None:
                 continue
-            # Ranks with the same part divide it among themselves, so shares add up over all ranks.
+            # Ranks with the same part share the comparison, so the errors add up over all ranks.
             copies = copies_of(gradient, self._num_ranks)
             self.squares += float64_squares(local_tensor(gradient)) / copies
             difference, size = _distance(gradient, name, expected)
@@ -360,8 +357,8 @@ def _distance(gradient: Tensor, name: str, expected: float64.Gradients) -> tuple
         wanted = expected.whole[name][slices]
         return float((local.double() - wanted).square().sum()), float(wanted.square().sum())
 
-    # Compute the reference only for one block of rows at a time. Matrices of experts are stacked in
-    # one tensor, and the reference numbers their rows consecutively.
+    # Compute the reference only for one block of rows at a time. Matrices of experts are stacked in one
+    # tensor, and the reference numbers their rows consecutively.
     difference = []
     size = []
     step = max(1, (1 << 22) // local.shape[-1])
@@ -378,10 +375,7 @@ def _distance(gradient: Tensor, name: str, expected: float64.Gradients) -> tuple
 
 
 def step(rank: int, num_ranks: int, trainer: Any, config: Config, piece: PartialModel, path: str) -> dict[str, Any]:
-    """Run one training step as one rank.
-
-    Return its loss and norm, and the errors of its gradients. Collective.
-    """
+    """Run one training step as one rank. Return its loss and norm, and the errors of its gradients. Collective."""
     if config.debug.deterministic:
         set_determinism(config.debug.deterministic_warn_only)
     mesh = distributed.build(config, World(rank, num_ranks, rank, torch.device("cpu")))
@@ -422,8 +416,8 @@ def step(rank: int, num_ranks: int, trainer: Any, config: Config, piece: Partial
 def errors(found: list[dict[str, Any]], expected: Mapping[str, float]) -> dict[str, Any]:
     """Return the relative errors of the loss, of the norm and of the worst gradient, from the results of all ranks.
 
-    The norm is compared with that of the same gradients in float64. The error of an almost zero gradient, such as that
-    of a key bias, is relative to a thousandth of the norm of all gradients.
+    The norm is compared with that of the same gradients in float64. The error of an almost zero gradient,
+    such as that of a key bias, is relative to a thousandth of the norm of all gradients.
     """
     loss = math.fsum(one["loss"] for one in found)
     norm = math.sqrt(math.fsum(one["squares"] for one in found))
@@ -436,7 +430,7 @@ def errors(found: list[dict[str, Any]], expected: Mapping[str, float]) -> dict[s
         difference = math.fsum(share[0] for share in shares)
         size = math.fsum(share[1] for share in shares)
         error = math.sqrt(difference / max(size, floor))
-        # Negated, so NaN counts as the worst error.
+        # Negate the comparison, so NaN counts as the worst error.
         if not error <= worst:
             worst = error
             where = name

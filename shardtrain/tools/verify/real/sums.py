@@ -1,4 +1,4 @@
-"""Compare sums of real size with float64: the gradient norm over millions of numbers, and the loss over a vocabulary.
+"""Compare sums of real size with float64: the gradient norm over millions of numbers, the loss over a vocabulary.
 
 The functions run on the ranks of a mesh. Separate code computes the float64 reference.
 """
@@ -25,7 +25,7 @@ from shardtrain.ops.dtensor import local_slices, local_tensor, split_axes
 from shardtrain.tools.verify.real import tile
 
 BLOCK_NUMEL = 1 << 22
-"""Elements per block of the float64 reference."""
+"""Number of elements per block of the float64 reference."""
 
 VALUES = {
     "normal": "normal numbers",
@@ -33,7 +33,7 @@ VALUES = {
     "tiny": "numbers of 1e-25, whose squares float32 cannot hold",
     "one large": "normal numbers, and a last row of 100",
 }
-"""Distributions of gradients. Each causes another kind of error in a float32 sum."""
+"""Distributions of gradients. Each one causes another kind of error in a float32 sum."""
 
 
 def mesh_of(rank: int, num_ranks: int, degrees: dict[str, int]) -> tuple[Mesh, Config]:
@@ -49,7 +49,10 @@ def mesh_of(rank: int, num_ranks: int, degrees: dict[str, int]) -> tuple[Mesh, C
 
 
 def float64_squares(tensor: Tensor) -> float:
-    """Return the sum of squares of a local tensor, in float64 per block and added exactly."""
+    """Return the sum of squares of a local tensor.
+
+    Each block is summed in float64, and the blocks are added exactly.
+    """
     return math.fsum(float(block.double().square().sum()) for block in tensor.detach().reshape(-1).split(BLOCK_NUMEL))
 
 
@@ -62,15 +65,14 @@ def copies_of(tensor: Tensor, num_ranks: int) -> int:
 
 
 def gradient(shape: tuple[int, ...], placements: list[Placement], mesh: Mesh, dtype: torch.dtype) -> nn.Parameter:
-    """Return a parameter that is split over the mesh and is its own gradient, so only the gradient needs memory."""
+    """Return a sharded parameter that is its own gradient, so only the gradient needs memory."""
     device_mesh = mesh.submesh(*(mesh.device_mesh.mesh_dim_names or ()))
     with torch.device("meta"):
         whole = torch.empty(shape, dtype=dtype)
     local_shape = list(shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            # as PyTorch shards: chunks of equal size rounded up, of which the last may be shorter
-            # or empty
+            # Shard like PyTorch: chunks have the same size, rounded up, and the last chunk may be shorter or empty.
             size = device_mesh.size(axis)
             place = device_mesh.get_local_rank(axis)
             chunk = -(-local_shape[placement.dim] // size)
@@ -87,9 +89,9 @@ def gradient(shape: tuple[int, ...], placements: list[Placement], mesh: Mesh, dt
 def gradient_norm(
     rank: int, num_ranks: int, degrees: dict[str, int], rows: int, columns: int, values: str, dtype: str
 ) -> dict[str, Any]:
-    """Compute the trainer's gradient norm of a matrix (rows, columns) that is split and a replicated vector.
+    """Compute the trainer's gradient norm of a sharded matrix (rows, columns) and a replicated vector.
 
-    Return the norm, and this rank's share of the sum of squares in float64. The shares of all ranks add up to the sum.
+    Return the norm, and this rank's part of the sum of squares in float64. The parts of all ranks add up to the sum.
     """
     mesh, _ = mesh_of(rank, num_ranks, degrees)
     names = mesh.device_mesh.mesh_dim_names or ()
@@ -102,8 +104,8 @@ def gradient_norm(
     for name, parameter in (("matrix", matrix), ("vector", vector)):
         tile.fill_(parameter.grad, name, std, mean)  # type: ignore[arg-type]
     if values == "one large":
-        # Change the very last row, on the ranks that hold a part of it. A sum that misses the row, or counts it
-        # twice, is then clearly wrong.
+        # Change the last row, on the ranks that hold a part of it. A sum that misses the row or counts it
+        # twice is then clearly wrong.
         mine = local_slices(matrix.grad)[0]  # type: ignore[arg-type]
         if mine.stop == rows and mine.start < rows:
             local_tensor(matrix.grad)[-1:].fill_(100.0)  # type: ignore[arg-type]
@@ -134,7 +136,7 @@ class _Bigrams(nn.Module):
 
 
 PREFIXES = 64
-"""Rows of the table of logits, which is the number of distinct distributions."""
+"""Number of rows in the table of logits, and so of distinct distributions."""
 
 
 class _Batches:
@@ -169,8 +171,8 @@ def loss_sum(
 ) -> dict[str, Any]:
     """Compute the runner's loss over ``batches`` micro-batches with ``tokens`` targets in total, over all data ranks.
 
-    Ranks of dp divide the tokens, and ranks of tp the vocabulary. Return the loss sum over all ranks, and this rank's
-    share of it in float64.
+    Ranks of dp divide the tokens, and ranks of tp divide the vocabulary. Return the loss sum over all ranks,
+    and this rank's part of it in float64.
     """
     mesh, config = mesh_of(rank, num_ranks, degrees)
     whole_PV = torch.empty(PREFIXES, vocabulary)

@@ -1,7 +1,7 @@
-"""Random numbers for tensors of real size, copied from a table of normal numbers with moving offsets.
+"""Random numbers for tensors of real size, copied from a table of normal numbers at changing offsets.
 
-Drawing two billion numbers takes minutes, but copying rows of a table takes seconds. A number only depends on its place
-in the full tensor, so every mesh starts from the same values.
+Drawing two billion numbers takes minutes, but copying rows of a table takes seconds. A number depends only on
+its position in the full tensor, so every mesh starts from the same values.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _STEP = 1021
 
 
 def fill_(tensor: Tensor, name: str, std: float = 1.0, mean: float = 0.0) -> None:
-    """Fill this rank's part of a tensor of two or three dimensions in place.
+    """Fill this rank's part of a tensor with two or three dimensions in place.
 
-    Row r is a window of the table, with ``std`` and ``mean``. The scale changes slightly with each reuse of the table,
-    so distant rows differ.
+    Row r is a window of the table, scaled to ``std`` and shifted to ``mean``. The scale changes slightly with
+    each reuse of the table, so distant rows differ.
     """
     local = local_tensor(tensor).detach()
     slices = local_slices(tensor)
@@ -34,7 +34,7 @@ def fill_(tensor: Tensor, name: str, std: float = 1.0, mean: float = 0.0) -> Non
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
     generator = torch.Generator().manual_seed(seed)
     table = torch.empty(_ROWS * _STEP + tensor.shape[-1]).normal_(generator=generator)
-    # windows overlap: row r begins _STEP numbers after row r - 1, and no copy of them is made
+    # The windows overlap: row r begins _STEP numbers after row r - 1. They are not copied.
     windows = table.as_strided((_ROWS, columns.stop - columns.start), (_STEP, 1), columns.start)
     for rows, first in _row_blocks(local, slices, tensor.shape):
         start = 0
