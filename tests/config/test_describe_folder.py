@@ -208,4 +208,4 @@ def test_an_import_compares_logits_and_says_the_difference(tmp_path: Path, capsy
     assert main(["import", str(folder), "--to", str(tmp_path / "c"), "--check", "weights"]) == 0
     monkeypatch.setattr("shardtrain.hf.logits.why_not", lambda _: "two float32 copies require too much")
     assert main(["import", str(folder), "--to", str(tmp_path / "d")]) == 0
-    assert "logits were not compared: two copies" in capsys.readouterr().out
+    assert "logits were not compared: two float32 copies" in capsys.readouterr().out

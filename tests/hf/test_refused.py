@@ -112,7 +112,7 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "index gone": (
         index({"weight_map": {WQ: "model-2.safetensors"}}),
         CheckpointError,
-        "2.safetensors is missing",
+        "2.safetensors does not exist",
     ),
     "index shape": (index([1]), CheckpointError, "is not an index"),
     "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "config.json is missing"),

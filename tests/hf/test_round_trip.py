@@ -194,10 +194,10 @@ def test_names_in_a_checkpoint_lead_nowhere_else(tmp_path: Path) -> None:
     stored = manifest.read(tmp_path / "checkpoint")
     for name in ("../evil.jinja", "/etc/tokenizer.json", "run.py", ".hidden.jinja", "chat_templates/../../x.jinja"):
         facts = {**stored.facts, source.FACT: {name: [0, 1]}}
-        with pytest.raises(CheckpointError, match="is not a file"):
+        with pytest.raises(CheckpointError, match="is not a valid file"):
             source.of_checkpoint(tmp_path / "checkpoint", dataclasses.replace(stored, facts=facts))
     facts = {**stored.facts, source.FACT: {"LICENSE": [0, 2**40]}}
-    with pytest.raises(CheckpointError, match="is not a file"):
+    with pytest.raises(CheckpointError, match="is not a valid file"):
         source.of_checkpoint(tmp_path / "checkpoint", dataclasses.replace(stored, facts=facts))
 
 

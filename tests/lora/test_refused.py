@@ -88,10 +88,10 @@ def refusal(rank, config):
     ("targets", "told"),
     [
         (["q_pro"], "did you mean q_proj?"),
-        (["wx", "v_proj"], 'lora.target_modules="wx" names no module of the model'),
+        (["wx", "v_proj"], 'lora.target_modules="wx" matches no module of the model'),
         (["attn_norm"], "not a linear module that can have an adapter"),
         (["layers.*.attn"], "not a linear module that can have an adapter"),
-        (["w1"], "lora.rank=40 is above the 32"),
+        (["w1"], "lora.rank=40 exceeds 32"),
     ],
 )
 def test_a_target_that_is_none_is_named_with_the_nearest(targets, told):
@@ -159,7 +159,7 @@ def test_a_whole_model_and_adapters_are_not_taken_for_each_other(run, tmp_path, 
     lora = dataclasses.replace(config.lora, initial_load_path=str(tmp_path / "whole"))
     assert "contains a full model and no adapters" in errors_of(dataclasses.replace(config, lora=lora))
     other = dataclasses.replace(config.lora, initial_load_path=str(run / "peft"), alpha=3.0)
-    assert "alpha is 8.0 and not 3.0" in errors_of(dataclasses.replace(config, lora=other))
+    assert "alpha is 8.0 instead of 3.0" in errors_of(dataclasses.replace(config, lora=other))
 
 
 def damage(folder, **fields) -> None:
