@@ -21,7 +21,7 @@ from shardtrain.hub_formats import (
     qwen3_format,
     qwen3_moe_format,
 )
-from shardtrain.hub_formats.config_json import CONFIG, Quantised, block_of, read_json
+from shardtrain.hub_formats.config_json import CONFIG, Quantized, block_of, read_json
 from shardtrain.hub_formats.format import FREE, TRANSFORMERS_HINT, Fields, HubFormat, OnlyInTransformers
 
 HUBS: dict[str, HubFormat] = {
@@ -62,7 +62,7 @@ class Description:
     values: Mapping[str, Any]
     hub: HubFormat
     notices: tuple[str, ...]
-    block: Quantised
+    block: Quantized
     config: Mapping[str, Any]
 
 

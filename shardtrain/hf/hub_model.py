@@ -17,7 +17,7 @@ from shardtrain.config.describe_folder import describe
 from shardtrain.config.schema import Model as ModelOptions
 from shardtrain.hf import as_is, source
 from shardtrain.hf.mapping import Translation, translate
-from shardtrain.hub_formats.config_json import CONFIG, Quantised, read_json
+from shardtrain.hub_formats.config_json import CONFIG, Quantized, read_json
 from shardtrain.hub_formats.format import CHANGEABLE, FREE, TRANSFORMERS_HINT, Fields, HubFormat, OnlyInTransformers
 from shardtrain.models import architecture
 from shardtrain.utils.errors import ConfigError, Problem
@@ -49,7 +49,7 @@ class HubModel:
     config: Any
     hub: HubFormat | None
     passed_over: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    block: Quantised = dataclasses.field(default=None, compare=False)
+    block: Quantized = dataclasses.field(default=None, compare=False)
     notices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def toml(self) -> str:

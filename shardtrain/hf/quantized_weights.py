@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.hf.weights import HubWeights, layer_file_reader
-from shardtrain.hub_formats.config_json import Quantised
+from shardtrain.hub_formats.config_json import Quantized
 from shardtrain.utils.errors import CheckpointError
 
 _SCALE = "_scale_inv"
@@ -32,7 +32,7 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """MXFP4 values by their lower three bits. The highest bit is the sign."""
 
 
-def open_weights(folder: Path, block: Quantised, prefix: str = "") -> HubWeights:
+def open_weights(folder: Path, block: Quantized, prefix: str = "") -> HubWeights:
     """Open the weights of a folder: safetensors files, which may be quantized, or one file per layer.
 
     Args:

@@ -21,11 +21,11 @@ _COUNTS = re.compile(
 _TABLES = ("auto_mappings.py", "configuration_auto.py")
 _FP8_KEYS = {"quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "scale_fmt"}
 MXFP4 = "mxfp4"
-Quantised = tuple[int, int] | Literal["mxfp4"] | None
+Quantized = tuple[int, int] | Literal["mxfp4"] | None
 """Quantization of weights: fp8 in blocks of (rows, columns), experts in MXFP4, or None."""
 
 
-def block_of(config: Mapping[str, Any], where: str) -> Quantised:
+def block_of(config: Mapping[str, Any], where: str) -> Quantized:
     """Return the quantization of the weights from ``quantization_config``. None if it is absent.
 
     Raises:
@@ -43,13 +43,13 @@ def block_of(config: Mapping[str, Any], where: str) -> Quantised:
     if keys.get("quant_method") != "fp8" or keys.get("fmt", "e4m3") != "e4m3" or not is_block:
         kind = str(keys.get("quant_method") or ("MLX" if "bits" in keys else "an unnamed method"))
         raise ConfigError(
-            f"{where}: quantization_config has weights quantised by {kind}, which is not supported (fp8 e4m3 with a "
-            "weight_block_size and mxfp4 are); use the folder of the weights before quantisation"
+            f"{where}: quantization_config has weights quantized by {kind}, which is not supported (fp8 e4m3 with a "
+            "weight_block_size and mxfp4 are); use the folder of the weights before quantization"
         )
     if unknown:
         raise ConfigError(
             f"{where}: quantization_config has {', '.join(unknown)}, which may change fp8 weights and is not "
-            "supported; use the weights before quantisation"
+            "supported; use the weights before quantization"
         )
     assert block is not None
     return block[0], block[1]

@@ -62,7 +62,7 @@ def read(folder: str) -> Any:
 
     Raises:
         ConfigError: ``transformers`` has no such model_type, or rejects the file, or the weights
-            are quantised.
+            are quantized.
         CheckpointError: the file is missing or is not a JSON object.
     """
     path = Path(folder) / CONFIG
@@ -81,8 +81,8 @@ def read(folder: str) -> Any:
     quantization = content.get("quantization_config") or content.get("quantization")
     if quantization:
         method = _quantization_method(quantization)
-        rule = f"holds weights that are quantised by {method} (quantization_config), which are not read here"
-        raise ConfigError(Problem(_OPTION, folder, rule, "use the folder of the weights before quantisation"))
+        rule = f"holds weights that are quantized by {method} (quantization_config), which are not read here"
+        raise ConfigError(Problem(_OPTION, folder, rule, "use the folder of the weights before quantization"))
 
     # Parse without the keys that name code
     with _collected_warnings() as warnings:
@@ -224,7 +224,7 @@ def _first_line(error: object) -> str:
 
 
 def _quantization_method(quantization: Any) -> str:
-    """Return the name of a quantisation method; MLX writes ``bits`` without a ``quant_method``."""
+    """Return the name of a quantization method; MLX writes ``bits`` without a ``quant_method``."""
     if not isinstance(quantization, dict):
         return "?"
     default = "MLX" if "bits" in quantization else "?"

@@ -25,7 +25,7 @@ BLOCK = (8, 12)
 """No divisor of the sizes: the last blocks are smaller."""
 
 
-def quantise(folder: Path) -> dict[str, np.ndarray]:
+def quantize(folder: Path) -> dict[str, np.ndarray]:
     """Write the projections of a folder in fp8, by the published layout; gives the numbers that they then stand for."""
     tensors, numbers = load_file(folder / "model.safetensors"), {}
     for name in [name for name in tensors if "proj" in name]:
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def numbers(folder: Path) -> dict[str, np.ndarray]:
-    return quantise(folder)
+    return quantize(folder)
 
 
 def quantized(config: Config, value: bool = True) -> Config:
@@ -95,7 +95,7 @@ def test_the_option_says_what_the_folder_is(folder: Path, numbers: dict[str, np.
 
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = save(build("deepseek_v3"), tmp_path / "hf")
-    quantise(folder)
+    quantize(folder)
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.self_attn.o_proj.weight"
     whole = dict(tensors)

@@ -117,16 +117,16 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "index shape": (index([1]), CheckpointError, "is not an index"),
     "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "config.json is missing"),
     "no json": (lambda f: (f / "config.json").write_text("{") and None, CheckpointError, "is not JSON"),  # type: ignore[dict-item]
-    "bits": (key("quantization_config", {"bits": 4}), ConfigError, "quantised by MLX, which is not supported"),
+    "bits": (key("quantization_config", {"bits": 4}), ConfigError, "quantized by MLX, which is not supported"),
     "quantized": (
         key("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
         ConfigError,
-        "quantised by bitsandbytes, which is not supported",
+        "quantized by bitsandbytes, which is not supported",
     ),
     "quantized otherwise": (
         key("quantization_config", {"quant_method": "fp8", "weight_block_size": None}),
         ConfigError,
-        "quantised by fp8, which is not supported",
+        "quantized by fp8, which is not supported",
     ),
     "architecture": (key("model_type", "gpt9"), ConfigError, "is of model_type 'gpt9', which transformers"),
     "code alone": (

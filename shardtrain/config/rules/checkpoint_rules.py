@@ -72,7 +72,7 @@ def initial_hub_weights(loaded: Loaded) -> Iterator[Problem]:
         rule = "has no effect without checkpoint.initial_load_in_hf"
         yield problem(loaded, "checkpoint.initial_load_legacy_bin", rule, f"set {switch} = true, or remove it")
     if options.initial_load_legacy_bin and options.initial_load_in_hf_quantized:
-        rule = "is not supported for quantised weights"
+        rule = "is not supported for quantized weights"
         yield problem(loaded, "checkpoint.initial_load_legacy_bin", rule, "remove one of them")
     if options.initial_load_in_hf_quantized and not options.initial_load_in_hf:
         rule = "has no effect without checkpoint.initial_load_in_hf"
