@@ -110,7 +110,7 @@ def test_logs_of_a_large_job_follow_the_first_rank(kind, names, first, tmp_path,
     (tmp_path / "pods").write_text("\n".join(reversed(names)))
     assert kubectl.logs("team", kind, "run") == 0
     assert requests()[-1] == f"--namespace team logs {first} --follow"
-    assert f"{len(names):,} pods: the log is that of {first}" in capfd.readouterr().err
+    assert f"{len(names):,} pods: showing the log of {first}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["kubernetes/team/deployment/run", "kubernetes/team/pytorchjob"])

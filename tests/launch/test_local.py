@@ -86,18 +86,15 @@ def test_the_failing_rank_is_named_once_with_its_cause_and_place(tmp_path, how):
         [
             ("early", 1, "rank 1 (host"),  # while rank 0 still waits in the rendezvous
             ("data", 3, "): the data ends at sample 7; see "),
-            (
-                "leave-0",
-                1,
-                "ended with status 0 and left no exception",
-            ),  # neither success nor the fault of the other rank
-            ("exit-0", 1, "sys.exit(0) was called before the run had ended"),
+            # Neither success nor the fault of the other rank.
+            ("leave-0", 1, "exited with status 0 without an exception"),
+            ("exit-0", 1, "sys.exit(0) was called before the end of the run"),
         ],
         nightly=[
             ("memory", 7, "MemoryError"),
             ("kill", 6, "rank 1 (host"),
-            ("leave-9", 9, "ended with status 9 and left no exception"),
-            ("leave-3", 1, "ended with status 3 and left no exception"),  # the user's own 3 does not mean unusable data
+            ("leave-9", 9, "exited with status 9 without an exception"),
+            ("leave-3", 1, "exited with status 3 without an exception"),  # the user's own 3 does not mean unusable data
         ],
     ),
 )

@@ -228,11 +228,11 @@ def allow(server, where: str, *rules: tuple[str, str, list[str]]) -> None:
 def test_a_missing_right_is_reported_and_created_objects_are_deleted(server, config_file):
     allow(server, "guest", ("", "configmaps", ["create", "delete", "get"]))
     result = launch(server.config("someone"), "kubernetes", config_file, *arguments_of("pytorchjob", "run", "guest"))
-    assert_refused(result, "forbidden", "pytorchjobs", "someone", "ask who runs the cluster")
+    assert_refused(result, "forbidden", "pytorchjobs", "someone", "ask the cluster's administrators")
     assert ours(server, "guest") == []
     allow(server, "writer", ("", "configmaps", ["create"]))
     result = launch(server.config("someone"), "kubernetes", config_file, *arguments_of("pytorchjob", "run", "writer"))
-    assert_refused(result, "forbidden", "configmap/run was made and could not be taken away")
+    assert_refused(result, "forbidden", "configmap/run was created and could not be removed")
     assert ours(server, "writer") == ["configmap/run"]
 
 
