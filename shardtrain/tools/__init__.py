@@ -1,1 +1,1 @@
-"""Programs beside the trainer, one package per verb; the trainer imports none of them."""
+"""Programs in addition to the trainer, one package per verb. The trainer does not import them."""

@@ -106,8 +106,8 @@ class Hub:
             raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, rule, "set it to the address of a hub")) from error
 
     def download(self, name: str, commit: str, folder: Path, force: bool = False) -> Path:
-        """Download a file to ``folder`` and return its path. Files in the folder or in the
-        library's cache are reused.
+        """Download a file to ``folder`` and return its path. Existing files in the folder or the library's
+        cache are reused.
 
         ``force`` always downloads.
 

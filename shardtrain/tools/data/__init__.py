@@ -1,1 +1,1 @@
-"""The verbs of ``shardtrain data``: one file each, with ``main(words)``, which gives the exit status."""
+"""The verbs of ``shardtrain data``: one file each. Its ``main(words)`` returns the exit status."""

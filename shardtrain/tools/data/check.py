@@ -333,7 +333,7 @@ def _judge(
 
 
 def _as_text(report: Report) -> Iterator[str]:
-    """The report as lines."""
+    """Yield the lines of the printed report."""
     for name, table in report.tables.items():
         yield f"dataset {name}"
         width = max(map(len, table))

@@ -1,8 +1,8 @@
 """``shardtrain data download``: tokenizer, configuration and weights of a Hugging Face repository.
 
-The requests are ``huggingface_hub``'s: proxies, tokens, offline mode, retries, its cache and Xet storage work as they
-do everywhere. What is added here is what a training run rests on: one commit for all files, a hash of each file before
-it gets its name, and an end to waiting.
+``huggingface_hub`` sends the requests, so proxies, tokens, offline mode, retries, its cache and Xet storage
+work as usual. This verb adds what a training run needs: all files are from one commit, the hash of a file is
+checked before the file gets its final name, and waiting has a time limit.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ ASSETS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Names of the files that each kind of asset has, at the top of a repository."""
 STAGING = ".download"
-"""Folder within the target in which files lie until they are whole and checked; removed at the end."""
+"""Folder within the target. It has the files that are not complete and checked yet, and is removed at the end."""
 
 
 def main(words: list[str]) -> int:
-    """Run ``shardtrain data download``; gives the exit status.
+    """Run ``shardtrain data download`` and return its exit status.
 
     Raises:
-        ConfigError: at wrong options, or a repository that does not exist or may not be read.
-        DataError: when what arrives is not what the hub promised.
-        StorageError: when the hub cannot be reached, or a file cannot be written.
+        ConfigError: an option is wrong, or the repository does not exist or is not readable.
+        DataError: a downloaded file differs from the size or hash that the hub reports.
+        StorageError: the hub cannot be reached, or a file cannot be written.
     """
     refuse_token(words, PROGRAM)
     options = _parser().read(words)

@@ -280,7 +280,7 @@ class _Work:
         self._writer.close()
 
     def _share(self, rows: int) -> float:
-        """Share of the work that is done, 0..1, after ``rows`` rows of this command."""
+        """Return the share of the work that is done, 0..1, after ``rows`` rows of this command."""
         source = self.job.source
         if isinstance(source, Table):
             return min(1.0, self._share_done + rows / max(1, source.num_rows))

@@ -183,7 +183,7 @@ def _parser() -> StrictArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> list[str]:
-    """Special tokens, first the ends; raises ConfigError at options that cannot work."""
+    """Return the special tokens, with the begin and end tokens first. Raise ConfigError for unusable options."""
     special = [BOS, EOS, PAD, *options.special]
     problems: list[Problem | str] = []
     if len(set(special)) < len(special) or "" in special:
@@ -206,7 +206,10 @@ def _check(options: argparse.Namespace) -> list[str]:
 
 
 def _guess(path: str | None) -> str:
-    """The dataset that reads a path, by the ending of its name; of a folder, by its first file."""
+    """Return the name of the dataset that reads a path, by the ending of its name.
+
+    A folder counts as its first file.
+    """
     if path is None:
         fix = "name files or folders, or a dataset that needs none, e.g. --dataset python_stdlib"
         raise ConfigError(Problem("--input", None, "is not given", fix))

@@ -23,7 +23,10 @@ class WorkProgress(Progress):
         super().__init__(title, 1.0, done)
 
     def advance(self, done: float, tokens: int) -> None:
-        """Show that a share ``done`` of the input is done, and ``tokens`` were made of it in this run."""
+        """Show that the share ``done`` of the input is done.
+
+        ``tokens`` is the number of tokens of this run so far.
+        """
         if self.is_live:
             not_silent()
         self.show(done, [f"{100 * done:.1f} %", *self.speeds(done, tokens)])

@@ -1,1 +1,1 @@
-"""Checkpoints of torch.distributed.checkpoint, such as torchtitan's: in and out, without running what is in them."""
+"""Convert checkpoints from and to torch.distributed.checkpoint, as in torchtitan, without running code in them."""

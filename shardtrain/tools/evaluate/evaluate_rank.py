@@ -24,7 +24,7 @@ def run(asked: EvaluateOptions) -> None:
     """Run ``evaluate`` as one rank of the job that the environment describes.
 
     Raises:
-        ShardtrainError: for problems that the user can fix.
+        ShardtrainError: an error that the user can correct.
     """
     loaded = load_config(asked.source, asked.config, asked.tokenizer)
     with join(asked.device or loaded.config.training.device) as world:

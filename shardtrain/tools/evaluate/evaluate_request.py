@@ -1,7 +1,7 @@
 """Options of ``shardtrain evaluate`` and ``shardtrain.evaluate``.
 
-Import no torch, so that errors appear at once. Each option is one field. ``EvaluateOptions`` defines the
-command line, and ``RowOptions`` the Python function.
+This file does not import torch, so wrong options are reported immediately. Each option is one field.
+``EvaluateOptions`` defines the command line, and ``RowOptions`` the Python function.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RowOptions:
 class EvaluateOptions(RowOptions, SetOptions):
     """The options of ``shardtrain evaluate``."""
 
-    # None: the sequence length of the run's training, up to a maximum
+    # None means the sequence length of the run's training, limited to a maximum.
     seq_len: int | None = option(None, "tokens per sequence in --data (the run's, at most 2048)", positional=True)
     tasks: tuple[str, ...] = option((), "tasks of lm-eval (the eval extra)", metavar="A,B")
     include_path: Path | None = option(None, "folder of your own task files, whose code is run", rare=True)
@@ -70,7 +70,7 @@ def read(words: list[str]) -> EvaluateOptions:
     """Parse a command line.
 
     Raises:
-        ConfigError: the options are invalid. It lists all problems.
+        ConfigError: options are invalid. The error lists all of them.
         HelpPrinted: the command line requests the help.
     """
     values = vars(_parser().read(words))
@@ -104,7 +104,7 @@ def read(words: list[str]) -> EvaluateOptions:
 def data_options(loaded: configs.Loaded) -> dict[str, Any]:
     """Return the [data] options that are set, by name without "data.".
 
-    Raise ConfigError for other options.
+    Raise ConfigError if other options are set.
     """
     names = [name for name in all_options() if loaded.is_set(name)]
     others = [name for name in names if not name.startswith("data.")]

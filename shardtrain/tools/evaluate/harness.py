@@ -54,7 +54,7 @@ class Engine(TemplateLM):
     def prefix_token_id(self) -> int:
         """BOS token, or the end-of-document token if the tokenizer has no BOS.
 
-        Prefix of a text without context.
+        It is the prefix of texts without context.
         """
         bos = self._opened.tokenizer.bos_id
         return self.eot_token_id if bos is None else bos

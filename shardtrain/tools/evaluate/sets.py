@@ -28,8 +28,7 @@ from shardtrain.utils.errors import ConfigError, DataError, NumericalError, Prob
 
 _TOKENS_AT_ONCE = 2**22
 _MOST_SEQ_LEN = 2048
-"""Maximum of the default sequence length. Many models support much longer sequences than an evaluation
-needs."""
+"""Maximum of the default sequence length. Many models support much longer sequences than an evaluation needs."""
 _MOST_TOKENS = 2**26
 """Maximum number of tokens in a batch. The input tensors of such a batch take 1.5 GiB."""
 
@@ -81,11 +80,10 @@ def section_of_run(opened: OpenedModel) -> Validation:
 
 
 def row_by_row(opened: OpenedModel, section: Validation, options: Mapping[str, Any]) -> OpenedModel:
-    """Return the model with the [data] options for a dataset other than the run's (a collective).
+    """Return the model with the [data] options for a dataset other than the run's. Collective.
 
-    Each row has its own sequence, so the order of the rows does not matter. A row longer than a sequence
-    continues in the next one. ``data.format`` is detected from the columns. ``options`` override these
-    defaults.
+    Each row has its own sequence, so the order of the rows does not matter. A row longer than a sequence continues in
+    the next one. ``data.format`` is detected from the columns. ``options`` override these defaults.
     """
     opened = opened.with_data(**{"packing": "padded", "long_documents": "split", "document_mask": "auto", **options})
     if "format" in options:
@@ -96,11 +94,10 @@ def row_by_row(opened: OpenedModel, section: Validation, options: Mapping[str, A
 
 
 def measure(opened: OpenedModel, section: Validation, read: RowsRead | None = None) -> dict[str, float | int | None]:
-    """Return the mean loss per target token in nats, the perplexity, and bits per byte of the target text.
+    """Return the mean loss per target token in nats, the perplexity, and bits per byte of the text. Collective.
 
-    Every rank reads all rows, because each layer is split over all ranks (a collective). ``read`` receives
-    the progress. At most ``section.steps`` batches are read, all if negative. A perplexity too large for a
-    float is None.
+    Every rank reads all rows, because each layer is split over all ranks. ``read`` receives the progress. At most
+    ``section.steps`` batches are read, or all if it is negative. A perplexity too large for a float is None.
 
     Raises:
         ConfigError: sequences cannot be split over the ranks, or the dataset cannot be opened.

@@ -16,7 +16,7 @@ _BOOTSTRAP = 1000
 
 
 def measure(opened: OpenedModel, asked: EvaluateOptions, is_first: bool = True) -> dict[str, Any]:
-    """Return the results by task name (a collective). lm-eval returns them only on the first rank of a node.
+    """Return the results by task name. Collective. lm-eval returns them only on the first rank of a node.
 
     Raises:
         ConfigError: lm-eval is not installed, or does not have a task.

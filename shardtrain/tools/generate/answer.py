@@ -37,7 +37,7 @@ def run(asked: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
         rows: Rows of ``--input``, or None to continue ``--prompt``.
 
     Raises:
-        ShardtrainError: for problems that the user can fix.
+        ShardtrainError: an error that the user can correct.
     """
     config = load_config(asked.source, asked.config, asked.tokenizer).config
     with join(asked.device or config.training.device) as world:
@@ -158,8 +158,8 @@ class Answers:
         )
 
     def _text(self, prompt: list[int]) -> Text:
-        # Do not strip end tokens: special tokens decode to nothing, and transformers keeps the text of other
-        # end tokens.
+        # The end token stays in the text: special tokens decode to nothing, and transformers keeps the text
+        # of other end tokens.
         return Text(self._opened.tokenizer, prompt, frozenset(), self._stops)
 
     def _tell_length(self, prompts: Sequence[Sequence[int]]) -> None:

@@ -1,7 +1,7 @@
-"""Key-value cache in the attention cores, so that a new token costs one token of work.
+"""Key-value cache in the attention cores, so that a pass for a new token processes only this token.
 
 Models need no change: positions are an argument, and the cache replaces the attention cores that
-``LAYOUT.context`` names. This requires cores that compute only the attention described by their attributes.
+``LAYOUT.context`` names. A core may compute only the attention that its attributes describe.
 
 All rows of a batch end in the same cache column. The prompt pass pads rows on the right, where causal
 attention cannot see the padding. Each row then moves right so that it ends with the longest row. Later passes
@@ -28,11 +28,12 @@ from shardtrain.ops.chosen_kernels import attends_in_blocks
 from shardtrain.utils.errors import ConfigError, Problem
 
 BLOCK = 64
-"""The number of cache columns is a multiple of this. It stays small, because products also read unused
-columns."""
+"""The number of cache columns is a multiple of this. It stays small, because products also read unused columns."""
 _SMALLEST_BY_PRODUCTS = 1 << 18
-"""Minimum number of cached key elements for matrix products. Below it, the call overhead of oneDNN exceeds
-the gain."""
+"""Minimum number of cached key elements for matrix products.
+
+Below it, the call overhead of oneDNN exceeds the gain.
+"""
 
 
 class Cache:
@@ -159,8 +160,8 @@ class CachedCore(nn.Module):
                 return self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT)  # type: ignore[no-any-return]
             return self.core(q_BTNH, k_BTKH, v_BTKH)  # type: ignore[no-any-return]
 
-        # Append new tokens. Under tensor parallelism some of them are padding. The next pass overwrites their
-        # columns.
+        # Append new tokens. Under tensor parallelism some of them are padding. The next pass
+        # overwrites their columns.
         if self.heads_first:
             q_BTNH, k_BTKH, v_BTKH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         k_BKTH = k_BTKH.transpose(1, 2)

@@ -21,7 +21,7 @@ class Generator:
     Args:
         vocab_size: Number of token IDs of the tokenizer, if the model has more. Other IDs are never chosen.
         use_cache: Keep keys and values. Otherwise each new token costs a pass over the row. This supports any
-            attention, such as ``transformers`` classes, and is the reference for tests of the cache.
+            attention, such as ``transformers`` classes, and tests compare the cache with it.
         width: Number of tensor-parallel ranks.
     """
 
@@ -48,8 +48,7 @@ class Generator:
         """Return the new tokens of each prompt, including the ID of ``stop_ids`` that ended the row.
 
         Args:
-            numbers: Row numbers, which determine the random draws together with the seed. 0, 1, 2, ... by
-                default.
+            numbers: Row numbers, which determine the random draws together with the seed. 0, 1, 2, ... by default.
 
         Raises:
             ValueError: a prompt has no token.
@@ -75,8 +74,7 @@ class Generator:
                 ended = {row for row in live if new[row][-1] in stop_ids or len(new[row]) >= max_new_tokens}
                 ended |= {row for row in live if watch is not None and watch(row, new[row])}
 
-                # Remove ended rows from the batch. "place" is an index into the batch, "row" one into the
-                # prompts.
+                # Remove ended rows from the batch. "place" is an index into the batch, "row" one into the prompts.
                 going = [place for place, row in enumerate(live) if row not in ended]
                 if going and len(going) < len(live):
                     passes.keep(going)

@@ -64,8 +64,7 @@ class Passes(ABC):
         same = min(lengths) == longest
         self._last_B = longest - 1 if same else torch.tensor(lengths, device=self._device) - 1
         logits_BTV: Tensor = self._model(tokens_BT, positions_BT)
-        # A head tied to the embedding is not a separate module, so the hook did not run and all tokens have
-        # logits.
+        # A head tied to the embedding is not a separate module, so the hook did not run and all tokens have logits.
         return (logits_BTV if logits_BTV.size(1) == 1 else self._at_last(logits_BTV))[:, 0]
 
     def _select(self, head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Options of ``shardtrain generate`` and ``shardtrain.generate``.
 
-Import no torch, so that errors appear at once. Each option is one field. ``GenerateOptions`` defines the
-command line, and ``TextOptions`` the Python function.
+This file does not import torch, so wrong options are reported immediately. Each option is one field.
+``GenerateOptions`` defines the command line, and ``TextOptions`` the Python function.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read(words: list[str]) -> GenerateOptions:
     """Parse a command line.
 
     Raises:
-        ConfigError: the options are invalid. It lists all problems.
+        ConfigError: options are invalid. The error lists all of them.
         HelpPrinted: the command line requests the help.
     """
     parser = StrictArgumentParser(

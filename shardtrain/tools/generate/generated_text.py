@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 
 _CONTEXT = 4
-"""Number of prompt tokens decoded before the new ones. Tokenizers drop the space before a text's first
-word."""
+"""Number of prompt tokens decoded before the new ones. Tokenizers drop the space before a text's first word."""
 _INCOMPLETE = "\ufffd"
 
 
@@ -33,9 +32,8 @@ class Text:
     def of(self, new: Sequence[int]) -> str:
         """Return the text of the new tokens, without the end token or stop text."""
         kept = list(new[:-1]) if new and new[-1] in self._stop_ids else list(new)
-        # Decode together with the end of the prompt, because a tokenizer may drop a space at the beginning of
-        # a text. If the prompt ends inside a character, the prompt's own text changes. Then decode only the
-        # new tokens.
+        # Decode together with the end of the prompt, because a tokenizer may drop a space at the beginning of a text.
+        # If the prompt ends inside a character, the prompt's own text changes. Then decode only the new tokens.
         whole = self._tokenizer.decode([*self._context, *kept])
         text = whole.removeprefix(self._before) if whole.startswith(self._before) else self._tokenizer.decode(kept)
         places = [text.find(stop) for stop in self._stops if stop in text]

@@ -52,8 +52,7 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
         rule = f"has no {RESOLVED_CONFIG} in it or above it, nor the config.json of a Hugging Face folder"
         raise ConfigError(Problem("--from", str(path), rule, "name the run's configuration with --config"))
     loaded = configs.load(found)
-    # A downloaded folder may refer to a Python file. Run it only if the user passed the configuration
-    # explicitly.
+    # A downloaded folder may refer to a Python file. Run it only if the user passed the configuration explicitly.
     model = loaded.config.model
     for option, value in (("model.name", model.name), ("model.tokenizer_path", model.tokenizer_path)):
         if value and value.endswith(".py"):
@@ -63,7 +62,7 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
 
 
 def find_checkpoint(path: Path, config: Config, step: str | None = None) -> ChosenCheckpoint:
-    """Return a verified checkpoint: ``path`` itself, or the one selected by ``step`` in a run (a collective).
+    """Return a verified checkpoint: ``path`` itself, or the one that ``step`` selects in a run. Collective.
 
     Raises:
         ConfigError: ``step`` is given and ``path`` is a checkpoint.

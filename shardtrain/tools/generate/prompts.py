@@ -34,8 +34,7 @@ class PromptRow:
 
     def with_prediction(self, field: str, prediction: str) -> str:
         """Return the original JSON object with one more field."""
-        # Insert before the closing brace. Serializing the values again would change numbers, spaces and
-        # escapes.
+        # Insert before the closing brace. Serializing the values again would change numbers, spaces and escapes.
         comma = ", " if self.values else ""
         return f"{self.line[:-1].rstrip()}{comma}{json.dumps(field)}: {json.dumps(prediction, ensure_ascii=False)}}}"
 

@@ -1,9 +1,8 @@
 """Open a trained model with its tokenizer from a run folder, a checkpoint, or a Hugging Face folder.
 
-The checkpoint is verified before use. Its model is defined by the run's ``config.resolved.toml``, found near
-the checkpoint. A Hugging Face folder has its own ``config.json`` and tokenizer. A model file of the user is
-code, so it is loaded only if the user passes the configuration explicitly. Code in downloaded folders is
-never run.
+The checkpoint is verified before use. Its model is defined by the run's ``config.resolved.toml``, found near the
+checkpoint. A Hugging Face folder has its own ``config.json`` and tokenizer. A model file of the user is code, so it
+is loaded only if the user passes the configuration explicitly. Code in downloaded folders is never run.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class OpenedModel:
     Attributes:
         name: Description of the model and checkpoint for messages.
         width: Number of ranks over which each layer is split.
-        settings: Generation settings of the Hugging Face folder, or of the folder that a checkpoint was
-            imported from.
+        settings: Generation settings of the Hugging Face folder, or of the folder from which a
+            checkpoint was imported.
         num_ranks: Number of ranks of the run that saved the checkpoint.
     """
 
@@ -103,15 +102,15 @@ def open_model(
     step: str | None = None,
     needs_text: bool = True,
 ) -> OpenedModel:
-    """Open a Hugging Face folder, a checkpoint, or the checkpoint ``step`` of a run (``checkpoint.choice``).
+    """Open a Hugging Face folder, a checkpoint, or the checkpoint ``step`` of a run. Collective.
 
     Args:
-        dtype: Type of weights and computation. Defaults to the run's compute type.
-        world: Ranks and device. Each layer is split over all ranks (a collective). Defaults to one rank on
-            the CPU.
+        dtype: Dtype of weights and computation. Defaults to the run's compute dtype.
+        world: Ranks and device. Each layer is split over all ranks. Defaults to one rank on the CPU.
         tokenizer_path: Tokenizer of a Hugging Face folder without one.
         base: Current path of the frozen weights that a run's adapters were trained on.
         adapter: PEFT folder with adapters to add to the model.
+        step: Step to open, or a rule to choose it: see ``checkpoint.choice``.
         needs_text: Open the tokenizer now. Otherwise the model's own tokenizer is opened on first use.
 
     Raises:
@@ -134,9 +133,8 @@ def open_model(
     if needs_text or tokenizer_path is not None:
         open_tokenizer()
 
-    # Set the dtype and kernels and split the layers on the meta device. Buffers keep their dtype, because
-    # updates of router biases are too small for a narrower one. Save them here, because to_empty leaves them
-    # undefined.
+    # Set the dtype and kernels and split the layers on the meta device. Buffers keep their dtype, because updates of
+    # router biases are too small for a narrower one. Save them here, because to_empty leaves them undefined.
     dtype = dtype or derived.compute_dtype(config)
     buffers = [(owner, name, b) for owner in model.modules() for name, b in owner.named_buffers(recurse=False)]
     model.to(getattr(torch, dtype))
@@ -219,7 +217,7 @@ class _StoredWeights:
         base: Path | None,
         adapter: Path | None,
     ) -> None:
-        """Find and verify the weights (a collective). Raises the errors of ``open_model``."""
+        """Find and verify the weights. Collective. Raises the errors of ``open_model``."""
         self.where = path
         self.name = str(path)
         self.num_ranks = 1

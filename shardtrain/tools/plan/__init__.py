@@ -1,1 +1,1 @@
-"""The verb ``plan``: memory, time and the best mesh of a configuration on machines that need not be there."""
+"""The verb ``plan``: memory, time and the best mesh of a configuration. The planned machines need not exist."""

@@ -1,4 +1,4 @@
-"""``plan --calibrate``: scale a device's rates to those of a finished run, or to those that the doctor measured."""
+"""``plan --calibrate``: scale a device's rates to the measurements of a finished run or of the doctor."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def learn(folder: Path, device: Device) -> Calibrated:
     The step time is the median of the later half of the logged steps, because the first ones compile and warm up.
 
     Raises:
-        ConfigError: the folder is not one of a run, has too few steps, or the run was on another device.
+        ConfigError: the folder is not the folder of a run, has too few steps, or the run was on another device.
     """
     record = run_files.read(folder)
     resolved = RunFolder(folder).config
@@ -74,7 +74,7 @@ def learn(folder: Path, device: Device) -> Calibrated:
 class Measured:
     """A device with rates measured by ``doctor --json``.
 
-    ``ratios`` are the rates of its row divided by those.
+    ``ratios`` are the planned rates divided by the measured ones.
     """
 
     device: Device

@@ -128,10 +128,10 @@ class GatheredBytes:
 
 
 def _gradient_shards(parameters: Iterable[ParameterShape], job: PlannedJob) -> int:
-    """Bytes of this rank's reduced gradients of some parameters."""
+    """Return the bytes of this rank's reduced gradients of some parameters."""
     return sum(sharded(parameter, job) for parameter in parameters) * job.gradient_bytes
 
 
 def _reduced(gradient: int, ranks: int) -> int:
-    """Elements of a gradient while it is reduced: the unreduced one and the shard that results."""
+    """Return the elements of a gradient during its reduction: the unreduced one and the resulting shard."""
     return gradient + gradient // ranks

@@ -54,7 +54,7 @@ class PlannedJob:
         gathers_float8: Tensor parallelism gathers activations after they are cast to float8.
         attention_speed: Speed of attention kernels, relative to PyTorch's.
         compute_dtype: Name of the compute dtype.
-        notes: What the plan does not count.
+        notes: Notes on options whose effect the plan does not include.
     """
 
     seq_len: int
@@ -210,7 +210,7 @@ def of_config(
 
 
 def _uncounted(config: Config) -> list[str]:
-    """Return notes on options whose effect the plan does not count."""
+    """Return notes on options whose effect the plan does not include."""
     recompute = config.activation_checkpoint
     notes = []
     if recompute.mode == "memory_budget":

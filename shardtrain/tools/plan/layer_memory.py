@@ -244,7 +244,7 @@ def _expert_bytes(experts: ExpertShape, tokens: int, dim: int, job: PlannedJob) 
 
 
 def _kept_products(layer: Layer, job: PlannedJob, dim: int) -> int:
-    """Bytes that selective recomputation keeps: every second product, and the results of reductions over tp."""
+    """Return the bytes that selective recomputation keeps: every second product, and results of reductions over tp."""
     tokens = job.local_tokens
     width = job.compute_width
     total = 0

@@ -213,7 +213,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _seconds_between_saves(saves: Checkpoint, step_seconds: float) -> float:
-    """Seconds between checkpoints. 0 without checkpoints."""
+    """Return the seconds between checkpoints. 0 without checkpoints."""
     if not saves.enable or saves.load_only:
         return 0.0
     if saves.interval_type == "automatic":  # Young's interval, as the run finds it from the wait that it measures

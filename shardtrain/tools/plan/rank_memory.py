@@ -167,7 +167,7 @@ def of_rank(
 
 
 def _optimizer_bytes(trained_parameters: Sequence[ParameterShape], job: PlannedJob) -> int:
-    """Bytes of this rank's optimizer states."""
+    """Return the bytes of this rank's optimizer states."""
     states = sum(_state_bytes(parameter, sharded(parameter, job), job) for parameter in trained_parameters)
     if job.shard_states:
         states = math.ceil(states / job.dp_replicate)
@@ -267,7 +267,7 @@ def _in_pipeline(
 
 
 def _state_bytes(parameter: ParameterShape, numel: int, job: PlannedJob) -> float:
-    """Bytes of optimizer states for ``numel`` elements of a parameter, including the scales of 8-bit states."""
+    """Return the bytes of optimizer states for ``numel`` elements of a parameter, with the scales of 8-bit states."""
     if job.state_width > 1:
         return numel * job.states * job.state_width
     # Small parameters have float32 states.

@@ -171,7 +171,7 @@ def _head_bytes(model: ModelShape, job: PlannedJob, stream: int, kernels: Kernel
 
 
 def _chunk_bytes(job: PlannedJob, columns: int, kernels: Kernels) -> int:
-    """Bytes of the float32 tensors of a loss that is computed in chunks of rows."""
+    """Return the bytes of the float32 tensors of a loss that is computed in chunks of rows."""
     width = job.compute_width
     tokens = job.local_tokens
     has_small_chunks = kernels != "cuda" and not job.fused
@@ -194,7 +194,7 @@ def _chunk_bytes(job: PlannedJob, columns: int, kernels: Kernels) -> int:
 
 
 def _waiting_bytes(model: ModelShape, job: PlannedJob, index: int) -> int:
-    """Bytes that wait for the backward pass of weights: results of linears, and inputs and outputs of norms."""
+    """Return the bytes that wait for the backward pass of weights: results of linears, inputs and outputs of norms."""
     features_by_layer: dict[int, int] = {}
     features = 0
     for number in job.stages[index]:
@@ -206,7 +206,7 @@ def _waiting_bytes(model: ModelShape, job: PlannedJob, index: int) -> int:
 
 
 def _waiting_features(layer: Layer, job: PlannedJob) -> int:
-    """Features per token of the results of a layer's linears, and of the inputs and outputs of its norms."""
+    """Return the features per token of the results of a layer's linears, and of the inputs and outputs of its norms."""
     norms = sum(parameter.shape[0] for parameter in layer.parameters if parameter.style == "sequence") // job.tp
     outputs = 0
     for linear in layer.linears:
