@@ -118,7 +118,7 @@ MISTAKES = {
     "plan llama3_8b --gpus eight": "write it like --gpus 64",
     "verify debug --mesh foo=2": "axes are dp_replicate",
     "goodput empty": "name the folder of a run",
-    "runs nowhere": "name one that holds runs",
+    "runs nowhere": "name a folder with runs",
     "launch": "requires a platform; use one of local",
     "launch logs": "requires one ID; as slurm/1234",
     "completion tcsh": "fish",

@@ -16,7 +16,8 @@ from shardtrain.utils.errors import ConfigError, Problem
 USAGE = """\
 usage: shardtrain goodput RUN_FOLDER
 
-Where the wall time of a run went, over all its attempts, from RUN_FOLDER/goodput.jsonl (RUN_FOLDER is job.dump_folder).
+Print how a run used its wall time, over all its attempts. The data are in RUN_FOLDER/goodput.jsonl. RUN_FOLDER is
+job.dump_folder.
 
   shardtrain goodput outputs
 """
@@ -30,11 +31,11 @@ def main(words: Sequence[str]) -> int:
     if len(words) != 1 or words[0].startswith("-"):
         given = " ".join(words) or None
         fix = "write it like shardtrain goodput outputs"
-        raise ConfigError(Problem("shardtrain goodput", given, "takes the folder of one run", fix, "command line"))
+        raise ConfigError(Problem("shardtrain goodput", given, "requires the folder of one run", fix, "command line"))
     found, bad = events.read(Path(words[0]))
     attempts = attempts_of(found)
     if bad:
-        print(f"{bad} lines of {Path(words[0]) / events.FILE} are torn or damaged and count for nothing")
+        print(f"{bad} lines of {Path(words[0]) / events.FILE} are incomplete or damaged and were ignored")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for text in table(attempts, account(attempts)):
         print(text if len(text) <= width or not width else _wrapped(text, width))
@@ -53,7 +54,7 @@ def _wrapped(text: str, width: int) -> str:
 def table(attempts: Sequence[Attempt], found: Account) -> list[str]:
     """Return the lines of the report."""
     if not attempts:
-        return ["no attempt has come to its first step"]
+        return ["no attempt has reached its first step"]
     running = found.running_seconds
     sizes = [attempt.start.world_size for attempt in attempts]
     if len(set(sizes)) == 1:

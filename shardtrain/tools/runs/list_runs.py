@@ -18,18 +18,16 @@ def main(words: Sequence[str]) -> int:
     """Print the table and return the exit status. Raise ConfigError if the path is not a folder."""
     parser = StrictArgumentParser(
         "shardtrain runs",
-        "List the runs in and below a folder: state, last step and loss, and how long ago they last wrote. "
-        "silent: no exit.json, and nothing written for ten minutes.",
+        "List the runs in and below a folder: state, last step and loss, and the time since the run last wrote a file. "
+        '"silent" means that a run has no exit.json and has written nothing for ten minutes.',
         example="shardtrain runs outputs",
     )
-    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="default: this one")
-    parser.add_argument("--json", action="store_true", help="one JSON object per run")
+    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="default: the current folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     asked = parser.read(words)
     root = Path(asked.folder)
     if not root.is_dir():
-        raise ConfigError(
-            Problem("FOLDER", asked.folder, "is not a folder", "name one that holds runs", "command line")
-        )
+        raise ConfigError(Problem("FOLDER", asked.folder, "is not a folder", "name a folder with runs", "command line"))
     runs = sorted(run_files.below(root), key=lambda run: run.age_seconds)
     if asked.json:
         for run in runs:

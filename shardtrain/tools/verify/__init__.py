@@ -171,7 +171,7 @@ def plan(loaded: Loaded, request: VerifyOptions) -> VerifyTask:
         available = environment.count_accelerators(device)
         needed = max((mesh_plan.num_ranks for mesh_plan in task.plans if not mesh_plan.problem), default=1)
         if available < needed:
-            rule = f"needs {needed} devices, and this machine has {available}"
+            rule = f"requires {needed} devices, but this machine has {available}"
             problems.append(str(Problem("training.device", device, rule, 'use "cpu", or smaller meshes with --mesh')))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))

@@ -96,6 +96,6 @@ def _note_cast(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 def notes() -> list[str]:
     """Return a message for each dtype with skipped casts."""
     return [
-        f"casts to {name} are off in the comparison: with them numbers differ between meshes by the rounding of {name}"
+        f"casts to {name} are disabled in the comparison, because their rounding differs between meshes"
         for name in used
     ]

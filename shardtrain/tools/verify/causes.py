@@ -222,7 +222,7 @@ def expert_dropped(e: Evidence) -> str | None:
         is_dropped = has_none & is_used
         if bool(is_dropped.any()) and not bool(is_dropped.all()):
             experts = ", ".join(str(i) for i in is_dropped.nonzero().flatten().tolist())
-            return f"expert {experts} of {name} gets no tokens: they are dropped on the way"
+            return f"expert {experts} of {name} gets no tokens: they are dropped before they reach it"
     return None
 
 
@@ -260,8 +260,9 @@ def _wrong_positions(e: Evidence) -> Iterator[tuple[str, Tensor]]:
         consecutive[part] = torch.arange(index * length, (index + 1) * length)
         of_next_rank[part] = parts[(index + 1) % len(parts)]
     yield "each part counts from 0", from_zero
-    yield "each part counts on from the one before, though the sequence is dealt head and tail", consecutive
-    yield "each rank has the positions of the next", of_next_rank
+    consecutive_parts = "each part continues the part before it, but ranks have one part of each half of the sequence"
+    yield consecutive_parts, consecutive
+    yield "each rank has the positions of the next rank", of_next_rank
 
 
 def _core(e: Evidence) -> str | None:
@@ -303,7 +304,7 @@ def stale_weights(e: Evidence) -> str | None:
         return None
     for step in range(e.first.step - 1, -1, -1):
         if e.explains_loss(e.shares_with(step=step).loss(), 1e-6):
-            return f"stale weights: step {e.first.step + 1} is computed with those that step {step + 1} began with"
+            return f"stale weights: step {e.first.step + 1} uses the weights from the start of step {step + 1}"
     return None
 
 
@@ -353,7 +354,7 @@ def unscaled_loss(e: Evidence) -> str | None:
     if factor is None:
         return None
     return (
-        f"forward adds its own loss in backward, which is not divided by the step's tokens as the loss is, and "
+        "forward adds its own loss in backward, which is not divided by the number of tokens of the step, so it "
         f"counts {factor:.4g} times; the gradient of the loss itself agrees"
     )
 
@@ -377,7 +378,7 @@ def clipped_otherwise(e: Evidence) -> str | None:
     if all(changes_nothing(e, factor) for factor in factors.values()):
         return None
     factors_text = ", ".join(f"rank {rank}: {factor:.4g}" for rank, factor in factors.items())
-    return f"clipped by another factor than on one process, times {factors_text}; up to there gradients agree"
+    return f"gradients are clipped by another factor than on one process, times {factors_text}; before, they agree"
 
 
 def short_type(e: Evidence) -> str | None:

@@ -61,14 +61,14 @@ def _explain_initial_weights(e: Evidence) -> str:
     wrong = [record for record in holders if not same_bits(record.parts[key], full[record.slices[key]])]
     if len(wrong) < len(holders):
         ranks = ", ".join(str(record.rank) for record in wrong)
-        return f"initial weights depend on the rank: those of rank {ranks} are of another seed or stream"
-    return "initial weights depend on the mesh: no rank has those of one process"
+        return f"initial weights depend on the rank: rank {ranks} uses another seed or random stream"
+    return "initial weights depend on the mesh: no rank has the weights of one process"
 
 
 def _explain_gradient(e: Evidence) -> str:
     absent = [name for name in e.first.names if not e.holders(name)]
     if absent:
-        return f"no gradient: {absent[0]} takes no part in the loss on this mesh"
+        return f"no gradient: the loss on this mesh does not depend on {absent[0]}"
     # Activations are recorded only in the first step. They show where the forward pass differs.
     place = first_divergence.first_difference(e) if e.first.loss_differs and e.first.step == 0 else ""
     for hypothesis in HYPOTHESES:
@@ -87,7 +87,7 @@ def _explain_gradient(e: Evidence) -> str:
         return "no simple cause fits; the ranks' parts do not make up the full tensor"
     ratio = float(mine.norm() / theirs.norm().clamp_min(1e-30))
     cosine = float((mine * theirs).sum() / (mine.norm() * theirs.norm()).clamp_min(1e-30))
-    where = "the forward pass differs" if e.first.loss_differs else "the loss agrees: look at the backward pass"
+    where = "the forward pass differs" if e.first.loss_differs else "the loss agrees: check the backward pass"
     return f"no simple cause fits: ratio of norms {ratio:.4g}, cosine {cosine:.4f}; {where}"
 
 
@@ -108,13 +108,13 @@ def _explain_weights(e: Evidence) -> str:
     before = f"initial/{name}" if step == 0 else f"weights/{step - 1}/{name}"
     holders = [record for record in e.records if after in record.parts]
     if all(torch.equal(record.parts[after], record.parts[before]) for record in holders):
-        return "not updated: the parameter is what it was before the step, though its gradient agrees"
+        return "not updated: the step did not change the parameter, although its gradient agrees"
     for one, other in itertools.combinations(holders, 2):
         is_same_part = one.slices[after] == other.slices[after]
         if is_same_part and not torch.equal(one.parts[after], other.parts[after]):
             axes = " and ".join(axes_that_differ(one, other))
             return f"unsynchronised parameter: its copies differ between ranks of axis {axes} after the update"
-    return "the update differs, though the gradient agrees: look at the optimizer and its state"
+    return "the update differs, although the gradient agrees: check the optimizer and its state"
 
 
 def _explain_buffers(e: Evidence) -> str:

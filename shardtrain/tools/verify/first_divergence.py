@@ -41,7 +41,7 @@ def first_difference(e: Evidence) -> str:
         theirs = f"trace/{calls.index('')}/out"
         logits_agree.append(_agree(e, record, mine, theirs))
     if e.first.loss_differs and True in logits_agree and False not in logits_agree:
-        return "the logits agree: look at the targets, at which of them count, and at the loss"
+        return "the logits agree: check the targets, their mask and the loss"
     return ""
 
 
@@ -114,7 +114,7 @@ def _moved_layer(e: Evidence) -> str | None:
                 continue
             for other in layers:
                 if other != path and _agree(e, record, mine, f"trace/{expected_calls.index(other)}/in") is True:
-                    return f"layers in another order: {path} is given what one process gives {other}"
+                    return f"layers in another order: {path} has the input that {other} has on one process"
     return None
 
 

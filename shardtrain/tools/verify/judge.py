@@ -67,8 +67,8 @@ def judge(
         effect = getattr(moved_at[step], differences.first.kind, -1.0)
         if differences.first.error <= ROUNDING * effect:
             cause = (
-                f"{BLIND}, and a fault of this size could not be told from it: on one process, moving weights by one "
-                f"unit in the last place changes as much ({effect:.1e}); compare with fewer steps, layers or tokens"
+                f"{BLIND}, which could hide an error of this size: on one process, changing weights by one unit in "
+                f"the last place has as much effect ({effect:.1e}); compare with fewer steps, layers or tokens"
             )
         else:
             evidence = Evidence(config, sizes, expected, records, differences.first, shaken, allowed[step])
@@ -76,9 +76,9 @@ def judge(
     elif shaken is not None:
         most = allowed[-1]
         rounding = (
-            f"this model amplifies rounding: {ROUNDING} times what moving its weights by one unit in the last place "
-            f"changes on one process counts as such, up to {most.loss:.1e} of the loss and {most.gradient:.1e} of a "
-            "gradient"
+            f"this model amplifies rounding: differences are accepted up to {ROUNDING} times the effect of changing "
+            "its weights by one unit in the last place on one process, which is "
+            f"{most.loss:.1e} of the loss and {most.gradient:.1e} of a gradient"
         )
 
     # Dropout is off in the comparison, so equal numbers do not reveal a dropout that makes ranks diverge in training.
@@ -111,8 +111,8 @@ def same_dropout_input(records: Sequence[RankRecord]) -> tuple[str, str] | None:
                 continue
             path, name = mine
             where = f"module {path}" if path else "the model's own forward"
-            first = f"{name} in {where} is of activations that every {names[axes[0]]}-parallel rank holds alike"
-            fix = "drop where ranks hold different tokens, heads or features, as after the rowwise linear"
+            first = f"{name} in {where} drops activations that are equal on all {names[axes[0]]}-parallel ranks"
+            fix = "use dropout where ranks have different tokens, heads or features, as after the rowwise linear"
             return first, f"each rank drops other elements of the same tensor; {fix}, or set p to 0"
     return None
 

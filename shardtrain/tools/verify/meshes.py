@@ -118,11 +118,11 @@ def read(text: str) -> dict[str, int]:
     for part in text.split(","):
         axis, _, degree = (piece.strip() for piece in part.partition("="))
         if axis not in OPTIONS:
-            raise _mesh_error(text, f'names the axis "{axis}"', _axis_fix(text, part, axis))
+            raise _mesh_error(text, f'has an unknown axis "{axis}"', _axis_fix(text, part, axis))
         if axis in degrees:
             raise _mesh_error(text, f"names {axis} twice", "name it once")
         if not degree.isdecimal() or int(degree) < 1:
-            raise _mesh_error(text, f'gives {axis} the degree "{degree}"', f"write it like {axis}=2")
+            raise _mesh_error(text, f'has an invalid degree "{degree}" of {axis}', f"write it like {axis}=2")
         degrees[axis] = int(degree)
 
     experts = degrees.get("ep", 1)

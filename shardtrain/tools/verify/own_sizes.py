@@ -235,4 +235,4 @@ def _failure(model: nn.Module, shape: Any) -> str:
     except Exception as error:  # a user's file may raise anything
         lines = str(error).splitlines() or [""]
         return f"{type(error).__name__}: {lines[0]}"
-    return "" if isinstance(out, torch.Tensor) else f"it gives {type(out).__name__}"
+    return "" if isinstance(out, torch.Tensor) else f"it returns {type(out).__name__}"

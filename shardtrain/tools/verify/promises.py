@@ -163,8 +163,8 @@ class _PromiseChecker:
             if not matches(path, self._layout.context):
                 continue
             for name, _ in module.named_parameters():
-                rule = f"breaks the promise of a weightless attention core: {path} holds the parameter {name}"
-                fix = "move it out: the core is softmax(q k) v and nothing else"
+                rule = f"breaks the promise of a weightless attention core: {path} contains the parameter {name}"
+                fix = "move it out of the core, which may only compute softmax(q k) v"
                 problems.append(self._problem(rule, fix))
         return problems
 
@@ -173,7 +173,7 @@ class _PromiseChecker:
         half = self._tokens_BT.size(1) // 2
         out, error, place = self._run(self._model, self._tokens_BT[:1, :half], self._positions_BT[:1, :half])
         if not error and out.shape[:2] != (1, half):
-            error = f"it gives {tuple(out.shape)} for tokens (1, {half})"
+            error = f"it returns {tuple(out.shape)} for tokens (1, {half})"
             place = "the model"
         if not error:
             return []
@@ -201,7 +201,7 @@ class _PromiseChecker:
             if error:
                 return self._problem(f"{promise}: a stage with only {', '.join(keep)} fails in {place}: {error}", fix)
         if x.shape != expected.shape or _error(x, expected) > CLOSE:
-            return self._problem(f"{promise}: one after the other, they give other outputs than the model", fix)
+            return self._problem(f"{promise}: run one after the other, they return other outputs than the model", fix)
         return ""
 
     def _check_documents(self) -> list[str]:
@@ -260,7 +260,7 @@ class _PromiseChecker:
         if tuple(2 * count for count in halved_heads) != heads:
             rule = (
                 "breaks the promise to take heads and sizes from weight shapes: with half of its columns, as under "
-                f"tp=2, {self._layout.context} is given {halved_heads} heads and not half of {heads}"
+                f"tp=2, {self._layout.context} gets {halved_heads} heads instead of half of {heads}"
             )
             return [self._problem(rule, _SHAPE_FIX)]
         return []

@@ -164,7 +164,7 @@ def _small(
     parts = math.lcm(1, *(_sequence_parts(plan.degrees) for plan in plans))
     seq_len = -(-MIN_TOKENS // parts) * parts
     notes.append(
-        "weights: compared as training would draw them; then drawn at unit gain, and none zero, to compare steps"
+        "weights: the initialization of training is compared; steps start from other weights, at unit gain and not zero"
     )
     return {
         "model": {"overrides": overrides},

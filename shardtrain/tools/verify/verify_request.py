@@ -28,7 +28,7 @@ and is not possible; the reason is printed.
   --real      compare sizes that a small model hides with float64: norm and loss sums on 1, 2 and 4 ranks, tensors of
               more than 2^31 numbers, one layer and the vocabulary of the configured model at their real width
   --memory    GiB of memory for --real; the default is three quarters of the free memory. A check that does not fit
-              is left out, and its row says so
+              is left out, and its row gives the reason
 
   shardtrain verify
   shardtrain verify my_model.py --mesh tp=2 --mesh "pp=2,dp_shard=2"
@@ -60,14 +60,14 @@ def read(words: Sequence[str]) -> VerifyOptions:
     taken = take(words, OPTIONS, ("--full", "--json", "--real", "--allow-impossible"), USAGE)
     own = taken.own
     if "--memory" in own and "--real" not in own:
-        raise ConfigError(Problem("--memory", None, "has no effect without --real", "leave it out", "command line"))
+        raise ConfigError(Problem("--memory", None, "has no effect without --real", "remove it", "command line"))
     if "--real" in own:
         for option in sorted({"--mesh", "--schedule", "--steps", "--full", "--allow-impossible"} & own.keys()):
             rule = "has no effect with --real, whose meshes and sizes are fixed"
-            raise ConfigError(Problem(option, None, rule, "leave it out", "command line"))
+            raise ConfigError(Problem(option, None, rule, "remove it", "command line"))
     elif "--allow-impossible" in own and "--mesh" not in own:
         rule = "has no effect without --mesh: meshes of the default list may be impossible"
-        raise ConfigError(Problem("--allow-impossible", None, rule, "leave it out", "command line"))
+        raise ConfigError(Problem("--allow-impossible", None, rule, "remove it", "command line"))
     path, overrides = taken.configuration()
     return VerifyOptions(
         path,
@@ -85,7 +85,7 @@ def read(words: Sequence[str]) -> VerifyOptions:
 
 def _gib(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
-        raise ValueError("must be GiB above 0")
+        raise ValueError("must be a number of GiB above 0")
     return float(text)
 
 

@@ -347,7 +347,7 @@ def test_the_verb_rejects_other_folders(tmp_path, capsys):
     assert cli.main(["goodput", str(tmp_path)]) == 3
     assert "goodput.jsonl cannot be read" in capsys.readouterr().err
     for arguments in ([], ["a", "b"], ["--nproc"]):
-        with pytest.raises(ConfigError, match="takes the folder of one run"):
+        with pytest.raises(ConfigError, match="requires the folder of one run"):
             goodput.main(arguments)
     with pytest.raises(DataError):
         events.read(tmp_path / "none")

@@ -66,6 +66,6 @@ def test_a_file_without_a_record_is_shown_without_numbers(
 
 def test_what_is_not_a_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["runs", str(tmp_path / "none")]) == 2
-    assert "is not a folder; name one that holds runs" in capsys.readouterr().err
+    assert "is not a folder; name a folder with runs" in capsys.readouterr().err
     assert cli.main(["runs", str(tmp_path)]) == 0
     assert "none of its folders has a metrics.jsonl" in capsys.readouterr().out

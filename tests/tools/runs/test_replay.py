@@ -151,15 +151,15 @@ def test_the_first_difference_is_named(root: Path) -> None:
 
 def test_what_cannot_be_replayed_is_said_in_one_line(root: Path, tmp_path: Path) -> None:
     for words, code, text in (
-        (("0", str(root / "run")), 2, 'STEP="0" is not a step above 0'),
-        (("7:5", str(root / "run")), 2, "is not a step above 0, and no range of them"),
+        (("0", str(root / "run")), 2, 'STEP="0" is neither a step above 0'),
+        (("7:5", str(root / "run")), 2, "is neither a step above 0 nor a range of steps"),
         ((), 2, "STEP is not set"),
         (("--nproc", "2"), 2, "STEP is not set"),
         (("3", str(root)), 2, "it has no config.resolved.toml"),
         (("3", str(root / "run"), "--nproc", "none"), 2, '--nproc="none" must be a whole number'),
         (("3", str(root / "run"), "--output", str(root / "run")), 2, "is the run's own folder"),
         (("3", str(root / "run"), "--training.stepz", "4"), 2, "training.stepz"),
-        (("3", "--job.dump_folder", str(tmp_path)), 5, "holds neither metrics.jsonl nor a checkpoint"),
+        (("3", "--job.dump_folder", str(tmp_path)), 5, "has neither metrics.jsonl nor a checkpoint"),
     ):
         status, output = replay(root, *words)
         assert (status, text in output) == (code, True), output

@@ -87,17 +87,17 @@ WRONG: dict[str, tuple[str, Changes, list[str]]] = {
     "dropout of what was gathered": (
         "tp=2",
         [(IN_FFN, "x = F.dropout(x, 0.1, self.training)\n        " + IN_FFN)],
-        ["dropout with p=0.1 in module blocks.0.ffn", "holds alike", "as after the rowwise linear"],
+        ["dropout with p=0.1 in module blocks.0.ffn", "equal on all", "as after the rowwise linear"],
     ),
     "a path that is dropped by rows": (
         "tp=2",
         [(RESIDUAL, RESIDUAL.replace("self.drop(", "F.dropout(x.new_ones(x.size(0), 1, 1), 0.1) * (")) ],
-        ["dropout with p=0.1 in module blocks.0 ", "holds alike"],
+        ["dropout with p=0.1 in module blocks.0 ", "equal on all"],
     ),
     "a path that is dropped by rows, in parts of a sequence": (
         "cp=2",
         [(RESIDUAL, RESIDUAL.replace("self.drop(", "F.dropout(x.new_ones(x.size(0), 1, 1), 0.1) * (")) ],
-        ["dropout with p=0.1 in module blocks.0 ", "context-parallel rank holds alike"],
+        ["dropout with p=0.1 in module blocks.0 ", "equal on all context-parallel ranks"],
     ),
     "hidden features divided by their norm": (
         "tp=2",

@@ -147,7 +147,7 @@ def micro_batches_averaged_by_the_pipeline(monkeypatch):
     wrap(monkeypatch, pipeline_parallel.PipelineRunner, "_build_schedule", average)
 
 
-@fault("dp_shard=2", "no simple cause fits", "look at the backward pass")
+@fault("dp_shard=2", "no simple cause fits", "check the backward pass")
 def a_gradient_without_its_positive_numbers(monkeypatch):
     def clamp(norm, parameters, mesh):
         parameters = list(parameters)
@@ -231,7 +231,7 @@ def targets_of_two_micro_batches_swapped(monkeypatch):
     wrap(monkeypatch, pipeline_parallel.PipelineRunner, "_run", swap)
 
 
-@fault("cp=2", "the logits agree: look at the targets")
+@fault("cp=2", "the logits agree: check the targets")
 def targets_shifted_under_cp(monkeypatch):
     def shift(cut, batch, mesh, config):
         tokens, targets, positions = cut(batch, mesh, config)
@@ -240,7 +240,7 @@ def targets_shifted_under_cp(monkeypatch):
     wrap(monkeypatch, context_parallel, "cut", shift)
 
 
-@fault("tp=2", "the logits agree: look at the targets")
+@fault("tp=2", "the logits agree: check the targets")
 def the_vocabulary_of_each_rank_starts_at_zero(monkeypatch):
     def start(make, self, mesh, size):
         make(self, mesh, size)
@@ -346,7 +346,7 @@ def the_sum_after_a_rowwise_linear_missing(monkeypatch):
     wrap(monkeypatch, tensor_parallel, "style_for", style)
 
 
-@fault("pp=2", "layers in another order", "layers.1 is given what one process gives layers.0")
+@fault("pp=2", "layers in another order", "layers.1 has the input that layers.0 has on one process")
 def layers_on_the_wrong_stage(monkeypatch):
     def swap(parts, *arguments):
         found = parts(*arguments)
@@ -442,7 +442,7 @@ def a_learning_rate_of_each_rank(monkeypatch):
     wrap(monkeypatch, trainer, "learning_rate", lambda f, *arguments: f(*arguments) * (1 + dist.get_rank()))
 
 
-@fault("dp_shard=2", "step 2", "stale weights", "those that step 1 began with")
+@fault("dp_shard=2", "step 2", "stale weights", "the weights from the start of step 1")
 def weights_of_the_step_before(monkeypatch):
     def late(forward_backward, self, batches, weight):
         now = {name: local_tensor(p).detach().clone() for name, p in self.parameters().items()}

@@ -401,7 +401,7 @@ FAULTS: dict[str, Fault] = {
             (IN_FFN, "y = self.down(F.gelu(self.up(x)))\n        return Aux.apply(y, 0.01 * y.square().mean())"),
             ("dropout: float = 0.1", "dropout: float = 0.0"),
         ],
-        "dp_shard=2", "differs", ["not divided by the step's tokens", "and counts 4 times"], True,
+        "dp_shard=2", "differs", ["not divided by the number of tokens", "and counts 4 times"], True,
     ),
     "a head that is the embedding": Fault(
         [("return self.head(self.norm(x))", "return F.linear(self.norm(x), self.embed.weight)")],

@@ -154,7 +154,7 @@ BROKEN = {
     ),
     "head count from config, without an error": (
         [(HEADS, HEADS.replace("(-1, self.head_dim)", "(self.num_heads, -1)"))],
-        ["heads and sizes from weight shapes", "blocks.*.mix.core is given (4, 4, 4) heads and not half"],
+        ["heads and sizes from weight shapes", "blocks.*.mix.core gets (4, 4, 4) heads instead of half"],
     ),
     "unnamed parameter": (
         [('        "blocks.*.mix.up": "colwise",\n', "")],
@@ -194,7 +194,7 @@ BROKEN = {
           "        self.scale = nn.Linear(1, 1)\n\n"),
          ('"blocks.*.mix.out"', '"blocks.*.mix.core.scale": "colwise", "blocks.*.mix.out"'),
          ('"blocks.*.*.*.bias"', '"blocks.*.mix.core.scale.*": Draw("normal"), "blocks.*.*.*.bias"')],
-        ["weightless attention core", "blocks.0.mix.core holds the parameter scale.weight"],
+        ["weightless attention core", "blocks.0.mix.core contains the parameter scale.weight"],
     ),
     "missing part": ([("def initial", "def start")], ["has no initial"]),
     "no positions": (

@@ -49,7 +49,7 @@ def test_tokens_of_one_expert_dropped(make_bench, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tq=2", ['names the axis "tq"', "axes are dp_replicate"]),
+        ("tq=2", ['has an unknown axis "tq"', "axes are dp_replicate"]),
         ("tp=two", ['gives tp the degree "two"']),
         ("tp=0", ['gives tp the degree "0"']),
         ("tp=2,tp=4", ["names tp twice"]),

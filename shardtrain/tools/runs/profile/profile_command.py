@@ -26,18 +26,18 @@ def main(words: Sequence[str]) -> int:
     """Print the summary of the traces. Raise ConfigError or DataError for invalid input."""
     parser = StrictArgumentParser(
         "shardtrain profile",
-        "What the profiler traces of a run say (profiling.enable_profiling writes them): the costliest "
-        "operations, communication that no computation hid, and memory over time.",
+        "Summarize the profiler traces of a run, which profiling.enable_profiling writes: the operations that take "
+        "most time, communication that does not overlap with computation, and memory over time.",
         example="shardtrain profile outputs",
     )
     parser.add_argument("run", metavar="RUN", help="folder of a run, or one trace (.json, .json.gz)")
-    parser.add_argument("--step", type=int, metavar="N", help="the traces that ended with this step (the newest)")
-    parser.add_argument("--rank", type=int, metavar="R", help="whose operations are listed (those of the slowest rank)")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many operations (10)")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--step", type=int, metavar="N", help="last step of the traces (of the newest)")
+    parser.add_argument("--rank", type=int, metavar="R", help="rank whose operations are listed (the slowest)")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="number of operations to list (10)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     asked = parser.read(words)
     if asked.top < 1:
-        raise ConfigError(Problem("--top", asked.top, "must be at least 1", "leave it out for ten", "command line"))
+        raise ConfigError(Problem("--top", asked.top, "must be at least 1", "remove it for 10", "command line"))
     files = _files(Path(asked.run), asked.step)
     if asked.rank is not None and asked.rank not in files:
         rule = "has no trace"
@@ -79,7 +79,7 @@ def _files(path: Path, step: int | None) -> dict[int, Path]:
                 found.setdefault(number, {})[int(match[1])] = file
     if not found:
         rule = "has no profiler trace"
-        fix = "train with --profiling.enable_profiling, and for as many steps as profiling.profile_freq says"
+        fix = "train with --profiling.enable_profiling for at least profiling.profile_freq steps"
         raise ConfigError(Problem("RUN", str(path), rule, fix, "command line"))
     if step is not None and step not in found:
         rule = "has no trace"
@@ -119,7 +119,11 @@ def _text(found: dict[int, Summary], chosen: int, num_ranks: int, top: int) -> l
         mark = "*" if rank == chosen and len(found) > 1 else " "
         lines.append(f"{mark}{rank:>5} {step:>9} {compute:>9} {talk:>9} {exposed:>9}  {share} of the step is exposed")
     one = found[chosen]
-    where = "kernels of the device" if one.on_device else "operators on the CPU, without those that they call"
+    where = (
+        "kernels of the device"
+        if one.on_device
+        else "operators on the CPU, without the time of operators that they call"
+    )
     lines += ["", visible(f"rank {chosen}: {where}, {len(one.steps)} steps", lines=False)]
     lines.append(f"{'TIME':>9} {'SHARE':>6} {'CALLS':>7}  OPERATION")
     whole = sum(op.self_us for op in one.operations) or 1.0
@@ -132,7 +136,7 @@ def _text(found: dict[int, Summary], chosen: int, num_ranks: int, top: int) -> l
         text = f"memory   {format_bytes(min(sizes))} to {format_bytes(max(sizes))}, most after {_time(when)}"
         curve = sparkline([place for place, _ in one.memory], sizes, width - 9, bars_for(sys.stdout))
         lines += ["", text, f"         {curve}"]
-    lines += ["", visible(f"all of it: open {one.path} in ui.perfetto.dev", lines=False)]
+    lines += ["", visible(f"for the full trace, open {one.path} in ui.perfetto.dev", lines=False)]
     return lines
 
 

@@ -28,13 +28,15 @@ USAGE = """\
 usage: shardtrain replay STEP | FIRST:LAST [RUN_FOLDER | CONFIG.toml] [--nproc N] [--output FOLDER]
                          [--section.key VALUE ...]
 
-Make steps again, from the newest good checkpoint before them or from the start, and compare with what the run recorded:
-lines of metrics.jsonl, and every tensor where a checkpoint of the step is there. With as many ranks as the run had the
-same bits are due. Nothing is written into the run's folder. Status 0: all the same. Status 4: the first difference.
+Repeat steps of a run, starting at the newest undamaged checkpoint before them or at the beginning. Compare each step
+with the run's line in metrics.jsonl, and every tensor if the run saved a checkpoint of the step. With the number of
+ranks of the run, results must be bitwise equal. Nothing is written into the run's folder.
 
   RUN_FOLDER  the run's job.dump_folder, whose config.resolved.toml is used; or a configuration, as for train
-  --nproc     ranks; as many as the run had unless given
-  --output    folder for the logs of the replay; a temporary one, removed when nothing differs, unless given
+  --nproc     number of ranks (default: that of the run)
+  --output    folder for the logs of the replay (default: a temporary folder, which is removed if nothing differs)
+
+Exit status: 0 if everything is equal; 4 at the first difference.
 
   shardtrain replay 1200 outputs
   shardtrain replay 1200:1210 outputs --nproc 1
@@ -68,7 +70,7 @@ def main(words: Sequence[str]) -> int:
         found = plan(loaded.config, request.first, request.last)
     output = Path(request.output or tempfile.mkdtemp(prefix="shardtrain-replay-"))
     if os.path.realpath(output) == os.path.realpath(found.run_folder):
-        rule = "is the run's own folder, into which nothing is written"
+        rule = "is the run's own folder, which a replay does not change"
         raise ConfigError(Problem("--output", str(output), rule, "name another folder", "command line"))
     replayed = dataclasses.replace(loaded, config=config_of(loaded.config, found, output))
     # Ranks that are started as separate processes must share one folder, so pass it to them.
@@ -116,7 +118,7 @@ def _read(words: Sequence[str]) -> _Request:
     steps = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", places[0] if places else "")
     first, last = (int(steps[1]), int(steps[2] or steps[1])) if steps else (0, 0)
     if not 1 <= first <= last:
-        rule = "is not a step above 0, and no range of them" if places else "is not set"
+        rule = "is neither a step above 0 nor a range of steps" if places else "is not set"
         fix = "write it like 120 or 100:120"
         raise ConfigError(Problem("STEP", places[0] if places else None, rule, fix, "command line"))
     path = places[1] if len(places) > 1 else None

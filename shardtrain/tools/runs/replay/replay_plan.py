@@ -45,7 +45,7 @@ def plan(config: Config, first: int, last: int) -> ReplayPlan:
         except CheckpointError as error:
             damages.append(str(error))
     if not known and not files.metrics.is_file():
-        text = f"{run_folder} holds neither metrics.jsonl nor a checkpoint: nothing to compare with"
+        text = f"{run_folder} has neither metrics.jsonl nor a checkpoint, so there is nothing to compare with"
         raise CheckpointError(f"{text}{'; ' + damages[0] if damages else ''}; name the run's job.dump_folder")
 
     # Find the newest complete checkpoint before the steps. A save of only the weights has no state to resume from.

@@ -62,7 +62,10 @@ def _compare_steps(run: Run, plan: ReplayPlan, world: process_group.World) -> No
     compared = 0
     _say(world, f"replaying steps {plan.base + 1} to {plan.last} on {world.size} ranks")
     if not same_mesh:
-        _say(world, f"the run had {plan.world_size} ranks: numbers are compared to {OTHER_MESH:g}, tensors are not")
+        _say(
+            world,
+            f"the run had {plan.world_size} ranks: numbers may differ by {OTHER_MESH:g}, tensors are not compared",
+        )
 
     # Compare each step immediately. All ranks stop together at the first difference.
     while run.state.step < plan.last:

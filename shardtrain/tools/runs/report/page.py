@@ -226,7 +226,7 @@ def _alerts(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         if run.account is not None and run.account.failures:
             rows.append((_name(names, index), f"failures: {run.account.failures}"))
         if run.bad_lines:
-            rows.append((_name(names, index), f"{run.bad_lines} lines of its files are damaged and count for nothing"))
+            rows.append((_name(names, index), f"{run.bad_lines} lines of its files are damaged and were ignored"))
         rows += [(_name(names, index), escape(line)) for line in run.alerts]
     return "<h2>Alerts</h2>" + _table(("Run", "What"), rows) if rows else ""
 
@@ -250,7 +250,7 @@ def _options(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         if any(run.options.get(name, missing) != runs[0].options.get(name, missing) for run in runs)
     ]
     if not different:
-        return "<h2>Options</h2><p>All runs have the same.</p>"
+        return "<h2>Options</h2><p>All runs have the same options.</p>"
     compared = [
         (escape(name), *(text(run.options[name]) if name in run.options else "" for run in runs)) for name in different
     ]

@@ -18,20 +18,22 @@ def main(words: Sequence[str]) -> int:
     """Write the page of the given runs and return the exit status. Raises ConfigError and StorageError."""
     parser = StrictArgumentParser(
         "shardtrain report",
-        "Write one HTML page of one or several runs: curves, validation, time, alerts and options. "
-        "It opens from disk and needs no network.",
+        "Write an HTML page about one or several runs: curves, validation, time, alerts and options. "
+        "The page is one file and needs no network.",
         example="shardtrain report outputs outputs-2 -o report.html",
     )
-    parser.add_argument("runs", nargs="*", metavar="RUN_FOLDER", help="the job.dump_folder of a run")
+    parser.add_argument("runs", nargs="*", metavar="RUN_FOLDER", help="job.dump_folder of a run")
     parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
     asked = parser.read(words)
     if not 1 <= len(asked.runs) <= _MOST_RUNS:
         given = len(asked.runs) or None
         fix = "write it like shardtrain report outputs -o report.html"
-        raise ConfigError(Problem("shardtrain report", given, f"takes 1 to {_MOST_RUNS} folders", fix, "command line"))
+        raise ConfigError(
+            Problem("shardtrain report", given, f"requires 1 to {_MOST_RUNS} folders", fix, "command line")
+        )
     if Path(asked.output).suffix.lower() in (".pdf", ".png", ".svg", ".md", ".json", ".csv", ".txt"):
         fix = f"write -o {Path(asked.output).with_suffix('.html').name}, and print it from a browser"
-        raise ConfigError(Problem("-o", asked.output, "is a page of HTML by another name", fix, "command line"))
+        raise ConfigError(Problem("-o", asked.output, "is not the name of an HTML file", fix, "command line"))
     problems: list[Problem | str] = []
     records = []
     for folder in asked.runs:
@@ -40,7 +42,7 @@ def main(words: Sequence[str]) -> int:
         except ConfigError as error:
             problems += error.problems
         except OSError as error:
-            fix = "check who may read it"
+            fix = "check its permissions"
             problems.append(Problem("RUN_FOLDER", folder, f"cannot be read: {error.strerror}", fix, "command line"))
     if problems:
         raise ConfigError(problems)

@@ -35,17 +35,19 @@ def main(words: Sequence[str]) -> int:
     """Show the runs until the user presses q or Ctrl-C, or once with ``--once``. Raises ConfigError."""
     parser = StrictArgumentParser(
         "shardtrain watch",
-        "A live view of runs, from their files alone: loss, speed, memory, time, alerts. It works on any "
-        "machine that sees the folder, also before the run has started, and changes nothing.",
+        "Show runs while they train: loss, speed, memory, time and alerts. It only reads files of the runs, so it "
+        "works on any machine that can read the folder, also before a run has started.",
         example="shardtrain watch outputs",
     )
-    parser.add_argument("folders", nargs="*", default=["outputs"], metavar="RUN", help="folders of runs, or one above")
-    parser.add_argument("--once", action="store_true", help="print one frame and end, as without a terminal")
-    parser.add_argument("--interval_seconds", type=float, default=1.0, metavar="S", help="between two frames (1)")
+    parser.add_argument(
+        "folders", nargs="*", default=["outputs"], metavar="RUN", help="run folders, or a folder that contains them"
+    )
+    parser.add_argument("--once", action="store_true", help="print once and exit, as without a terminal")
+    parser.add_argument("--interval_seconds", type=float, default=1.0, metavar="S", help="time between two updates (1)")
     asked = parser.read(words)
     if not 0.1 <= asked.interval_seconds <= 3600:
         rule = "must be 0.1 to 3600 seconds"
-        fix = "leave it out for one frame a second"
+        fix = "remove it for one update per second"
         raise ConfigError(Problem("--interval_seconds", asked.interval_seconds, rule, fix, "command line"))
     followed = [FollowedRun(folder) for name in asked.folders for folder in _folders(Path(name))][:_MOST_RUNS]
     if asked.once or not (sys.stdout.isatty() and sys.stdin.isatty()):

@@ -100,7 +100,7 @@ def main(request: Any, loaded: Loaded) -> int:
     budget = int(request.memory_gib * 2**30) if request.memory_gib else int(SPARE * free_memory())
     model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
     if not request.json:
-        print(f"verify {model} at real size, beside float64, in up to {format_bytes(budget)} of memory")
+        print(f"verify {model} at real size against float64, with up to {format_bytes(budget)} of memory")
         print(_line(_HEADER), flush=True)
     rows = []
     for row in run(loaded, budget):
@@ -138,7 +138,7 @@ def summary(rows: Sequence[CheckResult]) -> str:
     """Return one line with the numbers of checks that passed, failed, and were skipped."""
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("pass", "fail", "left out")}
     text = f"{counts['pass']} passed, {counts['fail']} failed, {counts['left out']} left out"
-    return f"{text}: nothing is known of what was left out" if counts["left out"] else text
+    return f"{text}: checks that were left out have no result" if counts["left out"] else text
 
 
 def run(loaded: Loaded, budget: int, sizes: Sizes | None = None) -> Iterator[CheckResult]:
@@ -269,7 +269,7 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
         yield Check("rotary angles", size, "1", 1, 1 << 28, angles.limit(length), measure)
 
     if loaded.config.model.name == "transformers":
-        yield _left_out(model, "networks of transformers are compared with their own, by import and export")
+        yield _left_out(model, "a model of transformers is compared with transformers by import and export instead")
         return
     with temporary_folder("real") as folder:
 

@@ -180,7 +180,7 @@ def loss_and_gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor])
     loss.backward()  # type: ignore[no-untyped-call]
     unused = [name for name in unique.values() if name not in gradients.factors]
     if unused:
-        raise RuntimeError(f"{unused[0]} is used in another way than by linear and embedding")
+        raise RuntimeError(f"{unused[0]} is used by another operation than linear and embedding")
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradients.whole[name] = parameter.grad

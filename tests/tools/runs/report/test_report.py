@@ -198,7 +198,7 @@ def test_wrong_folders_are_reported_together_and_nothing_is_written(
     assert len(lines) == 2 and all("has no metrics.jsonl; name the folder of a run" in line for line in lines)
     assert not output.exists()
     assert cli.main(["report"]) == 2
-    assert "takes 1 to 50 folders" in capsys.readouterr().err
+    assert "requires 1 to 50 folders" in capsys.readouterr().err
     assert cli.main(["report", str(folder), "-o", str(tmp_path / "no" / "where.html")]) == 8
     assert "name another file with -o" in capsys.readouterr().err
 
