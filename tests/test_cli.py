@@ -134,7 +134,7 @@ def test_version_is_that_of_the_package(capsys):
         (("data",), ["shardtrain data needs a verb", "prepare, check,", "shardtrain data --help"]),
         (("checkpoint",), ["shardtrain checkpoint needs a verb", "ls, verify,", "shardtrain checkpoint --help"]),
         (("launch",), ["shardtrain launch requires a platform", "local, ssh"]),
-        (("data", "tokenizer"), ["shardtrain data tokenizer needs an action", "train"]),
+        (("data", "tokenizer"), ["shardtrain data tokenizer requires an action", "train"]),
         (("replay",), ["STEP is not set", "120 or 100:120"]),
         (("tain",), ["tain", "is not a verb", "did you mean train?"]),
         (("data", "prepar"), ["shardtrain data", "prepar", "is not a verb", "did you mean prepare?"]),

@@ -79,7 +79,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     "a torch dtype": (lambda r, m, t: api.load_model(r, dtype=float), "dtype="),
     "a tokenizer for a run": (
         lambda r, m, t: api.load_model(r, tokenizer="bytes"),
-        'tokenizer="bytes" is for a Hugging Face folder',
+        'tokenizer="bytes" is only for Hugging Face folders',
     ),
     "a missing configuration": (lambda r, m, t: api.load_model(r, config="no.toml"), "no.toml"),
     "a configuration of a number": (lambda r, m, t: api.load_model(r, config=3), "config=3 must be"),
@@ -166,7 +166,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     "a number as the name of an option of a dataset": (lambda r, m, t: api.evaluate(m, {3: 4}), "validation.3"),
     "a sequence longer than memory": (
         lambda r, m, t: api.evaluate(m, _file(t / "x.txt", "abc"), seq_len=10**9),
-        "seq_len=1000000000 with 8 rows at once is more than 67,108,864 tokens",
+        "seq_len=1000000000 with 8 rows per batch exceeds 67,108,864 tokens",
     ),
     "a batch of no rows": (
         lambda r, m, t: api.evaluate(m, _file(t / "x.txt", "abc"), batch_size=0),
@@ -295,7 +295,7 @@ def test_weights_open_without_a_tokenizer_which_only_text_requires(kind: str, tm
     folder = _folder_without_tokenizer(kind, tmp_path)
     model = shardtrain.load_model(folder)
     assert all(parameter.isfinite().all() for parameter in model.model.parameters())
-    message = 'has no tokenizer .*; add tokenizer="bytes" or the path of one'
+    message = 'has no tokenizer .*; add tokenizer with a path or "bytes"'
     if kind == "a run":
         message = "hf_assets_path"
     (tmp_path / "held_out.txt").write_text("mesh shard gather\n" * 20)
@@ -317,7 +317,7 @@ def test_custom_attention_core_needs_no_cache_and_the_message_starts_with_it(
     model: Any, run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(path: str, core: Any) -> None:
-        rule = "doubles its scores, so its keys and values cannot be kept"
+        rule = "doubles its scores, so its keys and values cannot be cached"
         raise ConfigError(Problem("LAYOUT.context", path, rule, "add --no_cache, or correct it"))
 
     monkeypatch.setattr(cache, "_check_core", broken)

@@ -162,7 +162,7 @@ def _to_folder(found: Any, push: Any) -> int:
     for option in ("config", "adapter", "base_model"):
         if getattr(found, option):
             rule = f"has no effect, because {found.checkpoint} is a Hugging Face folder with its own config.json"
-            raise ConfigError(Problem(f"--{option}", str(getattr(found, option)), rule, "leave it out"))
+            raise ConfigError(Problem(f"--{option}", str(getattr(found, option)), rule, "remove it"))
     found.to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=found.to.parent, prefix=f"{found.to.name}.tmp-") as folder:
         importing.to_checkpoint(found.checkpoint, Path(folder) / "step-0")

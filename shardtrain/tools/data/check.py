@@ -109,7 +109,7 @@ def examine(config: Config, world_size: int) -> Report:
     vocab_size = int(shape.vocab_size)
     if tokenizer.vocab_size > vocab_size:
         report.problems.append(
-            f"the tokenizer has {tokenizer.vocab_size} ids, and the model's vocabulary {vocab_size}; set "
+            f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocabulary has {vocab_size}; set "
             f"model.overrides.vocab_size to {tokenizer.vocab_size} or more"
         )
 
@@ -300,7 +300,7 @@ def _judge(
         allowed = as_limit(tally.num_bad, tally.rows)
         fix = f'correct or remove them, or set data.bad_rows="skip" and data.bad_rows_max_fraction={allowed}'
         if tally.num_bad == tally.rows:
-            fix = "see whether the dataset, data.format and the names of its columns are right"
+            fix = "check training.dataset, data.format and the names of the columns"
         report.bad.append(f"dataset {survey.name} has {tally.num_bad} bad of {tally.rows} rows; {fix}")
     packed = survey.rows(packing) if packing else None
     try:
@@ -313,15 +313,15 @@ def _judge(
 
     # No token with a target, or no sequence after packing.
     if packed and tally.documents and not tally.learned and not survey.damage:
-        report.bad.append(f"dataset {survey.name} has no token that is learned; see data.format")
+        report.bad.append(f"dataset {survey.name} has no token that is learned; check data.format")
     elif packed and tally.documents and not survey.damage and not packed.num_rows:
-        rule = f"gives no sequence with packing {packed.packing.kind}, and seq_len {packed.packing.seq_len}"
-        report.bad.append(f"dataset {survey.name} {rule}; see data.long_documents, and documents of one token")
+        rule = f"has no sequence with packing {packed.packing.kind} and seq_len {packed.packing.seq_len}"
+        report.bad.append(f"dataset {survey.name} {rule}; check data.long_documents, and documents of one token")
     if packed:
         report.warnings.extend(f"dataset {survey.name}: {lost}" for lost in lost_documents(packed, tally.documents))
     if survey.max_id >= vocab_size:
         report.problems.append(
-            f"dataset {survey.name} has the id {survey.max_id}, and the model's vocabulary is {vocab_size}; set "
+            f"dataset {survey.name} has the id {survey.max_id}, but the model's vocabulary has {vocab_size} ids; set "
             f"model.overrides.vocab_size to {survey.max_id + 1} or more"
         )
     num_duplicates, _ = survey.duplicates()
@@ -345,4 +345,4 @@ def _as_text(report: Report) -> Iterator[str]:
     yield from (f"warning: {line}" for line in report.warnings)
     yield from (f"problem: {line}" for line in [*report.problems, *report.bad])
     if not report.warnings and not report.problems and not report.bad:
-        yield "all is well"
+        yield "no problems"

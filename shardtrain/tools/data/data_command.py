@@ -23,13 +23,13 @@ VERBS = {
     ),
     "show": CommandVerb(
         "tools.data.show",
-        (("show     [CONFIG.toml] ...", "print decoded samples with what is learned, documents and positions"),),
+        (("show     [CONFIG.toml] ...", "print decoded samples, with documents, positions and learned tokens"),),
         needs_torch=True,
         is_long=True,
     ),
     "probe": CommandVerb(
         "tools.data.probe",
-        (("probe    [CONFIG.toml] ...", "change one token and report which logits move: no leak between documents"),),
+        (("probe    [CONFIG.toml] ...", "change one token and report changed logits: finds leaks between documents"),),
         needs_torch=True,
         is_long=True,
     ),
@@ -41,7 +41,7 @@ VERBS = {
     "download": CommandVerb(
         "tools.data.download",
         (("download --repo_id NAME --local_dir FOLDER",
-          "fetch the tokenizer of a Hugging Face repository (HF_TOKEN is used)"),),
+          "download the tokenizer of a Hugging Face repository (HF_TOKEN is used)"),),
     ),
 }  # fmt: skip
 _NOTES = """\

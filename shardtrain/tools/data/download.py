@@ -56,7 +56,9 @@ def main(words: list[str]) -> int:
     options.assets = list(dict.fromkeys(ASSETS if options.all else options.assets))
     if options.tokenizer_path and options.assets != ["tokenizer"]:
         raise ConfigError(
-            Problem("--tokenizer_path", options.tokenizer_path, "is for the tokenizer alone", "leave it out")
+            Problem(
+                "--tokenizer_path", options.tokenizer_path, "can only be combined with --assets tokenizer", "remove it"
+            )
         )
     hub = Hub(options.repo_id, options.revision)
     with heartbeat(f"asking {hub.endpoint}"):
@@ -143,7 +145,7 @@ def _staging(folder: Path) -> Iterator[Path]:
                 raise BlockingIOError
         except (BlockingIOError, FileNotFoundError):
             rule = "is being written by another process"
-            raise ConfigError(Problem("--local_dir", str(folder), rule, "wait for it to end")) from None
+            raise ConfigError(Problem("--local_dir", str(folder), rule, "wait until it ends")) from None
         try:
             yield staging
         except DataError:
@@ -172,7 +174,7 @@ def _choose(options: argparse.Namespace, known: Sequence[str]) -> list[str]:
         elif not found:
             where = f"{options.repo_id}/{below}".rstrip("/")
             names = ", ".join(sorted(known)[:8]) + (", ..." if len(known) > 8 else "")
-            rule = f"finds nothing in {where}; its files are {names or 'none'}"
+            rule = f"matches no file of {where}, which has {names or 'no files'}"
             raise ConfigError(Problem("--assets", kind, rule, "check --repo_id, or request other assets"))
         chosen |= dict.fromkeys(sorted(found))
     return list(chosen)
@@ -185,7 +187,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def _parser() -> StrictArgumentParser:
     parser = StrictArgumentParser(
         PROGRAM,
-        "Fetch files of a Hugging Face repository, with huggingface_hub and its environment variables: HF_TOKEN, "
+        "Download files of a Hugging Face repository with huggingface_hub, which reads the environment: HF_TOKEN, "
         "HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, HTTPS_PROXY.",
         f"{PROGRAM} --repo_id meta-llama/Llama-3.1-8B --assets tokenizer",
         first="--repo_id",
@@ -193,9 +195,9 @@ def _parser() -> StrictArgumentParser:
     parser.add_argument("--repo_id", required=True, metavar="ORG/NAME", help="e.g. meta-llama/Llama-3.1-8B")
     kinds = ", ".join(ASSETS)
     parser.add_argument("--assets", nargs="+", default=["tokenizer"], choices=tuple(ASSETS), help=f"kinds: {kinds}")
-    parser.add_argument("--all", action="store_true", help="all kinds of assets")
+    parser.add_argument("--all", action="store_true", help="download all kinds of assets")
     parser.add_argument("--local_dir", metavar="DIR", help="the files go to DIR/NAME (assets/hf)")
-    parser.add_argument("--tokenizer_path", metavar="FOLDER", help="folder of the tokenizer within the repository, as "
-                        "torchtitan of 2024 calls it; the files then go to DIR/FOLDER (assets/tokenizer)")  # fmt: skip
+    parser.add_argument("--tokenizer_path", metavar="FOLDER", help="folder of the tokenizer in the repository (a name "
+                        "from torchtitan of 2024); the files then go to DIR/FOLDER (assets/tokenizer)")  # fmt: skip
     parser.add_argument("--revision", default="main", help="branch, tag or commit (main)")
     return parser

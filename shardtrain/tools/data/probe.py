@@ -116,11 +116,11 @@ def probe(
     import torch
 
     if batch.documents_BT is None:
-        raise ValueError("a batch without documents_BT has nothing to keep apart")
+        raise ValueError("a batch without documents_BT has no documents to separate")
     documents_T = batch.documents_BT[0]
     numbers, lengths = documents_T.unique_consecutive(return_counts=True)
     if len(numbers) < 2:
-        raise ValueError("the first row has one document; a leak needs two")
+        raise ValueError("the first row has one document, but a leak requires two")
     stops = lengths.cumsum(0).tolist()
 
     # Change the first token of some documents, spread over the sequence.
@@ -171,13 +171,13 @@ def _wrong_targets(batch: Batch, learned_BT: Tensor | None, ends_are_inputs: boo
         if documents[t] != documents[t + 1]:
             if not ends_are_inputs:
                 continue
-            wrong.append(f"loss across a boundary: place {t} of document {documents[t]} has a target though it is last")
+            wrong.append(f"loss across a boundary: place {t} of document {documents[t]} is last but has a target")
         elif target != tokens[t + 1]:
-            wrong.append(f"shifted target: place {t} has the target {target}, and the next token is {tokens[t + 1]}")
+            wrong.append(f"shifted target: place {t} has the target {target}, but the next token is {tokens[t + 1]}")
         elif learned_BT is not None and not learned_BT[0, t + 1]:
-            wrong.append(f"loss on a masked token: place {t} has the target {target}, which is not to be learned")
+            wrong.append(f"loss on a masked token: place {t} has the target {target}, which must not be learned")
     if all(target == IGNORE for target in targets):
-        wrong.append("no target of the sequence carries loss")
+        wrong.append("no target of the sequence has a loss")
     return wrong
 
 
@@ -193,7 +193,9 @@ def _wrong_positions(batch: Batch) -> list[str]:
     for t in range(1, len(positions)):
         expected = positions[t - 1] + 1 if documents[t] == documents[t - 1] else 0
         if positions[t] != expected:
-            wrong.append(f"wrong position: place {t} of document {documents[t]} is {positions[t]} and not {expected}")
+            wrong.append(
+                f"wrong position: place {t} of document {documents[t]} is {positions[t]} instead of {expected}"
+            )
     return wrong
 
 
@@ -229,7 +231,7 @@ def show_boundaries(batch: Batch, tokenizer: Tokenizer, around: int = 4, most: i
     documents = batch.documents_BT[0].tolist()
     with_loss = sum(target != IGNORE for target in targets)
     count = len(set(documents))
-    lines = [f"sequence of {len(tokens)} tokens in {count} documents; {with_loss} targets carry loss"]
+    lines = [f"sequence of {len(tokens)} tokens in {count} documents; {with_loss} targets have a loss"]
     boundaries = [t for t in range(1, len(tokens)) if documents[t] != documents[t - 1]]
     for boundary in boundaries[:most]:
         lines.append(f"boundary of documents {documents[boundary - 1]} and {documents[boundary]}:")
@@ -272,7 +274,7 @@ def _model(config: Any) -> tuple[nn.Module, bool]:
     count = sum(parameter.numel() for parameter in model.parameters())
     if count > MAX_PARAMETERS:
         rule = f"has {count / 1e9:.1f} billion parameters, more than the {MAX_PARAMETERS / 1e9:.0f} that probe runs"
-        fix = "give a smaller flavor, or --model.overrides.num_layers 2, with the same [data]: its mask is the same"
+        fix = "use a smaller flavor or --model.overrides.num_layers 2; with the same [data] its mask is the same"
         raise ConfigError(Problem("model.flavor", config.model.flavor, rule, fix))
     to_empty(model)
     for buffer in model.buffers():

@@ -57,7 +57,7 @@ class TrainingTexts:
         for path in wanted:
             module = find(dataset or _guess(path), "--dataset")
             if not hasattr(module, "open_source"):
-                raise ConfigError(Problem("--dataset", dataset, "contains tokens and no text", "name the text itself"))
+                raise ConfigError(Problem("--dataset", dataset, "contains tokens and no text", "use the original text"))
             # As for data.text_field, a number selects a column of files without a header.
             header = not text_field.isdecimal()
             request = Request(path=path, option="--input", max_row_bytes=_LONGEST_TEXT_BYTES, header=header)
@@ -104,7 +104,7 @@ def main(words: list[str]) -> int:
     """
     help_if_asked(words, _parser().format_help())
     if not words or words[0] != "train":
-        problem = Problem("shardtrain data tokenizer", words[0] if words else None, "needs an action", "use train")
+        problem = Problem("shardtrain data tokenizer", words[0] if words else None, "requires an action", "use train")
         raise ConfigError(problem)
     options = _parser().read(words[1:])
     special = _check(options)
@@ -168,17 +168,17 @@ def _parser() -> StrictArgumentParser:
     parser.add_argument(
         "--input", nargs="+", default=[], metavar="PATH", help="files or folders of text; some datasets need none"
     )
-    parser.add_argument("--vocab_size", type=int, required=True, metavar="N", help="ids, the special tokens included")
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="where tokenizer.json goes")
-    parser.add_argument("--dataset", metavar="NAME", help="how files are read; by the ending of their name unless set")
+    parser.add_argument(
+        "--vocab_size", type=int, required=True, metavar="N", help="number of ids, including special tokens"
+    )
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="output folder of tokenizer.json")
+    parser.add_argument("--dataset", metavar="NAME", help="format of the files (default: by their ending)")
     parser.add_argument("--text_field", default="text", metavar="COLUMN", help='column of the text ("text")')
     parser.add_argument(
-        "--special", nargs="+", default=[], metavar="TOKEN", help='more special tokens, e.g. "<|im_end|>"'
+        "--special", nargs="+", default=[], metavar="TOKEN", help='additional special tokens, e.g. "<|im_end|>"'
     )
-    parser.add_argument(
-        "--skip_bad_rows", action="store_true", help="leave rows out that have no text; they are counted"
-    )
-    parser.add_argument("--force", action="store_true", help="replace a tokenizer that is there already")
+    parser.add_argument("--skip_bad_rows", action="store_true", help="skip and count rows without text")
+    parser.add_argument("--force", action="store_true", help="replace an existing tokenizer")
     return parser
 
 
@@ -187,18 +187,18 @@ def _check(options: argparse.Namespace) -> list[str]:
     special = [BOS, EOS, PAD, *options.special]
     problems: list[Problem | str] = []
     if len(set(special)) < len(special) or "" in special:
-        rule = f"must name other tokens than each other and {BOS}, {EOS}, {PAD}, and no empty one"
-        problems.append(Problem("--special", " ".join(options.special), rule, "name each once"))
+        rule = f"has an empty token, a repeated token, or one of {BOS}, {EOS}, {PAD}"
+        problems.append(Problem("--special", " ".join(options.special), rule, "name each other token once"))
     least = 256 + len(special)
     if not least <= options.vocab_size <= 2**24:
-        rule = f"must be {least} (256 bytes and {len(special)} special tokens) to {2**24}"
+        rule = f"must be between {least} (256 bytes and {len(special)} special tokens) and {2**24}"
         problems.append(Problem("--vocab_size", options.vocab_size, rule, "32000 is usual for one language"))
     folder = Path(options.output)
     if folder.is_file():
         problems.append(Problem("--output", options.output, "is a file", "name a folder"))
     there = [name for name in ("tokenizer.json", "tokenizer_config.json") if (folder / name).exists()]
     if there and not options.force:
-        rule = f"holds {' and '.join(there)} already"
+        rule = f"already contains {' and '.join(there)}"
         problems.append(Problem("--output", options.output, rule, "name another folder, or use --force"))
     if problems:
         raise ConfigError(problems)
@@ -223,21 +223,21 @@ def _guess(path: str | None) -> str:
         uncompressed_name = uncompressed_name.removesuffix(ending)
     dataset = "text" if uncompressed_name.endswith(".py") else dataset_of(file.name)
     if dataset is None:
-        rule = "has no ending that tells what it holds"
-        raise ConfigError(Problem("--input", path, rule, "name how to read it with --dataset, e.g. --dataset text"))
+        rule = "has no ending of a known format"
+        raise ConfigError(Problem("--input", path, rule, "set its format with --dataset, e.g. --dataset text"))
     return dataset
 
 
 def _report(tokenizer: Tokenizer, texts: TrainingTexts, wanted: int, folder: Path) -> None:
     parts = texts.held_out or texts.first
-    where = "held-out text" if texts.held_out else "the text it was trained on (too little to hold some out)"
+    where = "held-out text" if texts.held_out else "the text it was trained on (there is too little to hold some out)"
     ids = tokenizer.encode_batch(parts)
     num_bytes = sum(len(part.encode()) for part in parts)
     num_tokens = sum(map(len, ids))
     wrong = sum(tokenizer.decode(one, keep_special=True) != part for one, part in zip(ids, parts, strict=True))
-    print(f"trained on {texts.bytes} bytes of {texts.documents} texts, {texts.skipped} bad rows left out")
+    print(f"trained on {texts.bytes} bytes of {texts.documents} texts, {texts.skipped} bad rows skipped")
     if tokenizer.vocab_size < wanted:
-        print(f"{tokenizer.vocab_size} ids in place of {wanted}: the text has no more pairs to merge")
+        print(f"{tokenizer.vocab_size} ids instead of {wanted}: the text has no more pairs to merge")
     print(f"{num_bytes / max(num_tokens, 1):.2f} bytes per token on {where}: {num_bytes} bytes, {num_tokens} tokens")
-    print(f"{len(parts) - wrong} of {len(parts)} parts come back as they were")
+    print(f"{len(parts) - wrong} of {len(parts)} parts are unchanged after encoding and decoding")
     print(f"wrote {folder / 'tokenizer.json'} with {tokenizer.vocab_size} ids")

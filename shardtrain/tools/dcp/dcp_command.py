@@ -91,13 +91,14 @@ def to_dcp(words: Sequence[str]) -> int:
     parser = StrictArgumentParser(
         "shardtrain checkpoint to-dcp",
         "Write a checkpoint as a folder of torch.distributed.checkpoint. With the names of torchtitan v0.2, torchtitan "
-        "loads it: the weights with checkpoint.initial_load_path, and all of it, but the place in the data, as a step "
-        'of its own folder with checkpoint.exclude_from_loading = ["dataloader"].',
+        "can load the weights with checkpoint.initial_load_path. It can also continue training, but not the position "
+        "in the data: move DCP into torchtitan's checkpoint folder as step-N, and set "
+        'checkpoint.exclude_from_loading = ["dataloader"].',
     )
     parser.add_argument("checkpoint", type=Path, metavar="DIR", help="a run's folder, or a step-N folder")
     parser.add_argument("--step", type=step_name, help=HELP)
     parser.add_argument("output", type=Path, metavar="DCP", help="a new folder")
-    parser.add_argument("--names", choices=NAMINGS, default=TORCHTITAN, help="of tensors (default: %(default)s)")
+    parser.add_argument("--names", choices=NAMINGS, default=TORCHTITAN, help="naming of tensors (default: %(default)s)")
     parser.add_argument("--model-only", action="store_true", help="skip the optimizer's state")
     parser.add_argument("--config", type=Path, help="the run's TOML (default: config.resolved.toml of the run)")
     found = parser.read(words)
@@ -113,14 +114,14 @@ def to_dcp(words: Sequence[str]) -> int:
     groups = None
     if loaded and adam and not found.model_only:
         if loaded.lr_scheduler.name.endswith(".py") and not found.config:
-            rule = "is code that the folder of a run names, and the rate of a checkpoint depends on it"
-            fix = "give the run's TOML with --config if you trust that file, or --model-only"
+            rule = "is a Python file named in a run's folder, and the learning rate of the checkpoint depends on it"
+            fix = "add --config with the run's TOML if you trust that file, or add --model-only"
             raise ConfigError(Problem("lr_scheduler.name", loaded.lr_scheduler.name, rule, fix))
         groups = _groups(loaded, stored.facts["state"])
     count, whole = writing.to_dcp(checkpoint, found.output, model, found.names, groups)
     print(f"{found.output}: {count} tensors, each read back and equal")
     if not whole:
-        why = "it needs the learning rates of the run's configuration, which is missing: give --config"
+        why = "it needs the learning rates of the run's configuration, which is missing: add --config"
         if found.model_only:
             why = "--model-only"
         elif loaded:

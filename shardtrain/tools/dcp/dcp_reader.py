@@ -182,9 +182,9 @@ def _optimizer(
         known = tuple(f".{moment}" for moment in MOMENTS)
         more = [name for name in there.tensors if name.startswith(prefix) and not name.endswith(known)]
         if more:
-            reason = f"it is of another optimizer, with {listed(more)}"
+            reason = f"it is from another optimizer, with {listed(more)}"
         elif missing or wrong:
-            reason = f"it is not that of Adam or AdamW for every parameter: {listed(missing + wrong)}"
+            reason = f"parameters lack the state of Adam or AdamW: {listed(missing + wrong)}"
     if reason and wanted:
         raise CheckpointError(f"{there.folder}: no optimizer state: {reason}; remove --optimizer")
     if reason:
@@ -215,23 +215,21 @@ def _other_angles(family: str, config: Any, seq_len: int | None) -> list[str]:
     """
     if family == "llama3" and config.rope_scaling == "none":
         return [
-            "rotary angles: torchtitan v0.2 scales those of every Llama 3, its debugmodel too, and this model's are "
-            "not: "
-            'where v0.2 has trained it, set model.overrides rope_scaling = "llama3" and rope_scaling_factor = 8.0'
+            "rotary angles: torchtitan v0.2 scales them in every Llama 3, including the debugmodel, but this model "
+            'does not; if v0.2 trained it, set model.overrides rope_scaling = "llama3" and rope_scaling_factor = 8.0'
         ]
     if family not in ("deepseek_v2", "deepseek_v3") or config.rope_factor == 1.0:
         return []
     if seq_len is None:
         return [
-            "rotary angles: torchtitan stretches them where training.seq_len was above "
-            f"{config.rope_original_seq_len}, as this model does; where it was not, set "
-            "model.overrides.rope_factor = 1.0"
+            "rotary angles: this model stretches them, but torchtitan only does so if training.seq_len was above "
+            f"{config.rope_original_seq_len}; if it was not, set model.overrides.rope_factor = 1.0"
         ]
     if seq_len <= config.rope_original_seq_len:
         raise ConfigError(
-            f"model.overrides.rope_factor={config.rope_factor} is not what torchtitan computes with training.seq_len="
+            f"model.overrides.rope_factor={config.rope_factor} differs from torchtitan's angles with training.seq_len="
             f"{seq_len}: it stretches rotary angles only above {config.rope_original_seq_len}; add "
-            "--model.overrides.rope_factor=1.0, here and where it is trained on"
+            "--model.overrides.rope_factor=1.0, here and to later training"
         )
     return []
 

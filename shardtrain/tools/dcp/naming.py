@@ -38,7 +38,7 @@ _TITAN = (
 The first match counts. ``*`` is a layer number, ``+`` the rest of the name.
 """
 _FAMILIES = ("llama2", "llama3", "llama4", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-_OTHERWISE = {"gpt_oss": "whose experts have w1 and w3 as one matrix there, row by row in turn"}
+_OTHERWISE = {"gpt_oss": "which stores w1 and w3 of experts in one matrix, in alternating rows"}
 _MARK = "tok_embeddings.weight"
 _PAIRED = re.compile(r"layers\.\d+\.attn\.w[qk]\.(weight|bias)")
 
@@ -93,7 +93,7 @@ def naming(kind: str, family: str, config: Any) -> Naming:
 
 
 def _refusal(family: str) -> str:
-    what = "is not written and read as torchtitan has it, " + _OTHERWISE[family] if family in _OTHERWISE else ""
+    what = "cannot be converted from or to torchtitan, " + _OTHERWISE[family] if family in _OTHERWISE else ""
     return f"{what or 'has no torchtitan counterpart'}; its models are {', '.join(_FAMILIES)}"
 
 

@@ -80,7 +80,9 @@ def to_dcp(
     weights = [*parameters, *(name for name, _ in network.named_buffers())]
     missing = [name for name in weights if WEIGHTS_PREFIX + name not in stored.tensors]
     if missing:
-        raise CheckpointError(f"checkpoint {checkpoint} has no {missing[0]}; is it of another model, or of adapters?")
+        raise CheckpointError(
+            f"checkpoint {checkpoint} has no {missing[0]}; it is from another model, or contains adapters"
+        )
     # Their name -> our name, and the name of the parameter that determines the order of rows.
     sources = {names.theirs(name): (WEIGHTS_PREFIX + name, name) for name in weights}
     if names.kind != OWN and getattr(names.config, "tied_embeddings", False):
@@ -160,7 +162,7 @@ def _write(
         there = DcpFolder(temporary)
         for theirs in sources:
             if not torch.equal(_bits(there.tensor(theirs)), _bits(read(theirs))):
-                raise StorageError(f"{output}: {theirs} is not what was written; check the disk")
+                raise StorageError(f"{output}: {theirs} differs after it was written; check the disk")
 
 
 def _bits(tensor: Tensor) -> Tensor:

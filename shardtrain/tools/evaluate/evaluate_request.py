@@ -19,8 +19,8 @@ from shardtrain.tools.generate.generate_request import ModelOptions
 from shardtrain.utils.arguments import StrictArgumentParser, option
 from shardtrain.utils.errors import ConfigError, Problem
 
-ABOUT = """Measure a model: the loss of each set of rows that --data names, or of the run's own [validation] set, and
-tasks of the lm-eval library. The results are printed as one JSON object."""
+ABOUT = """Measure a model: its loss on each dataset of --data, or on the run's own [validation] dataset, and tasks of
+the lm-eval library. The results are printed as one JSON object."""
 _DATA_OPTIONS = (
     "format", "prompt_field", "completion_field", "messages_field", "tools_field", "chat_template",
     "learn_turn_separator", "turn_end", "add_eos", "packing", "long_documents", "bad_rows", "bad_rows_max_fraction",
@@ -36,7 +36,9 @@ class SetOptions(ModelOptions):
         data_options: [data] options that override the run's, by name without "data.".
     """
 
-    data: Mapping[str, Path] = option((), "a set of rows; may be repeated", action="append", metavar="NAME=FILE")
+    data: Mapping[str, Path] = option(
+        (), "a dataset and its name; may be repeated", action="append", metavar="NAME=FILE"
+    )
     add_bos: bool | None = option(None, "begin texts with bos (as in training)", rare=True)
     data_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, kw_only=True)
 
@@ -49,7 +51,7 @@ class RowOptions:
     text_field: str | None = option(
         None, "field of the text in --data (data.text_field of the run)", rare=True, positional=True, metavar="NAME"
     )
-    batch_size: int = option(8, "rows at once (8); changes no result", positional=True)
+    batch_size: int = option(8, "rows per batch (8); does not change results", positional=True)
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,12 @@ class EvaluateOptions(RowOptions, SetOptions):
 
     # None means the sequence length of the run's training, limited to a maximum.
     seq_len: int | None = option(None, "tokens per sequence in --data (the run's, at most 2048)", positional=True)
-    tasks: tuple[str, ...] = option((), "tasks of lm-eval (the eval extra)", metavar="A,B")
-    include_path: Path | None = option(None, "folder of your own task files, whose code is run", rare=True)
+    tasks: tuple[str, ...] = option((), "tasks of lm-eval (requires shardtrain[eval])", metavar="A,B")
+    include_path: Path | None = option(None, "folder of your own task files; their code is run", rare=True)
     num_fewshot: int | None = option(None, "examples before each question of a task (the task's own)")
     limit: int | None = option(None, "questions per task (all)", rare=True)
-    output: Path | None = option(None, "JSON file to write too, which must not exist")
-    nproc: int = option(1, "processes over which each layer is split (1)")
+    output: Path | None = option(None, "JSON file for the results, in addition to stdout; must not exist")
+    nproc: int = option(1, "number of processes; each layer is split over them (1)")
 
 
 def read(words: list[str]) -> EvaluateOptions:
@@ -109,7 +111,7 @@ def data_options(loaded: configs.Loaded) -> dict[str, Any]:
     names = [name for name in all_options() if loaded.is_set(name)]
     others = [name for name in names if not name.startswith("data.")]
     if others:
-        raise ConfigError(Problem("options", others[0], "is not an option of [data]", "leave it out"))
+        raise ConfigError(Problem("options", others[0], "is not an option of [data]", "remove it"))
     return {name.removeprefix("data."): loaded.value(name) for name in names}
 
 
@@ -132,12 +134,12 @@ def _sets(words: list[str]) -> tuple[dict[str, Path], list[Problem]]:
         if not mark or not name or not path:
             problems.append(_problem("--data", word, "is not NAME=FILE", "write it like --data books=books.jsonl"))
         elif name in found:
-            problems.append(_problem("--data", word, "has a name that another set has", "choose another"))
+            problems.append(_problem("--data", word, "has the name of another dataset", "choose another name"))
         elif not Path(path).exists():
-            problems.append(_problem("--data", word, "names no file that exists", "correct the path"))
+            problems.append(_problem("--data", word, "names a file that does not exist", "correct the path"))
         elif Path(path).is_file() and dataset_of(path) is None:
-            fix = f"name a file that ends with {known_endings()}"
-            problems.append(_problem("--data", word, "has an ending that no dataset reads", fix))
+            fix = f"use a file with one of the endings {known_endings()}"
+            problems.append(_problem("--data", word, "has an ending of no known format", fix))
         found.setdefault(name, Path(path))
     return found, problems
 
@@ -149,10 +151,10 @@ def _wrong_values(r: EvaluateOptions) -> list[Problem]:
         if value is not None and value < least:
             problems.append(_problem(f"--{name}", value, f"must be at least {least}", f"write it like {max(least, 8)}"))
     if r.seq_len is not None and r.seq_len % max(r.nproc, 1):
-        rule = f"is not a multiple of --nproc={r.nproc}, over which sequences are split"
+        rule = f"is not a multiple of --nproc={r.nproc}, because sequences are split over the processes"
         problems.append(_problem("--seq_len", r.seq_len, rule, "use a multiple"))
     return problems
 
 
-def _problem(option: str, value: object, rule: str, fix: str = "leave it out") -> Problem:
+def _problem(option: str, value: object, rule: str, fix: str = "remove it") -> Problem:
     return Problem(option, str(value), rule, fix, "command line")

@@ -46,7 +46,7 @@ class Engine(TemplateLM):
         tokenizer = self._opened.tokenizer
         found = tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.bos_id
         if found is None:
-            rule = "needs a token that ends documents, and the tokenizer has none"
+            rule = "requires a token that ends documents, but the tokenizer has none"
             raise ConfigError(Problem("--tasks", None, rule, "use the model's own tokenizer"))
         return found
 
@@ -151,7 +151,7 @@ class Engine(TemplateLM):
             sampling, stops, new_tokens = _asked(requests[members[0]].args[1])
             room = self.max_length - new_tokens
             if room < 1:
-                rule = f"asks for {new_tokens} new tokens, and the model was trained on {self.max_length}"
+                rule = f"requests {new_tokens} new tokens, but the model was trained on sequences of {self.max_length}"
                 raise ConfigError(Problem("--tasks", None, rule, "choose another task"))
             prompts = {i: self.tok_encode(requests[i].args[0])[-room:] or [self.prefix_token_id] for i in members}
             members.sort(key=lambda i: -len(prompts[i]))
@@ -178,7 +178,7 @@ def _asked(options: dict[str, Any]) -> tuple[Sampling, list[str], int]:
     limit = next((int(options[name]) for name in names if options.get(name) is not None), _NEW_TOKENS)
     unknown = sorted(set(options) - {"until", "do_sample", "temperature", "top_k", "top_p", *names})
     if unknown:
-        rule = f"asks for {', '.join(unknown)} when it generates, which is not known here"
+        rule = f"has unsupported generation options: {', '.join(unknown)}"
         raise ConfigError(Problem("--tasks", None, rule, "choose another task"))
     draws = options.get("do_sample", bool(options.get("temperature")))
     temperature = float(options.get("temperature", 1.0)) if draws else 0.0

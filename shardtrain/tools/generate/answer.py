@@ -60,8 +60,8 @@ def run(asked: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
         if is_first:
             print(f"shardtrain generate: {opened.name}", file=sys.stderr, flush=True)
             if unused := unused_settings(opened.settings):
-                advice = "set --temperature, --top_p and others yourself"
-                print(f"generation settings of the model that are not used: {unused}; {advice}", file=sys.stderr)
+                advice = "set --temperature, --top_p and other options instead"
+                print(f"ignored generation settings of the model: {unused}; {advice}", file=sys.stderr)
         answers = Answers(asked, opened, is_first)
         if rows is None:
             answers.print_one(asked.prompt or "")
@@ -167,8 +167,8 @@ class Answers:
         trained = self._opened.config.training.seq_len
         if longest > trained and self._is_first:
             print(
-                f"warning: up to {longest} tokens, and the model was trained on sequences of {trained}: what comes "
-                "later may make no sense",
+                f"warning: up to {longest} tokens, but the model was trained on sequences of {trained}: later text may "
+                "make no sense",
                 file=sys.stderr,
             )
 

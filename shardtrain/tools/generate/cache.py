@@ -302,7 +302,7 @@ def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
     """
     paths = [path for path, _ in model.named_modules() if layout.context and matches(path, layout.context)]
     if not paths:
-        rule = "names no attention core, so its keys and values cannot be kept"
+        rule = "names no attention core, so keys and values cannot be cached"
         raise ConfigError(Problem("LAYOUT.context", None, rule, "add --no_cache, or name the core"))
     owned = [model.get_submodule(path) for path in paths]
     for path, core in zip(paths, owned, strict=True):
@@ -326,5 +326,5 @@ def _check_core(path: str, core: nn.Module) -> None:
     # Caching has the same requirements as splitting a sequence.
     broken = broken_when_split(core, None, seq_len=0)
     if broken:
-        rule = f"{broken.rule}, so its keys and values cannot be kept"
+        rule = f"{broken.rule}, so its keys and values cannot be cached"
         raise ConfigError(Problem("LAYOUT.context", path, rule, f"add --no_cache, or {broken.fix}"))

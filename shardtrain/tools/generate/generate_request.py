@@ -17,8 +17,8 @@ from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.utils.arguments import StrictArgumentParser, option
 from shardtrain.utils.errors import ConfigError, Problem
 
-ABOUT = """Continue a prompt, or each row of a JSONL file, with a trained model. One prompt is printed as it comes;
-of a file every field is kept and the prediction added, and the output is there when all of it is."""
+ABOUT = """Continue a prompt, or each row of a JSONL file, with a trained model. For one prompt, tokens are printed when
+they are generated. For a file, the output has all fields of each row and the prediction; it is written at the end."""
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,24 @@ class ModelOptions:
 
     source: Path = option(..., "run folder, checkpoint, or HF_DIR", flag="--from", metavar="RUN")
     step: str | None = option(None, HELP, type=step_name)
-    config: Path | None = option(None, "the run's configuration; found beside the checkpoint unless given", rare=True)
-    tokenizer: str | None = option(None, 'of a Hugging Face folder without one: a path, or "bytes"', rare=True)
-    dtype: str | None = option(None, "type to compute in; the run's own", rare=True, choices=COMPUTE_DTYPES)
-    device: str | None = option(None, "where; the run's own training.device", rare=True, choices=DEVICE_TYPES)
-    nproc: int = option(1, "processes over which each layer is split (1)", rare=True)
+    config: Path | None = option(None, "the run's configuration (found near the checkpoint)", rare=True)
+    tokenizer: str | None = option(None, 'for a Hugging Face folder without tokenizer: a path, or "bytes"', rare=True)
+    dtype: str | None = option(None, "dtype of the computation (the run's)", rare=True, choices=COMPUTE_DTYPES)
+    device: str | None = option(None, "device (the run's training.device)", rare=True, choices=DEVICE_TYPES)
+    nproc: int = option(1, "number of processes; each layer is split over them (1)", rare=True)
 
 
 @dataclass(frozen=True)
 class PromptOptions(ModelOptions):
     """Command-line options for prompts and the output file."""
 
-    base: Path | None = option(None, "frozen weights of a run with adapters, if they have moved", rare=True)
+    base: Path | None = option(None, "frozen weights of a run with adapters, if they were moved", rare=True)
     adapter: Path | None = option(None, "PEFT folder whose adapters are added to the model", rare=True)
     prompt: str | None = option(None, "a text to continue")
     input: Path | None = option(None, "JSONL file of prompts")
     output: Path | None = option(None, "JSONL file to write, which must not exist")
-    field: str = option("prompt", "field of the prompt (prompt); dots reach into objects", rare=True)
-    prediction_field: str = option("prediction", "field that is added (prediction)", rare=True)
+    field: str = option("prompt", "field of the prompt (prompt); a.b is field b of the object a", rare=True)
+    prediction_field: str = option("prediction", "name of the added field (prediction)", rare=True)
     add_bos: bool | None = option(None, "begin texts with bos (as in training)", rare=True)
 
 
@@ -54,14 +54,14 @@ class TextOptions:
 
     chat: bool = option(False, "render the prompt, a text or messages, with the chat template")
     max_new_tokens: int = option(128, "at most this many new tokens per prompt (128)", positional=True)
-    temperature: float = option(0.0, "0: the most likely token; above 0: sampled (0)")
-    top_k: int = option(0, "sample from so many of the most likely; 0: all (0)", rare=True)
-    top_p: float = option(1.0, "sample from the most likely, of this total probability (1)")
-    repetition_penalty: float = option(1.0, "above 1: avoid tokens of before (1)", rare=True)
+    temperature: float = option(0.0, "0 chooses the most likely token, above 0 samples (0)")
+    top_k: int = option(0, "sample from this number of the most likely tokens; 0 for all (0)", rare=True)
+    top_p: float = option(1.0, "sample from the most likely tokens with this total probability (1)")
+    repetition_penalty: float = option(1.0, "above 1 makes earlier tokens less likely (1)", rare=True)
     stop: str | Sequence[str] = option((), "end before this text; may be repeated", action="append", metavar="TEXT")
-    seed: int = option(0, "seed of the sampling (0)", rare=True)
-    batch_size: int = option(8, "rows at once (8); changes no result", rare=True)
-    no_cache: bool = option(False, "compute keys and values again for each new token", rare=True)
+    seed: int = option(0, "seed of sampling (0)", rare=True)
+    batch_size: int = option(8, "rows per batch (8); does not change results", rare=True)
+    no_cache: bool = option(False, "recompute keys and values for each new token", rare=True)
 
     @property
     def stops(self) -> list[str]:
@@ -102,14 +102,14 @@ def check(options: TextOptions) -> None:
 
 def _prompt_problems(o: GenerateOptions) -> Iterator[Problem]:
     if (o.prompt is None) == (o.input is None):
-        yield _problem("--prompt", None, "or --input is needed, and not both", "give one of them")
+        yield _problem("--prompt", None, "or --input must be set, but not both", "use one of them")
     elif o.input is not None and o.output is None:
-        yield _problem("--input", str(o.input), "needs a file for its predictions", "give --output out.jsonl")
+        yield _problem("--input", str(o.input), "requires a file for the predictions", "add --output out.jsonl")
     elif o.prompt is not None and o.output is not None:
-        yield _problem("--output", str(o.output), "has no effect with --prompt, which is printed", "leave it out")
+        yield _problem("--output", str(o.output), "has no effect with --prompt, which is printed", "remove it")
     if o.chat and o.add_bos is not None:
-        rule = "has no effect with --chat: a conversation is what the chat template writes"
-        yield _problem("--add_bos", o.add_bos, rule, "leave it out")
+        rule = "has no effect with --chat, because the chat template writes the entire prompt"
+        yield _problem("--add_bos", o.add_bos, rule, "remove it")
     if o.nproc < 1:
         yield _problem("--nproc", o.nproc, "must be at least 1", "write it like 2")
     if not o.field:
@@ -135,15 +135,15 @@ _BOUNDS: tuple[tuple[str, float, float, str, str], ...] = (
 def _text_problems(o: TextOptions) -> Iterator[Problem]:
     for name, is_set in (("top_k", o.top_k != 0), ("top_p", o.top_p != 1), ("seed", o.seed != 0)):
         if is_set and o.temperature == 0:
-            rule = "has no effect at --temperature 0, where nothing is drawn"
-            yield _problem(f"--{name}", getattr(o, name), rule, "set it above 0")
+            rule = "has no effect at --temperature 0, which does not sample"
+            yield _problem(f"--{name}", getattr(o, name), rule, "set a temperature above 0")
             break
     for name, least, most, rule, fix in _BOUNDS:
         value = getattr(o, name)
         if not least <= value <= most:  # also true of NaN
             yield _problem(f"--{name}", value, rule, fix)
     if not all(o.stops):
-        yield _problem("--stop", o.stop, "must be a text", "leave it out")
+        yield _problem("--stop", o.stop, "must be a text", "remove it")
 
 
 def _problem(option: str, value: object, rule: str, fix: str) -> Problem:

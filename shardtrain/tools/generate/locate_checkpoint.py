@@ -24,8 +24,8 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
     """Load a model's configuration from ``config_file``, or find it from a run, checkpoint or hub folder."""
     if is_hub_folder(path):
         if config_file is not None:
-            rule = f"has no effect: {path} is a Hugging Face folder, which says what it is"
-            raise ConfigError(Problem("--config", str(config_file), rule, "leave it out"))
+            rule = f"has no effect: {path} is a Hugging Face folder, which has its own configuration"
+            raise ConfigError(Problem("--config", str(config_file), rule, "remove it"))
         return config_of(path, tokenizer_path)
 
     # A checkpoint written by import or merge records its model and may contain the tokenizer.
@@ -37,8 +37,8 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
         return loaded_of(noted, kept.config if kept is not None else {}, assets)
 
     if tokenizer_path is not None:
-        rule = "is for a Hugging Face folder, and a run has its own"
-        raise ConfigError(Problem("--tokenizer", tokenizer_path, rule, "leave it out"))
+        rule = "is only for Hugging Face folders, because a run has its own tokenizer"
+        raise ConfigError(Problem("--tokenizer", tokenizer_path, rule, "remove it"))
     if config_file is not None:
         return configs.load(config_file)
     if not path.exists():
@@ -56,7 +56,7 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
     model = loaded.config.model
     for option, value in (("model.name", model.name), ("model.tokenizer_path", model.tokenizer_path)):
         if value and value.endswith(".py"):
-            rule = f"is a file of code, and {found} was found, not named"
+            rule = f"is a Python file named in {found}, which was not requested explicitly"
             raise ConfigError(Problem(option, value, rule, f"if you trust it, add --config {found}"))
     return loaded
 
@@ -77,7 +77,7 @@ def find_checkpoint(path: Path, config: Config, step: str | None = None) -> Chos
     folder = next((f for f in (path, path / config.checkpoint.folder) if retention.step_folders(f)), None)
     if folder is None:
         raise CheckpointError(
-            f"--from {path} holds no checkpoint: no folder named step-N in it or in its checkpoint/; name a run that "
-            "has saved, as one does with --checkpoint.enable"
+            f"--from {path} has no checkpoint: neither it nor its checkpoint/ has a folder step-N; name a run that "
+            "saved checkpoints (--checkpoint.enable)"
         )
     return choice.choose(folder, step, verify)

@@ -56,7 +56,7 @@ def read_rows(path: Path, field: str, prediction_field: str) -> list[PromptRow]:
         if data.strip():
             rows.append(read_row(data, f"{path}:{number}", field, prediction_field))
     if not rows:
-        raise DataError(f"{path} has no rows; each line is to be a JSON object with the field {field!r}")
+        raise DataError(f"{path} has no rows; each line must be a JSON object with the field {field!r}")
     return rows
 
 
@@ -78,7 +78,7 @@ def read_row(data: bytes, place: str, field: str, prediction_field: str) -> Prom
     except Unusable as error:
         raise DataError(f"{place}: {error.reason}") from None
     if prediction_field in values:
-        raise DataError(f"{place}: has the field {prediction_field!r} already; name another with --prediction_field")
+        raise DataError(f"{place}: already has the field {prediction_field!r}; choose another with --prediction_field")
     return PromptRow(place, line, values)
 
 
@@ -113,7 +113,7 @@ class GenerationPrompts:
             if not ids and self._tokenizer.bos_id is not None:
                 ids = [self._tokenizer.bos_id]  # the model needs at least one token
         else:
-            raise Unusable(f"column {field!r} holds a list of messages, which needs a chat template: give --chat")
+            raise Unusable(f"column {field!r} has a list of messages, which requires a chat template: add --chat")
         if not ids:
             raise Unusable("the prompt is empty, and the tokenizer has no token that begins a text")
         return ids
@@ -126,7 +126,9 @@ def check_output(path: Path | None) -> None:
     if path.exists():
         raise ConfigError(Problem("--output", str(path), "exists", "name another file"))
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(Problem("--output", str(path), "is in no folder that can be written", "make the folder"))
+        raise ConfigError(
+            Problem("--output", str(path), "is in a folder that does not exist or is not writable", "create the folder")
+        )
 
 
 def write_rows(path: Path, rows: Sequence[PromptRow], predictions: Sequence[str], field: str) -> None:

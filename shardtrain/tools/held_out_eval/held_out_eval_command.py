@@ -20,17 +20,16 @@ HELP = """\
 usage: shardtrain test CONFIG.toml [--step latest|best|N] [--nproc N] [--output FOLDER]
                        [--section.key VALUE ...]
 
-Evaluates a trained model on validation.dataset ("dev") and on task.test_dataset_path ("test"), each row once, and
-writes into job.dump_folder, or FOLDER:
+Evaluate a trained model on validation.dataset ("dev") and on task.test_dataset_path ("test"), each row once. These
+files are written into job.dump_folder, or into FOLDER:
 
   dev_results.json, test_results.json          the metrics of the task
   dev_prediction.txt, test_prediction.txt      one line per row, in the order of the data
 
-A test set without labels gets predictions only.
+For a test set without labels, only predictions are written.
 
-  --step        checkpoint of the run: latest, best or a number (the best if checkpoint.keep_best keeps one, else the
-                latest)
-  --checkpoint  the same, or the path of a checkpoint
+  --step        checkpoint of the run: latest, best or a number (default: best with checkpoint.keep_best, else latest)
+  --checkpoint  as --step, or the path of a checkpoint
 
   shardtrain test my_classifier.toml --step latest
 """

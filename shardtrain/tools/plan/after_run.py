@@ -67,9 +67,9 @@ def beside_measured(folder: Path, world_size: int, device_name: str) -> list[str
             off = measured / planned - 1
             text = f"{name}: planned {planned:{form}}, measured {measured:{form}} ({off:+.0%})"
             if name.startswith("tokens per second") and plan.time.seconds < _SHORT_SECONDS:
-                text += ": steps this short depend on the host, which is not planned"
+                text += ": the speed of such short steps depends on the host, which is not planned"
             elif name.startswith("peak memory") and abs(planned - measured) < _SMALL_GIB:
-                text += ": the difference is below the accuracy of a plan"
+                text += ": the difference is within the accuracy of a plan"
             elif abs(off) > OFF:
                 text = f"warning: {text}: more than {OFF:.0%} off"
             lines.append(text)

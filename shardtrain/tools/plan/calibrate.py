@@ -58,7 +58,7 @@ def learn(folder: Path, device: Device) -> Calibrated:
     steps = metrics.get("step_seconds", [])
     speeds = list(zip(metrics.get("tokens_per_second", []), metrics.get("tps", []), strict=False))
     if len(steps) < _FEWEST_STEPS or not speeds or not speeds[-1][1] > 0:
-        rule = f"has {len(steps)} logged steps with their times"
+        rule = f"has only {len(steps)} logged steps with times"
         fix = f"use a run with at least {_FEWEST_STEPS} (metrics.log_freq)"
         raise ConfigError(Problem("--calibrate", str(folder), rule, fix, "command line"))
     world_size = max(1, round(speeds[-1][0] / speeds[-1][1]))
@@ -66,7 +66,7 @@ def learn(folder: Path, device: Device) -> Calibrated:
     ratio = statistics.median(steps[len(steps) // 2 :]) / plan.time.seconds
     if not 1 / _FARTHEST < ratio < _FARTHEST:
         rule = f"took {ratio:.3g} times as long as planned on {device.name}"
-        raise ConfigError(Problem("--calibrate", str(folder), rule, "name the device of that run with --device"))
+        raise ConfigError(Problem("--calibrate", str(folder), rule, "set --device to the device of that run"))
     return Calibrated(device.slower(ratio), ratio, world_size, len(steps))
 
 
@@ -100,7 +100,7 @@ def learn_report(path: Path, device: Device) -> Measured:
 
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise wrong(f"has more than {_MOST_BYTES} bytes, and is not a report")
+            raise wrong(f"has more than {_MOST_BYTES} bytes, so it is not a report")
         report = checked_json.parse(path.read_bytes())
         rates = report["rates"]
         name = str(report["device"])
@@ -115,7 +115,7 @@ def learn_report(path: Path, device: Device) -> Measured:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise wrong("is not a report of the doctor") from error
     if not flops or not all(map(_is_rate, (*flops.values(), *(rate for _, _, rate in collectives)))):
-        raise wrong("has rates that no device has")
+        raise wrong("has impossible rates")
     found = "cpu" if rates.get("type") == "cpu" else devices.find(name)
     if found is not None and found != device.name and device.name in devices.names():
         raise wrong(f"is about {name[:80]}, not {device.name}", f"plan for it with --device {found}")
@@ -152,9 +152,7 @@ def _with_rates(
                 changes[field] = replace(link, bytes_per_second=max(found) / link.efficiency)
     for name, ratio in ratios.items():
         if not 1 / _FARTHEST < ratio < _FARTHEST:
-            raise wrong(
-                f"has {name} at {1 / ratio:.3g} of {device.name}", "name the device of the report with --device"
-            )
+            raise wrong(f"has {name} at {1 / ratio:.3g} of {device.name}", "set --device to the device of the report")
     slower = ratios[f"{dtype} products"]
     changes["flops"] = {name: peak / slower for name, peak in device.flops.items()}
     return Measured(replace(device, **changes), ratios)

@@ -105,7 +105,7 @@ class Device:
             ConfigError: the device has no peak for it.
         """
         if dtype not in self.flops:
-            rule = f"has no peak of {dtype} in its row, which has only {', '.join(sorted(self.flops))}"
+            rule = f"has no peak for {dtype} in its row, only for {', '.join(sorted(self.flops))}"
             raise ConfigError(
                 Problem("--device", self.name, rule, f"add {dtype} to its flops, or compute in another dtype")
             )
@@ -171,7 +171,7 @@ def _read(path: Path, option: str) -> dict[str, Any]:
         return parse_toml(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         rule = f"cannot be read: {error.strerror}"
-        raise ConfigError(Problem(option, str(path), rule, "give an existing file")) from error
+        raise ConfigError(Problem(option, str(path), rule, "use an existing file")) from error
     except ValueError as error:
         raise ConfigError(Problem(option, str(path), f"is not TOML: {error}", "correct the file")) from error
 
@@ -208,11 +208,11 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
     for key in ("memory_gib", "memory_bytes_per_second", "devices_per_node", *may_be_zero):
         _check_number(f"{path}.{key}", row[key], _LARGEST[key], where, zero=key in may_be_zero)
     if not isinstance(row["source"], str):
-        raise _wrong(f"{path}.source", row["source"], "is not text", "say where the numbers are from", where)
+        raise _wrong(f"{path}.source", row["source"], "is not text", "write the origin of the numbers", where)
     _check_shares(row, ("matmul_efficiency", "attention_efficiency", "memory_efficiency"), path, where)
     for key in ("devices_per_node", "devices_per_link"):
         if row[key] != int(row[key]):
-            raise _wrong(f"{path}.{key}", row[key], "is not whole", "write a whole number", where)
+            raise _wrong(f"{path}.{key}", row[key], "is not a whole number", "correct it", where)
     return Device(
         **{
             **row,
@@ -233,9 +233,9 @@ def _link(name: Any, links: Mapping[str, Any], path: str, where: str) -> Link:
     _check_shares(row, ("efficiency",), f"links.{name}", where)
     _check_number(f"links.{name}.peers", row["peers"], _LARGEST["devices_per_node"], where, zero=True)
     if not isinstance(row["source"], str):
-        raise _wrong(f"links.{name}.source", row["source"], "is not text", "say where the numbers are from", where)
+        raise _wrong(f"links.{name}.source", row["source"], "is not text", "write the origin of the numbers", where)
     if row["peers"] != int(row["peers"]):
-        raise _wrong(f"links.{name}.peers", row["peers"], "is not whole", "write a whole number", where)
+        raise _wrong(f"links.{name}.peers", row["peers"], "is not a whole number", "correct it", where)
     return Link(name, **row)
 
 
@@ -255,7 +255,7 @@ def _check_number(path: str, value: Any, largest: float, where: str, zero: bool 
 def _check_shares(row: Mapping[str, Any], keys: tuple[str, ...], path: str, where: str) -> None:
     for key in keys:
         if isinstance(row[key], bool) or not isinstance(row[key], int | float) or not 0 < row[key] <= 1:
-            raise _wrong(f"{path}.{key}", row[key], "is not a share above 0 and up to 1", "write such a share", where)
+            raise _wrong(f"{path}.{key}", row[key], "must be above 0 and at most 1", "correct it", where)
 
 
 def _wrong(path: str, value: Any, rule: str, fix: str, where: str) -> ConfigError:

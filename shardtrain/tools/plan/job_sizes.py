@@ -233,7 +233,7 @@ def _schedule(parallelism: Parallelism) -> tuple[str, list[str]]:
     if name not in stages.FROM_CSV or parallelism.pipeline_parallel_degree < 2:
         return name, []
     name = "1F1B" if name in stages.SINGLE else "Interleaved1F1B"
-    return name, [f"pipeline_parallel_schedule_csv is not read here; planned as {name}"]
+    return name, [f"plan does not read pipeline_parallel_schedule_csv; planned as {name}"]
 
 
 @dataclass(frozen=True)

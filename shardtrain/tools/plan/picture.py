@@ -135,7 +135,7 @@ def _time(plan: Plan, width: int) -> Iterator[str]:
         share = seconds / plan.time.seconds
         if share >= 0.005:
             yield f"  {name:<28}{format_seconds(seconds):>10}{share:>7.1%} {'#' * round((width - 50) * share)}"
-    yield "what would cut the largest:"
+    yield "changes that reduce the largest:"
     for name, _ in plan.time.largest(3):
         yield from textwrap.wrap(f"{name}: {CUTS[name]}", width, initial_indent="  ", subsequent_indent="    ")
 
@@ -154,25 +154,25 @@ def _budget(
     yield f"  at most {energy / 1000:,.1f} MWh (devices at {plan.device.power_watts:g} W each)"
     if save_seconds:
         count, longer = plan.failures(tokens, save_seconds)
-        took = "it never ends: save more often"
+        took = "training never ends with failures: save more often"
         if longer < math.inf:
             cost = f", ${longer * 24 * plan.world_size * dollars_per_hour:,.0f}" if dollars_per_hour else ""
             took = f"{longer:,.1f} days with {count:,.0f} failures, goodput {days / longer:.1%}{cost}"
         text = (
             f"{took} (one failure in {SECONDS_PER_FAILURE / 3600:,.0f} device hours, as in the run of Llama 3 405B; "
-            f"saved every {format_seconds(save_seconds)}, back in {format_seconds(RESTART_SECONDS)})"
+            f"saved every {format_seconds(save_seconds)}, restarts take {format_seconds(RESTART_SECONDS)})"
         )
         yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
     else:
-        yield "  no checkpoint is saved (checkpoint.enable): a failure would cost all of it"
+        yield "  no checkpoint is saved (checkpoint.enable): a failure would lose the entire run"
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
     yield ""
     spare = plan.device.memory_bytes - plan.peak_bytes
     if plan.fits:
-        yield f"fits: {format_bytes(spare)} to spare on each device"
+        yield f"fits: {format_bytes(spare)} free on each device"
         return
-    yield f"does not fit: {format_bytes(-spare)} too much; what would help:"
+    yield f"does not fit: {format_bytes(-spare)} too much; possible changes:"
     for fix in plan.fixes:
         yield f"  {fix}"

@@ -116,15 +116,15 @@ class PlanOptions:
             return ConfigError(Problem("-o" if option == "--output" else option, value, rule, fix, "command line"))
 
         if {"--gpus", "--nodes"} <= given.keys():
-            raise wrong("--nodes", "cannot be combined with --gpus", "give one of them", given["--nodes"])
+            raise wrong("--nodes", "cannot be combined with --gpus", "use one of them", given["--nodes"])
         needs = {"--float8": "--search", "--top": "--search", "--output": "--search", "--price": "--tokens"}
         for option, other in needs.items():
             if option in given and other not in given:
-                raise wrong(option, f"has no effect without {other}", f"give {other} or remove it")
+                raise wrong(option, f"has no effect without {other}", f"add {other} or remove it")
         for option in ("--largest", "--tokens"):
             if "--search" in given and option in given:
-                rule = "is about one configuration, and --search is about many"
-                raise wrong(option, rule, "plan the best one with it")
+                rule = "is for one configuration, but --search plans many"
+                raise wrong(option, rule, "use it in a second command with the best configuration")
         return cls(**{name[2:]: value for name, value in given.items()})
 
 
@@ -149,7 +149,7 @@ def main(words: Sequence[str]) -> int:
     arguments = command_line.split(taken.rest)
     for name in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts"):
         if getattr(arguments, name) is not None:
-            rule = "starts processes, and a plan starts none"
+            rule = "is for starting processes, but plan starts none"
             fix = "use --gpus or --nodes"
             raise ConfigError(Problem(f"--{name}", getattr(arguments, name), rule, fix, "command line"))
     device = hardware.find(options.device)
@@ -207,7 +207,7 @@ def main(words: Sequence[str]) -> int:
     else:
         print("\n".join(picture.lines(plan, options.tokens, options.price, save_seconds, columns)))
         if largest:
-            print("the largest that fit on this layout, each alone:")
+            print("largest values that fit on this layout, if only one is changed:")
             print("\n".join(f"  {option}={number}" for option, number in largest.items()))
     return 0 if plan.fits else DOES_NOT_FIT
 

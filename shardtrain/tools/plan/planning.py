@@ -377,7 +377,7 @@ def refuse_unfit(loaded: Loaded, world_size: int) -> None:
         return
     fix = f"for example {plan.fixes[0]}" if plan.fixes else "use more devices, or a smaller model"
     rule = (
-        f"has {format_bytes(device.memory_bytes)}, and a rank of {world_size} is planned to need "
-        f"{format_bytes(plan.peak_bytes)} (shardtrain plan shows for what)"
+        f"has {format_bytes(device.memory_bytes)}, but each of {world_size} ranks is planned to need "
+        f"{format_bytes(plan.peak_bytes)} (shardtrain plan shows details)"
     )
     raise ConfigError(Problem("launch.device", name, rule, fix))

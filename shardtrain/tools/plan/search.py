@@ -258,7 +258,7 @@ def lines(found: SearchResult, top: int, columns: int | None = None) -> list[str
     answer = [f"{found.counted} candidates, {found.fitting} fit"]
     if not found.ranked:
         if found.closest is None:
-            return [*answer, "no mesh of these devices divides the model and the batch"]
+            return [*answer, "the model and the batch cannot be divided over any mesh of these devices"]
         plan = found.closest.plan
         over = format_bytes(max(0, plan.peak_bytes - plan.device.memory_bytes))
         answer.append(f"none fits; the closest needs {format_bytes(plan.peak_bytes)}, {over} too much:")
@@ -277,7 +277,7 @@ def lines(found: SearchResult, top: int, columns: int | None = None) -> list[str
         answer += textwrap.wrap(why(best, found.ranked[1].plan), width)
     front = pareto(found.ranked)
     if len(front) > 1:
-        answer.append("most tokens/s for their memory:")
+        answer.append("fastest candidates by memory:")
         widest = max(one.plan.tps for one in front)
         for one in front[:8]:
             bar = "#" * round(36 * one.plan.tps / widest)

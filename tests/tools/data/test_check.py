@@ -162,7 +162,7 @@ def test_ids_beyond_the_model_are_status_2(tmp_path: Path, capsys: pytest.Captur
     words = words_for(jsonl(tmp_path / "a.jsonl", texts()), "--model.overrides.vocab_size", "200")
     report = examine(load(None, words).config, 1)
     assert report.exit_code == 2
-    assert any("the tokenizer has 258 ids, and the model's vocabulary 200" in line for line in report.problems)
+    assert any("the tokenizer has 258 ids, but the model's vocabulary has 200" in line for line in report.problems)
     assert any("has the id 257" in line for line in report.problems)
 
 
@@ -208,7 +208,7 @@ def test_a_mixture_is_checked_source_by_source(tmp_path: Path, capsys: pytest.Ca
 def test_the_report_is_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(words_for(jsonl(tmp_path / "a.jsonl", texts()))) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "dataset jsonl" and lines[-1] == "all is well"
+    assert lines[0] == "dataset jsonl" and lines[-1] == "no problems"
     assert any(line.split() == ["documents", "40"] for line in lines)
     path = jsonl(tmp_path / "a.jsonl", [*texts(), "{broken\n"])
     assert check.main(words_for(path)) == 3
@@ -253,7 +253,7 @@ def test_documents_that_are_all_left_out_are_a_problem(tmp_path: Path, capsys: p
     fitted = ["--data.packing", "first_fit", "--data.long_documents", "drop"]
     words = words_for(jsonl(tmp_path / "a.jsonl", [{"text": "x" * 100}] * 2 + [{"text": "y" * 70}]), *fitted)
     code, report = run(capsys, *words)
-    assert code == 3 and "gives no sequence with packing first_fit" in report["problems"][0]
+    assert code == 3 and "has no sequence with packing first_fit" in report["problems"][0]
     assert "3 of 3 documents are longer than 65 tokens and are skipped" in " ".join(report["warnings"])
 
 
@@ -261,7 +261,7 @@ def test_where_no_row_can_be_read_skipping_is_not_advised(tmp_path: Path, capsys
     code, report = run(capsys, *words_for(jsonl(tmp_path / "a.jsonl", [{"content": "x"}] * 3)))
     assert code == 3
     assert report["problems"] == [
-        "dataset jsonl has 3 bad of 3 rows; see whether the dataset, data.format and the names of its columns are right"
+        "dataset jsonl has 3 bad of 3 rows; check training.dataset, data.format and the names of the columns"
     ]
 
 

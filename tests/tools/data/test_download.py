@@ -405,9 +405,9 @@ def test_a_kind_without_files_is_reported_with_the_files_there_are(hub, tmp_path
     del hub.files["config.json"], hub.files["model.safetensors"]
     message = fails(ConfigError, tmp_path, "--all")
     assert (
-        '--assets="config": check --repo_id, or request other assets; reason: it finds nothing in org/name' in message
+        '--assets="config": check --repo_id, or request other assets; reason: it matches no file of org/name' in message
     )
-    assert "; its files are README.md, " in message
+    assert ", which has README.md, " in message
 
 
 def test_a_full_disk_is_reported_before_the_download_and_in_it(hub, tmp_path, monkeypatch):

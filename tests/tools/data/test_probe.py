@@ -156,7 +156,7 @@ def test_loss_on_a_masked_token_is_found() -> None:
 
 def test_a_sequence_without_loss_is_found() -> None:
     report = probe(model_of("llama3"), with_targets(dict.fromkeys(range(T), IGNORE)))
-    assert report.wrong == ["no target of the sequence carries loss"]
+    assert report.wrong == ["no target of the sequence has a loss"]
 
 
 def test_positions_that_do_not_begin_again_are_found() -> None:
@@ -192,7 +192,7 @@ def words(tmp_path: Path) -> list[str]:
 def test_the_verb_prints_boundaries_and_the_verdict(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "targets carry loss" in out
+    assert "targets have a loss" in out
     assert "boundary of documents" in out
     assert "no loss" in out
     assert out.rstrip().splitlines()[-1].startswith("verdict: no leak")
@@ -210,7 +210,7 @@ def test_the_verb_refuses_sequences_of_one_document(words: list[str]) -> None:
 
 
 def test_the_verb_refuses_a_model_too_large_to_run_here(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match='model.flavor="8B" has 8.0 billion parameters.*give a smaller flavor'):
+    with pytest.raises(ConfigError, match='model.flavor="8B" has 8.0 billion parameters.*use a smaller flavor'):
         main([*words[2:], "--model.flavor", "8B"])
 
 

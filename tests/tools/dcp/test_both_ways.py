@@ -182,7 +182,7 @@ def test_the_state_of_another_optimizer_is_not_taken_for_that_of_adam(tmp_path: 
     folder = saved(tmp_path / "nadam", torch.optim.NAdam)
     main = ["checkpoint", "from-dcp", str(folder), str(tmp_path / "a"), *words()]
     assert cli.main([*main, "--optimizer=true"]) == 5
-    assert "it is of another optimizer, with optimizer.state." in capfd.readouterr().err
+    assert "it is from another optimizer, with optimizer.state." in capfd.readouterr().err
     assert cli.main(main) == 0 and "optimizer: skipped" in capfd.readouterr().out
     assert manifest.read(tmp_path / "a").facts["weights_only"] is True
 
@@ -264,8 +264,8 @@ def test_a_model_that_is_laid_out_otherwise_is_refused_both_ways(tmp_path: Path,
     folder = saved_one(tmp_path / "step-3")
     assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), "--model.name=gpt_oss"]) == 2
     told = capfd.readouterr().err
-    assert "gpt_oss" in told and "w1 and w3 as one matrix" in told and "shardtrain import" in told
-    with pytest.raises(ConfigError, match=r"use --names=shardtrain; reason: .*w1 and w3 as one matrix there"):
+    assert "gpt_oss" in told and "w1 and w3 of experts in one matrix" in told and "shardtrain import" in told
+    with pytest.raises(ConfigError, match=r"use --names=shardtrain; reason: .*w1 and w3 of experts in one matrix"):
         naming.naming(naming.TORCHTITAN, "gpt_oss", None)
     assert not (tmp_path / "ours").exists()
 
@@ -285,7 +285,7 @@ def test_angles_that_torchtitan_computes_otherwise_are_reported() -> None:
     deep = config("deepseek_v3", rope_factor=40.0)
     assert not _other_angles("deepseek_v3", deep, 8192) and len(_other_angles("deepseek_v3", deep, None)) == 1
     with pytest.raises(
-        ConfigError, match=r"rope_factor=40.0 is not what torchtitan computes with training.seq_len=2048"
+        ConfigError, match=r"rope_factor=40.0 differs from torchtitan's angles with training.seq_len=2048"
     ):
         _other_angles("deepseek_v3", deep, 2048)
     assert not _other_angles("deepseek_v3", config("deepseek_v3", rope_factor=1.0), 2048)

@@ -180,7 +180,7 @@ def test_the_command_prints_and_writes_json(rows: Path, tmp_path: Path, capfd: p
     ("words", "told"),
     [
         (["--data", "x"], "is not NAME=FILE"),
-        (["--data", "a=missing.jsonl"], "names no file that exists"),
+        (["--data", "a=missing.jsonl"], "names a file that does not exist"),
         (["--data", f"a={__file__}"], "has an ending that no dataset reads"),
         (["--limit", "3"], "--limit=3 has no effect without --tasks".replace("=3", "")),
         (["--seq_len", "30", "--nproc", "4"], "is not a multiple of --nproc=4"),

@@ -152,7 +152,7 @@ def test_the_texts_are_those_of_their_engine(place: Path) -> None:
 
 
 def test_a_task_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is not a task that lm-eval knows; did you mean tiny_choices?"):
+    with pytest.raises(ConfigError, match="is not a task of lm-eval; did you mean tiny_choices?"):
         check_known(["tiny_choice"], list(TASKS))
 
 

@@ -232,7 +232,7 @@ def test_a_conversation_is_written_by_the_template_and_ends_with_its_turn(traine
     ("words", "said"),
     [
         ([], "--from"),
-        (["--from", "x"], "--prompt or --input is needed"),
+        (["--from", "x"], "--prompt or --input must be set"),
         (["--from", "x", "--prompt", "a", "--input", "b"], "not both"),
         (["--from", "x", "--input", "b"], "--output out.jsonl"),
         (["--from", "x", "--prompt", "a", "--output", "b"], "has no effect with --prompt"),
@@ -264,7 +264,7 @@ def test_a_wrong_request_is_one_line(capfd, words, said):
         (b'{"prompt": "\\ud800"}', "lone surrogate"),
         (b'{"prompt": "x", "prediction": 1}', "has the field 'prediction' already"),
         (b'{"prompt": "\xff"}', "is not UTF-8"),
-        (b'{"prompt": [{"role": "user", "content": "x"}]}', "give --chat"),
+        (b'{"prompt": [{"role": "user", "content": "x"}]}', "add --chat"),
     ],
 )
 def test_a_bad_row_is_named_and_nothing_is_written(trained, tmp_path, capfd, line, said):
@@ -283,7 +283,7 @@ def test_files_that_cannot_be_read_or_written_are_named_before_any_work(tmp_path
         ("out", "missing", "cannot be read (No such file"),
         ("out", "empty", "has no rows"),
         ("in.jsonl", "in.jsonl", "exists"),
-        ("no/where", "in.jsonl", "is in no folder"),
+        ("no/where", "in.jsonl", "is in a folder that does not exist"),
     ):
         code, _, err = answer(capfd, *words, str(tmp_path / output), "--input", str(tmp_path / given))
         assert code in (2, 3) and said in err

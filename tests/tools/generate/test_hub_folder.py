@@ -65,7 +65,7 @@ def test_the_tokens_of_an_architecture_that_only_transformers_has_are_its_own(na
     """Ends that are one tensor among them, whose head is not a module of its own."""
     model = transformers.AutoModelForCausalLM.from_pretrained(foreign.folder(name), dtype=torch.float32).eval()
     assert ours(foreign.folder(name), ids=512) == [theirs(model, prompt) for prompt in PROMPTS]
-    with pytest.raises(ConfigError, match="holds a T5ForConditionalGeneration, which does not continue a text"):
+    with pytest.raises(ConfigError, match="contains a T5ForConditionalGeneration, which cannot continue a text"):
         ours(foreign.folder("t5"))
 
 
@@ -207,7 +207,7 @@ def test_settings_that_are_not_used_are_named(folder: Path, tmp_path: Path, capf
     capfd.readouterr()
     assert main(["generate", "--from", str(copy), "--prompt", "the cat", "--max_new_tokens", "2"]) == 0
     named = "do_sample=True, forced_bos_token_id=7, max_length=10, suppress_tokens=[5], temperature=0.6, top_p=0.9"
-    assert f"that are not used: {named}; set" in capfd.readouterr().err
+    assert f"ignored generation settings of the model: {named}; set" in capfd.readouterr().err
     for content in ("[]", "{", '{"eos_token_id": "a"}', '{"eos_token_id": [1.5]}'):
         (copy / "generation_config.json").write_text(content)
         assert main(["generate", "--from", str(copy), "--prompt", "the cat", "--max_new_tokens", "2"]) == 5
@@ -240,10 +240,10 @@ def test_what_is_missing_or_of_no_effect_is_said(
     cases = [
         (
             [str(bare)],
-            'has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...); add --tokenizer "bytes" or',
+            "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...); add --tokenizer with a path or",
         ),
         ([str(folder), "--config", "x.toml"], "has no effect"),
-        ([str(tmp_path), "--tokenizer", "bytes"], "is for a Hugging Face folder"),
+        ([str(tmp_path), "--tokenizer", "bytes"], "is only for Hugging Face folders"),
     ]
     capfd.readouterr()
     for words, told in cases:

@@ -102,7 +102,7 @@ def test_a_difference_of_a_small_run_gives_no_warning(tmp_path: Path) -> None:
     )
     told = after_run.beside_measured(run, 1, "NVIDIA H200")
     assert len(told) == 2 and not any(line.startswith("warning") for line in told), told
-    assert "depend on the host" in told[0] and "below the accuracy of a plan" in told[1]
+    assert "depend on the host" in told[0] and "within the accuracy of a plan" in told[1]
 
 
 def test_of_an_unknown_device_or_few_steps_nothing_is_said(tmp_path: Path) -> None:

@@ -107,5 +107,5 @@ def test_without_a_switch_two_devices_get_their_share_of_the_link(tmp_path):
     costs = [planning.make(config, 4, device).time.costs["tensor parallel"] for device in (direct, switched)]
     assert costs[0] == pytest.approx(3 * costs[1], rel=0.01)
     path.write_text(path.read_text().replace("peers = 0", "peers = 1.5"))
-    with pytest.raises(ConfigError, match=r"links.direct.peers=1.5 is not whole"):
+    with pytest.raises(ConfigError, match=r"links.direct.peers=1.5 is not a whole number"):
         hardware.find(str(path))

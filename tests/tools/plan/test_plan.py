@@ -30,7 +30,7 @@ def test_the_answer_is_one_screen_wide_and_says_memory_time_and_what_limits(caps
     code, out, err = answer(capsys, "llama3_8b", "--gpus", "8", "--tokens", "1T", "--price", "2")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
-    for part in ("8.03B parameters on 8 x h100", "activations", "MFU", "what would cut", "device hours", "fits: "):
+    for part in ("8.03B parameters on 8 x h100", "activations", "MFU", "changes that reduce", "device hours", "fits: "):
         assert part in out
 
 
@@ -67,7 +67,7 @@ def test_json_is_one_object_with_bytes_and_seconds(capsys):
 def test_what_cannot_fit_says_by_how_much_and_what_would(capsys):
     code, out, _ = answer(capsys, "llama3_70b", "--gpus", "8", "--device", "a100-40")
     assert code == 2
-    assert "does not fit" in out and "too much; what would help" in out
+    assert "does not fit" in out and "too much; possible changes" in out
     plan = shardtrain.plan("llama3_70b", gpus=8, device="a100-40")
     assert not plan.fits and 1 <= len(plan.fixes) <= 3
 
@@ -95,7 +95,7 @@ def test_the_python_face_gives_the_numbers_of_the_command(capsys):
         (("--float8",), "has no effect without --search"),
         (("-o", "best.toml"), "has no effect without --search"),
         (("--price", "2"), "has no effect without --tokens"),
-        (("--search", "--largest"), "--largest is about one configuration"),
+        (("--search", "--largest"), "--largest is for one configuration"),
         (("--gpus", "8", "--parallelism.tensor_parallel_degree", "3"), "tensor_parallel_degree=3"),
     ],
 )
@@ -227,7 +227,7 @@ def test_the_largest_fits_and_a_little_more_does_not(name, world_size):
 def test_how_far_a_layout_reaches_is_reported_on_request(capsys):
     code, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--largest")
     assert code == 0
-    told = dict(line.strip().split("=") for line in out.partition("each alone:\n")[2].splitlines())
+    told = dict(line.strip().split("=") for line in out.partition("if only one is changed:\n")[2].splitlines())
     assert set(told) == {"training.seq_len", "training.local_batch_size", "model.overrides.num_layers"}
     assert int(told["training.seq_len"]) > 8192 and int(told["model.overrides.num_layers"]) > 32
     code, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--largest", "--json")
@@ -252,7 +252,7 @@ def test_failures_cost_half_an_interval_and_a_restart_each(capsys):
     assert cli.main([*words, "--checkpoint.enable=false"]) == 0
     assert "no checkpoint is saved" in capsys.readouterr().out
     assert cli.main([*words, "--checkpoint.interval_type", "seconds", "--checkpoint.interval", "1000000"]) == 0
-    assert "it never ends: save more often" in capsys.readouterr().out
+    assert "training never ends with failures: save more often" in capsys.readouterr().out
 
 
 @pytest.mark.nightly(
@@ -317,7 +317,7 @@ SLURM = ["launch", "slurm", "--dry-run", "--launch.nodes", "2", "--launch.device
     [
         (
             ["llama3_70b", "--launch.device", "a100-40gb"],
-            'launch.device="a100-40gb" has 39.40 GiB, and a rank of 16 is planned to need',
+            'launch.device="a100-40gb" has 39.40 GiB, but each of 16 ranks is planned to need',
         ),
         (["llama3_8b", "--launch.device", "h1000"], 'launch.device="h1000" is not a known device; did you mean h100'),
     ],
