@@ -111,7 +111,7 @@ def test_with_a_foreign_launcher_rank_0_is_named_although_it_hosts_the_store(tmp
     assert end(ranks[0]) == -signal.SIGKILL
     report = record(tmp_path)
     assert (report["code"], report["rank"], report["phase"]) == (6, 0, "step")
-    assert "gives no sign of life" in report["message"] and "rank 1 waits in" in report["message"]
+    assert "has not answered" in report["message"] and "rank 1 waits in" in report["message"]
     assert "most recent call first" in log(tmp_path, 1)
 
 
