@@ -138,7 +138,7 @@ def test_a_missing_image_or_folder_is_noted_before_submission(cluster):
         "--launch.image=/nowhere/run.sif",
     )  # fmt: skip
     assert result.returncode == 0
-    assert "note: launch.image=/nowhere/run.sif is not on this machine; all nodes must have it" in result.stderr
+    assert "launch.image=/nowhere/run.sif does not exist on this machine; it must exist on all nodes" in result.stderr
     assert launch(cluster, "stop", result.stdout.strip()).returncode == 0
 
 
