@@ -165,7 +165,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
 @pytest.mark.parametrize("where", ["", "-later"])
 @pytest.mark.nightly(
     "with dropout",
-    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+    by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
 def test_run_with_dropout_resumes_bitwise(ended: list[dict[str, Ended]], mesh: str, where: str) -> None:
     for rank in ended:

@@ -181,7 +181,7 @@ def joined(ranks: list[dict[str, Any]]) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("kind", cases(["ddp", "float16"], ["fsdp", "ep", "muon"]))
 @pytest.mark.nightly(
     "other precisions and meshes",
-    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+    by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
 def test_two_halves_equal_one_run(straight: Any, resumed: Any, kind: str) -> None:
     for (full, *_), (half, *_) in zip(straight[kind], resumed[kind], strict=True):
@@ -199,7 +199,7 @@ def test_two_halves_equal_one_run(straight: Any, resumed: Any, kind: str) -> Non
 @pytest.mark.parametrize("kind", cases(["ddp", "float16"], ["fsdp", "ep", "muon"]))
 @pytest.mark.nightly(
     "other precisions and meshes",
-    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+    by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
 def test_random_state_does_not_outlive_a_step(straight: Any, resumed: Any, kind: str) -> None:
     """Generators have the same state after each step, although the second half started with another state."""

@@ -131,7 +131,7 @@ def dropping(rank, root, parallelism) -> dict[str, Ended]:
 @pytest.mark.parametrize("parallelism", [{}, {"pipeline_parallel_degree": 2}], ids=["fsdp", "pp"])
 @pytest.mark.nightly(
     "with adapters",
-    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+    by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
 def test_adapters_that_drop_continue_to_the_bit(parallelism, tmp_path):
     for ended in run_ranks(2, dropping, tmp_path, parallelism):

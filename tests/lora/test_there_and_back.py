@@ -59,7 +59,7 @@ def test_a_checkpoint_holds_adapters_and_their_optimizer_alone(run):
 
 @pytest.mark.nightly(
     "with adapters",
-    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+    by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
 def test_a_continued_run_is_one_that_never_stopped_on_another_mesh_too(run, base, tmp_path):
     straight = train(1, adapter_config(base, tmp_path / "straight", checkpoint={"interval": 2}))[0]

@@ -140,7 +140,7 @@ def test_a_mesh_changes_no_number_of_adapters(name: str, mesh: str, lora: dict[s
 
 @pytest.mark.nightly(
     "with adapters",
-    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+    by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
 def test_a_run_continues_on_another_mesh_and_starts_from_a_folder_of_peft(tmp_path: Path) -> None:
     lora = {"use_dora": True, "target_modules": ["q_proj", "down_proj"]}

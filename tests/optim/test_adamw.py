@@ -1,4 +1,4 @@
-"""Laws of the optimizer: the published update, and a state that continues bit by bit under any names."""
+"""Adam and AdamW: the published update, and a restored state that continues bitwise under any names."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def train(params, optimizer, steps):
         optimizer.step()
 
 
-def by_hand(params, config, steps):
-    """Adam (Kingma and Ba, algorithm 1) and AdamW (Loshchilov and Hutter, algorithm 2) in float64."""
+def reference(params, config, steps):
+    """Reference: Adam (Kingma and Ba, algorithm 1) and AdamW (Loshchilov and Hutter, algorithm 2) in float64."""
     values = {name: p.detach().double().clone() for name, p in params.items()}
     means = {name: torch.zeros_like(v) for name, v in values.items()}
     squares = {name: torch.zeros_like(v) for name, v in values.items()}
@@ -68,20 +68,20 @@ def by_hand(params, config, steps):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_ten_updates_are_the_published_ones(name, implementation):
+def test_ten_updates_match_the_published_ones(name, implementation):
     config = Optimizer(name=name, implementation=implementation, no_weight_decay=["norm*"], weight_decay=0.3)
     params = parameters()
-    expected = by_hand(params, config, steps=10)
+    expected = reference(params, config, steps=10)
     train(params, build(params.items(), config), range(10))
     for key, value in expected.items():
-        # float32 keeps 24 bits: ten updates of values about 1 stay within a few times 1e-7
+        # float32 has 24 bits: ten updates of values of about 1 stay within a few 1e-7
         torch.testing.assert_close(params[key].double(), value, rtol=0, atol=2e-6)
         assert not torch.equal(value, parameters()[key].double())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_a_restored_state_continues_bit_by_bit(name, implementation):
+def test_restored_state_continues_bitwise(name, implementation):
     config = Optimizer(name=name, implementation=implementation, no_weight_decay=["*bias"])
     straight = parameters()
     train(straight, build(straight.items(), config), range(6))
@@ -101,7 +101,7 @@ def test_a_restored_state_continues_bit_by_bit(name, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_making_the_state_early_changes_no_update(implementation):
+def test_creating_the_state_early_changes_no_update(implementation):
     config = Optimizer(implementation=implementation)
     plain, early = parameters(), parameters()
     train(plain, build(plain.items(), config), range(3))
@@ -111,35 +111,39 @@ def test_making_the_state_early_changes_no_update(implementation):
     assert all(not tensor.any() for tensor in tensors.values())
     train(early, optimizer, range(3))
     assert all(torch.equal(early[key], value) for key, value in plain.items())
-    assert all(tensors[f"{name}.step"] == 3 for name in early), "the tensors are the live ones"
+    assert all(tensors[f"{name}.step"] == 3 for name in early), "the tensors must be the live ones"
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_an_early_state_has_the_types_of_a_first_update(implementation):
+def test_early_state_has_the_dtypes_of_a_first_update(implementation):
     config = Optimizer(implementation=implementation)
     early, stepped = parameters(), parameters()
-    made = state_tensors(build(early.items(), config), early.items())
+    early_state = state_tensors(build(early.items(), config), early.items())
     optimizer = build(stepped.items(), config)
     train(stepped, optimizer, range(1))
     for key, tensor in state_tensors(optimizer, stepped.items()).items():
-        assert (made[key].dtype, made[key].shape, made[key].device) == (tensor.dtype, tensor.shape, tensor.device)
+        assert (early_state[key].dtype, early_state[key].shape, early_state[key].device) == (
+            tensor.dtype,
+            tensor.shape,
+            tensor.device,
+        )
 
 
 @pytest.fixture
 def two_meshes():
-    """Two device meshes of this process alone."""
+    """Two device meshes of only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield DeviceMesh("cpu", [0], mesh_dim_names=("fsdp",)), DeviceMesh("cpu", [[0]], mesh_dim_names=("fsdp", "tp"))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_distributed_tensors_on_several_meshes_beside_plain_ones_train_alike(two_meshes, implementation):
-    one, two = two_meshes
+def test_distributed_tensors_on_several_meshes_and_plain_ones_train_alike(two_meshes, implementation):
+    first_mesh, second_mesh = two_meshes
     plain = parameters()
     placed = {
-        "a.weight": distribute_tensor(plain["a.weight"].detach().clone(), two, [Shard(0), Shard(1)]),
-        "a.bias": distribute_tensor(plain["a.bias"].detach().clone(), one, [Shard(0)]),
+        "a.weight": distribute_tensor(plain["a.weight"].detach().clone(), second_mesh, [Shard(0), Shard(1)]),
+        "a.bias": distribute_tensor(plain["a.bias"].detach().clone(), first_mesh, [Shard(0)]),
         "norm.weight": plain["norm.weight"].detach().clone(),
     }
     sharded = {name: nn.Parameter(tensor) for name, tensor in placed.items()}
@@ -151,13 +155,13 @@ def test_distributed_tensors_on_several_meshes_beside_plain_ones_train_alike(two
     train(plain, build(plain.items(), config), range(4))
     train(sharded, optimizer, range(4))
     for name, value in plain.items():
-        # vectorised kernels may treat the ends of differently aligned memory with another rounding
-        whole = sharded[name].full_tensor() if isinstance(sharded[name], DTensor) else sharded[name]
-        torch.testing.assert_close(whole, value, rtol=0, atol=1e-7)
+        # vectorized kernels may round the ends of differently aligned memory differently
+        full = sharded[name].full_tensor() if isinstance(sharded[name], DTensor) else sharded[name]
+        torch.testing.assert_close(full, value, rtol=0, atol=1e-7)
         assert int(tensors[f"{name}.step"]) == 4
 
 
-def test_frozen_parameters_are_left_out():
+def test_frozen_parameters_are_skipped():
     params = parameters()
     params["a.bias"].requires_grad_(False)
     optimizer = build(params.items(), Optimizer())
@@ -168,12 +172,12 @@ def test_frozen_parameters_are_left_out():
         build(params.items(), Optimizer())
 
 
-def test_an_unknown_optimizer_lists_those_that_exist():
+def test_unknown_optimizer_lists_the_existing_ones():
     with pytest.raises(ConfigError, match=r'optimizer.name="SGD" .*AdamW, Adam'):
         build(parameters().items(), Optimizer(name="SGD"))
 
 
-def test_the_rate_is_set_in_every_group():
+def test_learning_rate_is_set_in_every_group():
     optimizer = build(parameters().items(), Optimizer(no_weight_decay=["norm*"]))
     assert len(optimizer.param_groups) == 2
     set_learning_rate(optimizer, 0.25)

@@ -1,4 +1,4 @@
-"""Laws of whole matrices: each is seen whole by one rank that shares it, once, in few collectives."""
+"""Gathering of sharded matrices: one rank of each group gets the full matrix once, with few collectives."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.optim.gather_matrices import matrix_axes, plan
 
 
-def whole_function(matrix):
-    """Something that needs every element of a matrix, in its place."""
+def function_of_full_matrix(matrix):
+    """Return a function value that depends on every element and its position."""
     return matrix.flip(0, 1) + matrix[0, 0] + matrix[-1, -1]
 
 
@@ -30,7 +30,7 @@ def _map(rank, mesh_shape, placements, tensors, local_elements):
 
     def function(matrix):
         calls.append(matrix.shape)
-        return whole_function(matrix)
+        return function_of_full_matrix(matrix)
 
     buckets = plan(placed, local_elements)
     with CommDebugMode() as mode:
@@ -40,8 +40,10 @@ def _map(rank, mesh_shape, placements, tensors, local_elements):
     collectives = sum(mode.get_comm_counts().values())
     order = [tensor for bucket in buckets for tensor in bucket.tensors]
     assert [id(tensor) for tensor in order] == [id(tensor) for tensor in placed]
-    for whole, tensor, result in zip(tensors, placed, results, strict=True):
-        each = whole_function(whole) if whole.ndim == 2 else torch.stack([whole_function(m) for m in whole])
+    for full, tensor, result in zip(tensors, placed, results, strict=True):
+        each = (
+            function_of_full_matrix(full) if full.ndim == 2 else torch.stack([function_of_full_matrix(m) for m in full])
+        )
         assert torch.equal(result, each[local_slices(tensor)]) and result.is_contiguous()
     return len(calls), collectives, len(buckets)
 
@@ -50,29 +52,29 @@ def _map(rank, mesh_shape, placements, tensors, local_elements):
     ("mesh_shape", "placements"),
     [((4,), [Shard(0)]), ((4,), [Shard(1)]), ((2, 2), [Shard(0), Shard(1)]), ((2, 2), [Shard(1), Shard(1)])],
 )
-def test_ranks_that_share_matrices_divide_the_work_in_two_collectives_per_axis(mesh_shape, placements):
+def test_ranks_divide_the_work_in_two_collectives_per_axis(mesh_shape, placements):
     results = run_ranks(4, _map, mesh_shape, placements, matrices(8), 2**26)
     assert [calls for calls, _, _ in results] == [2, 2, 2, 2]
     assert {(collectives, buckets) for _, collectives, buckets in results} == {(2 * len(mesh_shape), 1)}
 
 
-def test_copies_of_the_ranks_do_the_same_work():
+def test_replicas_do_the_same_work():
     results = run_ranks(4, _map, (2, 2), [Replicate(), Shard(0)], matrices(4), 2**26)
     assert [(calls, collectives) for calls, collectives, _ in results] == [(2, 2)] * 4
 
 
-def test_fewer_matrices_than_ranks_leave_some_without_work():
+def test_some_ranks_have_no_work_with_fewer_matrices_than_ranks():
     results = run_ranks(4, _map, (4,), [Shard(0)], matrices(1), 2**26)
     assert sorted(calls for calls, _, _ in results) == [0, 0, 0, 1]
 
 
-def test_a_bound_on_memory_makes_more_rounds_of_the_same_results():
+def test_memory_limit_splits_the_work_into_rounds_with_equal_results():
     results = run_ranks(2, _map, (2,), [Shard(0)], matrices(6), 50)
     assert {buckets for _, _, buckets in results} == {3}
     assert [calls for calls, _, _ in results] == [3, 3]
 
 
-def test_a_stack_that_is_split_between_matrices_needs_no_collective():
+def test_stack_split_between_matrices_needs_no_collective():
     stacks = [torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(1))]
     results = run_ranks(4, _map, (4,), [Shard(0)], stacks, 2**26)
     assert [(calls, collectives) for calls, collectives, _ in results] == [(2, 0), (2, 0), (1, 0), (0, 0)]
@@ -80,9 +82,9 @@ def test_a_stack_that_is_split_between_matrices_needs_no_collective():
     assert sum(calls for calls, _, _ in results) == 5 and {c for _, c, _ in results} == {2}
 
 
-def test_a_plain_matrix_has_no_axes_and_is_whole():
+def test_plain_matrix_needs_no_gather():
     tensor = torch.randn(3, 2)
     assert matrix_axes(tensor) == ()
     [bucket] = plan([tensor])
-    assert torch.equal(bucket.map([tensor], whole_function)[0], whole_function(tensor))
+    assert torch.equal(bucket.map([tensor], function_of_full_matrix)[0], function_of_full_matrix(tensor))
     assert plan([]) == []

@@ -1,4 +1,4 @@
-"""Laws of the loss scale: halve on overflow, double after a row of finite steps, stay in float16's reach."""
+"""The loss scale halves on overflow, doubles after consecutive finite steps, and stays in the range of float16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardtrain.optim.grad_scaler import LARGEST, SMALLEST
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 
-def test_an_overflow_skips_the_update_and_halves_the_scale():
+def test_overflow_skips_the_update_and_halves_the_scale():
     scaler = LossScaler(1024.0, growth_interval=3)
     assert scaler.update(finite=False) is False
     assert scaler.scale == 512.0
@@ -19,7 +19,7 @@ def test_an_overflow_skips_the_update_and_halves_the_scale():
     assert scaler.scale == 512.0
 
 
-def test_the_scale_doubles_after_finite_steps_in_a_row_only():
+def test_scale_doubles_only_after_consecutive_finite_steps():
     scaler = LossScaler(8.0, growth_interval=3)
     scales = []
     for finite in (True, True, False, True, True, True, True, True, True):
@@ -28,7 +28,7 @@ def test_the_scale_doubles_after_finite_steps_in_a_row_only():
     assert scales == [8, 8, 4, 4, 4, 8, 8, 8, 16]
 
 
-def test_the_scale_stays_within_its_bounds():
+def test_scale_stays_within_its_bounds():
     scaler = LossScaler(1.0, growth_interval=1)
     for _ in range(100):
         scaler.update(finite=False)
@@ -38,7 +38,7 @@ def test_the_scale_stays_within_its_bounds():
     assert scaler.scale == LARGEST
 
 
-def test_a_loaded_state_continues_the_row():
+def test_loaded_state_continues_the_count_of_finite_steps():
     outcomes = [True, False, True, True, True, True]
     straight, first, second = (LossScaler(2.0**16, growth_interval=4) for _ in range(3))
     for finite in outcomes:
@@ -51,7 +51,7 @@ def test_a_loaded_state_continues_the_row():
     assert second.state() == straight.state() == {"scale": 2.0**16, "finite_steps": 0}
 
 
-def test_a_shorter_interval_after_a_load_still_grows():
+def test_scale_grows_with_a_shorter_interval_after_loading():
     scaler = LossScaler(4.0, growth_interval=2)
     scaler.load({"scale": 4.0, "finite_steps": 100})
     scaler.update(finite=True)
@@ -59,12 +59,12 @@ def test_a_shorter_interval_after_a_load_still_grows():
 
 
 @pytest.mark.parametrize("initial", [0.0, -1.0, math.inf, math.nan, 2.0**25])
-def test_a_first_scale_out_of_range_is_refused(initial):
+def test_initial_scale_out_of_range_is_rejected(initial):
     with pytest.raises(ConfigError, match=r"training.initial_loss_scale"):
         LossScaler(initial, 2000)
 
 
-def test_an_interval_below_one_is_refused():
+def test_interval_below_one_is_rejected():
     with pytest.raises(ConfigError, match=r"training.loss_scale_growth_interval=0"):
         LossScaler(2.0, 0)
 
@@ -72,6 +72,6 @@ def test_an_interval_below_one_is_refused():
 @pytest.mark.parametrize(
     "state", [{}, {"scale": 2.0}, {"scale": math.nan, "finite_steps": 0}, {"scale": 2.0, "finite_steps": -1}]
 )
-def test_a_state_that_is_none_is_refused(state):
+def test_invalid_state_is_rejected(state):
     with pytest.raises(CheckpointError, match="loss scaler"):
         LossScaler(2.0, 5).load(state)

@@ -1,4 +1,4 @@
-"""Optimizer state and parameters in 16 and 8 bits: exact in expectation, and the same on every mesh."""
+"""Optimizer state and parameters in 16 and 8 bits: unbiased rounding, and equal on every mesh."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def chances(numbers: int, step: int = 1, key: int = 7) -> tuple[Tensor, Tensor, 
     return stochastic_rounding.chances(key, torch.tensor(float(step)), place)
 
 
-def test_chance_is_even_and_independent():
-    """Of 2^18 draws in 64 classes, chi-squared with 63 degrees of freedom is below 120 but for one time in 20,000."""
+def test_random_bits_are_uniform_and_independent():
+    """For 2^18 draws in 64 classes, chi-squared with 63 degrees of freedom exceeds 120 once in 20,000 times."""
     draws = [*chances(1 << 18), *chances(1 << 18, step=2), *chances(1 << 18, key=8)]
     for one in draws:
         count = torch.bincount(one >> 10, minlength=64).double()
@@ -42,36 +42,36 @@ def test_chance_is_even_and_independent():
 
 
 @pytest.mark.parametrize("value", [1.0, -1.0009765625, 3.14159274, 1e-39, -2.5e38, 1.00390625])
-def test_rounding_to_bfloat16_is_exact_in_expectation(value):
-    """Over all chances, each once: the mean is the number, to the rounding of float64."""
+def test_rounding_to_bfloat16_is_unbiased(value):
+    """The mean over all random values equals the number, up to float64 rounding."""
     x = torch.full((stochastic_rounding.LEVELS,), value)
-    found = stochastic_rounding.to_bfloat16(x, torch.arange(stochastic_rounding.LEVELS))
-    assert found.double().mean().item() == pytest.approx(x[0].item(), rel=1e-12)
-    assert len(found.unique()) <= 2
+    rounded = stochastic_rounding.to_bfloat16(x, torch.arange(stochastic_rounding.LEVELS))
+    assert rounded.double().mean().item() == pytest.approx(x[0].item(), rel=1e-12)
+    assert len(rounded.unique()) <= 2
     if torch.equal(x.bfloat16().float(), x):
-        assert torch.equal(found.float(), x)  # a number that is one already stays
+        assert torch.equal(rounded.float(), x)  # a bfloat16 number is unchanged
 
 
-def test_what_is_not_finite_stays():
+def test_nonfinite_numbers_are_unchanged():
     x = torch.tensor([torch.inf, -torch.inf, torch.nan])
-    found = stochastic_rounding.to_bfloat16(x, torch.full((3,), 65535))
-    assert found[:2].tolist() == [torch.inf, -torch.inf] and found[2].isnan()
+    rounded = stochastic_rounding.to_bfloat16(x, torch.full((3,), 65535))
+    assert rounded[:2].tolist() == [torch.inf, -torch.inf] and rounded[2].isnan()
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_a_code_has_256_numbers_and_is_exact_in_expectation(signed):
+def test_code_has_256_numbers_and_is_unbiased(signed):
     code = torch.tensor(low_bits.code(signed))
     assert len(code) == len(code.unique()) == 256 and code.min() == (-1 if signed else 0) and code.max() == 1
     assert (code == 0).any()
     every = torch.arange(stochastic_rounding.LEVELS)
     for value in [0.3, 1.0, 7e-4, 2e-7, *([-0.3, -1.0, -2e-3] if signed else [])]:
-        found = code[stochastic_rounding.to_code(torch.full((len(every),), value), code, every).int()]
+        decoded = code[stochastic_rounding.to_code(torch.full((len(every),), value), code, every).int()]
         step = (code[1:] - code[:-1]).max() / stochastic_rounding.LEVELS
-        assert abs(found.double().mean() - torch.tensor(value).double()) <= step
+        assert abs(decoded.double().mean() - torch.tensor(value).double()) <= step
 
 
 def _train(config: Optimizer, dtype: torch.dtype, steps: int = 40) -> float:
-    """The distance from a quadratic's minimum after some steps."""
+    """Return the distance from the minimum of a quadratic after some steps."""
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(64, 128, generator=generator)
     weight = Parameter(torch.zeros(64, 128, dtype=dtype))
@@ -83,10 +83,10 @@ def _train(config: Optimizer, dtype: torch.dtype, steps: int = 40) -> float:
 
 
 def test_small_updates_are_not_lost():
-    """Steps of 1e-3 on weights near 1: bfloat16 loses them, where chance leaves what float32 comes to."""
+    """Steps of 1e-3 on weights near 1 are lost in bfloat16 without stochastic rounding."""
     config = Optimizer(lr=1e-3, weight_decay=0.0)
     weight = torch.ones(64, 128)
-    found = {}
+    results = {}
     for name, options in {
         "float32": {},
         "nearest": {"state_dtype": "bfloat16"},
@@ -98,17 +98,17 @@ def test_small_updates_are_not_lost():
         for _ in range(20):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
-        found[name] = parameter.detach().float().mean().item()
-    assert found["float32"] == pytest.approx(0.98, abs=1e-4)
-    assert found["nearest"] == 1.0
-    # 20 roundings of 8192 numbers, each between two that are 2^-8 apart: the mean is within 5 standard deviations
-    assert found["chance"] == pytest.approx(0.98, abs=5 * 20**0.5 * 2**-9 / 8192**0.5)
+        results[name] = parameter.detach().float().mean().item()
+    assert results["float32"] == pytest.approx(0.98, abs=1e-4)
+    assert results["nearest"] == 1.0
+    # 20 roundings of 8192 numbers with a spacing of 2^-8: the mean is within 5 standard deviations
+    assert results["chance"] == pytest.approx(0.98, abs=5 * 20**0.5 * 2**-9 / 8192**0.5)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "AdamW8bit"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_weight_decay_of_bfloat16_weights_without_gradients_is_not_lost(name: str, state_dtype: str) -> None:
-    """A decay of 1e-6 per step is a 4,000th of the distance between two numbers of bfloat16.
+    """A decay of 1e-6 per step is 1/4000 of the spacing of bfloat16.
 
     AdamW shrinks weights by rate times decay. Adam adds the decay to the gradient, so its first steps are as large as
     the rate.
@@ -124,12 +124,12 @@ def test_weight_decay_of_bfloat16_weights_without_gradients_is_not_lost(name: st
         weight.grad = torch.zeros_like(weight)
         optimizer.step()
     expected = 1 - steps * rate if name == "Adam" else (1 - rate * decay) ** steps
-    # of 262,144 numbers a step of 2^-8 below 1 is taken by chance: 4 standard deviations of the mean
+    # 262,144 numbers randomly step down by 2^-8: within 4 standard deviations of the mean
     deviation = ((1 - expected) * 2**-8) ** 0.5 / 512
     assert weight.detach().double().mean().item() == pytest.approx(expected, abs=4 * deviation)
 
 
-def test_eight_bits_come_as_far_as_float32():
+def test_eight_bit_state_converges_like_float32():
     plain = _train(Optimizer(lr=0.05, weight_decay=0.0), torch.float32)
     assert _train(Optimizer(name="AdamW8bit", lr=0.05, weight_decay=0.0), torch.float32) <= 1.1 * plain
     state = Optimizer(lr=0.05, weight_decay=0.0, state_dtype="bfloat16", bf16_stochastic_round=True)
@@ -137,33 +137,31 @@ def test_eight_bits_come_as_far_as_float32():
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_in_float32_it_is_pytorch_s(name):
-    """Where nothing is rounded the update is the one of torch.optim: to the order of its operations."""
+def test_float32_updates_match_pytorch(name):
+    """Without rounding, updates equal those of torch.optim up to the order of operations."""
     config = Optimizer(name=name, lr=1e-2, weight_decay=0.1)
-    found = []
-    for wanted in (config, dataclasses.replace(config, state_dtype="bfloat16")):
+    results = []
+    for variant in (config, dataclasses.replace(config, state_dtype="bfloat16")):
         generator = torch.Generator().manual_seed(0)
         weight = Parameter(torch.randn(8, 6, generator=generator))
-        optimizer = build([("w", weight)], wanted)
-        if wanted is not config:
+        optimizer = build([("w", weight)], variant)
+        if variant is not config:
             optimizer.state[weight].update({k: v.float() for k, v in optimizer.zero_state(weight).items()})
         for _ in range(5):
             weight.grad = torch.randn(8, 6, generator=generator)
             optimizer.step()
-        found.append(weight.detach())
-    assert torch.allclose(*found, rtol=1e-5, atol=1e-7)
+        results.append(weight.detach())
+    assert torch.allclose(*results, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.nightly(
-    "what the compiler makes of an update", by="tests/optim/test_low_bits.py::test_a_mesh_changes_no_bit"
-)
+@pytest.mark.nightly("compiled updates", by="tests/optim/test_low_bits.py::test_meshes_are_bitwise_equal")
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW"])
-def test_a_compiled_update_is_the_update(name, monkeypatch):
-    """To the order of float32 operations: a number of a thousand may be rounded the other way."""
+def test_compiled_update_matches_eager(name, monkeypatch):
+    """Up to the order of float32 operations: one number in a thousand may be rounded differently."""
     config = Optimizer(name=name, lr=1e-2, bf16_stochastic_round=name == "AdamW")
     monkeypatch.setattr(low_bits, "_CHUNK", 1 << 14)
     monkeypatch.setattr(low_bits, "_COMPILED_CHUNK", {True: 1 << 14, False: 1 << 14})
-    found = []
+    results = []
     for compiles in (False, True):
         monkeypatch.setattr(low_bits, "is_accelerator", lambda _, compiles=compiles: compiles)
         generator = torch.Generator().manual_seed(0)
@@ -174,20 +172,22 @@ def test_a_compiled_update_is_the_update(name, monkeypatch):
             for weight in weights:
                 weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
             optimizer.step()
-        found.append([*(weight.detach() for weight in weights), *(optimizer.state[one]["exp_avg"] for one in weights)])
-    for eager, compiled in zip(*found, strict=True):
+        results.append(
+            [*(weight.detach() for weight in weights), *(optimizer.state[one]["exp_avg"] for one in weights)]
+        )
+    for eager, compiled in zip(*results, strict=True):
         differ = ~torch.isclose(compiled.double(), eager.double(), rtol=1e-5, atol=1e-8)
         assert int(differ.sum()) <= eager.numel() / 1000
 
 
-def test_an_update_that_cannot_be_compiled_is_the_same_and_told_once(monkeypatch, caplog):
+def test_update_that_cannot_be_compiled_is_unchanged_and_logged_once(monkeypatch, caplog):
     def refuses(*_, **__):
         def fails(*_):
             raise torch._dynamo.exc.InternalTorchDynamoError("no compiler here")
 
         return fails
 
-    found = []
+    results = []
     for compiles in (False, True):
         monkeypatch.setattr(low_bits, "is_accelerator", lambda _, compiles=compiles: compiles)
         monkeypatch.setattr(torch, "compile", refuses)
@@ -198,8 +198,8 @@ def test_an_update_that_cannot_be_compiled_is_the_same_and_told_once(monkeypatch
             for weight in weights:
                 weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
             optimizer.step()
-        found.append(weights)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+        results.append(weights)
+    assert all(torch.equal(uncompiled, expected) for uncompiled, expected in zip(*results, strict=True))
     assert caplog.text.count("the update of AdamW cannot be compiled, so it is slow: no compiler here") == 1
 
 
@@ -220,12 +220,12 @@ def _sharded(rank: int, config: Optimizer, dtype: torch.dtype, dim: int) -> dict
         weight.grad = distribute_tensor(gradient, mesh, (Shard(dim),))
         optimizer.step()
     tensors = {"w": weight.detach(), **state_tensors(optimizer, [("w", weight)])}
-    assert all(isinstance(one, DTensor) for name, one in tensors.items() if name != "w.step")
-    return {name: to_full(one) for name, one in tensors.items()}
+    assert all(isinstance(tensor, DTensor) for name, tensor in tensors.items() if name != "w.step")
+    return {name: to_full(tensor) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize(("name", "dim"), [("AdamW8bit", 0), ("AdamW8bit", 1), ("bfloat16", 0)])
-def test_a_mesh_changes_no_bit(name, dim):
+def test_meshes_are_bitwise_equal(name, dim):
     generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16
     weight = Parameter(torch.randn(24, 512, generator=generator).to(dtype))
@@ -234,15 +234,15 @@ def test_a_mesh_changes_no_bit(name, dim):
         weight.grad = torch.randn(24, 512, generator=generator).to(dtype)
         optimizer.step()
     expected = {"w": weight.detach(), **state_tensors(optimizer, [("w", weight)])}
-    for found in run_ranks(2, _sharded, CONFIGS[name], dtype, dim):
-        assert found.keys() == expected.keys()
+    for sharded in run_ranks(2, _sharded, CONFIGS[name], dtype, dim):
+        assert sharded.keys() == expected.keys()
         for key, tensor in expected.items():
-            assert torch.equal(found[key], tensor), key
-    other = build([("w", Parameter(weight.detach().clone()))], CONFIGS[name], seed=4)
-    assert other._keys != optimizer._keys  # another seed rounds otherwise
+            assert torch.equal(sharded[key], tensor), key
+    other_seed = build([("w", Parameter(weight.detach().clone()))], CONFIGS[name], seed=4)
+    assert other_seed._keys != optimizer._keys  # a different seed rounds differently
 
 
-def test_a_block_that_two_ranks_would_share_is_refused():
+def test_block_split_over_two_ranks_is_rejected():
     def split(rank: int) -> str:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         weight = Parameter(distribute_tensor(torch.zeros(64, 256), mesh, (Shard(1),)))
@@ -258,11 +258,11 @@ def test_a_block_that_two_ranks_would_share_is_refused():
     cases([{"name": "AdamW8bit"}], nightly=[{"state_dtype": "bfloat16", "bf16_stochastic_round": True}]),
     ids=str,
 )
-def test_a_run_is_the_same_on_ranks(optimizer):
-    """Of weights that are equal to rounding in float32; what rounds otherwise by that is one number in a thousand."""
+def test_run_on_ranks_matches_one_process(optimizer):
+    """Weights are equal up to float32 rounding, which makes one number in a thousand round differently."""
     options = {"optimizer": {"lr": 1e-2, "eps": 1e-3, **optimizer}}
-    one = run_tiny(1, tiny_config(training={"local_batch_size": 8}, **options))[0]
-    assert_same_numbers(run_tiny(2, tiny_config(**options))[0], one, loss=2e-4, grad_norm=1e-3)
+    one_process = run_tiny(1, tiny_config(training={"local_batch_size": 8}, **options))[0]
+    assert_same_numbers(run_tiny(2, tiny_config(**options))[0], one_process, loss=2e-4, grad_norm=1e-3)
 
 
 def _norms(rank: int, early: bool) -> tuple[list[float], list[float], dict[str, Tensor], int]:
@@ -270,11 +270,13 @@ def _norms(rank: int, early: bool) -> tuple[list[float], list[float], dict[str, 
 
     from shardtrain.distributed.update_in_backward import UpdateInBackward
 
-    held = []
+    gradients_held = []
     update = UpdateInBackward._update
 
     def watched(self, parameter):
-        held.append(sum(p.grad is not None for group in self._optimizer.param_groups for p in group["params"]))
+        gradients_held.append(
+            sum(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+        )
         update(self, parameter)
 
     UpdateInBackward._update = watched
@@ -282,26 +284,26 @@ def _norms(rank: int, early: bool) -> tuple[list[float], list[float], dict[str, 
     config = tiny_config(training=training, optimizer={"lr": 1e-2, "early_step_in_backward": early})
     result = train_steps(rank, config, 3)
     UpdateInBackward._update = update
-    return result.losses, result.grad_norms, result.final, max(held, default=0)
+    return result.losses, result.grad_norms, result.final, max(gradients_held, default=0)
 
 
 @pytest.mark.parametrize("ranks", cases([2], nightly=[1]))
-def test_updating_in_backward_changes_no_number(ranks):
+def test_updates_in_backward_change_no_number(ranks):
     plain, early = (run_ranks(ranks, _norms, value)[0] for value in (False, True))
     assert early[0] == plain[0]
-    assert early[1] == pytest.approx(plain[1], rel=1e-12)  # squares are added in another order
+    assert early[1] == pytest.approx(plain[1], rel=1e-12)  # squares are summed in a different order
     assert all(torch.equal(early[2][name], weight) for name, weight in plain[2].items())
-    assert early[3] == 1  # one gradient at a time
+    assert early[3] == 1  # at most one gradient exists at a time
 
 
 @pytest.mark.nightly(
     "with other optimizers",
-    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+    by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
 @pytest.mark.parametrize(
     "optimizer", [{"name": "AdamW8bit"}, {"state_dtype": "bfloat16", "bf16_stochastic_round": True}]
 )
-def test_a_run_continues_bit_by_bit_from_its_checkpoint_and_on_other_ranks(tmp_path, optimizer):
+def test_run_resumes_bitwise_and_on_other_ranks(tmp_path, optimizer):
     def config(folder):
         return tiny_config(
             job={"dump_folder": str(tmp_path / folder)},

@@ -1,4 +1,4 @@
-"""Laws of the learning rate: the published closed forms, and bounds that hold for any setting."""
+"""Learning-rate schedules: the published closed forms, and bounds for any settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rates(steps, lr=1.0, count=None, **scheduler):
     ]
 
 
-def test_warmup_stable_decay_reaches_the_peak_and_stops_one_step_short_of_zero():
+def test_warmup_stable_decay_reaches_the_peak_and_ends_one_step_before_zero():
     expected = [1 / 2, 1, 1, *(k / 8 for k in range(7, 0, -1))]
     assert rates(10, warmup_steps=2) == pytest.approx(expected, rel=1e-12)
 
@@ -41,16 +41,16 @@ def test_warmup_stable_decay_stays_at_the_peak_until_its_share_of_decay():
         ("cosine", lambda p: 0.5 * (1 + math.cos(math.pi * p))),
     ],
 )
-def test_decay_has_its_shape_above_the_lowest_rate(decay_type, shape):
+def test_decay_has_its_shape_above_the_minimum_rate(decay_type, shape):
     got = rates(10, warmup_steps=2, decay_type=decay_type, min_lr_factor=0.1)
     assert got[3:] == pytest.approx([0.1 + 0.9 * shape(k / 8) for k in range(1, 8)], rel=1e-12)
 
 
-def test_a_warmup_longer_than_the_run_is_cut_to_it():
+def test_warmup_longer_than_the_run_is_shortened():
     assert rates(4, warmup_steps=200) == pytest.approx([0.25, 0.5, 0.75, 1])
 
 
-def test_a_decay_that_does_not_fit_after_the_warmup_is_cut():
+def test_decay_that_does_not_fit_after_the_warmup_is_shortened():
     assert rates(10, warmup_steps=6, decay_ratio=0.9) == rates(10, warmup_steps=6)
 
 
@@ -58,7 +58,7 @@ def test_no_decay_keeps_the_peak():
     assert rates(5, warmup_steps=0, decay_ratio=0.0) == [1] * 5
 
 
-def test_linear_linear_is_torchtrains():
+def test_linear_linear_matches_torchtrain():
     expected = [1 / 3, 2 / 3, 1, *(k / 8 for k in range(7, 0, -1))]
     assert rates(10, name="linear_linear", warmup_steps=2) == pytest.approx(expected, rel=1e-12)
 
@@ -70,36 +70,36 @@ def test_linear_by_proportion_warms_up_over_whole_steps():
     assert rates(4, name="linear_by_proportion", warmup_proportion=0.0) == pytest.approx([1, 3 / 4, 2 / 4, 1 / 4])
 
 
-def test_deepspeed_warmup_by_logarithm_gives_published_values():
+def test_logarithmic_deepspeed_warmup_matches_published_values():
     got = rates(100, lr=5e-5, name="deepspeed_warmup", warmup_steps=50, min_lr_factor=0.02)
     expected = {0: 1e-6, 10: 3.1035e-5, 25: 4.1809e-5, 49: 5e-5, 50: 5e-5, 99: 5e-5}
-    # the values are published with five digits
+    # published with five digits
     assert {step: got[step] for step in expected} == pytest.approx(expected, rel=2e-5)
 
 
 @pytest.mark.parametrize(("warmup", "least", "most"), [(50, 1e-6, 5e-5), (50, 1e-6, 1e-5), (2000, 0.0, 1.5e-4)])
-def test_deepspeed_warmup_is_its_closed_form_at_every_step(warmup, least, most):
+def test_deepspeed_warmup_matches_its_closed_form_at_every_step(warmup, least, most):
     got = rates(warmup + 20, lr=most, name="deepspeed_warmup", warmup_steps=warmup, min_lr_factor=least / most)
     logs = [least + (most - least) * math.log(step + 1) / math.log(warmup) for step in range(warmup)]
-    # both sides round a few times
+    # both sides have a few roundings
     assert got == pytest.approx([*logs, *[most] * 20], rel=1e-12, abs=1e-18)
 
 
 @pytest.mark.parametrize("decay_type", ["linear", "cosine"])
-def test_the_schedule_of_transformers_begins_at_zero(decay_type):
+def test_transformers_schedule_begins_at_zero(decay_type):
     got = rates(10, name="transformers", warmup_steps=2, decay_type=decay_type)
     shares = [step / 8 for step in range(8)]
     decay = [1 - s if decay_type == "linear" else 0.5 * (1 + math.cos(math.pi * s)) for s in shares]
     assert got == pytest.approx([0, 1 / 2, *decay], rel=1e-12)
 
 
-def test_a_share_of_warmup_is_rounded_up_as_transformers_does():
+def test_warmup_proportion_is_rounded_up_as_in_transformers():
     got = rates(396, name="transformers", warmup_steps=0, warmup_proportion=0.01)  # ceil(3.96) = 4 steps
     assert got[:6] == pytest.approx([0, 1 / 4, 2 / 4, 3 / 4, 1, 391 / 392])
     assert rates(3, name="transformers", warmup_steps=0, warmup_proportion=0.0, min_lr_factor=1.0) == [1, 1, 1]
 
 
-def test_deepspeed_warmup_can_be_linear_and_takes_two_steps_at_least():
+def test_deepspeed_warmup_can_be_linear_and_takes_at_least_two_steps():
     got = rates(6, name="deepspeed_warmup", warmup_type="linear", warmup_steps=4)
     assert got == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1])
     for warmup_type in ("log", "linear"):
@@ -109,8 +109,8 @@ def test_deepspeed_warmup_can_be_linear_and_takes_two_steps_at_least():
 
 @pytest.mark.parametrize("warmup_type", ["log", "linear"])
 @pytest.mark.parametrize(("warmup", "total"), [(10, 40), (0, 9), (9, 10), (20, 12)])
-def test_deepspeed_schedules_that_end_are_their_closed_forms_at_every_step(warmup_type, warmup, total):
-    """``_get_gamma`` of WarmupDecayLR and ``get_lr_ratio`` of WarmupCosineLR, written out, at iteration 0, 1, ..."""
+def test_deepspeed_schedules_with_an_end_match_their_closed_forms(warmup_type, warmup, total):
+    """Compare with ``_get_gamma`` of WarmupDecayLR and ``get_lr_ratio`` of WarmupCosineLR at iterations 0, 1, ..."""
     n, least, most = max(2, warmup), 1e-6, 5e-5
     rise = [math.log(i + 1) / math.log(n) if warmup_type == "log" else i / n for i in range(n)]
     fall = [max(0.0, (total - i) / max(1.0, total - n)) for i in range(n, total)]
@@ -142,7 +142,7 @@ def test_rates_stay_between_zero_and_the_peak(name, data):
     got = [learning_rate(Optimizer(lr=lr), scheduler, steps, step) for step in range(70)]
     assert all(0 <= rate <= lr for rate in got)
     peak = got.index(max(got))
-    # one rise and one fall; equal neighbours may differ in the last bit
+    # one rise and one fall; equal neighbors may differ in the last bit
     assert all(a <= b + 1e-12 for a, b in itertools.pairwise(got[: peak + 1]))
     assert all(b <= a + 1e-12 for a, b in itertools.pairwise(got[peak:]))
     total = scheduler.total_steps or steps
@@ -150,7 +150,7 @@ def test_rates_stay_between_zero_and_the_peak(name, data):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_total_steps_decide_the_schedule_in_place_of_the_run(name):
+def test_total_steps_override_the_steps_of_the_run(name):
     assert rates(50, name=name, total_steps=10, warmup_steps=2, count=10) == rates(10, name=name, warmup_steps=2)
     assert rates(3, name=name, total_steps=10, warmup_steps=2) == rates(10, name=name, warmup_steps=2)[:3]
 
@@ -163,12 +163,12 @@ OTHER_VALUES = {
     "warmup_proportion": 0.4,
     "warmup_type": "linear",
 }
-"""A value of each option that differs from the one in ``PLAIN``."""
+"""For each option, a value different from the one in ``PLAIN``."""
 PLAIN = {"warmup_steps": 4, "warmup_proportion": 0.2}
 
 
 def half(step: int, total_steps: int, min_lr_factor: float) -> float:
-    """The peak rate, then a share of it."""
+    """Half of the steps at the peak rate, then at a share of it."""
     return 1.0 if 2 * step < total_steps else min_lr_factor
 
 
@@ -179,10 +179,10 @@ def schedule(request, monkeypatch):
     return request.param
 
 
-def test_a_schedule_rejects_the_options_that_it_does_not_read(schedule):
-    def problems(*words):
+def test_schedule_rejects_options_that_it_does_not_read(schedule):
+    def problems(*arguments):
         name = f"--lr_scheduler.name={schedule}"
-        return [problem.option for problem in config.check(config.load("debug", [name, *words]))]
+        return [problem.option for problem in config.check(config.load("debug", [name, *arguments]))]
 
     assert problems() == []
     assert set(OTHER_VALUES) == set(SCHEDULE_OPTIONS)
@@ -192,14 +192,14 @@ def test_a_schedule_rejects_the_options_that_it_does_not_read(schedule):
 
 
 def test_each_option_that_a_schedule_reads_changes_a_rate(schedule):
-    # the transformers schedule reads warmup_proportion without warmup_steps only
+    # the transformers schedule reads warmup_proportion only without warmup_steps
     plain = {**PLAIN, "warmup_steps": 0} if schedule == "transformers" else PLAIN
     before = rates(20, name=schedule, **plain)
     for option in options_of(SCHEDULES[schedule]):
         assert rates(20, name=schedule, **{**plain, option: OTHER_VALUES[option]}) != before, option
 
 
-def test_an_unknown_schedule_is_one_error_that_names_the_nearest():
+def test_unknown_schedule_is_an_error_with_the_nearest_name():
     problems = config.check(config.load("debug", ["--lr_scheduler.name=linear_lineer"]))
     (problem,) = [problem for problem in problems if problem.option == "lr_scheduler.name"]
     assert 'did you mean "linear_linear"?' in str(problem)

@@ -1,4 +1,4 @@
-"""Laws of Muon: the published update, the same on every mesh, and a state that continues bit by bit."""
+"""Muon: the published update, equal on every mesh, and a restored state that continues bitwise."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def train(params, optimizer, steps):
 
 
 def newton_schulz(matrix):
-    """Jordan's iteration as in his text, in float64: X <- a X + b (X X^T) X + c (X X^T)^2 X."""
+    """Reference: Jordan's published iteration in float64, X <- a X + b (X X^T) X + c (X X^T)^2 X."""
     x = matrix / matrix.norm()
     for _ in range(5):
         gram = x @ x.T
@@ -68,8 +68,8 @@ def newton_schulz(matrix):
     return x
 
 
-def by_hand(steps, nesterov):
-    """Jordan's Muon with Moonlight's scale in float64; momentum as a sum, not a mean: the iteration has no scale."""
+def reference_updates(steps, nesterov):
+    """Reference: Jordan's Muon with Moonlight's scale in float64. Momentum is a sum; the iteration is scale-free."""
     weights = {name: value.double() for name, value in values(0).items() if name in HIDDEN}
     sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     for step in range(steps):
@@ -88,56 +88,58 @@ def by_hand(steps, nesterov):
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_hidden_matrices_get_the_published_update_one_by_one(nesterov):
+def test_hidden_matrices_get_the_published_update(nesterov):
     params = parameters()
     train(params, build(params.items(), muon(muon_nesterov=nesterov)), range(5))
-    for name, weight in by_hand(5, nesterov).items():
-        # float32 rounds by 1e-7; five iterations raise the smallest singular values, and errors in them, up to 485-fold
+    for name, weight in reference_updates(5, nesterov).items():
+        # float32 rounds to 1e-7; five iterations amplify the smallest singular values and their errors up to 485-fold
         torch.testing.assert_close(params[name].double(), weight, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_all_else_gets_the_update_of_adamw(implementation):
-    mine, theirs = parameters(), parameters()
+def test_other_parameters_get_the_update_of_adamw(implementation):
+    muon_parameters, adamw_parameters = parameters(), parameters()
     options = {"implementation": implementation, "no_weight_decay": ["*norm*"]}
-    train(mine, build(mine.items(), muon(**options)), range(4))
+    train(muon_parameters, build(muon_parameters.items(), muon(**options)), range(4))
     config = Optimizer(lr=1e-2, weight_decay=0.3, eps=1e-3, **options)
-    train(theirs, build(theirs.items(), config), range(4))
+    train(adamw_parameters, build(adamw_parameters.items(), config), range(4))
     for name in SHAPES:
-        assert torch.equal(mine[name], theirs[name]) == (name not in HIDDEN), name
+        assert torch.equal(muon_parameters[name], adamw_parameters[name]) == (name not in HIDDEN), name
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_it_is_the_muon_of_torch_on_one_process():
-    mine, theirs = parameters(), parameters()
-    train(mine, build(mine.items(), muon(muon_dtype="bfloat16")), range(4))
-    flat = [name for name in HIDDEN if theirs[name].ndim == 2]
-    other = torch.optim.Muon([theirs[name] for name in flat], lr=1e-2, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
-    train(theirs, other, range(4))
+def test_update_matches_torch_muon_on_one_process():
+    parameters_here, parameters_of_torch = parameters(), parameters()
+    train(parameters_here, build(parameters_here.items(), muon(muon_dtype="bfloat16")), range(4))
+    flat = [name for name in HIDDEN if parameters_of_torch[name].ndim == 2]
+    torch_muon = torch.optim.Muon(
+        [parameters_of_torch[name] for name in flat], lr=1e-2, weight_decay=0.3, adjust_lr_fn="match_rms_adamw"
+    )
+    train(parameters_of_torch, torch_muon, range(4))
     start = parameters()
     for name in flat:
-        # torch rounds the norm to bfloat16 and this code does not: 2^-8 of each update, amplified by the iteration
-        moved = (theirs[name] - start[name]).norm()
-        assert (mine[name] - theirs[name]).norm() < 0.05 * moved, name
+        # torch rounds the norm to bfloat16: a difference of 2^-8 per update, amplified by the iteration
+        moved = (parameters_of_torch[name] - start[name]).norm()
+        assert (parameters_here[name] - parameters_of_torch[name]).norm() < 0.05 * moved, name
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (64, 16), (16, 64), (1, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_singular_values_come_near_to_one(shape, dtype):
+def test_singular_values_approach_one(shape, dtype):
     matrix = 1e-4 * torch.randn(shape, generator=torch.Generator().manual_seed(3))
     before = matrix.clone()
     result = orthogonalize(matrix.to(dtype), 5)
     assert torch.equal(matrix, before) and result.dtype == dtype
-    # the iteration leaves 0.68 to 1.13 of values that are not far below the largest; a square matrix has some that are
+    # values not far below the largest end at 0.68 to 1.13; square matrices also have much smaller ones
     sizes = torch.linalg.svdvals(result.float())
     assert sizes.max() < 1.3 and sizes.median() > 0.6
 
 
-def test_a_matrix_of_zeros_stays_zero():
+def test_zero_matrix_stays_zero():
     assert not orthogonalize(torch.zeros(4, 3), 5).any()
 
 
-def test_the_update_has_the_asked_size_whatever_the_shape_or_the_gradient():
+def test_update_size_does_not_depend_on_shape_or_gradient():
     for shape in ((32, 32), (128, 16), (16, 128)):
         weight = nn.Parameter(torch.zeros(shape))
         optimizer = build([("w", weight)], muon(lr=1.0, muon_update_rms=0.3))
@@ -147,7 +149,7 @@ def test_the_update_has_the_asked_size_whatever_the_shape_or_the_gradient():
         assert weight.square().mean().sqrt().item() == pytest.approx(0.3, rel=0.25)
 
 
-def test_the_state_is_one_momentum_per_matrix_and_adamw_for_the_rest():
+def test_state_is_one_momentum_per_matrix_and_adamw_for_the_rest():
     params = parameters()
     tensors = state_tensors(build(params.items(), muon()), params.items())
     expected = {f"{name}.momentum" for name in HIDDEN}
@@ -156,7 +158,7 @@ def test_the_state_is_one_momentum_per_matrix_and_adamw_for_the_rest():
     assert all(not tensor.any() for tensor in tensors.values())
 
 
-def test_a_restored_state_continues_bit_by_bit():
+def test_restored_state_continues_bitwise():
     straight, first = parameters(), parameters()
     train(straight, build(straight.items(), muon()), range(6))
     optimizer = build(first.items(), muon())
@@ -171,7 +173,7 @@ def test_a_restored_state_continues_bit_by_bit():
     assert_bitwise(second, straight)
 
 
-def test_a_parameter_without_gradient_is_left_alone():
+def test_parameter_without_gradient_is_unchanged():
     params = parameters()
     optimizer = build(params.items(), muon())
     params["layers.0.wq.weight"].grad = torch.ones(6, 6)
@@ -182,7 +184,7 @@ def test_a_parameter_without_gradient_is_left_alone():
         optimizer.step(lambda: 0.0)
 
 
-def test_patterns_choose_who_updates_and_who_decays():
+def test_patterns_select_the_optimizer_and_weight_decay():
     params = parameters()
     optimizer = build(params.items(), muon(muon_adamw_patterns=["embed*", "*.w?.*"], no_weight_decay=["*thin*"]))
     names = {parameter: name for name, parameter in params.items()}
@@ -194,7 +196,7 @@ def test_patterns_choose_who_updates_and_who_decays():
     }
 
 
-def test_patterns_without_effect_are_refused_and_the_default_ones_may_have_none():
+def test_patterns_without_effect_are_rejected_except_for_defaults():
     params = {name: p for name, p in parameters().items() if "bias" not in name}
     build(params.items(), muon())
     with pytest.raises(ConfigError, match=r'optimizer.muon_adamw_patterns="\*.gate" matches no parameter'):
@@ -203,7 +205,7 @@ def test_patterns_without_effect_are_refused_and_the_default_ones_may_have_none(
         build(params.items(), muon(muon_adamw_patterns=["*"]))
 
 
-def test_a_pipeline_stage_may_have_no_matrix():
+def test_pipeline_stage_may_have_no_matrix():
     params = parameters()
     ends = [(name, params[name]) for name in ("layers.0.norm.weight", "head.weight")]
     optimizer = build(ends, muon(muon_adamw_patterns=["embed*", "head*"]), all_names=list(SHAPES))
@@ -231,7 +233,7 @@ def _trained(mesh_shape, placements, dtype):
     params = {}
     for name, value in values(0).items():
         dims = [Replicate() if p.is_replicate() else Shard(min(p.dim % value.ndim, value.ndim - 1)) for p in placements]
-        if value.ndim == 1:  # as FSDP would: a vector has one dimension to split, once
+        if value.ndim == 1:  # like FSDP, split the only dimension of a vector once
             dims = [Shard(0), *[Replicate()] * (len(placements) - 1)]
         params[name] = nn.Parameter(distribute_tensor(value, mesh, dims))
     optimizer = build(params.items(), muon(muon_dtype=dtype))
@@ -242,8 +244,8 @@ def _trained(mesh_shape, placements, dtype):
 
 
 @pytest.mark.parametrize("dtype", cases(["float32"], nightly=["bfloat16"]))
-def test_the_same_gradients_give_the_same_bits_on_every_placement(dtype):
-    # also where dimensions of 1, 3, 5, 7 and 9 do not divide, so that some ranks hold nothing
+def test_equal_gradients_are_bitwise_equal_on_every_placement(dtype):
+    # also with indivisible dimensions of 1, 3, 5, 7 and 9, where some ranks are empty
     params = parameters()
     train(params, build(params.items(), muon(muon_dtype=dtype)), range(3))
     for rank, results in enumerate(run_ranks(4, _placed, dtype)):
@@ -252,7 +254,7 @@ def test_the_same_gradients_give_the_same_bits_on_every_placement(dtype):
                 where = f"{name} of rank {rank}, {case}"
                 if name in HIDDEN:
                     assert torch.equal(result[name], params[name]), where
-                else:  # AdamW's vector kernels round the ends of memory otherwise
+                else:  # AdamW's vectorized kernels round the ends of memory differently
                     torch.testing.assert_close(result[name], params[name].detach(), rtol=0, atol=1e-7, msg=where)
 
 
@@ -284,7 +286,7 @@ FIRST = ("fsdp 2", "ddp 2", "tp 2", "cp 2", "zero-1 2")
 
 
 @pytest.mark.parametrize("name", cases(FIRST, nightly=[name for name in MESHES if name not in FIRST]))
-def test_the_mesh_changes_no_number(name):
+def test_meshes_change_no_number_of_muon(name):
     num_ranks, parallelism = MESHES[name]
     results = run_tiny(num_ranks, tiny_config(optimizer=TINY, training=CLIPPED, parallelism=parallelism), steps=3)
     assert min(one_process().grad_norms) > 2 * CLIPPED["max_norm"]
@@ -314,19 +316,19 @@ def test_offloaded_parameters_train_alike():
         assert_same_numbers(result, one_process())
 
 
-def test_the_momentum_is_divided_and_one_tensor_per_matrix():
-    whole, half = one_process().facts, run_tiny(2, tiny_config(optimizer=TINY), steps=1)[0].facts
-    assert half["optimizer_bytes"] == pytest.approx(whole["optimizer_bytes"] / 2, rel=0.01)
-    # Muon keeps 4 bytes and AdamW 8 of each number; embedding and head are 64 K of this model's numbers
-    numbers, ends = whole["num_params"], 2 * 512 * 64
-    assert whole["optimizer_bytes"] == pytest.approx(4 * (numbers - ends) + 8 * ends, rel=0.01)
+def test_momentum_is_sharded_with_one_tensor_per_matrix():
+    one_rank, two_ranks = one_process().facts, run_tiny(2, tiny_config(optimizer=TINY), steps=1)[0].facts
+    assert two_ranks["optimizer_bytes"] == pytest.approx(one_rank["optimizer_bytes"] / 2, rel=0.01)
+    # Muon stores 4 bytes per number and AdamW 8; embedding and head have 64 K numbers
+    numbers, ends = one_rank["num_params"], 2 * 512 * 64
+    assert one_rank["optimizer_bytes"] == pytest.approx(4 * (numbers - ends) + 8 * ends, rel=0.01)
 
 
 @pytest.mark.nightly(
     "with another optimizer",
-    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+    by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
-def test_a_run_continues_bit_by_bit_from_its_checkpoint(tmp_path):
+def test_run_resumes_bitwise(tmp_path):
     def config(folder):
         return tiny_config(
             job={"dump_folder": str(tmp_path / folder)},
@@ -338,21 +340,21 @@ def test_a_run_continues_bit_by_bit_from_its_checkpoint(tmp_path):
     straight = run_ranks(2, train_whole, config("straight"))
     run_ranks(2, train_whole, config("cut"), 4)
     continued = run_ranks(2, train_whole, config("cut"))
-    for mine, theirs in zip(continued, straight, strict=True):
-        assert mine.error is None and theirs.error is None
-        assert mine.losses == theirs.losses[3:]
-        assert_bitwise(mine.weights, theirs.weights)
-        assert_bitwise(mine.optimizer, theirs.optimizer)
-        assert any(name.endswith(".momentum") for name in mine.optimizer)
+    for resumed, uninterrupted in zip(continued, straight, strict=True):
+        assert resumed.error is None and uninterrupted.error is None
+        assert resumed.losses == uninterrupted.losses[3:]
+        assert_bitwise(resumed.weights, uninterrupted.weights)
+        assert_bitwise(resumed.optimizer, uninterrupted.optimizer)
+        assert any(name.endswith(".momentum") for name in resumed.optimizer)
 
 
-@pytest.mark.nightly("whole trainings of two optimizers")
-def test_at_its_best_rate_it_learns_faster_than_adamw_at_its_own():
+@pytest.mark.nightly("full training runs of two optimizers")
+def test_muon_learns_faster_than_adamw_at_the_best_rate_of_each():
     def best(name):
         runs = [
             tiny_config(optimizer={"name": name, "lr": lr}, training={"local_batch_size": 8}) for lr in (1e-2, 3e-2)
         ]
         return min(run_tiny(1, config, steps=20)[0].losses[-1] for config in runs)
 
-    # 1.23 and 1.38 when this was written; the rest of the distance is room for other roundings
+    # measured: 1.23 and 1.38; the margin is for different rounding
     assert best("Muon") < best("AdamW") - 0.05

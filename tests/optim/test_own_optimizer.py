@@ -1,4 +1,4 @@
-"""Laws of optimizers of the user's: a resume is the run that never ended, and what could not resume is refused."""
+"""Optimizers in a Python file of the user: runs resume exactly, and optimizers that could not resume are rejected."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def config(folder: Path, path: str, mesh: str):
     )
 
 
-def both(rank: int, root: Path, path: str, mesh: str):
+def straight_and_resumed(rank: int, root: Path, path: str, mesh: str):
     straight = train_whole(rank, config(root / "straight", path, "fsdp"))
     killed = train_whole(rank, config(root / "killed", path, "fsdp"), stop_after=KILLED)
     return straight, killed, train_whole(rank, config(root / "killed", path, mesh))
@@ -69,11 +69,11 @@ def both(rank: int, root: Path, path: str, mesh: str):
 
 @pytest.mark.parametrize("mesh", ["fsdp", "tp"])
 @pytest.mark.nightly(
-    "with an optimizer of a file",
-    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+    "with an optimizer from a file",
+    by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
-def test_a_run_with_an_optimizer_of_a_file_resumes_on_any_mesh(tmp_path: Path, mesh: str) -> None:
-    for straight, killed, resumed in run_ranks(2, both, tmp_path, written(tmp_path), mesh):
+def test_run_with_an_optimizer_from_a_file_resumes_on_any_mesh(tmp_path: Path, mesh: str) -> None:
+    for straight, killed, resumed in run_ranks(2, straight_and_resumed, tmp_path, written(tmp_path), mesh):
         assert straight.error is None and killed.error is None and resumed.error is None
         assert {name.rpartition(".")[2] for name in straight.optimizer} == {"mean", "step"}
         assert len(resumed.losses) == STEPS - 2 and resumed.lrs == straight.lrs[2:]
@@ -81,13 +81,13 @@ def test_a_run_with_an_optimizer_of_a_file_resumes_on_any_mesh(tmp_path: Path, m
             assert resumed.losses == straight.losses[2:]
             assert_bitwise(resumed.weights, straight.weights)
             assert_bitwise(resumed.optimizer, straight.optimizer)
-        for mine, theirs in zip(resumed.losses, straight.losses[2:], strict=True):
-            # the sign of a gradient of rounding's size is chance: a weight moves by twice the rate
-            assert abs(mine - theirs) <= 1e-3
+        for resumed_loss, expected_loss in zip(resumed.losses, straight.losses[2:], strict=True):
+            # the sign of a gradient at rounding level is random, and changes a weight by twice the rate
+            assert abs(resumed_loss - expected_loss) <= 1e-3
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ('"step": torch.zeros(())', '"step": 0', "keeps 'step' of a parameter as int"),
         ('"step": torch.zeros(())', '"step": torch.zeros(3)', r"keeps step of shape \[3\]"),
@@ -101,10 +101,10 @@ def test_a_run_with_an_optimizer_of_a_file_resumes_on_any_mesh(tmp_path: Path, m
         ("return Lion(param_groups, options)", "return 7", "builds a int"),
     ],
 )
-def test_what_a_checkpoint_could_not_keep_is_refused(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_optimizer_whose_state_cannot_be_saved_is_rejected(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert old in LION
     options = dataclasses.replace(Optimizer(), name=written(tmp_path, LION.replace(old, new)))
-    with pytest.raises(ConfigError, match=rf"optimizer\.name=.*{said}"):
+    with pytest.raises(ConfigError, match=rf"optimizer\.name=.*{message}"):
         optim.check_own(options)
 
 
@@ -119,7 +119,7 @@ def initial_state(parameter):
 """
 
 
-def test_optimizers_of_pytorch_work_as_they_are(tmp_path: Path) -> None:
+def test_pytorch_optimizers_work_unchanged(tmp_path: Path) -> None:
     optim.check_own(dataclasses.replace(Optimizer(), name=written(tmp_path, MOMENTUM)))
 
 
@@ -131,7 +131,7 @@ ELSEWHERE = {
 }
 
 
-def elsewhere(rank: int, root: Path, path: str, kind: str) -> tuple[Ended, Ended, Ended]:
+def runs_of_kind(rank: int, root: Path, path: str, kind: str) -> tuple[Ended, Ended, Ended]:
     def one(name: str, part: dict[str, Any]) -> Config:
         training = {"steps": STEPS, "local_batch_size": 4, **part.get("training", {})}
         return tiny_config(
@@ -150,12 +150,12 @@ def elsewhere(rank: int, root: Path, path: str, kind: str) -> tuple[Ended, Ended
 
 @pytest.mark.parametrize("kind", list(ELSEWHERE))
 @pytest.mark.nightly(
-    "with an optimizer of a file",
-    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+    "with an optimizer from a file",
+    by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
-def test_an_optimizer_of_a_file_works_wherever_ours_do(tmp_path: Path, kind: str) -> None:
-    """The same numbers as on FSDP, to rounding (float16 rounds at 1e-3), and a resume is the run that never ended."""
-    for plain, straight, resumed in run_ranks(2, elsewhere, tmp_path, written(tmp_path, MOMENTUM), kind):
+def test_optimizer_from_a_file_works_in_every_mode(tmp_path: Path, kind: str) -> None:
+    """Numbers match FSDP up to rounding (1e-3 in float16), and a resumed run matches an uninterrupted one."""
+    for plain, straight, resumed in run_ranks(2, runs_of_kind, tmp_path, written(tmp_path, MOMENTUM), kind):
         assert plain.error is None and straight.error is None and resumed.error is None
         assert straight.losses == pytest.approx(plain.losses, rel=2e-3 if kind == "float16" else 1e-6)
         assert resumed.losses == straight.losses[2:]

@@ -1,4 +1,4 @@
-"""A learning-rate schedule in a user's file: the same numbers as a built-in one, and errors that name the file."""
+"""Learning-rate schedules in a Python file of the user: same numbers as a built-in one, and errors name the file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def written(folder: Path, text: str = LINEAR_LINEAR) -> str:
 
 
 def built_in_and_own(rank: int, root: Path, path: str, mesh: str) -> tuple[Ended, Ended]:
-    """A run with linear_linear, and one with the file that is killed and resumed."""
+    """Run with ``linear_linear``, and run with the file, with a kill and a resume."""
 
     def config(folder: str, schedule: str):
         return tiny_config(
@@ -58,10 +58,10 @@ def built_in_and_own(rank: int, root: Path, path: str, mesh: str) -> tuple[Ended
 
 
 @pytest.mark.parametrize(
-    ("accepted", "said"), [([], "another lr_scheduler.name"), (["lr_scheduler.name"], None), (["all"], None)]
+    ("accepted", "message"), [([], "another lr_scheduler.name"), (["lr_scheduler.name"], None), (["all"], None)]
 )
-def test_a_schedule_file_that_has_changed_since_the_run_was_saved_is_an_error(
-    tmp_path: Path, accepted: list[str], said: str | None
+def test_schedule_file_changed_since_the_last_save_is_an_error(
+    tmp_path: Path, accepted: list[str], message: str | None
 ) -> None:
     def config(steps: int):
         return tiny_config(
@@ -76,15 +76,15 @@ def test_a_schedule_file_that_has_changed_since_the_run_was_saved_is_an_error(
     run_ranks(1, train_whole, config(2))
     path.write_text("def factor(step, total_steps):\n    return 0.25\n")
     (resumed,) = run_ranks(1, train_whole, config(4))
-    assert (said is None) == (resumed.error is None)
-    if said:
-        assert said in str(resumed.error) and f"{path} with the SHA-256" in str(resumed.error)
+    assert (message is None) == (resumed.error is None)
+    if message:
+        assert message in str(resumed.error) and f"{path} with the SHA-256" in str(resumed.error)
     else:
         assert resumed.lrs == pytest.approx([0.25e-2] * 2)
 
 
 @pytest.mark.parametrize("mesh", cases(["one process"], nightly=["fsdp", "tp", "pp"]))
-def test_a_resumed_run_with_a_schedule_file_equals_the_built_in_schedule(tmp_path: Path, mesh: str) -> None:
+def test_resumed_run_with_a_schedule_file_equals_the_built_in_schedule(tmp_path: Path, mesh: str) -> None:
     for straight, resumed in run_ranks(MESHES[mesh][0], built_in_and_own, tmp_path, written(tmp_path), mesh):
         assert straight.error is None and resumed.error is None
         assert resumed.lrs == straight.lrs[2:] == pytest.approx([1e-2, 1e-2 * 2 / 3, 1e-2 / 3])
@@ -92,7 +92,7 @@ def test_a_resumed_run_with_a_schedule_file_equals_the_built_in_schedule(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (None, "is not a file"),
         ("x = (", "cannot be read as Python"),
@@ -135,12 +135,14 @@ def test_a_resumed_run_with_a_schedule_file_equals_the_built_in_schedule(tmp_pat
         ),
     ],
 )
-def test_a_wrong_schedule_file_is_one_error_that_names_it(tmp_path: Path, capsys, text: str | None, said: str) -> None:
+def test_invalid_schedule_file_is_an_error_with_its_name(
+    tmp_path: Path, capsys, text: str | None, message: str
+) -> None:
     path = str(tmp_path / "my_schedule.py") if text is None else written(tmp_path, text)
     assert main(["config", "check", "debug", f"--lr_scheduler.name={path}", "--training.device=cpu"]) == 2
     lines = [line for line in "".join(capsys.readouterr()).splitlines() if not line.startswith("note:")]
     (line,) = [line for line in lines if "my_schedule.py" in line]
-    assert "lr_scheduler.name=" in line and said in line
+    assert "lr_scheduler.name=" in line and message in line
 
 
 @pytest.mark.parametrize(
@@ -151,19 +153,19 @@ def test_a_wrong_schedule_file_is_one_error_that_names_it(tmp_path: Path, capsys
     ],
     ids=repr,
 )  # fmt: skip
-def test_every_real_number_is_a_share(number: Any) -> None:
+def test_every_real_number_type_is_accepted(number: Any) -> None:
     rate = learning_rate(Optimizer(lr=0.5), LRScheduler(), 10, 3, schedule=lambda step, total_steps: number)
     assert type(rate) is float and rate == 0.5 * float(number)
 
 
-def test_an_option_that_a_schedule_file_does_not_read_is_an_error(tmp_path: Path, capsys) -> None:
-    words = ["config", "check", "debug", f"--lr_scheduler.name={written(tmp_path)}", "--training.device=cpu"]
-    assert main(words) == 0
-    assert main([*words, "--lr_scheduler.warmup_proportion=0.5"]) == 2
+def test_option_that_a_schedule_file_does_not_read_is_an_error(tmp_path: Path, capsys) -> None:
+    arguments = ["config", "check", "debug", f"--lr_scheduler.name={written(tmp_path)}", "--training.device=cpu"]
+    assert main(arguments) == 0
+    assert main([*arguments, "--lr_scheduler.warmup_proportion=0.5"]) == 2
     assert "lr_scheduler.warmup_proportion=0.5 has no effect with lr_scheduler.name" in "".join(capsys.readouterr())
 
 
-# share of a schedule of 20,000 steps with 4,321 steps of warmup -> words of the error
+# expression of a schedule with 20,000 steps and 4,321 steps of warmup -> message of the error
 LATE = {
     "float('nan') if step == 3 else 1.0": "returns nan at step 3 of 20000",
     "1 / (total_steps - 1 - step) if step > 19_000 else 1.0": "fails (line 2): division by zero",
@@ -173,14 +175,14 @@ LATE = {
 
 @pytest.mark.parametrize("verb", [["config", "check"], ["train"]])
 @pytest.mark.parametrize("share", LATE)
-def test_a_share_that_is_wrong_at_an_edge_of_a_long_run_is_found_before_it(tmp_path: Path, capsys, share, verb) -> None:
+def test_invalid_value_at_an_edge_of_a_long_schedule_is_found_at_start(tmp_path: Path, capsys, share, verb) -> None:
     path = written(tmp_path, f"def factor(step, total_steps, warmup_steps):\n    return {share}")
     options = {
         "job.dump_folder": tmp_path / "run", "lr_scheduler.name": path, "lr_scheduler.warmup_steps": 4321,
         "training.steps": 20_000, "training.on_data_end": "repeat", "training.device": "cpu",
     }  # fmt: skip
-    words = [f"--{name}={value}" for name, value in options.items()]
-    assert main([*verb, "debug", *words, *(["--nproc=1"] if verb == ["train"] else [])]) == 2
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    assert main([*verb, "debug", *arguments, *(["--nproc=1"] if verb == ["train"] else [])]) == 2
     (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("error")]
     assert LATE[share] in line
 
@@ -193,9 +195,7 @@ def test_a_share_that_is_wrong_at_an_edge_of_a_long_run_is_found_before_it(tmp_p
     ],
     ids=["when called", "when imported"],
 )
-def test_a_schedule_file_that_does_not_return_is_reported_in_time(
-    text: str, tmp_path: Path, capsys, monkeypatch
-) -> None:
+def test_schedule_file_that_does_not_return_times_out(text: str, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(own_files, "SCHEDULE_SECONDS", 0.2)
     path = written(tmp_path, text)
     assert main(["config", "check", "debug", f"--lr_scheduler.name={path}", "--training.device=cpu"]) == 2

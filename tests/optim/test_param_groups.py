@@ -1,4 +1,4 @@
-"""Laws of parameter groups: every parameter is in exactly one group, and unused patterns are reported."""
+"""Parameter groups: every parameter is in exactly one group, and unused patterns are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decay_by_name(model, groups):
     return dict(listed)
 
 
-def test_patterns_cross_dots_and_split_the_parameters(model):
+def test_patterns_match_across_dots_and_split_the_parameters(model):
     groups = parameter_groups(model.named_parameters(), ["*norm*", "*.bias"], 0.1)
     decays = decay_by_name(model, groups)
     assert {name for name, decay in decays.items() if decay == 0.1} == {"embed.weight", "layers.0.attn.weight"}
@@ -36,13 +36,13 @@ def test_without_patterns_all_parameters_decay(model):
     assert set(decay_by_name(model, groups).values()) == {0.1}
 
 
-def test_patterns_that_cover_all_or_overlap_leave_no_parameter_twice(model):
+def test_overlapping_patterns_assign_each_parameter_once(model):
     groups = parameter_groups(model.named_parameters(), ["*", "*norm*"], 0.1)
     assert set(decay_by_name(model, groups).values()) == {0.0}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_pattern_without_a_match_is_reported_once_and_trains(model, name):
+def test_pattern_without_a_match_is_logged_once(model, name):
     config = Optimizer(name=name, no_weight_decay=["*norm*", "*.gamma"], weight_decay=0.1)
     named = list(model.named_parameters())
     with kept_warnings() as lines:
@@ -53,7 +53,7 @@ def test_a_pattern_without_a_match_is_reported_once_and_trains(model, name):
     assert {name for name, decay in decays.items() if decay == 0.0} == {name for name, _ in named if "norm" in name}
 
 
-def test_a_pattern_may_match_only_another_pipeline_stage(model):
+def test_pattern_may_match_only_another_pipeline_stage(model):
     names = [name for name, _ in model.named_parameters()]
     stage = [(name, parameter) for name, parameter in model.named_parameters() if name.startswith("norm")]
     with kept_warnings() as lines:

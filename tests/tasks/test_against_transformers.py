@@ -1,4 +1,4 @@
-"""Losses of ten steps are those of ``transformers.Trainer`` and of peft on the same weights and rows, to 1e-4."""
+"""Losses of ten steps match ``transformers.Trainer`` and peft on the same weights and rows, within 1e-4."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ def texts() -> list[dict[str, Any]]:
 
 
 def sequences(tmp_path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The sequences of the steps as ours reads them, each with the target of its last token."""
+    """Return the sequences of the steps as read by shardtrain, with the target of the last token."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     stream = data.open_dataloader(config_for(tmp_path), batch_rank=0, num_batch_ranks=1, accumulation=1)
-    found = []
+    sequences_read = []
     for _ in range(STEPS):
         batch = next(stream)
         last_B1 = batch.targets_BT[:, -1:].clamp_min(0)
         tokens_BT = torch.cat((batch.tokens_BT, last_B1), dim=1)
         labels_BT = torch.cat((torch.full_like(last_B1, -100), batch.targets_BT), dim=1)
-        found += [{"input_ids": t.tolist(), "labels": n.tolist()} for t, n in zip(tokens_BT, labels_BT, strict=True)]
-    return found
+        sequences_read += [
+            {"input_ids": t.tolist(), "labels": n.tolist()} for t, n in zip(tokens_BT, labels_BT, strict=True)
+        ]
+    return sequences_read
 
 
 def trainer(model: Any, rows: list[dict[str, Any]]) -> Any:
@@ -41,14 +43,14 @@ def trainer(model: Any, rows: list[dict[str, Any]]) -> Any:
     return transformers.Trainer(model, args, train_dataset=rows, data_collator=transformers.default_data_collator)
 
 
-def test_full_training_is_that_of_the_trainer(tmp_path: Path) -> None:
+def test_full_training_matches_the_trainer(tmp_path: Path) -> None:
     rows = texts()
-    given = sequences(tmp_path, rows)
-    assert_close(ours(rows), theirs(lambda model, _: trainer(model, given)))
+    rows_of_steps = sequences(tmp_path, rows)
+    assert_close(ours(rows), theirs(lambda model, _: trainer(model, rows_of_steps)))
 
 
-def test_adapters_train_as_those_of_peft(tmp_path: Path) -> None:
-    """From adapters of theirs, which are not zero."""
+def test_adapters_train_as_in_peft(tmp_path: Path) -> None:
+    """Starting from nonzero adapters written by peft."""
     rows = texts()
     adapters = Path(tempfile.mkdtemp(prefix="shardtrain-tests-"))
     torch.manual_seed(0)
@@ -60,9 +62,9 @@ def test_adapters_train_as_those_of_peft(tmp_path: Path) -> None:
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
     with_adapters.save_pretrained(adapters)
-    given = sequences(tmp_path, rows)
+    rows_of_steps = sequences(tmp_path, rows)
 
     def make(model: Any, _: Any) -> Any:
-        return trainer(peft.PeftModel.from_pretrained(model, adapters, is_trainable=True), given)
+        return trainer(peft.PeftModel.from_pretrained(model, adapters, is_trainable=True), rows_of_steps)
 
     assert_close(ours(rows, lora={**LORA, "initial_load_path": str(adapters)}), theirs(make))

@@ -1,4 +1,4 @@
-"""Losses of ten steps are those of trl on the same weights and rows, to 1e-4; and meshes change none of them."""
+"""Losses of ten steps match trl on the same weights and rows, within 1e-4."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from shardtrain.data.order import sample_at
 
 datasets = pytest.importorskip("datasets")
 if importlib.util.find_spec("trl") is None:
-    warnings.warn("trl is not installed (the dev extra has it): no loss is compared with it", stacklevel=1)
+    warnings.warn("trl is not installed (the dev extra includes it): losses are not compared", stacklevel=1)
     pytest.skip("trl is not installed", allow_module_level=True)
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-# once here, in place of once in each process
+# imported once here, instead of in each process
 import trl  # noqa: E402
 from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer  # noqa: E402
 from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
@@ -37,7 +37,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: E402
 
 BETA = 0.3
 Both = tuple[Ended, list[float]]
-"""A run of ours, and the losses of theirs."""
+"""A run of shardtrain, and the losses of trl."""
 
 
 CHATML = (
@@ -58,61 +58,63 @@ def sft(model: Any, tokenizer: Any, data: Any, batch: int = BATCH) -> Any:
 
 def of_dpo() -> Both:
     rows = pairs()
-    found = ours(rows, task={"name": "preference", "beta": BETA})
-    data = in_order(rows, found, ("prompt", "chosen", "rejected"))
-    return found, theirs(lambda model, tokenizer: dpo(model, tokenizer, data))
+    ended = ours(rows, task={"name": "preference", "beta": BETA})
+    data = in_order(rows, ended, ("prompt", "chosen", "rejected"))
+    return ended, theirs(lambda model, tokenizer: dpo(model, tokenizer, data))
 
 
 def of_simpo() -> Both:
     rows = pairs()
-    found = ours(rows, task={"name": "simpo", "beta": 2.0, "gamma": 0.4})
-    data = in_order(rows, found, ("prompt", "chosen", "rejected"))
+    ended = ours(rows, task={"name": "simpo", "beta": 2.0, "gamma": 0.4})
+    data = in_order(rows, ended, ("prompt", "chosen", "rejected"))
 
     def make(model: Any, tokenizer: Any) -> Any:
         args = options(CPOConfig, loss_type="simpo", cpo_alpha=0.0, beta=2.0, simpo_gamma=0.4, max_length=2 * SEQ_LEN)
         return CPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
 
-    return found, theirs(make)
+    return ended, theirs(make)
 
 
 def of_orpo() -> Both:
-    """Theirs takes the mean over the tokens of a micro-batch, in which a longer pair would count more."""
+    """trl takes the mean over the tokens of a micro-batch, which weighs longer pairs more."""
     rows = pairs()
-    found = ours(rows, task={"name": "orpo", "beta": BETA})
-    data = in_order(rows, found, ("prompt", "chosen", "rejected"))
+    ended = ours(rows, task={"name": "orpo", "beta": BETA})
+    data = in_order(rows, ended, ("prompt", "chosen", "rejected"))
 
     def make(model: Any, tokenizer: Any) -> Any:
         sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": BATCH}
         args = options(ORPOConfig, beta=BETA, max_length=2 * SEQ_LEN, **sizes)
         return ORPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
 
-    return found, theirs(make)
+    return ended, theirs(make)
 
 
 def of_kto() -> Both:
     rows = pairs()
     options_of_task = {"name": "kto", "beta": BETA, "group_size": BATCH, "desirable_weight": 1.5}
     alone = {"local_batch_size": 1, "global_batch_size": 1}
-    found = ours(rows, task=options_of_task, training=alone)
+    ended = ours(rows, task=options_of_task, training=alone)
     order = [int(i) for i in sample_at(np.arange(len(rows)), len(rows), Config().debug.seed)]
-    groups = [number for step in found.sample_ids for number in step]
-    given = [rows[order[group * BATCH + i]] for group in groups for i in range(BATCH)]
-    data = datasets.Dataset.from_list([{key: row[key] for key in ("prompt", "completion", "label")} for row in given])
+    groups = [number for step in ended.sample_ids for number in step]
+    ordered_rows = [rows[order[group * BATCH + i]] for group in groups for i in range(BATCH)]
+    data = datasets.Dataset.from_list(
+        [{key: row[key] for key in ("prompt", "completion", "label")} for row in ordered_rows]
+    )
 
     def make(model: Any, tokenizer: Any) -> Any:
         args = options(trl.KTOConfig, beta=BETA, desirable_weight=1.5, max_length=None)
         return KTOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
 
-    return found, theirs(make)
+    return ended, theirs(make)
 
 
 def of_a_reward_model() -> Both:
-    """From our head, which starts from scratch in both. Rows have margins."""
+    """Both start with the new head of shardtrain. Rows have margins."""
     rows = [{**row, "margin": number % 4 / 2} for number, row in enumerate(pairs())]
     task = {"name": "reward_model"}
     head = ours(rows, task=task, training={"steps": 1}, optimizer={"lr": 1e-30}).weights["head.weight"]
-    found = ours(rows, task=task)
-    data = in_order(rows, found, ("prompt", "chosen", "rejected", "margin"))
+    ended = ours(rows, task=task)
+    data = in_order(rows, ended, ("prompt", "chosen", "rejected", "margin"))
 
     def make(model: Any, tokenizer: Any) -> Any:
         model.score.weight.data.copy_(head)
@@ -120,26 +122,26 @@ def of_a_reward_model() -> Both:
         args = options(trl.RewardConfig, max_length=None, disable_dropout=True)
         return RewardTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
 
-    return found, theirs(make, cls="AutoModelForSequenceClassification", num_labels=1)
+    return ended, theirs(make, cls="AutoModelForSequenceClassification", num_labels=1)
 
 
 def of_completions(style: str) -> Both:
     rows = pairs()
-    found = ours(rows, style, data={"format": "prompt_completion", "packing": "padded"})
-    data = in_order(rows, found, ("prompt", "completion"))
-    return found, theirs(lambda model, tokenizer: sft(model, tokenizer, data), style)
+    ended = ours(rows, style, data={"format": "prompt_completion", "packing": "padded"})
+    data = in_order(rows, ended, ("prompt", "completion"))
+    return ended, theirs(lambda model, tokenizer: sft(model, tokenizer, data), style)
 
 
 def of_packed_rows() -> Both:
-    """All rows in each step, so that how they are packed decides nothing but what attends to what."""
+    """Every step has all rows, so packing only affects attention."""
     rows = pairs()
     packing = {"format": "prompt_completion", "packing": "first_fit"}
     count = len({number for step in ours(rows, data=packing, training={"steps": 8}).sample_ids for number in step})
     assert BATCH < count < len(rows)
-    found = ours(rows, data=packing, training={"local_batch_size": count, "global_batch_size": count})
-    assert all(len(set(step)) == count for step in found.sample_ids), "a step has all rows once"
+    ended = ours(rows, data=packing, training={"local_batch_size": count, "global_batch_size": count})
+    assert all(len(set(step)) == count for step in ended.sample_ids), "every step must have all rows once"
     data = datasets.Dataset.from_list([{key: row[key] for key in ("prompt", "completion")} for row in rows] * 10)
-    return found, theirs(lambda model, tokenizer: sft(model, tokenizer, data, len(rows)))
+    return ended, theirs(lambda model, tokenizer: sft(model, tokenizer, data, len(rows)))
 
 
 def of_conversations() -> Both:
@@ -151,13 +153,13 @@ def of_conversations() -> Both:
         }
         for number, row in enumerate(pairs())
     ]
-    found = ours(rows, data={"format": "prompt_completion", "packing": "padded"}, training={"seq_len": 96})
-    data = in_order(rows, found, ("prompt", "completion", "chat_template_kwargs"))
-    return found, theirs(lambda model, tokenizer: sft(model, tokenizer, data))
+    ended = ours(rows, data={"format": "prompt_completion", "packing": "padded"}, training={"seq_len": 96})
+    data = in_order(rows, ended, ("prompt", "completion", "chat_template_kwargs"))
+    return ended, theirs(lambda model, tokenizer: sft(model, tokenizer, data))
 
 
 def of_chatml(name: str) -> Both:
-    """A template that ends turns with a line end, which they learn."""
+    """With a template that ends turns with a newline, which trl learns."""
     file = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "chatml.jinja"
     file.write_text(CHATML)
     roles = {"prompt": "user", **dict.fromkeys(("completion", "chosen", "rejected"), "assistant")}
@@ -165,22 +167,22 @@ def of_chatml(name: str) -> Both:
     data = {"chat_template": str(file), "learn_turn_separator": True}
     if name == "sft":
         data |= {"format": "prompt_completion", "packing": "padded"}
-        found = ours(rows, data=data, training={"seq_len": 96})
-        given = in_order(rows, found, ("prompt", "completion"))
+        ended = ours(rows, data=data, training={"seq_len": 96})
+        ordered_rows = in_order(rows, ended, ("prompt", "completion"))
     else:
-        found = ours(rows, data=data, training={"seq_len": 96}, task={"name": "preference", "beta": BETA})
-        given = in_order(rows, found, ("prompt", "chosen", "rejected"))
+        ended = ours(rows, data=data, training={"seq_len": 96}, task={"name": "preference", "beta": BETA})
+        ordered_rows = in_order(rows, ended, ("prompt", "chosen", "rejected"))
 
     def make(model: Any, tokenizer: Any) -> Any:
         tokenizer.chat_template = CHATML
-        return {"sft": sft, "dpo": dpo}[name](model, tokenizer, given)
+        return {"sft": sft, "dpo": dpo}[name](model, tokenizer, ordered_rows)
 
-    return found, theirs(make)
+    return ended, theirs(make)
 
 
 @functools.cache
 def teacher() -> Path:
-    """Another Llama with the tokenizer of the one that learns."""
+    """A different Llama with the tokenizer of the student."""
     place = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "teacher"
     shutil.copytree(folder(), place, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     rows = json.loads((folder() / "config.json").read_text())["vocab_size"]
@@ -188,35 +190,35 @@ def teacher() -> Path:
 
 
 def of_distillation() -> Both:
-    """Cross-entropy and the divergence of their GKD, mixed; T^2 is ours."""
+    """Cross-entropy mixed with the divergence of trl's GKD. The factor T^2 is added here."""
     rows, place = pairs(), teacher()
     task = {"teacher_path": str(place), "kd_ratio": 0.7, "temperature": 2.0, "divergence": "jsd", "jsd_beta": 0.3}
     packing = {"format": "prompt_completion", "packing": "padded"}
-    found = ours(rows, task={"name": "distillation", **task}, data=packing)
-    data = in_order(rows, found, ("prompt", "completion"))
+    ended = ours(rows, task={"name": "distillation", **task}, data=packing)
+    data = in_order(rows, ended, ("prompt", "completion"))
 
     def make(model: Any, tokenizer: Any) -> Any:
         import torch
         import transformers
         from torch.nn import functional as F
 
-        other = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+        teacher_model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
 
         class Distilled(SFTTrainer):
             def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
                 labels = inputs["labels"][:, 1:]
-                given = {key: inputs[key] for key in ("input_ids", "attention_mask")}
-                student = model(**given).logits[:, :-1]
+                model_inputs = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+                student = model(**model_inputs).logits[:, :-1]
                 with torch.no_grad():
-                    theirs = other(**given).logits[:, :-1]
+                    teacher_logits = teacher_model(**model_inputs).logits[:, :-1]
                 loss = F.cross_entropy(student.flatten(0, 1), labels.flatten())
-                divergence = GKDTrainer.generalized_jsd_loss(student, theirs, labels, beta=0.3, temperature=2.0)
+                divergence = GKDTrainer.generalized_jsd_loss(student, teacher_logits, labels, beta=0.3, temperature=2.0)
                 return 0.3 * loss + 0.7 * 2.0**2 * divergence
 
         args = options(trl.SFTConfig, max_length=None, per_device_train_batch_size=BATCH, completion_only_loss=True)
         return Distilled(model, args=args, train_dataset=data, processing_class=tokenizer)
 
-    return found, theirs(make)
+    return ended, theirs(make)
 
 
 CASES: dict[str, Callable[[], Both]] = {
@@ -236,5 +238,5 @@ CASES: dict[str, Callable[[], Both]] = {
 
 
 @pytest.mark.parametrize("case", cases(list(CASES)[:3], nightly=list(CASES)[3:]))
-def test_ten_losses_are_those_of_trl(case: str) -> None:
+def test_ten_losses_match_trl(case: str) -> None:
     assert_close(*CASES[case]())

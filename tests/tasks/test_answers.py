@@ -1,4 +1,4 @@
-"""Tasks that learn from answers (DPO is in test_preference): meshes change no number, rows are shown as learned."""
+"""Tasks that learn from answers, except DPO (test_preference.py): meshes change no number, bad rows are reported."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def config(file: Path, task: str, **sections: dict[str, Any]) -> Config:
         "dataset": "jsonl", "dataset_path": str(file), "seq_len": 40, "on_data_end": "repeat",
         "local_batch_size": 2, "global_batch_size": 2, "steps": 4, **sections.pop("training", {}),
     }  # fmt: skip
-    found = tiny_config(model={"overrides": {"num_layers": 2}}, training=training, **sections)
-    return dataclasses.replace(found, task=Task(name=task, **TASKS.get(task, {})))
+    task_config = tiny_config(model={"overrides": {"num_layers": 2}}, training=training, **sections)
+    return dataclasses.replace(task_config, task=Task(name=task, **TASKS.get(task, {})))
 
 
 @pytest.mark.parametrize(("task", "mesh"), cases(FIRST, nightly=[case for case in CASES if case not in FIRST]))
@@ -71,35 +71,35 @@ def test_meshes_change_no_number(task: str, mesh: str, file: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["simpo", "kto"])
-def test_a_batch_without_a_row_adds_nothing_to_the_load_of_experts(task: str, tmp_path: Path) -> None:
-    """The last step of the data has a batch for the first rank, and for the second one that is there for it alone."""
+def test_padding_batch_adds_nothing_to_the_load_of_experts(task: str, tmp_path: Path) -> None:
+    """In the last step, rank 0 has a batch and rank 1 only padding."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in pairs()[: 9 if task == "kto" else 3]))
 
     def of(local: int, ranks: int) -> Config:
         training = {"on_data_end": "stop", "local_batch_size": local, "steps": 2}
-        found = config(path, task, training=training, parallelism={"data_parallel_shard_degree": ranks})
-        return dataclasses.replace(found, model=Model(name="mixtral", overrides=MIXTURE))
+        run_config = config(path, task, training=training, parallelism={"data_parallel_shard_degree": ranks})
+        return dataclasses.replace(run_config, model=Model(name="mixtral", overrides=MIXTURE))
 
     alone = run_tiny(1, of(2, 1), 2)[0]
     for result in (*run_tiny(1, of(1, 1), 2), *run_tiny(2, of(1, 2), 2)):
         assert_same_numbers(result, alone)
 
 
-def test_an_entry_that_fills_up_a_group_adds_nothing_to_the_load_of_experts(tmp_path: Path) -> None:
-    """Of groups of three and of two rows the second has such an entry where they share a batch, and none alone."""
+def test_padding_entry_of_a_group_adds_nothing_to_the_load_of_experts(tmp_path: Path) -> None:
+    """With groups of 3 and 2 rows, the second group has a padding entry if they share a batch, and none otherwise."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in pairs()[:5]))
 
     def of(local: int) -> Config:
-        found = config(path, "kto", training={"local_batch_size": local, "steps": 1})
-        return dataclasses.replace(found, model=Model(name="mixtral", overrides=MIXTURE))
+        run_config = config(path, "kto", training={"local_batch_size": local, "steps": 1})
+        return dataclasses.replace(run_config, model=Model(name="mixtral", overrides=MIXTURE))
 
     together, apart = (run_tiny(1, of(local), 1)[0] for local in (2, 1))
     assert_same_numbers(apart, together)
 
 
-def test_groups_hold_every_row_once_and_none_alone() -> None:
+def test_groups_contain_every_row_once_and_at_least_two() -> None:
     for count in range(1, 12):
         groups = list(_groups(list(range(count)), 3))  # type: ignore[arg-type]
         assert [row for group in groups for row in group] == list(range(count))
@@ -107,31 +107,31 @@ def test_groups_hold_every_row_once_and_none_alone() -> None:
 
 
 @pytest.mark.parametrize("task", ["kto", "reward_model"])
-def test_a_held_out_set_is_measured_the_same_on_any_number_of_ranks(task: str, file: Path, tmp_path: Path) -> None:
+def test_validation_is_equal_on_any_number_of_ranks(task: str, file: Path, tmp_path: Path) -> None:
     """Each row counts once, in groups of which the last is smaller."""
-    found = []
+    results = []
     for ranks in (1, 2):
         validation = {"enable": True, "dataset": "jsonl", "dataset_path": str(file), "seq_len": 40, "freq": 1}
         folder = tmp_path / str(ranks)
-        one = config(
+        run_config = config(
             file, task, job={"dump_folder": str(folder)}, validation={**validation, "local_batch_size": 2},
             training={"steps": 1, "local_batch_size": 2 // ranks}, parallelism={"data_parallel_shard_degree": ranks},
         )  # fmt: skip
-        assert run_ranks(ranks, train_whole, one)[0].error is None
+        assert run_ranks(ranks, train_whole, run_config)[0].error is None
         (line,) = (folder / "validation.jsonl").read_text().splitlines()
-        found.append({key: value for key, value in json.loads(line).items() if key.startswith(("loss", "reward"))})
-    assert found[0].keys() == found[1].keys() and "reward_margin" in found[0]
-    assert found[0] == pytest.approx(found[1], abs=1e-5)
+        results.append({key: value for key, value in json.loads(line).items() if key.startswith(("loss", "reward"))})
+    assert results[0].keys() == results[1].keys() and "reward_margin" in results[0]
+    assert results[0] == pytest.approx(results[1], abs=1e-5)
 
 
-def words(file: Path, task: str, *more: str) -> list[str]:
+def arguments_for(file: Path, task: str, *more: str) -> list[str]:
     return [
         f"--task.name={task}", "--training.dataset=jsonl", f"--training.dataset_path={file}",
         "--model.hf_assets_path=bytes", "--training.seq_len=64", "--rows=1", *more,
     ]  # fmt: skip
 
 
-def test_answers_may_name_their_chat_template_and_their_columns(
+def test_chat_template_and_columns_of_answers_are_configurable(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     template, path = tmp_path / "plain.jinja", tmp_path / "pairs.jsonl"
@@ -143,15 +143,15 @@ def test_answers_may_name_their_chat_template_and_their_columns(
     row = {name: [{"role": "assistant", "content": text}] for name, text in sides.items()}
     path.write_text(json.dumps({"asked": [{"role": "user", "content": "is it"}], **row}) + "\n")
     named = (f"--data.chat_template={template}", "--data.prompt_field=asked")
-    assert show.main(words(path, "preference", *named)) == 0
+    assert show.main(arguments_for(path, "preference", *named)) == 0
     shown = capsys.readouterr().out
     assert "is it?«yes!»" in shown and "is it?«no!»" in shown
 
 
-def test_both_sides_are_shown_with_what_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_show_prints_both_answers_with_learned_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"chosen": "2+2 is four", "rejected": "2+2 is five!"}) + "\n")
-    assert show.main(words(path, "orpo")) == 0
+    assert show.main(arguments_for(path, "orpo")) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "== position 0: row 0 of jsonl",
         "-- chosen: 13 tokens, 6 of them learned",
@@ -159,19 +159,19 @@ def test_both_sides_are_shown_with_what_is_learned(tmp_path: Path, capsys: pytes
         "-- rejected: 14 tokens, 7 of them learned",
         "<bos>2+2 is« five!<eos>»",
     ]
-    assert show.main(words(path, "reward_model", "--json")) == 0
+    assert show.main(arguments_for(path, "reward_model", "--json")) == 0
     shown = json.loads(capsys.readouterr().out)
     assert [(name, [piece["learned"] for piece in pieces]) for name, pieces in shown["texts"]] == [
         ("chosen", [False]),
         ("rejected", [False]),
     ]
     path.write_text(json.dumps({"prompt": "a", "completion": "b", "label": False}) + "\n")
-    assert show.main(words(path, "kto")) == 0
+    assert show.main(arguments_for(path, "kto")) == 0
     assert capsys.readouterr().out.splitlines()[2:] == ["-- bad: 4 tokens, 2 of them learned", "<bos>a«b<eos>»"]
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"name": "kto", "group_size": 1}, "task.group_size=1 must be at least 2"),
         ({"name": "kto", "desirable_weight": 0.0}, "task.desirable_weight=0.0 must be above 0"),
@@ -184,15 +184,15 @@ def test_both_sides_are_shown_with_what_is_learned(tmp_path: Path, capsys: pytes
         ),
     ],
 )
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], told: str, file: Path) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any], message: str, file: Path) -> None:
     broken = dataclasses.replace(config(file, "kto"), task=Task(**options))
-    found = Loaded(broken, {f"task.{name}": "command line" for name in options})
-    lines = [str(problem) for problem in check(found)]
-    assert any(told in line for line in lines), lines
+    loaded = Loaded(broken, {f"task.{name}": "command line" for name in options})
+    lines = [str(problem) for problem in check(loaded)]
+    assert any(message in line for line in lines), lines
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({"prompt": "a", "completion": "b"}, "has no column 'label'"),
         (
@@ -202,17 +202,17 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], told: str
         ({"prompt": "a", "completion": 3, "label": True}, "column 'completion' holds a number, not a text"),
     ],
 )
-def test_a_row_without_a_label_is_named(row: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_row_without_a_valid_label_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=f"rows.jsonl:1: .*{told}"):
+    with pytest.raises(DataError, match=f"rows.jsonl:1: .*{message}"):
         KTO(config(path, "kto")).read_rows("train")
 
 
 @pytest.mark.parametrize(
     ("label", "is_good"), [(True, True), (1, True), (1.0, True), (0.0, False), ("false", False), (0.5, None)]
 )
-def test_a_label_of_kto_may_be_a_number(tmp_path: Path, label: Any, is_good: bool | None) -> None:
+def test_kto_label_may_be_a_number(tmp_path: Path, label: Any, is_good: bool | None) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "a", "completion": "b", "label": label}) + "\n")
     if is_good is not None:
@@ -223,8 +223,8 @@ def test_a_label_of_kto_may_be_a_number(tmp_path: Path, label: Any, is_good: boo
         KTO(config(path, "kto")).read_rows("train")
 
 
-def test_preferences_of_a_chat_are_read_in_every_shape() -> None:
-    """One file with a row of each shape gives the same pair each time."""
+def test_chat_preferences_are_read_in_every_layout() -> None:
+    """Files with one row in each layout yield the same pair."""
     ask = {"role": "user", "content": "the cat"}
     good, bad = {"role": "assistant", "content": "Hello"}, {"role": "assistant", "content": "well"}
     rows: list[dict[str, Any]] = [
@@ -233,21 +233,23 @@ def test_preferences_of_a_chat_are_read_in_every_shape() -> None:
         {"chosen": [ask, good], "rejected": [ask, bad]},
     ]
     sizes = {"steps": 2, "local_batch_size": 1, "global_batch_size": 1}
-    found = [ours([row], task={"name": "preference"}, training=sizes) for row in rows]
-    assert all(one.error is None for one in found)
-    assert found[0].losses == found[1].losses == found[2].losses
-    assert found[0].losses[1] < found[0].losses[0]
+    runs = [ours([row], task={"name": "preference"}, training=sizes) for row in rows]
+    assert all(run.error is None for run in runs)
+    assert runs[0].losses == runs[1].losses == runs[2].losses
+    assert runs[0].losses[1] < runs[0].losses[0]
 
 
 @pytest.mark.parametrize(("task", "overrides"), [("preference", {}), ("reward_model", SCORES)])
-def test_networks_of_transformers_learn_from_answers(
+def test_transformers_models_learn_from_answers(
     task: str, overrides: dict[str, Any], file: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
     training = {"dataset": "jsonl", "dataset_path": str(file), "on_data_end": "repeat", "seq_len": 48}
-    one = dataclasses.replace(foreign("gpt2", tmp_path, overrides=overrides, training=training), task=Task(name=task))
-    assert list(check(Loaded(one))) == []
-    ended = run_ranks(1, train_whole, one)[0]
+    run_config = dataclasses.replace(
+        foreign("gpt2", tmp_path, overrides=overrides, training=training), task=Task(name=task)
+    )
+    assert list(check(Loaded(run_config))) == []
+    ended = run_ranks(1, train_whole, run_config)[0]
     assert ended.error is None and ended.losses[-1] < ended.losses[0]
 
 
@@ -255,7 +257,7 @@ MARGINS = {"absent": (None, 0.0), "null": ("null", 0.0), "a number": ("0.5", 0.5
 
 
 @pytest.mark.parametrize(("value", "margin"), MARGINS.values(), ids=MARGINS.keys())
-def test_the_margin_of_a_row_is_subtracted_from_the_difference_of_scores(
+def test_margin_of_a_row_is_subtracted_from_the_difference_of_scores(
     value: str | None, margin: float, tmp_path: Path
 ) -> None:
     column = "" if value is None else f', "margin": {value}'

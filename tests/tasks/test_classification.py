@@ -1,4 +1,4 @@
-"""Classification: rows as they are read, one loss on every mesh, and each row evaluated once at any number of ranks."""
+"""Classification: reading of rows, one loss on every mesh, and each row evaluated once on any number of ranks."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ MESHES = {
 
 @functools.cache
 def reference(model: str) -> Result:
-    one = config(training={"local_batch_size": 8}, **({"model": DECODER} if model == "decoder" else {}))
-    return run_tiny(1, one, 4)[0]
+    run_config = config(training={"local_batch_size": 8}, **({"model": DECODER} if model == "decoder" else {}))
+    return run_tiny(1, run_config, 4)[0]
 
 
 @pytest.mark.parametrize(
     ("model", "mesh"), [*(("encoder", mesh) for mesh in MESHES), ("decoder", "dp_shard 2, accumulation")]
 )
-def test_meshes_change_no_number_though_batches_are_padded_differently(model: str, mesh: str) -> None:
+def test_meshes_change_no_number_despite_different_padding(model: str, mesh: str) -> None:
     ranks, parallelism, training = MESHES[mesh]
     sections: dict[str, Any] = {"model": DECODER} if model == "decoder" else {}
     results = run_tiny(ranks, config(parallelism=parallelism, training=training, **sections), 4)
     for result in results:
-        # gradient norms up to 20: what rounding leaves in a weight, some 1e-7, is 1e-5 of the loss two updates later
+        # gradient norms reach 20: a rounding of 1e-7 in a weight becomes 1e-5 in the loss two updates later
         assert_same_numbers(result, reference(model), loss=3e-5)
 
 
@@ -55,21 +55,21 @@ def test_meshes_change_no_number_though_batches_are_padded_differently(model: st
     ("model", "labels", "ranks"),
     cases([("decoder", 3, 2)], nightly=[("encoder", 3, 2), ("encoder", 5, 4), ("decoder", 3, 4), ("decoder", 5, 4)]),
 )
-def test_tensor_parallelism_takes_any_number_of_labels(model: str, labels: int, ranks: int) -> None:
+def test_tensor_parallelism_supports_any_number_of_labels(model: str, labels: int, ranks: int) -> None:
     body = {**(DECODER["overrides"] if model == "decoder" else SHAPE), "num_kv_heads": 4}  # type: ignore[dict-item]
     task = {"label_field": "1", "num_labels": labels}
     sections: dict[str, Any] = {"model": {**(DECODER if model == "decoder" else {}), "overrides": body}, "task": task}
-    alone = run_tiny(1, config(training={"local_batch_size": 8}, **sections), 4)[0]
+    one_process = run_tiny(1, config(training={"local_batch_size": 8}, **sections), 4)[0]
     mesh = {"tensor_parallel_degree": ranks, "disable_loss_parallel": True}
     for result in run_tiny(ranks, config(training={"local_batch_size": 8}, parallelism=mesh, **sections), 4):
-        assert_same_numbers(result, alone, loss=3e-5)
+        assert_same_numbers(result, one_process, loss=3e-5)
 
 
-def plain(rank: int, one: Config) -> float:
-    """The loss of the first step's rows one by one, unpadded, with no part of the task but the reading of files."""
-    run = make_run(rank, one)
-    wanted = next(run.dataloader).sample_ids_B.tolist()
-    texts = [rows(200)[i] for i in wanted]
+def reference_loss(rank: int, run_config: Config) -> float:
+    """Return the loss of the first step's rows, one at a time and unpadded, using only the task's reading of files."""
+    run = make_run(rank, run_config)
+    sample_ids = next(run.dataloader).sample_ids_B.tolist()
+    texts = [rows(200)[i] for i in sample_ids]
     losses = []
     for text, label in texts:
         tokens = torch.tensor([[256, *text.encode(), 257]])[:, :LENGTH]
@@ -81,130 +81,132 @@ def plain(rank: int, one: Config) -> float:
 
 
 @pytest.mark.parametrize("model", ["encoder", "decoder"])
-def test_the_loss_is_the_mean_over_rows_each_read_without_padding(model: str) -> None:
-    one = config(training={"local_batch_size": 8}, **({"model": DECODER} if model == "decoder" else {}))
-    assert reference(model).losses[0] == pytest.approx(run_ranks(1, plain, one)[0], abs=1e-6)
+def test_loss_is_the_mean_over_unpadded_rows(model: str) -> None:
+    run_config = config(training={"local_batch_size": 8}, **({"model": DECODER} if model == "decoder" else {}))
+    assert reference(model).losses[0] == pytest.approx(run_ranks(1, reference_loss, run_config)[0], abs=1e-6)
 
 
 def evaluated(rank: int, sizes: tuple[int, ...]) -> list[Any]:
-    found = []
+    results = []
     run = make_run(rank, config())
     for size in sizes:
-        one = config(dev=size)
-        result = validation.evaluate(run.runner, validation.open_dataloader(one, run.mesh), run.mesh)
+        run_config = config(dev=size)
+        result = validation.evaluate(run.runner, validation.open_dataloader(run_config, run.mesh), run.mesh)
         assert result is not None
-        found.append((result.rows, dict(result.metrics), {k: v.tolist() for k, v in result.predictions.items()}))
+        results.append((result.rows, dict(result.metrics), {k: v.tolist() for k, v in result.predictions.items()}))
         assert run.runner.parts[0].training
-    return found
+    return results
 
 
 @functools.cache
-def alone() -> list[Any]:
+def one_process() -> list[Any]:
     return run_ranks(1, evaluated, (872, 7))[0]
 
 
 @pytest.mark.parametrize("ranks", cases([3], nightly=[2, 4]))
 def test_each_row_is_evaluated_once_and_predictions_keep_the_order_of_the_file(ranks: int) -> None:
     for result in run_ranks(ranks, evaluated, (872, 7)):
-        assert result == alone()
-    for size, (count, metrics, predictions) in zip((872, 7), alone(), strict=True):
+        assert result == one_process()
+    for size, (count, metrics, predictions) in zip((872, 7), one_process(), strict=True):
         labels = [label for _, label in rows(size, 1)]
         assert count == size and predictions["label"] == labels
         right = sum(a == b for a, b in zip(predictions["prediction"], labels, strict=True))
         assert metrics["accuracy"] == right / size
 
 
-def test_macro_f1_is_the_mean_of_each_labels_own() -> None:
+def test_macro_f1_is_the_mean_over_labels() -> None:
     task = Classification(config(task={"labels": ["a", "b", "c"]}))
     rows = {"prediction": torch.tensor([0, 0, 1, 1]), "label": torch.tensor([0, 1, 1, 1])}
-    found = task.metrics(rows)
-    assert found == {"accuracy": 0.75, "macro_f1": pytest.approx((2 / 3 + 4 / 5) / 2)}  # c never occurs
+    metrics = task.metrics(rows)
+    assert metrics == {"accuracy": 0.75, "macro_f1": pytest.approx((2 / 3 + 4 / 5) / 2)}  # label c never occurs
 
 
-def test_a_long_row_loses_its_end_and_keeps_eos() -> None:
+def test_long_row_is_truncated_and_keeps_eos() -> None:
     task = Classification(config(training={"seq_len": 6}))
     short, long = task.read_rows("train")[0], max(task.read_rows("train"), key=lambda row: len(row.tokens))
     assert len(long.tokens) == 6 and long.tokens[0] == 256 and long.tokens[-1] == 257
     assert list(short.tokens).count(257) == 1
 
 
-def test_a_batch_is_as_wide_as_its_longest_row() -> None:
+def test_batch_is_as_wide_as_its_longest_row() -> None:
     task = Classification(config())
     batch = task.collate([Example(np.array([256, 97, 257]), 1), Example(np.array([256, 97, 98, 99, 257]), IGNORE)])
     assert batch["tokens_BT"].tolist() == [[256, 97, 257, 0, 0], [256, 97, 98, 99, 257]]
     assert batch["lengths_B"].tolist() == [3, 5] and task.num_targets(batch) == 1
 
 
-def test_the_second_text_of_a_pair_follows_the_first(tmp_path: Path) -> None:
+def test_second_text_of_a_pair_follows_the_first(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"a": "x", "b": "y", "label": "yes"}) + "\n")
-    one = config(
+    run_config = config(
         data={"text_field": "a"},
         task={"label_field": "label", "pair_field": "b", "labels": ["no", "yes"]},
         training={"dataset": "jsonl", "dataset_path": str(path)},
     )
-    (row,) = tasks.open_task(one).read_rows("train")
+    (row,) = tasks.open_task(run_config).read_rows("train")
     assert row.tokens.tolist() == [256, ord("x"), 257, ord("y"), 257] and row.label == 1
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("fine\t7", "label '7' in column '1' is not one of 0, 1"),
         ("fine\t", "label '' in column '1' is not one of 0, 1"),
         ("fine", "has another number of fields than there are columns"),
     ],
 )
-def test_a_wrong_row_is_named_by_file_and_line(tmp_path: Path, line: str, said: str) -> None:
+def test_invalid_row_is_reported_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "train"
     path.write_text(f"good\t1\n{line}\nbad\t0\n")
     with pytest.raises(DataError) as error:
         Classification(config(training={"dataset_path": str(path)})).read_rows("train")
-    assert f"{path}:2: {said}" in str(error.value)
+    assert f"{path}:2: {message}" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("label", "number"), [(1, 1), (1.0, 1), (0.0, 0), ("1", 1), (0.5, None), (True, None), (None, None), ("1.0", None)]
 )
-def test_a_whole_number_is_a_label_in_any_type(tmp_path: Path, label: Any, number: int | None) -> None:
-    """Integer columns that hold nulls arrive as floats."""
+def test_integer_is_a_label_in_any_type(tmp_path: Path, label: Any, number: int | None) -> None:
+    """Integer columns with nulls are read as floats."""
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps({"text": "good", "label": label}) + "\n")
-    one = config(
+    run_config = config(
         data={"text_field": "text"},
         task={"label_field": "label"},
         training={"dataset": "jsonl", "dataset_path": str(path)},
     )
     if number is not None:
-        assert [row.label for row in Classification(one).read_rows("train")] == [number]
+        assert [row.label for row in Classification(run_config).read_rows("train")] == [number]
         return
     with pytest.raises(DataError, match="in column 'label' is not one of 0, 1"):
-        Classification(one).read_rows("train")
+        Classification(run_config).read_rows("train")
 
 
-def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+def test_missing_column_is_reported_with_the_existing_ones(tmp_path: Path) -> None:
     path = tmp_path / "train.tsv"
     path.write_text("sentence\tscore\ngood\t1\n")
-    one = config(data={"text_field": "sentence"}, task={"label_field": "label"}, training={"dataset_path": str(path)})
+    run_config = config(
+        data={"text_field": "sentence"}, task={"label_field": "label"}, training={"dataset_path": str(path)}
+    )
     with pytest.raises(DataError, match=r"train.tsv:2: has no column 'label'; its columns are sentence, score"):
-        Classification(one).read_rows("train")
+        Classification(run_config).read_rows("train")
 
 
 @pytest.mark.nightly(
     "three epochs",
     by="tests/tasks/test_custom_task.py::test_two_epochs_of_the_template_learn",
 )
-def test_three_epochs_learn_what_one_word_decides_and_keep_the_best(tmp_path: Path) -> None:
-    one = config(
+def test_three_epochs_learn_labels_decided_by_one_word_and_keep_the_best(tmp_path: Path) -> None:
+    run_config = config(
         job={"dump_folder": str(tmp_path)},
         training={"epochs": 6, "local_batch_size": 8, "global_batch_size": -1},
         validation={"per_epoch": 1},
         optimizer={"lr": 3e-3, "eps": 1e-8},
         checkpoint={"enable": True, "interval": 1000, "keep_best": "validation.accuracy", "keep_latest_k": 2},
     )
-    run_ranks(2, train_whole, one)
+    run_ranks(2, train_whole, run_config)
     lines = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [13, 25, 38, 50, 63, 75]  # 200 rows in steps of 16: 12.5 an epoch
+    assert [line["step"] for line in lines] == [13, 25, 38, 50, 63, 75]  # 200 rows in steps of 16: 12.5 steps per epoch
     best = max(lines, key=lambda line: line["accuracy"])
     assert best["accuracy"] > 0.9
     pointer = json.loads((tmp_path / "checkpoint" / "best.json").read_text())
@@ -213,15 +215,15 @@ def test_three_epochs_learn_what_one_word_decides_and_keep_the_best(tmp_path: Pa
 
 
 def continued(rank: int, first: Config, second: Config) -> tuple[Any, Any]:
-    whole = train_whole(rank, first)
+    uninterrupted = train_whole(rank, first)
     train_whole(rank, second, stop_after=3)
-    return whole, train_whole(rank, second)
+    return uninterrupted, train_whole(rank, second)
 
 
-def test_a_run_continues_at_the_row_where_it_stopped(tmp_path: Path) -> None:
+def test_run_resumes_at_the_row_where_it_stopped(tmp_path: Path) -> None:
     training = {"steps": 6, "local_batch_size": 4}
     checkpoint = {"enable": True, "interval": 3}
-    both = [
+    configs = [
         config(
             job={"dump_folder": str(tmp_path / name)},
             training=training,
@@ -231,30 +233,31 @@ def test_a_run_continues_at_the_row_where_it_stopped(tmp_path: Path) -> None:
         )
         for name in ("whole", "cut")
     ]
-    for whole, rest in run_ranks(2, continued, *both):
-        assert rest.sample_ids == whole.sample_ids[3:]
-        assert rest.losses == whole.losses[3:] and rest.state == whole.state
+    for uninterrupted, resumed in run_ranks(2, continued, *configs):
+        assert resumed.sample_ids == uninterrupted.sample_ids[3:]
+        assert resumed.losses == uninterrupted.losses[3:] and resumed.state == uninterrupted.state
 
 
-def test_workers_make_the_same_batches() -> None:
-    one = config()
+def test_workers_prepare_the_same_batches() -> None:
+    run_config = config()
     worker = dataclasses.replace(
-        one,
+        run_config,
         training=dataclasses.replace(
-            one.training, dataloader=dataclasses.replace(one.training.dataloader, num_workers=2)
+            run_config.training, dataloader=dataclasses.replace(run_config.training.dataloader, num_workers=2)
         ),
     )
-    mine, theirs = (
+    without_workers, with_workers = (
         [next(stream) for _ in range(3)]
         for stream in (
-            tasks.open_task(c).open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1) for c in (one, worker)
+            tasks.open_task(c).open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1)
+            for c in (run_config, worker)
         )
     )
-    for a, b in zip(mine, theirs, strict=True):
+    for a, b in zip(without_workers, with_workers, strict=True):
         assert torch.equal(a["tokens_BT"], b["tokens_BT"]) and torch.equal(a.sample_ids_B, b.sample_ids_B)
 
 
-def test_a_file_without_labels_is_a_test_set_alone() -> None:
-    one = config(validation={"enable": True}, task={"test_dataset_path": file_of(7, 2, labels=False)})
-    task = tasks.open_task(one)
+def test_file_without_labels_is_allowed_only_as_test_set() -> None:
+    run_config = config(validation={"enable": True}, task={"test_dataset_path": file_of(7, 2, labels=False)})
+    task = tasks.open_task(run_config)
     assert not task.is_labelled("test") and [row.label for row in task.read_rows("test")] == [IGNORE] * 7

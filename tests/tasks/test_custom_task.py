@@ -1,4 +1,4 @@
-"""The template project: a task and a model of the user's own, on one rank and on several."""
+"""The template project with a custom task and model, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def reference() -> Result:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_model_and_a_loss_of_ones_own_have_the_same_numbers_on_any_number_of_ranks(ranks: int) -> None:
+def test_custom_model_and_loss_have_the_same_numbers_on_any_number_of_ranks(ranks: int) -> None:
     for result in run_ranks(ranks, train_steps, template(*EPS, "--training.local_batch_size", "8"), 4):
         assert_same_numbers(result, reference())
 
 
-def scored(rank: int, one: Config) -> Any:
-    run = make_run(rank, one)
+def scored(rank: int, run_config: Config) -> Any:
+    run = make_run(rank, run_config)
     for _ in range(run.total_steps):
         trainer.step(run)
-    found = validation.evaluate(run.runner, validation.open_dataloader(one, run.mesh), run.mesh)
-    assert found is not None and found.metrics is not None
-    return run.total_steps, found.rows, found.metrics["accuracy"]
+    evaluation = validation.evaluate(run.runner, validation.open_dataloader(run_config, run.mesh), run.mesh)
+    assert evaluation is not None and evaluation.metrics is not None
+    return run.total_steps, evaluation.rows, evaluation.metrics["accuracy"]
 
 
 def test_two_epochs_of_the_template_learn() -> None:
@@ -54,7 +54,7 @@ def test_two_epochs_of_the_template_learn() -> None:
         assert accuracy > 0.75
 
 
-def test_one_method_can_be_replaced_at_a_time(tmp_path: Path) -> None:
+def test_single_method_of_a_task_can_be_replaced(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "from shardtrain.tasks.classification import Classification\n"
@@ -62,25 +62,25 @@ def test_one_method_can_be_replaced_at_a_time(tmp_path: Path) -> None:
         "    def metrics(self, rows):\n"
         "        return {**super().metrics(rows), 'rows': float(len(rows['label']))}\n"
     )
-    one = dataclasses.replace(Config(), task=dataclasses.replace(Config().task, name=str(file)))
-    task = tasks.open_task(one)
+    run_config = dataclasses.replace(Config(), task=dataclasses.replace(Config().task, name=str(file)))
+    task = tasks.open_task(run_config)
     assert isinstance(task, RowTask)
     rows = {"prediction": torch.tensor([1, 0]), "label": torch.tensor([1, 1])}
     assert task.metrics(rows)["rows"] == 2.0 and task.metrics(rows)["accuracy"] == 0.5
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("x = 1\n", "has no Task"),
         ("def Task(config):\n    return None\n", "has no Task"),
         ("from shardtrain.tasks import RowTask\nclass Task(RowTask):\n    pass\n", "has a Task without read_rows"),
     ],
 )
-def test_what_a_task_file_lacks_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_task_file_is_a_one_line_error(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "lacking.py"
     file.write_text(text)
-    one = dataclasses.replace(Config(), task=dataclasses.replace(Config().task, name=str(file)))
-    with pytest.raises(ConfigError, match=said):
-        task = tasks.open_task(one)
+    run_config = dataclasses.replace(Config(), task=dataclasses.replace(Config().task, name=str(file)))
+    with pytest.raises(ConfigError, match=message):
+        task = tasks.open_task(run_config)
         task.open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1)

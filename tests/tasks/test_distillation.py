@@ -1,4 +1,4 @@
-"""Distillation: one loss on every mesh, a teacher that never moves, and folders that cannot teach refused early."""
+"""Distillation: one loss on every mesh, a frozen teacher, and unsuitable teachers rejected early."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ pytest.importorskip("transformers")
 
 @functools.cache
 def teacher(family: str = "qwen3", seed: int = 0, **fields: Any) -> Path:
-    """A folder of a teacher with 512 rows of vocabulary, as many as the student has, unless said otherwise."""
+    """Return a folder of a teacher, by default with 512 vocabulary rows like the student."""
     place = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / family
     return save(build(family, seed, **{"vocab_size": 512, **fields}), place)
 
 
 def config(folder: Path | None = None, task: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
-    found = tiny_config(
+    run_config = tiny_config(
         **({"job": {"dump_folder": str(folder)}} if folder is not None else {}),
         model={"overrides": {"num_layers": 2}},
         **sections,
     )
-    given = {"name": "distillation", "teacher_path": str(teacher()), "temperature": 2.0, **(task or {})}
-    return dataclasses.replace(found, task=Task(**given))
+    task_options = {"name": "distillation", "teacher_path": str(teacher()), "temperature": 2.0, **(task or {})}
+    return dataclasses.replace(run_config, task=Task(**task_options))
 
 
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp 2": (2, {"tensor_parallel_degree": 2}, {}),
     "dp_shard 2": (2, {"data_parallel_shard_degree": 2}, {}),
     "cp 2": (2, {"context_parallel_degree": 2}, {}),
-    "tp 2, whole logits": (2, {"tensor_parallel_degree": 2, "disable_loss_parallel": True}, {}),
+    "tp 2, unsharded logits": (2, {"tensor_parallel_degree": 2, "disable_loss_parallel": True}, {}),
     "dp_replicate 2, split states": (2, {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True}, {}),
     "dp_shard 2 x tp 2": (4, {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}, {}),
 }
 
 
 @functools.cache
-def alone() -> Any:
+def one_process() -> Any:
     return run_tiny(1, config(training={"local_batch_size": 8}), 4)[0]
 
 
@@ -62,7 +62,7 @@ def alone() -> Any:
 def test_meshes_change_no_number(mesh: str) -> None:
     ranks, parallelism, training = MESHES[mesh]
     for result in run_tiny(ranks, config(parallelism=parallelism, training=training), 4):
-        assert_same_numbers(result, alone())
+        assert_same_numbers(result, one_process())
 
 
 SMALL = {"vocab_size": 512, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
@@ -81,11 +81,13 @@ SMALL = {"vocab_size": 512, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_
 def test_experts_on_either_side_change_no_number(
     model: dict[str, Any], folder: str, parallelism: dict[str, Any]
 ) -> None:
-    found = config(task={"teacher_path": str(teacher(folder))})
+    run_config = config(task={"teacher_path": str(teacher(folder))})
     if model:
-        found = dataclasses.replace(found, model=dataclasses.replace(found.model, **model, overrides=SMALL))
-    expected = run_tiny(1, found, 2)[0]
-    on_ranks = dataclasses.replace(found, parallelism=dataclasses.replace(found.parallelism, **parallelism))
+        run_config = dataclasses.replace(
+            run_config, model=dataclasses.replace(run_config.model, **model, overrides=SMALL)
+        )
+    expected = run_tiny(1, run_config, 2)[0]
+    on_ranks = dataclasses.replace(run_config, parallelism=dataclasses.replace(run_config.parallelism, **parallelism))
     assert not check(Loaded(on_ranks)), check(Loaded(on_ranks))
     for result in run_tiny(2, on_ranks, 2):
         assert_same_numbers(result, expected)
@@ -96,28 +98,28 @@ def train(config: Config, ranks: int = 1, stop_after: int | None = None) -> Ende
     return ended
 
 
-def test_a_continued_run_has_the_teacher_that_it_began_with(tmp_path: Path) -> None:
+def test_resumed_run_requires_its_original_teacher(tmp_path: Path) -> None:
     moved = save(build("qwen3", vocab_size=512), tmp_path / "copy")
     checkpoint, steps = {"enable": True, "interval": 2}, {"steps": 4}
-    whole = train(config(tmp_path / "whole", checkpoint=checkpoint, training=steps))
+    uninterrupted = train(config(tmp_path / "uninterrupted", checkpoint=checkpoint, training=steps))
     parted = config(tmp_path / "parted", checkpoint=checkpoint, training=steps)
     train(parted, stop_after=2)
     same = dataclasses.replace(parted, task=dataclasses.replace(parted.task, teacher_path=str(moved)))
-    rest = train(same)  # the same bytes elsewhere
-    assert rest.error is None, rest.error
-    assert rest.losses == whole.losses[2:]
-    assert_bitwise(rest.weights, whole.weights)
-    other = config(
+    resumed = train(same)  # the same bytes in a different folder
+    assert resumed.error is None, resumed.error
+    assert resumed.losses == uninterrupted.losses[2:]
+    assert_bitwise(resumed.weights, uninterrupted.weights)
+    other_teacher = config(
         tmp_path / "parted", {"teacher_path": str(teacher(seed=1))}, checkpoint=checkpoint, training={"steps": 6}
     )
-    refused = train(other)
+    refused = train(other_teacher)
     assert isinstance(refused.error, ConfigError) and "teacher differ" in str(refused.error)
 
 
-def test_a_teacher_held_in_bfloat16_gives_the_numbers_of_one_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where that is the type of the arithmetic: what is cast once is what would be cast in each pass."""
-    found = config(training={"mixed_precision_param": "bfloat16"})
-    half = run_tiny(1, found, 2)[0]
+def test_bfloat16_teacher_has_the_numbers_of_a_float32_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If computation is in bfloat16: casting once is equal to casting in each pass."""
+    run_config = config(training={"mixed_precision_param": "bfloat16"})
+    half = run_tiny(1, run_config, 2)[0]
     whole_config = Distillation.teacher
 
     def in_float32(task: Distillation) -> Config:
@@ -126,38 +128,38 @@ def test_a_teacher_held_in_bfloat16_gives_the_numbers_of_one_in_float32(monkeypa
         return dataclasses.replace(teacher, training=dataclasses.replace(teacher.training, dtype="float32"))
 
     monkeypatch.setattr(Distillation, "teacher", in_float32)
-    assert run_tiny(1, found, 2)[0].losses == half.losses
+    assert run_tiny(1, run_config, 2)[0].losses == half.losses
 
 
-def test_validation_is_of_the_student_alone_and_a_step_tells_both_parts(tmp_path: Path) -> None:
+def test_validation_measures_only_the_student_and_steps_log_both_losses(tmp_path: Path) -> None:
     from tiny import text_file
 
     validation = {
         "enable": True, "freq": 2, "dataset": "text", "dataset_path": text_file(), "seq_len": 64, "steps": 2,
         "local_batch_size": 2,
     }  # fmt: skip
-    one = config(tmp_path, {"kd_ratio": 0.25}, training={"steps": 2}, validation=validation)
-    assert train(one, ranks=2).error is None
+    run_config = config(tmp_path, {"kd_ratio": 0.25}, training={"steps": 2}, validation=validation)
+    assert train(run_config, ranks=2).error is None
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for step in steps:
         mixed = 0.75 * step["cross_entropy"] + 0.25 * 4 * step["divergence"]
         assert step["loss"] == pytest.approx(mixed, rel=1e-5) and step["divergence"] > 0.01
-    found = json.loads((tmp_path / "validation.jsonl").read_text().splitlines()[-1])
-    # a random byte in 512: near log 512 = 6.24 at first, where the mix is another number
-    assert found["loss"] == pytest.approx(steps[-1]["cross_entropy"], abs=1.0)
-    assert abs(found["loss"] - steps[-1]["loss"]) > abs(found["loss"] - steps[-1]["cross_entropy"])
-    assert found["perplexity"] == pytest.approx(torch.tensor(found["loss"]).exp().item(), rel=1e-4)
+    logged = json.loads((tmp_path / "validation.jsonl").read_text().splitlines()[-1])
+    # near log 512 = 6.24 for random weights, unlike the mixed loss
+    assert logged["loss"] == pytest.approx(steps[-1]["cross_entropy"], abs=1.0)
+    assert abs(logged["loss"] - steps[-1]["loss"]) > abs(logged["loss"] - steps[-1]["cross_entropy"])
+    assert logged["perplexity"] == pytest.approx(torch.tensor(logged["loss"]).exp().item(), rel=1e-4)
 
 
-def test_a_student_learns_what_its_teacher_knows(tmp_path: Path) -> None:
-    """From the teacher alone, on rows that say nothing of it: the divergence falls, which cross-entropy need not."""
-    one = config(tmp_path, {"kd_ratio": 1.0, "temperature": 1.0}, training={"steps": 12})
-    assert train(one).error is None
+def test_student_learns_from_its_teacher(tmp_path: Path) -> None:
+    """With only the teacher's signal, on unrelated rows: the divergence decreases, which cross-entropy need not."""
+    run_config = config(tmp_path, {"kd_ratio": 1.0, "temperature": 1.0}, training={"steps": 12})
+    assert train(run_config).error is None
     divergences = [json.loads(line)["divergence"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert divergences[-1] < 0.75 * divergences[0]
 
 
-def test_a_teacher_of_an_architecture_that_only_transformers_has(tmp_path: Path) -> None:
+def test_teacher_may_have_an_architecture_only_in_transformers(tmp_path: Path) -> None:
     import transformers
 
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128}
@@ -168,24 +170,24 @@ def test_a_teacher_of_an_architecture_that_only_transformers_has(tmp_path: Path)
 
 
 def test_adapters_learn_from_a_teacher(tmp_path: Path) -> None:
-    one = config(
+    run_config = config(
         tmp_path,
         training={"steps": 4},
         lora={"enable": True, "rank": 4, "random_base": True},
         checkpoint={"enable": True},
     )
-    ended = train(one)
+    ended = train(run_config)
     assert ended.error is None, ended.error
     assert ended.losses[-1] < ended.losses[0]
 
 
-def told(broken: Config) -> list[str]:
+def problems_of(broken: Config) -> list[str]:
     return [str(problem) for problem in check(Loaded(broken))]
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+def test_invalid_distillation_options_are_rejected(tmp_path: Path) -> None:
     one = config()
-    assert not told(one)
+    assert not problems_of(one)
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/config.json").write_text('{"model_type": "martian"}')
@@ -207,16 +209,16 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         broken = dataclasses.replace(
             one, task=dataclasses.replace(one.task, **task), parallelism=Parallelism(**parallelism)
         )
-        found = told(broken)
-        assert any(expected in line for line in found), (expected, found)
-        assert all("\n" not in line for line in found)
+        problems = problems_of(broken)
+        assert any(expected in line for line in problems), (expected, problems)
+        assert all("\n" not in line for line in problems)
     plain = dataclasses.replace(one, task=Task(name="preference", teacher_path=str(teacher())))
-    found = [str(one) for one in check(Loaded(plain, {"task.teacher_path": "command line"}))]
-    assert any('is only read by task.name = "distillation"' in line for line in found), found
+    problems = [str(one) for one in check(Loaded(plain, {"task.teacher_path": "command line"}))]
+    assert any('is only read by task.name = "distillation"' in line for line in problems), problems
 
 
-def test_tokenizers_that_give_an_id_to_another_token_are_refused(tmp_path: Path) -> None:
-    """Each token of the model's must be the teacher's; that may have more, and another file for the same."""
+def test_different_vocabularies_are_rejected(tmp_path: Path) -> None:
+    """Every token of the student must have the same id in the teacher. Extra tokens and different files are allowed."""
     names = ("<s>", "</s>", "<pad>")
     for name in ("own", "same", "more", "other"):
         bpe_folder(tmp_path / name, names, bos_token="<s>")
@@ -235,10 +237,12 @@ def test_tokenizers_that_give_an_id_to_another_token_are_refused(tmp_path: Path)
     for name in ("own", "same", "more", "other"):
         save(build("qwen3", vocab_size=512), tmp_path / name)
 
-    def lines(own: str, its: str) -> list[str]:
-        one = config(task={"teacher_path": str(tmp_path / its)})
-        assets = own if own == "bytes" else str(tmp_path / own)
-        return told(dataclasses.replace(one, model=dataclasses.replace(one.model, hf_assets_path=assets)))
+    def lines(student_folder: str, teacher_folder: str) -> list[str]:
+        run_config = config(task={"teacher_path": str(tmp_path / teacher_folder)})
+        assets = student_folder if student_folder == "bytes" else str(tmp_path / student_folder)
+        return problems_of(
+            dataclasses.replace(run_config, model=dataclasses.replace(run_config.model, hf_assets_path=assets))
+        )
 
     assert not lines("own", "own") and not lines("own", "same") and not lines("own", "more")
     (line,) = lines("own", "other")
@@ -249,7 +253,7 @@ def test_tokenizers_that_give_an_id_to_another_token_are_refused(tmp_path: Path)
     assert "ids are bytes here" in line
 
 
-def test_a_teacher_with_too_few_rows_or_damaged_weights_is_refused(tmp_path: Path) -> None:
+def test_teacher_with_too_few_rows_or_damaged_weights_is_rejected(tmp_path: Path) -> None:
     few = train(config(tmp_path / "few", {"teacher_path": str(teacher(vocab_size=128))}))
     assert isinstance(few.error, ConfigError) and "has rows for 128 ids" in str(few.error)
     place = save(build("qwen3", vocab_size=512), tmp_path / "cut")
@@ -259,7 +263,7 @@ def test_a_teacher_with_too_few_rows_or_damaged_weights_is_refused(tmp_path: Pat
     assert isinstance(cut.error, CheckpointError) and "is truncated" in str(cut.error)
 
 
-def test_packed_documents_are_kept_apart_in_both_or_refused(tmp_path: Path) -> None:
+def test_packed_documents_are_masked_in_both_models_or_rejected(tmp_path: Path) -> None:
     import transformers
 
     rows = tmp_path / "rows.jsonl"
@@ -270,7 +274,7 @@ def test_packed_documents_are_kept_apart_in_both_or_refused(tmp_path: Path) -> N
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
     broken = config(tmp_path / "run", {"teacher_path": str(tmp_path / "gpt2")}, data=data, training=training)
-    assert train(broken).error is None  # GPT-2 heeds positions that begin again
+    assert train(broken).error is None  # GPT-2 supports restarting positions
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 512}
     config_of = transformers.OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=128)
     transformers.OPTForCausalLM(config_of).save_pretrained(tmp_path / "opt")

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: the formula in float64, one loss on every mesh, and a reference that never moves."""
+"""Direct preference optimization: the formula in float64, one loss on every mesh, and a frozen reference."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def config(file: Path, folder: Path | None = None, **sections: dict[str, Any]) -
         "dataset": "jsonl", "dataset_path": str(file), "seq_len": SEQ_LEN, "on_data_end": "repeat",
         "local_batch_size": 4, "global_batch_size": 8, "steps": 4, **sections.pop("training", {}),
     }  # fmt: skip
-    found = tiny_config(
+    run_config = tiny_config(
         **({"job": {"dump_folder": str(folder)}} if folder is not None else {}),
         model={"overrides": {"num_layers": 2}},
         training=training,
         **sections,
     )
-    return dataclasses.replace(found, task=Task(name="preference", beta=BETA))
+    return dataclasses.replace(run_config, task=Task(name="preference", beta=BETA))
 
 
 def log_probability(model: torch.nn.Module, prompt: str, answer: str) -> torch.Tensor:
-    """Of an answer and the end after a prompt, token by token, in float64; bytes with 256 before and 257 behind."""
+    """Return the float64 log-probability of answer and EOS after a prompt. Tokens are bytes, BOS 256 and EOS 257."""
     before = [256, *prompt.encode()]
     tokens = [*before, *answer.encode(), 257][: SEQ_LEN + 1]
     logs = model(torch.tensor([tokens[:-1]]), torch.arange(len(tokens) - 1)[None])[0].log_softmax(-1)
@@ -74,7 +74,7 @@ def model_of(config: Config, weights: dict[str, torch.Tensor]) -> torch.nn.Modul
 
 @torch.no_grad()
 def closed_form(config: Config, first: dict[str, torch.Tensor], now: dict[str, torch.Tensor], ids: list[int]) -> float:
-    """Equation 7 of the paper, as it is written there."""
+    """Return the loss by equation 7 of the paper."""
     reference, policy = model_of(config, first), model_of(config, now)
     losses = []
     for row in (rows()[i] for i in ids):
@@ -88,15 +88,15 @@ def closed_form(config: Config, first: dict[str, torch.Tensor], now: dict[str, t
     return sum(losses) / len(losses)
 
 
-def test_the_loss_is_that_of_the_paper_in_float64(file: Path) -> None:
-    one = config(file)
-    before, after = run_tiny(1, one, 2)[0], run_tiny(1, one, 3)[0]
-    assert before.losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), "log 2: nothing is learned yet"
+def test_loss_matches_the_paper_in_float64(file: Path) -> None:
+    run_config = config(file)
+    before, after = run_tiny(1, run_config, 2)[0], run_tiny(1, run_config, 3)[0]
+    assert before.losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), "the loss must be log 2 before learning"
     third = after.sample_ids[2]
     assert len(third) == 8
-    expected = closed_form(one, before.initial, before.final, third)
+    expected = closed_form(run_config, before.initial, before.final, third)
     assert abs(expected - 0.6931) > 1e-3
-    assert after.losses[2] == pytest.approx(expected, abs=2e-6)  # log-probabilities near 100 in float32
+    assert after.losses[2] == pytest.approx(expected, abs=2e-6)  # log-probabilities are near 100, in float32
 
 
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -118,46 +118,48 @@ def train(config: Config, ranks: int = 1, stop_after: int | None = None) -> Ende
     return ended
 
 
-def test_a_continued_run_has_the_reference_that_it_began_with(file: Path, tmp_path: Path) -> None:
+def test_resumed_run_requires_its_original_reference(file: Path, tmp_path: Path) -> None:
     start = tmp_path / "start"
     seed = config(file, start, checkpoint={"enable": True, "interval": 1}, training={"steps": 2})
     train(seed)
     checkpoint = {"enable": True, "interval": 2, "initial_load_path": str(start / "checkpoint/step-2")}
-    whole = train(config(file, tmp_path / "whole", checkpoint=checkpoint))
-    assert whole.losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), "the reference is what the run began with"
+    uninterrupted = train(config(file, tmp_path / "uninterrupted", checkpoint=checkpoint))
+    assert uninterrupted.losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), (
+        "the reference must be the initial weights"
+    )
     parted = config(file, tmp_path / "parted", checkpoint=checkpoint)
     train(parted, stop_after=2)
-    rest = train(parted)
-    assert rest.losses == whole.losses[2:]
-    assert_bitwise(rest.weights, whole.weights)
+    resumed = train(parted)
+    assert resumed.losses == uninterrupted.losses[2:]
+    assert_bitwise(resumed.weights, uninterrupted.weights)
     moved = {**checkpoint, "initial_load_path": str(start / "checkpoint/step-1"), "interval": 1}
-    other = train(config(file, tmp_path / "parted", checkpoint=moved, training={"steps": 6}))
-    assert isinstance(other.error, ConfigError) and "reference weights differ" in str(other.error)
+    other_reference = train(config(file, tmp_path / "parted", checkpoint=moved, training={"steps": 6}))
+    assert isinstance(other_reference.error, ConfigError) and "reference weights differ" in str(other_reference.error)
 
 
-def test_adapters_are_compared_with_the_weights_beside_them(file: Path, tmp_path: Path) -> None:
+def test_reference_of_adapters_is_the_base_model(file: Path, tmp_path: Path) -> None:
     seed = config(file, tmp_path / "start", checkpoint={"enable": True}, training={"steps": 2})
     train(seed)
-    one = config(
+    run_config = config(
         file,
         tmp_path / "adapters",
         checkpoint={"enable": True, "initial_load_path": str(tmp_path / "start/checkpoint/step-2")},
         lora={"enable": True, "rank": 4},
     )
-    losses = train(one).losses
-    assert losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), "adapters begin by adding nothing"
+    losses = train(run_config).losses
+    assert losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), "initial adapters must not change the model"
     assert losses[-1] != losses[0]
 
 
-def test_it_learns_and_measures_rewards(file: Path, tmp_path: Path) -> None:
+def test_preferences_are_learned_and_rewards_measured(file: Path, tmp_path: Path) -> None:
     validation = {"enable": True, "freq": 10, "dataset": "jsonl", "dataset_path": str(file), "seq_len": SEQ_LEN}
-    one = config(file, tmp_path, training={"steps": 10}, validation={**validation, "local_batch_size": 3})
-    assert train(one, ranks=2).error is None
-    found = json.loads((tmp_path / "validation.jsonl").read_text().splitlines()[-1])
-    assert found["reward_accuracy"] == 1.0 and found["reward_margin"] > 0.5 and found["loss"] < 0.5
+    run_config = config(file, tmp_path, training={"steps": 10}, validation={**validation, "local_batch_size": 3})
+    assert train(run_config, ranks=2).error is None
+    logged = json.loads((tmp_path / "validation.jsonl").read_text().splitlines()[-1])
+    assert logged["reward_accuracy"] == 1.0 and logged["reward_margin"] > 0.5 and logged["loss"] < 0.5
 
 
-def test_conversations_are_pairs_too(tmp_path: Path) -> None:
+def test_conversations_are_supported(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
@@ -167,14 +169,14 @@ def test_conversations_are_pairs_too(tmp_path: Path) -> None:
     row = {"prompt": say, **{key: [{"role": "assistant", "content": key}] for key in ("chosen", "rejected")}}
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    one = config(path, data={"chat_template": str(template)})
-    pair = Preference(one).read_rows("train")[0]
+    run_config = config(path, data={"chat_template": str(template)})
+    pair = Preference(run_config).read_rows("train")[0]
     assert bytes(pair.chosen[1][pair.chosen[1] >= 0].tolist()) == b"chosen;"
     assert bytes(pair.rejected[1][pair.rejected[1] >= 0].tolist()) == b"rejected;"
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({"prompt": "a", "chosen": "b"}, "has no column 'rejected'"),
         (
@@ -183,27 +185,27 @@ def test_conversations_are_pairs_too(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_row_that_is_not_a_pair_is_named(row: dict[str, str], told: str, tmp_path: Path) -> None:
+def test_row_that_is_not_a_pair_is_named(row: dict[str, str], message: str, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         Preference(config(path, data={"bad_rows": "stop"})).read_rows("train")
 
 
-def test_what_cannot_work_is_refused(file: Path) -> None:
-    one = config(file)
+def test_invalid_preference_options_are_rejected(file: Path) -> None:
+    run_config = config(file)
     cases = [
-        (dataclasses.replace(one, parallelism=Parallelism(pipeline_parallel_degree=2)), "splits the model"),
-        (dataclasses.replace(one, parallelism=Parallelism(context_parallel_degree=2)), "splits each sequence"),
-        (dataclasses.replace(one, task=Task(name="preference", beta=0.0)), "task.beta=0.0 must be above 0"),
-        (dataclasses.replace(one, task=Task(name="preference", rejected_field="chosen")), "name three columns"),
+        (dataclasses.replace(run_config, parallelism=Parallelism(pipeline_parallel_degree=2)), "splits the model"),
+        (dataclasses.replace(run_config, parallelism=Parallelism(context_parallel_degree=2)), "splits each sequence"),
+        (dataclasses.replace(run_config, task=Task(name="preference", beta=0.0)), "task.beta=0.0 must be above 0"),
+        (dataclasses.replace(run_config, task=Task(name="preference", rejected_field="chosen")), "name three columns"),
     ]
-    for broken, told in cases:
+    for broken, message in cases:
         lines = [str(problem) for problem in check(Loaded(broken))]
-        assert any(told in line for line in lines), (told, lines)
+        assert any(message in line for line in lines), (message, lines)
 
 
-def test_a_damaged_reference_is_refused(file: Path, tmp_path: Path) -> None:
+def test_damaged_reference_is_rejected(file: Path, tmp_path: Path) -> None:
     train(config(file, tmp_path / "start", checkpoint={"enable": True, "interval": 1}, training={"steps": 1}))
     start = tmp_path / "start/checkpoint/step-1"
     victim = next(start.glob("*.bin"))

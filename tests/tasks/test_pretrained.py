@@ -1,4 +1,4 @@
-"""A pretrained decoder learns to classify: its body is the file's, its head new, its scores those of transformers."""
+"""Classification with a pretrained decoder: weights from the folder, a new head, and the scores of transformers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from shardtrain.train.resume import resume
 pytest.importorskip("transformers")
 
 
-def scores(rank: int, one: Config) -> Any:
-    run, checkpoints = make_run(rank, one), Checkpoints(one)
+def scores(rank: int, run_config: Config) -> Any:
+    run, checkpoints = make_run(rank, run_config), Checkpoints(run_config)
     resume(run, checkpoints)
     checkpoints.close()
     batch = next(run.dataloader)
@@ -33,24 +33,24 @@ def scores(rank: int, one: Config) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
-def test_scores_are_those_of_transformers_whatever_the_padding(tmp_path: Path, family: str) -> None:
+def test_scores_match_transformers_for_any_padding(tmp_path: Path, family: str) -> None:
     import transformers
 
     body = build(family)
     folder = save(body, tmp_path / "hub")
-    found = recognise(folder)
-    sizes = {k: v for k, v in dataclasses.asdict(found.config).items() if k != "norm_type"}
-    one = config(
-        model={"name": found.name, "flavor": found.flavor, "overrides": sizes},
+    description = recognise(folder)
+    sizes = {k: v for k, v in dataclasses.asdict(description.config).items() if k != "norm_type"}
+    run_config = config(
+        model={"name": description.name, "flavor": description.flavor, "overrides": sizes},
         checkpoint={"enable": True, "initial_load_path": str(folder), "initial_load_in_hf": True},
         job={"dump_folder": str(tmp_path / "run")},
     )
-    batch, outputs, head = run_ranks(1, scores, one)[0]
+    batch, outputs, head = run_ranks(1, scores, run_config)[0]
     assert head.shape == (2, 32) and len(set(batch["lengths_B"].tolist())) > 1
     body.config.num_labels = 2
-    theirs = getattr(transformers, type(body).__name__.replace("CausalLM", "SequenceClassification"))(body.config)
-    theirs.model.load_state_dict(body.model.state_dict())
-    theirs.score.weight.data.copy_(head)
-    for tokens, length, mine in zip(batch["tokens_BT"], batch["lengths_B"], outputs, strict=True):
-        logits = theirs.eval()(tokens[None, : int(length)]).logits[0]
-        torch.testing.assert_close(mine, logits, atol=1e-4, rtol=1e-4)
+    reference = getattr(transformers, type(body).__name__.replace("CausalLM", "SequenceClassification"))(body.config)
+    reference.model.load_state_dict(body.model.state_dict())
+    reference.score.weight.data.copy_(head)
+    for tokens, length, score in zip(batch["tokens_BT"], batch["lengths_B"], outputs, strict=True):
+        logits = reference.eval()(tokens[None, : int(length)]).logits[0]
+        torch.testing.assert_close(score, logits, atol=1e-4, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Tasks that learn answers treat rows alike: they learn the end of an empty answer and leave a long prompt out."""
+"""All tasks that learn answers learn the end of an empty answer, and skip rows with long prompts."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ def config(folder: Path, task: str, rows: list[dict[str, Any]], **data: Any) -> 
 
 
 def learned(task: str, row: Any) -> list[int]:
-    """Learned tokens of the first answer of a row."""
+    """Return the learned tokens of the first answer of a row."""
     side = row[0].side if task == "kto" else row.chosen
     return [int(token) for token in side.targets if token >= 0]
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
 @pytest.mark.parametrize("task", [*OF_PAIRS, "kto"])
-def test_an_empty_answer_is_its_end_and_a_long_prompt_is_left_out(
+def test_empty_answer_learns_its_end_and_long_prompt_is_skipped(
     task: str, chat: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [row_of(task, "q", "", chat), row_of(task, "q" * 2 * SEQ_LEN, "yes", chat), row_of(task, "q", "yes", chat)]
-    one = config(tmp_path, task, rows)
+    run_config = config(tmp_path, task, rows)
     for split in ("train", "validation"):
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            found = tasks.open_task(one).read_rows(split)
-        flat = [(answer,) for group in found for answer in group] if task == "kto" else list(found)
+            rows_read = tasks.open_task(run_config).read_rows(split)
+        flat = [(answer,) for group in rows_read for answer in group] if task == "kto" else list(rows_read)
         ends = [ord(";")] if chat else [EOS]
         assert sorted(learned(task, row) for row in flat) == sorted([ends, [*b"yes", *ends]])
         assert "skipped 1 row: the prompt fills seq_len, so no token of the answer is left to learn" in caplog.text
         assert f"{tmp_path / 'rows.jsonl'}:2" in caplog.text
 
 
-def test_long_rows_have_a_limit_of_their_own_and_count_in_a_test_set(tmp_path: Path) -> None:
+def test_skipped_long_rows_have_a_separate_limit_except_in_a_test_set(tmp_path: Path) -> None:
     rows = [row_of("preference", prompt, "yes", False) for prompt in ("q", "q" * 64, "q" * 65)]
     with pytest.raises(DataError, match="more than data.long_rows_max_fraction=0.5 allows; .*_fraction=0.667"):
         tasks.open_task(config(tmp_path, "preference", rows)).read_rows("train")

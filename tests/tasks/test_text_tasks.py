@@ -1,4 +1,4 @@
-"""Hidden tokens, texts from texts, and labels by networks of ``transformers``: their own numbers, on every mesh."""
+"""Masked, sequence-to-sequence and classification models of ``transformers``: equal numbers on every mesh."""
 
 from __future__ import annotations
 
@@ -35,11 +35,16 @@ TASKS = {
 
 @functools.cache
 def rows_file() -> str:
-    """24 rows of different lengths: a text, what follows from it, and a label."""
-    words = Path(text_file()).read_text().split()
+    """24 rows of different lengths with a text, a target text and a label."""
+    vocabulary = Path(text_file()).read_text().split()
     path = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "rows.jsonl"
     rows = [
-        {"text": " ".join(words[i : i + 1 + i % 4]), "prompt": words[i], "completion": words[-1 - i], "label": i % 3}
+        {
+            "text": " ".join(vocabulary[i : i + 1 + i % 4]),
+            "prompt": vocabulary[i],
+            "completion": vocabulary[-1 - i],
+            "label": i % 3,
+        }
         for i in range(24)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -66,43 +71,43 @@ FIRST = ("bert", "t5")
 
 @pytest.mark.parametrize("name", cases(FIRST, nightly=[name for name in TASKS if name not in FIRST]))
 def test_meshes_change_no_number(name: str, tmp_path: Path) -> None:
-    """Over the end of an epoch, with rows padded to other lengths and other accumulation."""
+    """Across the end of an epoch, with different padding and accumulation."""
     alone = run_tiny(1, config_of(name, tmp_path / "a", training={"local_batch_size": 8}), 4)[0]
     for result in run_tiny(2, config_of(name, tmp_path / "b"), 4):
         assert_same_numbers(result, alone)
 
 
 def losses(rank: int, name: str, config: Config) -> tuple[float, float]:
-    """The mean loss of a batch by the runner, and by ``transformers`` from what the batch says."""
+    """Return the mean loss of a batch computed by the runner, and by ``transformers``."""
     import transformers
 
     run, checkpoints = make_run(rank, config), Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
     batch: Any = next(run.dataloader)
-    mine = float(run.runner.evaluate(batch)) / batch.num_targets
+    loss = float(run.runner.evaluate(batch)) / batch.num_targets
     model = getattr(transformers, SHAPES[name][0]).from_pretrained(folder(name)).eval()
     total = 0.0
-    for row, length in enumerate(batch["lengths_B"].tolist()):  # one by one: nothing is padded
+    for row, length in enumerate(batch["lengths_B"].tolist()):  # one row at a time, without padding
         tokens = batch["tokens_BT"][row : row + 1, :length]
         if TASKS[name] == "sequence_to_sequence":
             targets = batch["targets_BS"][row : row + 1]
             targets = targets[:, targets[0] != IGNORE]
-            mean = model(input_ids=tokens, labels=targets).loss  # it shifts them itself
+            mean = model(input_ids=tokens, labels=targets).loss  # transformers shifts the labels
             total += float(mean) * targets.numel()
         elif TASKS[name] == "classification":
             total += float(F.cross_entropy(model(input_ids=tokens).logits, batch["labels_B"][row : row + 1]))
         else:
             logits = model(input_ids=tokens).logits[0]
             total += float(F.cross_entropy(logits, batch["targets_BT"][row, :length], reduction="sum"))
-    return mine, total / batch.num_targets
+    return loss, total / batch.num_targets
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_loss_is_that_of_transformers_row_by_row(name: str, tmp_path: Path) -> None:
+def test_loss_matches_transformers_row_by_row(name: str, tmp_path: Path) -> None:
     folder(name)
-    mine, theirs = run_ranks(1, losses, name, config_of(name, tmp_path, in_hf=True))[0]
-    assert mine == pytest.approx(theirs, abs=1e-5)
+    loss, reference = run_ranks(1, losses, name, config_of(name, tmp_path, in_hf=True))[0]
+    assert loss == pytest.approx(reference, abs=1e-5)
 
 
 def opened(name: str, output: Path, **training: Any) -> data.DataLoader:
@@ -110,11 +115,14 @@ def opened(name: str, output: Path, **training: Any) -> data.DataLoader:
     return task.open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1)
 
 
-def test_tokens_are_hidden_by_row_and_epoch(tmp_path: Path) -> None:
-    """80 % by the mask, 10 % by any token, 10 % not at all; as many of each row as the fraction says."""
+def test_masked_tokens_depend_on_row_and_epoch(tmp_path: Path) -> None:
+    """80 % are replaced by the mask, 10 % by a random token, and 10 % are unchanged."""
 
     def epochs(batch_size: int) -> list[dict[int, tuple[list[int], list[int]]]]:
-        stream, found = opened("bert", tmp_path, local_batch_size=batch_size, global_batch_size=batch_size), []
+        stream, tokens_of_epochs = (
+            opened("bert", tmp_path, local_batch_size=batch_size, global_batch_size=batch_size),
+            [],
+        )
         for _ in range(2):
             rows = {}
             for _ in range(24 // batch_size):
@@ -123,8 +131,8 @@ def test_tokens_are_hidden_by_row_and_epoch(tmp_path: Path) -> None:
                     length = int(batch["lengths_B"][i])
                     columns = (batch["tokens_BT"], batch["targets_BT"])
                     rows[sample] = tuple(column[i, :length].tolist() for column in columns)
-            found.append(rows)
-        return found  # type: ignore[return-value]
+            tokens_of_epochs.append(rows)
+        return tokens_of_epochs  # type: ignore[return-value]
 
     first, second = epochs(8)
     assert [first, second] == epochs(4) and len(first) == 24
@@ -140,7 +148,7 @@ def test_tokens_are_hidden_by_row_and_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "changes", "message"),
     [
         ("llama", {"task": "masked_language_model"}, "contains a causal network"),
         ("bert", {"task": "language_model"}, "contains a masked network"),
@@ -149,7 +157,7 @@ def test_tokens_are_hidden_by_row_and_epoch(tmp_path: Path) -> None:
         ("bart_classifier", {"overrides": {"num_labels": 4}}, "num_labels=4 must be 3, the number of labels"),
     ],
 )
-def test_a_network_for_another_task_is_refused(name: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_model_for_another_task_is_rejected(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder(name)
     config = config_of(name if name in TASKS else "bert", tmp_path, overrides=changes.get("overrides"))
     config = dataclasses.replace(
@@ -158,11 +166,11 @@ def test_a_network_for_another_task_is_refused(name: str, changes: dict[str, Any
     task = dataclasses.replace(config.task, name=changes.get("task", config.task.name))
     if "options" in changes:
         task = dataclasses.replace(task, options=changes["options"])
-    text = run_ranks(1, refused, dataclasses.replace(config, task=task))[0]
-    assert said in text
+    text = run_ranks(1, rejection, dataclasses.replace(config, task=task))[0]
+    assert message in text
 
 
-def refused(rank: int, config: Config) -> str:
+def rejection(rank: int, config: Config) -> str:
     try:
         make_run(rank, config)
     except ConfigError as error:

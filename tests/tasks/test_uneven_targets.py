@@ -1,4 +1,4 @@
-"""Rows with few, many or no targets: what ranks have differs, and the numbers are those of one process."""
+"""Rows with few, many or no targets: ranks have different counts, and numbers equal those of one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardtrain.train import validation as evaluate
 SEQ_LEN = 32
 PROMPT = "ask"
 COMPLETIONS = ["a" if row % 2 else "abcdefgh" for row in range(7)]
-"""With the end of the document these are rows of 2 and 9 targets."""
+"""Including EOS, these rows have 2 and 9 targets."""
 
 
 def rows_of(folder: Path) -> str:
@@ -47,15 +47,17 @@ def config(folder: Path, rows: int = 1, parallelism: dict[str, Any] | None = Non
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-def evaluated(rank: int, one: Config) -> tuple[float, int]:
-    run = make_run(rank, one)
-    found = evaluate.evaluate(run.runner, evaluate.open_dataloader(one, run.mesh), run.mesh, one.validation.steps)
-    return found.loss, found.tokens
+def evaluated(rank: int, run_config: Config) -> tuple[float, int]:
+    run = make_run(rank, run_config)
+    evaluation = evaluate.evaluate(
+        run.runner, evaluate.open_dataloader(run_config, run.mesh), run.mesh, run_config.validation.steps
+    )
+    return evaluation.loss, evaluation.tokens
 
 
-def by_hand(rank: int, one: Config) -> tuple[float, int]:
-    """The same numbers from the logits of one row at a time, without this program's data and loss."""
-    model = make_run(rank, one).runner.parts[0]
+def reference_evaluation(rank: int, run_config: Config) -> tuple[float, int]:
+    """Return the evaluation from logits of one row at a time, without the package's data and loss code."""
+    model = make_run(rank, run_config).runner.parts[0]
     total, count = 0.0, 0
     for completion in COMPLETIONS:
         tokens = torch.tensor([256, *f"{PROMPT}{completion}".encode(), 257])
@@ -72,17 +74,17 @@ def by_hand(rank: int, one: Config) -> tuple[float, int]:
     cases([(1, 3), (2, 1), (4, 3)], nightly=[pair for pair in itertools.product((1, 2, 4), (1, 3, 8))]),
 )
 def test_evaluation_is_the_mean_over_all_targets(ranks: int, rows: int, tmp_path: Path) -> None:
-    loss, count = run_ranks(1, by_hand, config(tmp_path))[0]
-    for found in run_ranks(ranks, evaluated, config(tmp_path, rows)):
-        assert found == (pytest.approx(loss, abs=1e-6), count)
+    loss, count = run_ranks(1, reference_evaluation, config(tmp_path))[0]
+    for evaluation in run_ranks(ranks, evaluated, config(tmp_path, rows)):
+        assert evaluation == (pytest.approx(loss, abs=1e-6), count)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def trained(rank: int, one: Config, masked_rows: set[int]) -> list[tuple[int, float]]:
-    """Targets and gradient norm of two steps, in which these rows of the data have no target."""
-    run = make_run(rank, one)
+def trained(rank: int, run_config: Config, masked_rows: set[int]) -> list[tuple[int, float]]:
+    """Return targets and gradient norm of two steps in which ``masked_rows`` have no targets."""
+    run = make_run(rank, run_config)
     stream = run.dataloader
 
     class Masked:
@@ -103,20 +105,20 @@ def _without(batch: Batch, masked_rows: set[int]) -> Tensor:
     return batch.targets_BT.masked_fill(is_masked_B[:, None], IGNORE)
 
 
-def order_of(rank: int, one: Config) -> list[int]:
-    return next(make_run(rank, one).dataloader).sample_ids_B.tolist()
+def order_of(rank: int, run_config: Config) -> list[int]:
+    return next(make_run(rank, run_config).dataloader).sample_ids_B.tolist()
 
 
 @pytest.mark.parametrize(
     "parallelism", cases([{}], nightly=[{"pipeline_parallel_degree": 2}, {"tensor_parallel_degree": 2}])
 )
-def test_a_rank_without_targets_changes_no_number(parallelism: dict[str, Any], tmp_path: Path) -> None:
+def test_rank_without_targets_changes_no_number(parallelism: dict[str, Any], tmp_path: Path) -> None:
     batch = {"global_batch_size": 4}
-    whole = config(tmp_path, local_batch_size=4, **batch)
-    first_rank = set(run_ranks(1, order_of, whole)[0][:2])
-    expected = run_ranks(1, trained, whole, first_rank)[0]
+    one_process = config(tmp_path, local_batch_size=4, **batch)
+    first_rank = set(run_ranks(1, order_of, one_process)[0][:2])
+    expected = run_ranks(1, trained, one_process, first_rank)[0]
     divided = config(tmp_path, parallelism=parallelism, local_batch_size=2, **batch)
     ranks = 4 if parallelism else 2
-    for found in run_ranks(ranks, trained, divided, first_rank):
-        for (count, norm), (same_count, same_norm) in zip(found, expected, strict=True):
+    for results in run_ranks(ranks, trained, divided, first_rank):
+        for (count, norm), (same_count, same_norm) in zip(results, expected, strict=True):
             assert (count, norm) == (same_count, pytest.approx(same_norm, rel=1e-6))

@@ -1,4 +1,4 @@
-"""Training depends on the options of training only, not on those of validation."""
+"""Training depends only on the options of training, not on those of validation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks.kto import KTO
 
 SEQ_LEN = 24
-"""Shorter than some rows, which are cut."""
+"""Shorter than some rows, which are truncated."""
 CHANGED: dict[str, Any] = {
     "dataset": "text", "dataset_path": "no/such/file", "split": "other", "local_batch_size": 3, "seq_len": 17,
     "freq": 3, "per_epoch": 2, "steps": 5, "patience": 4,
@@ -46,8 +46,8 @@ def config(file: Path, task: str, **validation: Any) -> Config:
         "dataset": "jsonl", "dataset_path": str(file), "seq_len": SEQ_LEN, "on_data_end": "repeat",
         "local_batch_size": 2, "global_batch_size": 2, "steps": 2,
     }  # fmt: skip
-    one = tiny_config(model={"overrides": {"num_layers": 1}}, training=training)
-    return dataclasses.replace(one, task=Task(name=task, **TASKS[task]), validation=Validation(**validation))
+    run_config = tiny_config(model={"overrides": {"num_layers": 1}}, training=training)
+    return dataclasses.replace(run_config, task=Task(name=task, **TASKS[task]), validation=Validation(**validation))
 
 
 def test_every_option_of_validation_is_changed() -> None:
@@ -62,7 +62,7 @@ def test_options_of_validation_change_no_number_of_training(task: str, seq_len: 
     assert changed.losses == expected.losses and changed.grad_norms == expected.grad_norms
 
 
-def test_completions_of_kto_are_exchanged_whole_and_cut_then(file: Path) -> None:
+def test_kto_exchanges_full_completions_before_truncation(file: Path) -> None:
     """As in TRL: with a shorter prompt, more of the completion fits."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     by_text = {(row["prompt"] + row["completion"]): row for row in rows}
@@ -77,22 +77,22 @@ def test_completions_of_kto_are_exchanged_whole_and_cut_then(file: Path) -> None
         targets = batch["targets_BMT"][0, len(group) :]
         for number, row in enumerate(originals):
             prompt = [bos, *tokenizer.encode(row["prompt"]).tolist()]
-            other = [*tokenizer.encode(originals[number - 1]["completion"]).tolist(), eos]
-            expected = [*prompt, *other][: SEQ_LEN + 1]
-            kept = len(expected) - 1
-            assert mixed[number, :kept].tolist() == expected[:-1]
+            mismatched = [*tokenizer.encode(originals[number - 1]["completion"]).tolist(), eos]
+            expected = [*prompt, *mismatched][: SEQ_LEN + 1]
+            num_kept = len(expected) - 1
+            assert mixed[number, :num_kept].tolist() == expected[:-1]
             learned = targets[number][targets[number] != IGNORE]
             assert learned.tolist() == expected[len(prompt) :]
-            num_longer += len(prompt) + len(other) > SEQ_LEN + 1
-    assert num_longer, "no completion is cut"
+            num_longer += len(prompt) + len(mismatched) > SEQ_LEN + 1
+    assert num_longer, "no completion is truncated"
 
 
-def test_the_length_of_validation_is_that_of_training_unless_set() -> None:
+def test_validation_length_defaults_to_that_of_training() -> None:
     assert load(None, ["--training.seq_len", "40"]).config.validation.seq_len == 40
     assert load(None, ["--training.seq_len", "40", "--validation.seq_len", "8"]).config.validation.seq_len == 8
 
 
-def test_an_answer_of_a_reward_model_has_at_most_seq_len_tokens(file: Path) -> None:
+def test_answer_of_a_reward_model_has_at_most_seq_len_tokens(file: Path) -> None:
     from shardtrain.tasks.reward_model import RewardModel
 
     task = RewardModel(config(file, "reward_model"))

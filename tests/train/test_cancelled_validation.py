@@ -1,4 +1,4 @@
-"""A request to stop that cancels a validation: the resumed run repeats it, and ends like a run that nobody stopped."""
+"""A stop request that cancels a validation: the resumed run repeats it, and ends like an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from shardtrain.train import validation
 from shardtrain.train.validation import Evaluation, Validator
 
 LOSSES = [3.0, 2.0, 2.5, 1.0, 9.0, 9.0, 0.5, 0.7]
-"""Of the validation after each step. The best is 1.0 at step 4 for a patience of 2, which ends the run at step 6."""
+"""Validation loss after each step. With a patience of 2, the best is 1.0 at step 4, and the run ends at step 6."""
 NEW_BEST, PATIENCE_ENDS, LAST = 4, 6, len(LOSSES)
 
-# phase in which the request comes, step, patience. In "twice" the repeated validation is cancelled too. In "killed" the
-# resumed run dies two steps later without a save, so that the validation is repeated once more.
+# phase of the request, step, patience. In "twice", the repeated validation is canceled too. In "killed", the resumed
+# run dies two steps later without a save, so the validation is repeated again.
 DEFAULT = [
     ("validation", NEW_BEST, 0),
     ("validation", PATIENCE_ENDS, 2),
@@ -56,8 +56,8 @@ def config(folder: Path, patience: int) -> Config:
     )
 
 
-def ask_in(patch: pytest.MonkeyPatch, phase: str, step: int, is_asked: bool) -> None:
-    """Let this rank be asked to stop in a phase of a step, and let validations have the scripted losses."""
+def request_stop_in(patch: pytest.MonkeyPatch, phase: str, step: int, is_asked: bool) -> None:
+    """Request a stop of this rank in a phase of a step, and give validations the scripted losses."""
     signals._current = stop = StopRequest()
     current = [0]
     originals: dict[str, Any] = {
@@ -74,7 +74,7 @@ def ask_in(patch: pytest.MonkeyPatch, phase: str, step: int, is_asked: bool) -> 
     def run(self: Validator, step: int) -> Evaluation | None:
         current[0] = step
         done = originals["run"](self, step)
-        ask("sample")  # the phase that follows
+        ask("sample")  # the next phase
         return done and dataclasses.replace(done, loss=LOSSES[step - 1])
 
     def batches(*arguments: Any) -> Any:
@@ -100,9 +100,9 @@ def ask_in(patch: pytest.MonkeyPatch, phase: str, step: int, is_asked: bool) -> 
 def train(
     rank: int, folder: Path, patience: int, phase: str = "", step: int = 0, stop_after: int | None = None
 ) -> Ended:
-    """One start; the request comes to rank 1 only."""
+    """Run once. Only rank 1 gets the request."""
     with pytest.MonkeyPatch.context() as patch:
-        ask_in(patch, phase, step, rank == 1)
+        request_stop_in(patch, phase, step, rank == 1)
         return train_whole(rank, config(folder, patience), stop_after)
 
 
@@ -117,7 +117,7 @@ def stopped_and_resumed(rank: int, folder: Path, phase: str, step: int, patience
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """Everything that validations left behind."""
+    """Return all results of validations."""
     checkpoints = folder / "checkpoint"
     facts = manifest.read(checkpoints / f"step-{retention.steps(checkpoints)[-1]}").facts
     samples = [json.loads(line)["step"] for line in (folder / "samples.jsonl").read_text().splitlines()]
@@ -131,13 +131,13 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("phase", "step", "patience"), cases(DEFAULT, [case for case in ALL if case not in DEFAULT]))
-def test_a_validation_that_a_request_cancels_is_repeated(
+def test_canceled_validation_is_repeated(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, phase: str, step: int, patience: int
 ) -> None:
-    whole = made_once(tmp_path_factory, f"validated-{patience}", lambda: tmp_path_factory.mktemp("straight"))
-    straight = made_once(tmp_path_factory, f"run-{patience}", lambda: run_ranks(2, train, whole, patience)[0])
+    uninterrupted = made_once(tmp_path_factory, f"validated-{patience}", lambda: tmp_path_factory.mktemp("straight"))
+    straight = made_once(tmp_path_factory, f"run-{patience}", lambda: run_ranks(2, train, uninterrupted, patience)[0])
     assert straight.error is None and straight.state["step"] == (PATIENCE_ENDS if patience else LAST)
-    assert len(result(whole)["validations"].splitlines()) == straight.state["step"]
+    assert len(result(uninterrupted)["validations"].splitlines()) == straight.state["step"]
 
     starts = run_ranks(2, stopped_and_resumed, tmp_path, phase, step, patience)[0]
     is_complete = phase in ("sample", "save") and step == straight.state["step"]
@@ -147,4 +147,4 @@ def test_a_validation_that_a_request_cancels_is_repeated(
     assert starts[-1].error is None
     assert starts[-1].state == straight.state
     assert_bitwise(starts[-1].weights, straight.weights)
-    assert result(tmp_path) == result(whole)
+    assert result(tmp_path) == result(uninterrupted)

@@ -1,4 +1,4 @@
-"""The global batch size of a resumed run: that of its checkpoint, unless the user sets one."""
+"""The global batch size of a resumed run is that of its checkpoint, unless the user sets one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAVED = 8
 
 
 def config(folder: Path, **sections: dict[str, Any]) -> Config:
-    """A run without a global batch size, and with 4 sequences on each rank."""
+    """Configuration without a global batch size, and with 4 sequences per rank."""
     parts = {name: dict(values) for name, values in sections.items()}
     parts["training"] = {"steps": 1, "local_batch_size": 4, "global_batch_size": -1, **parts.get("training", {})}
     parts["checkpoint"] = {"enable": True, "interval": 1, **parts.get("checkpoint", {})}
@@ -30,7 +30,7 @@ def config(folder: Path, **sections: dict[str, Any]) -> Config:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with one checkpoint."""
+    """Folder of a run with one checkpoint."""
 
     def make() -> Path:
         folder = tmp_path_factory.mktemp("saved")
@@ -43,14 +43,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CASES: dict[str, tuple[int, dict[str, dict[str, Any]], int]] = {
     # ranks, options, training.global_batch_size
     "fewer ranks": (1, {}, SAVED),
-    "as many sequences by themselves": (2, {}, -1),
+    "the same number of sequences": (2, {}, -1),
     "more ranks with fewer sequences each": (4, {"training": {"local_batch_size": 1}}, SAVED),
     "more ranks than the batch has room for": (4, {}, -1),
     "ranks that do not divide the batch": (3, {"training": {"local_batch_size": 1}}, -1),
-    "a size of the user's": (1, {"training": {"global_batch_size": 4}}, 4),
+    "a size set by the user": (1, {"training": {"global_batch_size": 4}}, 4),
     "a change that the user accepts": (1, {"checkpoint": {"accept_changes": ["training.global_batch_size"]}}, -1),
     "all changes accepted": (1, {"checkpoint": {"accept_changes": ["all"]}}, -1),
-    "another course of training": (1, {"checkpoint": {"exclude_from_loading": ["train_state"]}}, -1),
+    "a restarted training state": (1, {"checkpoint": {"exclude_from_loading": ["train_state"]}}, -1),
     "an update in each backward pass": (1, {"optimizer": {"early_step_in_backward": True}}, -1),
     "no checkpoints": (1, {"checkpoint": {"enable": False}}, -1),
     "the step by its number": (1, {"checkpoint": {"load_step": 1}}, SAVED),
@@ -59,43 +59,43 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]], int]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_keeps_the_batch_size_that_the_user_does_not_set(name: str, run: Path) -> None:
+def test_resumed_run_keeps_its_batch_size_unless_set(name: str, run: Path) -> None:
     ranks, options, expected = CASES[name]
-    assert kept(config(run, **options), ranks) == expected
+    assert batch_size_of_run(config(run, **options), ranks) == expected
 
 
 @pytest.mark.parametrize(("model_only", "expected"), [(False, SAVED), (True, -1)])
-def test_a_run_that_continues_another_one_keeps_its_batch_size(
+def test_run_that_continues_another_one_keeps_its_batch_size(
     model_only: bool, expected: int, run: Path, tmp_path: Path
 ) -> None:
     start = {"initial_load_path": str(run / "checkpoint/step-1"), "initial_load_model_only": model_only}
-    assert kept(config(tmp_path, checkpoint=start), 1) == expected
+    assert batch_size_of_run(config(tmp_path, checkpoint=start), 1) == expected
 
 
 @pytest.mark.parametrize("manifest", ["", "{}", "not JSON"])
-def test_a_damaged_checkpoint_does_not_hide_an_older_one(manifest: str, run: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoint_does_not_hide_an_older_one(manifest: str, run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     (folder / "step-2").mkdir(parents=True)
     (folder / "step-2/manifest.json").write_text(manifest)
     (folder / "step-1").symlink_to(run / "checkpoint/step-1")
-    assert kept(config(tmp_path), 1) == SAVED
+    assert batch_size_of_run(config(tmp_path), 1) == SAVED
 
 
-def test_a_seed_checkpoint_of_one_process_leaves_the_batch_size_to_the_mesh(tmp_path: Path) -> None:
-    """torchtitan's recipe for equal first weights: one process writes step 0, and any mesh trains from it."""
+def test_seed_checkpoint_of_one_process_does_not_set_the_batch_size(tmp_path: Path) -> None:
+    """torchtitan's recipe for equal initial weights: one process writes step 0, and any mesh trains from it."""
     run_ranks(1, train_whole, config(tmp_path, checkpoint={"create_seed_checkpoint": True}))
-    assert kept(config(tmp_path), 2) == -1
+    assert batch_size_of_run(config(tmp_path), 2) == -1
     ended = run_ranks(2, train_whole, config(tmp_path))[0]
     assert ended.error is None and ended.state["samples_consumed"] == 8
 
 
-def kept(config: Config, ranks: int) -> int:
-    """training.global_batch_size of the run, as its first rank decides."""
+def batch_size_of_run(config: Config, ranks: int) -> int:
+    """Return the ``training.global_batch_size`` that rank 0 decides."""
     world = World(0, ranks, 0, torch.device("cpu"))
     return compatibility.keep_batch_size(Loaded(config), world).config.training.global_batch_size
 
 
-def test_the_error_says_how_more_ranks_can_take_the_batch(run: Path) -> None:
-    (ended,) = {str(one.error) for one in run_ranks(4, train_whole, config(run))}
-    assert "training.global_batch_size: 8 -> 16; 4 data-parallel ranks x training.local_batch_size=4 make 16" in ended
-    assert "set training.local_batch_size=2, or accept it with" in ended
+def test_error_suggests_a_local_batch_size_for_more_ranks(run: Path) -> None:
+    (message,) = {str(ended_rank.error) for ended_rank in run_ranks(4, train_whole, config(run))}
+    assert "training.global_batch_size: 8 -> 16; 4 data-parallel ranks x training.local_batch_size=4 make 16" in message
+    assert "set training.local_batch_size=2, or accept it with" in message

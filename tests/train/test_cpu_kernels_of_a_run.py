@@ -1,4 +1,4 @@
-"""A run on a CPU takes the kernels that its first rank has measured, on all ranks, or PyTorch's own where it must."""
+"""Runs on CPUs use the kernels measured by rank 0 on all ranks, or PyTorch's own if required."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def choose(rank: int, config: Config) -> Kernels:
     return chosen_kernels.chosen()
 
 
-def test_all_ranks_take_what_the_first_has_measured() -> None:
+def test_all_ranks_use_the_kernels_measured_by_rank_0() -> None:
     assert run_ranks(2, choose, tiny_config()) == [Kernels(onednn_linear=0.0, blocked_attention=2.0)] * 2
 
 
 @pytest.mark.parametrize("sections", [{"training": {"cpu_kernels": "pytorch"}}, {"debug": {"deterministic": True}}])
-def test_who_asks_for_the_same_bits_on_every_machine_is_given_pytorch_s_own(sections: dict[str, Any]) -> None:
+def test_portable_determinism_uses_kernels_of_pytorch(sections: dict[str, Any]) -> None:
     assert run_ranks(1, choose, tiny_config(**sections)) == [chosen_kernels.PYTORCH]

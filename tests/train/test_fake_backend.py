@@ -1,4 +1,4 @@
-"""Laws of ``comm.mode="fake_backend"``: one process says what a rank of any world would hold, and trains nothing."""
+"""``comm.mode="fake_backend"``: one process reports the memory of a rank of any world, without training."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def dry(config, rank=0, size=1):
         return dry_run.build(config, here)
 
 
-def answer(capsys, *words):
-    code = cli.main(("train", *words))
+def answer(capsys, *arguments):
+    code = cli.main(("train", *arguments))
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -39,42 +39,42 @@ def no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_the_shards_of_all_ranks_are_the_model_once():
+def test_shards_of_all_ranks_add_up_to_the_model():
     config = deep_config(parallelism={"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 4})
     runs = [dry(config, rank, 8) for rank in range(8)]
     assert sum(run.parameter_bytes for run in runs) == FLOAT32_BYTES * runs[0].num_params
-    # those of several micro-batches are added up whole, and reduced to shards once
+    # gradients of several micro-batches are accumulated unsharded, and reduced to shards once
     assert [run.gradient_bytes for run in runs] == [4 * run.parameter_bytes for run in runs]
 
 
 @pytest.mark.nightly(
-    "one axis alone",
-    by="tests/train/test_fake_backend.py::test_the_shards_of_all_ranks_are_the_model_once",
+    "a single axis",
+    by="tests/train/test_fake_backend.py::test_shards_of_all_ranks_add_up_to_the_model",
 )
-def test_tensor_parallelism_repeats_the_norms_and_splits_all_else():
+def test_tensor_parallelism_replicates_norms_and_splits_other_weights():
     config = deep_config(parallelism={"tensor_parallel_degree": 2})
     runs = [dry(config, rank, 8) for rank in range(8)]
-    norms = (2 * 4 + 1) * 64  # two in each of 4 layers and the last, of 64 features
+    norms = (2 * 4 + 1) * 64  # two in each of 4 layers and the last one, with 64 features
     assert sum(run.parameter_bytes for run in runs) == FLOAT32_BYTES * (runs[0].num_params + norms)
 
 
-def test_adamw_holds_two_numbers_for_each_of_the_ranks_and_a_count_for_each_tensor():
+def test_adamw_has_two_numbers_per_weight_and_a_count_per_tensor():
     run = dry(deep_config(), rank=3, size=4)
     tensors = 4 * 9 + 3
     assert run.optimizer_bytes == 2 * run.parameter_bytes + FLOAT32_BYTES * tensors
 
 
-def test_replicas_hold_the_same_and_share_optimizer_states_where_asked():
+def test_replicas_have_equal_memory_and_optionally_split_optimizer_states():
     replicas = {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1}
-    whole = dry(deep_config(parallelism=replicas), size=4)
+    replicated = dry(deep_config(parallelism=replicas), size=4)
     shared = dry(deep_config(parallelism={**replicas, "shard_optimizer_states": True}), size=4)
-    assert whole.parameter_bytes == shared.parameter_bytes == FLOAT32_BYTES * whole.num_params
-    assert shared.optimizer_bytes < whole.optimizer_bytes / 3
+    assert replicated.parameter_bytes == shared.parameter_bytes == FLOAT32_BYTES * replicated.num_params
+    assert shared.optimizer_bytes < replicated.optimizer_bytes / 3
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 @pytest.mark.parametrize("rank", [0, 31])
-def test_all_axes_at_once_are_built_and_traced(rank, schedule):
+def test_all_axes_together_are_built_and_traced(rank, schedule):
     degrees = {
         "pipeline_parallel_degree": 2,
         "data_parallel_replicate_degree": 2,
@@ -107,8 +107,8 @@ def test_every_way_to_split_a_sequence_is_traced(method):
     assert run.traced.not_traced == "" and run.traced.layers == 4
 
 
-def test_the_micro_batch_has_no_memory_and_counts_as_no_activation(monkeypatch):
-    """A real batch would be counted when its first view is saved, and grow the result with its size."""
+def test_micro_batch_has_no_memory_and_is_not_counted_as_activation(monkeypatch):
+    """A real batch would be counted when its first view is saved."""
     batches = []
     trace = fake_backend.trace
 
@@ -124,60 +124,64 @@ def test_the_micro_batch_has_no_memory_and_counts_as_no_activation(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_layers_left_out_count_as_much_as_they_would(monkeypatch, mode, tp):
-    """To a thousandth, for scalars of the loss are made earlier or later; FSDP pads its buffers by unit: a percent."""
+def test_skipped_layers_are_counted_as_if_traced(monkeypatch, mode, tp):
+    """Within 0.1 %, because loss scalars are created at different times. Within 1 % with FSDP, which pads buffers."""
     shape = {"num_layers": 10}
     config = deep_config(
         model={"overrides": shape},
         activation_checkpoint={"mode": mode},
         parallelism={"tensor_parallel_degree": tp, "fsdp_reshard_after_forward": "always"},
     )
-    some = dry(config, size=4)
+    few_layers = dry(config, size=4)
     monkeypatch.setattr(fake_backend, "LAYERS_OF_A_KIND", 10)
     everything = dry(config, size=4)
-    assert some.traced.layers_traced == (4 if mode == "selective" else 2) and everything.traced.layers_traced == 10
-    assert some.traced.activations_bytes == pytest.approx(everything.traced.activations_bytes, rel=1e-3)
-    assert some.traced.gathered_bytes == pytest.approx(everything.traced.gathered_bytes, rel=1e-2)
+    assert (
+        few_layers.traced.layers_traced == (4 if mode == "selective" else 2) and everything.traced.layers_traced == 10
+    )
+    assert few_layers.traced.activations_bytes == pytest.approx(everything.traced.activations_bytes, rel=1e-3)
+    assert few_layers.traced.gathered_bytes == pytest.approx(everything.traced.gathered_bytes, rel=1e-2)
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_copies_of_layers_left_out_count_as_much_as_they_would(monkeypatch, mode):
+def test_copies_of_skipped_layers_are_counted_as_if_traced(monkeypatch, mode):
     config = deep_config(
         model={"overrides": {"num_layers": 10}},
         activation_checkpoint={"mode": mode},
         training={"mixed_precision_param": "bfloat16"},
     )
-    some = dry(config)
+    few_layers = dry(config)
     monkeypatch.setattr(fake_backend, "LAYERS_OF_A_KIND", 10)
     everything = dry(config)
-    assert (some.traced.layers_traced, everything.traced.layers_traced) == (2, 10)
-    # and for a moment the float32 gradient of the head
-    assert some.traced.gathered_bytes == everything.traced.gathered_bytes == 2 * some.num_params + 4 * 512 * 64
-    # 128 KiB more where nothing is recomputed, as with FSDP on one process: a float32 table of the embedding's size
-    assert 0 <= some.traced.activations_bytes - everything.traced.activations_bytes <= 4 * 512 * 64 + 1024
+    assert (few_layers.traced.layers_traced, everything.traced.layers_traced) == (2, 10)
+    # plus the temporary float32 gradient of the head
+    assert (
+        few_layers.traced.gathered_bytes == everything.traced.gathered_bytes == 2 * few_layers.num_params + 4 * 512 * 64
+    )
+    # without recomputation, 128 KiB more, as with FSDP on one process: a float32 copy of the embedding
+    assert 0 <= few_layers.traced.activations_bytes - everything.traced.activations_bytes <= 4 * 512 * 64 + 1024
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_chunks_of_the_loss_left_out_count_as_much_as_they_would(monkeypatch, tp):
-    monkeypatch.setattr(cross_entropy, "CPU_CHUNK_NUMEL", 1000)  # a few tokens a chunk, some forty chunks
+def test_skipped_chunks_of_the_loss_are_counted_as_if_traced(monkeypatch, tp):
+    monkeypatch.setattr(cross_entropy, "CPU_CHUNK_NUMEL", 1000)  # a few tokens per chunk, about forty chunks
     config = deep_config(parallelism={"tensor_parallel_degree": tp, "data_parallel_shard_degree": 2})
-    seen = []
+    chunk_counts = []
 
     def chunks(num_tokens, rows):
-        seen.append(len(parts := kept(num_tokens, rows)))
+        chunk_counts.append(len(parts := original(num_tokens, rows)))
         return parts
 
-    kept = cross_entropy._chunks
+    original = cross_entropy._chunks
     monkeypatch.setattr(cross_entropy, "_chunks", chunks)
     few = dry(config, size=2 * tp).traced
     monkeypatch.setattr(cross_entropy, "few_chunks", contextlib.nullcontext)
     all_of_them = dry(config, size=2 * tp).traced
-    assert seen[0] == 2 < seen[1]
+    assert chunk_counts[0] == 2 < chunk_counts[1]
     assert few.gathered_bytes == all_of_them.gathered_bytes
     assert few.activations_bytes == pytest.approx(all_of_them.activations_bytes, rel=1e-5)  # a scalar of the loss
 
 
-def test_tensors_without_memory_count_as_real_ones():
+def test_fake_tensors_are_counted_like_real_ones():
     config = deep_config(training={"mixed_precision_param": "bfloat16"})
     without_memory = dry(config).traced
     module = models.find("llama3")
@@ -187,19 +191,19 @@ def test_tensors_without_memory_count_as_real_ones():
         runner = parallelize(models.build(module, shape), module.LAYOUT, mesh, config, shape.vocab_size)
         runner.materialize({name: Draw("zeros") for name in runner.parameters()}, 0)
         real = fake_backend.trace(runner, module.LAYOUT, mesh, config, dry_run._micro_batch(config), hidden=64)
-    # real kernels make a few scratch tensors of their own
+    # real kernels allocate a few scratch tensors
     assert without_memory.activations_bytes == pytest.approx(real.activations_bytes, rel=0.01)
     assert without_memory.layers_traced == real.layers_traced
 
 
-def test_bytes_alive_are_those_of_what_operations_made_and_nobody_dropped():
+def test_bytes_alive_count_results_that_are_still_referenced():
     with FakeTensorMode():
-        given = torch.empty(1000)
+        existing = torch.empty(1000)
         with LiveMemory([]) as memory:
-            kept = given.exp()
-            given.view(10, 100)
+            result = existing.exp()
+            existing.view(10, 100)
             assert memory.activations == 4000
-            dropped = kept.double()
+            dropped = result.double()
             assert memory.activations == 12000
             del dropped
     assert (memory.activations, memory.most_activations, memory.gathered) == (4000, 12000, 0)
@@ -208,7 +212,7 @@ def test_bytes_alive_are_those_of_what_operations_made_and_nobody_dropped():
 @pytest.mark.parametrize(
     ("schedule", "rank", "in_flight"), [("1F1B", 0, 4), ("1F1B", 3, 1), ("GPipe", 0, 8), ("GPipe", 3, 8)]
 )
-def test_a_pipeline_keeps_the_micro_batches_that_its_schedule_has_in_flight(schedule, rank, in_flight):
+def test_pipeline_keeps_the_micro_batches_in_flight_of_its_schedule(schedule, rank, in_flight):
     degrees = {
         "pipeline_parallel_degree": 4,
         "pipeline_parallel_schedule": schedule,
@@ -221,13 +225,13 @@ def test_a_pipeline_keeps_the_micro_batches_that_its_schedule_has_in_flight(sche
 
 @pytest.mark.nightly(
     "at full size",
-    by="tests/train/test_fake_backend.py::test_all_axes_at_once_are_built_and_traced",
+    by="tests/train/test_fake_backend.py::test_all_axes_together_are_built_and_traced",
 )
 @pytest.mark.nightly(
     "at full size",
-    by="tests/train/test_fake_backend.py::test_all_axes_at_once_are_built_and_traced",
+    by="tests/train/test_fake_backend.py::test_all_axes_together_are_built_and_traced",
 )
-def test_a_configuration_of_405b_on_512_ranks_is_checked_in_seconds_without_a_file(capsys, monkeypatch, tmp_path):
+def test_configuration_of_405b_on_512_ranks_is_checked_in_seconds_without_files(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "511")
     monkeypatch.chdir(tmp_path)
     degrees = ["--parallelism.pipeline_parallel_degree", "8", "--training.local_batch_size", "8"]
@@ -244,22 +248,22 @@ def test_a_configuration_of_405b_on_512_ranks_is_checked_in_seconds_without_a_fi
 
 @pytest.mark.parametrize("size", [1, 4096])
 def test_worlds_of_one_and_of_thousands_are_built(capsys, size):
-    words = ["--nproc", str(size), *ANYWHERE, "--training.seq_len", "64", "--compile.enable", "true"]
-    code, out, _ = answer(capsys, str(ROOT / "configs/debug.toml"), *words)
+    arguments = ["--nproc", str(size), *ANYWHERE, "--training.seq_len", "64", "--compile.enable", "true"]
+    code, out, _ = answer(capsys, str(ROOT / "configs/debug.toml"), *arguments)
     assert code == 0
     assert f"rank 0 of {size}" in out
     assert "note: compile.enable=true: nothing is compiled here" in out
 
 
-def test_buffers_of_experts_have_no_memory_where_layers_are_recomputed_in_part(monkeypatch):
-    """FSDP's hooks of experts run apart from what counts recomputed operations; that took fake tensors away, too."""
+def test_buffers_of_experts_have_no_memory_with_selective_recomputation(monkeypatch):
+    """FSDP's hooks of experts run outside of the mode that counts operations, which once disabled fake tensors."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
-    allocate, made = DefaultAllocMixin.allocate, []
+    allocate, buffers = DefaultAllocMixin.allocate, []
 
     def noted(*arguments, **keywords):
-        made.append(allocate(*arguments, **keywords))
-        return made[-1]
+        buffers.append(allocate(*arguments, **keywords))
+        return buffers[-1]
 
     monkeypatch.setattr(DefaultAllocMixin, "allocate", noted)
     config = deep_config(
@@ -271,11 +275,11 @@ def test_buffers_of_experts_have_no_memory_where_layers_are_recomputed_in_part(m
         activation_checkpoint={"mode": "selective", "selective_ac_option": "op"},
         training={"seq_len": 32},
     )
-    dry(config, size=8)  # two ranks to an expert
-    assert len(made) > 10 and all(isinstance(tensor, FakeTensor) for tensor in made)
+    dry(config, size=8)  # two ranks per expert
+    assert len(buffers) > 10 and all(isinstance(tensor, FakeTensor) for tensor in buffers)
 
 
-def test_experts_are_traced_with_an_even_load():
+def test_experts_are_traced_with_equal_load():
     config = deep_config(
         model={"name": "qwen3_moe", "flavor": "debugmodel_moe", "overrides": {"moe_ffn_dim": 32, "num_experts": 8}},
         parallelism={"expert_parallel_degree": 4},
@@ -284,10 +288,10 @@ def test_experts_are_traced_with_an_even_load():
     assert run.traced.not_traced == "" and run.traced.activations_bytes > 0
 
 
-def test_what_cannot_be_traced_is_said():
+def test_untraceable_configuration_is_reported():
     config = deep_config(
         model={"name": "qwen3_moe", "flavor": "debugmodel_moe", "overrides": {"moe_ffn_dim": 32, "num_experts": 8}},
-        training={"mixed_precision_param": "float16"},  # experts one by one: as many rows as the data say
+        training={"mixed_precision_param": "float16"},  # a loop over experts, with data-dependent numbers of rows
     )
     run = dry(config, size=2)
     assert "shapes depend on data" in run.traced.not_traced
@@ -295,7 +299,7 @@ def test_what_cannot_be_traced_is_said():
 
 
 @pytest.mark.parametrize(
-    ("words", "fragment"),
+    ("arguments", "fragment"),
     [
         (["--parallelism.tensor_parallel_degree", "3"], "tensor_parallel_degree=3"),
         (["--parallelism.data_parallel_shard_degree", "3"], "data_parallel_shard_degree=3"),
@@ -304,13 +308,13 @@ def test_what_cannot_be_traced_is_said():
         (["--comm.mode", "local_tensor"], "comm.mode"),
     ],
 )
-def test_a_wrong_configuration_fails_as_it_would_in_a_run(capsys, words, fragment):
-    code, out, err = answer(capsys, "--nproc", "8", *ANYWHERE, *words)
+def test_invalid_configuration_fails_as_in_a_run(capsys, arguments, fragment):
+    code, out, err = answer(capsys, "--nproc", "8", *ANYWHERE, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("error[2]: ") and fragment in err
 
 
-def test_a_device_that_this_machine_lacks_is_not_a_problem(capsys):
+def test_device_missing_on_this_machine_is_accepted(capsys):
     assert answer(capsys, "--nproc", "8", *ANYWHERE, "--training.device", "cuda", "--training.seq_len", "64")[0] == 0
 
 
@@ -322,7 +326,7 @@ def test_a_device_that_this_machine_lacks_is_not_a_problem(capsys):
         ({"TORCHELASTIC_RUN_ID": "x", "RANK": "0"}, "start it without torchrun"),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_refused(capsys, monkeypatch, names, fragment):
+def test_invalid_environment_is_rejected(capsys, monkeypatch, names, fragment):
     for name, value in names.items():
         monkeypatch.setenv(name, value)
     code, out, err = answer(capsys, "--nproc", "8", *ANYWHERE)

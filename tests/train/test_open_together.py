@@ -1,4 +1,4 @@
-"""Ranks that open data together: one asks the storage, all have what it found, and what one lacks all are told."""
+"""Ranks open data together: one lists the storage, all use its result, and files missing on a rank are an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LINE = '{{"text": "the words of document {}, which are some more than sixteen of
 
 
 def write(kind: str, folder: Path) -> dict[str, Any]:
-    """A dataset of a kind below a folder, and the options that name it."""
+    """Write a dataset into a folder, and return the options that select it."""
     folder.mkdir()
     lines = ["".join(LINE.format(f"{number}-{line}") for line in range(6)) for number in range(COUNT)]
     for number, text in enumerate(lines):
@@ -85,7 +85,7 @@ def config_of(options: dict[str, Any], mode: Any = "stream") -> Config:
 
 
 class Calls(collections.Counter[str]):
-    """Counts the calls of this process on files below a folder, by the function of Python's."""
+    """Count this process's calls on files below a folder, by Python function."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -96,22 +96,22 @@ class Calls(collections.Counter[str]):
 
     def _counted(self, name: str, real: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
-            what = arguments[0]
-            is_path = isinstance(what, str | os.PathLike)
-            is_ours = f"{os.fspath(what)}/".startswith(self._folder) if is_path else what in self._own
+            target = arguments[0]
+            is_path = isinstance(target, str | os.PathLike)
+            is_ours = f"{os.fspath(target)}/".startswith(self._folder) if is_path else target in self._own
             self[name] += is_ours
-            found = real(*arguments, **options)
+            result = real(*arguments, **options)
             if name == "open":
-                (self._own.add if is_ours else self._own.discard)(found)
-            return found
+                (self._own.add if is_ours else self._own.discard)(result)
+            return result
 
         return call
 
 
-def open_all(rank: int, folder: Path, wanted: dict[str, dict[str, Any]], many: int) -> dict[str, Any]:
-    """Of each dataset: calls of this rank while it is opened, its fingerprint, and the rows of three batches."""
-    calls, found = Calls(folder), {}
-    for kind, options in wanted.items():
+def open_all(rank: int, folder: Path, datasets_to_open: dict[str, dict[str, Any]], many: int) -> dict[str, Any]:
+    """For each dataset, return the calls of this rank while opening, the fingerprint, and the rows of three batches."""
+    calls, results = Calls(folder), {}
+    for kind, options in datasets_to_open.items():
         _data_files.MANY_FILES = many if kind.startswith("many") else 10_000
         config = config_of(options, "memory" if kind == "in memory" else "stream")
         calls.clear()
@@ -120,38 +120,36 @@ def open_all(rank: int, folder: Path, wanted: dict[str, dict[str, Any]], many: i
             stream.seek(0)
         opening = calls.total()
         rows = [next(stream).tokens_BT.tolist() for _ in range(3)]
-        found[kind] = opening, stream.fingerprint, dict(stream.files.items()), stream.sampled_files, rows
-    return found
+        results[kind] = opening, stream.fingerprint, dict(stream.files.items()), stream.sampled_files, rows
+    return results
 
 
 KINDS = ["jsonl", "many jsonl", "arrays", "compressed", "tsv", "many tsv", "text", "parquet", "tokens", "in memory"]
 
 
 @pytest.mark.parametrize("count", cases([4], nightly=[2, 3]))
-def test_calls_on_the_storage_of_the_data_do_not_grow_with_ranks_and_all_have_the_same_rows(
-    count: int, tmp_path: Path
-) -> None:
-    wanted = {kind: write(kind, tmp_path / kind.replace(" ", "_")) for kind in KINDS}
-    (alone,) = run_ranks(1, open_all, tmp_path, wanted, COUNT)
-    ranks = run_ranks(count, open_all, tmp_path, wanted, COUNT)
+def test_storage_calls_do_not_grow_with_ranks_and_all_ranks_have_the_same_rows(count: int, tmp_path: Path) -> None:
+    datasets_to_open = {kind: write(kind, tmp_path / kind.replace(" ", "_")) for kind in KINDS}
+    (alone,) = run_ranks(1, open_all, tmp_path, datasets_to_open, COUNT)
+    ranks = run_ranks(count, open_all, tmp_path, datasets_to_open, COUNT)
     for kind in KINDS:
-        assert sum(found[kind][0] for found in ranks) == alone[kind][0] > 0, kind
-        assert all(found[kind][1:] == alone[kind][1:] for found in ranks), kind
+        assert sum(results_of_rank[kind][0] for results_of_rank in ranks) == alone[kind][0] > 0, kind
+        assert all(results_of_rank[kind][1:] == alone[kind][1:] for results_of_rank in ranks), kind
 
 
 def open_hub_on_ranks(rank: int, folder: Path, streaming: bool, has_cache: bool) -> list[Any]:
-    """Questions of this rank to a hub that is a folder, and the rows of a batch."""
+    """Open a dataset of a fake hub. Return the requests of this rank and the rows of a batch."""
     datasets = pytest.importorskip("datasets")
-    asked: list[str] = []
+    requests: list[str] = []
 
     def revision(name: str, streaming: bool) -> str:
-        asked.append("revision")
+        requests.append("revision")
         return f"commit-{rank}"
 
     def load_dataset(path: str, **options: Any) -> Any:
-        asked.append(options["revision"])
-        found = datasets.load_from_disk(str(folder / "cache"))
-        return found.to_iterable_dataset(num_shards=2) if options["streaming"] else found
+        requests.append(options["revision"])
+        dataset = datasets.load_from_disk(str(folder / "cache"))
+        return dataset.to_iterable_dataset(num_shards=2) if options["streaming"] else dataset
 
     _hub._revision, datasets.load_dataset = revision, load_dataset
     cached = _hub._cached
@@ -160,39 +158,41 @@ def open_hub_on_ranks(rank: int, folder: Path, streaming: bool, has_cache: bool)
     request = Request(path="org/set", streaming=streaming)
     with together(config_of({})):
         source = _hub.open_hub(request, _hub.HubSet("org/set"))
-    return [asked, [row["text"] for _, row in every_row(source)], dict(source.files())]
+    return [requests, [row["text"] for _, row in every_row(source)], dict(source.files())]
 
 
 @pytest.mark.parametrize(("streaming", "has_cache"), [(False, True), (False, False), (True, True)])
-def test_one_rank_asks_the_hub_and_the_others_open_its_cache(streaming: bool, has_cache: bool, tmp_path: Path) -> None:
-    """Of one revision, also where each rank must load it: a stream, and a node without that cache."""
+def test_one_rank_contacts_the_hub_and_others_open_its_cache(streaming: bool, has_cache: bool, tmp_path: Path) -> None:
+    """All ranks use one revision, also if each rank must load it: with a stream, or on a node without the cache."""
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([{"text": f"row {number}"} for number in range(70)]).save_to_disk(tmp_path / "cache")
     first, *others = run_ranks(3, open_hub_on_ranks, tmp_path, streaming, has_cache)
     assert first[0] == ["revision", "commit-0"] and first[1] == [f"row {number}" for number in range(70)]
-    for asked, texts, files in others:
-        assert asked == ([] if has_cache and not streaming else ["commit-0"])
+    for requests, texts, files in others:
+        assert requests == ([] if has_cache and not streaming else ["commit-0"])
         assert (texts, files) == (first[1], first[2])
 
 
 def open_tokenizers(rank: int, folder: Path, paths: list[str]) -> list[Any]:
-    """Of each tokenizer: calls of this rank while it is opened, and what it is."""
-    calls, found = Calls(folder), []
+    """For each tokenizer, return the calls of this rank while opening it, and its properties."""
+    calls, results = Calls(folder), []
     for path in paths:
         calls.clear()
         with together(config_of({})):
             try:
                 tokenizer = open_tokenizer(path)
             except ConfigError as error:
-                found.append((calls.total(), str(error)))
+                results.append((calls.total(), str(error)))
                 continue
         ids = [tokenizer.encode(text).tolist() for text in ("a cut mesh", "<s> and </s>", "日本")]
-        said = tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.special_tokens
-        found.append((calls.total(), *said, tokenizer.chat_template, tokenizer.tool_template, tokenizer.spec, ids))
-    return found
+        properties = tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.special_tokens
+        results.append(
+            (calls.total(), *properties, tokenizer.chat_template, tokenizer.tool_template, tokenizer.spec, ids)
+        )
+    return results
 
 
-def test_the_files_of_a_tokenizer_are_read_by_one_rank_and_all_have_the_same_one(tmp_path: Path) -> None:
+def test_one_rank_reads_the_files_of_a_tokenizer_and_all_have_the_same_one(tmp_path: Path) -> None:
     bpe = tiny_tokenizers.bpe_folder(tmp_path / "bpe", add_bos_token=True, chat_template="{{ messages }}")
     (bpe / "additional_chat_templates").mkdir()
     (bpe / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
@@ -204,13 +204,13 @@ def test_the_files_of_a_tokenizer_are_read_by_one_rank_and_all_have_the_same_one
     (alone,) = run_ranks(1, open_tokenizers, tmp_path, paths)
     ranks = run_ranks(3, open_tokenizers, tmp_path, paths)
     for number, path in enumerate(paths):
-        assert [found[number][0] > 0 for found in ranks] == [True, False, False], path
+        assert [results_of_rank[number][0] > 0 for results_of_rank in ranks] == [True, False, False], path
         assert ranks[0][number][0] == alone[number][0], path
-        assert all(found[number][1:] == alone[number][1:] for found in ranks), path
+        assert all(results_of_rank[number][1:] == alone[number][1:] for results_of_rank in ranks), path
 
 
 def open_on_nodes(rank: int, folder: Path, options: dict[str, Any], per_node: int = 2) -> Any:
-    """Ranks 0 and 1 are on one node, 2 and 3 on another; each node has a folder of its own."""
+    """Open data on two nodes with separate folders: ranks 0 and 1, and ranks 2 and 3."""
     node = rank // per_node
     os.environ["LOCAL_RANK"] = str(rank % per_node)
     open_together._node_number = lambda: node
@@ -229,7 +229,7 @@ def open_on_nodes(rank: int, folder: Path, options: dict[str, Any], per_node: in
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Path:
-    """Two folders with the same data; the second is a copy, whose files have other inodes."""
+    """Two folders with equal data. The second is a copy, so its files have different inodes."""
     (tmp_path / "0").mkdir()
     write("jsonl", tmp_path / "0/data")
     shutil.copytree(tmp_path / "0/data", tmp_path / "1/data")
@@ -237,7 +237,7 @@ def nodes(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("per_node", cases([2], nightly=[1]))
-def test_of_a_node_with_a_copy_of_its_own_one_rank_looks(nodes: Path, per_node: int) -> None:
+def test_one_rank_checks_the_copy_of_a_node(nodes: Path, per_node: int) -> None:
     ranks = run_ranks(2 * per_node, open_on_nodes, nodes, {"dataset": "jsonl"}, per_node)
     assert len({fingerprint for _, fingerprint in ranks}) == 1
     calls = [count for count, _ in ranks]
@@ -247,49 +247,49 @@ def test_of_a_node_with_a_copy_of_its_own_one_rank_looks(nodes: Path, per_node: 
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     cases(
         [
             (
-                "a witness is missing",
+                "a sampled file is missing",
                 r"data/000\.jsonl\" does not exist on this host, but rank 0 lists it \(No such file",
             )
         ],
         nightly=[
             (
-                "another is missing",
+                "an unsampled file is missing",
                 r'the data="data" is a copy on this node, which lacks 005\.jsonl, and rank',
             ),
-            ("one is longer", r"which has 005\.jsonl of \d+ bytes, which has \d+ bytes on rank 0"),
-            ("one more", r"which has 999\.jsonl of \d+ bytes, which does not exist on rank 0"),
+            ("one file is longer", r"which has 005\.jsonl of \d+ bytes, which has \d+ bytes on rank 0"),
+            ("an additional file", r"which has 999\.jsonl of \d+ bytes, which does not exist on rank 0"),
             ("no folder", r"data/000\.jsonl\" is not here"),
         ],
     ),
 )
-def test_a_rank_that_does_not_see_what_the_first_one_lists_is_named_by_all(nodes: Path, change: str, told: str) -> None:
+def test_rank_that_lacks_listed_files_is_named_on_all(nodes: Path, change: str, message: str) -> None:
     data = nodes / "1/data"
-    if change == "a witness is missing":
+    if change == "a sampled file is missing":
         (data / "000.jsonl").unlink()
-    elif change == "another is missing":
+    elif change == "an unsampled file is missing":
         (data / "005.jsonl").unlink()
-    elif change == "one is longer":
+    elif change == "one file is longer":
         (data / "005.jsonl").write_text(LINE.format("longer") * 9)
-    elif change == "one more":
+    elif change == "an additional file":
         (data / "999.jsonl").write_text(LINE.format("more"))
     else:
         shutil.rmtree(data)
     (kind, code, text), *others = run_ranks(4, open_on_nodes, nodes, {"dataset": "jsonl"})
     assert (kind, code) == ("ConfigError", 2) and "\n" not in text
-    assert re.match(r"rank 2 on \S+: ", text) and re.search(told, text), text
+    assert re.match(r"rank 2 on \S+: ", text) and re.search(message, text), text
     assert others == [(kind, code, text)] * 3
 
 
-def test_an_error_of_the_rank_that_looks_is_raised_on_all(nodes: Path) -> None:
+def test_error_of_the_opening_rank_is_raised_on_all(nodes: Path) -> None:
     for node in ("0", "1"):
         (nodes / node / "data/005.jsonl").write_text("")
-    found = run_ranks(4, open_on_nodes, nodes, {"dataset": "jsonl"})
-    assert len(set(found)) == 1
-    assert found[0][:2] == (DataError.__name__, 3) and found[0][2].startswith(
+    errors = run_ranks(4, open_on_nodes, nodes, {"dataset": "jsonl"})
+    assert len(set(errors)) == 1
+    assert errors[0][:2] == (DataError.__name__, 3) and errors[0][2].startswith(
         'training.dataset_path="data/005.jsonl" is '
     )
 
@@ -303,14 +303,14 @@ def look_slowly(rank: int) -> Any:
         time.sleep(0.2)
         return {"numbers": np.arange(3), "none": np.array([], np.int32), "words": ["a", None, 1.5], "empty": {}}
 
-    found = ranks.once("place", look, None)
-    assert rank == 0 or activity.now().ticks > 3, "who waits moves, in the eyes of the watchdog"
-    return {**found, "numbers": found["numbers"].tolist(), "none": [found["none"].dtype.str, len(found["none"])]}
+    result = ranks.once("place", look, None)
+    assert rank == 0 or activity.now().ticks > 3, "a waiting rank must report activity to the watchdog"
+    return {**result, "numbers": result["numbers"].tolist(), "none": [result["none"].dtype.str, len(result["none"])]}
 
 
-def test_ranks_hear_of_one_that_looks_for_long(tmp_path: Path) -> None:
-    told = {"numbers": [0, 1, 2], "none": ["<i4", 0], "words": ["a", None, 1.5], "empty": {}}
-    assert run_ranks(2, look_slowly) == [told, told]
+def test_ranks_wait_for_a_slow_opening_rank(tmp_path: Path) -> None:
+    expected = {"numbers": [0, 1, 2], "none": ["<i4", 0], "words": ["a", None, 1.5], "empty": {}}
+    assert run_ranks(2, look_slowly) == [expected, expected]
 
 
 def read_a_changed_file(rank: int, config: Config, file: Path) -> str:
@@ -328,13 +328,13 @@ def read_a_changed_file(rank: int, config: Config, file: Path) -> str:
     return ""
 
 
-def test_a_rank_that_did_not_look_finds_a_file_changed_when_it_reads_it(tmp_path: Path) -> None:
+def test_rank_that_did_not_list_files_detects_a_changed_file_when_reading(tmp_path: Path) -> None:
     config = config_of(write("jsonl", tmp_path / "data"))
     for text in run_ranks(2, read_a_changed_file, config, tmp_path / "data/003.jsonl"):
         assert "003.jsonl" in text and "was changed since the run opened it" in text
 
 
-def test_one_process_and_a_dry_run_need_no_one() -> None:
+def test_single_process_and_dry_run_need_no_other_ranks() -> None:
     from shardtrain.distributed import fake_backend
 
     with together(Config()):

@@ -1,7 +1,7 @@
-"""A run that ends and continues is the run that never ended: the same bits on the same mesh, rounding on another.
+"""A resumed run equals an uninterrupted one: bitwise on the same mesh, and up to rounding on another.
 
-Three launches serve all laws here: two ranks that write, two that continue (each in processes of their own, as a real
-restart has), and one process that does both. They make the runs that the chosen cases look at.
+Three launches serve all tests here: two ranks that write, two new ranks that resume, like a real restart, and one
+process that does both. They make the runs of the selected cases.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardtrain.config.schema import Config
 from shardtrain.utils.checked_json import record_of
 
 STEPS, SAVED, KILLED = 6, 3, 5
-"""Steps of the run, of the checkpoint, and done when the first start ends: two steps are lost and made again."""
+"""Steps of the run, of the checkpoint, and when the first start ends: two steps are lost and repeated."""
 
 MESHES: dict[str, dict[str, Any]] = {
     "fsdp": {},
@@ -32,16 +32,16 @@ MESHES: dict[str, dict[str, Any]] = {
 SAME = cases(["fsdp", "one"], nightly=["tp", "pp"])
 CHANGES = cases(["tp to fsdp", "fsdp to pp", "fsdp to one"], nightly=["pp to fsdp", "zero to fsdp", "fsdp to tp"])
 SAME_LOSS = 1e-6
-"""The loss is 6 and float32 keeps 7 digits: at load on another mesh only the order of sums differs."""
+"""The loss is about 6 and float32 has 7 digits. After loading on another mesh, only the order of sums differs."""
 SAME_LATER = 1e-5
-"""After three updates on another mesh; see test_same_numbers.py."""
+"""Tolerance after three updates on another mesh; see test_same_numbers.py."""
 
 
 def config(folder: Path, mesh: str | None, **training: Any) -> Config:
     return tiny_config(
         job={"dump_folder": str(folder)},
         parallelism=MESHES[mesh] if mesh else {},
-        # two ranks of a batch axis, or one rank of another axis, make 8; one process keeps the 8 of the checkpoint
+        # the global batch size is 8 with two ranks of a batch axis or one of another axis; one process keeps it
         training={
             "steps": STEPS,
             "local_batch_size": 8 if mesh in ("tp", "pp") else 4,
@@ -53,7 +53,7 @@ def config(folder: Path, mesh: str | None, **training: Any) -> Config:
 
 
 def copy_run(folder: Path, name: str, rank: int) -> Path:
-    """What the run left when it was killed, as the start of another one; the first rank copies."""
+    """Copy the folder of the killed run, as the start of another one. Rank 0 copies."""
     import torch.distributed as dist
 
     new = folder.with_name(name)
@@ -82,7 +82,7 @@ def check_cancelled(rank: int, root: Path, same: list[str], changes: list[tuple[
     return ended
 
 
-def alone(rank: int, root: Path) -> dict[str, Ended]:
+def one_process(rank: int, root: Path) -> dict[str, Ended]:
     one = {"local_batch_size": 8}
     folder = copy_run(root / "fsdp", "fsdp-to-one", rank)
     anew = dataclasses.replace(config(root / "anew", None, **one))
@@ -116,7 +116,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(
     root: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Ended]]:
-    """Per rank, every run by name."""
+    """Runs by name, for each rank."""
     same = [mesh for mesh in MESHES if mesh == "fsdp" or mesh in chosen(request, "mesh")]
     changes = [(saved, now) for saved, _, now in map(str.split, sorted(chosen(request, "change"))) if now != "one"]
     return made_once(tmp_path_factory, "resume-runs", lambda: make_runs(root, same, changes))
@@ -124,37 +124,37 @@ def runs(
 
 def make_runs(root: Path, same: list[str], changes: list[tuple[str, str]]) -> list[dict[str, Ended]]:
     written = run_ranks(2, write, root, same, changes)
-    one = run_ranks(1, alone, root)[0]
+    one = run_ranks(1, one_process, root)[0]
     continued = run_ranks(2, check_cancelled, root, same, changes)
     return [{**first, **second, **one} for first, second in zip(written, continued, strict=True)]
 
 
 @pytest.mark.parametrize("mesh", SAME)
-def test_a_resumed_run_has_the_bits_of_the_run_that_never_ended(runs: list[dict[str, Ended]], mesh: str) -> None:
+def test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(runs: list[dict[str, Ended]], mesh: str) -> None:
     for rank in runs:
         straight, killed, resumed = (rank[f"{mesh} {name}"] for name in ("straight", "killed", "resumed"))
         for field in ("losses", "grad_norms", "lrs", "sample_ids"):
-            whole = getattr(straight, field)
-            assert len(whole) == STEPS
-            assert getattr(killed, field) == whole[:KILLED], field
-            assert getattr(resumed, field) == whole[SAVED:], field
+            uninterrupted = getattr(straight, field)
+            assert len(uninterrupted) == STEPS
+            assert getattr(killed, field) == uninterrupted[:KILLED], field
+            assert getattr(resumed, field) == uninterrupted[SAVED:], field
         assert straight.state == resumed.state
         assert_bitwise(resumed.weights, straight.weights)
         assert_bitwise(resumed.optimizer, straight.optimizer)
 
 
-def test_the_state_after_a_run_counts_what_was_done(runs: list[dict[str, Ended]]) -> None:
+def test_final_state_counts_steps_samples_and_tokens(runs: list[dict[str, Ended]]) -> None:
     expected = {"step": 6, "updates": 6, "samples_consumed": 48, "tokens_seen": 48 * 64, "nonfinite_skips": 0}
     hashes = set()
     for name in ("fsdp straight", "fsdp resumed", "fsdp to one"):
         assert runs[0][name].state == runs[1][name].state
         hashes.add(runs[0][name].state["order_hash"])
         assert {**runs[0][name].state, "order_hash": 0} == {**expected, "order_hash": 0}
-    assert len(hashes) == 1 and hashes != {0}, "the same data on any mesh and after any resume"
+    assert len(hashes) == 1 and hashes != {0}, "data must be equal on any mesh and after any resume"
 
 
 @pytest.mark.parametrize("mesh", SAME)
-def test_the_history_on_disk_is_one_straight_line(root: Path, runs: list[dict[str, Ended]], mesh: str) -> None:
+def test_metrics_on_disk_have_each_step_once(root: Path, runs: list[dict[str, Ended]], mesh: str) -> None:
     def history(name: str) -> list[dict[str, Any]]:
         timed = {
             "tps",
@@ -178,33 +178,31 @@ def test_the_history_on_disk_is_one_straight_line(root: Path, runs: list[dict[st
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_run_continues_on_another_mesh(runs: list[dict[str, Ended]], change: str) -> None:
+def test_run_resumes_on_another_mesh(runs: list[dict[str, Ended]], change: str) -> None:
     straight = runs[0]["fsdp straight"]
     for rank in runs:
         resumed = rank[change]
         assert resumed.error is None and len(resumed.losses) == STEPS - SAVED
         assert abs(resumed.losses[0] - straight.losses[SAVED]) <= SAME_LOSS
-        for mine, theirs in zip(resumed.losses, straight.losses[SAVED:], strict=True):
-            assert abs(mine - theirs) <= SAME_LATER
+        for resumed_loss, expected_loss in zip(resumed.losses, straight.losses[SAVED:], strict=True):
+            assert abs(resumed_loss - expected_loss) <= SAME_LATER
         assert resumed.lrs == straight.lrs[SAVED:]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_sample_is_read_once_in_the_same_order_whatever_the_mesh(
-    runs: list[dict[str, Ended]], change: str
-) -> None:
+def test_every_sample_is_read_once_in_the_same_order_on_any_mesh(runs: list[dict[str, Ended]], change: str) -> None:
     for step in range(STEPS):
         all_ranks = [i for rank in runs for i in rank["fsdp straight"].sample_ids[step]]
         assert all_ranks == runs[0]["one straight"].sample_ids[step]
         if step >= SAVED:
             continued = [rank[change].sample_ids[step - SAVED] for rank in runs]
-            # tensor and pipeline peers read the same rows, and one process all of them
+            # tensor and pipeline parallel ranks read the same rows, and one process reads all
             shared = change.endswith(("tp", "pp", "one"))
             assert (continued[0] if shared else continued[0] + continued[1]) == all_ranks
             assert not shared or continued[0] == continued[1]
 
 
-def test_checkpoints_lie_where_they_are_due(root: Path, runs: list[dict[str, Ended]]) -> None:
+def test_checkpoints_exist_for_the_expected_steps(root: Path, runs: list[dict[str, Ended]]) -> None:
     for name in {"fsdp", "one", "fsdp-straight", "fsdp-to-one", *(path.name for path in root.glob("*-to-*"))}:
         assert sorted(path.name for path in (root / name / "checkpoint").iterdir()) == ["step-3", "step-6"]
     for name in ("tp", "zero"):
@@ -212,16 +210,16 @@ def test_checkpoints_lie_where_they_are_due(root: Path, runs: list[dict[str, End
             assert [path.name for path in (root / name / "checkpoint").glob("step-*")] == ["step-3"]
 
 
-def test_another_run_starts_from_the_weights_of_a_checkpoint_alone(root: Path, runs: list[dict[str, Ended]]) -> None:
+def test_new_run_starts_from_only_the_weights_of_a_checkpoint(root: Path, runs: list[dict[str, Ended]]) -> None:
     anew, straight = runs[0]["anew"], runs[0]["one straight"]
     assert anew.error is None
     assert anew.state["step"] == 1 and anew.state["samples_consumed"] == 8
     assert anew.lrs == straight.lrs[:1] and anew.sample_ids == straight.sample_ids[:1]
-    assert anew.losses[0] < straight.losses[0] - 0.1  # weights that have learnt for three steps
+    assert anew.losses[0] < straight.losses[0] - 0.1  # weights after three steps of training
     assert all(float(count) == 1 for name, count in anew.optimizer.items() if name.endswith(".step"))
 
 
-def test_the_schedule_and_the_data_can_restart(runs: list[dict[str, Ended]]) -> None:
+def test_schedule_and_data_can_restart(runs: list[dict[str, Ended]]) -> None:
     excluding, straight = runs[0]["excluding"], runs[0]["one straight"]
     assert excluding.error is None
     assert excluding.state["step"] == 4 and excluding.state["updates"] == 1

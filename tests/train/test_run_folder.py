@@ -1,4 +1,4 @@
-"""What a run says of itself at its start."""
+"""The start of a run: the resolved configuration file, and the header of the log."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shardtrain.utils.errors import StorageError
 
 
 def mesh(**sizes: int) -> Mesh:
-    """Sizes alone: nothing is said of the ranks themselves."""
+    """Return a mesh of the given sizes, without process groups."""
     product = 1
     for size in sizes.values():
         product *= size
     return Mesh(SimpleNamespace(size=lambda: product), {**dict.fromkeys(AXES, 1), **sizes}, None)  # type: ignore[arg-type]
 
 
-def test_the_resolved_configuration_names_its_origin_and_loads_to_the_same(tmp_path: Path) -> None:
+def test_resolved_configuration_names_its_origin_and_round_trips(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[training]\nsteps = 7\n[model.overrides]\ndim = 128\n[job]\nsave_config_file = "copy.toml"\n')
     loaded = configs.load(file, ["--optimizer.lr", "3e-5", "--job.description", "tab\there"])
@@ -48,13 +48,13 @@ def test_the_resolved_configuration_names_its_origin_and_loads_to_the_same(tmp_p
     ]  # fmt: skip
 
 
-def test_a_second_start_replaces_the_file(tmp_path: Path) -> None:
+def test_second_start_replaces_the_file(tmp_path: Path) -> None:
     for steps in (3, 5):
         run_folder.write_resolved_config(Loaded(Config(training=Training(steps=steps))), tmp_path, 1)
     assert configs.load(tmp_path / run_folder.RESOLVED_CONFIG).config.training.steps == 5
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_folder_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
         StorageError, match=r"^cannot write .*file.*, or set job\.dump_folder to another folder$"
@@ -63,7 +63,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert caught.value.exit_code == 8
 
 
-def test_the_header_does_the_arithmetic_of_the_batch() -> None:
+def test_header_shows_the_arithmetic_of_the_batch() -> None:
     config = Config(training=Training(local_batch_size=2, global_batch_size=32, seq_len=64, steps=10))
     grid = mesh(dp_replicate=2, dp_shard=4, tp=2)
     config = dataclasses.replace(
@@ -80,7 +80,7 @@ def test_the_header_does_the_arithmetic_of_the_batch() -> None:
     assert len(lines) == 7
 
 
-def test_one_process_is_called_so_and_the_config_is_printed_when_asked() -> None:
+def test_header_of_one_process_and_print_config() -> None:
     config = Config(job=Job(print_config=True))
     lines = run_folder.describe(Loaded(config), mesh(), 10, 10, 10)
     assert lines[2] == "mesh: 1 rank, no parallelism"
@@ -93,6 +93,6 @@ def test_versions_are_one_line() -> None:
     )
 
 
-def test_a_package_without_a_checkout_or_git_has_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_package_without_a_checkout_or_git_has_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no git
     assert run_folder.versions().startswith(f"shardtrain {__version__}, torch")

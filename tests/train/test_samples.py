@@ -1,4 +1,4 @@
-"""Samples during training: the same text on every mesh, that of ``generate``, and no trace of them in the numbers."""
+"""Samples during training: equal text on every mesh and in ``generate``, and no effect on training."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def config(parallelism: dict[str, Any] | None = None, freq: int = 2, **sections:
     return tiny_config(parallelism=parallelism or {}, metrics=metrics, **sections)
 
 
-def drawn(rank: int, one: Config) -> str:
-    run = make_run(rank, one)
-    found = Samples(one, run.runner, run.mesh, None, 0)
-    assert found.every_steps == 2
-    return found.run(2)
+def drawn(rank: int, run_config: Config) -> str:
+    run = make_run(rank, run_config)
+    samples = Samples(run_config, run.runner, run.mesh, None, 0)
+    assert samples.every_steps == 2
+    return samples.run(2)
 
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -52,28 +52,28 @@ def test_meshes_change_no_sample(mesh: str) -> None:
     assert alone and run_ranks(2, drawn, config(MESHES[mesh])) == [alone] * 2
 
 
-def both(rank: int, one: Config) -> tuple[str, str]:
-    run, tokenizer = make_run(rank, one), open_tokenizer("bytes")
+def sampled_and_generated(rank: int, run_config: Config) -> tuple[str, str]:
+    run, tokenizer = make_run(rank, run_config), open_tokenizer("bytes")
     layout: Layout = llama.LAYOUT
     generator = Generator(run.runner.parts[0], layout, tokenizer.vocab_size)
     prompt = [*tokenizer.prefix_ids, *tokenizer.encode(PROMPT).tolist()]
     new = 64 - len(prompt)
     stops = frozenset([tokenizer.eos_id]) if tokenizer.eos_id is not None else frozenset()
     (ids,) = generator.generate([prompt], new, samples.SAMPLING, seed=1, stop_ids=stops)
-    return drawn(rank, one), tokenizer.decode(ids)
+    return drawn(rank, run_config), tokenizer.decode(ids)
 
 
-def test_a_sample_is_what_generate_draws_from_the_same_weights() -> None:
-    ((sample, generated),) = run_ranks(1, both, config())
+def test_sample_equals_generate_with_the_same_weights() -> None:
+    ((sample, generated),) = run_ranks(1, sampled_and_generated, config())
     assert sample == generated
 
 
-def test_samples_leave_no_trace_in_training_and_continue_with_the_run(tmp_path: Path) -> None:
+def test_samples_do_not_affect_training_and_continue_after_a_resume(tmp_path: Path) -> None:
     def ended(name: str, freq: int, steps: int) -> Any:
         folder = {"dump_folder": str(tmp_path / name)}
         saves = {"enable": True, "interval": 100}
-        one = config(freq=freq, job=folder, training={"steps": steps}, checkpoint=saves)
-        return run_ranks(1, train_whole, one)[0]
+        run_config = config(freq=freq, job=folder, training={"steps": steps}, checkpoint=saves)
+        return run_ranks(1, train_whole, run_config)[0]
 
     with_samples, without = ended("with", 1, 3), ended("without", 0, 3)
     assert with_samples.losses == without.losses
@@ -86,41 +86,41 @@ def test_samples_leave_no_trace_in_training_and_continue_with_the_run(tmp_path: 
     assert "sample after step 4: " in (tmp_path / "with/logs/rank-0.log").read_text()
 
 
-def test_where_none_can_be_drawn_the_log_tells_so_and_no_rank_waits() -> None:
-    asked = Loaded(config({"pipeline_parallel_degree": 2}), origins={"metrics.sample_freq": "run.toml:3"})
-    assert any("metrics.sample_freq: without effect" in note for note in configs.notes(asked))
-    assert run_ranks(2, is_idle, asked.config) == [True, True]
+def test_unsupported_sampling_is_logged_and_blocks_no_rank() -> None:
+    loaded = Loaded(config({"pipeline_parallel_degree": 2}), origins={"metrics.sample_freq": "run.toml:3"})
+    assert any("metrics.sample_freq: without effect" in note for note in configs.notes(loaded))
+    assert run_ranks(2, is_idle, loaded.config) == [True, True]
 
 
-def is_idle(rank: int, one: Config) -> bool:
-    run = make_run(rank, one)
-    return not Samples(one, run.runner, run.mesh, None, 0).every_steps
+def is_idle(rank: int, run_config: Config) -> bool:
+    run = make_run(rank, run_config)
+    return not Samples(run_config, run.runner, run.mesh, None, 0).every_steps
 
 
-def test_a_frequency_without_a_prompt_is_refused() -> None:
-    one = tiny_config(metrics={"sample_freq": 5})
-    (found,) = configs.check(Loaded(one, origins={"metrics.sample_freq": "run.toml:3"}))
-    assert "metrics.sample_freq=5 requires metrics.sample_prompt" in str(found)
+def test_frequency_without_a_prompt_is_rejected() -> None:
+    run_config = tiny_config(metrics={"sample_freq": 5})
+    (problem,) = configs.check(Loaded(run_config, origins={"metrics.sample_freq": "run.toml:3"}))
+    assert "metrics.sample_freq=5 requires metrics.sample_prompt" in str(problem)
 
 
-def test_evaluation_mode_is_left_as_it_was() -> None:
+def test_evaluation_mode_is_restored() -> None:
     assert run_ranks(1, modes, config()) == [True]
 
 
-def modes(rank: int, one: Config) -> bool:
-    run = make_run(rank, one)
-    found = Samples(one, run.runner, run.mesh, None, 0)
+def modes(rank: int, run_config: Config) -> bool:
+    run = make_run(rank, run_config)
+    samples = Samples(run_config, run.runner, run.mesh, None, 0)
     before = torch.random.get_rng_state()
-    found.run(2)
+    samples.run(2)
     return all(part.training for part in run.runner.parts) and torch.equal(before, torch.random.get_rng_state())
 
 
 @pytest.mark.parametrize(("freq", "shown"), [(None, True), (0, False), (100, True)])
-def test_a_frequency_of_0_means_no_sample_after_the_last_step_either(
+def test_frequency_of_0_disables_the_sample_after_the_last_step_too(
     freq: int | None, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[list[str]] = []
-    monkeypatch.setattr(generate_command, "main", asked.append)
-    words = [] if freq is None else [f"--metrics.sample_freq={freq}"]
-    cli._show_sample(configs.load(None, ["--metrics.sample_prompt=def", "--checkpoint.enable", *words]))
-    assert bool(asked) == shown
+    prompts: list[list[str]] = []
+    monkeypatch.setattr(generate_command, "main", prompts.append)
+    arguments = [] if freq is None else [f"--metrics.sample_freq={freq}"]
+    cli._show_sample(configs.load(None, ["--metrics.sample_prompt=def", "--checkpoint.enable", *arguments]))
+    assert bool(prompts) == shown

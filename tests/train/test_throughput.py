@@ -1,4 +1,4 @@
-"""Throughput and FLOPs count the tokens that a step computes, whatever their share of targets, and no filler."""
+"""Throughput and FLOPs count all tokens that a step computes, with or without loss, but no padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardtrain.utils.checked_json import record_of
 PROMPT, COMPLETION = "hello world " * 2, "!"
 NUM_ROWS = 4
 LENGTH = len(PROMPT) + len(COMPLETION) + 2
-"""Tokens of a row: bytes, bos and eos."""
+"""Tokens of a row: bytes, BOS and EOS."""
 
 
 def trained(folder: Path, ranks: int, data: dict[str, Any], seq_len: int = 64) -> dict[str, Any]:
@@ -40,13 +40,11 @@ def trained(folder: Path, ranks: int, data: dict[str, Any], seq_len: int = 64) -
     [({"format": "text"}, LENGTH - 1), ({"format": "prompt_completion"}, len(COMPLETION) + 1)],
     ids=["text", "prompt_completion"],
 )
-def test_the_same_texts_have_the_same_number_of_tokens(
-    tmp_path: Path, ranks: int, data: dict[str, Any], targets: int
-) -> None:
+def test_equal_texts_have_equal_token_counts(tmp_path: Path, ranks: int, data: dict[str, Any], targets: int) -> None:
     record = trained(tmp_path, ranks, data)
     seconds = record["step_seconds"]
     computed = record["tokens_per_second"] * seconds
-    # the last token of a row is only a target
+    # the last token of a row is a target only
     assert computed == pytest.approx(NUM_ROWS * (LENGTH - 1), rel=1e-6)
     assert record["targets_per_second"] * seconds == pytest.approx(NUM_ROWS * targets, rel=1e-6)
     assert record["target_share"] == pytest.approx(targets / (LENGTH - 1))
@@ -54,21 +52,21 @@ def test_the_same_texts_have_the_same_number_of_tokens(
     assert record["tokens_seen"] == NUM_ROWS * targets
 
 
-# -- tasks of rows -----------------------------------------------------------------------------------------------------
+# -- tasks on rows -----------------------------------------------------------------------------------------------------
 
 SHORT, LONG = "ab", "hello world " * 2
 SPECIAL = 2
-"""Tokens of bos and eos."""
+"""Number of BOS and EOS tokens."""
 LENGTHS = {
     "classification": [len(SHORT) + SPECIAL, len(LONG) + SPECIAL],
     "masked_language_model": [len(SHORT) + SPECIAL, len(LONG) + SPECIAL],
-    # of an answer the last token is only a target, unless a model scores it
+    # the last token of an answer is a target only, unless a model scores it
     "preference": [len(answer) + 1 + 1 for answer in (SHORT, LONG) for _ in range(2)],
     "orpo": [len(answer) + 1 + 1 for answer in (SHORT, LONG) for _ in range(2)],
     "reward_model": [len(answer) + 1 + SPECIAL for answer in (SHORT, LONG) for _ in range(2)],
     "kto": [len(answer) + 1 + 1 for answer in (SHORT, LONG)],
 }
-"""Lengths of the sequences of two rows that the model computes with gradients."""
+"""Lengths of the sequences that the model computes with gradients, for two rows."""
 OPTIONS = {
     "classification": {"num_labels": 2},
     "kto": {"group_size": 2},
@@ -78,8 +76,8 @@ OPTIONS = {
 
 @pytest.mark.parametrize("seq_len", [64, 512])
 @pytest.mark.parametrize("task", LENGTHS)
-def test_a_task_of_rows_counts_tokens_and_flops_of_its_rows(tmp_path: Path, task: str, seq_len: int) -> None:
-    """6 N per token, and 12 L H head_dim l per token of a sequence of l tokens, whatever ``seq_len`` is."""
+def test_task_on_rows_counts_tokens_and_flops_of_its_rows(tmp_path: Path, task: str, seq_len: int) -> None:
+    """FLOPs are 6 N per token plus 12 L H head_dim l for a sequence of l tokens, regardless of ``seq_len``."""
     rows = []
     for label, text in enumerate((SHORT, LONG)):
         answers = {"prompt": "?", "completion": text, "chosen": text, "rejected": text[::-1]}

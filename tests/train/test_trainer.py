@@ -1,4 +1,4 @@
-"""One step: what is divided by what, clipped by what, and what happens without targets."""
+"""One training step: normalization by targets, clipping, and steps without targets."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from shardtrain.train import trainer
 
 NO_CLIP = 1e9
 SAME = 1e-6
-"""Losses are 6 and gradients below 1; float32 keeps 7 digits: two units of the last place of the loss."""
+"""Losses are about 6 and gradients below 1. The tolerance is two units in the last place of a float32 loss."""
 
 SAME_NORM = 5e-6
-"""The root of a sum over a hundred thousand squares, taken in another order."""
+"""Tolerance for the root of a sum of 100,000 squares in a different order."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step as one rank saw it: loss per target over all ranks, targets, norm, and the update's whole gradients."""
+    """A step on one rank: loss per target over all ranks, targets, norm, and the full gradients of the update."""
 
     loss: float
     own_tokens: int
@@ -51,7 +51,7 @@ def config(mesh: str, max_norm: float = NO_CLIP, **training: Any) -> Config:
 
 
 def one_step(rank: int, config: Config, kept: Mapping[int, int] | int = 64) -> Step:
-    """One step in which a row keeps its first ``kept[sample]`` targets."""
+    """Run one step in which each row keeps its first ``kept[sample]`` targets."""
     run, ids, gradients = make_run(rank, config), [], {}
     pull, update = run.dataloader.__next__, run.runner.update
 
@@ -89,7 +89,7 @@ def mesh_steps(rank: int, meshes: tuple[str, ...], masks: dict[str, Any]) -> dic
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Step]]:
-    """Per rank, a step by mesh and mask."""
+    """Steps by mesh and mask, for each rank."""
     return made_once(tmp_path_factory, "trainer-steps", make_steps)
 
 
@@ -101,13 +101,13 @@ def make_steps() -> list[dict[tuple[str, str], Step]]:
         "one rank": {sample: 30 if place < 4 else 0 for place, sample in enumerate(first)},
         "all": 0,
     }
-    one = run_ranks(1, mesh_steps, ("one", "accumulation"), masks)[0]
-    return [{**one, **two} for two in run_ranks(2, mesh_steps, ("fsdp", "ddp", "tp"), masks)]
+    one_process = run_ranks(1, mesh_steps, ("one", "accumulation"), masks)[0]
+    return [{**one_process, **two} for two in run_ranks(2, mesh_steps, ("fsdp", "ddp", "tp"), masks)]
 
 
 @pytest.mark.parametrize("mesh", ["accumulation", "fsdp", "ddp", "tp"])
 @pytest.mark.parametrize("mask", ["none", "uneven", "one rank"])
-def test_every_target_weighs_the_same_wherever_it_lies(steps: Any, mesh: str, mask: str) -> None:
+def test_every_target_has_equal_weight_on_any_rank(steps: Any, mesh: str, mask: str) -> None:
     expected = steps[0]["one", mask]
     for rank in steps:
         step = rank[mesh, mask]
@@ -118,14 +118,14 @@ def test_every_target_weighs_the_same_wherever_it_lies(steps: Any, mesh: str, ma
             torch.testing.assert_close(step.gradients[name], gradient, atol=SAME, rtol=0, msg=name)
 
 
-def test_targets_were_really_dealt_unevenly(steps: Any) -> None:
+def test_targets_of_these_cases_are_uneven(steps: Any) -> None:
     assert [rank["fsdp", "uneven"].own_tokens for rank in steps] == [1 + 10 + 19 + 28, 37 + 46 + 55 + 64]
     assert [rank["fsdp", "one rank"].own_tokens for rank in steps] == [120, 0]
     assert [rank["tp", "uneven"].own_tokens for rank in steps] == [260, 260]
 
 
 @pytest.mark.parametrize("mesh", ["one", "accumulation", "fsdp", "ddp", "tp"])
-def test_a_step_without_any_target_is_zero_and_not_nan(steps: Any, mesh: str) -> None:
+def test_step_without_targets_is_zero_and_not_nan(steps: Any, mesh: str) -> None:
     for rank in steps:
         step = rank[mesh, "all"]
         assert (step.loss, step.tokens, step.grad_norm) == (0.0, 0, 0.0)
@@ -134,25 +134,25 @@ def test_a_step_without_any_target_is_zero_and_not_nan(steps: Any, mesh: str) ->
 
 
 @pytest.mark.parametrize("mesh", ["one", "accumulation", "fsdp", "ddp", "tp"])
-def test_the_update_gets_gradients_of_the_norm_asked_for_and_the_log_the_norm_before(steps: Any, mesh: str) -> None:
+def test_update_gets_clipped_gradients_and_the_log_the_norm_before(steps: Any, mesh: str) -> None:
     for rank in steps:
         clipped, free = rank[mesh, "clipped"], rank[mesh, "none"]
         assert clipped.grad_norm == pytest.approx(free.grad_norm, abs=SAME_NORM) and clipped.grad_norm > 0.1
         total = sum(float(gradient.double().square().sum()) for gradient in clipped.gradients.values()) ** 0.5
-        # the factor has 1e-6 added to its divisor, as PyTorch's has
+        # the clipping factor has 1e-6 in its divisor, as in PyTorch
         assert total == pytest.approx(0.01, rel=1e-4)
         unclipped = sum(float(gradient.double().square().sum()) for gradient in free.gradients.values()) ** 0.5
         assert unclipped == pytest.approx(free.grad_norm, rel=1e-6)
 
 
-def test_a_model_too_small_for_the_tokenizer_is_refused() -> None:
+def test_model_too_small_for_the_tokenizer_is_rejected() -> None:
     with pytest.raises(
         AssertionError, match=r"contains a tokenizer with \d+ ids, and the model has a vocabulary of 64"
     ):
         run_ranks(1, make_run, shallow_config(model={"overrides": {"vocab_size": 64}}))
 
 
-def test_a_gradient_that_is_not_finite_is_told_from_a_loss() -> None:
+def test_nonfinite_gradient_is_distinguished_from_a_nonfinite_loss() -> None:
     assert run_ranks(1, bad_gradient) == [
         "step 1: a gradient is not finite: lower optimizer.lr, or check the samples in the rank's log, or set "
         "training.nonfinite_policy=skip; reason: the weights are still those of step 0; the first gradient that is "
@@ -166,12 +166,12 @@ def bad_gradient(rank: int) -> str:
     run = make_run(rank, config("one"))
     original = run.runner.forward_backward
 
-    def spoiled(batches: Any, weight: Tensor) -> Tensor:
+    def damaged(batches: Any, weight: Tensor) -> Tensor:
         loss = original(batches, weight)
         next(iter(run.runner.parameters().values())).grad[0, 0] = float("nan")  # type: ignore[index]
         return loss
 
-    run.runner.forward_backward = spoiled  # type: ignore[method-assign]
+    run.runner.forward_backward = damaged  # type: ignore[method-assign]
     with pytest.raises(NumericalError) as caught:
         trainer.step(run)
     return str(caught.value)

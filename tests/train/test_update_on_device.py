@@ -1,7 +1,7 @@
-"""Laws of an update that the device itself keeps from changing anything, tried with the CPU in the device's place.
+"""Updates that the device itself skips, tested with the CPU as the device.
 
-On an accelerator a step gives the device its update before the host has read loss and norm (``Run.decides_on_device``).
-PyTorch's fused kernels ask the same flag on a CPU, so the bits of such a step can be compared with those of the host's.
+On an accelerator, a step launches its update before the host has read loss and norm (``Run.decides_on_device``).
+PyTorch's fused kernels read the same flag on a CPU, so such a step can be compared bitwise with one of the host.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from shardtrain.train.run import Run
 from shardtrain.utils.errors import NumericalError
 
 BIASED_EXPERTS = {"name": "mixtral", "overrides": {"moe_ffn_dim": 48, "num_experts": 4, "load_balance_coeff": 1e-2}}
-"""Of which no expert is a dense layer, so that ``ffn_dim`` of the tiny run is none of its sizes."""
+"""All layers have experts, so the ``ffn_dim`` of the tiny run does not apply."""
 REPLICAS = {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True}
 
 
 def steps(rank, config, on_device, spoil, num_steps=3):
-    """Weights, optimizer state, buffers and counters after some steps, and the error that ended them.
+    """Return weights, optimizer state, buffers and counters after some steps, and the error that ended them.
 
-    ``spoil`` is the step in which a gradient of the last rank becomes ``value``.
+    ``spoil`` is the step in which a gradient of the last rank is damaged.
     """
     at, value = spoil
     with pytest.MonkeyPatch.context() as patch:
-        asked = property(lambda run: on_device and optim.decides_on_device(run.optimizer))
-        patch.setattr(Run, "decides_on_device", asked)
+        decides_on_device = property(lambda run: on_device and optim.decides_on_device(run.optimizer))
+        patch.setattr(Run, "decides_on_device", decides_on_device)
         run = make_run(rank, config)
         work, error, updates = run.runner.forward_backward, None, []
         queued = run.runner.update
@@ -61,11 +61,13 @@ def steps(rank, config, on_device, spoil, num_steps=3):
         return tensors, run.state.to_dict(), error
 
 
-def both(ranks, config, spoil):
+def run_on_device_and_host(ranks, config, spoil):
     device, host = (run_ranks(ranks, steps, config, on_device, spoil) for on_device in (True, False))
-    for (mine, my_state, my_error), (theirs, their_state, their_error) in zip(device, host, strict=True):
-        assert_bitwise(mine, theirs)
-        assert (my_state, my_error) == (their_state, their_error)
+    for (device_weights, device_state, device_error), (host_weights, host_state, host_error) in zip(
+        device, host, strict=True
+    ):
+        assert_bitwise(device_weights, host_weights)
+        assert (device_state, device_error) == (host_state, host_error)
     return device
 
 
@@ -81,18 +83,18 @@ def both(ranks, config, spoil):
         ],
     ),
 )
-def test_a_step_that_is_not_finite_changes_nothing_and_all_others_have_the_bits_of_the_host(ranks, sections):
+def test_nonfinite_step_changes_nothing_and_others_are_bitwise_equal_to_the_host(ranks, sections):
     config = tiny_config(**sections)
     if sections.get("model") is BIASED_EXPERTS:
         overrides = {name: size for name, size in config.model.overrides.items() if name != "ffn_dim"}
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, overrides=overrides))
-    (_, state, error), *_ = both(ranks, config, spoil=(2, float("nan")))
+    (_, state, error), *_ = run_on_device_and_host(ranks, config, spoil=(2, float("nan")))
     assert error is None
     assert (state["step"], state["updates"]) == (3, 2)
 
 
-def test_a_run_that_may_not_skip_stops_with_the_weights_before_the_step():
-    (tensors, state, error), *_ = both(1, tiny_config(), spoil=(2, float("inf")))
+def test_run_without_skipping_stops_with_the_weights_before_the_step():
+    (tensors, state, error), *_ = run_on_device_and_host(1, tiny_config(), spoil=(2, float("inf")))
     assert "step 2" in error and "the weights are still those of step 1" in error
     assert state["step"] == 1
     (before, *_), *_ = run_ranks(1, steps, tiny_config(), False, (0, 1.0), 1)
@@ -101,9 +103,9 @@ def test_a_run_that_may_not_skip_stops_with_the_weights_before_the_step():
 
 @pytest.mark.nightly(
     "replicas",
-    by="tests/train/test_update_on_device.py::test_a_run_that_may_not_skip_stops_with_the_weights_before_the_step",
+    by="tests/train/test_update_on_device.py::test_run_without_skipping_stops_with_the_weights_before_the_step",
 )
-def test_ranks_whose_norms_differ_stop_before_the_update():
+def test_ranks_with_different_norms_stop_before_the_update():
     replicas = {"data_parallel_replicate_degree": 2}
-    (_, state, error), *_ = both(2, tiny_config(parallelism=replicas), spoil=(2, 2.0))
+    (_, state, error), *_ = run_on_device_and_host(2, tiny_config(parallelism=replicas), spoil=(2, 2.0))
     assert "gradient norm is" in error and state["step"] == 1

@@ -1,4 +1,4 @@
-"""Validation: each row once at any number of ranks and on any mesh, at exact steps, and without a trace in training."""
+"""Validation: each row once on any number of ranks and mesh, at exact steps, and without effect on training."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from shardtrain.train.validation import Evaluation
 from shardtrain.utils.errors import DataError
 
 SAME = 1e-6
-"""Of a loss of 6, in float32: the rounding of sums in another order."""
+"""Tolerance of a loss of about 6, for float32 sums in a different order."""
 LENGTH = 16
 SIZES = (872, 7)
 
 
 @functools.cache
 def held_out(rows: int, last: int = LENGTH) -> str:
-    """A file of bytes that make so many sequences of LENGTH tokens, the last of which has ``last`` targets.
+    """Write a file that yields ``rows`` sequences of LENGTH tokens. The last one has ``last`` targets.
 
-    The byte tokenizer adds one token before and one after; each sequence shares a token with the next.
+    The byte tokenizer adds one token before and one after. Each sequence shares a token with the next.
     """
     letters = random.Random(rows).choices(b"abcdefgh \n", k=(rows - 1) * LENGTH + last - 1)
     path = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / f"{rows}.txt"
@@ -56,8 +56,8 @@ def config(parallelism: dict[str, Any] | None = None, training: dict[str, Any] |
     return tiny_config(training=sizes, parallelism=parallelism or {}, validation=validation(**keys))
 
 
-def recorded(stream: Any, kept: list[list[int]]) -> Any:
-    """The stream, noting the sample ids of each batch."""
+def recorded(stream: Any, sample_ids: list[list[int]]) -> Any:
+    """Wrap a stream to record the sample ids of each batch."""
 
     class Recorded:
         def __getattr__(self, name: str) -> Any:
@@ -68,21 +68,21 @@ def recorded(stream: Any, kept: list[list[int]]) -> Any:
 
         def __next__(self) -> Batch:
             batch = next(stream)
-            kept.append(batch.sample_ids_B.tolist())
+            sample_ids.append(batch.sample_ids_B.tolist())
             return batch
 
     return Recorded()
 
 
 def evaluated(rank: int, configs: list[Config]) -> list[tuple[Evaluation, int, list[list[int]]]]:
-    """For each config: what a new model scores on its validation set, this rank's place, and the ids of its rows."""
-    found, run = [], make_run(rank, configs[0])
-    for one in configs:
+    """For each config, return the evaluation of a new model, the data-parallel rank, and the ids of its rows."""
+    results, run = [], make_run(rank, configs[0])
+    for run_config in configs:
         ids: list[list[int]] = []
-        stream = recorded(evaluate.open_dataloader(one, run.mesh), ids)
-        result = evaluate.evaluate(run.runner, stream, run.mesh, one.validation.steps)
-        found.append((result, run.mesh.rank(*BATCH_AXES), ids))
-    return found
+        stream = recorded(evaluate.open_dataloader(run_config, run.mesh), ids)
+        result = evaluate.evaluate(run.runner, stream, run.mesh, run_config.validation.steps)
+        results.append((result, run.mesh.rank(*BATCH_AXES), ids))
+    return results
 
 
 @functools.cache
@@ -90,11 +90,11 @@ def expected(rows: int, last: int = LENGTH) -> Evaluation:
     return run_ranks(1, evaluated, [config(rows=rows, last=last)])[0][0][0]
 
 
-def plain_loss(rank: int, one: Config) -> float:
-    """The same number without any of this program's data, runner or loss."""
-    run = make_run(rank, one)
-    text = Path(str(one.validation.dataset_path)).read_bytes()
-    tokens = torch.tensor([256, *text, 257])  # begin and end of a document
+def plain_loss(rank: int, run_config: Config) -> float:
+    """Return the same loss without the package's data, runner and loss code."""
+    run = make_run(rank, run_config)
+    text = Path(str(run_config.validation.dataset_path)).read_bytes()
+    tokens = torch.tensor([256, *text, 257])  # BOS and EOS
     total, count = 0.0, 0
     for start in range(0, len(tokens) - 1, LENGTH):
         piece = tokens[start : start + LENGTH + 1]
@@ -105,27 +105,27 @@ def plain_loss(rank: int, one: Config) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("last", [LENGTH, 3], ids=["whole last row", "short last row"])
-def test_the_loss_is_the_mean_over_all_tokens_of_the_set(last: int) -> None:
-    found = expected(7, last)
-    assert found.loss == pytest.approx(run_ranks(1, plain_loss, config(last=last))[0], abs=SAME)
-    assert (found.rows, found.tokens) == (7, 6 * LENGTH + last)
-    assert found.perplexity == pytest.approx(math.exp(found.loss))
+@pytest.mark.parametrize("last", [LENGTH, 3], ids=["full last row", "short last row"])
+def test_loss_is_the_mean_over_all_tokens_of_the_set(last: int) -> None:
+    evaluation = expected(7, last)
+    assert evaluation.loss == pytest.approx(run_ranks(1, plain_loss, config(last=last))[0], abs=SAME)
+    assert (evaluation.rows, evaluation.tokens) == (7, 6 * LENGTH + last)
+    assert evaluation.perplexity == pytest.approx(math.exp(evaluation.loss))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_each_row_is_read_once_in_one_order_at_any_number_of_ranks(ranks: int) -> None:
-    # batches of 5 rows per rank divide neither set; of the 7 rows some ranks get none
+def test_each_row_is_read_once_in_the_same_order_on_any_number_of_ranks(ranks: int) -> None:
+    # neither set is divisible by batches of 5 rows per rank; some ranks get none of the 7 rows
     results = run_ranks(ranks, evaluated, [config(rows=rows) for rows in SIZES])
     for number, rows in enumerate(SIZES):
-        by_rank = [ids for _, _, ids in sorted((r[number] for r in results), key=lambda found: found[1])]
-        assert len({len(ids) for ids in by_rank}) == 1, "ranks made different numbers of batches"
+        by_rank = [ids for _, _, ids in sorted((r[number] for r in results), key=lambda evaluation: evaluation[1])]
+        assert len({len(ids) for ids in by_rank}) == 1, "ranks have different numbers of batches"
         in_order = [sample for step in zip(*by_rank, strict=True) for batch in step for sample in batch]
         assert in_order == [*range(rows), *[-1] * (len(in_order) - rows)]
         for result in results:
-            found = result[number][0]
-            assert found.loss == pytest.approx(expected(rows).loss, abs=SAME)
-            assert (found.rows, found.tokens) == (rows, rows * LENGTH)
+            evaluation = result[number][0]
+            assert evaluation.loss == pytest.approx(expected(rows).loss, abs=SAME)
+            assert (evaluation.rows, evaluation.tokens) == (rows, rows * LENGTH)
 
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -146,29 +146,29 @@ def test_meshes_change_no_loss(mesh: str) -> None:
     ranks, parallelism = MESHES[mesh]
     configs = [config(parallelism, rows=rows, last=3) for rows in (61, 7)]
     for result in run_ranks(ranks, evaluated, configs):
-        for found, rows in zip(result, (61, 7), strict=True):
-            assert found[0].loss == pytest.approx(expected(rows, 3).loss, abs=SAME)
-            assert found[0].rows == rows
+        for evaluation, rows in zip(result, (61, 7), strict=True):
+            assert evaluation[0].loss == pytest.approx(expected(rows, 3).loss, abs=SAME)
+            assert evaluation[0].rows == rows
 
 
-def test_a_pipeline_takes_as_many_rows_as_in_a_training_step() -> None:
+def test_pipeline_processes_the_rows_of_a_training_step() -> None:
     training = {"local_batch_size": 4, "global_batch_size": 16}
-    one = config({"pipeline_parallel_degree": 2}, training)
-    assert evaluate.section(one, 4).local_batch_size == 8  # 2 data-parallel ranks, 2 passes of 4 rows each
+    run_config = config({"pipeline_parallel_degree": 2}, training)
+    assert evaluate.section(run_config, 4).local_batch_size == 8  # 2 data-parallel ranks, 2 passes of 4 rows each
     assert evaluate.section(config(None, training), 4) == config().validation
-    for result in run_ranks(2, evaluated, [one]):
+    for result in run_ranks(2, evaluated, [run_config]):
         assert result[0][0].loss == pytest.approx(expected(7).loss, abs=SAME)
 
 
-def test_a_number_of_batches_ends_it_early_and_more_than_there_are_end_with_the_set() -> None:
+def test_steps_limit_the_batches_of_a_validation() -> None:
     configs = [config(steps=steps) for steps in (1, 2, 9)]
-    rows = [[found[0].rows for found in result] for result in run_ranks(1, evaluated, configs)]
+    rows = [[evaluation[0].rows for evaluation in result] for result in run_ranks(1, evaluated, configs)]
     assert rows == [[5, 7, 7]]
 
 
-def nothing_to_predict(rank: int, one: Config) -> str:
-    run = make_run(rank, one)
-    stream = evaluate.open_dataloader(one, run.mesh)
+def nothing_to_predict(rank: int, run_config: Config) -> str:
+    run = make_run(rank, run_config)
+    stream = evaluate.open_dataloader(run_config, run.mesh)
     take = stream.__next__
 
     class Empty:
@@ -187,18 +187,18 @@ def nothing_to_predict(rank: int, one: Config) -> str:
     return str(caught.value)
 
 
-def test_a_set_without_a_token_to_predict_is_an_error_on_all_ranks() -> None:
+def test_validation_set_without_targets_is_an_error_on_all_ranks() -> None:
     for message in run_ranks(2, nothing_to_predict, config()):
         assert "none of the 7 sequences has a target token" in message
 
 
-def traces(rank: int, one: Config) -> tuple[bool, bool, bool, bool]:
-    """Whether evaluation leaves weights, gradients, random numbers and the stream of training as they were."""
-    run = make_run(rank, one)
+def traces(rank: int, run_config: Config) -> tuple[bool, bool, bool, bool]:
+    """Check that evaluation does not change weights, gradients, random state and the training stream."""
+    run = make_run(rank, run_config)
     trainer.step(run)
     weights = {name: local_tensor(p.detach()).clone() for name, p in run.runner.parameters().items()}
     random_state, consumed = torch.get_rng_state(), run.dataloader.samples_consumed
-    stream = evaluate.open_dataloader(one, run.mesh)
+    stream = evaluate.open_dataloader(run_config, run.mesh)
     for _ in range(2):
         evaluate.evaluate(run.runner, stream, run.mesh)
     after = run.runner.parameters()
@@ -211,21 +211,23 @@ def traces(rank: int, one: Config) -> tuple[bool, bool, bool, bool]:
 
 
 @pytest.mark.parametrize("parallelism", [{}, {"pipeline_parallel_degree": 2}, {"tensor_parallel_degree": 2}])
-def test_evaluation_leaves_weights_gradients_random_numbers_and_data_alone(parallelism: dict[str, Any]) -> None:
+def test_evaluation_does_not_change_weights_gradients_random_state_and_data(parallelism: dict[str, Any]) -> None:
     assert run_ranks(2, traces, config(parallelism)) == [(True,) * 4] * 2
 
 
-def whole_run(ranks: int, folder: Path, one: Config) -> Ended:
-    job = dataclasses.replace(one.job, dump_folder=str(folder))
-    ended = run_ranks(ranks, train_whole, dataclasses.replace(one, job=job))[0]
+def whole_run(ranks: int, folder: Path, run_config: Config) -> Ended:
+    job = dataclasses.replace(run_config.job, dump_folder=str(folder))
+    ended = run_ranks(ranks, train_whole, dataclasses.replace(run_config, job=job))[0]
     assert ended.error is None, ended.error
     return ended
 
 
-def with_steps(one: Config, steps: int, **keys: Any) -> Config:
-    """The config with a number of steps, two sequences per rank, and keys of its validation changed."""
-    training = dataclasses.replace(one.training, steps=steps, local_batch_size=2, on_data_end="repeat")
-    return dataclasses.replace(one, training=training, validation=dataclasses.replace(one.validation, **keys))
+def with_steps(run_config: Config, steps: int, **keys: Any) -> Config:
+    """Return the config with a number of steps, two sequences per rank, and changed validation options."""
+    training = dataclasses.replace(run_config.training, steps=steps, local_batch_size=2, on_data_end="repeat")
+    return dataclasses.replace(
+        run_config, training=training, validation=dataclasses.replace(run_config.validation, **keys)
+    )
 
 
 MOE = {
@@ -243,34 +245,34 @@ MOE = {
 
 
 def mixture_of_experts() -> Config:
-    one = config({"expert_parallel_degree": 2})
-    return dataclasses.replace(one, model=dataclasses.replace(one.model, name="mixtral", overrides=MOE))
+    run_config = config({"expert_parallel_degree": 2})
+    return dataclasses.replace(run_config, model=dataclasses.replace(run_config.model, name="mixtral", overrides=MOE))
 
 
 @pytest.mark.parametrize("kind", cases(["fsdp", "experts"], nightly=["pipeline", "bfloat16"]))
-def test_training_is_bitwise_the_same_with_and_without_validation(tmp_path: Path, kind: str) -> None:
-    one = {
+def test_training_is_bitwise_equal_with_and_without_validation(tmp_path: Path, kind: str) -> None:
+    run_config = {
         "fsdp": lambda: config(),
         "pipeline": lambda: config({"pipeline_parallel_degree": 2}),
         "bfloat16": lambda: config(training={"mixed_precision_param": "bfloat16"}),
         "experts": mixture_of_experts,
     }[kind]()
-    with_it = whole_run(2, tmp_path / "with", with_steps(one, 5, freq=2))
-    without = whole_run(2, tmp_path / "without", with_steps(one, 5, enable=False))
+    with_it = whole_run(2, tmp_path / "with", with_steps(run_config, 5, freq=2))
+    without = whole_run(2, tmp_path / "without", with_steps(run_config, 5, enable=False))
     assert with_it.losses == without.losses and with_it.grad_norms == without.grad_norms
     assert with_it.state == without.state
     assert_bitwise(with_it.weights, without.weights)
     assert_bitwise(with_it.optimizer, without.optimizer)
 
 
-def counts(rank: int, one: Config) -> bool:
-    """Whether evaluation leaves what blocks of experts counted, and the biases of their routers, as they were."""
-    run = make_run(rank, one)
+def counts(rank: int, run_config: Config) -> bool:
+    """True if evaluation does not change token counts and router biases of experts."""
+    run = make_run(rank, run_config)
     trainer.step(run)
     blocks = [m for part in run.runner.parts for m in part.modules() if hasattr(m, "count_E")]
     before = [block.count_E.clone() for block in blocks]
     biases = {name: buffer.clone() for name, buffer in run.runner.buffers().items()}
-    evaluate.evaluate(run.runner, evaluate.open_dataloader(one, run.mesh), run.mesh)
+    evaluate.evaluate(run.runner, evaluate.open_dataloader(run_config, run.mesh), run.mesh)
     same = all(torch.equal(block.count_E, count) for block, count in zip(blocks, before, strict=True))
     return bool(blocks and biases) and same and all(torch.equal(run.runner.buffers()[n], b) for n, b in biases.items())
 
@@ -279,12 +281,14 @@ def test_evaluation_does_not_count_towards_the_balance_of_experts() -> None:
     assert run_ranks(2, counts, mixture_of_experts()) == [True, True]
 
 
-def test_validation_comes_every_freq_steps_and_at_the_last_and_goes_to_all_sinks(tmp_path: Path) -> None:
+def test_validation_runs_every_freq_steps_and_after_the_last_and_logs_to_all_sinks(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    one = with_steps(config(), 5, freq=2)
-    one = dataclasses.replace(one, metrics=dataclasses.replace(one.metrics, enable_tensorboard=True))
-    whole_run(1, tmp_path, one)
+    run_config = with_steps(config(), 5, freq=2)
+    run_config = dataclasses.replace(
+        run_config, metrics=dataclasses.replace(run_config.metrics, enable_tensorboard=True)
+    )
+    whole_run(1, tmp_path, run_config)
     lines = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 5]
     for line in lines:
@@ -301,26 +305,26 @@ def test_validation_comes_every_freq_steps_and_at_the_last_and_goes_to_all_sinks
 
 
 @pytest.mark.parametrize(("freq", "steps"), [(2, [2, 3]), (3, [3])])
-def test_a_run_whose_data_end_early_is_validated_where_it_ends(tmp_path: Path, freq: int, steps: list[int]) -> None:
-    one = with_steps(config(), 9, freq=freq)  # 6 rows: three steps of two
+def test_run_whose_data_ends_early_is_validated_at_its_end(tmp_path: Path, freq: int, steps: list[int]) -> None:
+    run_config = with_steps(config(), 9, freq=freq)  # 6 rows: three steps of two rows
     training = {"dataset_path": held_out(6), "on_data_end": "stop", "local_batch_size": 2}
-    one = dataclasses.replace(one, training=dataclasses.replace(one.training, **training))
-    assert whole_run(1, tmp_path, one).state["step"] == 3
+    run_config = dataclasses.replace(run_config, training=dataclasses.replace(run_config.training, **training))
+    assert whole_run(1, tmp_path, run_config).state["step"] == 3
     lines = (tmp_path / "validation.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == steps
 
 
-def test_without_validation_no_set_is_opened(tmp_path: Path) -> None:
-    one = with_steps(config(), 1)
-    one = dataclasses.replace(one, validation=Validation(enable=False, dataset_path="no/where"))
-    assert whole_run(1, tmp_path, one).state["step"] == 1
+def test_disabled_validation_opens_no_set(tmp_path: Path) -> None:
+    run_config = with_steps(config(), 1)
+    run_config = dataclasses.replace(run_config, validation=Validation(enable=False, dataset_path="no/where"))
+    assert whole_run(1, tmp_path, run_config).state["step"] == 1
 
 
 @pytest.mark.parametrize(("loss", "perplexity"), [(0.0, 1.0), (800.0, math.inf), (math.inf, math.inf)])
-def test_perplexity_is_the_exponential_of_the_loss_as_far_as_floats_go(loss: float, perplexity: float) -> None:
+def test_perplexity_is_the_exponential_of_the_loss_and_may_overflow_to_infinity(loss: float, perplexity: float) -> None:
     assert Evaluation(loss, 1, 1).perplexity == perplexity
     assert math.isnan(Evaluation(math.nan, 1, 1).perplexity)
 
 
-def test_a_held_out_file_has_the_rows_that_these_tests_say() -> None:
+def test_held_out_file_has_the_expected_rows() -> None:
     assert len(Path(held_out(7)).read_bytes()) == 7 * LENGTH - 1 and Path(text_file()).exists()

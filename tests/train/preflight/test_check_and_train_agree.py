@@ -1,7 +1,7 @@
-"""A law about random configurations: if ``config check`` finds no error, ``train`` makes a step.
+"""Random configurations: if ``config check`` finds no error, ``train`` makes a step.
 
-Sizes, optimizers, adapters and meshes are drawn together, because each is accepted by itself. A rank may still reject
-their combination: tensor parallelism may cut a row of a weight within a block of the optimizer's state.
+Sizes, optimizers, adapters and meshes are drawn together. Each may be valid by itself while a rank rejects their
+combination: tensor parallelism may split a row of a weight within a block of optimizer state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TARGETS = ["layers.*.attn.wq", "layers.*.attn.wo", "layers.*.w2"]
 def draw(seed: int) -> tuple[int, list[str]]:
     """Return the number of processes and the flags of a random configuration."""
     rng = random.Random(seed)
-    num_processes, words = MESHES[rng.choice(list(MESHES))]
+    num_processes, arguments = MESHES[rng.choice(list(MESHES))]
     num_kv_heads = rng.choice([1, 2, 3])
     sizes = {
         "head_dim": rng.choice([6, 8, 16, 64]),
@@ -43,26 +43,26 @@ def draw(seed: int) -> tuple[int, list[str]]:
         "ffn_dim": rng.choice([36, 100, 512, 768]),
         "num_layers": rng.choice([1, 2]),
     }
-    words = [*words, *(f"--model.overrides.{name}={size}" for name, size in sizes.items())]
-    words.append(f"--optimizer.name={rng.choice([*OPTIMIZERS, 'AdamW8bit'])}")
-    words.append(f"--training.dtype={rng.choice(['float32', 'float32', 'bfloat16'])}")
+    arguments = [*arguments, *(f"--model.overrides.{name}={size}" for name, size in sizes.items())]
+    arguments.append(f"--optimizer.name={rng.choice([*OPTIMIZERS, 'AdamW8bit'])}")
+    arguments.append(f"--training.dtype={rng.choice(['float32', 'float32', 'bfloat16'])}")
     if rng.random() < 0.5:
-        words += ["--lora.enable", "--lora.random_base", f"--lora.rank={rng.choice([1, 4])}"]
-        words += [f"--lora.target_modules={rng.choice(TARGETS)}"]
-        words += [f"--lora.base_dtype={rng.choice(['training', 'int8', 'nf4', 'nf4'])}"]
-    return num_processes, words
+        arguments += ["--lora.enable", "--lora.random_base", f"--lora.rank={rng.choice([1, 4])}"]
+        arguments += [f"--lora.target_modules={rng.choice(TARGETS)}"]
+        arguments += [f"--lora.base_dtype={rng.choice(['training', 'int8', 'nf4', 'nf4'])}"]
+    return num_processes, arguments
 
 
 SMALL = ["--model.overrides.dim=36", "--model.overrides.head_dim=6", "--model.overrides.ffn_dim=100"]
 WIDE = ["--model.overrides.dim=192", "--model.overrides.ffn_dim=768"]
 NF4 = ["--lora.enable", "--lora.random_base", "--lora.base_dtype=nf4", "--lora.target_modules=layers.*.attn.wq"]
 KNOWN: dict[str, tuple[int, list[str], str]] = {
-    "blocks of 8-bit states that tp cuts": (
+    "blocks of 8-bit states split by tp": (
         2,
         ["--optimizer.name=AdamW8bit", "--parallelism.tensor_parallel_degree=2", *WIDE],
         'optimizer.name="AdamW8bit" requires blocks of 256 columns on one rank',
     ),
-    "weights that are no multiple of 64": (
+    "weights that are not a multiple of 64": (
         1,
         [*NF4, *SMALL],
         'lora.base_dtype="nf4" requires a multiple of 64 weights',
@@ -71,9 +71,9 @@ KNOWN: dict[str, tuple[int, list[str], str]] = {
 """Configurations that failed after ranks had started, and the error that ``config check`` must report."""
 
 
-def shardtrain(folder: Path, *words: str) -> tuple[int, str]:
+def shardtrain(folder: Path, *arguments: str) -> tuple[int, str]:
     done = forked.run(
-        [sys.executable, "-m", "shardtrain", *words],
+        [sys.executable, "-m", "shardtrain", *arguments],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -93,22 +93,22 @@ def common(num_processes: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_the_check_reports_what_ranks_would_reject(tmp_path: Path, name: str) -> None:
-    num_processes, words, error = KNOWN[name]
-    code, said = shardtrain(tmp_path, "config", "check", "debug", *common(num_processes), *words)
-    assert code == 2 and error in said, said
+def test_check_reports_errors_that_ranks_would_raise(tmp_path: Path, name: str) -> None:
+    num_processes, arguments, error = KNOWN[name]
+    code, output = shardtrain(tmp_path, "config", "check", "debug", *common(num_processes), *arguments)
+    assert code == 2 and error in output, output
 
 
 @pytest.mark.parametrize("seed", cases([0, 2], nightly=[1, *range(3, 60)]))
-def test_a_configuration_without_errors_makes_a_step(tmp_path: Path, seed: int) -> None:
-    num_processes, words = draw(seed)
-    words = [*common(num_processes), *words]
-    code, said = shardtrain(tmp_path, "config", "check", "debug", *words)
-    assert code in (0, 2), said
+def test_configuration_without_errors_makes_a_step(tmp_path: Path, seed: int) -> None:
+    num_processes, arguments = draw(seed)
+    arguments = [*common(num_processes), *arguments]
+    code, output = shardtrain(tmp_path, "config", "check", "debug", *arguments)
+    assert code in (0, 2), output
     if code == 2:
-        assert "error" in said
+        assert "error" in output
         return
-    code, said = shardtrain(tmp_path, "train", "debug", *words, "--job.dump_folder=run")
-    assert code == 0, f"{words}\n{said[-2000:]}"
+    code, output = shardtrain(tmp_path, "train", "debug", *arguments, "--job.dump_folder=run")
+    assert code == 0, f"{arguments}\n{output[-2000:]}"
     (line,) = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 1

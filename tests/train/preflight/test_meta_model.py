@@ -1,4 +1,4 @@
-"""What the model on tensors without memory tells before ranks start."""
+"""Checks on the meta model before ranks start: empty pipeline ranks, and float8 options that match no module."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from shardtrain.utils.errors import ConfigError
 LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3"]
 CUTS = {
     "layers on each rank": ("1F1B", [["embed", *LAYERS[:2]], [*LAYERS[2:], "norm", "head"]]),
-    "an embedding alone": ("1F1B", [["embed"], [*LAYERS, "norm", "head"]]),
-    "a head alone": ("1F1B", [["tok_embeddings", *LAYERS], ["norm", "output"]]),
+    "only an embedding": ("1F1B", [["embed"], [*LAYERS, "norm", "head"]]),
+    "only a head": ("1F1B", [["tok_embeddings", *LAYERS], ["norm", "output"]]),
     "both ends on one rank": ("ZBVZeroBubble", [["embed"], LAYERS[:2], LAYERS[2:], ["norm", "head"]]),
     "ends on two ranks": ("Interleaved1F1B", [["embed"], LAYERS[:2], LAYERS[2:], ["norm", "head"]]),
 }
@@ -29,8 +29,10 @@ CUTS = {
 
 @pytest.mark.parametrize("saved", [(), ("embed",), ("head",), ("embed", "head")])
 @pytest.mark.parametrize("name", CUTS)
-def test_a_pipeline_rank_with_nothing_to_train_is_refused_before_ranks_start(name: str, saved: tuple[str, ...]) -> None:
-    """As the ranks' own optimizers would, of which each is asked here."""
+def test_pipeline_rank_without_parameters_to_train_is_rejected_before_ranks_start(
+    name: str, saved: tuple[str, ...]
+) -> None:
+    """The check agrees with the optimizers that ranks would build."""
     schedule, parts = CUTS[name]
     config = replace(
         tiny_config(),
@@ -51,12 +53,12 @@ def test_a_pipeline_rank_with_nothing_to_train_is_refused_before_ranks_start(nam
     assert names == ["embed", *LAYERS, "norm", "head"]
     ranks_fail = []
     for rank in range(2):
-        held = []
+        parameters_of_rank = []
         for index in stages.stages_of_rank(schedule, rank, 2, len(parts)):
             keep = {{"tok_embeddings": "embed", "output": "head"}.get(n, n) for n in parts[index]}
-            held += list(stage(copy.deepcopy(model), module.LAYOUT, keep).named_parameters())
+            parameters_of_rank += list(stage(copy.deepcopy(model), module.LAYOUT, keep).named_parameters())
         try:
-            optim.build(held, config.optimizer)
+            optim.build(parameters_of_rank, config.optimizer)
         except ConfigError:
             ranks_fail.append(rank)
     errors, parameters = build(config)
@@ -75,7 +77,7 @@ def test_a_pipeline_rank_with_nothing_to_train_is_refused_before_ranks_start(nam
         (2, {"filter_fqns": ["layers", "head"]}, "leaves no linear layer to compute in float8"),
     ],
 )
-def test_what_float8_would_find_no_module_for_is_refused_before_ranks_start(
+def test_float8_options_that_match_no_module_are_rejected_before_ranks_start(
     layers: int, sections: dict[str, list[str]], problem: str
 ) -> None:
     config = tiny_config(

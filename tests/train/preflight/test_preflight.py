@@ -1,7 +1,7 @@
-"""``config check`` gives the verdict of ``train``: the same status and the same lines, with nothing started.
+"""``config check`` has the verdict of ``train``: the same exit status and the same lines, without starting ranks.
 
-``train`` runs in a fork of the tests in which its steps are left out: all that comes before the first step is the real
-thing, on one rank, so that a refusal that the check does not know of would be found.
+``train`` runs in a fork of the tests, without its steps. Everything before the first step is real, on one rank, so an
+error that the check does not find would make a test fail.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Task(RowTask):
 MODEL = "from shardtrain.models.llama3 import FLAVORS, LAYOUT, Config, initial\n"
 PAIR = {"chosen": "a good answer", "rejected": "a bad one", "prompt": "a question"}
 
-# name -> words after the file; the file is SMALL, changed by them and by the lines of ADDED
+# name -> arguments after the file, which is SMALL with the lines of ADDED
 FAULTY: dict[str, list[str]] = {
     # paths
     "dataset absent": ["--training.dataset_path=absent.jsonl"],
@@ -67,8 +67,8 @@ FAULTY: dict[str, list[str]] = {
     "validation absent": [
         "--validation.enable", "--validation.dataset=jsonl", "--validation.dataset_path=absent.jsonl",
     ],
-    "first weights absent": ["--checkpoint.enable", "--checkpoint.initial_load_path=absent"],
-    "first weights of nothing": ["--checkpoint.enable", "--checkpoint.initial_load_path=empty_folder"],
+    "initial weights absent": ["--checkpoint.enable", "--checkpoint.initial_load_path=absent"],
+    "initial weights of an empty folder": ["--checkpoint.enable", "--checkpoint.initial_load_path=empty_folder"],
     "hub folder of nothing": [
         "--checkpoint.enable", "--checkpoint.initial_load_path=empty_folder", "--checkpoint.initial_load_in_hf",
     ],
@@ -110,8 +110,8 @@ FAULTY: dict[str, list[str]] = {
     "parquet of text": ["--training.dataset=parquet", "--training.dataset_path=rows.jsonl"],
     "no column of a table": ["--training.dataset=tsv", "--training.dataset_path=rows.tsv"],
     "bad rows beyond the share": ["--training.dataset_path=broken.jsonl", "--data.bad_rows=skip"],
-    "a template that makes nothing": ["--data.template.text={{ nothing.at.all }}"],
-    # what is not available here
+    "a template of undefined names": ["--data.template.text={{ nothing.at.all }}"],
+    # unavailable features
     "float8": ["--model.converters=quantize.linear.float8"],
     "replica groups": ["--fault_tolerance.enable"],
     "memory estimation": ["--memory_estimation.enable"],
@@ -144,7 +144,7 @@ FAULTY: dict[str, list[str]] = {
     "store that is not known": ["--checkpoint.enable", "--checkpoint.folder=s4://bucket/run"],
     "run folder is an address": ["--job.dump_folder=s3://bucket/run"],
     "run folder without a name": ["--job.dump_folder="],
-    # several at once
+    # several errors
     "unknown key and others": ["--training.stepz=3", "--training.dataset_path=absent.jsonl", "--task.name=text_task"],
     "wrong type and others": ["--optimizer.lr=fast", "--model.hf_assets_path=absent", "--fault_tolerance.enable"],
     "four at once": [
@@ -153,7 +153,7 @@ FAULTY: dict[str, list[str]] = {
     ],
     "wrong mesh": ["--parallelism.data_parallel_shard_degree=3"],
     "batch": ["--training.global_batch_size=3"],
-    # found by trying
+    # found by experiments
     "mlm": ["--task.name=masked_language_model", "--model.name=encoder", "--model.flavor=debugmodel"],
     "mlm on llama": ["--task.name=masked_language_model"],
     "cls no labels": ["--task.name=classification"],
@@ -208,7 +208,7 @@ FAULTY: dict[str, list[str]] = {
     "stream column": ["--data.mode=stream", "--data.text_field=body"],
 }  # fmt: skip
 SOUND: dict[str, list[str]] = {
-    "as it is": [],
+    "unchanged": [],
     "repeats": ["--training.steps=100000", "--training.on_data_end=repeat"],
     "stops": ["--training.steps=100000", "--training.on_data_end=stop"],
     "accumulates": ["--training.global_batch_size=8"],
@@ -229,7 +229,7 @@ CHEAP = ("dataset absent", "wrong column", "too few for the steps", "not a task"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("verdict")
+    created = tmp_path_factory.mktemp("verdict")
     rows = [json.dumps({"text": f"row {number} " + "of some words " * 20}) for number in range(40)]
     files = {
         "run.toml": SMALL,
@@ -251,23 +251,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "failing_model.py": MODEL + "class Model:\n    pass\n\n\nabsent_name\n",
     }
     for name, text in files.items():
-        (made / name).write_text(text)
-    (made / "empty_folder").mkdir()
-    tiny_tokenizers.bpe_folder(made / "nobos", special=())
-    return made
+        (created / name).write_text(text)
+    (created / "empty_folder").mkdir()
+    tiny_tokenizers.bpe_folder(created / "nobos", special=())
+    return created
 
 
-def checked(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, list[str]]:
-    """Status and errors of the check."""
-    status = cli.main(["config", "check", "run.toml", "--nproc=1", *words])
+def checked(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, list[str]]:
+    """Return exit status and errors of the check."""
+    status = cli.main(["config", "check", "run.toml", "--nproc=1", *arguments])
     captured = capsys.readouterr()
     assert not captured.err, captured.err
     return status, [line[7:] for line in captured.out.splitlines() if line.startswith("error: ")]
 
 
-def started(words: list[str]) -> tuple[int, list[str]]:
-    """Status and errors of a training that has no steps."""
-    command = [sys.executable, "-m", "shardtrain", "train", "run.toml", "--nproc=1", *words]
+def started(arguments: list[str]) -> tuple[int, list[str]]:
+    """Return exit status and errors of ``train`` without steps."""
+    command = [sys.executable, "-m", "shardtrain", "train", "run.toml", "--nproc=1", *arguments]
     done = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(120))
     errors = [line for line in done.stderr.splitlines() if line.startswith("error[")]
     assert "Traceback" not in done.stderr
@@ -276,39 +276,39 @@ def started(words: list[str]) -> tuple[int, list[str]]:
 
 @pytest.fixture
 def no_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``train`` ends before its first step."""
+    """Make ``train`` end before its first step."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(trainer, "_steps", lambda *_: None)
 
 
 @pytest.mark.parametrize("name", cases(CHEAP, nightly=[name for name in FAULTY if name not in CHEAP]))
 @pytest.mark.usefixtures("no_steps")
-def test_the_check_refuses_what_train_refuses_in_the_same_lines(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_the_errors_of_train_in_the_same_lines(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, lines = checked(capsys, FAULTY[name])
     assert status in (2, 3, 5) and lines and len(set(lines)) == len(lines)
     assert started(FAULTY[name]) == (status, lines)
 
 
-@pytest.mark.parametrize("name", cases(["as it is"], nightly=[*SOUND][1:]))
+@pytest.mark.parametrize("name", cases(["unchanged"], nightly=[*SOUND][1:]))
 @pytest.mark.usefixtures("no_steps")
-def test_what_the_check_passes_begins(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_that_passes_the_check_starts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert checked(capsys, SOUND[name]) == (0, [])
     assert started(SOUND[name]) == (0, [])
 
 
 @pytest.mark.usefixtures("no_steps")
-def test_the_check_knows_of_other_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_counts_ranks_of_other_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "check", "run.toml", "--nnodes=2"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert started(["--nnodes=2"]) == (2, [line.partition("]: ")[2] for line in told])
-    assert len(told) == 1 and "the rendezvous endpoint is not set" in told[0]
-    words = ["--nnodes=2", "--rdzv_endpoint=here:29500", "--parallelism.data_parallel_shard_degree=2"]
-    assert cli.main(["config", "check", "run.toml", "--nproc=1", *words]) == 0  # two ranks in all
+    errors = capsys.readouterr().err.splitlines()
+    assert started(["--nnodes=2"]) == (2, [line.partition("]: ")[2] for line in errors])
+    assert len(errors) == 1 and "the rendezvous endpoint is not set" in errors[0]
+    arguments = ["--nnodes=2", "--rdzv_endpoint=here:29500", "--parallelism.data_parallel_shard_degree=2"]
+    assert cli.main(["config", "check", "run.toml", "--nproc=1", *arguments]) == 0  # two ranks in total
 
 
 @pytest.fixture
 def small_disks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Lets every file system have a number of free bytes."""
+    """Return a function that sets the free bytes of every file system."""
 
     def shrink(free: int) -> None:
         monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1, f_flag=0))
@@ -316,40 +316,47 @@ def small_disks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return shrink
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_refused_with_the_numbers(
+def test_disk_without_space_for_a_checkpoint_is_rejected_with_the_numbers(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     small_disks: Callable[[int], None],
 ) -> None:
     monkeypatch.chdir(folder)
-    words = ["--checkpoint.enable", "--checkpoint.interval=1", "--training.steps=20", "--training.on_data_end=repeat"]
-    loaded = config.load("run.toml", words)
+    arguments = [
+        "--checkpoint.enable",
+        "--checkpoint.interval=1",
+        "--training.steps=20",
+        "--training.on_data_end=repeat",
+    ]
+    loaded = config.load("run.toml", arguments)
     _, parameters = meta_model.build(loaded.config)
     assert parameters is not None
     size = memory_fit.checkpoint_bytes(loaded.config, parameters)
-    for free, code, told in (
+    for free, code, message in (
         (int(1.1 * size), 8, "a save requires 1.2 times that"),
         (int(3 * 1.2 * size) + 9, 0, "room for 3"),
-        (int(11 * 1.2 * size) + 9, 0, ""),  # ten are kept, and the eleventh is there before the first is deleted
+        (int(11 * 1.2 * size) + 9, 0, ""),  # ten are kept, and the eleventh is written before the first is deleted
     ):
         small_disks(free)
         verdict = judge(loaded, machine.this_machine(loaded, 1))
         lines = [line for line in (*verdict.lines, *verdict.warnings) if "checkpoint" in line]
-        assert (verdict.exit_code, len(lines)) == (code, 1 if told else 0) and told in "".join(lines), lines
-        assert not told or (format_bytes(size) in lines[0] and format_bytes(free) in lines[0])
-        if told and not code:
+        assert (verdict.exit_code, len(lines)) == (code, 1 if message else 0) and message in "".join(lines), lines
+        assert not message or (format_bytes(size) in lines[0] and format_bytes(free) in lines[0])
+        if message and not code:
             require(loaded, machine.this_machine(loaded, 1))
             assert capsys.readouterr().err == f"warning: {lines[0]}\n"
-    assert not judge(config.load("run.toml", words[1:]), machine.this_machine(loaded, 1)).lines  # nothing is saved
+    assert not judge(
+        config.load("run.toml", arguments[1:]), machine.this_machine(loaded, 1)
+    ).lines  # saves are disabled
 
 
-def test_workers_whose_batches_do_not_fit_shared_memory_are_refused(
+def test_workers_whose_batches_exceed_shared_memory_are_rejected(
     folder: Path, monkeypatch: pytest.MonkeyPatch, small_disks: Callable[[int], None]
 ) -> None:
     monkeypatch.chdir(folder)
     loaded = config.load("run.toml", ["--training.dataloader.num_workers=2"])
-    needed = 2 * 4 * 24 * 2 * 32  # workers, batches ahead, bytes of a token, rows, tokens of a row
+    needed = 2 * 4 * 24 * 2 * 32  # workers, prefetched batches, bytes per token, rows, tokens per row
     small_disks(needed)
     assert not judge(loaded, machine.this_machine(loaded, 1)).lines
     small_disks(needed - 1)
@@ -361,15 +368,15 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc, and ranks are forked on Linux alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc, and ranks are forked only on Linux")
 @pytest.mark.parametrize(
-    "words", [[], ["--training.steps=100000"], ["--training.seq_len=0", "--job.dump_folder=rows.jsonl"]]
+    "arguments", [[], ["--training.steps=100000"], ["--training.seq_len=0", "--job.dump_folder=rows.jsonl"]]
 )
 @pytest.mark.usefixtures("no_steps")
-def test_a_process_that_will_fork_opens_nothing_itself(folder: Path, words: list[str]) -> None:
-    """Tokenizers and Arrow start threads, and a lock that one of them holds is never free in a rank forked then."""
+def test_process_that_will_fork_opens_no_files_itself(folder: Path, arguments: list[str]) -> None:
+    """Tokenizers and Arrow start threads. A lock held by such a thread is never released in a forked rank."""
     tiny_tokenizers.bpe_folder(folder / "bpe")
-    loaded = config.load("run.toml", ["--model.tokenizer_path=bpe", *words], keep_problems=True)
+    loaded = config.load("run.toml", ["--model.tokenizer_path=bpe", *arguments], keep_problems=True)
     before = threads()
     in_child: ShardtrainError | None = None
     try:
@@ -382,89 +389,89 @@ def test_a_process_that_will_fork_opens_nothing_itself(folder: Path, words: list
     except ShardtrainError as error:
         assert in_child is not None and (type(in_child), str(in_child)) == (type(error), str(error))
     else:
-        assert in_child is None and not words
+        assert in_child is None and not arguments
 
 
 @pytest.mark.usefixtures("no_steps")
-def test_the_machine_that_is_named_decides_what_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["config", "check", "run.toml", "--training.dataset_path=absent", "--model.hf_assets_path=absent"]
+def test_machine_option_decides_which_checks_run(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["config", "check", "run.toml", "--training.dataset_path=absent", "--model.hf_assets_path=absent"]
     large = ["--model.overrides.dim=8192", "--model.overrides.ffn_dim=32768", "--model.overrides.num_layers=32"]
-    # the file alone: neither paths nor memory, but rules
-    assert cli.main([*words, *large, "--for-machine", "none"]) == 0
-    assert cli.main([*words, "--for-machine=none", "--training.seq_len=0"]) == 2
+    # only the file: rules, but no paths or memory
+    assert cli.main([*arguments, *large, "--for-machine", "none"]) == 0
+    assert cli.main([*arguments, "--for-machine=none", "--training.seq_len=0"]) == 2
     capsys.readouterr()
-    # another machine: memory and types, no paths
+    # another machine: memory and dtypes, but no paths
     large += ["--training.device=cuda"]
-    assert cli.main([*words, *large, "--for-machine", "h100"]) == 2
+    assert cli.main([*arguments, *large, "--for-machine", "h100"]) == 2
     assert "h100 has 79.10 GiB" in capsys.readouterr().out
-    assert cli.main([*words, *large, "--for-machine", "H100", "--nproc=64"]) == 0
-    assert cli.main([*words, "--training.device=cuda", "--for-machine", "v100"]) == 0
+    assert cli.main([*arguments, *large, "--for-machine", "H100", "--nproc=64"]) == 0
+    assert cli.main([*arguments, "--training.device=cuda", "--for-machine", "v100"]) == 0
     assert "no bfloat16 units" in capsys.readouterr().out
-    assert cli.main([*words, "--for-machine", "h1000"]) == 2
+    assert cli.main([*arguments, "--for-machine", "h1000"]) == 2
     assert "did you mean h100?" in capsys.readouterr().err
-    assert cli.main([*words, "--for-machine"]) == 2
+    assert cli.main([*arguments, "--for-machine"]) == 2
 
 
 @pytest.mark.parametrize(("rank", "ranks", "begins"), [("0", "65", False), ("3", "65", True), ("3", "64", False)])
 @pytest.mark.usefixtures("no_steps")
-def test_of_many_ranks_the_first_looks_at_files_for_all(
+def test_first_of_many_ranks_checks_files_for_all(
     rank: str, ranks: str, begins: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Storage is asked once before ranks meet; what each rank has of its own is looked at by each."""
+    """Rank 0 checks shared storage once before rendezvous. Every rank checks its local resources."""
     names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**names, "MASTER_PORT": "29999"}.items():
         monkeypatch.setenv(name, value)
     begun: list[str] = []
     monkeypatch.setattr(local, "run_rank", lambda *_: begun.append(rank) or 0)
     monkeypatch.setattr(local, "leave", lambda code: None)
-    words = ["train", "run.toml", "--training.global_batch_size=520", "--training.dataset_path=broken.jsonl"]
+    arguments = ["train", "run.toml", "--training.global_batch_size=520", "--training.dataset_path=broken.jsonl"]
     if ranks == "64":
-        words[2] = "--training.global_batch_size=512"
-    status = cli.main(words)
-    told = capsys.readouterr().err
-    assert (begun == [rank]) == begins, told
-    assert begins or (status == 3 and "broken.jsonl" in told)
-    assert cli.main([*words, "--training.seq_len=0"]) == 2
+        arguments[2] = "--training.global_batch_size=512"
+    status = cli.main(arguments)
+    errors = capsys.readouterr().err
+    assert (begun == [rank]) == begins, errors
+    assert begins or (status == 3 and "broken.jsonl" in errors)
+    assert cli.main([*arguments, "--training.seq_len=0"]) == 2
 
 
 @pytest.mark.usefixtures("no_steps")
-def test_the_bytes_of_a_rank_follow_from_shapes_layout_and_mesh() -> None:
-    def needed(nproc: int, *words: str) -> int:
-        loaded = config.load("run.toml", words)
+def test_bytes_of_a_rank_follow_from_shapes_layout_and_mesh() -> None:
+    def needed(nproc: int, *arguments: str) -> int:
+        loaded = config.load("run.toml", arguments)
         errors, parameters = meta_model.build(loaded.config)
         assert not errors and parameters is not None
         return memory_fit.state_bytes(loaded.config, nproc, parameters)
 
-    whole = needed(1)
+    one_rank = needed(1)
     errors, parameters = meta_model.build(config.load("run.toml").config)
     assert not errors and parameters is not None
-    assert whole == 4 * 4 * sum(one.num_elements for one in parameters)  # weights, gradients and two of AdamW
-    assert needed(4) == whole // 4
+    assert one_rank == 4 * 4 * sum(one.num_elements for one in parameters)  # weights, gradients and two AdamW states
+    assert needed(4) == one_rank // 4
     replicas = ["--parallelism.data_parallel_replicate_degree=2"]
-    assert needed(2, *replicas) == whole
-    assert needed(2, *replicas, "--parallelism.shard_optimizer_states") == whole * 3 // 4
+    assert needed(2, *replicas) == one_rank
+    assert needed(2, *replicas, "--parallelism.shard_optimizer_states") == one_rank * 3 // 4
     split = needed(2, "--parallelism.tensor_parallel_degree=2")
-    assert whole // 2 < split < whole  # norms are whole on each rank
-    assert needed(1, "--training.dtype=bfloat16") == whole // 2
-    assert needed(1, "--lora.enable", "--lora.random_base", "--lora.target_modules=layers.*.attn.wq") < whole // 2
+    assert one_rank // 2 < split < one_rank  # norms are replicated
+    assert needed(1, "--training.dtype=bfloat16") == one_rank // 2
+    assert needed(1, "--lora.enable", "--lora.random_base", "--lora.target_modules=layers.*.attn.wq") < one_rank // 2
 
 
 @pytest.mark.usefixtures("no_steps")
-def test_a_model_that_rules_pass_without_torch_surely_fits() -> None:
+def test_model_accepted_without_importing_torch_fits() -> None:
     for flavor in ("debugmodel", "8B", "70B"):
         loaded = config.load("run.toml", [f"--model.flavor={flavor}", "--model.overrides.vocab_size=128256"])
         errors, parameters = meta_model.build(loaded.config)
         assert not errors and parameters is not None
         needed = memory_fit.state_bytes(loaded.config, 1, parameters)
         for share in (0.9, 1.1, 2.0, 8.0):
-            there = machine.Machine(1, 1, "cuda", 1, "a device", int(needed * share), is_here=False)
-            if memory_fit.surely_fits(loaded, there):
+            device_machine = machine.Machine(1, 1, "cuda", 1, "a device", int(needed * share), is_here=False)
+            if memory_fit.surely_fits(loaded, device_machine):
                 assert share > 1
-            assert bool(judge(loaded, there).errors) == (share < 1)
+            assert bool(judge(loaded, device_machine).errors) == (share < 1)
 
 
-def test_more_ranks_than_accelerators_are_refused_in_one_line() -> None:
-    """Before a rank starts, which would end with a trace of CUDA."""
+def test_more_ranks_than_accelerators_are_rejected_in_one_line() -> None:
+    """Before ranks start, which would fail with a CUDA traceback."""
     loaded = config.load("debug")
     for device, ranks, devices, refused in (
         ("cuda", 2, 1, True),
@@ -473,22 +480,27 @@ def test_more_ranks_than_accelerators_are_refused_in_one_line() -> None:
         ("cpu", 9, 0, False),
         (None, 9, None, False),
     ):
-        there = machine.Machine(ranks, ranks, device, devices, "a device", 1 << 40, is_here=False)
-        told = [str(problem) for error in judge(loaded, there).errors for problem in error.problems]
-        assert len(told) == int(refused), told
+        device_machine = machine.Machine(ranks, ranks, device, devices, "a device", 1 << 40, is_here=False)
+        problems = [str(problem) for error in judge(loaded, device_machine).errors for problem in error.problems]
+        assert len(problems) == int(refused), problems
         if refused:
-            assert told[0].startswith(f"ranks of this machine={ranks} exceeds its ") and f"--nproc {devices}" in told[0]
+            assert (
+                problems[0].startswith(f"ranks of this machine={ranks} exceeds its ")
+                and f"--nproc {devices}" in problems[0]
+            )
 
 
-def test_nearest_names_are_offered_for_sections_and_platforms(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nearest_names_are_suggested_for_sections_and_platforms(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "typo.toml").write_text("[trainning]\nsteps = 3\nseq_len = 0\n[optimiser]\nlr = 1\n")
     assert cli.main(["config", "check", str(folder / "typo.toml")]) == 2
     errors = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
     assert len(errors) == 2 and "did you mean [training]?" in errors[0] and "did you mean [optimizer]?" in errors[1]
-    for words, name in (
+    for arguments, name in (
         (["launch", "slrum"], "slurm"),
         (["launch", "kubernets"], "kubernetes"),
         (["config", "chek"], "check"),
     ):
-        assert cli.main(words) == 2
+        assert cli.main(arguments) == 2
         assert f"did you mean {name}?" in capsys.readouterr().err
