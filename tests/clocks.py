@@ -1,4 +1,4 @@
-"""A wall clock that is wrong in one process, as on a node without NTP."""
+"""Set a wrong wall clock in one process, as on a node without NTP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardtrain.launch import meeting
 
 
 def set_clock(patch: Callable[..., None], ahead_seconds: float) -> None:
-    """Move the wall clock of this process, as PyTorch's rendezvous and ours read it."""
+    """Shift the wall clock of this process for PyTorch's rendezvous and that of this package."""
     true_time = time.time
 
     class Shifted(datetime.datetime):

@@ -11,15 +11,15 @@ from shardtrain.utils import log
 
 pytest_plugins = ("tiers", "readability")
 
-settings.register_profile("untimed", deadline=None)  # a busy machine is no failure: time is asserted nowhere
+settings.register_profile("untimed", deadline=None)  # no test asserts times, because the machine may be busy
 settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)
-def _undo_what_a_command_sets() -> Iterator[None]:
-    """Undo what a command that ran in this process has set of the log and of signals.
+def _restore_log_and_signals() -> Iterator[None]:
+    """Restore the log and signal handlers after a command that ran in this process.
 
-    Its lines would be output of the next test, and a child that the next test forks would ignore SIGTERM, as a command
+    Otherwise its log lines would appear in the next test, and forks of the next test would ignore SIGTERM, as a command
     does after its run has ended.
     """
     handlers = {number: signal.getsignal(number) for number in GRACEFUL}

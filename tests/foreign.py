@@ -1,4 +1,4 @@
-"""Tiny folders of architectures of ``transformers`` with different habits, made once and never fetched."""
+"""Create tiny local models of ``transformers`` architectures with different features."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiny import tiny_config
 from shardtrain.config.schema import Config
 
 BYTES = {"pad_token_id": 0, "bos_token_id": 256, "eos_token_id": 257}
-"""Of the byte tokenizer; no text holds the byte 0."""
+"""Padding token of the byte tokenizer. No text contains byte 0."""
 _SMALL: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 32,
@@ -85,7 +85,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @functools.cache
 def folder(name: str) -> Path:
-    """A folder with random weights, biases and norms too, as ``save_pretrained`` writes it."""
+    """Return a folder of ``save_pretrained`` with random weights, including biases and norms."""
     import transformers
 
     architecture, shape = SHAPES[name]
@@ -103,7 +103,7 @@ def folder(name: str) -> Path:
 def config_for(
     name: str, output: Path, in_hf: bool = True, overrides: dict[str, Any] | None = None, **sections: Any
 ) -> Config:
-    """The tiny run on such a folder, from its weights unless ``in_hf`` is false."""
+    """Return the tiny configuration for such a folder. ``in_hf`` starts from its weights."""
     load = {"initial_load_path": str(folder(name)), "initial_load_in_hf": True} if in_hf else {}
     config = tiny_config(
         **{

@@ -1,6 +1,6 @@
-"""The same weights in a model of this package and in Hugging Face's: their logits and gradients must agree.
+"""Compare logits and gradients of this package's models with Hugging Face's, for the same weights.
 
-Hugging Face's code was written by others from the same papers, which makes it an independent check of formulas.
+Hugging Face's code is an independent implementation of the same papers.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _NAMES_OF_NEOX = {
     ".dense_h_to_4h.": ".gate_proj.",
     ".dense_4h_to_h.": ".down_proj.",
 }
-"""Their GPT-NeoX names -> those of their Llama."""
+"""Hugging Face's names of GPT-NeoX, and the corresponding names of Llama."""
 
 
 def copy_weights(theirs: nn.Module, ours: nn.Module) -> None:
-    """Fill our model with their weights (and the bias of a router's choice)."""
+    """Copy the weights of Hugging Face's model, including the router's selection bias, to this package's model."""
     source = _like_llama(theirs.state_dict(), theirs.config)
     with torch.no_grad():
         for name, tensor in ours.state_dict().items():
@@ -56,21 +56,21 @@ def copy_weights(theirs: nn.Module, ours: nn.Module) -> None:
 
 
 def _like_llama(source: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Weights of GPT-NeoX under the names of a Llama: each head's rows are those of its query, its key, its value."""
+    """Rename the weights of GPT-NeoX to Llama's names, and split the fused query, key and value rows of each head."""
     if config.model_type != "gpt_neox":
         return source
-    found = {}
+    renamed = {}
     for name, tensor in source.items():
         for old, new in _NAMES_OF_NEOX.items():
             name = name.replace(old, new)
         prefix, fused, leaf = name.partition("attention.query_key_value.")
         if not fused:
-            found[name] = tensor
+            renamed[name] = tensor
             continue
         parts = tensor.unflatten(0, (config.num_attention_heads, 3, -1)).unbind(1)
         for letter, part in zip("qkv", parts, strict=True):
-            found[f"{prefix}self_attn.{letter}_proj.{leaf}"] = part.flatten(0, 1)
-    return found
+            renamed[f"{prefix}self_attn.{letter}_proj.{leaf}"] = part.flatten(0, 1)
+    return renamed
 
 
 def _find(name: str, source: dict[str, Tensor]) -> Tensor:
@@ -80,7 +80,7 @@ def _find(name: str, source: dict[str, Tensor]) -> Tensor:
     prefix, rest = f"model.layers.{layer[1]}.", layer[2]
     if rest.startswith("moe.experts."):
         return _expert_weight(rest[-2:], f"{prefix}mlp.experts.", source)
-    if rest == "attn.q_norm.weight":  # of a head in Qwen3, of the latent in DeepSeek
+    if rest == "attn.q_norm.weight":  # the norm of a head in Qwen3, and of the latent in DeepSeek
         latent = f"{prefix}self_attn.q_a_layernorm.weight"
         return source[latent] if latent in source else source[f"{prefix}self_attn.q_norm.weight"]
     if rest == "attn.wq_b.weight" and f"{prefix}self_attn.q_proj.weight" in source:
@@ -96,7 +96,7 @@ def _expert_weight(ours: str, prefix: str, source: dict[str, Tensor]) -> Tensor:
 
 
 def assert_same_logits(theirs: nn.Module, ours: nn.Module, tolerance: float = 1e-4, tokens: int = 24) -> None:
-    """Random weights (biases too) and tokens; float32 leaves about 1e-6, so 1e-4 is room for no other formula."""
+    """Assert equal logits for random weights, biases and tokens. Rounding errors are 1e-6, far below the tolerance."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in theirs.state_dict().values():
@@ -111,14 +111,14 @@ def assert_same_logits(theirs: nn.Module, ours: nn.Module, tolerance: float = 1e
 
 
 def assert_same_logits_and_gradients(theirs: nn.Module, ours: nn.Module, lengths: tuple[int, ...]) -> None:
-    """For each number of tokens: logits to 1e-4, and each gradient of a loss to 1e-4 of its norm."""
+    """Assert, for each number of tokens, equal logits to 1e-4 and equal gradients of a loss to 1e-4 of their norm."""
     for tokens in lengths:
         assert_same_logits(theirs, ours, tokens=tokens)
         for model, logits_BTV in zip((theirs, ours), _logits(theirs, ours, tokens), strict=True):
             model.zero_grad()
             logits_BTV.log_softmax(-1)[..., 7].sum().backward()
         expected = _like_llama({name: p.grad for name, p in theirs.named_parameters()}, theirs.config)
-        # queries and keys of tokens that see but themselves have none: of such a gradient all is rounding
+        # if tokens only attend to themselves, queries and keys have no gradient except rounding errors
         floor = 1e-2 * max(gradient.norm() for gradient in expected.values())
         for name, parameter in ours.named_parameters():
             gradient = _find(name, expected)

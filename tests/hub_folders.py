@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, saved as users find them: config.json and safetensors."""
+"""Create tiny random models of ``transformers``, saved as config.json and safetensors."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 CONFIGS = {"Llama4": "Llama4TextConfig"}
-"""Classes of configurations whose names are not that of the model."""
+"""Configuration classes whose names differ from that of the model."""
 
 
 def build(family: str, seed: int = 0, **changed: Any) -> Any:
-    """A model of transformers with weights far from its own start: norms and biases too."""
+    """Return a model with random weights, norms and biases, far from the initial weights of the library."""
     import transformers
 
     name, fields = FAMILIES[family]
@@ -115,6 +115,6 @@ def build(family: str, seed: int = 0, **changed: Any) -> Any:
 
 
 def save(model: Any, folder: Path, shard_bytes: int = 10**9) -> Path:
-    """Save as ``save_pretrained`` does; a small ``shard_bytes`` makes several files and an index."""
+    """Save a model with ``save_pretrained``. A small ``shard_bytes`` creates several files and an index."""
     model.save_pretrained(folder, max_shard_size=shard_bytes)
     return folder

@@ -24,17 +24,16 @@ EXPERTS = {"fsdp=4 ep=2": {"data_parallel_shard_degree": 4, "expert_parallel_deg
 
 
 def config_for(folder: Path, output: Path, mesh: str) -> Config:
-    found = recognise(folder)
+    hub_model = recognise(folder)
     config = tiny_config(
         job={"dump_folder": str(output)},
         parallelism={**MESHES, **EXPERTS}[mesh],
         training={"seq_len": 16},
         checkpoint={"enable": True, "initial_load_path": str(folder), "initial_load_in_hf": True},
     )
-    model = dataclasses.replace(
-        config.model, name=found.name, flavor=found.flavor, overrides=dataclasses.asdict(found.config)
-    )
-    model = dataclasses.replace(model, overrides={k: v for k, v in model.overrides.items() if k != "norm_type"})
+    overrides = dataclasses.asdict(hub_model.config)
+    overrides.pop("norm_type", None)
+    model = dataclasses.replace(config.model, name=hub_model.name, flavor=hub_model.flavor, overrides=overrides)
     return dataclasses.replace(config, model=model)
 
 

@@ -1,4 +1,4 @@
-"""Build the wheel and install it into a new environment, for tests of the package as users without a clone have it."""
+"""Build the wheel and install it into a new environment, for tests of the package without a clone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CLONE_VARIABLES = ("PYTHONPATH", "NGPU", "CONFIG_FILE", "LOG_RANK", "COMM_MODE",
 
 
 def environment_variables() -> dict[str, str]:
-    """This process's environment without the variables that lead to a clone or change how many ranks start."""
-    kept = {name: value for name, value in os.environ.items() if name not in CLONE_VARIABLES}
-    return {**kept, "OMP_NUM_THREADS": "1"}
+    """Return the environment without variables that refer to a clone or change the number of ranks."""
+    inherited = {name: value for name, value in os.environ.items() if name not in CLONE_VARIABLES}
+    return {**inherited, "OMP_NUM_THREADS": "1"}
 
 
 def run(*command: str | Path, cwd: Path, seconds: float = 120) -> str:
@@ -43,7 +43,7 @@ def run(*command: str | Path, cwd: Path, seconds: float = 120) -> str:
 def build(folder: Path, without: Sequence[str] = ()) -> Path:
     """Build the wheel from a copy of the sources, because a build leaves files next to them. Return its path.
 
-    ``without`` are folders of the package that the copy leaves out.
+    ``without`` are folders of the package to omit.
     """
     if not all(importlib.util.find_spec(name) for name in ("pip", "setuptools")):
         pytest.skip("building a wheel requires pip and setuptools")

@@ -1,6 +1,6 @@
-"""A real Kubernetes API server for tests: etcd and kube-apiserver as ordinary processes on free ports of the loopback.
+"""A real Kubernetes API server for tests: etcd and kube-apiserver as local processes on free loopback ports.
 
-There is no controller, no scheduler and no kubelet: objects are checked and kept, and no pod of them ever runs.
+There is no controller, scheduler or kubelet. The server validates and stores objects, but never runs a pod.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import kube_schemas
 import patience
 
 FOLDER = Path(os.environ.get("SHARDTRAIN_KUBE") or "/nonexistent")
-"""What .ci/kube_apiserver.sh has made."""
+"""Output folder of .ci/kube_apiserver.sh."""
 MODELS = FOLDER / "kubeflow-training" / "kubeflow" / "training" / "models"
 START_SECONDS = 240
-"""The first start fills an empty etcd: 30 s on an idle core."""
+"""The first start fills an empty etcd, which takes 30 s on an idle core."""
 USERS = {"admin": "system:masters", "someone": "people"}
 
 
 def missing() -> str:
-    """What this machine lacks for a real API server; empty where nothing does."""
+    """Return the reason why the API server cannot run on this machine, or an empty string."""
     if "SHARDTRAIN_KUBE" not in os.environ:
         return "no kube-apiserver: build one with .ci/kube_apiserver.sh FOLDER, and set SHARDTRAIN_KUBE=FOLDER"
     absent = [path for path in (FOLDER / "bin/etcd", FOLDER / "bin/kube-apiserver", MODELS) if not path.exists()]
@@ -37,24 +37,24 @@ def missing() -> str:
 
 @dataclass(frozen=True)
 class Server:
-    """A running API server, and the files by which its users are known."""
+    """A running API server, and the configuration files of its users."""
 
     folder: Path
     url: str
 
     def config(self, user: str = "admin") -> Path:
-        """A file for KUBECONFIG."""
+        """Return the path of a user's kubectl configuration."""
         return self.folder / f"{user}.json"
 
-    def kubectl(self, *words: str, text: str = "", user: str = "admin") -> subprocess.CompletedProcess[str]:
+    def kubectl(self, *arguments: str, text: str = "", user: str = "admin") -> subprocess.CompletedProcess[str]:
         names = {**os.environ, "KUBECONFIG": str(self.config(user)), "HOME": str(self.folder)}
-        command = ["kubectl", *words]
+        command = ["kubectl", *arguments]
         return subprocess.run(
             command, input=text, env=names, capture_output=True, text=True, timeout=patience.seconds(60), check=False
         )
 
-    def get(self, *words: str) -> dict:
-        done = self.kubectl("get", *words, "--output", "json")
+    def get(self, *arguments: str) -> dict:
+        done = self.kubectl("get", *arguments, "--output", "json")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -64,23 +64,23 @@ class Server:
         assert done.returncode == 0, done.stderr
 
     def define(self, *objects: dict) -> None:
-        """Create CustomResourceDefinitions, and wait until their kinds can be had."""
+        """Create CustomResourceDefinitions, and wait until their kinds are available."""
         self.create(*objects)
-        for one in objects:
-            name = one["metadata"]["name"]
+        for definition in objects:
+            name = definition["metadata"]["name"]
             _wait(lambda name=name: self.kubectl("get", name, "--all-namespaces").returncode == 0, 60, name)
 
 
 @contextmanager
 def server(folder: Path) -> Iterator[Server]:
-    """Start etcd and the API server, and define what the operators' jobs look like."""
+    """Run etcd and the API server with the job definitions of all operators for the duration of the block."""
     ports = _free_ports(3)
     etcd = f"http://127.0.0.1:{ports[0]}"
     subprocess.run(["openssl", "genrsa", "-out", str(folder / "key"), "2048"], check=True, capture_output=True)
     (folder / "tokens").write_text("".join(f'{user}-token,{user},{user},"{group}"\n' for user, group in USERS.items()))
-    found = Server(folder, f"https://127.0.0.1:{ports[2]}")
+    api_server = Server(folder, f"https://127.0.0.1:{ports[2]}")
     for user in USERS:
-        found.config(user).write_text(json.dumps(kubeconfig(found.url, f"{user}-token")))
+        api_server.config(user).write_text(json.dumps(kubeconfig(api_server.url, f"{user}-token")))
     commands = [
         [
             "etcd", "--data-dir", str(folder / "etcd"), "--listen-client-urls", etcd, "--advertise-client-urls", etcd,
@@ -92,36 +92,38 @@ def server(folder: Path) -> Iterator[Server]:
             "--token-auth-file", str(folder / "tokens"), "--authorization-mode=RBAC",
             "--service-account-issuer=https://127.0.0.1", "--service-account-key-file", str(folder / "key"),
             "--service-account-signing-key-file", str(folder / "key"), "--service-cluster-ip-range=10.0.0.0/24",
-            # no controller makes the default account of a namespace
+            # no controller creates the default account of a namespace
             "--disable-admission-plugins=ServiceAccount",
         ],
     ]  # fmt: skip
     daemons: list[subprocess.Popen] = []
     try:
-        for name, *words in commands:
+        for name, *arguments in commands:
+            program = [FOLDER / "bin" / name, *arguments]
             with (folder / f"{name}.log").open("w") as log:
-                daemons.append(subprocess.Popen([FOLDER / "bin" / name, *words], stdout=log, stderr=log, cwd=folder))
+                daemons.append(subprocess.Popen(program, stdout=log, stderr=log, cwd=folder))
 
         def is_ready() -> bool:
-            assert all(one.poll() is None for one in daemons), (folder / "kube-apiserver.log").read_text()[-2000:]
-            return found.kubectl("get", "--raw", "/readyz").returncode == 0
+            log_text = (folder / "kube-apiserver.log").read_text()
+            assert all(daemon.poll() is None for daemon in daemons), log_text[-2000:]
+            return api_server.kubectl("get", "--raw", "/readyz").returncode == 0
 
         _wait(is_ready, START_SECONDS, "the API server")
-        found.define(*kube_schemas.definitions(MODELS))
-        yield found
+        api_server.define(*kube_schemas.definitions(MODELS))
+        yield api_server
     finally:
-        for one in reversed(daemons):
-            one.terminate()
-        for one in daemons:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
             try:
-                one.wait(patience.seconds(20))
+                daemon.wait(patience.seconds(20))
             except subprocess.TimeoutExpired:
-                one.kill()
-                one.wait()
+                daemon.kill()
+                daemon.wait()
 
 
 def kubeconfig(url: str, token: str = "none", context: str = "test") -> dict:
-    """A configuration of kubectl with one cluster, whose certificate is its own."""
+    """Return a kubectl configuration with one cluster, which may have a self-signed certificate."""
     cluster = {"server": url} | ({"insecure-skip-tls-verify": True} if url.startswith("https") else {})
     return {
         "apiVersion": "v1",
@@ -134,10 +136,10 @@ def kubeconfig(url: str, token: str = "none", context: str = "test") -> dict:
 
 
 def _free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in servers]
+    for server in servers:
+        server.close()
     return ports
 
 

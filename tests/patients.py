@@ -1,4 +1,4 @@
-"""Ranks for the doctor to examine, and facts of ranks that never were: a healthy world to spoil in one place."""
+"""Ranks for the doctor to examine, and invented facts of healthy ranks, which tests change in one place."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def _examine(rank, size, folder, chosen, spoil, loaded_of, limit_seconds):
     network.BYTES = network.PAIR_BYTES = {"cpu": 2**18}
     store = dist.FileStore(f"{folder}/doctor-store", size)
     line = StoreChannel(store, rank, size, limit_seconds)
-    here = RankContext(loaded_of(rank), rank, size, rank, size, "cpu", limit_seconds, store, line)
+    context = RankContext(loaded_of(rank), rank, size, rank, size, "cpu", limit_seconds, store, line)
     if spoil and spoil(rank) == ABSENT:
         line.receive("end", END_SECONDS)
         return None
-    facts = doctor.examine(here, chosen)
+    facts = doctor.examine(context, chosen)
     if rank:
         line.receive("end", END_SECONDS)
         return None
-    reports = doctor.gather(here, facts, chosen)
+    reports = doctor.gather(context, facts, chosen)
     line.send("end", True)
     return reports
 
@@ -160,16 +160,16 @@ def healthy(num_hosts=2, ranks_per_host=2) -> Reports:
     facts = {}
     for rank in range(size):
         host = rank // ranks_per_host
-        own = copy.deepcopy(HEALTHY)
-        own["hosts"] |= {"hostname": f"host-{host}", "addresses": [f"10.0.0.{host + 1}"]}
-        own["devices"] |= {"uuid": f"GPU-{rank}"}
-        own["clock"]["moments"] = [1000.0 + number for number in range(4)]
-        own["storage"]["folders"] = {"checkpoint.folder": folder(range(size))}
-        own["network"]["collectives"] = [
+        facts_of_rank = copy.deepcopy(HEALTHY)
+        facts_of_rank["hosts"] |= {"hostname": f"host-{host}", "addresses": [f"10.0.0.{host + 1}"]}
+        facts_of_rank["devices"] |= {"uuid": f"GPU-{rank}"}
+        facts_of_rank["clock"]["moments"] = [1000.0 + number for number in range(4)]
+        facts_of_rank["storage"]["folders"] = {"checkpoint.folder": folder(range(size))}
+        facts_of_rank["network"]["collectives"] = [
             collective("all ranks", "all_reduce", 0, range(size), 80e9, latency=2e-5),
             collective("one host", "all_gather", host, range(host * 2, host * 2 + 2), 400e9),
         ]
-        facts[rank] = own
+        facts[rank] = facts_of_rank
     return Reports(size, facts)
 
 

@@ -1,4 +1,4 @@
-"""A port for a server that another process starts a moment later."""
+"""Find a free port for a server that another process starts later."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """A free port of the loopback address, below those that the system hands out by itself.
+    """Return a free port of the loopback address, below the range of ephemeral ports.
 
-    A port of the system's own choice may be the client's end of another test's connection by the time it is used.
+    An ephemeral port may become the client port of another connection before the server uses it.
     """
     first = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else 32768
     chooser = random.SystemRandom()

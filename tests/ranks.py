@@ -1,7 +1,7 @@
-"""Run a function on n forked ranks joined by gloo on loopback: a four-rank law costs about a second.
+"""Run a function on forked ranks with a gloo process group on loopback. A test with four ranks takes about a second.
 
-Forking shares the parent's imports, where spawning pays them again. Every wait has a limit, and no port is fixed: the
-ranks meet through a file.
+Forked ranks share the parent's imports, while spawned ones would import everything again. Every wait has a timeout. The
+rendezvous uses a file instead of a fixed port.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TIMEOUT_SECONDS = 300
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """The results of ``function(rank, *arguments)`` on each rank, in order; raises AssertionError if a rank fails."""
+    """Return the results of ``function(rank, *arguments)`` of all ranks. Raise AssertionError if a rank fails."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
@@ -59,11 +59,11 @@ def _receive(rank: int, receiver: Any) -> tuple[bool, Any]:
 
 
 def _results(answers: list[tuple[bool, Any]]) -> list[Any]:
-    """What the ranks gave, or the failure that came first: a rank that lost a peer is not the cause."""
+    """Return the results, or raise the failure that is the cause: a rank that lost its peer is not."""
     failures = [(rank, text) for rank, (ok, text) in enumerate(answers) if not ok]
     if failures:
         lost = ("gloo/transport", "PeerError")
-        rank, text = min(failures, key=lambda failure: any(word in failure[1] for word in lost))
+        rank, text = min(failures, key=lambda failure: any(text in failure[1] for text in lost))
         raise AssertionError(f"rank {rank} failed:\n{text}")
     return [value for _, value in answers]
 
@@ -76,12 +76,12 @@ def _rank(rank: int, num_ranks: int, folder: str, sender: Any, function: Callabl
         store = dist.FileStore(f"{folder}/store", num_ranks)
         timeout = timedelta(seconds=patience.seconds(TIMEOUT_SECONDS))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
-        dist.barrier()  # a rank that ends before another has connected to it would be taken for a crash
-        # plain bytes: PyTorch's own pickler would pass file descriptors of a process that is about to end
+        dist.barrier()  # if a rank ends before another has connected to it, the other reports a crash
+        # send plain bytes, because PyTorch's pickler would pass file descriptors of a process that is about to exit
         sender.send_bytes(pickle.dumps((True, function(rank, *arguments))))
         dist.destroy_process_group()
     except BaseException:
         sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         sender.close()
-        os._exit(0)  # skip the parent's exit handlers, which are not this process's to run
+        os._exit(0)  # skip the exit handlers inherited from the parent

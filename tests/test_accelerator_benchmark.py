@@ -1,4 +1,4 @@
-"""Laws of benchmarks/accelerator.py: what is to be run where there is a GPU runs on a CPU, with tiny models."""
+"""benchmarks/accelerator.py, which is for GPUs, also runs on a CPU with tiny models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "accelerator.py"
 
 
 @pytest.mark.parametrize("part", cases(["memory"], nightly=["capabilities", "waits", "numbers", "speed", "experts"]))
-def test_each_part_gives_rows(part):
+def test_each_part_prints_rows(part):
     command = [sys.executable, str(BENCHMARK), "--part", part, "--device", "cpu", "--tiny"]
     done = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(120))
     assert done.returncode == 0, done.stderr
@@ -27,19 +27,19 @@ def test_each_part_gives_rows(part):
         for name, value in row.items():
             assert not isinstance(value, float) or math.isfinite(value), (name, row)
         if part == "numbers":
-            assert row["loss_difference"] == row["grad_norm_difference"] == 0.0  # a CPU and itself
+            assert row["loss_difference"] == row["grad_norm_difference"] == 0.0  # compares a CPU with itself
 
 
 @pytest.mark.nightly(
-    "the parts in new interpreters", by="tests/test_accelerator_benchmark.py::test_each_part_gives_rows"
+    "the parts in new interpreters", by="tests/test_accelerator_benchmark.py::test_each_part_prints_rows"
 )
-def test_rows_are_kept_and_a_part_that_fails_says_why(tmp_path):
+def test_rows_are_stored_and_an_unknown_part_is_reported(tmp_path):
     command = [sys.executable, str(BENCHMARK), "--device", "cpu", "--tiny", "--results", str(tmp_path)]
     done = forked.run(
         [*command, "--only", "capabilities"], capture_output=True, text=True, timeout=patience.seconds(120)
     )
     assert done.returncode == 0, done.stderr
-    kept = [json.loads(line) for line in (tmp_path / "accelerator-cpu.jsonl").read_text().splitlines()]
-    assert [row["part"] for row in kept] == ["capabilities"]
+    rows = [json.loads(line) for line in (tmp_path / "accelerator-cpu.jsonl").read_text().splitlines()]
+    assert [row["part"] for row in rows] == ["capabilities"]
     wrong = forked.run([*command, "--only", "sped"], capture_output=True, text=True, timeout=patience.seconds(60))
     assert wrong.returncode == 2 and "capabilities" in wrong.stderr

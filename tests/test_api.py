@@ -1,4 +1,4 @@
-"""The Python face computes what the verbs compute, and leaves the process as it was."""
+"""The Python API computes the same results as the verbs, and restores the state of the process."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def words(given: dict[str, Any]) -> list[str]:
-    return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in given.items()]
+def flags(values: dict[str, Any]) -> list[str]:
+    """Return options as flags of the command line."""
+    texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in values.items()}
+    return [f"--{name}={text}" for name, text in texts.items()]
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -53,7 +55,8 @@ def losses(folder: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
-def surroundings() -> tuple[Any, ...]:
+def process_state() -> tuple[Any, ...]:
+    """Return the state of the process that a trainer must restore."""
     logger = logging.getLogger("shardtrain")
     cudnn = torch.backends.cudnn
     switches = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
@@ -61,7 +64,7 @@ def surroundings() -> tuple[Any, ...]:
     return dict(os.environ), log, sys.excepthook, torch.get_default_dtype(), switches
 
 
-def test_the_package_is_imported_without_torch_and_says_what_it_has() -> None:
+def test_package_is_imported_without_torch_and_lists_its_names() -> None:
     code = "import sys, shardtrain; print('torch' in sys.modules, 'numpy' in sys.modules, sorted(shardtrain.__all__))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.startswith("False False ['StepResult', 'Trainer', 'evaluate', 'generate', 'load_config'"), done
@@ -70,25 +73,25 @@ def test_the_package_is_imported_without_torch_and_says_what_it_has() -> None:
         _ = shardtrain.trainer_  # type: ignore[attr-defined]
 
 
-def test_steps_by_hand_are_those_of_the_command_line_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shardtrain", "train", "debug", *words(options(tmp_path / "cli")), "--nproc", "1"]
+def test_single_steps_equal_the_command_line_and_restore_the_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardtrain", "train", "debug", *flags(options(tmp_path / "cli")), "--nproc", "1"]
     done = forked.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     expected = losses(tmp_path / "cli")
-    before = surroundings()
+    before = process_state()
     with shardtrain.Trainer("debug", options(tmp_path / "hand")) as trainer:
-        found = []
+        results = []
         while (result := trainer.step()) is not None:
-            found.append(result)
+            results.append(result)
         assert trainer.state.step == 4
-    assert {result.step: result.loss for result in found} == expected
+    assert {result.step: result.loss for result in results} == expected
     assert (tmp_path / "hand" / "checkpoint" / "step-4" / "manifest.json").exists()
-    assert surroundings() == before
+    assert process_state() == before
     with pytest.raises(ShardtrainError, match="closed"):
         trainer.step()
 
 
-def test_a_run_continues_in_the_same_process_with_the_bits_of_one_that_never_ended(tmp_path: Path) -> None:
+def test_run_resumes_bitwise_in_the_same_process(tmp_path: Path) -> None:
     straight = shardtrain.Trainer("debug", options(tmp_path / "straight")).train()
     with shardtrain.Trainer("debug", options(tmp_path / "parts")) as trainer:
         first = [trainer.step(), trainer.step()]
@@ -100,7 +103,7 @@ def test_a_run_continues_in_the_same_process_with_the_bits_of_one_that_never_end
     assert json.loads((tmp_path / "parts" / "exit.json").read_text())["code"] == 0
 
 
-def test_a_model_generates_and_is_evaluated_as_by_the_verbs(tmp_path: Path, capsys) -> None:
+def test_generate_and_evaluate_equal_the_verbs(tmp_path: Path, capsys) -> None:
     shardtrain.Trainer("debug", options(tmp_path / "run")).train()
     model = shardtrain.load_model(tmp_path / "run")
     assert re.fullmatch(r"OpenedModel\(llama3, .*step-4, float32 on cpu\)", repr(model))
@@ -111,13 +114,13 @@ def test_a_model_generates_and_is_evaluated_as_by_the_verbs(tmp_path: Path, caps
         assert capsys.readouterr().out == text + "\n"
     data = tmp_path / "held_out.txt"
     data.write_text("mesh shard gather reduce\n" * 20)
-    found = shardtrain.evaluate(model, data, seq_len=16)
-    asked = ["evaluate", "--from", str(tmp_path / "run"), "--data", f"held={data}", "--seq_len", "16"]
-    assert cli.main(asked) == 0
-    assert json.loads(capsys.readouterr().out)["sets"]["held"] == found
+    evaluation = shardtrain.evaluate(model, data, seq_len=16)
+    arguments = ["evaluate", "--from", str(tmp_path / "run"), "--data", f"held_out={data}", "--seq_len", "16"]
+    assert cli.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["sets"]["held_out"] == evaluation
 
 
-def test_a_run_that_was_stepped_by_hand_opens_as_a_model(tmp_path: Path) -> None:
+def test_run_of_single_steps_opens_as_a_model(tmp_path: Path) -> None:
     with shardtrain.Trainer("debug", options(tmp_path / "run", **{"training.steps": 2})) as trainer:
         while trainer.step() is not None:
             pass
@@ -125,7 +128,7 @@ def test_a_run_that_was_stepped_by_hand_opens_as_a_model(tmp_path: Path) -> None
     assert isinstance(text, str)
 
 
-def test_what_the_user_sets_while_a_trainer_is_open_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_changes_of_the_user_persist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHANGED_BY_THE_USER", "before")
     monkeypatch.delenv("SET_BY_THE_USER", raising=False)
     names = set(os.environ)
@@ -137,29 +140,28 @@ def test_what_the_user_sets_while_a_trainer_is_open_stays(tmp_path: Path, monkey
     assert set(os.environ) - names == {"SET_BY_THE_USER"}
 
 
-def test_a_type_checker_knows_the_names(tmp_path: Path) -> None:
+def test_type_checker_knows_the_names(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(
         "import shardtrain\n"
         "reveal_type(shardtrain.Trainer('debug').step())\n"
         "reveal_type(shardtrain.generate(shardtrain.load_model('run'), 'x'))\n"
     )
     done = subprocess.run(
-        # without the libraries' own types: reading those of PyTorch takes six times as long
+        # without the types of libraries, because reading those of PyTorch takes six times longer
         [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "--no-site-packages",
          "--ignore-missing-imports", "user.py"],
         cwd=tmp_path, env={**os.environ, "MYPYPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
-    found = re.findall(r'Revealed type is "(.*?)"', done.stdout)
-    assert found == ["shardtrain.api.StepResult | None", "list[str]"] or found == [
-        "Union[shardtrain.api.StepResult, None]", "builtins.list[builtins.str]"
-    ], done.stdout  # fmt: skip
+    revealed = re.findall(r'Revealed type is "(.*?)"', done.stdout)
+    old_style = ["Union[shardtrain.api.StepResult, None]", "builtins.list[builtins.str]"]
+    assert revealed in (["shardtrain.api.StepResult | None", "list[str]"], old_style), done.stdout
 
 
 @pytest.mark.nightly(
     "from Python",
     by="tests/tools/verify/test_verify.py::test_clean_runs_give_no_alarm",
 )
-def test_verify_gives_a_result_per_mesh(tmp_path: Path) -> None:
+def test_verify_returns_a_result_per_mesh(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[model]\nname = "llama3"\nflavor = "debugmodel"\n')
     (result,) = shardtrain.verify(path, meshes=["tp=2"], steps=1)
@@ -168,8 +170,8 @@ def test_verify_gives_a_result_per_mesh(tmp_path: Path) -> None:
         shardtrain.verify(path, meshes=["tp=3"])
 
 
-def test_wrong_input_is_an_error_of_one_line_and_leaves_the_process_as_it_was(tmp_path: Path) -> None:
-    before = surroundings()
+def test_wrong_input_is_a_one_line_error_and_does_not_change_the_process(tmp_path: Path) -> None:
+    before = process_state()
     with pytest.raises(ConfigError, match=r"training.stepz.* did you mean training.steps\?"):
         shardtrain.load_config(None, {"training.stepz": 3})
     with pytest.raises(ConfigError, match=r"nope.toml.* does not exist"):
@@ -180,15 +182,15 @@ def test_wrong_input_is_an_error_of_one_line_and_leaves_the_process_as_it_was(tm
         shardtrain.Trainer(shardtrain.load_config(), {"training.steps": 3})
     with pytest.raises((ConfigError, CheckpointError), match='path=".*none" does not exist'):
         shardtrain.load_model(tmp_path / "none")
-    assert surroundings() == before
+    assert process_state() == before
 
 
 def blocks(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
 
 
-@pytest.mark.nightly("from top to bottom")
-def test_the_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
+@pytest.mark.nightly("runs all examples of a page")
+def test_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
     parts = blocks((ROOT / "docs" / "python.md").read_text(encoding="utf-8"))
     assert len(parts) >= 4
     (tmp_path / "all.py").write_text("\n".join(parts))

@@ -1,4 +1,4 @@
-"""The page that a newcomer reads first names files that exist."""
+"""The architecture page names existing files, and lists every import between rooms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_path_in_the_text_exists() -> None:
     assert not missing
 
 
-def test_the_table_of_changes_names_files_and_tests_that_exist() -> None:
+def test_table_of_changes_names_existing_files_and_tests() -> None:
     table = PAGE.partition("\n## To change one thing\n")[2].partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 15

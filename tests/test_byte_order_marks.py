@@ -1,4 +1,4 @@
-"""Files of others that begin with a UTF-8 byte order mark, as some editors on Windows write it, read as without it."""
+"""A UTF-8 byte order mark, which some Windows editors write at the start of a file, is ignored in all file formats."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def some_ids(file: Path) -> list[int]:
     return [int(number) for number in open_tokenizer(str(file)).encode("def main(): pass")]
 
 
-# name of the file, its text, and what reads it
+# each file: its name, text and reader
 FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "run.toml": ("[training]\nsteps = 5\n", lambda file: config.load(file).config),
     "devices.toml": (DEVICE, lambda file: hardware.find(str(file))),
@@ -92,9 +92,9 @@ FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
 @pytest.mark.parametrize("name", FILES)
 def test_a_byte_order_mark_changes_nothing(name: str, tmp_path: Path) -> None:
     text, read = FILES[name]
-    found = []
+    results = []
     for mark in (b"", codecs.BOM_UTF8):
         file = tmp_path / name
         file.write_bytes(mark + text.encode())
-        found.append(read(file))
-    assert found[0] == found[1] and found[0]
+        results.append(read(file))
+    assert results[0] == results[1] and results[0]

@@ -1,4 +1,4 @@
-"""Laws of the recipes of images: no root, no secret, one installed copy, signals that arrive, files that exist."""
+"""Container recipes: no root, no secrets, one installed copy, working signals, existing files."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ RECIPES = [*DOCKERFILES, FOLDER / "apptainer.def"]
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """Instructions of a Dockerfile with their lines joined."""
+    """Return the instructions of a Dockerfile, with continuation lines joined."""
     text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE))
     return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
 
 
 def last_stage(path: Path) -> list[tuple[str, str]]:
-    found = instructions(path)
-    return found[max(number for number, (name, _) in enumerate(found) if name == "FROM") :]
+    lines = instructions(path)
+    last_from = max(number for number, (name, _) in enumerate(lines) if name == "FROM")
+    return lines[last_from:]
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_the_image_runs_as_no_root_and_its_command_gets_the_signals(path):
+def test_image_runs_as_non_root_and_its_command_receives_signals(path):
     stage = last_stage(path)
     users = [value for name, value in stage if name == "USER"]
     assert users and users[-1] not in ("0", "root")
     (entry,) = [value for name, value in stage if name == "ENTRYPOINT"]
-    assert json.loads(entry) == ["shardtrain"], "a shell would keep the signals to itself"
+    assert json.loads(entry) == ["shardtrain"], "a shell would not forward signals"
     (command,) = [value for name, value in stage if name == "CMD"]
-    assert json.loads(command) == ["train"], "a file here would beat the CONFIG_FILE of a job"
+    assert json.loads(command) == ["train"], "a file here would override the CONFIG_FILE of a job"
     (default,) = [re.search(r"CONFIG_FILE=(\S+)", value) for name, value in stage if name == "ENV"]
     assert default and (ROOT / default[1]).is_file()
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_the_image_holds_one_copy_of_the_package(path):
+def test_image_has_one_copy_of_the_package(path):
     copies = [value for name, value in last_stage(path) if name == "COPY"]
     assert not [value for value in copies if value.split()[0] == "shardtrain"], "a second copy would hide the first"
     sources = [value for name, value in instructions(path) if name == "COPY" and "--from" not in value]
-    for source in (word for value in sources for word in value.split()[:-1]):
+    for source in (argument for value in sources for argument in value.split()[:-1]):
         assert (ROOT / source).exists()
         assert f"!{source}" in path.with_name(f"{path.name}.dockerignore").read_text().split()
 
@@ -54,17 +55,16 @@ def test_versions_are_pinned_and_no_secret_is_named(path):
     bases = re.findall(r"^(?:FROM (?!\$\{BASE\})|From: |ARG BASE=)(\S+)", text, re.MULTILINE)
     assert bases and all(re.fullmatch(r"[a-z./]+:\d[\w.-]+", base) for base in bases), "a base without a version"
     assert not re.search(r"TOKEN|API_KEY|PASSWORD|SECRET", text)
-    assert set(re.findall(r"^ARG (\w+)=", text, re.MULTILINE)) <= {"BASE", "TORCH_INDEX"}, (
-        "an argument stays in the image"
-    )
+    build_arguments = set(re.findall(r"^ARG (\w+)=", text, re.MULTILINE))
+    assert build_arguments <= {"BASE", "TORCH_INDEX"}, "build arguments are stored in the image"
     assert len(re.findall(r"^ARG ", text, re.MULTILINE)) == len(re.findall(r"^ARG \w+=\S+$", text, re.MULTILINE))
     assert not re.search(r"\bADD\b|curl|wget|sudo|latest|--privileged", text)
     installs = [line for line in re.sub(r"\\\n", " ", text).splitlines() if "pip install" in line]
     assert installs and all("--no-cache-dir" in line for line in installs)
-    assert all("--constraint" in line or "^torch==" in line for line in installs), "a version that nobody tested"
+    assert all("--constraint" in line or "^torch==" in line for line in installs), "an untested version"
 
 
-def test_apptainer_copies_files_that_exist_and_ends_in_exec():
+def test_apptainer_copies_existing_files_and_ends_with_exec():
     text = (FOLDER / "apptainer.def").read_text()
     block = re.search(r"^%files\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
     assert block is not None

@@ -40,8 +40,8 @@ def without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", shardtrain.__all__)
 def test_a_name_of_the_python_api_reports_what_is_not_installed(name: str, without_tools: None) -> None:
-    words = f"shardtrain.{name} needs shardtrain.tools, which is not installed; install the complete package"
-    with pytest.raises(ImportError, match=words) as raised:
+    message = f"shardtrain.{name} needs shardtrain.tools, which is not installed; install the complete package"
+    with pytest.raises(ImportError, match=message) as raised:
         getattr(shardtrain, name)
     assert "\n" not in str(raised.value) and raised.value.__suppress_context__
 
@@ -61,13 +61,13 @@ def test_the_core_trains_and_names_what_is_missing(tmp_path: Path) -> None:
         options = (*SMALL.split(), f"--nproc={ranks}", f"--job.dump_folder=outputs-{ranks}")
         installed_wheel.run(programs / "shardtrain", "train", "debug", *options, cwd=tmp_path)
         assert (tmp_path / f"outputs-{ranks}/metrics.jsonl").stat().st_size
-    for words, part in (
+    for message, part in (
         (("verify", "debug"), "shardtrain.tools"),
         (("launch", "slurm", "debug"), "shardtrain.launch.platforms"),
         (("config", "migrate", "x.json"), "shardtrain.compat"),
     ):
         done = subprocess.run(
-            [programs / "shardtrain", *words],
+            [programs / "shardtrain", *message],
             cwd=tmp_path,
             env=installed_wheel.environment_variables(),
             capture_output=True,

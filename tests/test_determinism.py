@@ -1,7 +1,8 @@
-"""Seeds decide everything that is random, and nothing else does."""
+"""Only the seed determines random numbers."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def config(seed: int = 42, num_ranks: int = 2, folder: str = ".", deterministic:
 
 
 def drawn_by_each_step(rank: int, config: Config) -> list[tuple[float, float, float]]:
-    """One number of each generator after the seeding of three steps."""
+    """Return one number of each generator in each of three steps, after the generators were seeded for the step."""
     run, numbers = make_run(rank, config), []
     original = run.runner.forward_backward
 
@@ -47,63 +48,64 @@ def twice(rank: int, root: Path) -> dict[str, Ended]:
 
 
 def of_seeds(rank: int, num_ranks: int) -> dict[str, object]:
-    found: dict[str, object] = {seed: train_steps(rank, config(seed, num_ranks), 2) for seed in LARGE_SEEDS}
-    found["other"] = train_steps(rank, config(7, num_ranks), 1)
-    found["draws"] = drawn_by_each_step(rank, config(num_ranks=num_ranks))
+    results: dict[str, object] = {seed: train_steps(rank, config(seed, num_ranks), 2) for seed in LARGE_SEEDS}
+    results["other"] = train_steps(rank, config(7, num_ranks), 1)
+    results["draws"] = drawn_by_each_step(rank, config(num_ranks=num_ranks))
     if num_ranks == 2:
         tensor = shallow_config(training={"local_batch_size": 8}, parallelism={"tensor_parallel_degree": 2})
-        found["tensor draws"] = drawn_by_each_step(rank, tensor)
-        found["initial"] = whole(make_run(rank, config()))
-    return found
+        results["tensor draws"] = drawn_by_each_step(rank, tensor)
+        results["initial"] = whole(make_run(rank, config()))
+    return results
 
 
 @pytest.fixture(scope="module")
 def seeds() -> list[dict[str, object]]:
-    """What one process found, and each of two ranks."""
+    """Results of one process, and of each of two ranks."""
     return run_ranks(1, of_seeds, 1) + run_ranks(2, of_seeds, 2)
 
 
-def test_two_runs_are_equal_to_the_bit(tmp_path: Path) -> None:
+def test_two_runs_are_bitwise_equal(tmp_path: Path) -> None:
     first, again = run_ranks(2, twice, tmp_path), run_ranks(2, twice, tmp_path)
-    for mine, theirs in ((first[0]["one"], first[0]["two"]), (first[1]["one"], again[1]["one"])):
-        assert mine.losses == theirs.losses and mine.grad_norms == theirs.grad_norms
-        assert_bitwise(mine.weights, theirs.weights)
-        assert_bitwise(mine.optimizer, theirs.optimizer)
+    for a, b in ((first[0]["one"], first[0]["two"]), (first[1]["one"], again[1]["one"])):
+        assert a.losses == b.losses and a.grad_norms == b.grad_norms
+        assert_bitwise(a.weights, b.weights)
+        assert_bitwise(a.optimizer, b.optimizer)
 
 
 @pytest.mark.parametrize("seed", LARGE_SEEDS)
 @pytest.mark.nightly(
     "large seeds",
-    by="tests/test_determinism.py::test_two_runs_are_equal_to_the_bit",
+    by="tests/test_determinism.py::test_two_runs_are_bitwise_equal",
 )
 def test_seeds_above_two_to_the_63_work_on_any_number_of_ranks(seeds, seed: int) -> None:
-    one, first, second = (found[seed] for found in seeds)
-    assert_same_numbers(first, one)
-    assert_same_numbers(second, one)
-    assert all(torch.isfinite(weight).all() for weight in one.final.values())
+    one_process, first, second = (results[seed] for results in seeds)
+    assert_same_numbers(first, one_process)
+    assert_same_numbers(second, one_process)
+    assert all(torch.isfinite(weight).all() for weight in one_process.final.values())
 
 
-def test_large_seeds_are_read_from_the_command_line() -> None:
+def test_large_seeds_are_accepted_on_the_command_line() -> None:
     assert configs.load(None, ["--debug.seed", str(2**64 - 1)]).config.debug.seed == 2**64 - 1
 
 
-def test_other_seeds_give_other_weights_and_another_order(seeds) -> None:
+def test_different_seeds_have_different_weights_and_order(seeds) -> None:
     results = [seeds[0][name] for name in (*LARGE_SEEDS, "other")]
-    for i, mine in enumerate(results):
-        for theirs in results[:i]:
-            assert mine.sample_ids[0] != theirs.sample_ids[0]
-            for name, weight in mine.initial.items():
-                assert "norm" in name or not torch.equal(weight, theirs.initial[name]), name
+    for a, b in itertools.combinations(results, 2):
+        assert a.sample_ids[0] != b.sample_ids[0]
+        for name, weight in a.initial.items():
+            assert "norm" in name or not torch.equal(weight, b.initial[name]), name
 
 
-def test_steps_data_ranks_and_tensor_peers_draw_other_numbers(seeds) -> None:
+def test_steps_data_ranks_and_tensor_peers_draw_different_numbers(seeds) -> None:
     _, first, second = seeds
     assert len({*first["draws"], *second["draws"]}) == 6
-    assert not set(first["tensor draws"]) & set(second["tensor draws"])  # they hold other tokens, heads and features
-    assert seeds[0]["draws"] == first["draws"]  # a rank's numbers depend on its place, not on the size of the mesh
+    assert not set(first["tensor draws"]) & set(second["tensor draws"])  # they have different heads and features
+    assert (
+        seeds[0]["draws"] == first["draws"]
+    )  # numbers depend on the coordinates of a rank, not on the size of the mesh
 
 
-def test_initial_weights_do_not_depend_on_anything_drawn_before(seeds) -> None:
+def test_initial_weights_do_not_depend_on_earlier_random_numbers(seeds) -> None:
     _, first, second = seeds
     assert_bitwise(first["initial"], second["initial"])
     assert_bitwise(first["initial"], run_ranks(2, initial_after_noise)[0])

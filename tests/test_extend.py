@@ -1,4 +1,4 @@
-"""The files of docs/extend.md are whole: together they train, and the platform shows what it would submit."""
+"""The files of docs/extend.md are complete: they train together, and the platform prints its submission."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import patience
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_files_of_the_page_train_together_and_are_launched(tmp_path: Path) -> None:
+def test_files_of_the_page_train_together_and_launch(tmp_path: Path) -> None:
     blocks = re.findall(r"^```(?:python|toml)\n# (\S+)\n(.*?)^```", (ROOT / "docs/extend.md").read_text(), re.M | re.S)
     assert len(blocks) == 9
     for name, text in blocks:
         (tmp_path / name).write_text(text)
 
-    def run(*words: str) -> str:
+    def run(*arguments: str) -> str:
         done = forked.run(
-            [sys.executable, "-m", "shardtrain", *words],
+            [sys.executable, "-m", "shardtrain", *arguments],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             capture_output=True,

@@ -1,4 +1,4 @@
-"""Laws of the layout: globs stop at dots, and each broken promise is reported once, by name."""
+"""Layout: globs stop at dots, and each broken promise is reported once, by name."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def changed(**fields) -> Layout:
         ("layers.11.attn", "layers.[!0].attn", False),
     ],
 )
-def test_a_star_stops_at_a_dot(path: str, pattern: str, fits: bool) -> None:
+def test_star_stops_at_a_dot(path: str, pattern: str, fits: bool) -> None:
     assert matches(path, pattern) is fits
 
 
-def test_within_a_part_a_pattern_means_what_fnmatch_says() -> None:
-    """All globs of up to four of these letters, on names of up to two: sets, their opposites, ranges, and no sets."""
+def test_patterns_within_a_part_match_like_fnmatch() -> None:
+    """Test all globs of up to four of these characters, including sets and ranges, on names of up to two letters."""
     names = ["".join(letters) for count in range(3) for letters in itertools.product("ab]!-", repeat=count)]
     for count in range(1, 5):
         for letters in itertools.product("[]!a-*", repeat=count):
@@ -75,18 +75,18 @@ def test_within_a_part_a_pattern_means_what_fnmatch_says() -> None:
                 assert matches(f"x.{name}", f"x.{pattern}") is fnmatch.fnmatchcase(name, pattern), (name, pattern)
 
 
-def test_style_of_a_path_comes_from_the_rule_that_matches_it() -> None:
+def test_style_of_a_path_is_that_of_the_matching_rule() -> None:
     assert style_of(GOOD, "layers.0.attn.wk") == "colwise"
     assert style_of(GOOD, "layers.0.attn") == "gather"
     assert style_of(GOOD, "layers.0.attn.core") is None
     assert style_of(GOOD, "") is None
 
 
-def test_a_layout_that_fits_has_no_problem() -> None:
+def test_valid_layout_has_no_problem() -> None:
     assert check(GOOD, MODULES, PARAMETERS) == []
 
 
-def test_generators_of_names_will_do() -> None:
+def test_generators_of_names_are_accepted() -> None:
     assert check(GOOD, iter(MODULES), iter(PARAMETERS)) == []
 
 
@@ -102,7 +102,7 @@ def test_generators_of_names_will_do() -> None:
         (changed(expert="layers.*.moe"), ["LAYOUT.expert", "names no module"]),
     ],
 )
-def test_each_broken_promise_is_reported_alone(layout: Layout, parts: list[str]) -> None:
+def test_each_broken_promise_is_reported_once(layout: Layout, parts: list[str]) -> None:
     problems = check(layout, MODULES, PARAMETERS)
     assert len(problems) == 1
     assert all(part in problems[0] for part in parts), problems
@@ -127,27 +127,27 @@ def test_a_parameter_of_the_model_itself_needs_a_rule_too() -> None:
     ],
 )
 def test_advice_for_a_parameter_without_a_rule_depends_on_its_module(parameter: str, advice: str) -> None:
-    """A word for a block would apply to all modules in it, so a bare parameter of a block moves into a child."""
+    """A style for a block would apply to all modules in it, so a parameter of a block must move into a child."""
     (problem,) = check(GOOD, [*MODULES, "layers.0.extra"], [*PARAMETERS, parameter])
     assert advice in problem
 
 
-def test_a_parameter_that_two_rules_name_is_reported() -> None:
+def test_parameter_with_two_rules_is_reported() -> None:
     twice = changed(tensor={**GOOD.tensor, "layers.*.attn.w?": "colwise"})
     problems = check(twice, MODULES, PARAMETERS)
     assert len(problems) == 3  # wq, wk and wo
     assert all("matches 2 rules" in problem and "'layers.*.attn.w?'" in problem for problem in problems)
 
 
-def test_a_gathering_module_may_hold_no_parameter() -> None:
+def test_gathering_module_with_a_parameter_is_reported() -> None:
     (problem,) = check(GOOD, MODULES, [*PARAMETERS, "layers.0.attn.bias"])
     assert "layers.0.attn.bias" in problem and "'gather'" in problem
 
 
-def test_several_problems_are_reported_at_once() -> None:
+def test_several_problems_are_reported_together() -> None:
     assert len(check(changed(layers="blocks", context="x", first=("y",)), MODULES, PARAMETERS)) == 3
 
 
-def test_every_word_says_what_it_does() -> None:
+def test_every_style_is_described() -> None:
     assert {"embed", "sequence", "gather", "colwise", "rowwise", "head"} <= set(TENSOR_STYLES)
     assert all(len(meaning) > 20 for meaning in TENSOR_STYLES.values())

@@ -1,4 +1,4 @@
-"""The pictures of the documentation are made by scripts that work: a terminal is drawn as it was."""
+"""The scripts that draw the pictures of the documentation work, and the pictures are current."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module
     sys.path.insert(0, str(ROOT / "docs"))  # they share docs/svg.py
     try:
         spec.loader.exec_module(module)
@@ -39,23 +39,25 @@ def rows(svg: str) -> list[str]:
     return ["".join(text.itertext()) for text in xml.etree.ElementTree.fromstring(svg) if text.tag.endswith("}text")]
 
 
-def test_a_command_is_recorded_replayed_and_drawn(tmp_path: Path) -> None:
+def test_command_is_recorded_replayed_and_drawn(tmp_path: Path) -> None:
     program = "import sys; print('a <b> & c'); print('\\x1b[32mgreen\\x1b[0m', sys.stdout.isatty())"
     output, recording = tmp_path / "one.svg", tmp_path / "one.cast"
-    words = [sys.executable, "docs/cast.py", "-o", str(output)]
+    cast_command = [sys.executable, "docs/cast.py", "-o", str(output)]
     command = ["--columns", "40", "--record", str(recording), "--title", "program", "--", sys.executable, "-c", program]
     limit = patience.seconds(60)
-    subprocess.run([*words, *command], cwd=ROOT, check=True, capture_output=True, timeout=limit)
+    subprocess.run([*cast_command, *command], cwd=ROOT, check=True, capture_output=True, timeout=limit)
     drawn = output.read_text()
-    assert rows(drawn) == ["$program", "a <b> & c", "greenTrue"]  # spans have places of their own
+    assert rows(drawn) == ["$program", "a <b> & c", "greenTrue"]  # spans have separate positions
     assert f'fill="{cast.COLORS[32]}">green<' in drawn
     head, *events = map(json.loads, recording.read_text().splitlines())
     assert head["version"] == 2 and head["width"] == 40 and all(kind == "o" for _, kind, _ in events)
-    subprocess.run([*words, "--replay", str(recording)], cwd=ROOT, check=True, capture_output=True, timeout=limit)
+    subprocess.run(
+        [*cast_command, "--replay", str(recording)], cwd=ROOT, check=True, capture_output=True, timeout=limit
+    )
     assert rows(output.read_text()) == rows(drawn)
 
 
-def test_lines_that_were_drawn_again_are_shown_as_they_were_at_the_end() -> None:
+def test_redrawn_lines_have_their_final_content() -> None:
     events = [
         (0.0, "header\r\n"),
         (1.0, "bar 1"),
@@ -67,12 +69,12 @@ def test_lines_that_were_drawn_again_are_shown_as_they_were_at_the_end() -> None
     assert rows(wide)[1:] == ["12345", "67"]
 
 
-def test_of_a_long_output_the_rows_that_are_named_are_drawn() -> None:
+def test_selected_rows_of_a_long_output_are_drawn() -> None:
     events = [(float(number), f"line{number}\r\n") for number in range(100)]
     assert rows(cast.draw("x", 20, events, "0:2 98:")) == ["$x", "line0", "line1", "...", "line98", "line99"]
 
 
-def test_the_picture_of_the_readme_is_one_of_a_run() -> None:
+def test_picture_of_the_readme_shows_a_run() -> None:
     drawn = (ROOT / "docs/first_run.svg").read_text()
     shown = rows(drawn)
     assert shown[0] == "$shardtrain train debug" and any(row.startswith("next:") for row in shown)
@@ -80,41 +82,42 @@ def test_the_picture_of_the_readme_is_one_of_a_run() -> None:
     assert not re.search(r"<script|href|url\(|@import", drawn) and len(drawn) < 50_000
 
 
-def words(svg: str) -> list[str]:
-    """Of a drawing what is written in it."""
+def texts(svg: str) -> list[str]:
+    """Return the texts in a drawing."""
     return [text.text or "" for text in xml.etree.ElementTree.fromstring(svg).iter() if text.tag.endswith("}text")]
 
 
 @pytest.mark.parametrize("module", [drawings, plots], ids=["drawings", "plots"])
-def test_what_the_pages_show_is_what_the_scripts_draw(module: ModuleType) -> None:
-    """Concepts are drawn of the program's own order of axes, schedules and data; plots of benchmarks/results."""
+def test_pictures_of_pages_are_current(module: ModuleType) -> None:
+    """Drawings use the package's order of axes, schedules and data. Plots use benchmarks/results."""
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     for name, draw in module.ALL.items():
-        kept = (ROOT / f"docs/pictures/{name}.svg").read_text()
-        assert draw() == kept, f"run python docs/{module.__name__}.py"
+        stored = (ROOT / f"docs/pictures/{name}.svg").read_text()
+        assert draw() == stored, f"run python docs/{module.__name__}.py"
         assert f"](pictures/{name}.svg)" in pages
-        assert words(kept) and not re.search(r"<script|href|@import", kept)
-        assert "prefers-color-scheme: dark" in kept and 'class="ground"' in kept  # legible on light and dark pages
+        assert texts(stored) and not re.search(r"<script|href|@import", stored)
+        assert "prefers-color-scheme: dark" in stored and 'class="ground"' in stored  # legible on light and dark pages
 
 
-def test_no_picture_is_left_of_a_script_that_is_gone() -> None:
+def test_every_picture_has_a_script() -> None:
     assert {path.stem for path in (ROOT / "docs/pictures").iterdir()} == set(drawings.ALL) | set(plots.ALL)
 
 
-def test_the_drawn_files_are_those_of_a_checkpoint(tmp_path: Path) -> None:
-    with small_checkpoint.world_of_one(), contextlib.closing(small_checkpoint.checkpoints(tmp_path)) as kept:
-        small_checkpoint.save(kept, 500)
+def test_drawn_files_are_those_of_a_checkpoint(tmp_path: Path) -> None:
+    with small_checkpoint.world_of_one(), contextlib.closing(small_checkpoint.checkpoints(tmp_path)) as storage:
+        small_checkpoint.save(storage, 500)
         real = {path.name for path in tmp_path.rglob("*")}
     drawn = {name.rstrip("/") for name, _, depth in drawings.FILES if depth or name == "checkpoint/"}
-    assert drawn - {"rank-00001.bin"} == real  # of one rank
+    assert drawn - {"rank-00001.bin"} == real  # the small checkpoint has one rank
 
 
-def test_the_drawn_actions_of_a_pipeline_wait_for_their_inputs_and_never_overlap() -> None:
+def test_drawn_pipeline_actions_follow_their_inputs_and_never_overlap() -> None:
     for name, per_rank in drawings.SCHEDULES:
         placed, end = drawings.times(name, 4, per_rank, 8)
         spans = sorted((rank, begin, begin + drawings.LENGTHS[action.kind]) for rank, begin, action in placed)
-        pairs = list(itertools.pairwise(spans))
-        assert all(one[0] < other[0] or one[2] <= other[1] for one, other in pairs) and spans[-1][2] <= end
+        for (rank, _, previous_end), (next_rank, next_begin, _) in itertools.pairwise(spans):
+            assert rank < next_rank or previous_end <= next_begin
+        assert spans[-1][2] <= end
         begins = {(action.kind, action.stage, action.microbatch): begin for _, begin, action in placed}
         for (kind, stage, number), begin in begins.items():
             if kind == "F" and stage:
@@ -125,7 +128,7 @@ PAGE = "tests/tools/runs/report/test_report.py::test_a_page_has_the_curves_and_t
 
 
 @pytest.mark.nightly("a browser starts", by=PAGE)
-def test_a_report_is_photographed_at_two_widths_and_printed(tmp_path: Path) -> None:
+def test_screenshots_of_a_report_in_two_widths_and_print(tmp_path: Path) -> None:
     if pictures.browser() is None:
         pytest.skip("no Chromium here")
     from shardtrain import report

@@ -1,4 +1,4 @@
-"""The files that a training step executes: few, and more only with a reason."""
+"""A training step executes few files, and their number only grows for a reason."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def test_growth_names_the_files_and_the_command() -> None:
     assert "--update" in growth(kept, kept | {"optim/muon.py": 10})
 
 
-@pytest.mark.nightly("it reports what a run executes, and holds nobody to it")
-def test_the_files_that_a_step_executes_are_traced_and_printed() -> None:
+@pytest.mark.nightly("it only reports the files of a run")
+def test_files_that_a_step_executes_are_traced_and_printed() -> None:
     done = forked.run([sys.executable, str(PROGRAM), "--files"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = {
+    num_files = {
         title: int(files) for title, files in re.findall(r"^(\S.*?)\s{2,}(\d+)(?:\s+[\d,]+){3}$", done.stdout, re.M)
     }
     print(done.stdout[done.stdout.index("files  functions") - 34 :].partition("\n\n")[0])
     step = re.search(r"\nstep \([^\n]*\n(.*?)(?:\n\n|\Z)", done.stdout, re.S)
     assert step and {"train/trainer.py", "distributed/grad_clip.py", "models/llama.py"} <= set(step[1].split())
-    # all of a step but the watchdog and the log happens in the first step too
-    assert 20 <= found["a steady step"] < found["from the command to the first update"]
+    # the first step includes everything of a later step except the watchdog and the log
+    assert 20 <= num_files["a steady step"] < num_files["from the command to the first update"]

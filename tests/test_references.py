@@ -21,7 +21,7 @@ OTHER_SYSTEMS = ("docs/migrate/", "docs/migrate.md", "docs/CHANGELOG.md", "docs/
 """Pages that name files of other systems or files as they were."""
 INVENTED = {
     "my_model.py", "my_task.py", "my_tokenizer.py", "my_sink.py", "my_metric.py", "program.py", "file.py", "notes.md",
-    # files that an attacker plants, or of PyTorch, FMEngine and NCCL's documentation
+    # files of attackers, and of PyTorch, FMEngine and NCCL's documentation
     "json.py", "torch.py", "scripts/conversions/llama/from_hf.py", "doc/PERFORMANCE.md",
 }  # fmt: skip
 """Files of examples and of other systems."""
@@ -29,7 +29,7 @@ FOREIGN_NAMES = {
     "conversion_mapping", "weight_scale_inv", "consolidated", "varlen", "rdzvConf", "elasticPolicy", "wait_for", "exp2",
     "resize_token_embeddings", "rand_like", "clip_grad_norm_",
 }  # fmt: skip
-"""Names of other libraries that the package does not use."""
+"""Names of other libraries, which the package does not use."""
 LIBRARIES = {
     "torch", "transformers", "datasets", "safetensors", "torchao", "numpy", "yaml", "sys", "pathlib", "str", "net",
     "dcp", "F", "nn", "Tensor", "DTensor",
@@ -60,12 +60,12 @@ def tracked() -> tuple[str, ...]:
 @functools.cache
 def endings() -> frozenset[str]:
     """Each tracked path and folder, by each of its ends: ``a/b/c.py``, ``b/c.py``, ``c.py``, ``a``, ``a/b``, ``b``."""
-    found = set()
+    all_endings = set()
     for path in tracked():
         parts = path.split("/")
         for end in range(1, len(parts) + 1):
-            found |= {"/".join(parts[start:end]) for start in range(end)}
-    return frozenset(found)
+            all_endings |= {"/".join(parts[start:end]) for start in range(end)}
+    return frozenset(all_endings)
 
 
 def prose(path: str) -> Iterator[tuple[int, str]]:
@@ -99,49 +99,49 @@ def tree_of(path: str) -> ast.Module:
 @functools.cache
 def identifiers(path: str) -> set[str]:
     """Return every name in the code of a module, and the words of its strings other than docstrings."""
-    found = set()
+    names = set()
     for node in ast.walk(tree_of(path)):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                found.add(name)
+                names.add(name)
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
-                found.add(name)
+                names.add(name)
             case ast.alias(name=name, asname=other):
-                found |= {*name.split("."), other or ""}
+                names |= {*name.split("."), other or ""}
             case ast.Constant(value=str(text)) if len(text) < 200:
-                found |= set(re.findall(r"\w+", text))
-    return found
+                names |= set(re.findall(r"\w+", text))
+    return names
 
 
 @functools.cache
 def known_names() -> frozenset[str]:
-    """All names of the package's code, and of its options."""
-    found = FOREIGN_NAMES | {part for name in options() for part in name.split(".")}
+    """Return all names in the package's code, and of its options."""
+    names = FOREIGN_NAMES | {part for name in options() for part in name.split(".")}
     for path in tracked():
         if path.startswith("shardtrain/") and path.endswith(".py"):
-            found |= identifiers(path) | set(path.removesuffix(".py").split("/"))
-    return frozenset(found)
+            names |= identifiers(path) | set(path.removesuffix(".py").split("/"))
+    return frozenset(names)
 
 
 @functools.cache
 def modules_by_name() -> dict[str, list[str]]:
     """Map the name of each module, package and class to the files that define it."""
-    found: dict[str, list[str]] = {}
+    files_by_name: dict[str, list[str]] = {}
     for path in tracked():
         if not path.startswith("shardtrain/") or not path.endswith(".py"):
             continue
         folder, _, file = path.removesuffix(".py").rpartition("/")
-        found.setdefault(folder.rpartition("/")[2] if file == "__init__" else file, []).append(path)
+        files_by_name.setdefault(folder.rpartition("/")[2] if file == "__init__" else file, []).append(path)
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(path)
-    return found
+                files_by_name.setdefault(node.name, []).append(path)
+    return files_by_name
 
 
 @functools.cache
 def dotted_code() -> frozenset[str]:
     """Return each dotted name in the code of the package, by each of its ends: ``a.b.c`` and ``b.c``."""
-    found = set()
+    dotted_names = set()
     for path in tracked():
         if not path.startswith("shardtrain/") or not path.endswith(".py"):
             continue
@@ -153,8 +153,8 @@ def dotted_code() -> frozenset[str]:
             if names:
                 if isinstance(node, ast.Name):
                     names.insert(0, node.id)
-                found |= {".".join(names[start:]) for start in range(len(names) - 1)}
-    return frozenset(found)
+                dotted_names |= {".".join(names[start:]) for start in range(len(names) - 1)}
+    return frozenset(dotted_names)
 
 
 def is_defined(dotted: str) -> bool:

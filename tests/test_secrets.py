@@ -1,4 +1,4 @@
-"""Secrets in the environment stay there: no file and no output of a run holds them."""
+"""Secrets in the environment appear in no file and no output of a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_run_writes_no_secret_anywhere(tmp_path: Path) -> None:
 
 
 def test_an_error_that_quotes_a_secret_masks_it(tmp_path: Path) -> None:
-    # a user who pastes a token where a path belongs
+    # a user may paste a token instead of a path
     secret = CANARIES["HF_TOKEN"]
     folder = tmp_path / "outputs"
     done = shardtrain("train", "--job.dump_folder", str(folder), "--model.hf_assets_path", f"/no/{secret}")

@@ -1,4 +1,4 @@
-"""The site of the documentation: every page is in it, no link leads nowhere, and search knows its words."""
+"""The documentation site has every page, no broken links, and a working search index."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ROOT = Path(shardtrain.__file__).parents[1]
 
 @pytest.mark.nightly("a build of all pages", by="tests/test_docs.py::test_relative_links_lead_to_files_and_headings")
 @pytest.mark.timeout(400)
-def test_every_page_is_in_the_site_and_no_warning_is_left(tmp_path: Path) -> None:
+def test_site_has_every_page_and_no_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")
     pytest.importorskip("furo")
     pytest.importorskip("myst_nb")
     site = tmp_path / "site"
-    # -W: a link that leads nowhere, a page that no table of contents names and a bad docstring are errors
-    words = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", "-b", "html"]
+    # -W: broken links, pages outside every table of contents and bad docstrings are errors
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", "-b", "html"]
     done = subprocess.run(
-        [*words, "-d", str(tmp_path / "doctrees"), ".", str(site)],
+        [*command, "-d", str(tmp_path / "doctrees"), ".", str(site)],
         cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(200), check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
@@ -38,5 +38,5 @@ def test_every_page_is_in_the_site_and_no_warning_is_left(tmp_path: Path) -> Non
     api = (site / "docs/api.html").read_text()
     for name in shardtrain.__all__:
         assert f'id="shardtrain.api.{name}"' in api, name
-    found = re.search(r"Search\.setIndex\((.*)\)", (site / "searchindex.js").read_text(), re.DOTALL)
-    assert found is not None and {"checkpoint", "goodput"} <= json.loads(found[1])["terms"].keys()
+    index = re.search(r"Search\.setIndex\((.*)\)", (site / "searchindex.js").read_text(), re.DOTALL)
+    assert index is not None and {"checkpoint", "goodput"} <= json.loads(index[1])["terms"].keys()

@@ -24,8 +24,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return installed_wheel.build(tmp_path_factory.mktemp("source"))
 
 
-@pytest.mark.nightly("a wheel is built", by="tests/test_repository.py::test_the_citation_names_this_version")
-def test_the_wheel_has_this_version_and_every_file_of_the_package(wheel: Path) -> None:
+@pytest.mark.nightly("a wheel is built", by="tests/test_repository.py::test_citation_has_this_version")
+def test_wheel_has_this_version_and_every_file_of_the_package(wheel: Path) -> None:
     assert re.match(rf"shardtrain-{re.escape(shardtrain.__version__)}-py3-none-any", wheel.name)
     names = set(zipfile.ZipFile(wheel).namelist())
     package = Path(shardtrain.__file__).parent
@@ -36,14 +36,14 @@ def test_the_wheel_has_this_version_and_every_file_of_the_package(wheel: Path) -
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.nightly("a wheel is built", by="tests/test_repository.py::test_the_citation_names_this_version")
-def test_the_first_commands_work_from_the_wheel_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.nightly("a wheel is built", by="tests/test_repository.py::test_citation_has_this_version")
+def test_first_commands_work_from_the_wheel_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     programs = installed_wheel.install(wheel, tmp_path)
-    command, here = programs / "shardtrain", tmp_path / "empty"
-    here.mkdir()
+    command, folder = programs / "shardtrain", tmp_path / "empty"
+    folder.mkdir()
 
     def run(*arguments: str | Path) -> str:
-        return installed_wheel.run(*arguments, cwd=here)
+        return installed_wheel.run(*arguments, cwd=folder)
 
     location = run(programs / "python", "-c", "import shardtrain; print(shardtrain.__file__)")
     assert Path(location.strip()).is_relative_to(programs.parent)
@@ -53,6 +53,6 @@ def test_the_first_commands_work_from_the_wheel_in_an_empty_folder(wheel: Path, 
     assert run(command, "generate", "outputs", "--prompt", "def", "--max_new_tokens", "4")
     run(command, "report", "outputs")
     run(command, "export", "outputs", "--to", "hf_model", "--check", "weights")
-    assert json.loads((here / "hf_model/config.json").read_text())["model_type"] == "llama"
-    assert {"report.html", "outputs", "hf_model"} == {path.name for path in here.iterdir()}
-    assert (here / "hf_model/tokenizer.json").stat().st_size > 10_000
+    assert json.loads((folder / "hf_model/config.json").read_text())["model_type"] == "llama"
+    assert {"report.html", "outputs", "hf_model"} == {path.name for path in folder.iterdir()}
+    assert (folder / "hf_model/tokenizer.json").stat().st_size > 10_000
