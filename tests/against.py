@@ -138,14 +138,16 @@ def theirs(
     return run_ranks(1, _theirs, make, style, cls, named)[0]  # type: ignore[no-any-return]
 
 
-def _theirs(_: int, make: Callable[[Any, Any], Any], style: str, cls: str, named: dict[str, Any]) -> list[float]:
+def _theirs(
+    _: int, make: Callable[[Any, Any], Any], style: str, cls: str, model_options: dict[str, Any]
+) -> list[float]:
     import torch
     import transformers
 
     torch.distributed.destroy_process_group()  # the other trainer would treat this process as a rank
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    model = getattr(transformers, cls).from_pretrained(folder(style), dtype=torch.float32, **named)
+    model = getattr(transformers, cls).from_pretrained(folder(style), dtype=torch.float32, **model_options)
     trainer = make(model, transformers.AutoTokenizer.from_pretrained(folder(style)))
     # by default, the other trainer does not decay norms and biases
     parameters = [p for p in trainer.model.parameters() if p.requires_grad]

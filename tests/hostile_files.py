@@ -40,12 +40,12 @@ class Bomb:
 
 def bombs(canary: Path) -> dict[str, bytes]:
     """Return pickles of every protocol, and files of torch.save."""
-    found = {f"pickle-{p}": pickle.dumps(Bomb(canary), protocol=p) for p in range(pickle.HIGHEST_PROTOCOL + 1)}
+    pickles = {f"pickle-{p}": pickle.dumps(Bomb(canary), protocol=p) for p in range(pickle.HIGHEST_PROTOCOL + 1)}
     zipped = io.BytesIO()
     with zipfile.ZipFile(zipped, "w") as file:
-        file.writestr("archive/data.pkl", found["pickle-2"])
+        file.writestr("archive/data.pkl", pickles["pickle-2"])
         file.writestr("archive/version", "3\n")
-    return {**found, "torch-zip": zipped.getvalue(), "7z": b"7z\xbc\xaf\x27\x1c" + found["pickle-2"]}
+    return {**pickles, "torch-zip": zipped.getvalue(), "7z": b"7z\xbc\xaf\x27\x1c" + pickles["pickle-2"]}
 
 
 def code(canary: Path) -> str:
@@ -82,20 +82,20 @@ def make(root: Path) -> dict[str, list[Path]]:
 def make_checkpoints(root: Path, canary: Path) -> list[Path]:
     """Write run folders with one checkpoint each."""
     with world_of_one():
-        kept = checkpoints(root / "good")
-        kept.to_continue()
-        save(kept, 3)
-        kept.close()
+        storage = checkpoints(root / "good")
+        storage.to_continue()
+        save(storage, 3)
+        storage.close()
     good = {path.name: path.read_bytes() for path in (root / "good/checkpoint/step-3").iterdir()}
     body = json.loads(good["manifest.json"])
     del body["sha256"]
-    found = []
+    paths = []
 
     def case(name: str, **files: bytes | str) -> Path:
         step = root / name / "checkpoint/step-3"
         for file, content in {**good, **files}.items():
             write(step / file, content)
-        found.append(root / name)
+        paths.append(root / name)
         return step
 
     def forged(name: str, change: Callable[[dict[str, Any]], object]) -> None:
@@ -126,16 +126,16 @@ def make_checkpoints(root: Path, canary: Path) -> list[Path]:
     (step / "rank-00000.bin").unlink()
     os.mkfifo(step / "rank-00000.bin")
     case("lease-deep")
-    write(found[-1] / "checkpoint/lease.json", MANY)
+    write(paths[-1] / "checkpoint/lease.json", MANY)
     case("lease-pickle")
-    write(found[-1] / "checkpoint/lease.json", pickle.dumps(Bomb(canary)))
+    write(paths[-1] / "checkpoint/lease.json", pickle.dumps(Bomb(canary)))
     for name in ("lease-deep", "lease-pickle"):  # a new lease would be watched for a minute
         os.utime(root / name / "checkpoint/lease.json", (0, 0))
     case("lease-pipe")
-    os.mkfifo(found[-1] / "checkpoint/lease.json")
+    os.mkfifo(paths[-1] / "checkpoint/lease.json")
     case("open-to-all")
-    (found[-1] / "checkpoint").chmod(0o777)
-    return found
+    (paths[-1] / "checkpoint").chmod(0o777)
+    return paths
 
 
 def safetensors(header: dict[str, Any] | bytes, data: bytes = b"", size: int | None = None) -> bytes:
@@ -145,39 +145,39 @@ def safetensors(header: dict[str, Any] | bytes, data: bytes = b"", size: int | N
 
 def make_foreign(root: Path, canary: Path) -> list[Path]:
     """Write checkpoint files of other programs, which must not be opened."""
-    one = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    tensor = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     files = {
         "huge-header": safetensors(b"{" + b" " * 2**20, size=100 * 2**20),
-        "overlap": safetensors({"a": one, "b": {**one, "data_offsets": [4, 12]}}, bytes(12)),
-        "negative": safetensors({"a": {**one, "data_offsets": [-8, 0]}}, bytes(8)),
-        "beyond": safetensors({"a": {**one, "data_offsets": [0, 2**40]}}, bytes(8)),
+        "overlap": safetensors({"a": tensor, "b": {**tensor, "data_offsets": [4, 12]}}, bytes(12)),
+        "negative": safetensors({"a": {**tensor, "data_offsets": [-8, 0]}}, bytes(8)),
+        "beyond": safetensors({"a": {**tensor, "data_offsets": [0, 2**40]}}, bytes(8)),
         "twice": safetensors(
-            b'{"a":' + json.dumps(one).encode() + b',"a":' + json.dumps(one).encode() + b"}", bytes(8)
+            b'{"a":' + json.dumps(tensor).encode() + b',"a":' + json.dumps(tensor).encode() + b"}", bytes(8)
         ),
     }
-    found = [write(root / name / "model.safetensors", content).parent for name, content in files.items()]
+    paths = [write(root / name / "model.safetensors", content).parent for name, content in files.items()]
     for name, bomb in bombs(canary).items():
-        found.append(write(root / name / "pytorch_model.bin", bomb).parent)
-    found.append(write(root / "file.pt", bombs(canary)["torch-zip"]))
-    found.append(write(root / "dcp/.metadata", pickle.dumps(Bomb(canary))).parent)
+        paths.append(write(root / name / "pytorch_model.bin", bomb).parent)
+    paths.append(write(root / "file.pt", bombs(canary)["torch-zip"]))
+    paths.append(write(root / "dcp/.metadata", pickle.dumps(Bomb(canary))).parent)
     write(root / "dcp/__0_0.distcp", pickle.dumps(Bomb(canary)))
     model = {"architectures": ["Evil"], "auto_map": {"AutoModelForCausalLM": "evil.Evil"}, "trust_remote_code": True}
     model |= {"_attn_implementation_internal": "someone/evil", "quantization_config": {"_target_": "os.system"}}
-    found.append(write(root / "auto_map/config.json", json.dumps(model)).parent)
+    paths.append(write(root / "auto_map/config.json", json.dumps(model)).parent)
     write(root / "auto_map/evil.py", code(canary))
-    return found
+    return paths
 
 
 def make_tokenizers(root: Path, canary: Path) -> list[Path]:
     """Write folders of tokenizers."""
-    found = []
+    paths = []
 
     def json_case(name: str, change: Callable[[dict[str, Any]], object], **config: object) -> Path:
         folder = bpe_folder(root / name, **config)
         table = json.loads((folder / "tokenizer.json").read_text())
         change(table)
         write(folder / "tokenizer.json", json.dumps(table))
-        found.append(folder)
+        paths.append(folder)
         return folder
 
     def keep(_table: dict[str, Any]) -> None:
@@ -208,12 +208,12 @@ def make_tokenizers(root: Path, canary: Path) -> list[Path]:
     folder = json_case("zero-template", keep)
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates/a.jinja").symlink_to("/dev/zero")
-    found += [write(root / f"deep/{name}", MANY).parent for name in ("tokenizer.json",)]
-    found.append(write(root / "deep-config/tokenizer_config.json", MANY).parent)
+    paths += [write(root / f"deep/{name}", MANY).parent for name in ("tokenizer.json",)]
+    paths.append(write(root / "deep-config/tokenizer_config.json", MANY).parent)
     bpe_folder(root / "deep-config2")
-    found.append(write(root / "deep-config2/tokenizer_config.json", MANY).parent)
+    paths.append(write(root / "deep-config2/tokenizer_config.json", MANY).parent)
     for name, bomb in bombs(canary).items():
-        found.append(write(root / f"bin-{name}/tokenizer.model", bomb).parent)
+        paths.append(write(root / f"bin-{name}/tokenizer.model", bomb).parent)
     piece, ranks = sentencepiece_bytes(), tiktoken_bytes()
     for name, content in {
         "piece-cut": piece[: len(piece) // 2],
@@ -223,12 +223,12 @@ def make_tokenizers(root: Path, canary: Path) -> list[Path]:
         "ranks-twice": ranks + ranks,
         "ranks-noise": b"AAAA 0\n\x00\x00\n",
     }.items():
-        found.append(write(root / name / "tokenizer.model", content).parent)
+        paths.append(write(root / name / "tokenizer.model", content).parent)
     (root / "giant").mkdir()
     with (root / "giant/tokenizer.json").open("wb") as file:
         file.write(b"{")
         file.truncate(2**40)
-    return [*found, root / "giant"]
+    return [*paths, root / "giant"]
 
 
 def make_templates(root: Path, canary: Path) -> list[Path]:
@@ -297,21 +297,21 @@ def make_datasets(root: Path, canary: Path) -> list[Path]:
         "surrogate": b'{"text": "\\ud800"}\n',
         "script": b'{"text": "a", "_target_": "os.system", "__class__": "x", "!python": 1}\n' + row,
     }
-    found = [write(root / f"jsonl-{name}.jsonl", content) for name, content in lines.items()]
-    found += [write(root / f"jsonl-{name}.jsonl", bomb + b"\n" + row) for name, bomb in bombs(canary).items()]
+    paths = [write(root / f"jsonl-{name}.jsonl", content) for name, content in lines.items()]
+    paths += [write(root / f"jsonl-{name}.jsonl", bomb + b"\n" + row) for name, bomb in bombs(canary).items()]
     bomb = b" " * 2**26  # one line of 64 MiB, more than the largest allowed row
     packers: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
     for ending, pack in packers.items():
-        found.append(write(root / f"jsonl-bomb.jsonl.{ending}", pack(bomb + row)))
+        paths.append(write(root / f"jsonl-bomb.jsonl.{ending}", pack(bomb + row)))
     import pyarrow as pa
     import pyarrow.parquet as pq
     import zstandard
 
-    found.append(write(root / "jsonl-bomb.jsonl.zst", zstandard.compress(bomb + row)))
+    paths.append(write(root / "jsonl-bomb.jsonl.zst", zstandard.compress(bomb + row)))
     folder = write(root / "jsonl-beside/data.jsonl", row).parent
     for name in ("beside.py", "dataset.py", "__init__.py", "jsonl.py", "conftest.py"):
         write(folder / name, code(canary))
-    found.append(folder)
+    paths.append(folder)
     table = pa.table({"text": ["hello"]})
     pickled = pickle.dumps(Bomb(canary))
     types = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickled}
@@ -323,24 +323,24 @@ def make_datasets(root: Path, canary: Path) -> list[Path]:
     }.items():
         path = root / f"parquet-{name}.parquet"
         pq.write_table(odd, path)
-        found.append(path)
+        paths.append(path)
         arrow = str(root / f"huggingface-{name}.arrow")
         with pa.OSFile(arrow, "wb") as sink, pa.ipc.new_stream(sink, odd.schema) as stream:
             stream.write_table(odd)
-        found.append(root / f"huggingface-{name}.arrow")
-    found += [write(root / f"parquet-{name}.parquet", bomb) for name, bomb in bombs(canary).items()]
+        paths.append(root / f"huggingface-{name}.arrow")
+    paths += [write(root / f"parquet-{name}.parquet", bomb) for name, bomb in bombs(canary).items()]
     folder = write(root / "huggingface-script/state.json", '{"_data_files": [{"filename": "../../x"}]}').parent
     write(folder / "dataset_info.json", '{"features": {"a": {"_type": "os.system"}}, "builder_name": "script"}')
     write(folder / "script.py", code(canary))
-    found.append(folder)
+    paths.append(folder)
     folder = write(root / "huggingface-builder/huggingface-builder.py", code(canary)).parent
-    found.append(folder)
-    return found
+    paths.append(folder)
+    return paths
 
 
 def make_shards(root: Path) -> list[Path]:
     """Write folders of prepared tokens."""
-    found = []
+    paths = []
 
     def case(name: str, change: Callable[[dict[str, Any]], object]) -> Path:
         writer = ShardWriter(root / name, 300, 100)
@@ -350,7 +350,7 @@ def make_shards(root: Path) -> list[Path]:
         table = json.loads((root / name / "index.json").read_text())
         change(table)
         write(root / name / "index.json", json.dumps(table))
-        found.append(root / name)
+        paths.append(root / name)
         return root / name
 
     def keep(_table: dict[str, Any]) -> None:
@@ -380,7 +380,7 @@ def make_shards(root: Path) -> list[Path]:
         write(case(name, keep) / "index.json", content)
     with (case("giant", keep) / "index.json").open("r+b") as file:
         file.truncate(2**40)
-    return found
+    return paths
 
 
 def make_configs(root: Path, canary: Path) -> list[Path]:
@@ -402,12 +402,12 @@ def make_configs(root: Path, canary: Path) -> list[Path]:
 def make_runs(root: Path, canary: Path) -> list[Path]:
     """Write run folders for ``data show`` and a resume."""
     script = write(root / "evil.py", code(canary))
-    found = []
+    paths = []
 
     def case(name: str, **files: bytes | str) -> None:
         for file, content in files.items():
             write(root / name / file.replace("_", "."), content)
-        found.append(root / name)
+        paths.append(root / name)
 
     for section in ("training", "data.sources.x"):
         case(f"dataset-{section}", **{"config_resolved_toml": f'[{section}]\ndataset = "{script}"\n'})
@@ -427,4 +427,4 @@ def make_runs(root: Path, canary: Path) -> list[Path]:
     for file in ("metrics.jsonl", "exit.json", "best.json"):
         (root / "pipes").mkdir(exist_ok=True)
         os.mkfifo(root / "pipes" / file)
-    return found
+    return paths

@@ -59,9 +59,9 @@ def wait_for(condition: Callable[[], object], quiet: float, what: str = "it", pa
     Raises:
         AssertionError: The condition is still false after ``seconds(quiet)``. The message names ``what``.
     """
-    begun, limit = time.monotonic(), seconds(quiet)
+    start, limit = time.monotonic(), seconds(quiet)
     while not condition():
-        if time.monotonic() - begun > limit:  # the load may have increased meanwhile
+        if time.monotonic() - start > limit:  # the load may have increased meanwhile
             limit = max(limit, seconds(quiet))
-            assert time.monotonic() - begun <= limit, f"{what} does not come within {limit:.0f} s"
+            assert time.monotonic() - start <= limit, f"{what} does not come within {limit:.0f} s"
         time.sleep(pause)

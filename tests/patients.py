@@ -63,7 +63,7 @@ def judged(reports, *names):
 
 def rows(reports, *names):
     """Findings by subject."""
-    return {one.subject: one for one in judged(reports, *names)}
+    return {finding.subject: finding for finding in judged(reports, *names)}
 
 
 HEALTHY = {

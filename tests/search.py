@@ -170,7 +170,7 @@ class _Stopped(Exception):
 
 def steps_of(rank: int, job: Job) -> Numbers:
     """Run a job as one rank, in an existing process group."""
-    found = Numbers()
+    numbers = Numbers()
     torch.compiler.reset()  # graphs and sequence lengths of an earlier job must not affect this one
     world = World(rank, dist.get_world_size(), rank, torch.device("cpu"))
     original_step, original_run = trainer.step, Validator.run
@@ -178,23 +178,23 @@ def steps_of(rank: int, job: Job) -> Numbers:
     def step(run: trainer.Run) -> trainer.Outcome | None:
         if run.state.step == job.stop_after:
             raise _Stopped
-        if not found.initial:
+        if not numbers.initial:
             if job.shaken:
                 _shake(run)
-            found.initial = _full_weights(run)
-            _keep_gradients(run, found.gradients)
+            numbers.initial = _full_weights(run)
+            _keep_gradients(run, numbers.gradients)
         outcome = original_step(run)
         if outcome is not None:
             total = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item()
-            found.losses.append(total / max(1, outcome.global_tokens))
-            found.norms.append(outcome.grad_norm)
-            found.final = _full_weights(run)
+            numbers.losses.append(total / max(1, outcome.global_tokens))
+            numbers.norms.append(outcome.grad_norm)
+            numbers.final = _full_weights(run)
         return outcome
 
     def validate(validator: Validator, at: int) -> Evaluation | None:
         evaluation = original_run(validator, at)
         if evaluation is not None:
-            found.validations.append(evaluation.loss)
+            numbers.validations.append(evaluation.loss)
         return evaluation
 
     with _constants(job.constants):
@@ -202,7 +202,7 @@ def steps_of(rank: int, job: Job) -> Numbers:
             run = trainer.build(job.loaded.config, world)
             for _ in range(job.loaded.config.training.steps):
                 step(run)
-            return found
+            return numbers
         folder = Path(job.loaded.config.job.dump_folder)
         log.setup(rank, world.size, folder, job.loaded.config.metrics.save_log_file, console=False)
         trainer.step, Validator.run = step, validate  # type: ignore[method-assign]
@@ -213,7 +213,7 @@ def steps_of(rank: int, job: Job) -> Numbers:
         finally:
             trainer.step, Validator.run = original_step, original_run  # type: ignore[method-assign]
             log.reset()
-    return found
+    return numbers
 
 
 @contextmanager
@@ -357,15 +357,15 @@ def _rank(rank: int, num_ranks: int, folder: str, sender: Any, jobs: Sequence[Jo
         os._exit(0)
 
 
-def differences(found: Numbers, expected: Numbers, tolerance: Tolerance) -> list[str]:
+def differences(numbers: Numbers, expected: Numbers, tolerance: Tolerance) -> list[str]:
     """Describe every difference between the results of a rank and those of one process. NaN always differs."""
     lines = [
-        f"initial {name}" for name, weight in found.initial.items() if not torch.equal(weight, expected.initial[name])
+        f"initial {name}" for name, weight in numbers.initial.items() if not torch.equal(weight, expected.initial[name])
     ]
     scalars = (
-        ("loss", found.losses, expected.losses, [tolerance.loss] * len(expected.losses)),
-        ("norm", found.norms, expected.norms, [tolerance.norm * norm for norm in expected.norms]),
-        ("validation", found.validations, expected.validations, [tolerance.loss] * len(expected.validations)),
+        ("loss", numbers.losses, expected.losses, [tolerance.loss] * len(expected.losses)),
+        ("norm", numbers.norms, expected.norms, [tolerance.norm * norm for norm in expected.norms]),
+        ("validation", numbers.validations, expected.validations, [tolerance.loss] * len(expected.validations)),
     )
     for name, values, expected_values, limits in scalars:
         if len(values) != len(expected_values):
@@ -374,12 +374,12 @@ def differences(found: Numbers, expected: Numbers, tolerance: Tolerance) -> list
             if not abs(value - expected_value) <= limit:
                 lines.append(f"{name} {step}: {value!r} instead of {expected_value!r}")
     floor = _global_norm(expected) / 20
-    for name, gradient in found.gradients.items():
+    for name, gradient in numbers.gradients.items():
         norm = float(expected.gradients[name].norm())
         error = float((gradient - expected.gradients[name]).norm())
         if not error <= tolerance.gradient * max(norm, floor):
             lines.append(f"gradient of {name}: off by {error / max(norm, 1e-30):.1e} of its norm")
-    for name, weight in found.final.items():
+    for name, weight in numbers.final.items():
         error = float((weight - expected.final[name]).abs().max())
         if not error <= tolerance.weight:
             lines.append(f"final {name}: off by {error:.1e}")
@@ -439,11 +439,11 @@ def judge_refusal(case: Case, error: ConfigError) -> Verdict:
         rules += broken(case.moved())
     if not rules:
         return Verdict("refused without need", str(error))
-    named = {problem.option for problem in error.problems if hasattr(problem, "option")}
+    named_options = {problem.option for problem in error.problems if hasattr(problem, "option")}
     expected = {option for rule in rules for option in rule.options}
-    if not named & expected:
+    if not named_options & expected:
         wanted = "; ".join(rule.rule for rule in rules)
-        text = f"names {', '.join(sorted(named))}, but the case breaks: {wanted}\n{error}"
+        text = f"names {', '.join(sorted(named_options))}, but the case breaks: {wanted}\n{error}"
         return Verdict("refused without need", text)
     return Verdict("refused", str(error))
 
@@ -468,23 +468,23 @@ class Searcher:
             except ConfigError as error:
                 verdicts[index] = judge_refusal(case, error)
         self._run_references([cases[index] for index in plans])
-        found: dict[int, list[Numbers] | Failure] = {}
+        results: dict[int, list[Numbers] | Failure] = {}
         for part in range(2):  # the second half of a run that changes its mesh follows its first half
             jobs = {index: plan[part] for index, plan in plans.items() if part < len(plan)}
             for num_ranks in sorted({ranks for ranks, _ in jobs.values()}):
                 members = [
                     index
                     for index, (ranks, _) in jobs.items()
-                    if ranks == num_ranks and not isinstance(found.get(index), Failure)
+                    if ranks == num_ranks and not isinstance(results.get(index), Failure)
                 ]
                 answers = run_jobs(num_ranks, [jobs[index][1] for index in members])
                 for index, answer in zip(members, answers, strict=True):
                     if part == 0 or isinstance(answer, Failure):
-                        found[index] = answer
+                        results[index] = answer
                     else:
-                        found[index] = _joined(found[index], answer)
+                        results[index] = _joined(results[index], answer)
         for index in plans:
-            verdicts[index] = self._compare(cases[index], found[index])
+            verdicts[index] = self._compare(cases[index], results[index])
         return [verdicts[index] for index in range(len(cases))]
 
     def _plan(self, case: Case) -> list[tuple[int, Job]]:
@@ -514,23 +514,23 @@ class Searcher:
         for key, answer in zip(missing, run_jobs(1, jobs), strict=True):
             self._expected[key] = answer if isinstance(answer, Failure) else answer[0]
 
-    def _compare(self, case: Case, found: list[Numbers] | Failure) -> Verdict:
+    def _compare(self, case: Case, numbers_of_ranks: list[Numbers] | Failure) -> Verdict:
         expected = self._expected[_key(case)]
         if isinstance(expected, Failure):
             return Verdict(expected.kind, f"on one process: {expected.text}")
-        if isinstance(found, Failure):
-            return Verdict(found.kind, found.text)
+        if isinstance(numbers_of_ranks, Failure):
+            return Verdict(numbers_of_ranks.kind, numbers_of_ranks.text)
         allowed, note = TOLERANCES[tolerance(case)], ""
-        if case.is_exact and any(differences(numbers, expected, allowed) for numbers in found):
+        if case.is_exact and any(differences(numbers, expected, allowed) for numbers in numbers_of_ranks):
             wider = self._widened(case, expected, allowed)
             if wider != allowed:
                 note = f" within the model's own rounding errors: {wider}"
             allowed = wider
-        for rank, numbers in enumerate(found):
+        for rank, numbers in enumerate(numbers_of_ranks):
             lines = differences(numbers, expected, allowed)
             if lines:
                 return Verdict("differs", f"rank {rank}: {'; '.join(lines[:6])}{note}")
-        names = {name for numbers in found for name in numbers.final}
+        names = {name for numbers in numbers_of_ranks for name in numbers.final}
         if names != set(expected.final):
             return Verdict("differs", f"no rank holds {', '.join(sorted(set(expected.final) - names)[:6])}")
         return Verdict("equal", note)
@@ -760,28 +760,28 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--features", help=f"all, or a comma-separated list of: {', '.join(FEATURES)}")
     parser.add_argument("--no-shrink", action="store_true", help="do not shrink faults, for a long search")
     parser.add_argument("--try", dest="options", nargs=argparse.REMAINDER, help="options of one configuration")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     os.chdir(ROOT)
     torch.set_num_threads(1)
-    if given.options is not None:
+    if options.options is not None:
         with tempfile.TemporaryDirectory(prefix="shardtrain-search-") as folder:
-            verdict = Searcher(Path(folder)).judge([parse(given.options)])[0]
+            verdict = Searcher(Path(folder)).judge([parse(options.options)])[0]
         print(f"{verdict.kind}\n{verdict.text}".strip())
         return int(verdict.is_fault)
     started = time.monotonic()
-    numbers = range(given.first, given.first + given.count)
-    families = _listed(given.families, every=(*FAMILIES, *NEWER), default=FAMILIES)
+    numbers = range(options.first, options.first + options.count)
+    families = _listed(options.families, every=(*FAMILIES, *NEWER), default=FAMILIES)
     if unknown := set(families) - SHAPES.keys():
         parser.error(f"--families: {', '.join(sorted(unknown))} is not one of {', '.join(SHAPES)}")
-    features = _listed(given.features, every=FEATURES, default=())
+    features = _listed(options.features, every=FEATURES, default=())
     if unknown := set(features) - set(FEATURES):
         parser.error(f"--features: {', '.join(sorted(unknown))} is not one of {', '.join(FEATURES)}")
     report = functools.partial(print, flush=True)
-    counts, faults = search(given.seed, numbers, report, not given.no_shrink, families, features)
+    counts, faults = search(options.seed, numbers, report, not options.no_shrink, families, features)
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
-    print(f"seed {given.seed}, cases {given.first} to {given.first + given.count - 1}: {dict(counts)}")
-    print(f"{seconds:.0f} CPU seconds, {seconds / given.count:.1f} a case; {time.monotonic() - started:.0f} s")
+    print(f"seed {options.seed}, cases {options.first} to {options.first + options.count - 1}: {dict(counts)}")
+    print(f"{seconds:.0f} CPU seconds, {seconds / options.count:.1f} a case; {time.monotonic() - started:.0f} s")
     return int(bool(faults))
 
 

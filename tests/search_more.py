@@ -235,9 +235,9 @@ def pipeline(rng: random.Random, draft: Draft, per_rank: int) -> int:
     if degree == 1:
         degree = 2
         if draft.num_ranks > 4:
-            kept = rng.choice([axis for axis in (DDP, FSDP, CP, TP) if draft.number(axis) > 1])
-            draft.drop(*{DDP, FSDP, CP, TP} - {kept}, EP)
-            draft.options[kept] = "2"
+            remaining_axis = rng.choice([axis for axis in (DDP, FSDP, CP, TP) if draft.number(axis) > 1])
+            draft.drop(*{DDP, FSDP, CP, TP} - {remaining_axis}, EP)
+            draft.options[remaining_axis] = "2"
         draft.options[PP] = "2"
     draft.drop("task.", f"{P}pipeline_parallel_layers_per_stage", f"{P}shard_optimizer_states")
     draft.options |= dict.fromkeys(LESS, "0")

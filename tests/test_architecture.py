@@ -35,23 +35,25 @@ def test_table_of_changes_names_existing_files_and_tests() -> None:
 
 def rooms_imported() -> dict[str, set[str]]:
     """Return the rooms that each room imports: at its top, in functions, for types, and by name."""
-    found = defaultdict(set)
+    rooms = defaultdict(set)
     for module, names in imports(with_types=True).items():
-        found[room_of(module)] |= {room_of(name) for name in names}
+        rooms[room_of(module)] |= {room_of(name) for name in names}
     for file, tree in trees().items():
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             if ast.unparse(call.func).rpartition(".")[2] not in ("import_module", "_import", "_module"):
                 continue
-            for word in call.args:
-                if isinstance(word, ast.Constant) and str(word.value).startswith("shardtrain."):
-                    found[room_of(f"shardtrain.{file.partition('/')[0].removesuffix('.py')}")].add(room_of(word.value))
+            for argument in call.args:
+                if isinstance(argument, ast.Constant) and str(argument.value).startswith("shardtrain."):
+                    rooms[room_of(f"shardtrain.{file.partition('/')[0].removesuffix('.py')}")].add(
+                        room_of(argument.value)
+                    )
     # The verbs of cli.py name their modules below the package as text: "tools.plan.plan_command".
     modules = imports().keys()
     for node in ast.walk(trees()["cli.py"]):
         text = node.value.partition(":")[0] if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
         if "." in text and f"shardtrain.{text}" in modules:
-            found["cli"].add(room_of(f"shardtrain.{text}"))
-    return {room: names - {room, ""} for room, names in found.items()}
+            rooms["cli"].add(room_of(f"shardtrain.{text}"))
+    return {room: names - {room, ""} for room, names in rooms.items()}
 
 
 def test_the_table_of_rooms_lists_every_import() -> None:

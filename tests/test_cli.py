@@ -53,9 +53,9 @@ def shell(*arguments, **environment):
     )
 
 
-@pytest.mark.parametrize("words", [("help",), ("--help",), ("-h",)])
-def test_help_lists_the_verbs(capsys, words):
-    code, out, err = answer(capsys, *words)
+@pytest.mark.parametrize("arguments", [("help",), ("--help",), ("-h",)])
+def test_help_lists_the_verbs(capsys, arguments):
+    code, out, err = answer(capsys, *arguments)
     assert (code, err) == (0, "")
     for verb in ("train", "config show", "config check", "config help", "data", "--version"):
         assert verb in out
@@ -83,9 +83,9 @@ def test_options_and_presets_in_the_help_of_train_exist(capsys):
     assert re.split(r",\s+", out.partition("\nPresets:\n")[2].strip()) == presets.names()
 
 
-@pytest.mark.parametrize("words", [("data", "--help"), ("data", "-h"), ("data", "help")])
-def test_help_of_data_lists_its_verbs(capsys, words):
-    code, out, err = answer(capsys, *words)
+@pytest.mark.parametrize("arguments", [("data", "--help"), ("data", "-h"), ("data", "help")])
+def test_help_of_data_lists_its_verbs(capsys, arguments):
+    code, out, err = answer(capsys, *arguments)
     assert (code, err) == (0, "")
     for verb in data_command.VERBS:
         assert f"\n  {verb}" in out
@@ -128,7 +128,7 @@ def test_version_is_that_of_the_package(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "fragments"),
+    ("arguments", "fragments"),
     [
         ((), ["shardtrain needs a verb", "train, plan,", "shardtrain --help"]),
         (("data",), ["shardtrain data needs a verb", "prepare, check,", "shardtrain data --help"]),
@@ -151,8 +151,8 @@ def test_version_is_that_of_the_package(capsys):
         (("config", "show", "--training.steps", "many"), ["training.steps", "many"]),
     ],
 )
-def test_wrong_command_prints_one_line_and_exits_with_2(capsys, words, fragments):
-    code, out, err = answer(capsys, *words)
+def test_wrong_command_prints_one_line_and_exits_with_2(capsys, arguments, fragments):
+    code, out, err = answer(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("error[2]: ") and err.count("\n") == 1
     for fragment in fragments:
@@ -160,7 +160,7 @@ def test_wrong_command_prints_one_line_and_exits_with_2(capsys, words, fragments
 
 
 def test_all_problems_are_reported_together_before_any_process_starts(capsys):
-    words = (
+    arguments = (
         "train",
         "--training.steps",
         "0",
@@ -170,7 +170,7 @@ def test_all_problems_are_reported_together_before_any_process_starts(capsys):
         "--training.device",
         "cpu",
     )
-    code, out, err = answer(capsys, *words)
+    code, out, err = answer(capsys, *arguments)
     assert (code, out) == (2, "")
     lines = err.splitlines()
     assert all(line.startswith("error[2]: ") for line in lines)
@@ -201,9 +201,9 @@ def test_config_check_with_errors_exits_with_2(capsys):
 
 
 def test_config_check_with_nproc_checks_the_mesh(capsys):
-    words = ("config", "check", "--parallelism.tensor_parallel_degree", "2")
-    assert answer(capsys, *words)[0] == 0
-    assert answer(capsys, *words, "--nproc", "3")[0] == 2
+    arguments = ("config", "check", "--parallelism.tensor_parallel_degree", "2")
+    assert answer(capsys, *arguments)[0] == 0
+    assert answer(capsys, *arguments, "--nproc", "3")[0] == 2
 
 
 def test_help_explains_one_option(capsys):
@@ -228,10 +228,11 @@ def test_help_of_verbs_does_not_import_torch():
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["config", "show"], ["config", "check"], ["train", "--training.steps", "0"]]
+    "arguments",
+    [["--help"], ["--version"], ["config", "show"], ["config", "check"], ["train", "--training.steps", "0"]],
 )
-def test_only_a_real_run_imports_torch(words):
-    program = f"import sys; from shardtrain import cli; cli.main({words!r}); sys.exit('torch' in sys.modules)"
+def test_only_a_real_run_imports_torch(arguments):
+    program = f"import sys; from shardtrain import cli; cli.main({arguments!r}); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -241,8 +242,8 @@ def test_only_a_real_run_imports_torch(words):
     by="tests/launch/test_entry_point.py::test_the_script_trains_with_two_ranks_in_an_empty_environment",
 )
 def test_the_default_run_trains_with_two_processes(tmp_path):
-    words = ["--training.steps=2", *ONE_STEP[1:], *TINY, "--job.dump_folder", str(tmp_path)]
-    done = shell("train", *words, NGPU="2")
+    arguments = ["--training.steps=2", *ONE_STEP[1:], *TINY, "--job.dump_folder", str(tmp_path)]
+    done = shell("train", *arguments, NGPU="2")
     assert done.returncode == 0, done.stderr
     assert "training with 2 processes (from NGPU)" in done.stderr
     assert "step:  1  loss:" in done.stderr
@@ -251,8 +252,8 @@ def test_the_default_run_trains_with_two_processes(tmp_path):
 
 
 def test_one_process_needs_no_launcher(tmp_path):
-    words = ["train", *ONE_STEP, *TINY, "--nproc", "1", "--job.dump_folder", str(tmp_path)]
-    done = shell(*words, SHARDTRAIN_ACTIVATE="source here/bin/activate")  # as set by run_train.sh
+    arguments = ["train", *ONE_STEP, *TINY, "--nproc", "1", "--job.dump_folder", str(tmp_path)]
+    done = shell(*arguments, SHARDTRAIN_ACTIVATE="source here/bin/activate")  # as set by run_train.sh
     assert done.returncode == 0, done.stderr
     assert "training with 1 process (from --nproc)" in done.stderr
     assert "step:  1  loss:" in done.stderr
@@ -280,10 +281,10 @@ def test_train_module_runs_the_train_verb(monkeypatch, capsys):
 )
 @pytest.mark.parametrize("module", [["shardtrain", "train"], ["shardtrain.train"]])  # and as in torchtitan
 def test_torchrun_starts_the_same_command(tmp_path, module):
-    words = [*ONE_STEP, *TINY, "--job.dump_folder", str(tmp_path)]
+    arguments = [*ONE_STEP, *TINY, "--job.dump_folder", str(tmp_path)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     done = subprocess.run(
-        [*torchrun, "--rdzv-endpoint=127.0.0.1:0", "-m", *module, *words],
+        [*torchrun, "--rdzv-endpoint=127.0.0.1:0", "-m", *module, *arguments],
         capture_output=True,
         text=True,
         timeout=patience.seconds(120),
@@ -301,7 +302,7 @@ def test_torchrun_starts_the_same_command(tmp_path, module):
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
-    words = [
+    arguments = [
         "--training.steps=100000",
         "--training.on_data_end=repeat",
         *ONE_STEP[1:],
@@ -312,15 +313,15 @@ def test_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
         str(tmp_path),
     ]
     process = forked.Popen(
-        [sys.executable, "-m", "shardtrain", "train", *words],
+        [sys.executable, "-m", "shardtrain", "train", *arguments],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LOG_RANK": "0"},
     )
     try:
-        seen = []
+        lines = []
         for line in process.stderr:
-            seen.append(line)
+            lines.append(line)
             if "step: 20" in line:
                 break
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -328,7 +329,7 @@ def test_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
         _, rest = process.communicate(timeout=patience.seconds(60))
     finally:
         process.kill()
-    assert process.returncode == 6, seen
+    assert process.returncode == 6, lines
     messages = [line for line in rest.splitlines() if not line[:4].isdigit()]
     assert len(messages) == 1, "there are other lines, such as a traceback"
     assert messages[0].startswith("error[6]: rank 1 (host ") and "was killed by signal 9" in messages[0]
@@ -339,7 +340,7 @@ def test_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "command_line",
     [
         "config show {}", "config check {}", "config migrate {} -o new.toml", "train {}", "plan {}",
         "verify {}", "init {}.toml", "import {} --to new", "export {} --to new", "merge {} --to new",
@@ -349,10 +350,10 @@ def test_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
         "launch ssh {} --hosts a",
     ],
 )  # fmt: skip
-def test_a_path_that_is_too_long_is_refused_in_one_line(capsys, tmp_path, monkeypatch, words):
+def test_a_path_that_is_too_long_is_refused_in_one_line(capsys, tmp_path, monkeypatch, command_line):
     """``Path.exists`` of Python 3.11 raises OSError for a path with a name of more than 255 bytes."""
     monkeypatch.chdir(tmp_path)
-    code, _, err = answer(capsys, *words.format("n" * 300).split())
+    code, _, err = answer(capsys, *command_line.format("n" * 300).split())
     assert code in (2, 3, 5)
     assert err.startswith(f"error[{code}]: ") and err.count("\n") == 1
 

@@ -32,7 +32,7 @@ class _WithoutTools:
 
 @pytest.fixture
 def without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [one for one in sys.modules if one.startswith(("shardtrain.api", "shardtrain.tools"))]:
+    for module in [name for name in sys.modules if name.startswith(("shardtrain.api", "shardtrain.tools"))]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.delattr(shardtrain, "api", raising=False)
     monkeypatch.setattr(sys, "meta_path", [_WithoutTools, *sys.meta_path])

@@ -116,8 +116,8 @@ def test_insufficient_data_in_memory_are_refused_before_the_first_step(
 
 @pytest.mark.parametrize("kind", ["memory", "stream"])
 def test_every_row_is_read_once_before_the_end(kind: str, runs: list[dict[str, Ended]]) -> None:
-    seen = Counter(i for rank in runs for ids in rank[f"{kind} stop"].sample_ids for i in ids if i >= 0)
-    assert set(seen.values()) == {1}
+    counts = Counter(i for rank in runs for ids in rank[f"{kind} stop"].sample_ids for i in ids if i >= 0)
+    assert set(counts.values()) == {1}
     # 30 documents of 60 bytes with BOS and EOS; the first token of each stream (two readers) is not a target
     tokens = runs[0][f"{kind} stop"].state["tokens_seen"]
     assert tokens == 30 * 62 - (1 if kind == "memory" else 2)

@@ -208,10 +208,12 @@ def masks_of_a_step(rank: int, model: str, parallelism: dict[str, Any]) -> dict[
     for part in run.runner.parts:
         for name, module in part.named_modules():
             if isinstance(module, nn.Dropout) and module.p:
-                kept = masks.setdefault(name, [])
-                module.register_forward_hook(lambda _m, _i, out, kept=kept: kept.append(out.detach() != 0))
+                masks_of_module = masks.setdefault(name, [])
+                module.register_forward_hook(
+                    lambda _m, _i, out, masks_of_module=masks_of_module: masks_of_module.append(out.detach() != 0)
+                )
     trainer.step(run)
-    return {name: list(map(local, kept)) for name, kept in masks.items()}
+    return {name: list(map(local, masks_of_module)) for name, masks_of_module in masks.items()}
 
 
 def local(mask: Tensor) -> Tensor:
@@ -236,12 +238,14 @@ def test_ranks_with_different_tokens_draw_different_masks(mesh: str, tmp_path: P
         for name in {name for masks in by_rank for name in masks}:
             holders = [masks[name] for masks in by_rank if name in masks]
             assert len(holders) >= 2
-            for i, mine in enumerate(holders):
-                for theirs in holders[:i]:
-                    assert len(mine) == len(theirs) > 0
-                    assert not any(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), name
+            for i, masks_of_one in enumerate(holders):
+                for masks_of_other in holders[:i]:
+                    assert len(masks_of_one) == len(masks_of_other) > 0
+                    assert not any(torch.equal(a, b) for a, b in zip(masks_of_one, masks_of_other, strict=True)), name
                     # independent masks with rate p agree in p^2 + (1 - p)^2 elements: 0.82 for 0.1 and 0.68 for 0.2
-                    together = torch.cat([(a == b).flatten().float() for a, b in zip(mine, theirs, strict=True)])
+                    together = torch.cat(
+                        [(a == b).flatten().float() for a, b in zip(masks_of_one, masks_of_other, strict=True)]
+                    )
                     assert together.mean().item() < 0.85
 
 

@@ -109,7 +109,7 @@ def test_kills_neither_repeat_nor_lose_a_sample(kind: str, kills: int, tmp_path:
     final = {entry["step"]: entry for entry in killed}  # a repeated step replaces the lost one
     assert [final[step] for step in sorted(final)] == undisturbed
     assert all(entry == final[entry["step"]] for entry in killed), "a repeated step read other samples"
-    seen = Counter(sample for entry in final.values() for sample in entry["ids"] if sample >= 0)
-    assert set(seen.values()) == {1}
+    counts = Counter(sample for entry in final.values() for sample in entry["ids"] if sample >= 0)
+    assert set(counts.values()) == {1}
     if kind == "memory":
-        assert sorted(seen) == list(range(len(seen)))
+        assert sorted(counts) == list(range(len(counts)))

@@ -24,12 +24,12 @@ def test_growth_names_the_files_and_the_command() -> None:
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
     growth = program.growth
-    kept = {"train/trainer.py": 380, "models/llama.py": 120}
-    assert growth(kept, {"train/trainer.py": 480, "models/llama.py": 120}) == ""
-    assert growth(kept, {"train/trainer.py": 300}) == ""
-    assert "101 more lines (train/trainer.py +101)" in growth(kept, kept | {"train/trainer.py": 481})
-    assert "new files: optim/muon.py" in growth(kept, kept | {"optim/muon.py": 10})
-    assert "--update" in growth(kept, kept | {"optim/muon.py": 10})
+    stored = {"train/trainer.py": 380, "models/llama.py": 120}
+    assert growth(stored, {"train/trainer.py": 480, "models/llama.py": 120}) == ""
+    assert growth(stored, {"train/trainer.py": 300}) == ""
+    assert "101 more lines (train/trainer.py +101)" in growth(stored, stored | {"train/trainer.py": 481})
+    assert "new files: optim/muon.py" in growth(stored, stored | {"optim/muon.py": 10})
+    assert "--update" in growth(stored, stored | {"optim/muon.py": 10})
 
 
 @pytest.mark.nightly("it only reports the files of a run")

@@ -36,9 +36,9 @@ def test_the_root_has_at_most_22_entries() -> None:
 def test_commands_for_contributors_name_scripts_that_exist() -> None:
     text = (ROOT / "docs/CONTRIBUTING.md").read_text()
     table = text.partition("## Commands")[2].partition("\n## ")[0]
-    named = re.findall(r"\.?[\w./]+\.(?:sh|py|txt)\b", table)
-    assert len(named) > 8
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    scripts = re.findall(r"\.?[\w./]+\.(?:sh|py|txt)\b", table)
+    assert len(scripts) > 8
+    assert [name for name in scripts if not (ROOT / name).exists()] == []
 
 
 def test_hosted_ci_runs_pinned_actions_with_read_permission() -> None:

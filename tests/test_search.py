@@ -143,15 +143,15 @@ def test_random_configurations_are_refused_or_equal_to_one_process(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "found",
+    "earlier_faults",
     cases(
         [pytest.param(FOUND, id="first")],
         nightly=[pytest.param(COMPILED, id="compiled"), pytest.param(FEATURED, id="featured")],
     ),
 )
-def test_faults_of_earlier_searches_stay_fixed(found: dict[str, str], searcher: Searcher) -> None:
-    verdicts = searcher.judge([parse(shlex.split(options)) for options in found.values()])
-    assert dict(zip(found, verdicts, strict=True)) == dict.fromkeys(found, Verdict("equal"))
+def test_faults_of_earlier_searches_stay_fixed(earlier_faults: dict[str, str], searcher: Searcher) -> None:
+    verdicts = searcher.judge([parse(shlex.split(options)) for options in earlier_faults.values()])
+    assert dict(zip(earlier_faults, verdicts, strict=True)) == dict.fromkeys(earlier_faults, Verdict("equal"))
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -92,11 +92,11 @@ def _after(config: Config, ranks: int, expected: dict[int, float]) -> str:
     """Check the recorded losses, and those of a run that resumes. Return the violated promise, or an empty string."""
     folder = Path(config.job.dump_folder)
     try:
-        seen = storage_faults.losses(config)
+        recorded = storage_faults.losses(config)
     except AssertionError as error:
         return str(error)
-    if any(expected[step] != loss for step, loss in seen.items()):
-        return f"losses {seen}"
+    if any(expected[step] != loss for step, loss in recorded.items()):
+        return f"losses {recorded}"
     again, output = storage_faults.run(config, ranks, None)
     for _ in range(20):  # ranks without a launcher may exit late, and hold the lease until then
         if again != 2 or "is being written by" not in output:
@@ -356,8 +356,8 @@ def test_folder_deleted_during_a_run_is_created_again(
     folder = tmp_path / "run"
     assert json.loads((folder / "exit.json").read_text())["code"] == 0
     assert sorted(path.name for path in (folder / "checkpoint").glob("step-*")) == ["step-4", "step-6"]
-    seen = storage_faults.losses(config)
-    assert sorted(seen) == [4, 5, 6] and all(expected[step] == loss for step, loss in seen.items())
+    recorded = storage_faults.losses(config)
+    assert sorted(recorded) == [4, 5, 6] and all(expected[step] == loss for step, loss in recorded.items())
     assert "saved checkpoint" in (folder / "logs" / "rank-0.log").read_text()
     assert "was gone and is written again" in output
 

@@ -49,8 +49,21 @@ LAYERS = 2
 @functools.cache
 def text_file() -> str:
     """Return the path of a text file with 60,000 bytes, the same in every run."""
-    words = ["mesh", "shard", "gather", "reduce", "loss", "token", "layer", "rank", "step", "seed", "weight", "norm"]
-    chosen = random.Random(0).choices(words, k=10_000)
+    vocabulary = [
+        "mesh",
+        "shard",
+        "gather",
+        "reduce",
+        "loss",
+        "token",
+        "layer",
+        "rank",
+        "step",
+        "seed",
+        "weight",
+        "norm",
+    ]
+    chosen = random.Random(0).choices(vocabulary, k=10_000)
     path = os.path.join(tempfile.mkdtemp(prefix="shardtrain-tests-"), "words.txt")
     with open(path, "w") as file:
         file.write(" ".join(chosen))

@@ -36,11 +36,11 @@ class Server:
     def __init__(self, arguments: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shardtrain-workers-")
         self._path = str(Path(self._folder.name) / "socket")
-        here = str(Path(__file__).parent)
+        tests_folder = str(Path(__file__).parent)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self._path)
             listener.listen()
-            command = [sys.executable, "-c", BOOTSTRAP, here, str(listener.fileno()), *arguments]
+            command = [sys.executable, "-c", BOOTSTRAP, tests_folder, str(listener.fileno()), *arguments]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
 
     def command(self) -> str:

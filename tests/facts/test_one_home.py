@@ -80,11 +80,13 @@ class Table(NamedTuple):
 
 
 def test_no_table_is_written_twice() -> None:
-    found = defaultdict(list)
+    tables_by_elements = defaultdict(list)
     for table in tables(PACKAGE):
         if not table.file.startswith(DESCRIBES_ITSELF):
-            found[table.elements].append(table)
-    repeated = {elements: places for elements, places in found.items() if len({place.file for place in places}) > 1}
+            tables_by_elements[table.elements].append(table)
+    repeated = {
+        elements: places for elements, places in tables_by_elements.items() if len({place.file for place in places}) > 1
+    }
     allowed = {frozenset(elements) for elements in ALLOWED}
     for elements in allowed:
         assert elements in repeated, f"{sorted(elements)} is no longer written twice: remove it from ALLOWED"
@@ -117,15 +119,15 @@ def repeated_fact(table: Table, known: dict[str, frozenset[str]], nearly: bool) 
 
 def fact_tables() -> dict[str, frozenset[str]]:
     """Return the elements of each public table of strings in ``facts``; of a dict the keys."""
-    found = {}
+    elements_of_tables = {}
     for module in modules_of(facts):
         for name, value in vars(module).items():
             if name.isupper() and not name.startswith("_") and isinstance(value, dict | tuple | list | frozenset):
                 elements = frozenset(value)
                 if len(elements) >= FEWEST and all(isinstance(element, str) for element in elements):
-                    found[f"{module.__name__.rpartition('.')[2]}.{name}"] = elements
-    found["devices.names()"] = frozenset(devices.names())
-    return found
+                    elements_of_tables[f"{module.__name__.rpartition('.')[2]}.{name}"] = elements
+    elements_of_tables["devices.names()"] = frozenset(devices.names())
+    return elements_of_tables
 
 
 def modules_of(package: ModuleType) -> list[ModuleType]:

@@ -130,13 +130,13 @@ def test_failing_exit_report_does_not_change_the_exit_status(
 
 
 @pytest.mark.parametrize("ranks", cases([2], nightly=[1]))
-@pytest.mark.parametrize("what", cases([EVERYTHING], nightly=list(PLACES)))
+@pytest.mark.parametrize("failing", cases([EVERYTHING], nightly=list(PLACES)))
 @pytest.mark.nightly(
     "complete runs",
     by="tests/resilience/test_errors_outside_the_step.py::test_goodput_accounting_fails_with_one_warning",
 )
 def test_error_outside_the_step_is_a_warning_and_training_continues(
-    what: str, ranks: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    failing: str, ranks: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     def undisturbed() -> tuple[dict[int, float], dict[str, str]]:
         config = config_of(tmp_path_factory.mktemp("undisturbed") / "run")
@@ -147,7 +147,7 @@ def test_error_outside_the_step_is_a_warning_and_training_continues(
     expected, weights = made_once(tmp_path_factory, f"errors-{ranks}", undisturbed)
     assert sorted(expected) == list(range(1, STEPS + 1)) and weights
     config = config_of(tmp_path / "run")
-    places = list(PLACES.values()) if what == EVERYTHING else [PLACES[what]]
+    places = list(PLACES.values()) if failing == EVERYTHING else [PLACES[failing]]
     code, output = storage_faults.run(config, ranks, None, main=partial(broken, places))
     assert code == 0, output
     assert saved(tmp_path / "run") == weights

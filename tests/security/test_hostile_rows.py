@@ -29,11 +29,17 @@ VARIABLES = {
 
 
 def train(folder: Path, environment: dict[str, str] | None = None, **options: object) -> CompletedProcess[str]:
-    given = {
+    all_options = {
         "job.dump_folder": folder / "outputs", "training.device": "cpu", "training.local_batch_size": 1,
         "training.seq_len": 32, "training.steps": 2, "lr_scheduler.warmup_steps": 1, **options,
     }  # fmt: skip
-    command = [sys.executable, "-m", "shardtrain", "train", *(f"--{name}={value}" for name, value in given.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "shardtrain",
+        "train",
+        *(f"--{name}={value}" for name, value in all_options.items()),
+    ]
     names = {**os.environ, **(environment or {})}
     return forked.run(command, env=names, cwd=folder, capture_output=True, text=True, timeout=patience.seconds(120))
 

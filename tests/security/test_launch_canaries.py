@@ -130,11 +130,11 @@ def test_launch_option_with_a_secret_is_refused(
 def test_ssh_run_that_fails_with_every_secret_masks_them(tmp_path: Path, config_file: Path) -> None:
     dataset = tmp_path / "mine.py"
     dataset.write_text(CRASHES.format(names=tuple(CANARIES)))
-    given = options(tmp_path, **{"training.dataset": dataset})
+    train_options = options(tmp_path, **{"training.dataset": dataset})
     with command_lines() as lines, sshd.server(tmp_path / "sshd", {"host-a": "127.0.0.1"}) as ssh_config:
         arguments = [f"--launch.ssh.config_file={ssh_config}", f"--launch.python={sys.executable}"]
         arguments += [f"--launch.workdir={ROOT}", "--nproc", "2"]
-        done = run(tmp_path, "launch", "ssh", config_file, *arguments, *given)
+        done = run(tmp_path, "launch", "ssh", config_file, *arguments, *train_options)
         # the variables have arrived: the error of the dataset contains all of them, masked
         assert done.returncode == 2 and done.stderr.count("***") >= len(CANARIES), done.stderr
         logs = run(tmp_path, "launch", "logs", done.stdout.splitlines()[0])

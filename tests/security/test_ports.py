@@ -118,8 +118,8 @@ def options(folder: Path) -> list[str]:
 
 def address_of(digits: str) -> str:
     """Return the address of a line of ``/proc/net/tcp``, where it is a sequence of 32-bit words in host byte order."""
-    words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]
-    address = ipaddress.ip_address(b"".join(words))
+    groups = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]
+    address = ipaddress.ip_address(b"".join(groups))
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 

@@ -49,8 +49,8 @@ def killed_holder(purpose: str = "", child_lives: bool = False) -> tuple[Path, i
 
 @pytest.mark.parametrize("purpose", ["", "doctor", "model-check"])
 def test_next_start_removes_the_folder_of_a_killed_process(purpose: str, place: Path) -> None:
-    left, _ = killed_holder(purpose)
-    assert (left / "meeting/store").exists()
+    abandoned, _ = killed_holder(purpose)
+    assert (abandoned / "meeting/store").exists()
     with temporary.temporary_folder() as folder:
         assert [*place.iterdir()] == [folder] and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [*place.iterdir()] == []
@@ -66,16 +66,16 @@ def test_folder_of_a_live_process_is_not_removed(place: Path) -> None:
 
 
 def test_folder_is_kept_while_a_fork_of_its_process_lives(place: Path) -> None:
-    left, child = killed_holder(child_lives=True)
+    abandoned, child = killed_holder(child_lives=True)
     try:
         with temporary.temporary_folder():
-            assert (left / "meeting/store").exists()
+            assert (abandoned / "meeting/store").exists()
     finally:
         os.kill(child, signal.SIGKILL)
     while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
         pass
     with temporary.temporary_folder():
-        assert not left.exists()
+        assert not abandoned.exists()
 
 
 def test_exit_of_a_fork_removes_nothing(place: Path) -> None:
@@ -177,9 +177,9 @@ def test_foreign_entries_are_not_touched(
 def test_link_inside_an_abandoned_folder_is_not_followed(place: Path) -> None:
     (place / "precious").mkdir()
     (place / "precious/data").write_text("kept")
-    left, _ = killed_holder()
-    (left / "link").symlink_to(place / "precious")
-    (left / "meeting/link").symlink_to(place / "precious")
+    abandoned, _ = killed_holder()
+    (abandoned / "link").symlink_to(place / "precious")
+    (abandoned / "meeting/link").symlink_to(place / "precious")
     with temporary.temporary_folder():
-        assert not left.exists()
+        assert not abandoned.exists()
     assert (place / "precious/data").read_text() == "kept"
