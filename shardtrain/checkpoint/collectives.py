@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardtrain.ops import host_collectives
 from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import (
     CheckpointError,
@@ -42,8 +43,7 @@ def all_gather_json(value: Any) -> list[Any]:
     # Do not reduce sizes with an all-reduce. A rank in another all-reduce would contribute a number that is
     # not a size.
     data = bytearray(json.dumps(value).encode())
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    dist.all_gather(list(sizes.view(-1, 1)), torch.tensor([len(data)]))
+    sizes = host_collectives.all_gather(torch.tensor([len(data)]))
     return [json.loads(text) for text in _padded_texts(data, int(sizes.max()))]
 
 
@@ -53,7 +53,7 @@ def gather_json(value: Any) -> list[Any]:
         return [json.loads(json.dumps(value))]
     data = bytearray(json.dumps(value).encode())
     longest = torch.tensor([len(data)])
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    host_collectives.all_reduce(longest, dist.ReduceOp.MAX)
     texts = _padded_texts(data, int(longest))
     return [json.loads(text) for text in texts] if _own_rank() == 0 else []
 
@@ -63,10 +63,8 @@ def _padded_texts(data: bytearray, longest: int) -> list[bytes]:
     # JSON may end with spaces.
     own = torch.full((longest,), ord(" "), dtype=torch.uint8)
     own[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-    # Not a gather to the first rank, which would need a connection to every other rank: in an all-gather each rank gets
-    # all texts from its neighbour in a ring.
-    texts = torch.empty(dist.get_world_size(), len(own), dtype=torch.uint8)
-    dist.all_gather(list(texts), own)
+    # Not a gather to the first rank, which would need a connection to every other rank.
+    texts = host_collectives.all_gather(own)
     return [bytes(text) for text in texts.numpy()]
 
 
@@ -89,7 +87,7 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
         source = len(numbers)
         text = _broadcast(own, source)
         end = torch.tensor([size if own == text or rank <= source else rank])
-        dist.all_reduce(end, op=dist.ReduceOp.MIN)
+        host_collectives.all_reduce(end, dist.ReduceOp.MIN)
         if text not in texts:
             texts.append(text)
         numbers += [texts.index(text)] * (int(end) - source)
@@ -101,8 +99,7 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
 def _gather_by_hash(value: Any) -> tuple[list[Any], list[int]]:
     """Like ``gather_distinct_json``: gather hashes, then broadcast each value from its first rank."""
     own = torch.frombuffer(bytearray(hashlib.sha256(json.dumps(value).encode()).digest()), dtype=torch.uint8)
-    digests = torch.empty(dist.get_world_size(), len(own), dtype=torch.uint8)
-    dist.all_gather(list(digests), own)
+    digests = host_collectives.all_gather(own)
     firsts: dict[bytes, int] = {}
     first_of = [firsts.setdefault(digest.tobytes(), rank) for rank, digest in enumerate(digests.numpy())]
     number_of = {rank: number for number, rank in enumerate(firsts.values())}
@@ -125,7 +122,7 @@ def any_ranks(flags: Sequence[bool]) -> list[bool]:
     if _is_alone():
         return list(flags)
     totals = torch.tensor(list(map(int, flags)))
-    dist.all_reduce(totals, op=dist.ReduceOp.MAX)
+    host_collectives.all_reduce(totals, dist.ReduceOp.MAX)
     return [bool(one) for one in totals]
 
 
@@ -203,7 +200,7 @@ def _said(value: Any, urgency: int) -> Any:
     if _is_alone():
         return json.loads(json.dumps(value)) if urgency < _NOBODY else None
     first = torch.tensor([urgency])
-    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    host_collectives.all_reduce(first, dist.ReduceOp.MIN)
     if int(first) == _NOBODY:
         return None
     source = int(first) % dist.get_world_size()

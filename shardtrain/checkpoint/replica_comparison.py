@@ -18,6 +18,7 @@ from torch import Tensor
 from shardtrain.checkpoint.collectives import all_gather_json
 from shardtrain.checkpoint.holders import Held
 from shardtrain.checkpoint.resharding import Ints
+from shardtrain.ops import host_collectives
 from shardtrain.ops.dtensor import local_tensor
 
 COUNTERS = ("step", "samples_consumed", "order_hash")
@@ -66,7 +67,7 @@ def find_odd(tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: 
             factor = 1 - len(ranks) if rank == balancing else 1
             numbers.append(_signed(factor * _mixed(value)))
     totals = torch.tensor(numbers)
-    dist.all_reduce(totals)
+    host_collectives.all_reduce(totals)
     odd = totals.view(-1, 2).any(1).nonzero().reshape(-1).tolist()
     if not odd:
         return ""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardtrain.distributed.mesh import Mesh
+from shardtrain.ops import host_collectives
 from shardtrain.ops.accelerator import Reading
 from shardtrain.ops.dtensor import local_tensor, split_axes, squared_norm
 
@@ -68,7 +69,7 @@ class SquaredNorm:
         for axes in sorted(self._by_axes):
             squares = self._by_axes[axes]
             for axis in axes:
-                dist.all_reduce(squares, group=self._groups[axis])
+                host_collectives.all_reduce(squares, group=self._groups[axis])
             total += squares
         return self._mesh.sum(total, over=("pp",)).sqrt()
 

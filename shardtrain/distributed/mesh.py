@@ -15,6 +15,7 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed.process_group import World
 from shardtrain.distributed.rendezvous import gloo_sockets
+from shardtrain.ops import host_collectives
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first, so that tensor-parallel peers have consecutive ranks and use the fastest links."""
@@ -92,7 +93,7 @@ class Mesh:
         """
         if self.device_mesh.size() > 1:
             tensor = tensor.clone()
-            dist.all_reduce(tensor)
+            host_collectives.all_reduce(tensor)
         return tensor
 
     def max(self, tensor: Tensor, over: tuple[str, ...]) -> Tensor:
@@ -104,7 +105,7 @@ class Mesh:
         if axes:
             tensor = tensor.clone()  # all_reduce works in place
         for axis in axes:
-            dist.all_reduce(tensor, op, group=self.group(axis))
+            host_collectives.all_reduce(tensor, op, self.group(axis))
         return tensor
 
 

@@ -17,7 +17,7 @@ from shardtrain.distributed.rendezvous import gloo_sockets, signed_store
 from shardtrain.distributed.rendezvous.attempt_store import store_at_address, store_of_attempt
 from shardtrain.distributed.rendezvous.signed_store import ForgedError
 from shardtrain.facts.devices import ACCELERATOR_TYPES
-from shardtrain.ops import accelerator
+from shardtrain.ops import accelerator, host_collectives
 from shardtrain.utils import library_environment
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import STORE
@@ -114,6 +114,7 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
             )
     except ForgedError as error:
         raise PeerError(str(error)) from error
+    host_collectives.set_timeout(comm.init_timeout_seconds)
     try:
         with library_environment.protected():
             yield World(rank, size, local_rank, torch_device, store)
@@ -142,6 +143,7 @@ def set_timeout(seconds: int) -> None:
     groups = dist.distributed_c10d
     for group in list(groups._world.pg_map):
         groups._set_pg_timeout(timedelta(seconds=seconds), group)
+    host_collectives.set_timeout(seconds)
 
 
 def gather_flags(flag: bool, device: torch.device) -> list[int]:
@@ -149,5 +151,5 @@ def gather_flags(flag: bool, device: torch.device) -> list[int]:
     # Each rank sets its own element, so the sum is a gather.
     flags = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
     flags[dist.get_rank()] = int(flag)
-    dist.all_reduce(flags)
+    host_collectives.all_reduce(flags)
     return [rank for rank, raised in enumerate(flags.tolist()) if raised]

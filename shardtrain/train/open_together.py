@@ -25,6 +25,7 @@ from shardtrain.config.schema import Config
 from shardtrain.data import shared_opening
 from shardtrain.data.shared_opening import Listing, Look, Witness, decode, encode
 from shardtrain.distributed.rendezvous import gloo_sockets
+from shardtrain.ops import host_collectives
 from shardtrain.utils import activity, bounded_reads, errors, process_identity
 from shardtrain.utils.errors import ConfigError, DataError, PeerError, Problem, ShardtrainError, StorageError
 
@@ -203,8 +204,7 @@ class Together:
         if self._node is not None:
             return self._node
         local = torch.tensor([_node_number(), int(not self._is_first_of_node)])
-        all_nodes = torch.empty(dist.get_world_size(), 2, dtype=torch.int64)
-        dist.all_gather(list(all_nodes), local)
+        all_nodes = host_collectives.all_gather(local)
         # ranks of one machine have the same node number
         members = (all_nodes[:, 0] == local[0]).nonzero().flatten().tolist()
         # prefer the rank with LOCAL_RANK 0, then the lowest rank

@@ -23,6 +23,8 @@ _DEBUGGERS = ("/pdb.py", "/bdb.py")
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 _BARRIER = str(Path(shardtrain.__file__).parent / "distributed" / "cpu" / "shared_barrier.py")
 """File in which ranks of one machine wait for each other, in exchanges through shared memory."""
+_HOST_COLLECTIVES = str(Path(shardtrain.__file__).parent / "ops" / "host_collectives.py")
+"""File in which many ranks exchange messages for a collective on small CPU tensors."""
 _FSDP = "torch/distributed/fsdp/"
 _PIPELINING = "torch/distributed/pipelining/"
 _DEVICE_WAITS = (".tolist()", ".item()", ".synchronize(")
@@ -94,6 +96,10 @@ def _collective(frame: FrameType, device_type: str) -> str:
         name = inner.f_code.co_name
         if file == _BARRIER:
             return "shared_barrier"
+        if file == _HOST_COLLECTIVES:
+            if name in ("all_reduce", "all_gather"):
+                return name
+            continue
         if "/torch/" not in file:
             if collective:
                 return collective
