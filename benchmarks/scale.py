@@ -24,6 +24,8 @@
 ``own_parts``    CPU seconds of a rank to find its parts of the N DTensors of such a model and its optimizer, as a save
                  says them and as a load asks for them: neither is in the two above
 ``real_save``    two real ranks save, check and read a model of N MiB and its optimizer: MiB above what each holds
+``host_reduce``  an all-reduce of four numbers over N real ranks, with 2 ms of delay before each message: milliseconds,
+                 messages that follow one another, and those of gloo's ring
 ``peer_rows``    N ranks that need the same rows of 8,192 tokens: CPU seconds of a rank for a row where each reads it of
                  prepared shards, and where the first one reads it and sends it to the others (gloo, one machine); of
                  text, where each tokenizes it (byte-level BPE of 32,768 tokens, trained on such text)
@@ -75,6 +77,7 @@ from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.metrics.sinks.metrics_jsonl import JsonlFile
 from shardtrain.metrics.sinks.tensorboard import TensorBoardSink, thinned
+from shardtrain.ops import host_collectives
 from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import Stragglers
 from shardtrain.train.open_together import together
@@ -473,6 +476,52 @@ def real_save(mebibytes: int) -> dict[str, Any]:
     return {key: [one[key] for one in told] for key in told[0]}
 
 
+def host_reduce(size: int) -> dict[str, Any]:
+    """Milliseconds of an all-reduce over real ranks, the median of ten, as the slowest rank sees it."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(False) for _ in range(size)]
+        ranks = [
+            context.Process(target=delayed_reductions, args=(folder, rank, size, sender))
+            for rank, (_, sender) in enumerate(pipes)
+        ]
+        for rank in ranks:
+            rank.start()
+        medians = [receiver.recv() for receiver, _ in pipes]
+        for rank in ranks:
+            rank.join()
+    return {
+        "milliseconds": round(max(medians), 1),
+        "messages_in_sequence": host_collectives.hops(size),
+        "messages_in_sequence_of_a_ring": 2 * (size - 1),
+    }
+
+
+def delayed_reductions(folder: str, rank: int, size: int, sender: Any) -> None:
+    """Send the median of the milliseconds of this rank's reductions."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    send = dist.isend
+
+    def delayed_send(*arguments: Any, **named: Any) -> Any:
+        time.sleep(0.002)
+        return send(*arguments, **named)
+
+    dist.isend = delayed_send
+    host_collectives.RING_UP_TO = 1
+    seconds = []
+    for _ in range(10):
+        dist.barrier()
+        start = time.perf_counter()
+        host_collectives.all_reduce(torch.ones(4, dtype=torch.float64))
+        seconds.append(time.perf_counter() - start)
+    sender.send(1000 * sorted(seconds)[5])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def save_and_read(folder: str, rank: int, mebibytes: int, sender: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -632,7 +681,7 @@ def main() -> None:
         (slow_ranks, ranks), (metrics, (10**4, 10**6, 10**7)), (shards, (100, 1000, 10_000)),
         (many_files, (10**4, 10**5, 10**6)), (whole_documents, (10**6, 10**7)), (prepared_documents, (10**6, 10**9)),
         (saving, tuple(MESHES)), (resuming, tuple(RESUMES)), (own_parts, (4548,)), (commit, ranks),
-        (real_save, (768, 3072)), (peer_rows, (2, 8)), (retained, (100, 10_000)),
+        (real_save, (768, 3072)), (host_reduce, (16, 32, 64)), (peer_rows, (2, 8)), (retained, (100, 10_000)),
     ]  # fmt: skip
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     found: dict[str, Any] = {
