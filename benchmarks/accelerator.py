@@ -1,14 +1,21 @@
-"""What to run first where an accelerator can be used: accelerator.py [--device cuda] [--tiny] [--only PART,...].
+"""First checks and measurements on an accelerator: accelerator.py [--device cuda] [--tiny] [--only PART,...].
 
-Parts, in the order in which a later one is of no use without the earlier: ``capabilities`` (what the device can do),
-``waits`` (host waits of a step, as PyTorch counts them), ``numbers`` (steps there and on the CPU), ``losses`` (the head
-with its loss beside float64), ``options`` (three steps of every family with options of every kind, many at once),
-``speed`` (tokens per second and MFU of 1B, 3B and 8B at 4,096 tokens, and of float8), ``experts`` (a block of 16B
-class) and ``memory`` (what ``shardtrain plan`` predicts against the allocator's peak). Each part, and each case that is
-timed, runs in a process of its own and adds its rows to benchmarks/results/accelerator-DEVICE.jsonl; one that fails
-adds a row that says why, and the others go on. ``--cases WORD,...`` runs those alone of options, speed and experts
-whose names have such a word; ``--kernels`` writes what a step of each spends its time on. ``--tiny`` runs the same code
-with models that a CPU trains in seconds, and writes where ``--results`` says.
+Parts, each of which relies on the previous ones:
+
+- ``capabilities``: features of the device
+- ``waits``: host synchronizations of a step, as counted by PyTorch
+- ``numbers``: steps on the device compared with the CPU
+- ``losses``: the head with its loss, compared with float64
+- ``options``: three steps of every family with every kind of option, several cases in parallel
+- ``speed``: tokens per second and MFU of 1B, 3B and 8B at 4,096 tokens, and of float8
+- ``experts``: MoE layers of the 16B class
+- ``memory``: the prediction of ``shardtrain plan`` and the peak of the allocator
+
+Each part and each timed case runs in a separate process and appends its rows to
+benchmarks/results/accelerator-DEVICE.jsonl. A failure becomes a row with its reason, and the others continue.
+``--cases TEXT,...`` selects cases of options, speed and experts whose names contain a text. ``--kernels`` writes a
+kernel profile of each case. ``--tiny`` runs the same code with models that a CPU trains in seconds, and writes into
+``--results``.
 """
 
 from __future__ import annotations
@@ -77,15 +84,15 @@ COMMON: Options = {
 
 
 def model(name: str, flavor: str, rows: int) -> Options:
-    """A model with so many rows at a time."""
+    """Options of a model with a local batch size of ``rows``."""
     return {"model.name": name, "model.flavor": flavor, "training.local_batch_size": rows}
 
 
 COMPILED: Options = {"compile.enable": True}
 BFLOAT16: Options = {"training.dtype": "bfloat16"}
-"""One device of 80 GB holds 8B with its AdamW states in bfloat16 alone: 64 GB."""
+"""One device of 80 GB fits 8B only with AdamW states in bfloat16: 64 GB."""
 FLOAT8: Options = {"model.converters": ["quantize.linear.float8"], "quantize.linear.float8.filter_fqns": ["output"]}
-"""As torchtitan's files have it: the head stays in bfloat16."""
+"""As in torchtitan's files, the head remains in bfloat16."""
 FOUR_LAYERS: Options = {"model.overrides.num_layers": 4}
 FULL: Options = {"activation_checkpoint.mode": "full"}
 SPEED: dict[str, Options] = {
@@ -113,7 +120,7 @@ EXPERTS: dict[str, Options] = {
     "4 layers of 30B-A3B": {**model("qwen3_moe", "30B-A3B", 4), **COMPILED, **FOUR_LAYERS},
 }
 TIMED = {"speed": SPEED, "experts": EXPERTS}
-"""Parts whose cases run in a process each: what one leaves on the device is not in the way of the next."""
+"""Parts whose cases run in separate processes, to start each with an empty device."""
 
 SMALL: Options = {
     **COMMON,
@@ -122,9 +129,9 @@ SMALL: Options = {
     "training.seq_len": 128,
     "training.local_batch_size": 2,
     "training.steps": 3,
-    "training.initial_loss_scale": 1024.0,  # in float16: no step is skipped
+    "training.initial_loss_scale": 1024.0,  # for float16: no step is skipped
     "optimizer.lr": 1e-3,
-    "optimizer.eps": 1e-3,  # with a small one rounding decides the sign of small updates
+    "optimizer.eps": 1e-3,  # with a smaller value, rounding decides the sign of small updates
     "lr_scheduler.warmup_steps": 1,
 }
 DENSE_FAMILIES = {name: "debugmodel" for name in ("llama2", "llama3", "mistral", "qwen2", "qwen3", "neox")}
@@ -173,7 +180,7 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 def option_cases() -> dict[str, tuple[Options, Options]]:
-    """Options on the device, and what is different about the run that they are compared with."""
+    """Return options on the device, and the changes of the run that they are compared with."""
     host: Options = {"training.device": "cpu"}
     eager: Options = {"compile.enable": False}
     cases: dict[str, tuple[Options, Options]] = {}
@@ -186,7 +193,7 @@ def option_cases() -> dict[str, tuple[Options, Options]]:
                 **PACKING[(place + turn) % len(PACKING)],
                 **OPTIMIZERS[(place + 3 * turn) % len(OPTIMIZERS)],
             }
-            # a CPU takes minutes for products in float16
+            # a CPU takes minutes for float16 products
             reference = {**host, **PRECISION[0]} if precision == PRECISION[2] else host
             cases[f"{family}: {words(more)}"] = ({**of_family, **more}, reference)
         cases[f"{family}: compiled"] = ({**of_family, **COMPILED}, eager)
@@ -215,24 +222,24 @@ def option_cases() -> dict[str, tuple[Options, Options]]:
 
 
 def words(options: Options) -> str:
-    """Values of options as one line."""
+    """Return the values of options as one line."""
     return " ".join(str(value) for value in options.values())
 
 
 def timed_run(options: Options, device: str, tiny: bool, steps: int) -> Loaded:
-    """The run of a case: bfloat16, its own text as data, nothing saved."""
+    """Return the configuration of a case: bfloat16, generated text as data, and no checkpoints."""
     options = {**COMMON, **options, "training.steps": steps, "training.device": device}
     if tiny:
         options |= TINY_DENSE if options["model.name"] == "llama3" else TINY_EXPERTS
     if device == "cpu" and FLOAT8.items() <= options.items():
-        options["quantize.linear.float8.emulate"] = True  # a CPU does not multiply in float8
+        options["quantize.linear.float8.emulate"] = True  # CPUs have no float8 products
     return load_config(None, options)
 
 
 def timed(loaded: Loaded, warmup: int, steps: int, kernels: Path | None = None) -> Row:
-    """Tokens per second, MFU and peak memory of some steps after others; the device is idle at both ends.
+    """Measure tokens per second, MFU and peak memory of ``steps`` after ``warmup``. The device is idle at both ends.
 
-    What two more steps spend their time on is written to ``kernels``.
+    A profile of two more steps is written to ``kernels``.
     """
     config, began = loaded.config, time.perf_counter()
     with join(config.comm, config.training.device) as here:
@@ -275,7 +282,7 @@ def timed(loaded: Loaded, warmup: int, steps: int, kernels: Path | None = None) 
 
 
 def _write_kernels(run: trainer.Run, file: Path) -> None:
-    """The kernels of two steps by the time that they took, and the operations that started them."""
+    """Write the kernels of two steps by duration, and the operations that launched them."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     device = accelerator.profiler_activity(run.mesh.device)
     with torch.profiler.profile(activities=activities + ([device] if device else [])) as trace:
@@ -289,7 +296,7 @@ def _write_kernels(run: trainer.Run, file: Path) -> None:
 
 
 def capabilities(device: str, tiny: bool) -> Iterator[Row]:
-    """What is asked of a device elsewhere, and what PyTorch was built with."""
+    """Yield the device capabilities that the package queries, and the build of PyTorch."""
     there = accelerator.of_rank(device, 0)
     row: Row = {
         "torch": torch.__version__,
@@ -308,18 +315,18 @@ def capabilities(device: str, tiny: bool) -> Iterator[Row]:
 
 
 def _matmul_tflops(device: torch.device) -> dict[str, float]:
-    """What products of the shapes of 8B reach on random numbers, by their shape (M, K, N)."""
-    found = {}
+    """Return TFLOP/s of matrix products with shapes of 8B and random data, by shape (M, K, N)."""
+    tflops = {}
     for m, k, n in ((8192, 8192, 8192), (12288, 4096, 14336), (12288, 14336, 4096), (12288, 4096, 6144)):
         a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
         b = torch.randn(k, n, device=device, dtype=torch.bfloat16)
         seconds = _seconds_of(lambda a=a, b=b: a @ b, device, 30)  # type: ignore[misc]
-        found[f"{m}x{k}x{n}"] = 2 * m * k * n / seconds / 1e12
-    return found
+        tflops[f"{m}x{k}x{n}"] = 2 * m * k * n / seconds / 1e12
+    return tflops
 
 
 def _copy_bytes_per_second(device: torch.device) -> float:
-    """Bytes read and written by a copy of 4 GiB within the device."""
+    """Return bytes read and written per second by a copy of 4 GiB within the device."""
     source = torch.empty(1 << 32, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return 2 * source.numel() / _seconds_of(lambda: target.copy_(source), device, 10)
@@ -337,9 +344,10 @@ def _seconds_of(work: Callable[[], Any], device: torch.device, times: int) -> fl
 
 
 def waits(device: str, tiny: bool) -> Iterator[Row]:
-    """Synchronisations of a step as CUDA's debug mode warns of them: one is meant, for loss and gradient norm.
+    """Yield the synchronizations of a step that CUDA's debug mode warns about.
 
-    A wait for an event is not among them, so that this shows those that nobody meant.
+    The only intended wait, for loss and gradient norm, waits for an event, which is not reported. So all reported
+    synchronizations are unintended.
     """
     for name, options in (("dense", SPEED["1B"]), ("experts", EXPERTS["4 layers of 30B-A3B"])):
         config = timed_run(options, device, True, 4).config
@@ -354,9 +362,13 @@ def waits(device: str, tiny: bool) -> Iterator[Row]:
                 trainer.step(run)
                 if device == "cuda":
                     torch.cuda.set_sync_debug_mode("default")
-        told = [f"{one.filename}:{one.lineno}" for one in caught if "called a synchronizing" in str(one.message)]
-        told = told or [line for line in _lines if line]
-        yield {"case": name, "unmeant_waits": len(told) if device == "cuda" else None, "where": told}
+        positions = [
+            f"{warning.filename}:{warning.lineno}"
+            for warning in caught
+            if "called a synchronizing" in str(warning.message)
+        ]
+        positions = positions or [line for line in _lines if line]
+        yield {"case": name, "unmeant_waits": len(positions) if device == "cuda" else None, "where": positions}
         _lines.clear()
 
 
@@ -364,17 +376,17 @@ _lines: list[str] = []
 
 
 def _with_lines(message: Any, *_: Any, **__: Any) -> None:
-    """Remember which lines of the package led to a warning."""
+    """Record the lines of the package that caused a warning."""
     if "called a synchronizing" in str(message):
-        ours = [f"{one.filename.split('shardtrain/')[-1]}:{one.lineno}" for one in traceback.extract_stack()]
-        _lines.append(" < ".join(reversed(ours[-12:-1])))
+        lines = [f"{frame.filename.split('shardtrain/')[-1]}:{frame.lineno}" for frame in traceback.extract_stack()]
+        _lines.append(" < ".join(reversed(lines[-12:-1])))
 
 
 def numbers(device: str, tiny: bool) -> Iterator[Row]:
-    """Three steps on the device and on the CPU, from the same weights: the largest relative differences.
+    """Yield the largest relative differences of three steps on the device and on the CPU, from the same weights.
 
-    In float32 (with products of full precision) they are rounding, in bfloat16 those of two kernels. Where there are
-    several devices, ``shardtrain verify`` compares a mesh of them with one.
+    Differences in float32 (with full-precision products) are rounding, those in bfloat16 also come from different
+    kernels. With several devices, ``shardtrain verify`` compares a mesh of them with one.
     """
     documents: Options = {**SPEED["1B"], **PACKING[1]}
     cases = {"dense": SPEED["1B"], "documents": documents, "experts": EXPERTS["4 layers of 30B-A3B"]}
@@ -393,7 +405,7 @@ def numbers(device: str, tiny: bool) -> Iterator[Row]:
 
 
 def losses(device: str, tiny: bool) -> Iterator[Row]:
-    """The head with its loss in bfloat16 against float64, in relative norms: loss, gradients of input and of weight."""
+    """Yield relative errors of the bfloat16 head with loss against float64: loss, gradients of input and weight."""
     there = accelerator.of_rank(device, 0)
     generator = torch.Generator().manual_seed(0)
     tokens, dim, vocabulary = (300, 64, 512) if tiny else (3000, 512, 20_000)
@@ -434,15 +446,15 @@ def losses(device: str, tiny: bool) -> Iterator[Row]:
 def _differences(ours: Loaded, theirs: Loaded) -> Row:
     weights: dict[str, torch.Tensor] = {}
     reference = _three_steps(theirs, weights)
-    found = _three_steps(ours, weights)
+    measured = _three_steps(ours, weights)
     worst = [
-        max(abs(a - b) / abs(b) for a, b in zip(*pair, strict=True)) for pair in zip(found, reference, strict=True)
+        max(abs(a - b) / abs(b) for a, b in zip(*pair, strict=True)) for pair in zip(measured, reference, strict=True)
     ]
     return {"loss_difference": worst[0], "grad_norm_difference": worst[1]}
 
 
 def _three_steps(loaded: Loaded, weights: dict[str, torch.Tensor]) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of a run that begins with ``weights``, which are taken from it where there are none."""
+    """Return losses and gradient norms of three steps from ``weights``. An empty ``weights`` is filled by the run."""
     config, losses, norms = loaded.config, [], []
     with join(config.comm, config.training.device) as here:
         trainer.set_numerics(config, here.device)
@@ -462,14 +474,14 @@ def _three_steps(loaded: Loaded, weights: dict[str, torch.Tensor]) -> tuple[list
 
 
 def options(device: str, tiny: bool, names: str = "") -> Iterator[Row]:
-    """Three steps with options of every kind, beside the CPU's, eager ones or emulated ones; many cases at once."""
+    """Compare three steps with every kind of option with the CPU, eager mode or emulation, in parallel."""
     cases = option_cases()
     cases = {name: cases[name] for name in chosen(cases, names)}
     if tiny:
         cases = dict(list(cases.items())[::9])
     context = multiprocessing.get_context("spawn")
     at_once = max(1, min(14, (os.cpu_count() or 2) - 1))
-    # threads of a case would be in the way of other cases
+    # more threads per case would slow down other cases
     os.environ["OMP_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(at_once, mp_context=context) as pool:
         waiting = {pool.submit(compare, device, *case): name for name, case in cases.items()}
@@ -478,7 +490,7 @@ def options(device: str, tiny: bool, names: str = "") -> Iterator[Row]:
 
 
 def compare(device: str, wanted: Options, other: Options) -> Row:
-    """The row of a pair of runs; one that cannot run says why."""
+    """Return the row of a pair of runs, or of the reason why it cannot run."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     base = {**SMALL, "training.device": device, **wanted}
@@ -487,7 +499,7 @@ def compare(device: str, wanted: Options, other: Options) -> Row:
         row = _differences(load_config(None, base), load_config(None, {**base, **other}))
     except Exception as error:
         trace = traceback.extract_tb(error.__traceback__)
-        where = [f"{Path(one.filename).name}:{one.lineno}" for one in trace[-6:]]
+        where = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in trace[-6:]]
         row = {"error": f"{type(error).__name__}: {str(error)[:600]}", "where": where}
     finally:
         torch.use_deterministic_algorithms(False)
@@ -496,19 +508,21 @@ def compare(device: str, wanted: Options, other: Options) -> Row:
 
 
 def case_of(part: str, name: str, device: str, tiny: bool, steps: int, kernels: Path | None) -> Row:
-    """The row of a case that is timed; one that cannot run here says why."""
+    """Return the row of a timed case, or of the reason why it cannot run."""
     warmup, steps = (1, 2) if tiny else (3, steps)
     loaded = timed_run(TIMED[part][name], device, tiny, warmup + steps + 2)
     file = kernels / f"{name.replace(' ', '_')}.txt" if kernels else None
     try:
         return {"case": name, **timed(loaded, warmup, steps, file)}
-    except Exception as error:  # out of memory, refused, or not built
-        where = [f"{Path(one.filename).name}:{one.lineno}" for one in traceback.extract_tb(error.__traceback__)[-6:]]
+    except Exception as error:  # out of memory, rejected, or not built
+        where = [
+            f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-6:]
+        ]
         return {"case": name, "error": f"{type(error).__name__}: {str(error)[:600]}", "where": where}
 
 
 def planned(file: Path) -> str:
-    """A Markdown table of timed rows beside ``shardtrain plan`` of the same options."""
+    """Return a Markdown table of timed rows and the predictions of ``shardtrain plan`` for the same options."""
     lines = [
         "| case | tokens/s | planned | MFU | s a step | peak, GiB reserved | planned |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -527,7 +541,7 @@ def planned(file: Path) -> str:
 
 
 def memory(device: str, tiny: bool) -> Iterator[Row]:
-    """What a dry run of the same configuration foresees, and what the allocator had at most."""
+    """Yield the prediction of a dry run of the same configuration, and the peak of the allocator."""
     from shardtrain.distributed import fake_backend
     from shardtrain.train import dry_run
 
@@ -548,77 +562,81 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]] | None] = {
     "experts": None,
     "memory": memory,
 }
-"""None are those of TIMED."""
+"""Functions by part. None for the parts in TIMED."""
 
 
-def chosen(names: Iterable[str], words: str) -> list[str]:
-    """Names that equal one of the comma-separated words, or contain one that is no name; all names without words."""
-    names, asked = list(names), words.split(",")
-    return [name for name in names if not words or any(w == name or (w not in names and w in name) for w in asked)]
+def chosen(names: Iterable[str], texts: str) -> list[str]:
+    """Return names equal to one of the comma-separated texts, or containing one that is not a name. All for ""."""
+    names, requested = list(names), texts.split(",")
+    return [name for name in names if not texts or any(w == name or (w not in names and w in name) for w in requested)]
 
 
-def processes(part: str, asked: argparse.Namespace) -> list[list[str]]:
-    """Arguments of the processes that a part runs in."""
+def processes(part: str, options: argparse.Namespace) -> list[list[str]]:
+    """Return the arguments of each process of a part."""
     names = TIMED.get(part)
     if names is None:
         return [["--part", part]]
-    wanted = chosen(names, asked.cases)
-    if asked.tiny and part == "speed":
-        wanted = wanted[:1]
-    return [["--part", part, "--case", name] for name in wanted]
+    selected = chosen(names, options.cases)
+    if options.tiny and part == "speed":
+        selected = selected[:1]
+    return [["--part", part, "--case", name] for name in selected]
 
 
-def run_here(asked: argparse.Namespace, device: str) -> Iterator[Row]:
-    """Rows of one part, or of one case of it, with what they were measured on."""
-    there = torch.device(device, 0) if device != "cpu" else torch.device(device)
-    common = {"part": asked.part, "device": accelerator.name(there), "tiny": asked.tiny}
-    work = PARTS[asked.part]
+def run_here(arguments: argparse.Namespace, device: str) -> Iterator[Row]:
+    """Yield rows of one part or one of its cases, with the device they were measured on."""
+    device_here = torch.device(device, 0) if device != "cpu" else torch.device(device)
+    common = {"part": arguments.part, "device": accelerator.name(device_here), "tiny": arguments.tiny}
+    work = PARTS[arguments.part]
     if work is None:
-        names = [asked.case] if asked.case else list(TIMED[asked.part])
-        rows = (case_of(asked.part, name, device, asked.tiny, asked.steps, asked.kernels) for name in names)
+        names = [arguments.case] if arguments.case else list(TIMED[arguments.part])
+        rows = (
+            case_of(arguments.part, name, device, arguments.tiny, arguments.steps, arguments.kernels) for name in names
+        )
     else:
-        rows = options(device, asked.tiny, asked.cases) if work is options else work(device, asked.tiny)
+        rows = options(device, arguments.tiny, arguments.cases) if work is options else work(device, arguments.tiny)
     for row in rows:
         yield {**common, "time": int(time.time()), **row}
 
 
 def main(arguments: list[str]) -> int:
-    """Run the parts; 1 where one gave no row."""
+    """Run the parts. Return 1 if one of them printed no row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", choices=DEVICE_TYPES)
     parser.add_argument("--tiny", action="store_true", help="models that a CPU trains in seconds")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
+    parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
     parser.add_argument(
-        "--cases", default="", help="names of cases that are timed or compared, or words of them; all unless given"
+        "--cases", default="", help="names of timed or compared cases, or parts of names (default: all)"
     )
-    parser.add_argument("--steps", type=int, default=10, help="steps that are timed, after three others")
-    parser.add_argument("--kernels", type=Path, help="folder of what steps spend their time on")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps, after three others")
+    parser.add_argument("--kernels", type=Path, help="folder for kernel profiles")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the rows")
     parser.add_argument(
-        "--planned", type=Path, help="print the timed rows of a file beside what plan foresees; run nothing"
+        "--planned",
+        type=Path,
+        help="print the timed rows of a file with the predictions of plan, without running anything",
     )
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    asked = parser.parse_args(arguments)
-    if asked.planned:
-        print(planned(asked.planned))
+    options = parser.parse_args(arguments)
+    if options.planned:
+        print(planned(options.planned))
         return 0
-    set_allocator_default(os.environ)  # as ``train`` does, before the device is touched
-    device = pick_device_type(asked.device)
-    if asked.part:
-        sys.stdin.readline()  # the device is another's until then
-        for row in run_here(asked, device):
+    set_allocator_default(os.environ)  # like ``train``, before the device is initialized
+    device = pick_device_type(options.device)
+    if options.part:
+        sys.stdin.readline()  # another process uses the device until then
+        for row in run_here(options, device):
             print(json.dumps(row), flush=True)
         return 0
-    parts = asked.only.split(",")
+    parts = options.only.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"--only {','.join(unknown)}: use {', '.join(PARTS)}")
-    asked.results.mkdir(parents=True, exist_ok=True)
-    given = ["--device", device, "--steps", str(asked.steps), "--cases", asked.cases]
-    given += ["--tiny"] * asked.tiny + (["--kernels", str(asked.kernels)] if asked.kernels else [])
+    options.results.mkdir(parents=True, exist_ok=True)
+    common = ["--device", device, "--steps", str(options.steps), "--cases", options.cases]
+    common += ["--tiny"] * options.tiny + (["--kernels", str(options.kernels)] if options.kernels else [])
     failed = False
-    with open(asked.results / f"accelerator-{device}.jsonl", "a", encoding="utf-8") as file:
-        for line in rows_of([[*more, *given] for part in parts for more in processes(part, asked)]):
+    with open(options.results / f"accelerator-{device}.jsonl", "a", encoding="utf-8") as file:
+        for line in rows_of([[*more, *common] for part in parts for more in processes(part, options)]):
             print(line, flush=True)
             file.write(line + "\n")
             file.flush()
@@ -627,9 +645,9 @@ def main(arguments: list[str]) -> int:
 
 
 def rows_of(commands: list[list[str]]) -> Iterator[str]:
-    """Rows that processes print, one process after the other, and one that says why where one fails.
+    """Yield rows printed by processes, one after the other. A failure becomes a row with its reason.
 
-    The next one imports PyTorch meanwhile, and touches the device when it is told to.
+    The next process imports PyTorch meanwhile, and waits before it uses the device.
     """
     waiting = _start(commands[0])
     for place, command in enumerate(commands):
@@ -638,8 +656,8 @@ def rows_of(commands: list[list[str]]) -> Iterator[str]:
             waiting = _start(commands[place + 1])
         error = ""
         try:
-            text, said = running.communicate("begin\n", timeout=limit)
-            error = said[-2000:] if running.returncode else ""
+            text, output = running.communicate("begin\n", timeout=limit)
+            error = output[-2000:] if running.returncode else ""
         except subprocess.TimeoutExpired:
             running.kill()
             text, _ = running.communicate()

@@ -1,9 +1,9 @@
-"""Causal attention on a CPU: the flash kernel of PyTorch beside ``ops/cpu/blocked_attention.py``, forward and backward.
+"""Causal attention on a CPU: PyTorch's flash kernel and ``ops/cpu/blocked_attention.py``, forward and backward.
 
     python benchmarks/attention.py [--rounds 5] [--out benchmarks/results/attention_cpu.json]
 
-One process and one thread; CPU-ms, the best of the rounds, in turns. ``gigaflops`` counts the products of causal
-attention (two forward, five backward), of which blocks compute some more and the flash kernel too.
+Uses one process and one thread. Times are CPU milliseconds, the best of interleaved rounds. ``gigaflops`` counts the
+products of causal attention (two forward, five backward); both kernels compute slightly more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardtrain.ops import flash_attention
 from shardtrain.ops.cpu import blocked_attention
 from shardtrain.utils.allocator import keep_freed_memory
 
-SIZES = (  # rows, tokens, query heads, key-value heads, features of a head
+SIZES = (  # rows, tokens, query heads, key-value heads, head dimension
     (8, 512, 8, 4, 32),
     (8, 512, 8, 8, 32),
     (8, 512, 4, 4, 64),
@@ -36,7 +36,7 @@ SIZES = (  # rows, tokens, query heads, key-value heads, features of a head
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> dict[str, Callable[[], object]]:
-    """What the flash kernel computes, by direction."""
+    """Return forward and backward of the flash kernel."""
     out, lse = flash_attention.attend(q, k, v, causal=True)
     return {
         "forward": lambda: flash_attention.attend(q, k, v, causal=True),
@@ -45,7 +45,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> dict[str, Callab
 
 
 def blocks(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> dict[str, Callable[[], object]]:
-    """The same by blocks."""
+    """Return forward and backward of blocked attention."""
     _, lse = blocked_attention.attend(q, k, v)
     return {
         "forward": lambda: blocked_attention.attend(q, k, v),
@@ -54,7 +54,7 @@ def blocks(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> dict[str, Calla
 
 
 def cpu_ms(function: Callable[[], object]) -> float:
-    """CPU-ms of one call."""
+    """Return CPU milliseconds of one call."""
     began = time.process_time()
     function()
     return 1e3 * (time.process_time() - began)
@@ -64,8 +64,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    keep_freed_memory()  # as every run does
+    options = parser.parse_args()
+    keep_freed_memory()  # like every run
     rows = []
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16):
@@ -75,7 +75,7 @@ def main() -> None:
                 inputs = [torch.randn(B, T, heads, H, generator=generator).to(dtype) for heads in (N, K, K, N)]
                 kernels = {"flash": flash(*inputs), "blocks": blocks(*inputs)}
                 best: dict[str, float] = {}
-                for _ in range(asked.rounds + 1):  # the first warms up, and is never the best
+                for _ in range(options.rounds + 1):  # the first is a warm-up, and is never the fastest
                     for kernel, directions in kernels.items():
                         for direction, function in directions.items():
                             name = f"{kernel} {direction}"
@@ -93,8 +93,8 @@ def main() -> None:
                 }
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-    if asked.out:
-        asked.out.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What damage, kills and write errors do to a checkpoint: ours beside PyTorch's plain distributed checkpoint (DCP).
+"""Effects of damage, kills and write errors on checkpoints: shardtrain and PyTorch's distributed checkpoint (DCP).
 
     python benchmarks/checkpoint_safety.py [--flips 400] [--kills 100] [--megabytes 64]
 
-DCP is used as torchtitan does: a folder per step that counts when it has ``.metadata``; and, since many do, one folder
-that is written again and again ("in place"). All in one process on the CPU; nothing outside a temporary folder is used.
+DCP is used like torchtitan does, with a folder per step that is complete if it has ``.metadata``, and also with one
+folder that is overwritten by each save ("in place"). Everything runs in one process on the CPU, in a temporary folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ State = dict[str, torch.Tensor]
 
 
 def state(step: int, numel: int = 50_000, tensors: int = 4) -> State:
-    """Tensors whose every element says the step."""
+    """Return tensors whose elements identify the step."""
     return {f"model.{i}": torch.full((numel,), float(step)) for i in range(tensors)}
 
 
@@ -110,10 +110,10 @@ def alone() -> Any:
 
 
 def outcome(load: Callable[[], State]) -> str:
-    """ "whole" where every element is of one step, "silent" where wrong numbers came, "refused" at an error."""
+    """Return "whole" if all elements are of one step, "silent" for wrong numbers, and "refused" for an error."""
     try:
         loaded = load()
-    except (ShardtrainError, BaseException):  # DCP's own errors are no Exception
+    except (ShardtrainError, BaseException):  # DCP's errors are not of type Exception
         return "refused"
     values = torch.cat(list(loaded.values()))
     return "whole" if bool((values == values[0]).all()) and values[0] > 0 else "silent"
@@ -126,7 +126,7 @@ def load_into(way: Any, step: int) -> State:
 
 
 def flips(kind: Any, root: Path, number: int) -> dict[str, int]:
-    """Single random bits in the files of tensors and of metadata in turn."""
+    """Flip single random bits, alternately in files of tensors and of metadata."""
     counts = {"refused": 0, "silent": 0, "whole": 0}
     with alone():
         way = kind(root)
@@ -139,13 +139,13 @@ def flips(kind: Any, root: Path, number: int) -> dict[str, int]:
             changed = bytearray(content)
             changed[dice.randrange(len(changed))] ^= 1 << dice.randrange(8)
             path.write_bytes(changed)
-            # numbers of float32 that changed in the last place are wrong too: compared with the true ones
+            # float32 numbers that differ only in the last bit are wrong too, so compare with the saved ones
             counts[outcome(lambda: load_into(way, 3))] += 1
             path.write_bytes(content)
     return counts
 
 
-def save_for_ever(kind: Any, root: Path, first: int, ready: Any) -> None:
+def save_repeatedly(kind: Any, root: Path, first: int, ready: Any) -> None:
     torch.set_num_threads(1)
     quiet()
     with alone():
@@ -157,12 +157,12 @@ def save_for_ever(kind: Any, root: Path, first: int, ready: Any) -> None:
 
 
 def kills(kind: Any, root: Path, number: int) -> dict[str, int]:
-    """kill -9 at a random moment; then the newest is loaded."""
+    """Send SIGKILL at a random moment, then load the newest checkpoint."""
     counts, dice, first = {"refused": 0, "silent": 0, "whole": 0, "none": 0}, random.Random(1), 0
     for _ in range(number):
         receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
         process = multiprocessing.get_context("fork").Process(
-            target=save_for_ever, args=(kind, root, first, sender), daemon=True
+            target=save_repeatedly, args=(kind, root, first, sender), daemon=True
         )
         process.start()
         receiver.poll(60)
@@ -181,14 +181,14 @@ LARGE, SMALL = 100_000, 1_000
 
 
 def uneven(step: int) -> State:
-    """One large tensor and three small ones: where two threads write, only one of them meets the limit."""
+    """Return one large tensor and three small ones. With two writer threads, only one of them reaches the limit."""
     return {f"model.{i}": torch.full((SMALL if i else LARGE,), float(step)) for i in range(4)}
 
 
 def limited_save(kind: Any, root: Path, sender: Any) -> None:
     torch.set_num_threads(1)
     quiet()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a thread of DCP's prints its trace
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a thread of DCP prints its traceback
     with alone():
         way = kind(root)
         way.save(1, uneven(1))
@@ -203,7 +203,7 @@ def limited_save(kind: Any, root: Path, sender: Any) -> None:
 
 
 def write_errors(kind: Any, root: Path, number: int = 10) -> dict[str, int]:
-    """The kernel refuses to write beyond half of the large tensor; what was said of it, and what the newest is."""
+    """Limit file sizes to half of the large tensor. Count the reported errors, and outcomes of loading the newest."""
     counts = {"said failed": 0, "said saved": 0, "newest whole": 0, "newest unusable": 0}
     for trial in range(number):
         receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
@@ -228,7 +228,7 @@ def write_errors(kind: Any, root: Path, number: int = 10) -> dict[str, int]:
 
 
 def seconds(kind: Any, root: Path, megabytes: int) -> dict[str, float]:
-    """Save and load, the best of three."""
+    """Return the best of three times for saving and loading."""
     tensors = state(1, megabytes * 2**20 // 16)
     into = state(-1, megabytes * 2**20 // 16)
     saves, loads = [], []
@@ -265,15 +265,15 @@ def main() -> None:
             root = Path(folder)
             for name in ("flips", "kills", "error", "seconds"):
                 (root / name).mkdir()
-            found = {
+            outcomes = {
                 "flipped bits": flips(kind, root / "flips", options.flips),
                 "kill -9": kills(kind, root / "kills", options.kills),
                 "write error": write_errors(kind, root / "error"),
                 f"seconds, {options.megabytes} MiB": seconds(kind, root / "seconds", options.megabytes),
             }
-        results[kind.name] = found
+        results[kind.name] = outcomes
         print(kind.name)
-        for name, counts in found.items():
+        for name, counts in outcomes.items():
             print(f"  {name:20s} " + ", ".join(f"{key} {value}" for key, value in counts.items()), flush=True)
     if options.output:
         options.output.write_text(json.dumps({"torch": torch.__version__, **results}, indent=1) + "\n")

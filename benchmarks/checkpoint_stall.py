@@ -1,10 +1,10 @@
-"""How long a save keeps training waiting: at once, in the background, and PyTorch's own two ways beside them.
+"""How long saves block training: blocking and background saves of shardtrain and of PyTorch.
 
     python benchmarks/checkpoint_stall.py [--megabytes 16 64 256] [--rounds 5] [--output FILE.json]
 
-One process on the CPU, every way in turn in each round, so that what else the machine does meets all of them. A save
-begins between two steps (a matrix product of about ten milliseconds); the steps that follow while a save is in flight
-are timed, and compared with steps in peace. DCP is used as torchtitan uses it: a folder per step, one thread.
+Runs in one process on the CPU. Each round measures every method, so other load affects all of them. A save begins
+between two steps (a matrix product of about ten milliseconds). Steps during a save are compared with undisturbed ones.
+DCP is used like in torchtitan: a folder per step, and one thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ State = dict[str, torch.Tensor]
 
 
 class Ours:
-    """A save of ours; ``done`` is whether it is on disk."""
+    """A save of shardtrain. ``done`` is True once it is on disk."""
 
     def __init__(self, root: Path, mode: Any) -> None:
         options = Checkpoint(enable=True, keep_latest_k=2, async_mode=mode)
@@ -87,7 +87,7 @@ def one_step(a: torch.Tensor) -> float:
 
 
 def once(way: Any, step: int, tensors: State, a: torch.Tensor) -> dict[str, float]:
-    """Seconds of one save: what the trainer waits, until it is on disk, and of a step in peace and meanwhile."""
+    """Return the seconds that a save blocks, that it takes, and of steps without and during a save."""
     peace = statistics.median(one_step(a) for _ in range(20))
     begun = time.perf_counter()
     way.save(step, tensors)
@@ -104,15 +104,15 @@ def measure(megabytes: int, rounds: int, root: Path) -> dict[str, dict[str, floa
     tensors = {f"model.{i}": torch.randn(megabytes * 2**20 // 4 // 16) for i in range(16)}
     a = torch.randn(700, 700)
     ways = {name: make(root / f"{name.replace(' ', '-')}-{megabytes}") for name, make in WAYS.items()}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
             result = once(way, number + 1, tensors, a)
-            if number:  # the first makes the memory that the others use again
-                found[name].append(result)
+            if number:  # the first save allocates memory that later ones reuse
+                times[name].append(result)
     return {
         name: {key: round(statistics.median(result[key] for result in results), 5) for key in results[0]}
-        for name, results in found.items()
+        for name, results in times.items()
     }
 
 
@@ -126,7 +126,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     result: dict[str, Any] = {
-        "what": "seconds, medians; stall: what the trainer waits for a save; total: until it is on disk",
+        "what": "median seconds; stall: time that a save blocks the trainer; total: time until it is on disk",
         "torch": torch.__version__,
         "cores": os.cpu_count(),
         "machine": platform.machine(),
@@ -139,10 +139,10 @@ def main() -> None:
         stack.callback(dist.destroy_process_group)
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for megabytes in arguments.megabytes:
-            found = measure(megabytes, arguments.rounds, root)
-            ratio = found["shardtrain async"]["stall"] / found["shardtrain"]["stall"]
-            result["sizes"][f"{megabytes} MiB"] = {**found, "stall_async_of_sync": round(ratio, 4)}
-            for name, numbers in found.items():
+            results = measure(megabytes, arguments.rounds, root)
+            ratio = results["shardtrain async"]["stall"] / results["shardtrain"]["stall"]
+            result["sizes"][f"{megabytes} MiB"] = {**results, "stall_async_of_sync": round(ratio, 4)}
+            for name, numbers in results.items():
                 print(
                     f"{megabytes:5} MiB  {name:17}", "  ".join(f"{key} {value:.4f}" for key, value in numbers.items())
                 )

@@ -1,9 +1,9 @@
-"""Memory that a rank needs to hear a manifest from the first one, by the number of ranks.
+"""Memory that a rank needs to receive a manifest from rank 0, by number of ranks.
 
     python benchmarks/checkpoint_words.py [--mebibytes 36] [--ranks 2 4 8]
 
-Forks real ranks joined by gloo; each prints by how much its largest resident memory grew (MiB). Before, each rank
-gathered as many texts as there are ranks.
+Forks real ranks with gloo. Each prints the growth of its peak resident memory in MiB. In an earlier design, each rank
+gathered one text per rank.
 """
 
 from __future__ import annotations

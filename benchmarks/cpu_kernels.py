@@ -1,9 +1,9 @@
-"""Tokens per CPU-second with the kernels that this machine has chosen, beside PyTorch's own: interleaved rounds.
+"""Tokens per CPU-second with the kernels chosen on this machine and with PyTorch's own, in interleaved rounds.
 
     python benchmarks/cpu_kernels.py [--rounds 3] [--steps 6]
 
-The work is that of benchmarks/LOG.md: 5.8 M parameters, 6 layers of width 256, 8 sequences of 512 tokens a step.
-Each row is a process of its own with one thread; its first two steps are left out.
+The model is that of benchmarks/LOG.md: 5.8 M parameters, 6 layers of width 256, 8 sequences of 512 tokens per step.
+Each row is a separate process with one thread. Its first two steps are not counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ print(json.dumps(seconds[2:]))
 
 
 def run(dtype: str, kernels: str, compiled: bool, steps: int) -> float:
-    """Tokens per CPU-second: the median step of one process."""
+    """Return tokens per CPU-second of the median step of one process."""
     with tempfile.TemporaryDirectory() as folder:
         options = {f"model.overrides.{name}": size for name, size in MODEL.items()} | {
             "model.name": "llama3", "model.flavor": "debugmodel", "job.dump_folder": folder, "training.seq_len": 512,
@@ -56,14 +56,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--compile", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     for dtype in ("float32", "bfloat16"):
         rows = [
-            {kernels: run(dtype, kernels, asked.compile, asked.steps) for kernels in ("pytorch", "auto")}
-            for _ in range(asked.rounds)
+            {kernels: run(dtype, kernels, options.compile, options.steps) for kernels in ("pytorch", "auto")}
+            for _ in range(options.rounds)
         ]
         for row in rows:
-            print(json.dumps({"dtype": dtype, "compile": asked.compile, **{k: round(v) for k, v in row.items()}}))
+            print(json.dumps({"dtype": dtype, "compile": options.compile, **{k: round(v) for k, v in row.items()}}))
         ratios = [row["auto"] / row["pytorch"] for row in rows]
         best = {kernels: max(row[kernels] for row in rows) for kernels in rows[0]}
         print(

@@ -1,8 +1,8 @@
-"""Seconds and memory that ``comm.mode="fake_backend"`` takes for large models on thousands of ranks, on one CPU core.
+"""Time and memory of ``comm.mode="fake_backend"`` for large models on thousands of ranks, on one CPU core.
 
     python benchmarks/fake_backend.py
 
-Each row is one process from its start to its end, the import of PyTorch (2 to 3 s) with it.
+Each row is one process, including the import of PyTorch (2 to 3 s).
 
 Result (torch 2.13.0+cpu, Python 3.11, one shared core of a server CPU, OMP_NUM_THREADS=1):
 
@@ -39,8 +39,16 @@ CASES = (
 
 def main() -> None:
     print(f"{'config':<13}{'ranks':>6}{'rank':>6}{'seconds':>9}{'peak MiB':>10}  mesh")
-    for name, size, rank, words in CASES:
-        command = [sys.executable, "-m", "shardtrain", "train", str(ROOT / f"configs/{name}.toml"), *ANYWHERE, *words]
+    for name, size, rank, arguments in CASES:
+        command = [
+            sys.executable,
+            "-m",
+            "shardtrain",
+            "train",
+            str(ROOT / f"configs/{name}.toml"),
+            *ANYWHERE,
+            *arguments,
+        ]
         environment = {**os.environ, "RANK": str(rank), "NGPU": str(size), "OMP_NUM_THREADS": "1"}
         started = time.perf_counter()
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT)

@@ -1,8 +1,8 @@
-"""CPU seconds of the commands of a first afternoon: help, config check, report of a long run, watch.
+"""CPU seconds of the first commands of a new user: help, config check, report of a long run, watch.
 
-``first_commands.py [--steps 100000] [--rounds 3] [--output FILE.json]``. CPU seconds are those of the command and its
-children, user and system; the least and the most of all rounds. The long run is a real one of a few steps, whose lines
-of metrics.jsonl are repeated with other numbers.
+``first_commands.py [--steps 100000] [--rounds 3] [--output FILE.json]``. CPU seconds are the user and system time of
+the command and its children; the minimum and maximum of all rounds are reported. The long run is a run of a few steps
+whose lines of metrics.jsonl are repeated with increasing steps.
 """
 
 from __future__ import annotations
@@ -29,33 +29,35 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
-    asked = parser.parse_args()
-    found: dict[str, object] = {"processor": processor(), "rounds": asked.rounds}
+    options = parser.parse_args()
+    results: dict[str, object] = {"processor": processor(), "rounds": options.rounds}
     for verb in ("", *(verb for verb in VERBS if not verb.startswith("-") and verb != "help")):
-        found[f"{verb} --help".strip()] = measured([*([verb] if verb else []), "--help"], asked.rounds)
-    found["config check llama3_8b --for-machine none"] = measured(
-        ["config", "check", "llama3_8b", "--for-machine", "none"], asked.rounds
+        results[f"{verb} --help".strip()] = measured([*([verb] if verb else []), "--help"], options.rounds)
+    results["config check llama3_8b --for-machine none"] = measured(
+        ["config", "check", "llama3_8b", "--for-machine", "none"], options.rounds
     )
-    found["config check debug"] = measured(["config", "check", "debug"], asked.rounds)
+    results["config check debug"] = measured(["config", "check", "debug"], options.rounds)
     with tempfile.TemporaryDirectory() as name:
         run, page = Path(name, "run"), Path(name, "report.html")
-        lengthen(run, asked.steps)
-        found["steps"], found["metrics_mb"] = asked.steps, round((run / "metrics.jsonl").stat().st_size / 1e6, 1)
-        found["report"] = measured(["report", str(run), "-o", str(page)], asked.rounds)
-        found["report_mb"] = round(page.stat().st_size / 1e6, 2)
-        found["watch_share_of_a_core"] = watched(run)
-    text = json.dumps(found, indent=1)
+        lengthen(run, options.steps)
+        results["steps"], results["metrics_mb"] = options.steps, round((run / "metrics.jsonl").stat().st_size / 1e6, 1)
+        results["report"] = measured(["report", str(run), "-o", str(page)], options.rounds)
+        results["report_mb"] = round(page.stat().st_size / 1e6, 2)
+        results["watch_share_of_a_core"] = watched(run)
+    text = json.dumps(results, indent=1)
     print(text)
-    if asked.output:
-        asked.output.write_text(text + "\n", encoding="utf-8")
+    if options.output:
+        options.output.write_text(text + "\n", encoding="utf-8")
 
 
-def measured(words: list[str], rounds: int) -> list[float]:
-    """Least and most CPU seconds of a command over the rounds."""
+def measured(arguments: list[str], rounds: int) -> list[float]:
+    """Return the minimum and maximum CPU seconds of a command over the rounds."""
     seconds = []
     for _ in range(rounds):
         before = spent()
-        subprocess.run([sys.executable, "-m", "shardtrain", *words], env=ENVIRONMENT, check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "shardtrain", *arguments], env=ENVIRONMENT, check=True, capture_output=True
+        )
         seconds.append(spent() - before)
     return [round(min(seconds), 2), round(max(seconds), 2)]
 
@@ -71,10 +73,10 @@ def spent() -> float:
 
 
 def lengthen(run: Path, steps: int) -> None:
-    """Train two steps, and repeat the last line of the metrics for as many steps as asked."""
+    """Train two steps, and repeat the last line of the metrics up to ``steps``."""
     small = "--training.steps=2 --training.seq_len=32 --training.local_batch_size=1 --model.overrides.num_layers=1"
-    words = ["train", "debug", "--nproc=1", f"--job.dump_folder={run}", *small.split(), "--metrics.sample_freq=0"]
-    subprocess.run([sys.executable, "-m", "shardtrain", *words], env=ENVIRONMENT, check=True, capture_output=True)
+    arguments = ["train", "debug", "--nproc=1", f"--job.dump_folder={run}", *small.split(), "--metrics.sample_freq=0"]
+    subprocess.run([sys.executable, "-m", "shardtrain", *arguments], env=ENVIRONMENT, check=True, capture_output=True)
     metrics = run / "metrics.jsonl"
     record = json.loads(metrics.read_text().splitlines()[-1])
     with metrics.open("w") as file:
@@ -84,13 +86,13 @@ def lengthen(run: Path, steps: int) -> None:
 
 
 def watched(run: Path) -> float:
-    """The share of a core that ``watch`` takes, a frame a second, beside a run that logs each second."""
-    words = ["script", "-qfec", f"{sys.executable} -m shardtrain watch {run}", "/dev/null"]
+    """Return the share of a core used by ``watch`` at one frame per second, for a run that logs every second."""
+    command = ["script", "-qfec", f"{sys.executable} -m shardtrain watch {run}", "/dev/null"]
     watch = subprocess.Popen(
-        words, env={**ENVIRONMENT, "TERM": "xterm"}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        command, env={**ENVIRONMENT, "TERM": "xterm"}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
     try:
-        time.sleep(5)  # it has started, and read what there is
+        time.sleep(5)  # until it has started and read the existing metrics
         begun, before = time.monotonic(), of_tree(watch.pid)
         record = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
         for _ in range(WATCHED_SECONDS):
@@ -106,7 +108,7 @@ def watched(run: Path) -> float:
 
 
 def of_tree(pid: int) -> float:
-    """CPU seconds of a process and its living children."""
+    """Return CPU seconds of a process and its live children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

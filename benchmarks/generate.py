@@ -1,14 +1,14 @@
-"""Generated tokens per CPU-second beside ``transformers``' own ``generate``: same weights, same tokens, same run.
+"""Generated tokens per CPU-second of shardtrain and of ``generate`` in ``transformers``, with the same weights.
 
     python benchmarks/generate.py [--rounds 5] [--families llama qwen3] [--out benchmarks/results/generate_cpu.json]
     python benchmarks/generate.py --sizes 1B debugmodel [--rows 1 8] [--prompts 32 1024] [--dtypes bfloat16 float32]
 
-The second is of Llama's real sizes with random weights, and tells reading the prompt from the tokens that follow: by
-`transformers`, by this package with PyTorch's own kernels, and as the command computes. Take 15 GB of memory for 1B.
+The second form uses real sizes of Llama with random weights, and separates the prompt from new tokens: for
+`transformers`, for this package with PyTorch's own kernels, and as the command computes. 1B needs 15 GB of memory.
 
-Both decode greedily in float32 with a cache of keys and values, one thread, after a prompt of 64 tokens, 48 new ones in
-one row or in 8; the tokens must be equal. They take turns, and each round gives one ratio; the median is reported. CPU
-time, not wall time, so that a busy machine does not decide.
+Both decode greedily in float32 with a KV cache and one thread: a prompt of 64 tokens and 48 new ones, in one row or in
+8. The tokens must be equal. Measurements alternate, each round yields one ratio, and the median is reported. CPU time
+is used instead of wall time, because it depends less on other load.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 
 
 def build(family: str) -> tuple[Any, Any, Any]:
-    """Their model and ours with the same random weights, and our layout."""
+    """Return the ``transformers`` model, the native model with the same random weights, and its layout."""
     name, ours, prefix, changed = FAMILIES[family]
     fields = {**THEIRS, **changed}
     if prefix == "DeepseekV3":
@@ -107,28 +107,28 @@ def build(family: str) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     config = getattr(transformers, f"{prefix}Config")(**fields)
     config.pad_token_id, config.eos_token_id = 0, None
-    theirs = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    reference = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter in theirs.parameters():  # far from even, so that rounding decides no token
+        for parameter in reference.parameters():  # distinct logits, so rounding decides no token
             if parameter.ndim > 1:
                 parameter.mul_(3)
-    theirs.generation_config.eos_token_id = None
+    reference.generation_config.eos_token_id = None
     module = find(name)
     model = module.Model(module.Config(**{**ours, "norm_eps": config.rms_norm_eps}))
-    copy_weights(theirs, model)
-    return theirs, model, module.LAYOUT
+    copy_weights(reference, model)
+    return reference, model, module.LAYOUT
 
 
 def compare(family: str, rows: int, rounds: int) -> dict[str, Any]:
-    """Tokens per CPU-second of both, taken in turns."""
-    theirs, model, layout = build(family)
+    """Return tokens per CPU-second of both, measured alternately."""
+    reference, model, layout = build(family)
     prompts_BT = torch.randint(1, VOCAB, (rows, PROMPT), generator=torch.Generator().manual_seed(1))
     prompts = prompts_BT.tolist()
     mask_BT = torch.ones_like(prompts_BT)
 
     def hugging_face() -> list[list[int]]:
-        # a tensor of tokens and its mask: transformers' own fast way, without strings or streaming
-        found = theirs.generate(
+        # a tensor of tokens and its mask: the fast path of transformers, without strings or streaming
+        found = reference.generate(
             prompts_BT, attention_mask=mask_BT, max_new_tokens=NEW, do_sample=False, use_cache=True, pad_token_id=0
         )
         return found[:, PROMPT:].tolist()
@@ -136,7 +136,7 @@ def compare(family: str, rows: int, rounds: int) -> dict[str, Any]:
     def shardtrain() -> list[list[int]]:
         return Generator(model, layout).generate(prompts, NEW)
 
-    assert hugging_face() == shardtrain(), f"{family}: the tokens differ"  # and both have warmed up
+    assert hugging_face() == shardtrain(), f"{family}: the tokens differ"  # also warms up both
     seconds: dict[str, list[float]] = {"transformers": [], "shardtrain": []}
     for number in range(rounds):
         turns = [("transformers", hugging_face), ("shardtrain", shardtrain)]
@@ -155,7 +155,7 @@ def compare(family: str, rows: int, rounds: int) -> dict[str, Any]:
 
 
 class Clock(transformers.StoppingCriteria):
-    """CPU seconds of this process after each new token; ends nothing."""
+    """Stopping criterion that never stops, and records CPU seconds after each new token."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -166,7 +166,7 @@ class Clock(transformers.StoppingCriteria):
 
 
 def build_size(size: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
-    """A Llama of ``transformers`` and ours with its tensors, the same as the command opens it, and our layout."""
+    """Return a Llama of ``transformers``, the native model with its tensors, the one of the command, and the layout."""
     module = find("llama3")
     flavor = module.FLAVORS[size]
     ours = module.Config(**flavor)
@@ -190,26 +190,26 @@ def build_size(size: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
     )
     config.eos_token_id = None
     torch.manual_seed(0)
-    theirs = transformers.LlamaForCausalLM._from_config(config, dtype=dtype).eval().requires_grad_(False)
-    theirs.generation_config.eos_token_id = None
-    for parameter in theirs.parameters():  # far from even, so that rounding in float32 decides no token
+    reference = transformers.LlamaForCausalLM._from_config(config, dtype=dtype).eval().requires_grad_(False)
+    reference.generation_config.eos_token_id = None
+    for parameter in reference.parameters():  # distinct logits, so float32 rounding decides no token
         if parameter.ndim > 1:
             parameter.mul_(3)
     models = []
-    for _ in range(2):  # both hold their tensors, until one is packed
+    for _ in range(2):  # both share tensors, until one is packed
         with torch.device("meta"):
             model = module.Model(ours)
-        source = theirs.state_dict()
+        source = reference.state_dict()
         model.load_state_dict({name: _find(name, source) for name in model.state_dict()}, assign=True)
         if ours.tied_embeddings:
             model.head.weight = model.embed.weight
         models.append(model.eval().requires_grad_(False))
-    return theirs, *models, module.LAYOUT
+    return reference, *models, module.LAYOUT
 
 
 def measure_size(size: str, dtype_name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """CPU seconds until the first token, and of each that follows, by all three in turns."""
-    theirs, plain, chosen, layout = build_size(size, getattr(torch, dtype_name))
+    """Return CPU seconds until the first token and for each following one, for all three alternately."""
+    reference, plain, chosen, layout = build_size(size, getattr(torch, dtype_name))
     kernels = kernel_speed.remembered_or_measured()
     chosen_kernels.use(kernels)
     distributed.use_chosen_kernels(chosen)
@@ -225,7 +225,7 @@ def measure_size(size: str, dtype_name: str, options: argparse.Namespace) -> lis
 
             def hugging_face(prompts_BT: torch.Tensor = prompts_BT) -> tuple[Any, list[float]]:
                 clock = Clock()
-                found = theirs.generate(
+                found = reference.generate(
                     prompts_BT, attention_mask=torch.ones_like(prompts_BT), max_new_tokens=options.new, do_sample=False,
                     use_cache=True, pad_token_id=0, stopping_criteria=transformers.StoppingCriteriaList([clock]),
                 )  # fmt: skip
@@ -261,13 +261,13 @@ def measure_size(size: str, dtype_name: str, options: argparse.Namespace) -> lis
                 "size": size, "dtype": dtype_name, "rows": rows, "prompt": tokens, "packed": is_packed,
                 "weight_bytes": weight_bytes, "cpu_seconds": found,
             }  # fmt: skip
-            tell(result)
+            print_result(result)
             results.append(result)
     return results
 
 
-def tell(result: dict[str, Any]) -> None:
-    """One line per way: medians of reading the prompt, of a step, and of a prompt with 128 new tokens."""
+def print_result(result: dict[str, Any]) -> None:
+    """Print one line per method: medians of the prompt, of a step, and of a prompt with 128 new tokens."""
     rows = result["rows"]
     for name, found in result["cpu_seconds"].items():
         first = statistics.median(found["first"])
@@ -280,7 +280,7 @@ def tell(result: dict[str, Any]) -> None:
 
 
 def read_gigabytes_per_second() -> float:
-    """What one core reads at most: the sum of 256 MB, best of five."""
+    """Return the read bandwidth of one core in GB/s: the sum of 256 MB, best of five."""
     numbers = torch.ones(1 << 26)
     return 4 * numbers.numel() / min(cpu_seconds(numbers.sum) for _ in range(5)) / 1e9
 
@@ -305,7 +305,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     if options.sizes:
-        keep_freed_memory()  # as the command does; here the others have it too
+        keep_freed_memory()  # like the command; here it also applies to the others
         print(f"one core reads {read_gigabytes_per_second():.1f} GB/s", flush=True)
         results = [
             row for size in options.sizes for dtype in options.dtypes for row in measure_size(size, dtype, options)
@@ -324,20 +324,20 @@ def main() -> None:
                 flush=True,
             )
             if options.out:
-                keep(options.out, result)
+                store_result(options.out, result)
 
 
-def keep(path: Path, result: dict[str, Any]) -> None:
-    """Put a result in the place of an older one of the same family and number of rows."""
+def store_result(path: Path, result: dict[str, Any]) -> None:
+    """Replace an older result with the same family and number of rows."""
     old = json.loads(path.read_text())["results"] if path.exists() else []
-    others = [one for one in old if (one["family"], one["rows"]) != (result["family"], result["rows"])]
+    other_results = [one for one in old if (one["family"], one["rows"]) != (result["family"], result["rows"])]
     facts = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "model": {**THEIRS, "prompt_tokens": PROMPT, "new_tokens": NEW},
     }
-    results = sorted([*others, result], key=lambda one: (list(FAMILIES).index(one["family"]), one["rows"]))
+    results = sorted([*other_results, result], key=lambda one: (list(FAMILIES).index(one["family"]), one["rows"]))
     path.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
 
 

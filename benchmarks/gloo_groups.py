@@ -1,11 +1,11 @@
-"""Connections of a rank and the time until process groups of gloo work, by the number of ranks.
+"""Connections of a rank and the time to set up gloo process groups, by number of ranks.
 
     python benchmarks/gloo_groups.py [--ranks 8 32 64 128]
 
-Forks real ranks that meet in a TCPStore: the group of the world and one per axis of a mesh of (N / 8) x 8, then a
-reduction, a broadcast, a barrier and a gathering of all. Printed for a full mesh of pairs and for pairs that connect
-when they are needed (``TORCH_GLOO_LAZY_INIT``, which `shardtrain` sets above 128 ranks): seconds until all is done,
-the most sockets of one rank, CPU seconds of the store's process.
+Forks real ranks that rendezvous in a TCPStore: the world group and one per axis of a mesh of (N / 8) x 8, then a
+reduction, a broadcast, a barrier and an all-gather. Prints the total seconds, the maximum number of sockets of a rank,
+and CPU seconds of the store process: for all pairs connected at start, and for lazy connections
+(``TORCH_GLOO_LAZY_INIT``, which `shardtrain` sets above 128 ranks).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 
 def sockets() -> int:
-    found = 0
+    count = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-    return found
+            count += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return count
 
 
 def rank_main(rank: int, size: int, port: int, lazy: bool, sender: Any, release: Any) -> None:
@@ -57,10 +57,10 @@ def serve(pipe: Any) -> None:
 
 def measure(size: int, lazy: bool) -> str:
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    server = context.Process(target=serve, args=(theirs,), daemon=True)
+    parent_end, child_end = context.Pipe()
+    server = context.Process(target=serve, args=(child_end,), daemon=True)
     server.start()
-    port, release, begun = ours.recv(), context.Event(), time.monotonic()
+    port, release, begun = parent_end.recv(), context.Event(), time.monotonic()
     pipes = []
     for rank in range(size):
         receiver, sender = context.Pipe(False)
@@ -70,7 +70,7 @@ def measure(size: int, lazy: bool) -> str:
     release.set()
     fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
     store = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    ours.send(None)
+    parent_end.send(None)
     pairs, seconds = "as needed" if lazy else "all pairs", max(ends) - begun
     return f"{size} ranks, {pairs}: {seconds:.2f} s, {max(counts)} sockets, store {store:.2f} CPU s"
 

@@ -1,11 +1,12 @@
-"""What signs of life cost the host of the store and the ranks that judge, by the number of ranks.
+"""Cost of heartbeats for the host of the store and for the judging ranks, by number of ranks.
 
     python benchmarks/heartbeats.py [--ranks 512 4096 16384] [--per-node 8] [--beats 5]
 
-The store is a process of its own, as with torchrun; one process says for every node what its speaking rank says in a
-beat (``HeartbeatExchange.say`` and ``verdict``), and what one judging rank does is done once and counted four times.
-Printed: requests a second and share of a core of the store at the beat that so many nodes have, and CPU seconds of a
-judging rank per beat (receive and judge). Connections are shared by nodes, which costs the store less than it would.
+The store is a separate process, like with torchrun. One process sends the heartbeats of every node
+(``HeartbeatExchange.say`` and ``verdict``). The work of one judging rank is measured once and counted four times.
+Prints requests per second and the share of a core of the store at the interval for that number of nodes, and CPU
+seconds of a judging rank per beat (receive and judge). Nodes share connections, so the real cost of the store is
+higher.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 class Counted:
-    """A connection that counts requests."""
+    """Connection that counts requests."""
 
     requests = 0
 
@@ -57,10 +58,10 @@ class Counted:
 
 
 def measure(ranks: int, per_node: int, beats: int) -> str:
-    ours, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("fork").Process(target=serve, args=(theirs,), daemon=True)
+    parent_end, child_end = multiprocessing.Pipe()
+    server = multiprocessing.get_context("fork").Process(target=serve, args=(child_end,), daemon=True)
     server.start()
-    port = ours.recv()
+    port = parent_end.recv()
     stores = [
         Counted(dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60)))
         for _ in range(CONNECTIONS)
@@ -79,7 +80,7 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
 
     spoken = judged = 0.0
     Counted.requests = asked = 0
-    for beat in range(beats + 1):  # the first one, in which all appear, is not counted
+    for beat in range(beats + 1):  # the first beat, in which all ranks appear, is not counted
         texts = [
             "{"
             + ",".join(f'"{rank}":{sign(rank, beat)}' for rank in range(node * per_node, (node + 1) * per_node))
@@ -100,7 +101,7 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
             count = len(monitors(ranks))
             spoken += said + count * (cpu_seconds(server.pid or 0) - before)
             asked += said_requests + count * (Counted.requests - requests)
-    ours.send(None)
+    parent_end.send(None)
     return (
         f"{ranks} ranks, {nodes} nodes, a beat of {assumed:.1f} s: {asked / beats / assumed:.0f} requests/s, store "
         f"{100 * spoken / beats / assumed:.1f} % of a core; a judging rank {judged / beats:.2f} CPU s a beat "

@@ -1,11 +1,11 @@
-"""Memory of ``shardtrain import`` and ``shardtrain export`` on a made model, in and out.
+"""Memory of ``shardtrain import`` and ``shardtrain export`` for a generated model.
 
     python benchmarks/hub_memory.py [--out benchmarks/results/hub_memory.json]
 
 A Llama of about 1.3 GB in float32 is written as a Hugging Face folder of several files, imported, and exported again.
-Each command is a process of its own, and its memory is sampled from /proc 50 times a second: ``anonymous_mib`` is what
-the process itself holds, ``resident_mib`` counts pages of mapped files too, which the kernel takes back when it needs
-them. What a process holds that has imported torch and read nothing is ``empty_anonymous_mib``; the rest is the model's.
+Each command is a separate process whose memory is sampled from /proc 50 times per second. ``anonymous_mib`` is private
+memory; ``resident_mib`` also counts pages of mapped files, which the kernel can reclaim. ``empty_anonymous_mib`` is the
+memory of a process that has only imported torch; the rest is due to the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAYERS, DIM, FFN, VOCAB, SHARD_GIGABYTES = 12, 1536, 4096, 16384, 0.3
 
 
 def write_model(folder: Path) -> tuple[int, int, int]:
-    """A folder as they are published; gives the bytes of all tensors, the largest file and the largest tensor."""
+    """Write a folder like published ones. Return the bytes of all tensors, the largest file and the largest tensor."""
     folder.mkdir()
     shapes = {"model.embed_tokens.weight": (VOCAB, DIM)}
     for layer in range(LAYERS):
@@ -60,21 +60,21 @@ def write_model(folder: Path) -> tuple[int, int, int]:
     return sum(sizes), max(sizes), max(torch.Size(shape).numel() * 4 for shape in shapes.values())
 
 
-def measure(words: list[str]) -> dict[str, Any]:
-    """Run a command; its seconds and the largest memory seen."""
+def measure(arguments: list[str]) -> dict[str, Any]:
+    """Run a command. Return its seconds and peak memory."""
     started, peaks = time.monotonic(), {"RssAnon": 0, "VmRSS": 0}
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
     while process.poll() is None:
         try:
             status = Path(f"/proc/{process.pid}/status").read_text()
         except OSError:
             break
         for key in peaks:
-            found = [int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{key}:")]
-            peaks[key] = max([peaks[key], *found])
+            values = [int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{key}:")]
+            peaks[key] = max([peaks[key], *values])
         time.sleep(0.02)
     if process.wait(timeout=60):
-        raise SystemExit(f"{' '.join(words)} failed")
+        raise SystemExit(f"{' '.join(arguments)} failed")
     seconds = time.monotonic() - started
     return {
         "seconds": round(seconds, 1),
@@ -104,9 +104,9 @@ def main() -> None:
         "export": given,
     }
     for word in ("import", "export"):
-        own = result[word]["anonymous_mib"] - result["empty_anonymous_mib"]
-        result[word]["of_the_model_mib"] = own
-        result[word]["in_files"] = round(own / result["largest_file_mib"], 2)
+        model_mib = result[word]["anonymous_mib"] - result["empty_anonymous_mib"]
+        result[word]["of_the_model_mib"] = model_mib
+        result[word]["in_files"] = round(model_mib / result["largest_file_mib"], 2)
     text = json.dumps(result, indent=2)
     print(text)
     if out is not None:

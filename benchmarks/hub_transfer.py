@@ -1,12 +1,12 @@
-"""Speed and memory of ``shardtrain import`` and ``export`` beside ``from_pretrained`` and ``save_pretrained``.
+"""Speed and memory of ``shardtrain import`` and ``export``, and of ``from_pretrained`` and ``save_pretrained``.
 
     python benchmarks/hub_transfer.py [--rounds 3] [--out benchmarks/results/hub_transfer.json]
 
-A Llama of 2 GiB in bfloat16, random weights in files of 500 MB, is taken by four commands in turn, ``--rounds`` times
-interleaved: import and export of ours, and of transformers a process that opens the folder (``load``) and one that
-opens it and saves it (``load_save``), so that theirs too ends with a folder on the disk. Each is a process of its own.
-``seconds`` count it all; ``anonymous_mib`` is the largest RssAnon, sampled 50 times a second. Ours hash every byte,
-flush files to the disk and, in an export, read back and compare each weight; theirs do none of these.
+Four commands process a bfloat16 Llama of 2 GiB with random weights in files of 500 MB, in ``--rounds`` interleaved
+rounds: import and export of shardtrain, and with transformers a process that opens the folder (``load``) and one that
+also saves it (``load_save``), to end with a folder on disk like shardtrain. Each is a separate process. ``seconds`` is
+the total time; ``anonymous_mib`` is the peak RssAnon, sampled 50 times per second. shardtrain hashes every byte, syncs
+files to disk and, in an export, reads back and compares each weight; transformers does none of these.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if len(sys.argv) > 2:
 
 
 def write_model(folder: Path) -> tuple[int, int]:
-    """A folder as they are published; gives the bytes of all tensors and those of the largest file."""
+    """Write a folder like published ones. Return the bytes of all tensors and of the largest file."""
     folder.mkdir()
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, DIM)}
     for layer in range(LAYERS):
@@ -77,11 +77,11 @@ def write_model(folder: Path) -> tuple[int, int]:
     return sum(sizes), max(sizes)
 
 
-def measure(words: list[str]) -> tuple[float, int]:
-    """Run a command; its seconds and its largest RssAnon in MiB."""
+def measure(arguments: list[str]) -> tuple[float, int]:
+    """Run a command. Return its seconds and its peak RssAnon in MiB."""
     started, peak = time.monotonic(), 0
     with open(os.devnull, "w") as nothing:
-        process = subprocess.Popen([sys.executable, *words], stdout=nothing, stderr=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, *arguments], stdout=nothing, stderr=subprocess.PIPE)
     while process.poll() is None:
         try:
             status = Path(f"/proc/{process.pid}/status").read_text()
@@ -91,12 +91,12 @@ def measure(words: list[str]) -> tuple[float, int]:
         time.sleep(0.02)
     assert process.stderr is not None
     if process.wait(timeout=60):
-        raise SystemExit(f"{' '.join(words)} failed\n{process.stderr.read().decode()[-2000:]}")
+        raise SystemExit(f"{' '.join(arguments)} failed\n{process.stderr.read().decode()[-2000:]}")
     return time.monotonic() - started, round(peak / 1024)
 
 
 def processor() -> str:
-    """What the system calls its processor."""
+    """Return the name of the processor."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return f"{names[0].partition(':')[2].strip()}, {os.cpu_count()} threads" if names else platform.processor()
 
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found: dict[str, dict[str, list[Any]]] = {}
+    results: dict[str, dict[str, list[Any]]] = {}
     loads = []
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -123,7 +123,7 @@ def main() -> None:
             for word, command in commands.items():
                 loads.append(round(os.getloadavg()[0], 2))
                 seconds, anonymous = measure(command)
-                kept = found.setdefault(word, {"seconds": [], "anonymous_mib": []})
+                kept = results.setdefault(word, {"seconds": [], "anonymous_mib": []})
                 kept["seconds"].append(round(seconds, 1))
                 kept["anonymous_mib"].append(anonymous)
                 print(word, round(seconds, 1), "s", anonymous, "MiB", "load", loads[-1], flush=True)
@@ -137,7 +137,7 @@ def main() -> None:
         "load_averages": loads,
         "model_mib": round(total / 2**20),
         "largest_file_mib": round(largest / 2**20),
-        **{word: {**kept, "median_seconds": statistics.median(kept["seconds"])} for word, kept in found.items()},
+        **{word: {**kept, "median_seconds": statistics.median(kept["seconds"])} for word, kept in results.items()},
     }
     text = json.dumps(result, indent=2)
     print(text)

@@ -1,12 +1,11 @@
-"""How long ``launch ssh`` takes to the first step, beside the same job started by hand on each of its two hosts.
+"""Time from ``launch ssh`` to the first step, and from starting the same job by hand on each of two hosts.
 
     python benchmarks/launch_ssh.py [--rounds 7] [--output FILE]
 
-A real sshd on two loopback addresses stands for two hosts of one CPU rank each; ``configs/debug.toml`` with one layer.
-Started are, in turn: ``shardtrain launch ssh``; ``torchrun`` twice; ``shardtrain train`` twice, with the options of one
-node of two. The last two without ssh, as by somebody who is logged in on both hosts already. Measured is the time from
-the start of the command to the first step in ``metrics.jsonl``; ratios are of one round each, so that what else the
-machine does falls on all three.
+A real sshd on two loopback addresses imitates two hosts with one CPU rank each, and runs ``configs/debug.toml`` with
+one layer. Each round starts ``shardtrain launch ssh``, ``torchrun`` twice, and ``shardtrain train`` twice with options
+for two nodes. The last two run without ssh, like on hosts with open sessions. The time is measured from the start of
+the command to the first step in ``metrics.jsonl``. Ratios are computed per round, because other load affects all three.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ def by_ssh(config: Path, folder: Path) -> Commands:
 
 def by_torchrun(_: Path, folder: Path) -> Commands:
     meeting = f"{ADDRESS}:{free_port()}"
-    words = [
+    command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
         f"--rdzv-endpoint={meeting}", "--rdzv-id=benchmark", f"--local-addr={ADDRESS}", "-m", "shardtrain", "train",
     ]  # fmt: skip
-    return [[*words, *options(folder)]] * 2
+    return [[*command, *options(folder)]] * 2
 
 
 def by_train(_: Path, folder: Path) -> Commands:
@@ -74,7 +73,7 @@ WAYS = {"launch ssh": by_ssh, "torchrun twice": by_torchrun, "train twice": by_t
 
 
 def seconds_to_first_step(way: str, config: Path) -> float:
-    """Start one job, wait for its first step, and for its end."""
+    """Start one job, and wait for its first step and its end."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         names = {
@@ -111,7 +110,7 @@ def _has_step(path: Path) -> bool:
 
 
 def measure(rounds: int, output: Path | None) -> None:
-    """Measure round by round; what is known so far is in ``output`` after each."""
+    """Measure in rounds, and update ``output`` after each."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     loads = []
     hosts = {"host-a": ADDRESS, "host-b": "127.0.0.2"}

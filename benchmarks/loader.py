@@ -1,13 +1,13 @@
-"""How fast the loader is from prepared shards, and how long it takes to stand anywhere in them.
+"""Throughput of the loader with prepared shards, and the time to seek to any position.
 
     python benchmarks/loader.py [--tokens 1_000_000_000] [--text-mb 2000] [--out benchmarks/results/loader_cpu.json]
 
 Writes shards of random tokens (uint16, documents of about 500 tokens), opens them as training does, and reads batches
-of 8 sequences of 2,048 tokens with everything that the trainer pays for: shuffle, packing, targets, positions, the
-order hash. Tokens per second of CPU time of this process, so that a busy machine does not decide; the pages are in
-memory from writing. Seeking is timed from the call to the first batch, and opening from the folder to the first batch.
-Then the same from one JSONL of so many MB, read while training runs with the byte-level tokenizer: tokens per CPU
-second with tokenizing, and by how much reading raised the resident memory of the process.
+of 8 sequences of 2,048 tokens with all work of the trainer's loader: shuffle, packing, targets, positions and the order
+hash. Throughput is in tokens per CPU-second of this process, because it depends less on other load. Pages are in the
+cache after writing. Seeking is timed from the call to the first batch, and opening from the folder to the first batch.
+Then a JSONL file of ``--text-mb`` is streamed with the byte-level tokenizer: tokens per CPU-second including
+tokenization, and the growth of resident memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PACKINGS = {
 
 
 def write_shards(folder: Path, num_tokens: int) -> None:
-    """Documents of random ids, in blocks of 16 million tokens."""
+    """Write documents of random ids, in blocks of 16 million tokens."""
     random = np.random.default_rng(0)
     writer = ShardWriter(folder, VOCAB, default_shard_tokens(VOCAB))
     while writer.num_tokens < num_tokens:
@@ -51,7 +51,7 @@ def write_shards(folder: Path, num_tokens: int) -> None:
 
 
 def open_at(folder: Path, data: Data) -> DataLoader:
-    """The training stream of the shards."""
+    """Open the training stream of the shards."""
     config = Config(data=data)
     model = dataclasses.replace(config.model, hf_assets_path="bytes")
     training = dataclasses.replace(
@@ -62,7 +62,7 @@ def open_at(folder: Path, data: Data) -> DataLoader:
 
 
 def measure(folder: Path, data: Data, seconds: float) -> dict[str, float]:
-    """Opening, seeking and reading."""
+    """Measure opening, seeking and reading."""
     started = time.perf_counter()
     stream = open_at(folder, data)
     next(stream)
@@ -86,7 +86,7 @@ def measure(folder: Path, data: Data, seconds: float) -> dict[str, float]:
 
 
 def measure_text(folder: Path, megabytes: int, seconds: float) -> dict[str, float]:
-    """Opening and reading a JSONL as a stream."""
+    """Measure opening and streaming a JSONL file."""
     line = json.dumps({"text": "the quick brown fox jumps over the lazy dog " * 60}) + "\n"
     with (folder / "text.jsonl").open("w") as file:
         for _ in range(megabytes * 10**6 // (1000 * len(line))):
@@ -111,7 +111,7 @@ def measure_text(folder: Path, megabytes: int, seconds: float) -> dict[str, floa
 
 
 def open_jsonl(config: Config, path: Path) -> DataLoader:
-    """The training stream of a JSONL."""
+    """Open the training stream of a JSONL file."""
     model = dataclasses.replace(config.model, hf_assets_path="bytes")
     training = dataclasses.replace(
         config.training, dataset="jsonl", dataset_path=str(path), seq_len=SEQ_LEN, local_batch_size=ROWS
@@ -121,7 +121,7 @@ def open_jsonl(config: Config, path: Path) -> DataLoader:
 
 
 def resident_mib() -> float:
-    """Resident memory of this process."""
+    """Return the resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 

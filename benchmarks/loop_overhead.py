@@ -1,11 +1,12 @@
-"""What the trainer costs over a bare PyTorch loop on the same model: tokens per CPU-second, interleaved in one run.
+"""Overhead of the trainer compared with a bare PyTorch loop on the same model, in tokens per CPU-second.
 
     python benchmarks/loop_overhead.py [--rounds 8] [--out benchmarks/results/loop_overhead.json]
 
 Both loops run the same Llama (dim 256, 6 layers, 8 heads, 4 key-value heads, SwiGLU 768, vocabulary 2048), 8 sequences
-of 512 tokens, fused AdamW, clipping at 1.0, one thread. The bare loop is what a person would write: cross-entropy on
-float32 logits, backward, clip_grad_norm_, step; in bfloat16 it uses autocast. Ours is ``train.step`` with its data
-stream, finite check, norm, schedule and metrics. CPU time, not wall time, so that a busy machine does not decide.
+of 512 tokens, fused AdamW, clipping at 1.0, one thread, in interleaved rounds. The bare loop is a typical one:
+cross-entropy on float32 logits, backward, clip_grad_norm_, step; in bfloat16 it uses autocast. The other is
+``train.step`` with its data stream, finite check, norm, schedule and metrics. CPU time is used instead of wall time,
+because it depends less on other load.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ TOKENS = 8 * 512
 
 
 def make_config(dtype: str, folder: str) -> Config:
-    """The run of the benchmark in one compute type."""
+    """Return the configuration of the benchmark for a compute dtype."""
     config = Config()
     return dataclasses.replace(
         config,
@@ -63,7 +64,7 @@ def make_config(dtype: str, folder: str) -> Config:
 
 
 def bare_step(config: Config) -> Callable[[], None]:
-    """A plain loop's step on the plain model."""
+    """Return a step of a plain loop on the plain model."""
     module = models.find("llama3")
     model = module.Model(models.shape_of(module, "debugmodel", SHAPE, "rmsnorm"))
     for parameter in model.parameters():
@@ -85,7 +86,7 @@ def bare_step(config: Config) -> Callable[[], None]:
 
 
 def trainer_step(config: Config, here: process_group.World) -> Callable[[], None]:
-    """The trainer's step, with its metrics."""
+    """Return a step of the trainer, with its metrics."""
     run = trainer.build(config, here)
     metrics = Metrics(config, Path(config.job.dump_folder), run_facts(run, here), ReduceOverMesh(run.mesh))
 
@@ -97,11 +98,11 @@ def trainer_step(config: Config, here: process_group.World) -> Callable[[], None
 
 
 def measure(dtype: str, rounds: int) -> dict[str, object]:
-    """Median CPU seconds per step of both loops, taken in turns."""
+    """Return median CPU seconds per step of both loops, measured alternately."""
     with tempfile.TemporaryDirectory() as folder, process_group.join(Comm(), "cpu") as here:
         config = make_config(dtype, folder)
         steps = {"bare": bare_step(config), "shardtrain": trainer_step(config, here)}
-        for step in steps.values():  # the first step allocates and builds
+        for step in steps.values():  # the first step allocates memory
             step()
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(rounds):
@@ -120,7 +121,7 @@ def measure(dtype: str, rounds: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Print the ratios and keep the raw seconds."""
+    """Print the ratios and store the raw seconds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=Path)

@@ -1,8 +1,8 @@
-"""What a training step holds, measured beside planned: memory.py [--output FILE.json].
+"""Measured and planned memory of a training step: memory.py [--output FILE.json].
 
-Tensor bytes of each rank, counted from the operation that makes a storage to its end, in the second of two steps on a
-CPU: what tests/tools/plan/test_measured_memory.py holds the plan to. A Llama of 4 layers of width 128, sequences of
-512 tokens, 8 rows for all ranks together, bfloat16 where it is not said otherwise.
+Counts the bytes of live tensor storages on each rank, in the second of two steps on a CPU. It is the measurement that
+tests/tools/plan/test_measured_memory.py compares with the plan. The model is a Llama of 4 layers of width 128, with
+sequences of 512 tokens and 8 rows over all ranks, in bfloat16 unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     spec = importlib.util.spec_from_file_location("measured", ROOT / "tests/tools/plan/test_measured_memory.py")
     assert spec is not None and spec.loader is not None
     law = importlib.util.module_from_spec(spec)
@@ -62,9 +62,9 @@ def main() -> None:
             which = f", rank {place}" if len(planned) > 1 else ""
             rows.append({"name": name + which, "ranks": size, "measured_bytes": found, "planned_bytes": of_plan})
             print(rows[-1], flush=True)
-    if asked.output:
+    if options.output:
         found = {"torch": torch.__version__, "rows": rows}
-        asked.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What experts cost over a dense model of as many active parameters: tokens per CPU-second, interleaved in one run.
+"""Overhead of experts compared with a dense model with equal active parameters, in tokens per CPU-second.
 
     python benchmarks/moe_overhead.py [--rounds 6] [--kernels fastest] [--micro-batches 4]
         [--out benchmarks/results/moe_overhead.json]
 
 All models have dim 256, 6 layers, 8 heads, 4 key-value heads, vocabulary 2048 and take 8 sequences of 512 tokens per
-step of ``train.step`` on one process and one thread. A token passes through 768 feed-forward features in each: of one
-dense SwiGLU, of 2 of 8 experts (Mixtral), or of 8 of 64 experts (Qwen3). CPU time, not wall time, so that a busy
-machine does not decide. ``--kernels fastest`` computes as ``train`` does, with the kernels that this machine is fastest
-with and memory that is kept; the default is PyTorch's own kernels. ``--micro-batches`` of 8 sequences make up a step, 1
-unless given: experts are eight times as many weights to update as the dense model has, which small steps show.
+step of ``train.step`` on one process and one thread, in interleaved rounds. In each model, a token uses 768
+feed-forward features: of one dense SwiGLU, of 2 of 8 experts (Mixtral), or of 8 of 64 experts (Qwen3). CPU time is used
+instead of wall time, because it depends less on other load. ``--kernels fastest`` computes like ``train``, with the
+fastest kernels of this machine and reused memory; the default is PyTorch's own kernels. ``--micro-batches`` (default 1)
+of 8 sequences make up a step: the experts have eight times the weights to update, which dominates small steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOKENS = 8 * 512
 
 
 def make_config(model: str, dtype: str, folder: str, micro_batches: int) -> Config:
-    """The run of one model in one compute type."""
+    """Return the configuration of one model and compute dtype."""
     name, flavor, overrides = MODELS[model]
     config = Config()
     return dataclasses.replace(
@@ -62,24 +62,24 @@ def make_config(model: str, dtype: str, folder: str, micro_batches: int) -> Conf
             mixed_precision_param=dtype,
             device="cpu",
         ),
-        compile=dataclasses.replace(config.compile, enable=False),  # dense models alone would be, by default
+        compile=dataclasses.replace(config.compile, enable=False),  # by default, only dense models would be compiled
         activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode="none"),
     )
 
 
 def trainer_step(config: Config, here: process_group.World) -> Callable[[], None]:
-    """The trainer's step."""
+    """Return a step of the trainer."""
     run = trainer.build(config, here)
     return lambda: trainer.step(run) and None
 
 
 def measure(dtype: str, rounds: int, kernels: str, micro_batches: int) -> dict[str, object]:
-    """Median CPU seconds per step of all models, taken in turns."""
+    """Return median CPU seconds per step of all models, measured alternately."""
     with tempfile.TemporaryDirectory() as folder, process_group.join(Comm(), "cpu") as here:
         if kernels == "fastest":
             use_fastest_kernels(make_config("dense", dtype, folder, micro_batches), torch.device("cpu"))
         steps = {name: trainer_step(make_config(name, dtype, folder, micro_batches), here) for name in MODELS}
-        for step in steps.values():  # the first step allocates and builds
+        for step in steps.values():  # the first step allocates memory
             step()
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(rounds):
@@ -93,7 +93,7 @@ def measure(dtype: str, rounds: int, kernels: str, micro_batches: int) -> dict[s
 
 
 def main() -> None:
-    """Print the ratios and keep the raw seconds."""
+    """Print the ratios and store the raw seconds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path)

@@ -1,13 +1,13 @@
-"""Tokens per CPU-second of other trainers, of plain PyTorch loops and of ours on one CPU: interleaved rounds, raw rows.
+"""Tokens per CPU-second of other trainers, of plain PyTorch loops and of shardtrain on one CPU.
 
     python benchmarks/peers.py [--rounds 3] [--steps 8] [--only 'plain;ours'] [--out benchmarks/results/peers_cpu.json]
         [--environments FOLDER]
 
-The work is the same for all. A trainer that is not installed here gets an environment of its own, made once under
-``--environments`` (``$XDG_CACHE_HOME/shardtrain/peers`` unless given), which sees the PyTorch of this one. A row is a
-program of its own with one thread per process; its first two steps are left out. CPU seconds are summed over ranks, so
-that a busy machine does not decide. Beside the rows: the processor, and how many GFLOP/s one core multiplies at the
-shapes of the model, by MKL and by oneDNN.
+All train the same model in interleaved rounds. A trainer that is not installed gets a separate environment, created
+once under ``--environments`` (default ``$XDG_CACHE_HOME/shardtrain/peers``), which shares the installed PyTorch. Each
+row is a separate program with one thread per process, whose first two steps are not counted. CPU seconds are summed
+over ranks; they depend less on other load than wall time. The output also has the processor, and the GFLOP/s of one
+core at the model's shapes with MKL and oneDNN.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SCRIPTS = HERE / "peers"
 TOKENS_PER_STEP = 8 * 512
-sys.path.insert(0, str(SCRIPTS))  # the sizes of the work
+sys.path.insert(0, str(SCRIPTS))  # sizes of the model
 LEFT_OUT = 2
-"""First steps of a program: they allocate, and some compile."""
+"""Uncounted first steps of a program, which allocate memory and may compile."""
 
 SIZES = {
     "vocab_size": 2048, "dim": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "ffn_dim": 768,
@@ -42,17 +42,17 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Peer:
-    """A program: its words after ``timed.py FOLDER``."""
+    """A program, run by ``timed.py FOLDER``."""
 
     words: Callable[[str, int, int, Path], list[str]]
-    """Of a type, a number of steps, of ranks, and a folder to write into."""
+    """Arguments after ``timed.py FOLDER``, for a dtype, numbers of steps and ranks, and an output folder."""
     ranks: int = 1
     needs: tuple[str, ...] = ()
-    """What pip installs into its own environment."""
+    """Requirements installed into the separate environment."""
 
 
 def litgpt(dtype: str, steps: int, ranks: int, folder: Path) -> list[str]:
-    """Its command with a file of its form (JSON is YAML); it always compiles."""
+    """LitGPT's command with a configuration file (JSON is valid YAML). LitGPT always compiles."""
     from work import BETAS, EPS, LEARNING_RATE, MAX_NORM, ROWS, THETA, TOKENS, WEIGHT_DECAY
 
     model = {
@@ -63,7 +63,7 @@ def litgpt(dtype: str, steps: int, ranks: int, folder: Path) -> list[str]:
         "norm_eps": EPS, "mlp_class_name": "LLaMAMLP", "intermediate_size": SIZES["ffn_dim"], "rope_base": int(THETA),
     }  # fmt: skip
     file = folder / "litgpt.yaml"
-    asked = {
+    settings = {
         "model_name": "common", "model_config": model, "data": "litgpt_rows.Rows", "devices": 1,
         "precision": "bf16-mixed" if dtype == "bfloat16" else "32-true", "out_dir": str(folder / "out"),
         "train": {
@@ -78,12 +78,12 @@ def litgpt(dtype: str, steps: int, ranks: int, folder: Path) -> list[str]:
         },
         "logger_name": "csv",
     }  # fmt: skip
-    file.write_text(json.dumps(asked))
+    file.write_text(json.dumps(settings))
     return ["-m", "litgpt", "pretrain", "--config", str(file)]
 
 
 def script(name: str, *flags: str) -> Callable[[str, int, int, Path], list[str]]:
-    """A loop of ours around a peer, or around none."""
+    """A script of this repository that trains with a peer, or with plain PyTorch."""
 
     def words(dtype: str, steps: int, ranks: int, folder: Path) -> list[str]:
         return [str(SCRIPTS / name), "--dtype", dtype, "--steps", str(steps), *flags]
@@ -92,7 +92,7 @@ def script(name: str, *flags: str) -> Callable[[str, int, int, Path], list[str]]
 
 
 def ours(*flags: str) -> Callable[[str, int, int, Path], list[str]]:
-    """``shardtrain train`` as a user starts it, less its checkpoint at the end."""
+    """``shardtrain train`` as started by a user, without the final checkpoint."""
 
     def words(dtype: str, steps: int, ranks: int, folder: Path) -> list[str]:
         options = {f"model.overrides.{name}": size for name, size in SIZES.items()} | {
@@ -130,7 +130,7 @@ PEERS = {
 
 
 def python_of(peer: Peer, environments: Path) -> str:
-    """The interpreter with what a peer needs; its environment is made where it is not there yet."""
+    """Return the interpreter with the requirements of a peer. Creates the environment if needed."""
     if not peer.needs:
         return sys.executable
     folder = environments / "-".join(re.sub(r"[^a-z0-9]+", "_", need) for need in peer.needs)
@@ -138,8 +138,8 @@ def python_of(peer: Peer, environments: Path) -> str:
     if not (folder / "done").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         (site,) = (folder / "lib").glob("python3*/site-packages")
-        # all trainers compute by one PyTorch, and share nothing else: they ask for other versions of the rest. pip does
-        # not replace what the constraint holds
+        # all trainers share one PyTorch and nothing else, because they require different versions of other packages.
+        # The constraint stops pip from replacing it
         own = distribution("torch")
         for name in {file.parts[0] for file in own.files or () if file.parts[0] not in ("..", "__pycache__")}:
             (site / name).symlink_to(Path(str(own.locate_file(name))))
@@ -155,7 +155,7 @@ def python_of(peer: Peer, environments: Path) -> str:
 
 
 def run(peer: Peer, dtype: str, steps: int, timeout_seconds: float, python: str = sys.executable) -> dict[str, object]:
-    """One program from its start to its end."""
+    """Run one program and return its row."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         times, work = folder / "times", folder / "work"
@@ -168,7 +168,7 @@ def run(peer: Peer, dtype: str, steps: int, timeout_seconds: float, python: str 
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPTS), str(HERE.parent)]),
         }  # fmt: skip
-        # modules are compiled once, as at home; a shell that forbids it would add a second to each start
+        # allow bytecode caches; without them, each start takes a second longer
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         load, started = os.getloadavg()[0], time.time()
         with open(folder / "log", "w+") as log:
@@ -183,7 +183,7 @@ def run(peer: Peer, dtype: str, steps: int, timeout_seconds: float, python: str 
         ranks = [list(_steps(path)) for path in sorted(times.glob("*.jsonl"))]
     row: dict[str, object] = {"exit": code, "load": round(load, 1)}
     if code or len(ranks) < peer.ranks or any(len(rank) <= LEFT_OUT + 1 for rank in ranks):
-        return {**row, "last_lines": re.sub(r"/[^\s\"':]*/", "", last)}  # files without the folders of this machine
+        return {**row, "last_lines": re.sub(r"/[^\s\"':]*/", "", last)}  # removes folders of this machine
     cpu = [
         [after[1] - before[1] for before, after in zip(rank[LEFT_OUT - 1 :], rank[LEFT_OUT:], strict=False)]
         for rank in ranks
@@ -199,7 +199,7 @@ def run(peer: Peer, dtype: str, steps: int, timeout_seconds: float, python: str 
 
 
 def _steps(path: Path) -> Iterator[tuple[float, float, float]]:
-    """Wall seconds, CPU seconds and peak memory after each step; a wrapper's steps beside the optimizer's are not."""
+    """Yield wall seconds, CPU seconds and peak memory after each optimizer step, without duplicates of wrappers."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return ((wall, cpu, peak) for name, wall, cpu, peak in lines if name == lines[0][0])
 
@@ -226,14 +226,14 @@ print(json.dumps(found))
 
 
 def gemm_ceilings() -> dict[str, int]:
-    """GFLOP/s of one core."""
+    """Return GFLOP/s of one core by shape."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", GEMM], stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
 def processor() -> str:
-    """Its name, family and model, and which matrix instructions it has."""
+    """Return name, family, model and matrix instructions of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -247,30 +247,32 @@ def processor() -> str:
 
 
 def summary(rows: list[dict[str, object]]) -> Iterator[str]:
-    """A line per type and peer: medians over rounds, and the ratio to the plain loop of as many ranks in its round."""
+    """Yield a line per dtype and peer: medians over rounds, and the ratio to the plain loop with equal ranks."""
     for dtype in dict.fromkeys(str(row["dtype"]) for row in rows):
         of_type = [row for row in rows if row["dtype"] == dtype]
         for name in dict.fromkeys(str(row["peer"]) for row in of_type):
-            mine = {row["round"]: row for row in of_type if row["peer"] == name}
+            rows_of_peer = {row["round"]: row for row in of_type if row["peer"] == name}
             base = "plain FSDP2, 2 ranks" if PEERS[name].ranks > 1 else "plain"
-            theirs = {row["round"]: row for row in of_type if row["peer"] == base}
-            speed = {number: row["tokens_per_cpu_second"] for number, row in mine.items() if "peak_mib" in row}
+            rows_of_base = {row["round"]: row for row in of_type if row["peer"] == base}
+            speed = {number: row["tokens_per_cpu_second"] for number, row in rows_of_peer.items() if "peak_mib" in row}
             if not speed:
                 yield f"{dtype} | {name} | failed | | | |"
                 continue
             ratios = [
-                speed[number] / theirs[number]["tokens_per_cpu_second"]  # type: ignore[operator]
+                speed[number] / rows_of_base[number]["tokens_per_cpu_second"]  # type: ignore[operator]
                 for number in speed
-                if "peak_mib" in theirs.get(number, {})
+                if "peak_mib" in rows_of_base.get(number, {})
             ]
             ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
-            first = statistics.median(row["seconds_to_first_step"] for row in mine.values() if "peak_mib" in row)  # type: ignore[type-var]
+            first = statistics.median(
+                row["seconds_to_first_step"] for row in rows_of_peer.values() if "peak_mib" in row
+            )  # type: ignore[type-var]
             first_cpu = statistics.median(
                 row["cpu_seconds_to_first_step"]
-                for row in mine.values()
+                for row in rows_of_peer.values()
                 if "peak_mib" in row  # type: ignore[type-var]
             )
-            peak = max(max(row["peak_mib"]) for row in mine.values() if "peak_mib" in row)  # type: ignore[type-var]
+            peak = max(max(row["peak_mib"]) for row in rows_of_peer.values() if "peak_mib" in row)  # type: ignore[type-var]
             median = statistics.median(speed.values())  # type: ignore[type-var]
             yield f"{dtype} | {name} | {median:.0f} | {ratio} | {first:.1f} ({first_cpu:.1f}) | {peak}"
 
@@ -285,23 +287,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser.add_argument("--environments", type=Path, default=cache / "shardtrain" / "peers")
-    asked = parser.parse_args()
-    names = asked.only.split(";") if asked.only else list(PEERS)
+    options = parser.parse_args()
+    names = options.only.split(";") if options.only else list(PEERS)
     rows: list[dict[str, object]] = []
     facts: dict[str, object] = {
         "processor": processor(), "torch": version("torch"), "python": platform.python_version(),
         "gemm_gflops": gemm_ceilings(),
     }  # fmt: skip
     print(json.dumps(facts))
-    pythons = {name: python_of(PEERS[name], asked.environments) for name in names}
-    for number in range(asked.rounds):
-        for dtype in asked.dtypes.split(","):
+    pythons = {name: python_of(PEERS[name], options.environments) for name in names}
+    for number in range(options.rounds):
+        for dtype in options.dtypes.split(","):
             for name in names:
-                row = run(PEERS[name], dtype, asked.steps, asked.timeout, pythons[name])
+                row = run(PEERS[name], dtype, options.steps, options.timeout, pythons[name])
                 rows.append({"round": number, "dtype": dtype, "peer": name, **row})
                 print(json.dumps(rows[-1]), flush=True)
-                if asked.out:
-                    asked.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+                if options.out:
+                    options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     print("type | program | tokens per CPU-second | ratio | seconds (CPU) to the first step | MiB")
     for line in summary(rows):
         print(line)

@@ -1,8 +1,8 @@
-"""How well ``shardtrain plan`` predicts published runs: plan_accuracy.py [ROWS.jsonl] [--markdown] [--svg FILE].
+"""Accuracy of ``shardtrain plan`` for published runs: plan_accuracy.py [ROWS.jsonl] [--markdown] [--svg FILE].
 
-A row states shape, hardware, layout and what was measured. Nothing is fitted here; the constants of
-shardtrain/tools/plan were chosen with the rows that are not held back. About a third is held back, by a hash of the
-row's id, so that the choice is the same for ever.
+A row states the model, hardware, layout and measurements. Nothing is fitted here: the constants of
+shardtrain/tools/plan were chosen with the rows that are not held back. About a third is held back, by a hash of the id,
+so the choice never changes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ DEVICES = (
 
 @dataclass(frozen=True)
 class Score:
-    """A row: seconds of a step and GiB, predicted and measured; None where a row has none."""
+    """Predicted and measured step seconds and GiB of a row. None if the row has no measurement."""
 
     id: str
     series: str
@@ -107,18 +107,18 @@ class Score:
 
 
 def is_held_back(row_id: str) -> bool:
-    """Whether a row takes no part in the choice of constants: a third, by the hash of its id."""
+    """True for the third of rows, by the hash of their id, that were not used to choose constants."""
     return hashlib.sha256(row_id.encode()).digest()[0] % 3 == 0
 
 
 def read(path: Path, everything: bool = False) -> list[dict[str, Any]]:
-    """The fully stated rows with a device that devices.toml knows; with ``everything`` others of such a device too."""
+    """Return fully stated rows whose device is in devices.toml. With ``everything``, also partially stated ones."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     return [row for row in rows if (row["fully_specified"] or everything) and device_of(row)]
 
 
 def device_of(row: dict[str, Any]) -> str | None:
-    """Name of the row of devices.toml."""
+    """Return the name of the device in devices.toml, or None."""
     return next((name for pattern, name in DEVICES if re.search(pattern, row["hardware"]["gpu"])), None)
 
 
@@ -135,12 +135,12 @@ SCHEDULES = {
 
 
 def score(row: dict[str, Any]) -> Score:
-    """Predict one row; what a row does not state is taken as ``job_of`` says."""
+    """Predict one row. ``job_of`` defines defaults for unstated facts."""
     device = device_with_links(row)
     model, run = model_of(row), job_of(row, device)
     orders = schedule.orders(run.schedule, run.pp, len(run.stages), run.num_microbatches)
     time = timing.of_step(model, run, device, orders)
-    # LitGPT's norms are made of single operations in float32, as those of this package are on a CPU
+    # LitGPT's norms are separate float32 operations, like those of this package on a CPU
     ranks = rank_memory.of_ranks(model, run, orders, "cpu" if "LitGPT" in (row["software"] or "") else "cuda")
     held, reserved = (max(getattr(one, name) for one in ranks) for name in ("peak", "reserved"))
     measured = row["derived"].get("step_s") or row["measured"].get("step_s")
@@ -157,7 +157,7 @@ def score(row: dict[str, Any]) -> Score:
 
 
 def device_with_links(row: dict[str, Any]) -> hardware.Device:
-    """The device of a row, in its nodes and on its network where they are stated."""
+    """Return the device of a row, with its nodes and network if stated."""
     h = row["hardware"]
     device = hardware.find(device_of(row) or "")
     gigabits = re.search(r"(\d+) ?(?:Gbps|Gb/s) per node", h["interconnect"] or "")
@@ -168,7 +168,7 @@ def device_with_links(row: dict[str, Any]) -> hardware.Device:
 
 
 def model_of(row: dict[str, Any]) -> shapes.ModelShape:
-    """The shape of a row's model; experts in all layers but the first ``dense_layers``."""
+    """Return the model shape of a row. All layers except the first ``dense_layers`` have experts."""
     m = row["model"]
     heads, kv_heads = m["heads"], m["kv_heads"] or m["heads"]
     sizes = (m["hidden"], heads, kv_heads, m["ffn"], m["vocab"], row["seq_len"])
@@ -198,7 +198,7 @@ def model_of(row: dict[str, Any]) -> shapes.ModelShape:
 
 
 def frozen(model: shapes.ModelShape, precision: str) -> shapes.ModelShape:
-    """A model whose own weights learn nothing, in 4 bits where the precision says so; the adapters are left out."""
+    """Return a model with frozen weights, in 4 bits if the precision says so. Adapters are neglected."""
 
     def still(parameters: tuple[shapes.ParameterShape, ...]) -> tuple[shapes.ParameterShape, ...]:
         return tuple(replace(one, trained=False) for one in parameters)
@@ -218,10 +218,10 @@ def frozen(model: shapes.ModelShape, precision: str) -> shapes.ModelShape:
 
 
 def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob:
-    """The layout of a row in this package's terms.
+    """Return the layout of a row as a planned job.
 
-    What is not stated: recomputation is none, sharding is that of the parallel sizes, and of systems known to replicate
-    their optimizer's state none is sharded.
+    Defaults for unstated facts: no recomputation, sharding by the parallel sizes, and replicated optimizer state for
+    systems known to replicate it.
     """
     m, p, h = row["model"], row["parallel"], row["hardware"]
     sharding, precision, software = row["sharding"] or "", row["precision"] or "", row["software"] or ""
@@ -253,13 +253,13 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob
     pure = pure or deepspeed
     mixed = (
         not pure and not fsdp and "Lightning" not in software
-    )  # Megatron and DeepSpeed: half weights beside float32 ones
+    )  # Megatron and DeepSpeed: 16-bit weights in addition to float32 ones
     shards_states = bool(re.search(r"ZeRO-[12]|distributed optimizer", sharding)) and replicas > 1
-    nvidia = "Megatron-Core" in software  # with kernels of Transformer Engine and cuDNN
+    nvidia = "Megatron-Core" in software  # uses kernels of Transformer Engine and cuDNN
     recompute = row["recompute"] or "none"
     mode = "full" if recompute.startswith("full") else "op" if recompute.startswith("selective") else "none"
     if mode == "op" and re.search("Megatron|NeMo|nanotron", software):
-        mode = "core"  # what Korthikanti et al. call selective
+        mode = "core"  # "selective" of Korthikanti et al.
     loss = "whole" if "LitGPT" in software else "chunked"
     if re.search("(?<!no )Liger|fused[^,]*CE", software):
         loss = "fused"
@@ -299,7 +299,7 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob
 
 
 def uneven(layers: int, count: int) -> tuple[range, ...]:
-    """Stages of a model whose layers they do not divide: the first ones have one more."""
+    """Return layer ranges of stages. If layers are not divisible, the first stages have one more."""
     sizes = [layers // count + (place < layers % count) for place in range(count)]
     return tuple(range(sum(sizes[:place]), sum(sizes[: place + 1])) for place in range(count))
 
@@ -307,11 +307,11 @@ def uneven(layers: int, count: int) -> tuple[range, ...]:
 def score_planned(row: dict[str, Any]) -> Score:
     """Predict one row of plan_torchtitan.jsonl or plan_others.jsonl: models of this package, planned by their options.
 
-    ``job`` are fields of the Job that another system has otherwise; ``seen`` rows set a constant: not held back.
+    ``job`` has fields that differ in the other system. ``seen`` marks rows that set a constant and are not held back.
     """
     plan = shardtrain.plan(row.get("preset"), row["options"], gpus=row["gpus"], device=row["device"])
     model = shapes.read(shardtrain.load_config(row.get("preset"), row["options"]).config)
-    others = {"loss": "whole", **row.get("job", {})}  # torchtitan's loss has all logits
+    others = {"loss": "whole", **row.get("job", {})}  # torchtitan's loss has unsplit logits
     if "stages" in others:
         others["stages"] = tuple(range(*pair) for pair in others["stages"])
     changed = replace(plan.job, **others)
@@ -322,7 +322,7 @@ def score_planned(row: dict[str, Any]) -> Score:
     measured = plan.job.tokens_per_step / row["gpus"] / row["tps"] if row.get("tps") else None
     if row.get("mfu"):
         measured = plan.time.seconds * plan.mfu / row["mfu"]
-    allocated = row.get("allocated", False)  # else what the allocator reserved, as most systems tell
+    allocated = row.get("allocated", False)  # otherwise reserved memory, which most systems report
     most = max(one.peak if allocated else one.reserved for one in plan.ranks)
     gib = most / 2**30 * (1 if allocated else 1 + planning.FRAGMENTS)
     return Score(
@@ -332,7 +332,7 @@ def score_planned(row: dict[str, Any]) -> Score:
 
 
 def order_right(scores: Sequence[Score]) -> tuple[int, int]:
-    """Pairs of one series whose order by measured tokens is the predicted one, and all pairs that differ by 3 %."""
+    """Return the number of correctly ordered pairs within a series, and of all pairs that differ by 3 %."""
     right = pairs = 0
     for a, b in combinations([one for one in scores if one.measured_seconds], 2):
         if a.series != b.series or abs(a.measured_seconds / b.measured_seconds - 1) < 0.03:
@@ -343,14 +343,16 @@ def order_right(scores: Sequence[Score]) -> tuple[int, int]:
 
 
 def spread(errors: Sequence[float]) -> tuple[float, float]:
-    """Median and 90th percentile."""
+    """Return the median and the 90th percentile."""
     ordered = sorted(errors)
     return statistics.median(ordered), ordered[min(len(ordered) - 1, round(0.9 * (len(ordered) - 1)))]
 
 
 def summary(scores: Sequence[Score]) -> list[tuple[str, int, float, float, int, float | None]]:
-    """By series, held-back rows apart: rows with a time, median and 90th percentile of its absolute errors, rows with
-    memory and the median of its errors.
+    """Summarize each series, with held-back rows separately.
+
+    Returns name, number of rows with a time, median and 90th percentile of absolute time errors, number of rows with
+    memory, and the median of memory errors.
     """
     lines = []
     for name in sorted({one.series for one in scores}):
@@ -367,15 +369,15 @@ def summary(scores: Sequence[Score]) -> list[tuple[str, int, float, float, int, 
 
 
 def fitting_right(scores: Sequence[Score]) -> tuple[int, int, int, int]:
-    """Rows that ran and are said to fit, of all that ran; rows out of memory that are said not to, of all of them."""
+    """Count runs predicted to fit, all runs, out-of-memory failures predicted not to fit, and all such failures."""
     ran, failed = [one for one in scores if one.ran], [one for one in scores if not one.ran]
     return sum(one.fits for one in ran), len(ran), sum(not one.fits for one in failed), len(failed)
 
 
 def scatter(scores: Sequence[Score]) -> str:
-    """Planned over measured step time as SVG, both axes logarithmic.
+    """Return an SVG plot of planned over measured step time on logarithmic axes.
 
-    Hollow circles are held-back rows; the lines are equality, and 25 % to either side.
+    Hollow circles are held-back rows. The lines are equality and deviations of 25 %.
     """
     shown = [one for one in scores if one.measured_seconds]
     low, high, size, margin = 0.2, 250.0, 480, 50
@@ -420,21 +422,21 @@ def scatter(scores: Sequence[Score]) -> str:
 
 
 def main() -> None:
-    """Print every row, or with --markdown the tables of benchmarks/LOG.md."""
+    """Print every row, or the tables of benchmarks/LOG.md with --markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=Path, nargs="?", default=Path(__file__).with_name("plan_published.jsonl"))
-    parser.add_argument("--all", action="store_true", help="rows that are not fully stated, too")
+    parser.add_argument("--all", action="store_true", help="include partially stated rows")
     parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--costs", action="store_true", help="also print what the time goes to")
-    parser.add_argument("--svg", type=Path, help="also draw them into this file")
-    asked = parser.parse_args()
-    scores = [score(row) for row in read(asked.rows, asked.all)]
-    if asked.rows == parser.get_default("rows"):
+    parser.add_argument("--costs", action="store_true", help="also print the costs of a step")
+    parser.add_argument("--svg", type=Path, help="also plot them into this SVG file")
+    options = parser.parse_args()
+    scores = [score(row) for row in read(options.rows, options.all)]
+    if options.rows == parser.get_default("rows"):
         for path in (TORCHTITAN, OTHERS):
             scores += [score_planned(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    if asked.svg:
-        asked.svg.write_text(scatter(scores), encoding="utf-8")
-    if asked.markdown:
+    if options.svg:
+        options.svg.write_text(scatter(scores), encoding="utf-8")
+    if options.markdown:
         print("| series | rows | time: median error | 90th percentile | rows | memory: median error |")
         print("|---|---|---|---|---|---|")
         for name, count, median, worst, others, found in summary(scores):
@@ -454,7 +456,7 @@ def main() -> None:
         for one in scores:
             error = f"{one.error:+8.1%}" if one.error is not None else " " * 8
             gib = f"{one.gib:8.1f} GiB of {one.measured_gib}" if one.measured_gib else ""
-            costs = ", ".join(f"{name} {s:.3g}" for name, s in one.costs) if asked.costs else ""
+            costs = ", ".join(f"{name} {s:.3g}" for name, s in one.costs) if options.costs else ""
             seconds = f"{one.seconds:9.3f} s {one.measured_seconds or 0:9.3f}"
             wrong = "" if one.fits == one.ran else f" said to {'fit' if one.fits else 'not fit'}"
             print(f"{one.id:22}{'*' if one.held_back else ' '} {seconds} {error} {gib}{wrong} {costs}")

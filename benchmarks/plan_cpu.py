@@ -1,12 +1,12 @@
-"""How well ``shardtrain plan --device cpu`` predicts steps on this machine, once it is calibrated with one of them.
+"""Accuracy of ``shardtrain plan --device cpu`` on this machine, calibrated with one of the measured runs.
 
     python benchmarks/plan_cpu.py [--rounds 2] [--out benchmarks/results/plan_cpu.json]
     python benchmarks/plan_cpu.py --score benchmarks/results/plan_cpu.json
 
-Two Llamas (5.8 M and 52 M parameters, float32, sequences of 512 tokens) are trained for some steps in one process and
-on six meshes of two ranks, taken in turns, one thread a rank and each rank on a core of its own. Kept are the wall and
-CPU seconds of each step on each rank. On a busy machine CPU seconds are what can be compared: ranks that wait for each
-other sleep. A plan says wall seconds; of a pipeline, what its ranks wait is taken off.
+Trains two Llamas (5.8 M and 52 M parameters, float32, sequences of 512 tokens) for a few steps in one process and on
+six meshes of two ranks, in turns, with one thread and one core per rank. Stores the wall and CPU seconds of each step
+on each rank. With other load, only CPU seconds are comparable, because waiting ranks sleep. Plans predict wall seconds,
+so waits of pipeline ranks are subtracted.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 CALIBRATED_WITH = "FSDP 2"
 LEFT_OUT = 2
-"""Steps that allocate."""
+"""Uncounted first steps, which allocate memory."""
 
 
 def options(model: str, mesh: str) -> dict[str, Any]:
-    """Options of a run over those of the debug preset; every mesh has the same sequences in a step."""
+    """Return options of a run that override the debug preset. Every mesh has the same sequences per step."""
     sizes = MODELS[model]
     rows = sizes["training.local_batch_size"]
     found: dict[str, Any] = {
@@ -72,7 +72,7 @@ def options(model: str, mesh: str) -> dict[str, Any]:
 
 
 def rank(model: str, mesh: str, steps: int, folder: str) -> None:
-    """Take steps as one of the ranks, and print the wall and CPU seconds of each."""
+    """Train as one of the ranks, and print wall and CPU seconds of each step."""
     import shardtrain
 
     os.sched_setaffinity(0, {int(os.environ["RANK"]) % (os.cpu_count() or 1)})
@@ -87,7 +87,7 @@ def rank(model: str, mesh: str, steps: int, folder: str) -> None:
 
 
 def measure(model: str, mesh: str, steps: int) -> dict[str, Any]:
-    """Start the ranks of one run and read what they printed."""
+    """Start the ranks of one run and parse their output."""
     size = 1 if mesh == "one process" else 2
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -110,16 +110,16 @@ def measure(model: str, mesh: str, steps: int) -> dict[str, Any]:
 
 
 def seconds_of(row: dict[str, Any]) -> tuple[float, float]:
-    """Seconds of a step: the least wall time, and the median of the CPU time, the mean over ranks."""
+    """Return the minimum wall seconds, and the mean over ranks of the median CPU seconds, of a step."""
     later = [rank[LEFT_OUT:] for rank in row["ranks"]]
     wall = min(max(rank[place][0] for rank in later) for place in range(len(later[0])))
     return wall, statistics.mean(statistics.median(cpu for _, cpu in rank) for rank in later)
 
 
 def score(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, float, float, float]]:
-    """Model, mesh, measured and planned CPU seconds, measured and planned wall seconds of a step.
+    """Return model, mesh, measured and planned CPU seconds, and measured and planned wall seconds of a step.
 
-    The device is calibrated with one mesh of the first model, for CPU and for wall seconds.
+    The device is calibrated with one mesh of the first model, separately for CPU and wall seconds.
     """
     import shardtrain
     from shardtrain.tools.plan import hardware, planning
@@ -132,7 +132,7 @@ def score(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, float, floa
     for model, mesh in measured:
         config = shardtrain.load_config("debug", options(model, mesh)).config
         alone = mesh == "one process"
-        # each rank has one thread here, and a run in one process would have those of all cores
+        # each rank has one thread here; by default, a run in one process uses all cores
         time = planning.make(config, 1 if alone else 2, device.with_nodes_of(1) if alone else device).time
         waits = time.costs.get("pipeline bubble and sends", 0.0)
         planned[model, mesh] = time.seconds - waits, time.seconds
@@ -146,7 +146,7 @@ def score(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, float, floa
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print planned beside measured."""
+    """Print planned and measured times."""
     print(f"{'model':7}{'mesh':14}{'CPU s':>9}{'planned':>9}{'error':>8}{'wall s':>10}{'planned':>9}{'error':>8}")
     for model, mesh, cpu, of_cpu, wall, of_wall in score(rows):
         print(
@@ -156,7 +156,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure and keep the raw seconds, or score what was kept."""
+    """Measure and store the raw seconds, or score stored ones."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
@@ -165,25 +165,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--score", type=Path)
     parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.rank:
-        model, mesh, steps, folder = asked.rank
+    options = parser.parse_args()
+    if options.rank:
+        model, mesh, steps, folder = options.rank
         rank(model, mesh, int(steps), folder)
         return
-    if asked.score:
-        show(json.loads(asked.score.read_text())["rows"])
+    if options.score:
+        show(json.loads(options.score.read_text())["rows"])
         return
     import torch
 
     facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     rows = []
-    for _ in range(asked.rounds):
-        for model in asked.models.split(","):
-            for mesh in asked.meshes.split(","):
-                rows.append(measure(model, mesh, asked.steps))
+    for _ in range(options.rounds):
+        for model in options.models.split(","):
+            for mesh in options.meshes.split(","):
+                rows.append(measure(model, mesh, options.steps))
                 print(model, mesh, *(f"{value:.3f}" for value in seconds_of(rows[-1])), flush=True)
-                if asked.out:
-                    asked.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+                if options.out:
+                    options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     if any(row["mesh"] == CALIBRATED_WITH for row in rows):
         show(rows)
 

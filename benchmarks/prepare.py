@@ -1,15 +1,16 @@
-"""`shardtrain data prepare` beside Hugging Face `datasets.map` and `tokenizers`: the same file, in turns, in one run.
+"""Speed of `shardtrain data prepare` and of Hugging Face `datasets.map` with `tokenizers`, on the same file.
 
     python benchmarks/prepare.py [--mb 200] [--processes N] [--rounds 3] [--out benchmarks/results/prepare.json]
     python benchmarks/prepare.py --mb 2000 --rounds 1 --ours-only [--bytes]     # the memory figure
 
-The input is one JSONL of synthetic text: words of 1-12 letters with Zipf's frequencies, documents of log-normal length.
-A byte-level BPE of 32,768 ids is trained on its first 10 MB. Both sides are fresh processes, timed from start to end,
-with all that they write. The peer reads the file with `load_dataset("json")` and maps `encode_batch_fast` over it in
-batches of 1,000 with as many processes, one tokenizer thread each, into arrow files, with an empty cache.
+The input is a JSONL file of synthetic text: words of 1 to 12 letters with Zipf frequencies, in documents of log-normal
+length. A byte-level BPE with 32,768 ids is trained on its first 10 MB. Both sides run alternately as new processes,
+timed from start to end, including their output. The peer reads the file with `load_dataset("json")` and maps
+`encode_batch_fast` over it in batches of 1,000 with the same number of processes, one tokenizer thread each, into Arrow
+files, with an empty cache.
 
-Memory is sampled five times a second over the process and its children: `pss` divides pages that processes share among
-them, `rss` counts them in each.
+Memory is sampled five times per second over the process and its children. `pss` divides shared pages among processes;
+`rss` counts them in each.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BPE_MB = 10
 
 
 def make_text(path: Path, megabytes: int) -> None:
-    """Write about so many MB of JSON lines; the same bytes in every run."""
+    """Write about ``megabytes`` MB of JSON lines, deterministically."""
     random = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlcumwfgypbvkjxqz"))
     weight = 1 / np.arange(2, 28)
@@ -56,7 +57,7 @@ def make_text(path: Path, megabytes: int) -> None:
 
 
 def train_tokenizer(text: Path, folder: Path) -> None:
-    """A byte-level BPE on the head of the text."""
+    """Train a byte-level BPE on the beginning of the text."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -75,7 +76,7 @@ def train_tokenizer(text: Path, folder: Path) -> None:
 
 
 def peer(text: str, tokenizer_file: str, folder: str, processes: int) -> None:
-    """The other side, in a process of its own; prints the number of tokens."""
+    """Run the peer in this process, and print the number of tokens."""
     import datasets
     import tokenizers
 
@@ -92,7 +93,7 @@ def peer(text: str, tokenizer_file: str, folder: str, processes: int) -> None:
 
 
 class Memory(threading.Thread):
-    """Highest sum over a process and its descendants, in MiB."""
+    """Peak memory over a process and its descendants, in MiB."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -120,7 +121,7 @@ class Memory(threading.Thread):
 
 
 def timed(command: list[str]) -> dict[str, float | str]:
-    """Run a command; its wall time in seconds, the CPU seconds of its tree, peak memory in MiB and last line."""
+    """Run a command. Return wall seconds, CPU seconds of its process tree, peak memory in MiB and its last line."""
     env = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     before, started = os.times(), time.perf_counter()
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -137,14 +138,16 @@ def timed(command: list[str]) -> dict[str, float | str]:
 
 
 def main() -> None:
-    """Print the speeds and their ratio, and keep the raw numbers."""
+    """Print the speeds and their ratio, and store the raw numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=int, default=200)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ours-only", action="store_true")
-    parser.add_argument("--bytes", action="store_true", help="the byte-level tokenizer, ours only: the pipeline's cost")
-    parser.add_argument("--folder", type=Path, help="where the files go; a temporary folder unless set")
+    parser.add_argument(
+        "--bytes", action="store_true", help="use the byte tokenizer, without the peer: the cost of the pipeline"
+    )
+    parser.add_argument("--folder", type=Path, help="folder for the files (default: a temporary one)")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peer", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,13 +1,13 @@
-"""How many files and lines a reader meets: the functions of this package that a real run executes, by file.
+"""Files and lines on the path of a real run: the functions of this package that it executes, by file.
 
     python benchmarks/reading_path.py [--nproc 2] [--files] [--functions]
     python benchmarks/reading_path.py --compare
     python benchmarks/reading_path.py --update "REASON"
 
-Two traces of rank 0 of ``shardtrain train debug`` with FSDP: all that happens from the command line to the first
-update, and one steady step (the fifth). Every thread is traced. Lines are those of entire files, docs and blanks
-included: a reader opens files. ``entered`` are the lines of the functions among them that ran. ``compute`` leaves out
-what watches, saves, logs and configures; ``main thread`` leaves out what threads next to the training do meanwhile: the
+Records two traces of rank 0 of ``shardtrain train debug`` with FSDP: from the command line to the first update, and one
+steady step (the fifth). Every thread is traced. Lines are counted for entire files, including docstrings and blank
+lines, because a reader opens files. ``entered`` counts the lines of executed functions. ``compute`` excludes
+monitoring, checkpoints, logging and configuration; ``main thread`` excludes threads next to the training, such as the
 watchdog.
 
 ``--compare`` traces a plain step (text in one file, a token per byte, PyTorch's kernels) and compares the main thread
@@ -43,7 +43,7 @@ COMPUTE = ("train/", "models/", "distributed/", "ops/", "data/", "optim/", "task
 
 
 Found = dict[str, list[tuple[str, int, int]]]
-"""By file of the package, the functions that ran: name, first and last line."""
+"""Executed functions by file of the package: name, first and last line."""
 
 
 class Trace:
@@ -60,7 +60,7 @@ class Trace:
                 self._main.add(frame.f_code)
 
     def start(self) -> None:
-        """Forget what was seen and begin."""
+        """Discard earlier records and start tracing."""
         self._codes, self._main = set(), set()
         threading.setprofile_all_threads(self._note) if sys.version_info >= (3, 12) else threading.setprofile(
             self._note
@@ -68,10 +68,10 @@ class Trace:
         sys.setprofile(self._note)
 
     def stop(self) -> dict[str, Found]:
-        """The functions seen, by file of the package: of all threads, and of the main one."""
+        """Stop tracing. Return executed functions by file, for all threads and for the main one."""
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-        # threads that run already keep their profile function until 3.12, and add
+        # before Python 3.12, running threads keep their profile function and continue to add
         return {"all": _by_file(self._codes.copy()), "main": _by_file(self._main.copy())}
 
 
@@ -79,7 +79,7 @@ def _by_file(codes: set[CodeType]) -> Found:
     found: Found = {}
     for code in sorted(codes, key=lambda code: code.co_firstlineno):
         path = Path(code.co_filename)
-        if path.is_relative_to(PACKAGE) and code.co_flags & inspect.CO_OPTIMIZED:  # no module, no body of a class
+        if path.is_relative_to(PACKAGE) and code.co_flags & inspect.CO_OPTIMIZED:  # not a module or class body
             last = max(line or 0 for _, _, line in code.co_lines())
             function = (code.co_name, code.co_firstlineno, last)
             found.setdefault(path.relative_to(PACKAGE).as_posix(), []).append(function)
@@ -105,7 +105,7 @@ def _train(nproc: int, folder: Path, options: Sequence[str]) -> int:
     from shardtrain import cli
     from shardtrain.train import trainer
 
-    seen, original = Trace(), trainer.step
+    tracer, original = Trace(), trainer.step
     steps = 0
 
     def write(name: str, found: dict[str, Found]) -> None:
@@ -117,21 +117,29 @@ def _train(nproc: int, folder: Path, options: Sequence[str]) -> int:
         outcome = original(run)
         if os.environ.get("RANK", "0") == "0":
             if steps == 1:
-                write("first_update", seen.stop())
+                write("first_update", tracer.stop())
             elif steps == STEADY_STEP - 1:
-                seen.start()  # from the end of one step to the end of the next: with its log line and all else
+                tracer.start()  # from the end of one step to the end of the next, including logging
             elif steps == STEADY_STEP:
-                write("step", seen.stop())
+                write("step", tracer.stop())
         return outcome
 
     trainer.step = step
-    seen.start()
-    words = ["--training.steps", "6", "--training.seq_len", "64", "--job.dump_folder", str(folder / "run"), *options]
-    return cli.main(["train", "debug", "--nproc", str(nproc), *words])
+    tracer.start()
+    arguments = [
+        "--training.steps",
+        "6",
+        "--training.seq_len",
+        "64",
+        "--job.dump_folder",
+        str(folder / "run"),
+        *options,
+    ]
+    return cli.main(["train", "debug", "--nproc", str(nproc), *arguments])
 
 
 def table(traces: dict[str, dict[str, Found]], size_of: Callable[[str], int]) -> list[str]:
-    """Files, functions, lines of the files and of the functions of each trace."""
+    """Return a table of files, functions, and lines of both, for each trace."""
     lines = [f"{'':34}{'files':>7}{'functions':>11}{'lines':>8}{'entered':>9}"]
     for name, title in (("step", "a steady step"), ("first_update", "from the command to the first update")):
         found, main = traces[name]["all"], traces[name]["main"]
@@ -143,7 +151,7 @@ def table(traces: dict[str, dict[str, Found]], size_of: Callable[[str], int]) ->
         for label, files in parts:
             total = sum(size_of(file) for file in files)
             functions = sum(map(len, files.values()))
-            # a function within another one has lines of both
+            # nested functions share lines with the outer one
             entered = sum(
                 len({line for _, first, last in inside for line in range(first, last + 1)}) for inside in files.values()
             )
@@ -163,8 +171,8 @@ def plain_step(folder: Path) -> dict[str, int]:
         "metrics.sample_prompt": "",
         "metrics.enable_tensorboard": "false",
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    return {file: size_of(file) for file in sorted(trace(2, folder, words)["step"]["main"])}
+    arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
+    return {file: size_of(file) for file in sorted(trace(2, folder, arguments)["step"]["main"])}
 
 
 def growth(kept: Mapping[str, int], found: Mapping[str, int]) -> str:
@@ -211,7 +219,7 @@ def size_of(name: str) -> int:
 
 
 def main() -> int:
-    """Print the table, and with ``--files`` or ``--functions`` what is in it."""
+    """Print the table, and its files or functions with ``--files`` or ``--functions``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--files", action="store_true", help="print every file with its functions and lines")
@@ -230,7 +238,7 @@ def main() -> int:
     print("\n".join(table(traces, size_of)))
     if options.files or options.functions:
         for name, found in traces.items():
-            print(f"\n{name} (* is entered by threads beside the training alone)")
+            print(f"\n{name} (* is entered only by threads next to the training)")
             for file, functions in sorted(found["all"].items()):
                 beside = "" if file in found["main"] else " *"
                 print(f"  {file:52}{len(functions):>4}{size_of(file):>6}{beside}")

@@ -1,10 +1,10 @@
-"""What comparing replicas costs beside a step: CPU seconds of both on each of two ranks that hold the same model.
+"""Cost of comparing replicas relative to a step: CPU seconds of both, on two ranks with the same model.
 
     torchrun --nproc_per_node 2 benchmarks/replica_check.py [--rounds 6] [--out results/replica_check_cpu.json]
 
-The model of ``loop_overhead.py`` (6 layers of 256, AdamW), float32, replicated on two ranks over gloo. A comparison
-reads every weight and both moments once; a step costs the more the more tokens it has, and a comparison does not.
-CPU time, not wall time, so that a busy machine does not decide.
+Uses the model of ``loop_overhead.py`` (6 layers of width 256, AdamW) in float32, replicated on two ranks with gloo. A
+comparison reads every weight and both moments once. The cost of a step grows with its tokens, that of a comparison does
+not. CPU time is used instead of wall time, because it depends less on other load.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardtrain.train import trainer
 
 
 def replicated(config: Config, rows: int) -> Config:
-    """The configuration on two replicas, with so many sequences of 512 tokens on each."""
+    """Return the configuration for two replicas with ``rows`` sequences of 512 tokens each."""
     return dataclasses.replace(
         config,
         training=dataclasses.replace(config.training, local_batch_size=rows, global_batch_size=2 * rows),
@@ -41,17 +41,17 @@ def replicated(config: Config, rows: int) -> Config:
 
 
 def measure(rows: int, rounds: int) -> dict[str, object]:
-    """Median CPU seconds of a step and of a comparison."""
+    """Return median CPU seconds of a step and of a comparison."""
     with tempfile.TemporaryDirectory() as folder, process_group.join(Comm(), "cpu") as here:
         run = trainer.build(replicated(make_config("float32", folder), rows), here)
         seconds: dict[str, list[float]] = {"step": [], "comparison": []}
-        for number in range(rounds + 1):  # the first allocates and builds
+        for number in range(rounds + 1):  # the first step allocates memory
             start = time.process_time()
             trainer.step(run)
             middle = time.process_time()
             tensors = {**run.model_state_dict(), **run.optimizer_state_dict()}
             if not number:
-                held = holders.find_holders(tensors)  # once in a run
+                held = holders.find_holders(tensors)  # once per run
             begin = time.process_time()
             assert not replica_comparison.find_odd(tensors, held, run.state.to_dict())
             if number:
@@ -63,26 +63,25 @@ def measure(rows: int, rounds: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Print the shares, from the first rank."""
+    """Print the shares on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = [measure(rows, options.rounds) for rows in options.rows]
+    results = [measure(rows, options.rounds) for rows in options.rows]
     if dist.is_initialized():
         dist.destroy_process_group()
     if os.environ.get("RANK", "0") != "0":
         return
-    for one in found:
-        print(
-            f"{one['tokens']:6d} tokens a rank: step {one['step']:.3f} s, comparison of {one['bytes'] / 1e6:.0f} MB "
-            f"{one['comparison'] * 1e3:.1f} ms, {100 * one['share']:.2f} % of a step"
-        )
+    for measured in results:
+        step = f"{measured['tokens']:6d} tokens a rank: step {measured['step']:.3f} s"
+        comparison = f"comparison of {measured['bytes'] / 1e6:.0f} MB {measured['comparison'] * 1e3:.1f} ms"
+        print(f"{step}, {comparison}, {100 * measured['share']:.2f} % of a step")
     if options.out:
         facts = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor()}
-        options.out.write_text(json.dumps({**facts, "rows": found}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**facts, "rows": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How long a killed run stands still: kill -9 of a rank until all ranks are gone, and until the next new step.
+"""Recovery time of a killed run: from SIGKILL of a rank to the end of all ranks, and to the next new step.
 
     python benchmarks/restarts.py [--kills 20] [--launcher torchrun] [--at load|rendezvous] [--output FILE]
 
-A run of two CPU ranks is killed again and again, one rank at a time, each time when it has trained some new steps (or,
-with ``--at``, while it starts again). Counted are the restarts that the launcher spent. A new step is one whose number
-is above all that were logged before the kill or, where steps are done again, the first logged line after it.
+Kills ranks of a run of two CPU ranks repeatedly, one at a time, after it has trained some new steps or, with ``--at``,
+while it restarts. Counts the restarts of the launcher. A new step is one with a number above all logged before the kill
+or, if steps are repeated, the first one logged after it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIMEOUT_SECONDS = 120
 
 
 class Lines:
-    """What the launcher and rank 0 print, each line with the time at which it came."""
+    """Output lines of the launcher and rank 0, with the time of each."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.found: list[tuple[float, str]] = []
@@ -43,7 +43,7 @@ class Lines:
             self.found.append((time.monotonic(), line))
 
     def wait(self, pattern: str, after: float) -> tuple[float, str]:
-        """The first line with ``pattern`` that came after a time."""
+        """Return the time and text of the first line after ``after`` that matches ``pattern``."""
         end, seen = time.monotonic() + TIMEOUT_SECONDS, 0
         while time.monotonic() < end:
             while seen < len(self.found):
@@ -61,8 +61,8 @@ class Lines:
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
-    """Rank -> process of the launcher's children that are ranks."""
-    found = {}
+    """Map ranks to process ids of the launcher's children."""
+    processes = {}
     for task in Path(f"/proc/{launcher}/task").glob("*/children"):
         for pid in map(int, task.read_text().split()):
             try:
@@ -70,8 +70,8 @@ def ranks_of(launcher: int) -> dict[int, int]:
             except OSError:
                 continue
             rank = re.search(r"(?:^|\0)RANK=(\d+)", environment)
-            found[int(rank.group(1)) if rank else len(found)] = pid
-    return found
+            processes[int(rank.group(1)) if rank else len(processes)] = pid
+    return processes
 
 
 def gone(pid: int) -> bool:
@@ -90,15 +90,15 @@ def start(folder: Path, launcher: str, kills: int) -> subprocess.Popen[str]:
         "model.overrides.num_layers": 1, "checkpoint.enable": "true", "checkpoint.interval": 2,
         "checkpoint.keep_latest_k": 2,
     }  # fmt: skip
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     if launcher == "torchrun":
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         elastic = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
         elastic += ["--max-restarts", str(kills), "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
-        command = ["-m", "torch.distributed.run", *elastic, "-m", "shardtrain", "train", *words]
+        command = ["-m", "torch.distributed.run", *elastic, "-m", "shardtrain", "train", *arguments]
     else:
-        command = ["-m", "shardtrain", "train", *words, "--nproc", "2", "--max_restarts", str(kills)]
+        command = ["-m", "shardtrain", "train", *arguments, "--nproc", "2", "--max_restarts", str(kills)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [sys.executable, *command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -125,7 +125,7 @@ def measure(launcher: str, kills: int, at: str, seed: int = 0) -> dict[str, obje
                         after, _ = lines.wait(r"step: *\d+ .*loss", after)
                 elif at == "load":
                     after, _ = lines.wait("dataset text", after)
-                else:  # as soon as there are two processes again
+                else:  # as soon as two processes exist again
                     end = time.monotonic() + TIMEOUT_SECONDS
                     while (
                         len([p for p in ranks_of(process.pid).values() if not gone(p)]) < 2 and time.monotonic() < end

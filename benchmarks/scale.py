@@ -1,35 +1,32 @@
-"""What grows with the number of ranks, files or records, measured in one process with that many of them pretended.
+"""Costs that grow with the number of ranks, files or records, measured on one machine with simulated ones.
 
     python benchmarks/scale.py [--out benchmarks/results/scale_cpu.json]
 
-``slow_ranks``   CPU seconds to judge one window of steps of N ranks (Stragglers.add)
-``metrics``      CPU seconds and MiB to continue a metrics.jsonl of N records, and to give TensorBoard its history
-``shards``       CPU seconds and files opened to open a prepared folder of N shards
-``many_files``   seconds, CPU seconds and MiB to open a folder of N JSONL files that are read while training runs, on
-                 two real ranks, of which the first lists them for both; what it takes to know which of them are hashed
-                 whole already; and bytes of what a checkpoint holds of the data. The files lie in /dev/shm, 10^6 of
-                 them in 5 GiB
-``whole_documents``  CPU seconds and MiB to open N documents that are kept whole (packing "first_fit" and "padded")
-``prepared_documents``  the same of prepared documents, whose fits ``data prepare`` has kept, and CPU seconds of a row
-``commit``       seconds of the first rank after N ranks have written their files: sizes, manifest, rename; of a look
-                 whether all are there; and to read the word of each rank, for a save in the background
-``saving``       of a model of 405B and of a mixture of 10^12 parameters, optimizer included, on meshes of 8 to 65,536
-                 ranks, some of which divide nothing evenly: CPU seconds and MiB of the plan of a save on each rank,
-                 bytes that one rank of each pipeline stage says before it, bytes of the manifest, CPU seconds to write
-                 it and to read it
-``resuming``     of such a checkpoint on the mesh that saved it and on another one: the manifest read, and all pieces
-                 read that the first, a middle and the last rank need, of tensors whose rows are cut to 8 numbers,
-                 so that little of it is for bytes: CPU seconds and MiB of a rank, pieces, files, and bytes read
-                 for each byte that is needed
-``own_parts``    CPU seconds of a rank to find its parts of the N DTensors of such a model and its optimizer, as a save
-                 says them and as a load asks for them: neither is in the two above
-``real_save``    two real ranks save, check and read a model of N MiB and its optimizer: MiB above what each holds
-``host_reduce``  an all-reduce of four numbers over N real ranks, with 2 ms of delay before each message: milliseconds,
-                 messages that follow one another, and those of gloo's ring
-``peer_rows``    N ranks that need the same rows of 8,192 tokens: CPU seconds of a rank for a row where each reads it of
-                 prepared shards, and where the first one reads it and sends it to the others (gloo, one machine); of
-                 text, where each tokenizes it (byte-level BPE of 32,768 tokens, trained on such text)
-``retained``     seconds and manifests read of the retention of a save beside N older checkpoints, all kept for ever
+``slow_ranks``   CPU seconds to evaluate one window of steps of N ranks (Stragglers.add)
+``metrics``      CPU seconds and MiB to continue a metrics.jsonl of N records, and to replay it to TensorBoard
+``shards``       CPU seconds and opened files for opening a prepared folder of N shards
+``many_files``   seconds, CPU seconds and MiB to open a folder of N streamed JSONL files on two real ranks, of which
+                 rank 0 lists them for both; the time to find which files are already hashed; and the bytes of the data
+                 state in a checkpoint. The files are in /dev/shm, where 10^6 of them take 5 GiB
+``whole_documents``  CPU seconds and MiB to open N unsplit documents (packing "first_fit" and "padded")
+``prepared_documents``  the same for prepared documents with a fit table, and CPU seconds per row
+``commit``       seconds of rank 0 after N ranks have written their files: sizes, manifest, rename; of a completeness
+                 check; and of reading the marker of each rank, for a background save
+``saving``       for a 405B model and an MoE of 10^12 parameters with optimizer, on meshes of 8 to 65,536 ranks, some
+                 with uneven splits: CPU seconds and MiB of the save plan on each rank, bytes that one rank of each
+                 pipeline stage sends, bytes of the manifest, and CPU seconds to write and read it
+``resuming``     for such a checkpoint on the mesh that saved it and on another one: reads the manifest and all pieces
+                 that the first, a middle and the last rank need, with rows narrowed to 8 numbers to exclude the time of
+                 the data itself. CPU seconds and MiB of a rank, pieces, files, and bytes read per needed byte
+``own_parts``    CPU seconds of a rank to compute its shards of the N DTensors of such a model and its optimizer, for a
+                 save and for a load; not included in the two above
+``real_save``    two real ranks save, check and read a model of N MiB with optimizer: MiB in addition to the tensors
+``host_reduce``  an all-reduce of four numbers over N real ranks, with a delay of 2 ms before each message: milliseconds,
+                 sequential messages, and those of gloo's ring
+``peer_rows``    N ranks that need the same rows of 8,192 tokens: CPU seconds of a rank per row if each reads it from
+                 prepared shards, if the first one reads and broadcasts it (gloo, one machine), and if each tokenizes it
+                 from text (byte-level BPE of 32,768 tokens, trained on such text)
+``retained``     seconds and manifests read by the retention of a save with N older checkpoints, all kept permanently
 """
 
 from __future__ import annotations
@@ -88,14 +85,14 @@ IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:
     begun = time.perf_counter()
-    found = action()
-    return round(time.perf_counter() - begun, 3), found
+    result = action()
+    return round(time.perf_counter() - begun, 3), result
 
 
 def cpu_timed(action: Callable[[], Any]) -> tuple[float, Any]:
     begun = time.process_time()
-    found = action()
-    return round(time.process_time() - begun, 3), found
+    result = action()
+    return round(time.process_time() - begun, 3), result
 
 
 def slow_ranks(count: int) -> dict[str, Any]:
@@ -141,7 +138,7 @@ def shards(count: int) -> dict[str, Any]:
 
 
 def many_files(count: int) -> dict[str, Any]:
-    """Opening so many files on two real ranks, of which the first lists them; and what a checkpoint holds of them."""
+    """Open ``count`` files on two real ranks, of which the first lists them. Measure their state in a checkpoint."""
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         for number in range(count):
             path = Path(folder, "data", f"{number // 1000:06d}", f"{number:08d}.jsonl")
@@ -163,7 +160,7 @@ def many_files(count: int) -> dict[str, Any]:
 
 
 def open_many_files(config: Config, rank: int, store: str, sender: Any) -> None:
-    """Seconds, CPU seconds and MiB of a rank: until its data are open, and once it has read a batch."""
+    """Send seconds, CPU seconds and MiB of a rank until its data is open and after it has read a batch."""
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     dist.barrier()
     before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
@@ -190,7 +187,7 @@ def open_many_files(config: Config, rank: int, store: str, sender: Any) -> None:
 
 
 class Lengths:
-    """Documents of which only lengths are known."""
+    """Token buffer that only has the lengths of documents."""
 
     has_mask = False
 
@@ -216,7 +213,7 @@ def whole_documents(count: int) -> dict[str, Any]:
 
 
 class PeriodicLengths:
-    """Documents of which only lengths are known, the same in each block, so that none are held."""
+    """Token buffer with the same document lengths in each block, which need no memory."""
 
     has_mask, num_tokens = False, 2**62
 
@@ -271,7 +268,7 @@ def llama3_405b() -> dict[str, tuple[int, ...]]:
 
 
 def experts_1t() -> dict[str, tuple[int, ...]]:
-    """A mixture of 384 experts and about 10^12 parameters, in the shapes of Kimi-K2."""
+    """Return shapes of an MoE with 384 experts and about 10^12 parameters, like Kimi-K2."""
     dim, ffn, latent = 7168, 2048, 512
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (163840, dim)}
     for layer in range(61):
@@ -284,7 +281,7 @@ def experts_1t() -> dict[str, tuple[int, ...]]:
 
 
 def tables(shapes: dict[str, tuple[int, ...]], mesh: dict[str, int]) -> tuple[list[Table], list[int]]:
-    """What the ranks of a mesh say: FSDP cuts what tensor or expert parallelism left, stages have their own layers."""
+    """Return the tables that ranks exchange. FSDP splits the shards of TP or EP, and stages have different layers."""
     tp, ep = mesh.get("tp", 1), mesh.get("ep", 1)
     shard, stages, replicas = mesh.get("fsdp", 1), mesh.get("pp", 1), mesh.get("replicas", 1)
     per_stage = replicas * shard * tp
@@ -330,7 +327,7 @@ MESHES: dict[str, tuple[Callable[[], dict[str, tuple[int, ...]]], dict[str, int]
 
 
 def saving(mesh: str) -> dict[str, Any]:
-    """The plan of a save, its manifest, and reading that again, as each rank does them."""
+    """Measure the plan of a save and writing and reading its manifest, as on each rank."""
     model, degrees = MESHES[mesh]
     said, table_of_rank = tables(model(), degrees)
     before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
@@ -369,7 +366,7 @@ RESUMES = {
 
 
 def stored_by(mesh: str, columns: int | None = None) -> Manifest:
-    """What a save by all ranks of a mesh stores; of tensors whose rows have so many numbers."""
+    """Return the manifest of a save by all ranks of a mesh, with rows narrowed to ``columns`` numbers."""
     model, degrees = MESHES[mesh]
     held = holders.held_by_all(*tables(narrowed(model(), columns), degrees))
     ranks = math.prod(degrees[axis] for axis in ("pp", "replicas", "fsdp", "tp") if axis in degrees)
@@ -386,7 +383,7 @@ def narrowed(shapes: dict[str, tuple[int, ...]], columns: int | None) -> dict[st
 
 
 def resuming(name: str) -> dict[str, Any]:
-    """What a rank computes to know which bytes of which files it reads, and to read them."""
+    """Measure how a rank computes the bytes it needs of each file, and reads them."""
     (saved, wanted), columns = RESUMES[name], 8
     data, narrow = stored_by(saved).to_bytes(), stored_by(saved, columns)
     model, degrees = MESHES[wanted]
@@ -400,7 +397,9 @@ def resuming(name: str) -> dict[str, Any]:
                 handle.truncate(file.bytes)
         for rank in (0, ranks // 2, ranks - 1):
             found = needed(parse(data, Path("step-1")), said[table_of_rank[rank]], rank)
-            told = alone(lambda rank: read_by(data, narrow, narrow_said[table_of_rank[rank]], folder, rank), rank)
+            told = in_fresh_process(
+                lambda rank: read_by(data, narrow, narrow_said[table_of_rank[rank]], folder, rank), rank
+            )
             told |= {"pieces": found[0], "files": len(found[1]), "read_for_needed": round(found[2] / found[3], 2)}
             worst = {key: max(worst[key], told[key]) for key in worst}
     return {"ranks": ranks, **worst}
@@ -415,14 +414,14 @@ def boxes(table: Table, rank: int) -> dict[str, Any]:
 
 
 def needed(manifest: Manifest, table: Table, rank: int) -> tuple[int, set[int], int, int]:
-    """Pieces, files, bytes read and bytes needed of one rank: as ``tensor_reader.read`` goes through them."""
+    """Return pieces, files, bytes read and bytes needed of one rank, in the way of ``tensor_reader.read``."""
     pieces, files, read_bytes, needed_bytes = 0, set[int](), 0, 0
     for key, own in boxes(table, rank).items():
         stored = manifest.tensors[key]
         for chunk, shared in stored.overlapping(own):
             pieces += 1
             files.add(chunk.file)
-            rows = shared[1][0] if stored.shape else 1  # which are read whole
+            rows = shared[1][0] if stored.shape else 1  # rows are read entirely
             read_bytes += ITEM_BYTES[stored.dtype] * rows * math.prod(chunk.sizes[1:])
             needed_bytes += ITEM_BYTES[stored.dtype] * math.prod(shared[1])
     return pieces, files, read_bytes, needed_bytes
@@ -443,7 +442,7 @@ def read_by(data: bytes, narrow: Manifest, table: Table, folder: str, rank: int)
 
 
 def own_parts(count: int) -> dict[str, Any]:
-    """Of a rank that holds a part of each: FSDP 64 over tensor parallelism of 8, on a pretended process group."""
+    """Measure a rank with a shard of each tensor: FSDP 64 over tensor parallelism 8, on a fake process group."""
     dist.init_process_group("fake", rank=0, world_size=512, store=FakeStore())
     mesh = init_device_mesh("cpu", (64, 8))
     held = {f"layers.{n}.w": DTensor.from_local(torch.zeros(32, 8), mesh, [Shard(0), Shard(0)]) for n in range(count)}
@@ -459,7 +458,7 @@ def own_parts(count: int) -> dict[str, Any]:
 
 
 def real_save(mebibytes: int) -> dict[str, Any]:
-    """Each tensor split in two by rows; memory is the most that a rank ever had, above what it had before."""
+    """Split each tensor in two by rows. Memory is the peak of a rank above its earlier level."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(2):
@@ -527,7 +526,7 @@ def save_and_read(folder: str, rank: int, mebibytes: int, sender: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     mesh, count = init_device_mesh("cpu", (2,)), 96
-    rows = mebibytes * 2**20 // 4 // 1024 // count // 3  # weights and two moments of each
+    rows = mebibytes * 2**20 // 4 // 1024 // count // 3  # weights and two moments each
     model = {
         f"{section}.layers.{n}.w{end}": DTensor.from_local(torch.randn(rows // 2, 1024), mesh, [Shard(0)])
         for section, end in (("model", ""), ("optimizer", ".exp_avg"), ("optimizer", ".exp_avg_sq"))
@@ -536,7 +535,7 @@ def save_and_read(folder: str, rank: int, mebibytes: int, sender: Any) -> None:
     kept = Checkpoints(Config(job=Job(dump_folder=f"{folder}/run"), checkpoint=Checkpoint(enable=True)))
 
     def above(action: Callable[[], Any]) -> float:
-        Path("/proc/self/clear_refs").write_text("5")  # reset the peak of resident memory
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
         before = peak("VmRSS")
         action()
         return round((peak("VmHWM") - before) / 1024, 1)
@@ -580,7 +579,7 @@ def peer_rows(count: int) -> dict[str, Any]:
 
 
 def seconds_to_tokenize(text: Path, tokenizer: Path, tokens: int) -> float:
-    """CPU seconds for so many tokens, of the documents of a file of JSON lines."""
+    """Return CPU seconds to tokenize ``tokens`` tokens of a JSONL file."""
     make_text(text, 4)
     train_tokenizer(text, tokenizer)
     documents = [json.loads(line)["text"] for line in text.read_text().splitlines()[:500]]
@@ -620,7 +619,7 @@ def rows_of_peer(folder: str, rank: int, count: int, sender: Any) -> None:
 
 
 def retained(count: int) -> dict[str, Any]:
-    """Older checkpoints that are multiples of ``keep_forever``, and the newest two that go."""
+    """Measure retention with ``count`` older checkpoints that are multiples of ``keep_forever``."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         whole = Manifest(
@@ -638,7 +637,7 @@ def retained(count: int) -> dict[str, Any]:
 
 
 def commit(count: int) -> dict[str, Any]:
-    """The first rank's part of a save that so many ranks have written: sizes, manifest, rename; then one look at it."""
+    """Measure rank 0's part of a save by ``count`` ranks: sizes, manifest, rename, and a completeness check."""
     digest, names = hashlib.sha256().hexdigest(), [f"rank-{rank:05d}.bin" for rank in range(count)]
     with tempfile.TemporaryDirectory() as folder:
         storage = LocalStorage(Path(folder))
@@ -660,8 +659,8 @@ def commit(count: int) -> dict[str, Any]:
     return {"seconds": seconds, "is_whole_seconds": look_seconds, "markers_seconds": wait_seconds}
 
 
-def alone(measure: Callable[[Any], dict[str, Any]], count: Any) -> dict[str, Any]:
-    """Measured in a process of its own, so that no memory of another measurement is reused."""
+def in_fresh_process(measure: Callable[[Any], dict[str, Any]], count: Any) -> dict[str, Any]:
+    """Run a measurement in a separate process, to start with fresh memory."""
     receiver, sender = multiprocessing.Pipe(False)
     process = multiprocessing.get_context("fork").Process(target=lambda: sender.send(measure(count)))
     process.start()
@@ -691,7 +690,7 @@ def main() -> None:
         if options.only not in (None, measure.__name__):
             continue
         for count in counts:
-            found.setdefault(measure.__name__, {})[str(count)] = told = alone(measure, count)
+            found.setdefault(measure.__name__, {})[str(count)] = told = in_fresh_process(measure, count)
             print(measure.__name__, count, told, flush=True)
     if options.out:
         options.out.write_text(json.dumps(found, indent=2) + "\n")

@@ -1,10 +1,10 @@
-"""Whether a long run stays as it is: memory, open files, threads and the pace of its last steps beside its first.
+"""Stability of a long run: memory, open files, threads and step rate at its end compared with its beginning.
 
     python benchmarks/soak.py [--steps 100000] [--nproc 1] [--folder outputs/soak]
 
 Trains a model of two narrow layers with checkpoints, TensorBoard and validation, and samples all of its processes
-about a hundred times. Prints one line of JSON for each sample (step, MiB that no other process shares, open files,
-threads, CPU seconds, summed over processes), and at the end what has grown since a tenth of the steps.
+about a hundred times. Prints one JSON line per sample (step, private MiB, open files, threads and CPU seconds, summed
+over processes), and at the end the growth since a tenth of the steps.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 
 def descendants(pid: int) -> list[int]:
-    found = [pid]
-    for one in found:
+    pids = [pid]
+    for parent in pids:
         with contextlib.suppress(OSError):
-            found += [int(child) for child in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
-    return found
+            pids += [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return pids
 
 
 def sample(pid: int) -> dict[str, float]:
@@ -59,8 +59,8 @@ def soak(steps: int, nproc: int, folder: Path) -> list[dict[str, Any]]:
         "validation.freq": max(1, steps // 100), "validation.steps": 2,
         "metrics.enable_tensorboard": "true",
     }  # fmt: skip
-    words = [f"--{name}={value}" for name, value in options.items()]
-    command = [sys.executable, "-m", "shardtrain", "train", "debug", "--nproc", str(nproc), *words]
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "shardtrain", "train", "debug", "--nproc", str(nproc), *arguments]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     samples: list[dict[str, Any]] = []
     try:
@@ -78,7 +78,7 @@ def soak(steps: int, nproc: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def grown(samples: list[dict[str, Any]]) -> dict[str, float]:
-    """Of the last ten samples beside those after a tenth of the steps."""
+    """Compare the last ten samples with those after a tenth of the steps."""
     early, late = samples[10:20], samples[-10:]
 
     def mean(of: list[dict[str, Any]], name: str) -> float:

@@ -1,18 +1,18 @@
-"""What it costs until N ranks are ready to build their model: rendezvous, agreement, process groups; by their number.
+"""Cost of starting N ranks until they build their model: rendezvous, agreement and process groups.
 
     python benchmarks/startup.py [--ranks 64 256 512] [--per-node 8] [--out FILE]
 
-Forks real ranks that do what ``shardtrain train`` does before it builds a model, as torchrun starts them on nodes of
-``--per-node`` ranks: they meet in the agents' TCPStore (a process of its own here), compare their configurations, join
-the process group of gloo, open their logs, make the mesh (N / 8) x 8 with its groups, and run the collectives that
-agree on what the first rank has read. Starting interpreters, loading the configuration and weights is not in it, nor
-is the watchdog, whose cost is one of time: see heartbeats.py. Ranks share the memory of what was loaded before they
-were forked, so that 512 of them take some 7 GiB. Pairs connect when they are needed, as above 128 ranks, at every N.
+Forks real ranks that execute the start of ``shardtrain train`` up to building the model, like ranks started by torchrun
+on nodes of ``--per-node`` ranks. They rendezvous in the agents' TCPStore (a separate process here), compare their
+configurations, join the gloo process group, open their logs, create the mesh (N / 8) x 8 with its groups, and run the
+collectives that agree on facts read by rank 0. Not included are the start of interpreters, loading the configuration
+and weights, and the watchdog (see heartbeats.py). Forked ranks share loaded memory, so 512 of them take about 7 GiB.
+Pairs connect lazily at every N, as in runs with more than 128 ranks.
 
-Each rank counts what it asks of the store. Printed for each N: requests of the median rank, of all ranks but the first,
-and of the first, which answers all others and asks at most some 700 a second while it waits for them; CPU seconds of
-the store for a request, and of the median and the first rank; the most sockets and the private memory of a rank. The
-last lines say which law the requests follow and what 4,096 and 16,384 ranks would ask.
+Each rank counts its requests to the store. Prints for each N: requests of the median rank, of all ranks but the first,
+and of rank 0, which answers all others and sends at most about 700 requests per second while it waits; CPU seconds of
+the store per request, and of the median rank and rank 0; and the maximum sockets and private memory of a rank. The last
+lines show the best-fitting growth law, and its prediction for 4,096 and 16,384 ranks.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ ASKED = (4096, 16384)
 
 
 def sockets() -> int:
-    found = 0
+    count = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-    return found
+            count += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return count
 
 
 def private_bytes() -> int:
@@ -65,7 +65,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 class Counted(SignedStore):
-    """A store that counts what is asked of it: one for each key."""
+    """Store that counts requests: one for each key."""
 
     asked = 0
 
@@ -86,19 +86,19 @@ for _name in ("set", "get", "multi_get", "compare_set", "add", "check", "wait", 
 
 
 def loaded_for(size: int, folder: str) -> Any:
-    """The configuration of all ranks, loaded and checked once: a rank does that by itself, whatever their number."""
-    words = [
+    """Load and check the configuration of all ranks once. Its cost per rank does not depend on their number."""
+    arguments = [
         f"--job.dump_folder={folder}", "--training.device=cpu", "--model.hf_assets_path=bytes",
         f"--parallelism.tensor_parallel_degree={min(8, size)}", "--metrics.enable_tensorboard=false",
         "--comm.init_timeout_seconds=900", "--training.local_batch_size=8",
     ]  # fmt: skip
-    loaded = configs.load("debug", words)
+    loaded = configs.load("debug", arguments)
     configs.require(loaded, size, "cpu", None)
     return loaded
 
 
 def rank_main(rank: int, size: int, per_node: int, port: int, loaded: Any, sender: Any, release: Any) -> None:
-    """One rank, up to the moment at which it would build its model."""
+    """Run one rank up to the point at which it would build its model."""
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % per_node),
         "LOCAL_WORLD_SIZE": str(per_node), "GROUP_RANK": str(rank // per_node), "MASTER_ADDR": "127.0.0.1",
@@ -109,7 +109,7 @@ def rank_main(rank: int, size: int, per_node: int, port: int, loaded: Any, sende
     torch.set_num_threads(1)
     attempt_store.signed = lambda store, environment, attempt: Counted(store, b"benchmark")
     null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # gloo complains of a queue that is full on one machine, and tries again
+    for stream in (1, 2):  # on one machine, gloo logs full queues and retries
         os.dup2(null, stream)
     began = time.process_time()
 
@@ -136,14 +136,14 @@ def serve(pipe: Any) -> None:
 
 def measure(size: int, per_node: int) -> dict[str, Any]:
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    server = context.Process(target=serve, args=(theirs,), daemon=True)
+    parent_end, child_end = context.Pipe()
+    server = context.Process(target=serve, args=(child_end,), daemon=True)
     server.start()
-    port, release, pipes, begun = ours.recv(), context.Event(), [], time.monotonic()
+    port, release, pipes, begun = parent_end.recv(), context.Event(), [], time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         loaded = loaded_for(size, folder)
         gc.collect()
-        gc.freeze()  # so that ranks share what is loaded, as they share the code
+        gc.freeze()  # lets forked ranks share loaded memory
         for rank in range(size):
             receiver, sender = context.Pipe(False)
             arguments = (rank, size, per_node, port, loaded, sender, release)
@@ -156,7 +156,7 @@ def measure(size: int, per_node: int) -> dict[str, Any]:
         for process in multiprocessing.active_children():
             if process is not server:
                 process.join(60)
-    ours.send(None)
+    parent_end.send(None)
     server.join(60)
     return {
         "ranks": size,
@@ -173,7 +173,7 @@ def measure(size: int, per_node: int) -> dict[str, Any]:
 
 
 def fitted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each law through the smallest and the largest N; the one that misses the sizes between least is first."""
+    """Fit each law through the smallest and largest N. The one with the smallest error in between comes first."""
     laws = {"N": lambda n: n, "N log N": lambda n: n * math.log2(n), "N^2": lambda n: n * n}
     first, last, found = rows[0], rows[-1], []
     for name, law in laws.items():

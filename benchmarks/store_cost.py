@@ -1,11 +1,11 @@
-"""What a training step costs where two ranks meet in private, over ranks that meet where every local user can.
+"""Cost of a private rendezvous for training steps, compared with one that every local user can reach.
 
     python benchmarks/store_cost.py [--rounds 40] [--out benchmarks/results/store_cost_cpu.json]
 
-Both pairs of ranks train the same small Llama with FSDP and a watchdog that beats every two seconds. One pair meets in
-a private folder, with gloo's sockets in a network namespace of its own, as ``shardtrain train`` starts it; the other
-meets at a TCPStore, with gloo on the loopback interface of all. Blocks of steps alternate between the pairs, first one
-and then the other first, so that what else the machine does meets both; the ratio is that of the medians.
+Two pairs of ranks train the same small Llama with FSDP and a watchdog with a beat of two seconds. One pair uses a
+private folder and gloo sockets in a separate network namespace, like ``shardtrain train``. The other uses a TCPStore
+and gloo on the loopback interface. Blocks of steps alternate between the pairs in changing order, so other load affects
+both. The ratio is that of the medians.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SHAPE = {
 
 
 def make_config(folder: str) -> Config:
-    """The run of the benchmark."""
+    """Return the configuration of the benchmark."""
     config = Config()
     return dataclasses.replace(
         config,
@@ -70,8 +70,8 @@ def make_config(folder: str) -> Config:
     )
 
 
-def rank_main(rank: int, meeting: Path | int, names: dict[str, str], asked: Connection) -> None:
-    """One rank: a block of steps for each word of the parent, which is told the seconds of the block."""
+def rank_main(rank: int, meeting: Path | int, names: dict[str, str], requests: Connection) -> None:
+    """Run one rank: a block of steps for each request of the parent, answered with the seconds of the block."""
     os.environ.update({**environment.rank_environment(rank, RANKS, meeting, "benchmark"), **names})
     if isinstance(meeting, int):
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
@@ -84,23 +84,23 @@ def rank_main(rank: int, meeting: Path | int, names: dict[str, str], asked: Conn
             run = trainer.build(config, here)
             metrics = Metrics(config, Path(folder), run_facts(run, here), ReduceOverMesh(run.mesh))
             phases.begin("step")
-            while asked.recv():
+            while requests.recv():
                 begun = time.perf_counter()
                 for _ in range(STEPS):
                     metrics.update(run.state.step, **trainer.step(run).measures())
                     phases.begin("step")
-                asked.send(time.perf_counter() - begun)
+                requests.send(time.perf_counter() - begun)
     os._exit(0)
 
 
 def free_port() -> int:
-    """A port on which nothing listens."""
+    """Return an unused port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
 
 def main() -> None:
-    """Print the ratio and keep the raw seconds."""
+    """Print the ratio and store the raw seconds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path)
@@ -109,7 +109,7 @@ def main() -> None:
     pairs: dict[str, list[Connection]] = {}
     with tempfile.TemporaryDirectory() as folder, private_network.create_network_namespace() as network:
         if not network:
-            raise SystemExit("this system gives no network namespace; what is measured would not be private")
+            raise SystemExit("this system does not allow network namespaces, so the rendezvous would not be private")
         places: dict[str, tuple[Path | int, dict[str, str]]] = {
             "private": (Path(folder), network),
             "plain": (free_port(), {}),
@@ -126,7 +126,7 @@ def main() -> None:
                 for one in pairs[name]:
                     one.send(True)
                 block = max(one.recv() for one in pairs[name])
-                if number:  # the first block allocates and builds
+                if number:  # the first block allocates memory
                     seconds[name].append(block / STEPS)
         for one in (one for pair in pairs.values() for one in pair):
             one.send(False)
@@ -135,8 +135,8 @@ def main() -> None:
     print(f"plain {median['plain'] * 1e3:.2f} ms  private {median['private'] * 1e3:.2f} ms a step  ratio {ratio:.3f}")
     if options.out:
         facts = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor()}
-        told = {**facts, "median_seconds_per_step": median, "ratio": ratio, "seconds_per_step": seconds}
-        options.out.write_text(json.dumps(told, indent=1) + "\n")
+        result = {**facts, "median_seconds_per_step": median, "ratio": ratio, "seconds_per_step": seconds}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a look of ``shardtrain watch`` costs at a run of N steps: watch.py [--steps 100000]."""
+"""Cost of an update of ``shardtrain watch`` for a run of N steps: watch.py [--steps 100000]."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def main() -> None:
         line = '{{"step": {}, "loss": 2.3, "grad_norm": 1.1, "tps": 10000.0, "memory_gib": 9.5, ' + fields + "}}\n"
         with path.open("w") as file:
             file.writelines(line.format(step) for step in range(1, steps + 1))
-        one, begun = FollowedRun(Path(folder)), time.process_time()
-        one.look()
+        followed, begun = FollowedRun(Path(folder)), time.process_time()
+        followed.look()
         print(f"{steps} steps, {path.stat().st_size >> 20} MiB: first look {time.process_time() - begun:.3f} CPU s")
         begun = time.process_time()
         for step in range(steps + 1, steps + 101):
             with path.open("a") as file:
                 file.write(line.format(step))
-            one.look()
-            frame([one], 0, Terminal(120, 40))
+            followed.look()
+            frame([followed], 0, Terminal(120, 40))
         print(f"each later look and frame {10 * (time.process_time() - begun):.2f} CPU ms")
 
 
