@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# The older name of run_train.sh.
+# Former name of run_train.sh.
 exec "$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)/run_train.sh" "$@"

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Train on all devices of this machine. On the first call it makes .venv and installs the package into it.
+# Train on all devices of this machine. The first call creates .venv and installs the package into it.
 #
 #   ./run_train.sh [--section.key value ...]
 #
 # CONFIG_FILE  configuration (configs/debug.toml)        NGPU       number of ranks (all devices)
 # LOG_RANK     ranks that write to the terminal (0)      COMM_MODE  same as --comm.mode
-# RANK         with COMM_MODE=fake_backend, which trains nothing: the rank of NGPU that is built (0)
-# SHARDTRAIN_VENV  folder of the environment (.venv)     PYTHON     interpreter that makes it (3.11 or newer)
+# RANK         with COMM_MODE=fake_backend, a dry run without training: the rank of NGPU to build (0)
+# SHARDTRAIN_VENV  folder of the environment (.venv)     PYTHON     interpreter that creates it (3.11 or newer)
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 extras=""
 source "$here/.ci/environment.sh"
 
-# torchtitan's default is a path below its own folder; so is ours, but a path of the caller's is relative to the caller
+# like in torchtitan, the default is in the repository; a path in CONFIG_FILE is relative to the current folder
 arguments=("${CONFIG_FILE:-$here/configs/debug.toml}")
 for word in "$@"; do
     case "$word" in
@@ -29,11 +29,11 @@ fi
 if [[ -n "${TRAIN_FILE:-}" ]]; then
     echo "note: TRAIN_FILE=$TRAIN_FILE is ignored; the trainer is shardtrain.train" >&2
 fi
-# where the command is not on the caller's path yet, a run that succeeds ends with how it comes there
+# if the command is not on the PATH, a successful run ends with a hint how to activate the environment
 unset SHARDTRAIN_ACTIVATE
 [[ -z "${venv:-}" ]] || export SHARDTRAIN_ACTIVATE="source $venv/bin/activate"
-# the goodput of the run begins here, and not with an installation
+# goodput is counted from here, without the installation
 SHARDTRAIN_HANDED_OVER="$(date +%s)"
 export SHARDTRAIN_HANDED_OVER
-# exec, so that a scheduler's signals reach the trainer and not this shell
+# exec: signals of a scheduler reach the trainer instead of this shell
 exec "$python" -P -m shardtrain train ${arguments[@]+"${arguments[@]}"} "$@"

@@ -1,12 +1,12 @@
-# Sourced by run_train.sh and run_tests.sh: sets $python to an interpreter that has the package, and makes it if needed.
-# Expects $here, the repository, and $extras, "" or "dev".
+# Sourced by run_train.sh and run_tests.sh: set $python to an interpreter with the package. Create the environment if
+# needed. Expects $here (the repository) and $extras ("" or "dev").
 
 fail() {
     echo "error[2]: $1" >&2
     exit 2
 }
 
-has_package() { # interpreter, module: whether the package and one of its needs are installed for it
+has_package() { # INTERPRETER MODULE: succeed if the package and this requirement are installed
     (cd / && "$1" -c "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ['shardtrain', '$2'])))") \
         2>/dev/null
 }
@@ -22,30 +22,30 @@ find_python() {
     fail "no Python 3.11 or newer was found; install one, or set PYTHON to its path"
 }
 
-wanted() { # what an environment with these extras is made from; another text means that it is made anew
+inputs_of() { # EXTRAS: print the inputs of an environment; a change means that it must be created again
     echo "$1" "$here" "$constraints"
     cat "$here/pyproject.toml" "$here"/scripts/constraints/*.txt
 }
 
-current() { # whether the environment holds what is needed; the one of the tests serves training too
+is_current() { # succeed if the environment is up to date; the one for tests is sufficient for training
     local kind
     [[ -x "$python" ]] || return 1
     for kind in "$extras" dev; do
-        wanted "$kind" | cmp -s - "$venv/.shardtrain-${kind:-train}" && return
+        inputs_of "$kind" | cmp -s - "$venv/.shardtrain-${kind:-train}" && return
     done
     return 1
 }
 
-# with_progress PHASE COMMAND...: run the command; every 5 s print its phase, its seconds and the size of the environment,
-# because pip is silent while it unpacks
+# with_progress PHASE COMMAND...: run the command, and every 5 s print the phase, the seconds and the size of the
+# environment, because pip is silent while it unpacks
 with_progress() {
     local phase="$1" started=$SECONDS status=0 beat
     shift
     (
         sleeping=
-        # the sleep as well: it would hold this script's pipes open for five seconds more
+        # also end the sleep, which would keep this script's pipes open for up to five seconds
         trap 'kill $sleeping 2>/dev/null; exit' TERM
-        while sleep 5 & sleeping=$!; wait $sleeping; kill -0 $$ 2>/dev/null; do # in the background it does not hear Ctrl-C
+        while sleep 5 & sleeping=$!; wait $sleeping; kill -0 $$ 2>/dev/null; do # background jobs ignore Ctrl-C
             echo "  $phase: $((SECONDS - started)) s, $(du -sm "$venv" 2>/dev/null | cut -f1) MB in $venv" >&2
         done
     ) &
@@ -56,7 +56,7 @@ with_progress() {
     return "$status"
 }
 
-run_pip() { # PHASE, then arguments of pip install
+run_pip() { # PHASE ARGUMENTS...: run pip install
     local phase="$1"
     shift
     with_progress "$phase" "$python" -m pip install --quiet "$@"
@@ -79,7 +79,7 @@ install() {
     echo "installed" >&2
 }
 
-# Without an NVIDIA device nothing of CUDA is downloaded. macOS has one kind of wheel.
+# Without an NVIDIA device, install PyTorch without CUDA. On macOS there is only one kind of wheel.
 constraints="$here/scripts/constraints/cpu.txt"
 if [[ "$(uname -s)" != Linux ]] || compgen -G '/dev/nvidia[0-9]*' >/dev/null || nvidia-smi -L >/dev/null 2>&1; then
     constraints="$here/scripts/constraints/default.txt"
@@ -95,13 +95,13 @@ then
 else
     venv="${SHARDTRAIN_VENV:-$here/.venv}"
     python="$venv/bin/python"
-    if ! current; then
+    if ! is_current; then
         if [[ ! -x "$python" ]]; then
             base="$(find_python)"
             with_progress "creating the environment" "$base" -m venv "$venv" || fail "$base cannot make $venv; on Debian and Ubuntu install python3-venv"
         fi
         "$python" -m pip --version >/dev/null 2>&1 || fail "$venv has no pip; remove it and install python3-venv"
         install
-        wanted "$extras" >"$venv/.shardtrain-${extras:-train}"
+        inputs_of "$extras" >"$venv/.shardtrain-${extras:-train}"
     fi
 fi

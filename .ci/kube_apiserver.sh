@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Build a real Kubernetes API server for tests/launch/test_real_kubernetes.py, from Debian's source alone.
+# Build a real Kubernetes API server for tests/launch/test_real_kubernetes.py, from Debian's source packages.
 #
 # usage: .ci/kube_apiserver.sh FOLDER     then: SHARDTRAIN_KUBE=FOLDER ./run_tests.sh tests/launch/test_real_kubernetes.py
 #
-# Debian has no package of kube-apiserver, but its source of kubectl (bookworm) is the whole of Kubernetes 1.20. Packages
+# Debian has no package for kube-apiserver, but its source of kubectl (bookworm) contains all of Kubernetes 1.20. Packages
 # are unpacked into FOLDER and not installed, so root is not needed. Takes 100 MB of downloads, 3 GB of disk, and
-# 12 minutes of one core. What is there already is not made again. The machine needs dpkg-dev, gcc, make and jq.
+# 12 minutes of one core. Existing results are reused. Requires dpkg-dev, gcc, make and jq.
 set -euo pipefail
 
 (($# == 1)) || { sed -n '2,9p' "$0" >&2; exit 2; }
@@ -17,10 +17,10 @@ if [[ -x "$bin/kube-apiserver" && -x "$bin/etcd" && -d "$folder/kubeflow-trainin
     exit 0
 fi
 for name in dpkg-source apt-get gcc make jq; do
-    command -v "$name" >/dev/null || { echo "error[2]: no $name here; apt-get install dpkg-dev gcc make jq" >&2; exit 2; }
+    command -v "$name" >/dev/null || { echo "error[2]: $name not found; apt-get install dpkg-dev gcc make jq" >&2; exit 2; }
 done
 
-# Debian bookworm beside whatever this machine has, with lists and packages of its own
+# sources of Debian bookworm, with lists and packages separate from those of the system
 apt="$folder/apt"
 mkdir -p "$apt/lists/partial" "$apt/archives/partial" "$folder/debs" "$folder/source" "$folder/root" "$bin"
 for kind in deb deb-src; do
@@ -49,12 +49,12 @@ if [[ ! -d "$folder/source/kubernetes" ]]; then
     (cd "$folder/source" && apt-get source -qq --download-only kubernetes)
     dpkg-source --extract "$folder"/source/kubernetes_*.dsc "$folder/source/kubernetes" >/dev/null
 fi
-# the copy of reflect2 in the source reads Go's own tables and crashes since Go 1.18; Debian's newer one does not
+# the vendored reflect2 reads internal tables of Go and crashes since Go 1.18; Debian's newer version does not
 reflect="vendor/github.com/modern-go/reflect2"
 rm -rf "$folder/source/kubernetes/$reflect"
 cp -r "$folder/root/usr/share/gocode/src/github.com/modern-go/reflect2" "$folder/source/kubernetes/$reflect"
 
-# what PyTorchJob looks like: models of Kubeflow's package, which are read and not imported, so without what it needs
+# schemas of PyTorchJob: the models in Kubeflow's package, which are parsed and not imported, so without its requirements
 "${PYTHON:-python3}" -m pip download --quiet --no-deps --dest "$folder/debs" kubeflow-training==1.9.4
 "${PYTHON:-python3}" -m zipfile --extract "$folder"/debs/kubeflow_training-*.whl "$folder/kubeflow-training"
 

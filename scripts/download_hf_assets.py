@@ -1,4 +1,4 @@
-"""torchtitan's name of ``shardtrain data download``, with the same options.
+"""``shardtrain data download`` under its torchtitan name, with the same options.
 
 python scripts/download_hf_assets.py --repo_id meta-llama/Llama-3.1-8B --assets tokenizer
 """
@@ -6,7 +6,7 @@ python scripts/download_hf_assets.py --repo_id meta-llama/Llama-3.1-8B --assets 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it works before `pip install`, too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without `pip install`, too
 
 from shardtrain.cli import main
 

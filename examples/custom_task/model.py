@@ -1,7 +1,7 @@
 """Your model: any nn.Module. Lines to change are marked with ----->.
 
-The trainer builds it without memory, shards it over all ranks layer by layer, and gives each parameter its first values
-by name, so that they are the same on any number of ranks.
+The trainer builds it on the meta device and shards its layers over all ranks. Initial values of a parameter depend only
+on its name and the seed, so they are equal on any number of ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardtrain.layout import Draw, Layout
 
 
-# -----> What can be set by [model] overrides. Literals alone: the file is read before it is run.
+# -----> Fields that [model] overrides can set. Use only literals: the file is parsed before it is executed.
 @dataclass(frozen=True)
 class Config:
     num_features: int = 2
@@ -22,11 +22,11 @@ class Config:
     num_outputs: int = 2
 
 
-# -----> Named sizes, for model.flavor: the fields of Config that differ.
+# -----> Named sizes for model.flavor: fields of Config that differ from the defaults.
 FLAVORS = {"debugmodel": {}, "wide": {"width": 1024}}
 
-# -----> Where the model may be cut: what comes before the layers, the layers, what comes after. Each module that owns
-#        parameters has a line in `tensor`; "*" stops at a dot. "replicate" is right unless you want tensor parallelism.
+# -----> How the model can be split: modules before the layers, the layers, modules after them. Each module with
+#        parameters has an entry in `tensor`; "*" stops at a dot. Use "replicate" unless you want tensor parallelism.
 LAYOUT = Layout(
     first=("embed",),
     layers="layers",
@@ -35,7 +35,7 @@ LAYOUT = Layout(
 )
 
 
-# -----> Your network. Repeated layers sit in an nn.ModuleDict; a model of one piece is a ModuleDict of one entry.
+# -----> Your network. Repeated layers are in an nn.ModuleDict; a model without layers has a ModuleDict with one entry.
 class Model(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Model(nn.Module):
         )
         self.head = nn.Linear(c.width, c.num_outputs)
 
-    # -----> It takes what forward() of task.py gives it.
+    # -----> Takes the arguments passed by forward() in task.py.
     def forward(self, features_BF: Tensor) -> Tensor:
         x_BD = self.embed(features_BF)
         for layer in self.layers.values():
@@ -53,7 +53,7 @@ class Model(nn.Module):
         return self.head(x_BD)
 
 
-# -----> How each parameter starts; the first pattern that fits a name counts.
+# -----> Initial values of each parameter, by the first pattern that matches its name.
 def initial(c: Config) -> dict[str, Draw]:
     return {
         "embed.weight": Draw("normal", std=c.num_features**-0.5),

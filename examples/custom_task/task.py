@@ -1,8 +1,8 @@
 """Your task: rows, batches, loss, predictions, metrics. Lines to change are marked with ----->.
 
-As it stands it tells two interleaved spirals apart, with a model of its own (model.py). All but the first four methods
-may be removed. Nothing here knows of ranks: each step's rows are dealt to them, and sums are divided by the number of
-targets of the whole step.
+This example classifies points on two interleaved spirals, with the model in model.py. All methods except the first four
+are optional. The code does not depend on ranks: the trainer distributes the rows of each step, and divides sums by the
+number of targets of the entire step.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.nn import functional as F
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.tasks import RowTask
 
-# -----> Metrics that metrics() gives, and which direction is better: for checkpoint.keep_best and validation.patience.
+# -----> Metrics returned by metrics(), and which direction is better, for checkpoint.keep_best and validation.patience.
 METRICS = {"accuracy": "max"}
 
 Row = tuple[float, float, int]
 
 
 class Task(RowTask):
-    # -----> Rows of "train", "validation" or "test": anything with len() and [number]. A class that reads a row when it
-    #        is asked for serves large data; give it an attribute `fingerprint`, or every row is read once at the start.
+    # -----> Rows of "train", "validation" or "test": anything with len() and [number]. For large data, return an object
+    #        that reads rows on access. Give it an attribute `fingerprint`; otherwise every row is read at the start.
     def read_rows(self, split: str) -> list[Row]:
         c = self.config
         paths = {
@@ -42,40 +42,40 @@ class Task(RowTask):
         with Path(str(paths[split])).open(newline="") as file:
             return [(float(x), float(y), int(label)) for x, y, label in csv.reader(file)]
 
-    # -----> Some rows as named tensors, the first dim of each being the row.
+    # -----> Convert rows to named tensors with rows as the first dimension.
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         return {
             "features": torch.tensor([row[:2] for row in rows]),
             "labels": torch.tensor([row[2] for row in rows]),
         }
 
-    # -----> What the model is called with, and what comes out.
+    # -----> Call the model and return its outputs.
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         return model(batch["features"])
 
-    # -----> The SUM of the loss over the rows, times the weight. A mean would count rows of small batches for more.
+    # -----> The SUM of the loss over the rows, times the weight. A mean would overweight the rows of small batches.
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
         return weight * F.cross_entropy(outputs.float(), batch["labels"], reduction="sum")
 
-    # -----> What evaluation keeps of each row.
+    # -----> Values that evaluation keeps for each row.
     def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
         return {"prediction": outputs.argmax(-1), "label": batch["labels"]}
 
-    # -----> Metrics of a whole set: what was kept of all its rows, in their order, whatever the number of ranks.
+    # -----> Metrics of an entire set, from the values of all its rows, in their order on any number of ranks.
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
         return {"accuracy": (rows["prediction"] == rows["label"]).double().mean().item()}
 
-    # -----> The line of a row in test_prediction.txt.
+    # -----> The line for a row in test_prediction.txt.
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
         return str(int(row["prediction"]))
 
-    # -----> Also to be overridden, one at a time: num_targets(batch), where the loss is a sum over something else than
-    #        rows (tokens, pairs); results(values), what test_results.json holds; is_labelled(split), False for rows
-    #        without what is to be predicted.
+    # -----> Other methods that can be overridden: num_targets(batch), if the loss is a sum over tokens or pairs instead
+    #        of rows; results(values), the content of test_results.json; is_labelled(split), False for rows without
+    #        labels.
 
 
 def spirals(split: str, count: int) -> list[Row]:
-    """Points on two spirals, with a little noise: others for each split, the same on every rank."""
+    """Points on two spirals with a little noise. Different for each split, and equal on every rank."""
     rng: Any = random.Random(split)
     rows = []
     for number in range(count):

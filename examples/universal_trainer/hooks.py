@@ -1,9 +1,9 @@
-"""Hooks of a parameters.yml: what pytorch_universal_trainer's users changed in its source, at the marks ----->.
+"""Hooks of a parameters.yml. They replace the edits at the marks -----> in the source of pytorch_universal_trainer.
 
-Name the file by `hooks_file` in parameters.yml. A class Task that builds on RowTask, as here, has rows, loss and
-metrics of its own; one that builds on shardtrain.tasks.classification.Classification keeps all of the sentences'
-classifier that it does not override, one method at a time. A class Model takes the place of pretrained_model_dir.
-As it stands, an MLP tells two rings of points apart.
+Set `hooks_file` in parameters.yml to this file. A class Task that derives from RowTask, as here, defines its own rows,
+loss and metrics. One that derives from shardtrain.tasks.classification.Classification can override single methods of
+the sentence classifier. A class Model replaces pretrained_model_dir. In this example, an MLP classifies points on two
+rings.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from shardtrain.data.row_stream import RowBatch
 from shardtrain.layout import Draw, Layout
 from shardtrain.tasks import RowTask
 
-# -----> metrics: their names, and whether more ("max") or less ("min") is better. The first one decides which
-#        checkpoint is the best.
+# -----> metrics: their names, and whether higher ("max") or lower ("min") is better. The first one selects the best
+#        checkpoint.
 METRICS = {"accuracy": "max"}
 
 Row = tuple[float, float, int]
 
 
 class Task(RowTask):
-    # -----> tokenizer: a task of texts builds on Classification, whose property `tokenizer` is to be overridden. These
-    #        rows need none.
+    # -----> tokenizer: a task on texts derives from Classification and overrides its property `tokenizer`. These rows
+    #        need none.
 
     # -----> read_files: rows of "train", "validation" or "test", anything with len() and [number].
     def read_rows(self, split: str) -> list[Row]:
-        rng: Any = random.Random(split)  # other points for each split, the same on every rank
+        rng: Any = random.Random(split)  # different points for each split, equal on every rank
         rows = []
         for number in range(int(self.config.task.options["num_rows"])):
             label, angle = number % 2, rng.uniform(0, math.tau)
@@ -43,37 +43,37 @@ class Task(RowTask):
             rows.append((radius * math.cos(angle), radius * math.sin(angle), label))
         return rows
 
-    # -----> collate: some rows as named tensors, the first dim of each being the row.
+    # -----> collate: rows as named tensors, with rows as the first dimension.
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         return {"points": torch.tensor([row[:2] for row in rows]), "labels": torch.tensor([row[2] for row in rows])}
 
-    # -----> model call: what comes out of the model for a batch.
+    # -----> model call: the outputs of the model for a batch.
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         return model(batch["points"])
 
-    # -----> loss: the SUM over the rows, times the weight, which holds one over the rows of the whole step.
+    # -----> loss: the SUM over the rows, times the weight, which is 1 / (rows of the entire step).
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
         return weight * F.cross_entropy(outputs.float(), batch["labels"], reduction="sum")
 
-    # -----> evaluate: what is kept of each row.
+    # -----> evaluate: values to keep for each row.
     def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
         return {"prediction": outputs.argmax(-1), "label": batch["labels"]}
 
-    # -----> metrics of a whole set, each row once, in the order of the data.
+    # -----> metrics of an entire set, with each row once, in the order of the data.
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
         return {"accuracy": (rows["prediction"] == rows["label"]).double().mean().item()}
 
-    # -----> writer: what {dev,test}_results.json holds.
+    # -----> writer: the content of {dev,test}_results.json.
     def results(self, values: Mapping[str, float]) -> dict[str, float]:
         return {"Accuracy": values["accuracy"]}
 
-    # -----> writer: the line of a row in {dev,test}_prediction.txt.
+    # -----> writer: the line for a row in {dev,test}_prediction.txt.
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
         return str(int(row["prediction"]))
 
 
-# -----> model: any nn.Module, with its sizes, where it may be cut, and how its parameters start. Leave all of this out
-#        to keep the model of pretrained_model_dir.
+# -----> model: any nn.Module, with its sizes, layout and initial values. Remove all of this to use the model of
+#        pretrained_model_dir.
 @dataclass(frozen=True)
 class Config:
     width: int = 32
