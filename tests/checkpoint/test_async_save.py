@@ -216,8 +216,8 @@ def tensors_of_rank(step: int) -> dict[str, torch.Tensor]:
     Rank 2 has nothing to write.
     """
     rank = dist.get_rank()
-    own = {f"model.own{rank}": torch.arange(1000, dtype=torch.float32).add(rank + step)} if rank < 2 else {}
-    return {**own, "model.common": torch.full((7,), step, dtype=torch.int64), "model.odd": torch.ones(3).bool()}
+    private = {f"model.own{rank}": torch.arange(1000, dtype=torch.float32).add(rank + step)} if rank < 2 else {}
+    return {**private, "model.common": torch.full((7,), step, dtype=torch.int64), "model.odd": torch.ones(3).bool()}
 
 
 def three_ranks(rank: int, root: Path) -> dict[str, Any]:

@@ -94,9 +94,9 @@ def test_best_checkpoint_is_not_deleted_until_a_better_one_exists(
     assert [("best: validation.loss 1.5" in line) for line in lines] == [True, False, False]
     manager.close()
     again = Checkpoints(config(tmp_path))
-    found = manifest.read(folder / "step-9").facts["best"]
+    saved_best = manifest.read(folder / "step-9").facts["best"]
     again.to_continue()
-    again.best.load(found, folder)
+    again.best.load(saved_best, folder)
     for step in (10, 11, 12):
         save(again, step, 1.55)
     assert again.steps() == [7, 11, 12]

@@ -94,9 +94,9 @@ def test_verify_reads_every_byte_and_names_each_bad_file(folder: Path, capsys: p
         content[3] ^= 16
         file.write_bytes(content)
     assert run("verify", folder) == 5
-    found = capsys.readouterr()
-    assert "step-2: rank-00000.bin is damaged" in found.err and "step-4: rank-00000.bin is damaged" in found.err
-    assert "step-6: good" in found.out and found.err.startswith("error[5]: ") and found.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert "step-2: rank-00000.bin is damaged" in output.err and "step-4: rank-00000.bin is damaged" in output.err
+    assert "step-6: good" in output.out and output.err.startswith("error[5]: ") and output.err.count("\n") == 1
     assert run("verify", folder / "step-9") == 5
 
 
@@ -160,7 +160,7 @@ def test_weights_are_written_once_and_completely(
 
 @pytest.mark.parametrize("shape", [(), (5,), (4, 6), (2, 3, 4), (3, 1, 4)])
 def test_shards_of_any_split_are_assembled(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
+    full = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
     boxes = [((), ())]
     for size in shape:  # split every dimension in two
         half = (size + 1) // 2
@@ -168,7 +168,7 @@ def test_shards_of_any_split_are_assembled(tmp_path: Path, shape: tuple[int, ...
         boxes = [((*o, start), (*s, length)) for o, s in boxes for start, length in halves if length]
     data, grids = b"", []
     for offsets, sizes in boxes:
-        part = whole
+        part = full
         for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
             part = part.narrow(dim, start, length)
         grids.append(Grid(offsets, sizes, 0, len(data)))
@@ -178,8 +178,8 @@ def test_shards_of_any_split_are_assembled(tmp_path: Path, shape: tuple[int, ...
 
     tensor = StoredTensor("int32", shape, tuple(grids))
     stored = Manifest(1, 1, "r", "x", (TensorFile("rank-00000.bin", len(data), ""),), {"a": tensor}, {})
-    assert bytes(whole_bytes(stored, tmp_path, tensor)) == whole.numpy().tobytes()
-    assert torch.equal(read_whole(stored, tmp_path, "a"), whole)
+    assert bytes(whole_bytes(stored, tmp_path, tensor)) == full.numpy().tobytes()
+    assert torch.equal(read_whole(stored, tmp_path, "a"), full)
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,8 @@ def test_newest_valid_checkpoint_is_used_and_skipped_ones_are_logged(
 ) -> None:
     (folder / "checkpoint/step-4/rank-00000.bin").write_bytes(b"short")
     (folder / "checkpoint/step-6").mkdir()
-    found = checkpoints(folder).to_continue()
-    assert found == folder / "checkpoint/step-2"
+    newest = checkpoints(folder).to_continue()
+    assert newest == folder / "checkpoint/step-2"
     lines = [record.message for record in caplog.records if "skipped" in record.message]
     assert len(lines) == 2 and all("continuing from step-2" in line for line in lines)
     assert "step-6 has no manifest.json" in lines[0] and "step-4: rank-00000.bin has 5 bytes" in lines[1]

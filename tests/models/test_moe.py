@@ -210,17 +210,13 @@ def test_fused_experts_are_as_accurate_in_16_bits(sizes: tuple[int, int], dtype:
         moe.experts.w1, moe.experts.w2, moe.experts.w3 = weights  # type: ignore[assignment]
         return moe._mix(x_SD, choice.weights_SK, choice.expert_SK.flatten())
 
-    exact, mine, theirs = (
-        mixed(one, expert_SK, f, sizes)
-        for one, f in (
-            (torch.float64, plain_mix),
-            (dtype, expert_mix.mix),
-            (dtype, step_by_step),
-        )
-    )
-    for right, new, old in zip(exact, mine, theirs, strict=True):
-        errors = [float((one.double() - right).norm() / right.norm()) for one in (new, old)]
-        assert errors[0] <= 1.05 * errors[1] and errors[1] < 0.01
+    exact = mixed(torch.float64, expert_SK, plain_mix, sizes)
+    fused = mixed(dtype, expert_SK, expert_mix.mix, sizes)
+    separate = mixed(dtype, expert_SK, step_by_step, sizes)
+    for exact_value, fused_value, separate_value in zip(exact, fused, separate, strict=True):
+        fused_error = float((fused_value.double() - exact_value).norm() / exact_value.norm())
+        separate_error = float((separate_value.double() - exact_value).norm() / exact_value.norm())
+        assert fused_error <= 1.05 * separate_error and separate_error < 0.01
 
 
 @pytest.mark.parametrize("by_size", [False, True])
@@ -248,7 +244,7 @@ def test_cases_that_the_fused_function_does_not_support_run_step_by_step(monkeyp
     """Few rows, biases, a different gate or product, score_before_experts, and dispatch to other ranks."""
     calls: list[int] = []
     mix = expert_mix.mix
-    monkeypatch.setattr(expert_mix, "mix", lambda *given: calls.append(1) or mix(*given))
+    monkeypatch.setattr(expert_mix, "mix", lambda *arguments: calls.append(1) or mix(*arguments))
     x = tokens(dtype=torch.float32)
 
     def calls_of(moe: MoE) -> int:
@@ -269,7 +265,7 @@ def test_cases_that_the_fused_function_does_not_support_run_step_by_step(monkeyp
     assert calls_of(of(gate=lambda gate_RF, up_RF: gate_RF * up_RF)) == 0
     assert calls_of(block(ROUTINGS["weights first"], dtype=torch.float32)) == 0
     changed = of()
-    changed.experts.product = lambda *given: product(*given)
+    changed.experts.product = lambda *arguments: product(*arguments)
     assert calls_of(changed) == 0
     distant = of()
     distant.dispatch.is_local = False

@@ -89,8 +89,8 @@ def test_loss_and_gradients_match_transformers(name: str, mesh: str, tmp_path: P
     rows = {sample: row for _, _, own_values in answers for sample, row in own_values.items()}
     assert len(rows) == 8
     loss, gradients = run_ranks(1, transformers_step, name, rows)[0]
-    for mine, own_values, _ in answers:
-        assert abs(mine - loss) <= 1e-5
+    for own_loss, own_values, _ in answers:
+        assert abs(own_loss - loss) <= 1e-5
         assert own_values.keys() == gradients.keys()
         scale = max(float(gradient.abs().max()) for gradient in gradients.values())
         for parameter, gradient in gradients.items():

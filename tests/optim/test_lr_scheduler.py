@@ -63,7 +63,7 @@ def test_linear_linear_matches_torchtrain():
     assert rates(10, name="linear_linear", warmup_steps=2) == pytest.approx(expected, rel=1e-12)
 
 
-def test_linear_by_proportion_warms_up_over_whole_steps():
+def test_linear_by_proportion_rounds_the_warmup_down():
     got = rates(396, name="linear_by_proportion", warmup_proportion=0.01)  # int(3.96) = 3 steps
     assert got[:5] == pytest.approx([0, 1 / 3, 2 / 3, 1, 392 / 393])
     assert got[-1] == pytest.approx(1 / 393)

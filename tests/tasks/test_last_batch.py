@@ -27,7 +27,7 @@ def stream(
     share = RankSlice(batch, rank, ranks, accumulation)
     task = RowTask(Config())
     return RowDataLoader(
-        feed, lambda found: {"rows": torch.tensor(found)}, task.num_targets, task.lengths, share,
+        feed, lambda rows_of_batch: {"rows": torch.tensor(rows_of_batch)}, task.num_targets, task.lengths, share,
         DataLoaderOptions(), 0, last,
     )  # fmt: skip
 

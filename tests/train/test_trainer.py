@@ -50,7 +50,7 @@ def config(mesh: str, max_norm: float = NO_CLIP, **training: Any) -> Config:
     )
 
 
-def one_step(rank: int, config: Config, kept: Mapping[int, int] | int = 64) -> Step:
+def one_step(rank: int, config: Config, num_kept: Mapping[int, int] | int = 64) -> Step:
     """Run one step in which each row keeps its first ``kept[sample]`` targets."""
     run, ids, gradients = make_run(rank, config), [], {}
     pull, update = run.dataloader.__next__, run.runner.update
@@ -63,7 +63,7 @@ def one_step(rank: int, config: Config, kept: Mapping[int, int] | int = 64) -> S
             batch = pull()
             targets = batch.targets_BT.clone()
             for row, sample in enumerate(batch.sample_ids_B.tolist()):
-                targets[row, kept if isinstance(kept, int) else kept[sample] :] = IGNORE
+                targets[row, num_kept if isinstance(num_kept, int) else num_kept[sample] :] = IGNORE
             ids.extend(batch.sample_ids_B.tolist())
             return dataclasses.replace(batch, targets_BT=targets)
 

@@ -179,9 +179,9 @@ def test_cursors_restore_any_row(source, packing, readers, stop, repeat):
 def test_row_does_not_depend_on_the_feed_that_reads_it(source, readers, workers):
     straight = take(feed_of(source, readers=readers, passes=None), 0, 30)
     for worker in range(workers):
-        own = feed_of(source, readers=readers, passes=None)
+        feed_of_worker = feed_of(source, readers=readers, passes=None)
         for k in range(worker, 30, workers):
-            assert take(own, k, k + 1)[0][:3] == straight[k][:3]
+            assert take(feed_of_worker, k, k + 1)[0][:3] == straight[k][:3]
 
 
 def test_epochs_and_seeds_have_different_orders():
@@ -234,16 +234,16 @@ def test_rows_of_an_epoch_do_not_depend_on_a_following_epoch(lengths, count, sto
     source = shards(lengths, count) if count else table(lengths)
     ending, repeating = (feed_of(source, packing, readers=2, passes=passes) for passes in (1, None))
     once = take(ending, 0, 60)
-    own = {row[0] for row in once if row[0] >= 0}
+    sample_ids = {row[0] for row in once if row[0] >= 0}
     again = {row[0]: row[:3] for row in take(repeating, 0, 60)}
-    assert [row[:3] for row in once if row[0] in own] == [again[k] for k in sorted(own)]
+    assert [row[:3] for row in once if row[0] in sample_ids] == [again[k] for k in sorted(sample_ids)]
     # a finished run that is continued with more passes resumes from cursors written without a next epoch
     cursors = np.zeros((2, 3), dtype=np.int64)
     for *_, moved in once[:stop]:
         cursors[moved.reader] = moved.cursor
     resumed = feed_of(source, packing, readers=2, passes=None)
     resumed.seek(stop, cursors)
-    assert all(row[:3] == again[row[0]] for row in take(resumed, stop, 60) if row[0] in own)
+    assert all(row[:3] == again[row[0]] for row in take(resumed, stop, 60) if row[0] in sample_ids)
 
 
 def test_reader_whose_documents_never_fit_ends_with_a_warning(caplog):

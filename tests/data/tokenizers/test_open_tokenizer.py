@@ -19,7 +19,7 @@ TEXT = "the cat sat on the mat"
 def folder(tmp_path):
     """Folder with a small word-level tokenizer with the usual names of BOS and EOS."""
     tokenizers = pytest.importorskip("tokenizers")
-    vocab = {word: i for i, word in enumerate(["[UNK]", *sorted(set(TEXT.split()))])}
+    vocab = {token: i for i, token in enumerate(["[UNK]", *sorted(set(TEXT.split()))])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<s>", "</s>", "<|im_end|>"])

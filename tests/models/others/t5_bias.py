@@ -57,8 +57,8 @@ class Attention(nn.Module):
     def forward(self, x, positions):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q, self.k, self.v))
         distance = (positions[:, :, None] - positions[:, None]).clamp(min=0)
-        far = 4 + (distance.float().clamp(min=4) / 4).log2().mul(2).long()
-        bucket = torch.where(distance < 4, distance, far).clamp(max=self.num_buckets - 1)
+        far_bucket = 4 + (distance.float().clamp(min=4) / 4).log2().mul(2).long()
+        bucket = torch.where(distance < 4, distance, far_bucket).clamp(max=self.num_buckets - 1)
         bias = self.relative_attention_bias(bucket).permute(0, 3, 1, 2)
         return self.o(self.core(q, k, v, bias).flatten(2))
 

@@ -43,9 +43,10 @@ def test_invalid_sizes_are_found_and_their_fixes_work(family: str) -> None:
                 suggested = SUGGESTED.match(problem.fix)
                 if suggested is None:
                     continue
-                given = dict([tuple(arguments), (f"--{problem.option}", suggested[1])])
-                fixed = problems_of(family, flavor, [word for pair in given.items() for word in pair])
-                remaining = [one for one in fixed if one.option == problem.option]
+                fixed_options = dict([tuple(arguments), (f"--{problem.option}", suggested[1])])
+                fixed_arguments = [text for pair in fixed_options.items() for text in pair]
+                fixed = problems_of(family, flavor, fixed_arguments)
+                remaining = [other for other in fixed if other.option == problem.option]
                 assert not remaining, f"{problem}: with {suggested[1]} it is {remaining[0]}"
                 tried += 1
     assert tried > 5
