@@ -21,8 +21,8 @@
 ``own_parts``    CPU seconds of a rank to compute its shards of the N DTensors of such a model and its optimizer, for a
                  save and for a load; not included in the two above
 ``real_save``    two real ranks save, check and read a model of N MiB with optimizer: MiB in addition to the tensors
-``host_reduce``  an all-reduce of four numbers over N real ranks, with a delay of 2 ms before each message: milliseconds,
-                 sequential messages, and those of gloo's ring
+``host_reduce``  an all-reduce of four numbers over N real ranks, with a delay of 2 ms before each message:
+                 milliseconds, sequential messages, and those of gloo's ring
 ``peer_rows``    N ranks that need the same rows of 8,192 tokens: CPU seconds of a rank per row if each reads it from
                  prepared shards, if the first one reads and broadcasts it (gloo, one machine), and if each tokenizes it
                  from text (byte-level BPE of 32,768 tokens, trained on such text)
