@@ -236,6 +236,7 @@ def _train(words: list[str]) -> int:
 
         def require(world_size: int | None, local_ranks: int) -> None:
             with local.refusals_in_exit_json(loaded):
+                limits.require(local_ranks, is_node=True)
                 preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks))
 
         with local.lost_peers_in_exit_json(loaded):

@@ -25,7 +25,10 @@ from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED, SUPERVISED
 from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes_here, count_nodes
 from shardtrain.launch.nodes import find as nodes_of_platform
+from shardtrain.launch.seal import Seal
 from shardtrain.utils import python_child
+from shardtrain.utils.errors import OutOfMemoryError
+from shardtrain.utils.process import SECRET
 from shardtrain.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -45,13 +48,19 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
     Raises:
         ConfigError: the configuration does not work on these nodes, or another program uses the rendezvous port.
         PeerError: too few nodes joined in time, or the host of the rendezvous was lost.
+        OutOfMemoryError: a limit of this node or of another one is too small.
     """
     environment.set_allocator_default(os.environ)
     choice = choose_processes_here(loaded.config, arguments.nproc, nodes)
     # The number of nodes of an elastic run is not known at this point.
     world_size = choice.count * nodes.most if nodes.least == nodes.most else None
-    require(world_size, choice.count)
+    # Set these before the checks import PyTorch, which reads them then.
     environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=False)
+    try:
+        require(world_size, choice.count)
+    except OutOfMemoryError as error:
+        _tell_others(nodes, str(error))
+        raise
     number = "" if nodes.node_rank is None else f" {nodes.node_rank}"
     print(
         f"shardtrain {__version__}: node{number} of {nodes.reason.partition('=')[2]} ({nodes.reason.partition('=')[0]})"
@@ -63,6 +72,15 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
         nodes = count_nodes(nodes, loaded, choice.count)
     words = ["train", *([arguments.path] if arguments.path else []), *arguments.overrides]
     return run(nodes, choice.count, words, loaded.config.checkpoint.grace_seconds, loaded)
+
+
+def _tell_others(nodes: Nodes, reason: str) -> None:
+    """Tell the other nodes that this one cannot run. They would wait for it. An elastic run goes on without it."""
+    if nodes.hosts_meeting:
+        greeting.serve_refusal(nodes.endpoint, reason, nodes.most - 1)
+    elif nodes.least == nodes.most:
+        sealed_reason = Seal(os.environ.get(SECRET, ""), nodes.run_id).close(reason.encode())
+        greeting.send_refusal(nodes.endpoint, nodes.refusal_key, sealed_reason)
 
 
 def run_verb(
@@ -106,8 +124,6 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
     if listener is None:
         greeting.await_store(nodes.endpoint, nodes.join_seconds)
     nodes = _with_address(nodes)
-    # Silence PyTorch's agent, because each rank reports its own failure.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     os.environ[SUPERVISED] = "1"
     if training:
@@ -193,6 +209,9 @@ def _agent(
 
     from shardtrain.launch.elastic_agent import NodeAgent, TrainingAgent
 
+    # Each rank reports its own failure. Loggers of PyTorch have levels of their own.
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     program, *words = python_child.command("shardtrain", *command)
     spec = WorkerSpec(
         role="shardtrain",

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.distributed import DistError
@@ -22,6 +23,7 @@ from shardtrain.launch.meeting import Meeting
 from shardtrain.launch.node_reports import LOST_SECONDS, NodeReports
 from shardtrain.launch.nodes import Nodes
 from shardtrain.launch.restart import RESTARTABLE
+from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
 from shardtrain.utils.errors import ConfigError
 
 LOOK_SECONDS = 0.1
@@ -68,6 +70,7 @@ class TrainingAgent(NodeAgent):
         self._watch = ChildWatch(stopped_seconds=stopped_seconds)
         self._first_rank = 0
         self._are_running = False
+        self._are_done = False
         self._is_first_attempt = True
         self._reports: NodeReports
 
@@ -78,9 +81,20 @@ class TrainingAgent(NodeAgent):
             self._watch.look()
             self._watch.stopped_by_us.update(self._watch.pids)
             self._explain(signal_name)
-        elif self.cause:
+        elif not self._are_done:
             # The previous attempt failed, and the ranks were about to restart.
             self._tell(failure.stopped(None, signal_name, run_end=run_ends.BEFORE_FIRST_STEP))
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Pass a request to stop on to the ranks, and wait for them. Only a second SIGINT ends this wait early."""
+        asked_at = time.monotonic()
+
+        def handle(number: int, _frame: FrameType | None) -> None:
+            if number == death_sig == signal.SIGINT and time.monotonic() - asked_at > ONE_REQUEST_SECONDS:
+                self._watch.send(signal.SIGKILL)
+
+        signals.handle_requests(handle)
+        super()._shutdown(death_sig, timeout)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         number, count = worker_group.group_rank, worker_group.group_world_size
@@ -103,9 +117,10 @@ class TrainingAgent(NodeAgent):
             # This node may have a separate disk, which may contain the exit.json of an earlier run.
             with contextlib.suppress(OSError):
                 (self._folder / "exit.json").unlink(missing_ok=True)
+        self._watch.begin({})
+        self._are_running = True
         pids = super()._start_workers(worker_group)
         self._watch.begin({self._first_rank + local_rank: pid for local_rank, pid in pids.items()}, self._reaped)
-        self._are_running = True
         self.cause = None
         return pids
 
@@ -115,8 +130,9 @@ class TrainingAgent(NodeAgent):
         # All ranks have ended, and this call reaps them.
         result = super()._monitor_workers(worker_group)
         self._explain()
+        self._are_done = self.cause is None
         self._are_running = False
-        if self.cause is None:
+        if self._are_done:
             return result
         result.state = WorkerState.FAILED
         self._limit_restarts(self.cause.exit_code, worker_group.spec.max_restarts)
@@ -138,14 +154,16 @@ class TrainingAgent(NodeAgent):
     def _explain(self, signal_name: str = "") -> None:
         """Determine the failure that ended the attempt, print it in one line, and write ``exit.json``."""
         failures, all_done, last_step = local.failures_of(self._watch.statuses, self._watch, self._record_of)
+        were_starting = False
         if signal_name and not failures:
-            statuses = set(self._watch.statuses.values())
-            if statuses and statuses <= {PREEMPTED, -signal.Signals[signal_name]}:
-                # A rank that has saved leaves a record, so these ranks ended while they were starting.
+            # A rank that saves leaves a record, so ranks with these statuses ended during their start.
+            were_starting = {*self._watch.statuses.values()} <= {PREEMPTED, -signal.Signals[signal_name]}
+            if were_starting:
                 failures = [failure.stopped(self._first_rank, signal_name, run_end=run_ends.BEFORE_FIRST_STEP)]
             elif not all_done:
                 failures = [local.stopped(self._training, self._first_rank, signal_name)]
-        cause = self._reports.explain(failures, all_done, self._folder)
+        # Ranks of other nodes would wait for ranks that ended during their start, and not hear of the request.
+        cause = self._reports.explain(failures, all_done and not were_starting, self._folder, were_starting)
         if cause is None:
             failure.write_exit(self._folder, None, 0, last_step)
         else:

@@ -33,10 +33,13 @@ def record(report: Failure, log_path: Path, run_folder: Path, world_size: int, i
 
 
 def tell(report: Failure, log_path: Path, run_folder: Path, world_size: int, step: int = 0) -> None:
-    """Print the failure that ended a run in one line, and write ``exit.json``; see ``failure.write_exit``."""
-    print(*failure.lines(report, log_path, world_size), sep="\n", file=sys.stderr, flush=True)
+    """Write ``exit.json``, and print the failure that ended a run in one line; see ``failure.write_exit``.
+
+    The file comes first, because ``launch ssh`` takes the code in the line for that in the file.
+    """
     if not report.leaves_folder_alone:
         failure.write_exit(run_folder, report, report.exit_code, step)
+    print(*failure.lines(report, log_path, world_size), sep="\n", file=sys.stderr, flush=True)
 
 
 def end(code: int) -> NoReturn:

@@ -27,6 +27,7 @@ from shardtrain.utils import activity, atomic_io, bounded_reads, limits, log, st
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, DataError, FolderTaken, ShardtrainError
 from shardtrain.utils.redact import one_line, redact, visible
+from shardtrain.utils.units import format_bytes
 
 GENERAL = 1
 PEER = 6
@@ -39,6 +40,8 @@ RETRYABLE = frozenset({6, 8, 75, 76})
 MESSAGE_LENGTH = 500
 END_LINES = ("error[", "stopped[")
 """Prefixes of the lines that report how a run ended."""
+STOP_LINE = re.compile(r"stopped\[(\d+)\]: ")
+"""Start of the line about a run that was stopped on request, with its code."""
 SUPERVISED = "SHARDTRAIN_SUPERVISED"
 """Variable that is set if another command or script of shardtrain supervises this process. It expects status 75."""
 RESERVED = ".exit.json.reserved"
@@ -62,15 +65,19 @@ class Failure:
     """End of one rank.
 
     Attributes:
-        where: Source position of the error, such as ``file.py:12``. time_seconds: Time since the epoch. The
-            failure with the smallest time is the first one of a run. is_peer: True if this rank only lost its
-            connection to a rank that had failed. problems: Lines of a ConfigError. place: Step and data of an
-            error in a step: ``step 41 (sequences 320 to 327)``. phase: Activity of a hanging rank. The
-            message of such a failure is a sentence about the rank. is_sentence: True if the message is
-            written for users. The report then omits the exception's class and source line.
-            leaves_folder_alone: True if another run writes to the run's folder. Its exit.json and logs must
-            not be changed. step: Last step that this rank completed, or 0 if unknown. lost_lines: Warning
-            about log lines of this rank that could not be written.
+        where: Source position of the error, as ``file.py:12``.
+        time_seconds: Time since the epoch by the clock of the host. The earliest failure is the first one of a run.
+            A failure of another node has it by the clock of the node that reads it.
+        is_peer: True if this rank only lost a connection to a rank that had failed.
+        problems: Lines of a ConfigError.
+        place: Step and data of an error in a step: ``step 41 (sequences 320 to 327)``.
+        phase: Activity of a rank that hangs. The message of such a failure is a sentence about the rank.
+        is_sentence: True if the message is written for users, so the exception's class and source line are
+            omitted.
+        leaves_folder_alone: True if another run writes the run's folder. Its exit.json and logs belong to
+            that run.
+        step: The last step that this rank completed, 0 if unknown.
+        lost_lines: Warning about log lines of this rank that could not be written.
     """
 
     rank: int | None
@@ -151,6 +158,9 @@ def killed(rank: int | None, signal_number: int, time_seconds: float) -> Failure
     """
     what = "" if rank is not None else "the process that checks data, tokenizer and model before ranks start "
     how = _KILLED.get(signal_number, f"was killed by signal {signal_number}")
+    cgroup_limit = limits.cgroup_memory()[0]
+    if signal_number == signal.SIGKILL and cgroup_limit:
+        how += f", under memory of the cgroup={format_bytes(cgroup_limit)}"
     return Failure(rank, socket.gethostname(), "", what + how, "", time_seconds, PEER)
 
 

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from shardtrain.utils.errors import ConfigError, PeerError, Problem
+from shardtrain.utils.errors import ConfigError, OutOfMemoryError, PeerError, Problem, ShardtrainError
 from shardtrain.utils.listening import LISTEN_ADDRESS, listen_address, open_listener, rendezvous_listener
 from shardtrain.utils.redact import visible
 
@@ -32,7 +32,13 @@ _IS_IT_UP = "check that the first node is up and its port is open"
 # A TCPStore client first sends VALIDATE with a magic number, then PING with a number that the store sends
 # back. The bytes of the PING are also an empty line, to which servers of text protocols such as HTTP reply.
 _ECHO = b"\r\n\r\n"
-GREETING = struct.pack("<BIB", 0, 0x3C85F7CE, 13) + _ECHO
+_VALIDATE = struct.pack("<BI", 0, 0x3C85F7CE)
+_PING = b"\x0d" + _ECHO
+GREETING = _VALIDATE + _PING
+_REFUSED = b"shardtrain refused: "
+"""Start of the reply of a first node that cannot run. The reason follows."""
+REFUSAL_SECONDS = 120.0
+"""Time in which a node that cannot run tries to tell the other nodes, which may still import PyTorch."""
 
 Result = TypeVar("Result")
 
@@ -89,6 +95,43 @@ def await_store(endpoint: str, seconds: float) -> None:
         PeerError: no store answered within ``seconds``. The message contains the last cause.
     """
     _await(endpoint, seconds, partial(_greet, endpoint), "the nodes cannot meet at", _IS_IT_UP)
+
+
+def serve_refusal(endpoint: str, reason: str, other_nodes: int) -> None:
+    """Reply to the greetings of the other nodes with the reason why this first node cannot run.
+
+    Starts no thread, because the limit on threads may be the reason. Returns when all nodes have the reply, or after
+    ``REFUSAL_SECONDS``.
+    """
+    host, _, port = endpoint.rpartition(":")
+    end = time.monotonic() + REFUSAL_SECONDS
+    with contextlib.suppress(OSError, ConfigError), rendezvous_listener(host, int(port)) as server:
+        while other_nodes and (remaining := end - time.monotonic()) > 0:
+            server.settimeout(remaining)
+            with contextlib.suppress(OSError), server.accept()[0] as connection:
+                connection.settimeout(LOOK_SECONDS)
+                if connection.recv(65_536).startswith(_VALIDATE):
+                    connection.sendall(_REFUSED + reason.encode())
+                    other_nodes -= 1
+
+
+def send_refusal(endpoint: str, key: str, reason: bytes) -> None:
+    """Set ``key`` in the store of the first node to the reason why this node cannot run.
+
+    Starts no thread and does not import PyTorch. Returns without an error if the first node does not reply within
+    ``REFUSAL_SECONDS``, or cannot run either.
+    """
+    # The message SET of PyTorch's store, which adds a slash to the keys of its clients.
+    texts = (b"/" + key.encode(), reason)
+    message = b"\x01" + b"".join(struct.pack("<Q", len(text)) + text for text in texts)
+    end = time.monotonic() + REFUSAL_SECONDS
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError, UnicodeError):
+            try:
+                return _greet(endpoint, _VALIDATE + message + _PING)
+            except ShardtrainError:
+                return
+        time.sleep(LOOK_SECONDS)
 
 
 def find_place(endpoint: str, seconds: float) -> socket.socket | None:
@@ -181,20 +224,23 @@ def _reach_self(endpoint: str, listen: Callable[[str, int], socket.socket]) -> s
         return server.dup()
 
 
-def _greet(endpoint: str) -> None:
+def _greet(endpoint: str, greeting: bytes = GREETING) -> None:
     """Send a greeting to the store at ``endpoint``.
 
-    Raise OSError without a reply, and ConfigError if another program replies.
+    Raise OSError without a reply, ConfigError if another program replies, and OutOfMemoryError if the first node
+    cannot run.
     """
     host, _, port = endpoint.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
-        connection.sendall(GREETING)
+        connection.sendall(greeting)
         try:
-            reply = connection.recv(64)
+            reply = connection.recv(4096)
         except TimeoutError:
             raise OSError("a program accepts the connection but does not reply") from None
     if not reply:
         raise OSError("the connection is closed immediately")
+    if reply.startswith(_REFUSED):
+        raise OutOfMemoryError(reply.removeprefix(_REFUSED).decode(errors="replace"))
     if reply != _ECHO:
         words = visible(reply.decode("latin-1"), lines=False)
         rule = f"is used by another program, which answers {words!r}"

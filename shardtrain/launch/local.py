@@ -30,7 +30,7 @@ from shardtrain.launch.child_watch import FINE, NOTHING_TO_SAVE_SECONDS, ChildWa
 from shardtrain.launch.goodput import ledger
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.utils import atomic_io, log, private_network, python_child, storage_errors
-from shardtrain.utils.errors import ConfigError, PeerError, Preempted, ShardtrainError
+from shardtrain.utils.errors import ConfigError, OutOfMemoryError, PeerError, Preempted, ShardtrainError
 from shardtrain.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -98,12 +98,12 @@ def refusals_in_exit_json(loaded: Loaded, of_configuration: bool = False) -> Ite
 
 @contextlib.contextmanager
 def lost_peers_in_exit_json(loaded: Loaded) -> Iterator[None]:
-    """Write ``exit.json`` if the rendezvous of the nodes fails, unless a node has written the cause already."""
+    """Write ``exit.json`` if the rendezvous fails or a node cannot run, unless a node has written the cause already."""
     path = Path(loaded.config.job.dump_folder) / "exit.json"
     earlier = _version_of(path)
     try:
         yield
-    except PeerError as error:
+    except (OutOfMemoryError, PeerError) as error:
         if _version_of(path) in (None, earlier):
             write_exit_before_ranks(loaded, failure.describe(error, 0))
         raise

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -31,9 +31,11 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from shardtrain.launch.greeting import within
 from shardtrain.launch.node_reports import LOST_SECONDS
 from shardtrain.launch.nodes import CLOCKS_APART_SECONDS, Nodes
-from shardtrain.launch.signed_meeting import Seal, SignedBackend
-from shardtrain.utils.errors import ConfigError, PeerError, Problem
+from shardtrain.launch.seal import Seal
+from shardtrain.launch.signed_meeting import SignedBackend
+from shardtrain.utils.errors import ConfigError, OutOfMemoryError, PeerError, Problem
 from shardtrain.utils.process import SECRET
+from shardtrain.utils.redact import visible
 
 _NO_NUMBER = 2**31
 """Sort key of a node without --node_rank. It is larger than every --node_rank."""
@@ -84,6 +86,13 @@ def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
     meeting._shared_tcp_store_server = store
     meeting.counts = counts
     meeting.first_decides = nodes.first_decides
+    seal = Seal(secret, nodes.run_id)
+
+    def raise_refusal() -> None:
+        if store.check([nodes.refusal_key]):
+            raise OutOfMemoryError(visible(seal.open(store.get(nodes.refusal_key)).decode(errors="replace")))
+
+    meeting._state_holder.raise_refusal = raise_refusal  # type: ignore[attr-defined]
     return meeting
 
 
@@ -132,12 +141,23 @@ class _NumberedNode(pytorch._NodeDesc):
 
 
 class _SteadyState(pytorch._BackendRendezvousStateHolder):
-    """Shared state from the view of one node. The age of a heartbeat is the time since its last change."""
+    """Shared state from the view of one node. The age of a heartbeat is the time since its last change.
+
+    ``raise_refusal`` raises OutOfMemoryError if another node cannot run.
+    """
+
+    raise_refusal: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, backend: Any, settings: Any, own_node: Any) -> None:
         super().__init__(backend, settings)
         self._own_node = own_node
         self._changes: dict[tuple[Any, datetime], float] = {}
+
+    def sync(self) -> bool | None:
+        """Read or write the shared state. Until all nodes have joined, also look for a node that cannot run."""
+        if not self._state.complete:
+            self.raise_refusal()
+        return super().sync()
 
     def _sanitize(self) -> None:
         """Remove nodes whose heartbeats have stopped."""

@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from shardtrain.launch import failure
 from shardtrain.launch.failure import NOT_SAVED, PREEMPTED, Failure
 from shardtrain.launch.greeting import within
-from shardtrain.launch.signed_meeting import Seal
+from shardtrain.launch.seal import Seal
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import SECRET
@@ -71,8 +71,11 @@ class NodeReports:
         self._number = number
         self._looked_at = 0.0
         self._is_store_lost = False
+        self._has_reported = False
         self._write("node", (first_rank, socket.gethostname(), node_rank))
         self._nodes = self._read_nodes(count)
+        # All nodes get here at the same moment. Each measures time from it, because their clocks may differ.
+        self._met_at = time.monotonic()
         hosts: dict[int | None, list[str]] = {}
         for _, host, given_rank in self._nodes:
             hosts.setdefault(given_rank, []).append(host)
@@ -98,7 +101,9 @@ class NodeReports:
             self._is_store_lost = True
             return True
 
-    def explain(self, failures: Sequence[Failure], all_done: bool, run_folder: Path) -> Failure | None:
+    def explain(
+        self, failures: Sequence[Failure], all_done: bool, run_folder: Path, ends_others: bool = False
+    ) -> Failure | None:
         """Report the failures of this node's ranks. Return the failure that ended the attempt, or None.
 
         Return when all nodes have reported, or after ``WAIT_SECONDS``. All nodes return the same failure.
@@ -106,6 +111,7 @@ class NodeReports:
 
         Args:
             all_done: True if all ranks of this node have finished or saved.
+            ends_others: True if the ranks of other nodes must end, although those of this node stopped on request.
         """
         report = [asdict(one) for one in failures]
         with contextlib.suppress(OSError):
@@ -113,7 +119,7 @@ class NodeReports:
         reports = {self._number: list(failures)}
         # If all ranks stopped on request, they ended after the same step, and none of them has failed.
         all_stopped = all(one.exit_code in (PREEMPTED, NOT_SAVED) for one in failures)
-        is_failure = not all_done and not (failures and all_stopped)
+        is_failure = ends_others or (not all_done and not (failures and all_stopped))
         if not self._is_store_lost:
             # Ignore a loss of the node that serves the store.
             with contextlib.suppress(DistError, TimeoutError):
@@ -128,9 +134,14 @@ class NodeReports:
 
     def _exchange(self, reports: dict[int, list[Failure]], is_failure: bool) -> None:
         """Publish this node's report. If a node has failed, add the reports of the other nodes to ``reports``."""
-        self._write("end", [asdict(one) for one in reports[self._number]])
+        # The time at which the nodes met, by the current wall clock of this node. Reports have the seconds since then.
+        met_at = time.time() - (time.monotonic() - self._met_at)
+        own = [replace(one, time_seconds=one.time_seconds - met_at) for one in reports[self._number]]
+        self._write("end", [asdict(one) for one in own])
+        # A request to stop may interrupt the first report, and a second one follows. Count this node once.
         failed_nodes = self._store.add(_FAILED, int(is_failure))
-        self._store.add(_ENDED, 1)
+        self._store.add(_ENDED, int(not self._has_reported))
+        self._has_reported = True
         if not failed_nodes:
             return
         self._await_all(_ENDED)
@@ -139,7 +150,8 @@ class NodeReports:
                 continue
             # A corrupted or unsigned report counts as missing.
             with contextlib.suppress(RendezvousError, ValueError, TypeError, KeyError):
-                reports[number] = [failure.from_fields(fields) for fields in self._read("end", number)]
+                failures = [failure.from_fields(fields) for fields in self._read("end", number)]
+                reports[number] = [replace(one, time_seconds=one.time_seconds + met_at) for one in failures]
 
     def _read_nodes(self, count: int) -> list[tuple[int, str, int | None]]:
         """Return first rank, host and ``--node_rank`` of each node. Wait until all nodes have written them."""

@@ -70,6 +70,11 @@ class Nodes:
         """True if this node hosts the rendezvous. If None, PyTorch compares host names."""
         return None if self.node_rank is None else self.node_rank == 0
 
+    @property
+    def refusal_key(self) -> str:
+        """Key in the store of the rendezvous under which a node writes the reason why it cannot run."""
+        return f"shardtrain/{self.run_id}/refused"
+
 
 def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
     """Return this node's position in a multi-node run, or None if there is only one node.

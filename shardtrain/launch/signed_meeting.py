@@ -8,39 +8,11 @@ without a valid signature before they unpickle it. Without a secret, PyTorch's r
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from typing import Any
 
-from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
-_PREFIX = b"shardtrain-sha256 "
-
-
-class Seal:
-    """Sign and verify messages between the nodes of a run. Without a secret, messages are unsigned."""
-
-    def __init__(self, secret: str, run_id: str) -> None:
-        self._key = hashlib.sha256(f"{run_id}\0{secret}".encode()).digest() if secret else b""
-
-    def close(self, state: bytes) -> bytes:
-        """Return the state, preceded by its signature."""
-        if not self._key:
-            return state
-        # Put the signature first, so a node without the secret fails to unpickle the state.
-        return _PREFIX + hmac.new(self._key, state, hashlib.sha256).hexdigest().encode() + b"\n" + state
-
-    def open(self, sealed: bytes) -> bytes:
-        """Verify a signed state and return it without its signature.
-
-        Raises:
-            RendezvousStateError: the state was not signed with this secret.
-        """
-        state = sealed.partition(b"\n")[2] if self._key else sealed
-        if not hmac.compare_digest(sealed, self.close(state)):
-            raise RendezvousStateError("data of another process is not signed with the secret of this node")
-        return state
+from shardtrain.launch.seal import Seal
 
 
 class SignedBackend(RendezvousBackend):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ RANK_RESIDENT_BYTES = 192 * MIB
 """Less than ``FIRST_RESIDENT_BYTES``, because a fork shares PyTorch's pages with its parent."""
 FIRST_RESIDENT_BYTES = 256 * MIB
 RANK_THREADS = 12
+AGENT_THREADS = 8
+"""Threads of the agent of a node, which starts its ranks."""
 RANK_FILES = 32
 _WORDS = (
     *("allocate memory", "memory allocation", "malloc of size", "bad_alloc", "out of memory", "not enough memory"),
@@ -29,10 +32,7 @@ _WORDS = (
 OF_MEMORY = ("ulimit -v", "ulimit -d")
 OF_THREADS = "ulimit -u"
 _NO_LIMIT = 1 << 60
-_CGROUP_FILES = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)
+_CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,11 @@ class Limit:
         return str(value) if self.is_count else format_bytes(value)
 
 
-def read(ranks: int = 1) -> list[Limit]:
-    """Return the limits of this process: ulimits and the memory limit of its cgroup. Empty if not on Linux."""
+def read(ranks: int = 1, more_threads: int = 0) -> list[Limit]:
+    """Return the limits of this process: ulimits and the memory limit of its cgroup. Empty if not on Linux.
+
+    ``more_threads`` are needed in addition to those of ``ranks``.
+    """
     if sys.platform != "linux":
         return []
     import resource
@@ -64,7 +67,7 @@ def read(ranks: int = 1) -> list[Limit]:
         (resource.RLIMIT_AS, "ulimit -v", used["VmPeak"], RANK_ADDRESS_BYTES, False),
         (resource.RLIMIT_DATA, "ulimit -d", used["VmData"], RANK_DATA_BYTES, False),
         (resource.RLIMIT_NOFILE, "ulimit -n", 0, RANK_FILES * (ranks + 1), True),
-        (resource.RLIMIT_NPROC, OF_THREADS, 0, RANK_THREADS * ranks, True),
+        (resource.RLIMIT_NPROC, OF_THREADS, 0, RANK_THREADS * ranks + more_threads, True),
     ]
     found = []
     for number, name, in_use, needed, is_count in rows:
@@ -80,16 +83,19 @@ def read(ranks: int = 1) -> list[Limit]:
     return found
 
 
-def require(ranks: int) -> None:
+def require(ranks: int, is_node: bool = False) -> None:
     """Check that each limit suffices for ``ranks`` ranks of the smallest model on this host.
+
+    With ``is_node`` this process is the agent of one of several nodes, and messages name the host.
 
     Raises:
         OutOfMemoryError: limits are too small. The message has each of them and the minimum.
     """
+    where = f"host {socket.gethostname()}" if is_node else "this host"
     problems = [
         f"{limit.name}={limit.format(limit.value)} must be at least {limit.format(limit.needed)} for "
-        f"{ranks} rank{'s' if ranks > 1 else ''} on this host, even with the smallest model; {limit.fix}"
-        for limit in read(ranks)
+        f"{ranks} rank{'s' if ranks > 1 else ''} on {where}, even with the smallest model; {limit.fix}"
+        for limit in read(ranks, AGENT_THREADS if is_node else 0)
         if limit.value < limit.needed
     ]
     if problems:
@@ -161,15 +167,26 @@ def host_memory(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
 
 def cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
     """Return memory limit and use of this process's cgroup (version 2 or 1) in bytes. Without a limit it is 0."""
-    # Without its own cgroup namespace, as in a Slurm job, this process is in a folder below the root.
-    own = next((line[len("0::/") :] for line in _lines("/proc/self/cgroup") if line.startswith("0::/")), "")
     found = [
         (value, number_in(folder / used))
-        for folder in (root / own, *(root / own).parents)
+        for folder in memory_cgroups(root)
         for limit, used in _CGROUP_FILES
-        if folder.is_relative_to(root) and 0 < (value := number_in(folder / limit)) < _NO_LIMIT
+        if 0 < (value := number_in(folder / limit)) < _NO_LIMIT
     ]
     return min(found, default=(0, 0))
+
+
+def memory_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+    """Return the folders of the cgroups (version 2 and 1) that may limit the memory of this process."""
+    folders = [root, root / "memory"]
+    # Without its own cgroup namespace, as in a Slurm job, this process is in a folder below the root.
+    for line in _lines("/proc/self/cgroup"):
+        _, _, place = line.partition(":")
+        controllers, _, path = place.partition(":")
+        if controllers in ("", "memory"):
+            own = root / controllers / path.lstrip("/")
+            folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return list(dict.fromkeys(folders))
 
 
 def number_in(path: Path) -> int:

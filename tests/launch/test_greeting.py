@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import patience
 import pytest
 import torch.distributed as dist
 from ports import free_port
 
 from shardtrain.launch import agent, greeting, nodes
 from shardtrain.utils import listening
-from shardtrain.utils.errors import ConfigError, PeerError
+from shardtrain.utils.errors import ConfigError, OutOfMemoryError, PeerError
 
 HTTP = b"HTTP/1.0 400 Bad request\r\n\r\n"
 
@@ -55,6 +56,35 @@ def test_pytorch_s_store_answers_the_greeting_immediately(libuv):
     greeting.await_store(f"127.0.0.1:{store.port}", 30)
     store.set("key", "value")
     assert store.get("key") == b"value", "the store must still work"
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+def test_a_node_that_cannot_run_writes_the_reason_into_the_store_of_pytorch(libuv):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, use_libuv=libuv, wait_for_workers=False)
+    greeting.send_refusal(f"127.0.0.1:{store.port}", "a key", b"ulimit -u=3\nulimit -n=4")
+    assert store.get("a key") == b"ulimit -u=3\nulimit -n=4"
+
+
+def test_a_first_node_that_cannot_run_tells_each_other_node_and_no_stranger():
+    endpoint = f"127.0.0.1:{free_port()}"
+    server = threading.Thread(target=greeting.serve_refusal, args=(endpoint, "ulimit -u=3", 2))
+    server.start()
+    host, _, port = endpoint.partition(":")
+    patience.wait_for(lambda: socket.socket().connect_ex((host, int(port))) == 0, 20)
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert stranger.recv(64) == b""
+    with pytest.raises(OutOfMemoryError, match="^ulimit -u=3$"):
+        greeting.await_store(endpoint, 30)
+    greeting.send_refusal(endpoint, "a key", b"this node cannot run either")
+    server.join(patience.seconds(10))
+    assert not server.is_alive(), "both nodes have been told"
+
+
+def test_a_node_that_cannot_run_ends_in_time_if_nobody_listens(monkeypatch):
+    monkeypatch.setattr(greeting, "REFUSAL_SECONDS", 0.3)
+    greeting.send_refusal(f"127.0.0.1:{free_port()}", "a key", b"reason")
+    greeting.serve_refusal(f"127.0.0.1:{free_port()}", "reason", 1)
 
 
 # behavior of the program at the endpoint -> error of a node that is not the first, and part of its message

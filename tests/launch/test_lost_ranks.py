@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -148,19 +149,27 @@ def test_a_node_whose_agent_is_killed_is_named_by_the_other_one(tmp_path, victim
     assert (end["code"], end["rank"], end["retryable"]) == (6, victim, True)
 
 
-@pytest.mark.parametrize("refused", [0, 1])
-def test_a_rank_that_a_limit_of_its_host_refuses_is_in_exit_json(tmp_path, refused):
-    """Only ranks check the limits of their host, after each agent has removed the exit.json of an earlier run."""
+LIMIT_TOO_SMALL = [(0, "NOFILE", 63), (1, "NOFILE", 63)]
+MORE_LIMITS = [(node, *limit) for node in (0, 1) for limit in (("NPROC", 13), ("NPROC", 3), ("AS", 300 * 2**20))]
+
+
+@pytest.mark.parametrize(("refused", "name", "value"), cases(LIMIT_TOO_SMALL, nightly=MORE_LIMITS))
+def test_a_limit_of_one_host_ends_both_and_both_name_it(tmp_path, refused, name, value):
+    """The host with the limit may be unable to import PyTorch or to start a thread."""
     (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=0, fault="pass"))
+    if name == "NPROC" and os.geteuid() == 0:
+        pytest.skip("root has no limit on threads: run this as another user")
     with started("train --nnodes 2", tmp_path) as hosts:
-        resource.prlimit(hosts[refused].pid, resource.RLIMIT_NOFILE, (63, 63))
-        outputs = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
-    assert [host.returncode for host in hosts] == [7, 7], outputs
-    for text in outputs:
+        resource.prlimit(hosts[refused].pid, getattr(resource, f"RLIMIT_{name}"), (value, value))
+        told = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [7, 7], told
+    flag = {"NOFILE": "n", "NPROC": "u", "AS": "v"}[name]
+    words = rf"ulimit -{flag}=\S+( MiB)? must be at least .* for 1 rank on host {socket.gethostname()}, "
+    for text in told:
         (line,) = [line for line in text.splitlines() if "error[" in line]
-        assert f"rank {refused} (host " in line and "ulimit -n=63 must be at least 64" in line
+        assert re.search(rf"error\[7\]: {words}", line), text
     end = record(tmp_path / "run")
-    assert (end["code"], end["rank"]) == (7, refused) and "ulimit -n=63 must be at least 64" in end["message"]
+    assert (end["code"], end["rank"], end["retryable"]) == (7, None, False) and re.match(words, end["message"])
 
 
 # code in exit.json before the start, code that another node writes meanwhile -> final code

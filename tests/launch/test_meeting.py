@@ -23,11 +23,13 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as pytorch
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from shardtrain.launch import meeting, nodes
+from shardtrain.launch import greeting, meeting, nodes
 from shardtrain.launch.greeting import within
 from shardtrain.launch.meeting import Meeting, open_meeting
-from shardtrain.utils.errors import ConfigError
+from shardtrain.launch.seal import Seal
+from shardtrain.utils.errors import ConfigError, OutOfMemoryError
 from shardtrain.utils.listening import open_listener
+from shardtrain.utils.process import SECRET
 
 
 def node(rank: int, port: int, **options: Any) -> nodes.Nodes:
@@ -115,6 +117,19 @@ ORDERS = {
 def test_the_given_node_ranks_decide_the_order_of_nodes(name):
     numbers, least, expected = ORDERS[name]
     assert run_ranks(len(numbers), meet_by_number, free_port(), numbers, least) == expected
+
+
+@pytest.mark.parametrize("secret", ["", "of all"])
+def test_a_node_that_waits_for_one_that_cannot_run_ends_with_its_reason(secret, monkeypatch):
+    monkeypatch.setenv(SECRET, secret)
+    port = free_port()
+    nodes_of_run = node(0, port)
+    rendezvous = open_meeting(nodes_of_run, listener(0, port))
+    reason = Seal(secret, nodes_of_run.run_id).close(b"ulimit -u=13 is too small")
+    later = threading.Timer(0.5, greeting.send_refusal, (nodes_of_run.endpoint, nodes_of_run.refusal_key, reason))
+    later.start()
+    with pytest.raises(OutOfMemoryError, match="^ulimit -u=13 is too small$"):
+        rendezvous.next_rendezvous()
 
 
 def state_of(store: dist.Store, name: str) -> Any:

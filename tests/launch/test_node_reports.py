@@ -7,13 +7,17 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from clocks import set_clock
+from ports import free_port
+from ranks import run_ranks
+from tiers import cases
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from shardtrain.launch import failure, node_reports
@@ -67,6 +71,30 @@ def test_two_nodes_name_the_same_cause(tmp_path, end):
     assert [cause and (cause.rank, cause.exit_code) for cause in causes] == [expected] * 2
     for number in (0, 1):
         assert (tmp_path / f"logs/node-{number}.json").exists()
+
+
+def _explain_by_clock(number: int, folder: Path, port: int, ahead: list[float]) -> tuple[int | None, bool]:
+    """Rank and clock of the cause, as one of two nodes explains it. Its rank fails ``number`` + 1 seconds from now."""
+    set_clock(setattr, ahead[number])
+    store = dist.TCPStore("127.0.0.1", port, is_master=number == 0, timeout=timedelta(seconds=60))
+    reports = NodeReports(store, "run", number, 2, first_rank=number)
+    time.sleep(number + 1)
+    failed_at = time.time()
+    # The nodes report at the same time.
+    time.sleep(2 - number)
+    cause = reports.explain([failure.killed(number, 9, failed_at)], False, folder)
+    store.add("done", 1)
+    while number == 0 and store.add("done", 0) < 2:
+        time.sleep(0.05)
+    assert cause is not None
+    return cause.rank, abs(cause.time_seconds - (time.time() - 2)) < 15
+
+
+@pytest.mark.parametrize("ahead", cases([[20.0, 0.0]], nightly=[[0.0, 0.0], [0.0, 20.0], [3600.0, 0.0]]))
+def test_the_first_failure_is_the_cause_although_clocks_of_nodes_differ(tmp_path, ahead):
+    (tmp_path / "logs").mkdir()
+    # Each node returns the time of the failure by its own clock.
+    assert run_ranks(2, _explain_by_clock, tmp_path, free_port(), ahead) == [(0, True), (0, True)]
 
 
 def test_a_silent_node_is_named_if_no_rank_is_to_blame(tmp_path, monkeypatch):
@@ -220,7 +248,7 @@ def test_a_forged_report_of_one_node_does_not_change_those_of_others(name, secre
     store.set("shardtrain/nodes/end/0", FORGED[name])
     store.set("shardtrain/nodes/end/1", FORGED[name])
     cause = second.explain([PEERS[1]], False, tmp_path)
-    assert cause == KILLED
+    assert cause and replace(cause, time_seconds=KILLED.time_seconds) == KILLED
     store.set("shardtrain/nodes/end/2", FORGED[name])
     store.set("shardtrain/nodes/end/0", FORGED[name])
     store.set("shardtrain/nodes/end/1", "[]")

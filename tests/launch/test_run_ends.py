@@ -18,6 +18,7 @@ from launched import HELD, before, end, fork, hold, no_orphans, patch, record, w
 from ports import free_port
 from tiers import cases
 from tiny import text_file
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from shardtrain import cli, config
 from shardtrain.checkpoint.folder import Checkpoints
@@ -84,6 +85,8 @@ def held_in(folder: Path, phase: str) -> None:
         before(preflight, "require", lambda calls: not pid.exists(), note)
     elif phase == "meeting":
         before(meeting.Meeting, "_meet", lambda calls: True, lambda: hold(folder))
+    elif phase == "processes":
+        before(SubprocessContext, "_start", lambda calls: True, lambda: os.kill(os.getpid(), signal.SIGTERM))
     elif phase == "sample":
         before(generate_command, "main", lambda calls: True, lambda: hold(folder))
     else:
@@ -200,6 +203,51 @@ def test_a_node_with_starting_ranks_ends_according_to_the_table(tmp_path, name, 
     assert end(process) == record(tmp_path / "run")["code"] == TABLE[name]["ranks starting"].code
     line = run_ends.BEFORE_FIRST_STEP.line.format(reason=name)
     assert (tmp_path / "err").read_text().count(f"stopped[75]: {line}\n") == 1
+
+
+def test_a_node_that_is_starting_the_processes_of_ranks_ends_as_the_table_says(tmp_path, monkeypatch):
+    """PyTorch's agent has its signal handlers by then, and does not know its processes yet."""
+    monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=1")
+    (tmp_path / "run.toml").write_text(RUN)
+    words = ["--nnodes", "1:2", "--node_rank", "0", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--nproc", "1"]
+    process = fork(_command, tmp_path, "processes", [*words, "--training.global_batch_size", "4"])
+    assert end(process) == record(tmp_path / "run")["code"] == 75
+    line = run_ends.BEFORE_FIRST_STEP.line.format(reason="SIGTERM")
+    assert (tmp_path / "err").read_text().count(f"stopped[75]: {line}\n") == 1
+
+
+SLOW_STEP = """
+import pathlib, time
+
+def factor(step, total_steps, warmup_steps, min_lr_factor):
+    ready = pathlib.Path(__file__).with_name("ready")
+    if step == 2 and not ready.exists():
+        ready.touch()
+        time.sleep(4)
+    return 1.0
+"""
+
+
+@pytest.mark.nightly(
+    "a node starts interpreters",
+    by="tests/launch/test_run_ends.py::test_a_node_that_is_starting_the_processes_of_ranks_ends_as_the_table_says",
+)
+@pytest.mark.parametrize(
+    ("names", "code"), [(["SIGTERM"] * 4, 75), (["SIGINT", "SIGTERM", "SIGTERM"], 75), ([TWICE], 76)]
+)
+def test_a_node_waits_for_its_ranks_however_often_it_is_asked(tmp_path, names, code, monkeypatch):
+    """Each request interrupts the main thread of PyTorch's agent."""
+    monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=1")
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "slow.py").write_text(SLOW_STEP)
+    words = ["--nnodes", "1:2", "--node_rank", "0", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--nproc", "1",
+             "--training.global_batch_size", "4", "--lr_scheduler.name", "slow.py"]  # fmt: skip
+    process = fork(_command, tmp_path, "none", words)
+    wait_for((tmp_path / "ready").exists)
+    for name in names:
+        send(process.pid, name)
+    assert end(process) == record(tmp_path / "run")["code"] == code
+    assert (tmp_path / "run/checkpoint/step-2").exists() == (code == 75)
 
 
 @pytest.mark.parametrize("name", cases(["SIGINT"], nightly=sorted({*REQUESTS} - {"SIGINT", "SIGHUP"})))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import threading
 
+import patience
 import pytest
 
 from shardtrain import __version__
@@ -68,6 +72,8 @@ def test_all_hosts_that_cannot_start_are_named_with_their_reasons(tmp_path, monk
         host("old", f"echo {remote_agent.READY} 9.8.7 -", "read job"),
         host("bare-2", "sleep 0.5", "echo no python here", "exit 3"),
         host("silent", "exec sleep 100"),
+        host("key-1", "echo 'me@key-1: Permission denied (publickey).'", "exit 255"),
+        host("key-2", "echo 'me@key-2: Permission denied (publickey).'", "exit 255"),
     ]
     with pytest.raises(ConfigError) as raised:
         ssh_connections.SshConnections(plans, options, tmp_path)()
@@ -77,11 +83,48 @@ def test_all_hosts_that_cannot_start_are_named_with_their_reasons(tmp_path, monk
         'host="bare-1, bare-2"': "cannot start shardtrain: no python here",
         'host="old"': "has shardtrain 9.8.7",
         'host="silent"': "did not start shardtrain within 4 s",
+        'host="key-1, key-2"': "cannot be reached by ssh: me@key-1: Permission denied (publickey).",
     }
     assert len(lines) == len(reasons)
     for line, (name, reason) in zip(lines, reasons.items(), strict=True):
         assert line.startswith(f"{name} {reason}")
     assert not received.exists() or "command" not in received.read_text(), "a host received the command"
+
+
+SAVED, NOT_SAVED, FAILED = "stopped[75]: saved", "stopped[76]: not saved", "error[6]: rank 1 failed"
+# what two hosts do after a request to stop: a line about the end of the run and an exit status -> that of the launcher
+STOPS = {
+    "all ranks have saved": ((SAVED, 75), (SAVED, 75), 75),
+    "a host is killed once it has reported": ((SAVED, 137), (SAVED, 75), 75),
+    "both are": ((SAVED, 137), (SAVED, 137), 75),
+    "a host is killed before": (("", 137), ("", 137), 76),
+    "the request comes while Python starts": (("", 143), ("", 143), 75),
+    "the same on one host": (("", 143), (SAVED, 75), 75),
+    "the time was over": ((NOT_SAVED, 76), (NOT_SAVED, 137), 76),
+    "the connections are lost after the report": ((SAVED, 255), (SAVED, 255), 75),
+    "and before it": (("", 255), ("", 255), 76),
+    "a rank fails meanwhile": ((FAILED, 6), (FAILED, 137), 6),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_the_launcher_ends_with_the_code_that_hosts_wrote_to_exit_json(name, tmp_path, options):
+    *hosts, expected = STOPS[name]
+    begun = [tmp_path / f"begun-{number}" for number in range(2)]
+    plans = [
+        host(f"host-{number}", f"echo {remote_agent.READY} {__version__} -", f"read job; touch {begun[number]}",
+             "while read line; test \"$line\" != stop; do :; done", f"echo '{line}'; exit {status}")
+        for number, (line, status) in enumerate(hosts)
+    ]  # fmt: skip
+
+    def interrupt() -> None:
+        patience.wait_for(lambda: all(path.exists() for path in begun), 30)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert ssh_connections.SshConnections(plans, options, tmp_path)() == expected
+    thread.join()
 
 
 def test_the_plan_shows_how_the_secret_is_sent_without_its_value(monkeypatch):

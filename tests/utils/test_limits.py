@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import resource
+import secrets
+import subprocess
 import sys
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import forked
@@ -137,6 +140,72 @@ def test_cgroup_of_a_job_applies_without_a_namespace(tmp_path: Path, monkeypatch
         (folder / "memory.max").write_text(limit + "\n")
         (folder / "memory.current").write_text("600\n")
     assert limits.cgroup_memory(tmp_path) == (1000, 600)
+    # Version 1 has a hierarchy for memory.
+    monkeypatch.setattr(limits, "_lines", lambda _: ["5:cpu:/slurm/job_8", "4:memory:/slurm/job_7", "0::/"])
+    job = tmp_path / "memory" / "slurm" / "job_7"
+    job.mkdir(parents=True)
+    (job / "memory.limit_in_bytes").write_text("900\n")
+    (job / "memory.usage_in_bytes").write_text("500\n")
+    assert limits.cgroup_memory(tmp_path) == (900, 500)
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A memory cgroup below that of this process, or below the root of version 2."""
+    root = Path("/sys/fs/cgroup")
+    own = [line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line]
+    folder = (root / "memory" / own[0].lstrip("/") if own else root) / f"shardtrain-{secrets.token_hex(8)}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be created here: {error}")
+    try:
+        if not any((folder / name).exists() for name in LIMIT_FILES):
+            pytest.skip("this machine has no memory controller for new cgroups")
+        yield folder
+    finally:
+        # All processes of a test have ended. The kernel may still hold the last one.
+        patience.wait_for(lambda: not (folder / "cgroup.procs").read_text(), 20)
+        folder.rmdir()
+
+
+LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")
+
+GREEDY = """
+import os
+
+def factor(step, total_steps, warmup_steps, min_lr_factor):
+    if os.environ.get("RANK") == "1":
+        factor.kept = bytearray(os.urandom(2**20) * 4096)
+    return 1.0
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
+@pytest.mark.parametrize(
+    ("limit", "code", "told"),
+    cases(
+        [(400 * MIB, 7, "memory of the cgroup=400.00 MiB must be at least 640.00 MiB for 2 ranks")],
+        nightly=[(1200 * MIB, 6, "was killed by signal 9 (the kernel does that when memory runs out), under memory of "
+                  "the cgroup=1.17 GiB")],
+    ),
+)  # fmt: skip
+def test_a_real_cgroup_is_read_and_named_when_the_kernel_kills(
+    cgroup: Path, limit: int, code: int, told: str, tmp_path: Path
+) -> None:
+    (limit_file,) = [cgroup / name for name in LIMIT_FILES if (cgroup / name).exists()]
+    limit_file.write_text(str(limit))
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    words = [sys.executable, "-m", "shardtrain", "train", "debug", "--nproc=2", f"--job.dump_folder={tmp_path}/run",
+             f"--lr_scheduler.name={tmp_path}/greedy.py", "--training.steps=5"]  # fmt: skip
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=patience.seconds(120),
+        preexec_fn=lambda: (cgroup / "cgroup.procs").write_text("0"),
+    )  # fmt: skip
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert done.returncode == code and told in line, done.stderr
+    end = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert (end["code"], end["retryable"]) == (code, code == 6) and told in end["message"]
 
 
 def test_reading_a_small_file_needs_little_memory(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -21,7 +21,7 @@ from shardtrain import __version__
 from shardtrain.config.schema.launch_options import LaunchSSH
 from shardtrain.launch import addresses, failure, remote_agent, signals
 from shardtrain.launch.agent import status_of
-from shardtrain.launch.failure import NOT_SAVED
+from shardtrain.launch.failure import NOT_SAVED, PREEMPTED
 from shardtrain.launch.platforms import pdsh
 from shardtrain.launch.platforms.ssh import ENDPOINT, LOCAL_ADDRESS, HostCommand
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
@@ -64,6 +64,8 @@ class _Connection:
     ready: bool = False
     problem: Problem | None = None
     """Reason why this host cannot participate, or None."""
+    kind: str = ""
+    """The words of ``HINTS`` in the message of ssh. The rest of the message differs between hosts."""
     address: str | None = None
     last: str = ""
     asked: bool = False
@@ -99,6 +101,8 @@ class SshConnections:
         self._fan: pdsh.Fan | None = None
         self._requests = 0
         self._ends = set[str]()
+        self._stop_code = NOT_SAVED
+        """Code in the line about a request to stop, which a host prints once the code is in exit.json."""
         self._kill_at = float("inf")
         self._ended = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)
@@ -114,7 +118,7 @@ class SshConnections:
         try:
             self._connect()
             if self._requests:
-                return self._stopped("before anything was started")
+                return self._stopped(PREEMPTED, "before anything was started; the same command starts the run")
             # Hosts sign their rendezvous messages with this secret.
             secret = os.environ.get(SECRET) or secrets.token_hex(32)
             for one, known in zip(self._open, self._found(), strict=True):
@@ -166,13 +170,17 @@ class SshConnections:
                 if not one.ready and one.problem is None and time.monotonic() > one.started + seconds:
                     rule = f"did not start shardtrain within {seconds:g} s"
                     one.problem = Problem("host", one.name, rule, "check its load and its disk")
-        # Hosts with the same problem share a line.
-        names: dict[tuple[str, str], list[str]] = {}
+        # Hosts with the same problem share a line, with the message of the first one.
+        same_problem: dict[str, list[_Connection]] = {}
         for one in self._open:
             if one.problem and not self._requests:
-                names.setdefault((one.problem.rule, one.problem.fix), []).append(one.name)
-        if names:
-            raise ConfigError([Problem("host", ", ".join(same), *cause) for cause, same in names.items()])
+                same_problem.setdefault(one.kind or f"{one.problem.rule}; {one.problem.fix}", []).append(one)
+        problems = []
+        for hosts in same_problem.values():
+            assert hosts[0].problem is not None
+            problems.append(replace(hosts[0].problem, value=", ".join(one.name for one in hosts)))
+        if problems:
+            raise ConfigError(problems)
 
     def _opened(self, plan: HostCommand, process: pdsh.Reached | subprocess.Popen[bytes]) -> _Connection:
         one = _Connection(plan, process, log=(self._folder / f"{plan.host.label}.log").open("ab"))
@@ -206,9 +214,8 @@ class SshConnections:
         code = one.process.wait()
         message = one.last or "no output"
         if code == LOST:
-            hint = next(
-                (hint.format(name=one.name) for words, hint in HINTS if words in message), "check that it is up;"
-            )
+            one.kind, hint = next((pair for pair in HINTS if pair[0] in message), ("", "check that it is up;"))
+            hint = hint.format(name=one.name)
             words = [word for word in one.plan.ssh[:-1] if word != "BatchMode=yes" or "by hand" not in hint]
             by_hand = shlex.join(words).replace(" -o -o ", " -o ")
             fix = f"{hint} try `{by_hand} true`"
@@ -261,6 +268,8 @@ class SshConnections:
         is_repeated = text in self._ends
         if text.startswith(failure.END_LINES):
             self._ends.add(text)
+            if stop := failure.STOP_LINE.match(text):
+                self._stop_code = int(stop[1])
         if one.ready and not is_repeated:
             print(f"[{one.name}] {visible(text, colors=True)}", file=sys.stderr, flush=True)
 
@@ -292,7 +301,8 @@ class SshConnections:
                     one.say(remote_agent.KILL)
             # A host that does not answer ends by itself, because it no longer receives keep-alives.
             if time.monotonic() > self._kill_at:
-                return self._stopped("immediately, while hosts did not answer; these end their processes themselves")
+                how = "immediately, while hosts did not answer; these end their processes themselves"
+                return self._stopped(NOT_SAVED, how)
         # ssh exits with the status of the remote command, unless ssh lost the connection or was killed.
         lost = [one for one in self._open if one.is_lost]
         if lost and not self._requests:
@@ -300,15 +310,17 @@ class SshConnections:
                 raise self._lost(lost[0])
             print(f"note: {self._lost(lost[0])}", file=sys.stderr, flush=True)
         # The other hosts know how the run ended, and have written it to exit.json.
-        codes = [one.process.wait() for one in self._open if not one.is_lost] or [NOT_SAVED]
-        # A node that received the request before its ranks had started was killed by the signal.
+        codes = [one.process.wait() for one in self._open if not one.is_lost] or [self._stop_code]
         if self._requests:
-            codes = [NOT_SAVED if code > 128 else code for code in codes]
+            # A node that is killed after exit.json is written has the code in that file. A request that arrives
+            # while Python starts ends a node with its default effect, and there is nothing to save.
+            ends = {128 + signal.SIGKILL: self._stop_code, 128 + signal.SIGTERM: PREEMPTED}
+            codes = [ends.get(code, code) for code in codes]
         return status_of([-code if code > 128 else code for code in codes])
 
-    def _stopped(self, how: str) -> int:
-        print(f"stopped[{NOT_SAVED}]: stopped {how}", file=sys.stderr, flush=True)
-        return NOT_SAVED
+    def _stopped(self, code: int, how: str) -> int:
+        print(f"stopped[{code}]: stopped {how}", file=sys.stderr, flush=True)
+        return code
 
     def _ask_to_stop(self, failed: Sequence[_Connection]) -> None:
         running = [one for one in self._open if not one.asked and one.process.poll() is None]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, kernel_text, warn_if
-from shardtrain.utils.limits import cgroup_memory, host_memory
+from shardtrain.utils.limits import cgroup_memory, host_memory, memory_cgroups
 from shardtrain.utils.units import GIB, MIB, format_bytes
 
 AREA = "memory"
@@ -40,12 +40,11 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 def _oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the number of OOM kills in this container."""
-    # Try cgroup version 2, then version 1.
-    text = kernel_text(root / "memory.events") or kernel_text(root / "memory/memory.oom_control")
-    for line in text.splitlines():
-        if line.startswith("oom_kill "):
-            return int(line.split()[1])
-    return 0
+    # The file of cgroup version 2, and that of version 1.
+    names = ("memory.events", "memory.oom_control")
+    texts = [kernel_text(folder / name) for folder in memory_cgroups(root) for name in names]
+    lines = [line.split() for text in texts for line in text.splitlines()]
+    return max((int(words[1]) for words in lines if words[0] == "oom_kill"), default=0)
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
