@@ -225,7 +225,8 @@ class Meeting(pytorch.DynamicRendezvousHandler):
             if self.first_decides:
                 # Use a key without the prefix of this round, because all nodes and rounds must get the same value.
                 own_answer = str(self.largest(info.world_size))
-                first_size = int(self._store.compare_set("shardtrain/first-size", "", own_answer))
+                key = f"shardtrain/{self.settings.run_id}/first-size"
+                first_size = int(self._store.compare_set(key, "", own_answer))
                 self.counts = [count for count in self.counts if first_size % count == 0]
             size = self.largest(info.world_size)
             if info.rank < size:
