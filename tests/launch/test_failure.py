@@ -183,7 +183,7 @@ def test_a_full_disk_leaves_the_exit_file_in_reserved_space_or_the_named_file(
     report = capsys.readouterr().err
     assert (
         "cannot write" in report
-        and json.loads(Path(report.rpartition(" it is in ")[2].strip()).read_text())["code"] == 8
+        and json.loads(Path(report.rpartition(" it was written to ")[2].strip()).read_text())["code"] == 8
     )
 
 
@@ -210,7 +210,7 @@ def test_a_storage_error_at_the_start_leaves_an_exit_file(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     start(tmp_path / "full")
     report = capsys.readouterr().err
-    assert json.loads(Path(report.rpartition(" it is in ")[2].strip()).read_text())["code"] == 8
+    assert json.loads(Path(report.rpartition(" it was written to ")[2].strip()).read_text())["code"] == 8
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError])

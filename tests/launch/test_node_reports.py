@@ -136,7 +136,7 @@ def test_two_nodes_with_the_same_node_rank_are_refused_on_both(node_ranks, is_re
     with ThreadPoolExecutor(2) as nodes:
         errors = list(nodes.map(meet, range(2)))
     host = socket.gethostname()
-    expected = f"--node_rank=1 is the number of 2 nodes ({host}, {host}); use a different rank on each node, from 0"
+    expected = f"--node_rank=1 is set on 2 nodes ({host}, {host}); use a different rank on each node, from 0"
     assert errors == [expected if is_refused else ""] * 2
 
 
@@ -173,7 +173,7 @@ def test_a_node_that_reads_late_still_detects_a_duplicate_node_rank(slow):
 
     with ThreadPoolExecutor(3) as nodes:
         errors = list(nodes.map(meet, range(3)))
-    assert len(set(errors)) == 1 and errors[0].startswith("--node_rank=1 is the number of 2 nodes"), errors
+    assert len(set(errors)) == 1 and errors[0].startswith("--node_rank=1 is set on 2 nodes"), errors
 
 
 class _Late:
@@ -277,7 +277,7 @@ def test_a_node_that_joins_and_does_not_report_its_host_is_named(store_seconds, 
     monkeypatch.setattr(node_reports, "MEET_SECONDS", 1.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=store_seconds))
     with pytest.raises(
-        PeerError, match="node 1 of 2, counted from 0, joined .* did not report its host within 1 s; is"
+        PeerError, match="node 1 of 2, counted from 0, joined .* did not report its host within 1 s; check"
     ):
         NodeReports(store, "run", 0, 2, first_rank=0)
 
