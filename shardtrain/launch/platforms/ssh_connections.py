@@ -171,16 +171,14 @@ class SshConnections:
                     rule = f"did not start shardtrain within {seconds:g} s"
                     one.problem = Problem("host", one.name, rule, "check its load and its disk")
         # Hosts with the same problem share a line, with the message of the first one.
-        same_problem: dict[str, list[_Connection]] = {}
+        problems: dict[str, Problem] = {}
         for one in self._open:
             if one.problem and not self._requests:
-                same_problem.setdefault(one.kind or f"{one.problem.rule}; {one.problem.fix}", []).append(one)
-        problems = []
-        for hosts in same_problem.values():
-            assert hosts[0].problem is not None
-            problems.append(replace(hosts[0].problem, value=", ".join(one.name for one in hosts)))
+                key = one.kind or f"{one.problem.rule}; {one.problem.fix}"
+                known = problems.get(key)
+                problems[key] = replace(known, value=f"{known.value}, {one.name}") if known else one.problem
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(list(problems.values()))
 
     def _opened(self, plan: HostCommand, process: pdsh.Reached | subprocess.Popen[bytes]) -> _Connection:
         one = _Connection(plan, process, log=(self._folder / f"{plan.host.label}.log").open("ab"))
@@ -301,8 +299,9 @@ class SshConnections:
                     one.say(remote_agent.KILL)
             # A host that does not answer ends by itself, because it no longer receives keep-alives.
             if time.monotonic() > self._kill_at:
-                how = "immediately, while hosts did not answer; these end their processes themselves"
-                return self._stopped(NOT_SAVED, how)
+                return self._stopped(
+                    NOT_SAVED, "immediately, while hosts did not answer; these end their processes themselves"
+                )
         # ssh exits with the status of the remote command, unless ssh lost the connection or was killed.
         lost = [one for one in self._open if one.is_lost]
         if lost and not self._requests:
