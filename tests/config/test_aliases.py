@@ -1,4 +1,4 @@
-"""Older files load with their old meaning; each old name gives one notice, and none is dropped in silence."""
+"""Older files keep their meaning. Each old name has one notice, and none is dropped silently."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def values(loaded: Loaded, *names: str) -> tuple[object, ...]:
 def test_files_of_every_age_check_without_errors(file: Path) -> None:
     loaded = load(file)
     assert check(loaded) == []
-    # the flavors of qwen3 with experts have a model file of their own
+    # The flavors of qwen3 with experts have a separate model file.
     assert (loaded.notices == ()) == (file.parent.name == "torchtitan_v0_2_2" and "moe" not in file.stem)
 
 
@@ -42,7 +42,7 @@ def test_there_are_fixtures_of_every_age() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
 def test_every_key_of_a_file_is_set_or_mentioned(file: Path) -> None:
-    """Count lines: each ``key = value`` line is the origin of an option or of a notice."""
+    """Each ``key = value`` line must be the origin of an option or of a notice."""
     loaded = load(file)
     mentioned = set(loaded.origins.values()) | {notice.partition(": ")[0] for notice in loaded.notices}
     for number, line in enumerate(file.read_text().splitlines(), 1):
@@ -209,7 +209,7 @@ def test_the_command_line_takes_old_names_and_beats_the_file(tmp_path: Path) -> 
     assert values(loaded, "training.local_batch_size", "job.print_config") == (6, False)
 
 
-def test_what_had_no_counterpart_is_said_to_be_ignored(tmp_path: Path) -> None:
+def test_options_without_a_counterpart_are_reported_as_ignored(tmp_path: Path) -> None:
     loaded = read(tmp_path, "[job]\nuse_for_integration_test = true\n[experimental]\nenable_compiled_autograd = true\n")
     assert len(loaded.notices) == 2
     assert all(" is ignored: " in notice for notice in loaded.notices)
@@ -258,10 +258,10 @@ def test_what_had_no_counterpart_is_said_to_be_ignored(tmp_path: Path) -> None:
     ],
     ids=lambda case: case.splitlines()[1].split(" ")[0] if isinstance(case, str) else "",
 )
-def test_what_torchtitan_of_its_day_took_is_taken_with_a_notice(
+def test_options_of_older_torchtitan_versions_are_accepted_with_a_notice(
     tmp_path: Path, text: str, expected: dict[str, object]
 ) -> None:
-    """Each was in a published file; the older name, or the older value, is told with its line."""
+    """Each case is from a published file. The notice names the old name or value with its line."""
     loaded = read(tmp_path, text)
     assert {name: loaded.value(name) for name in expected} == expected
     assert any("old.toml:" in notice for notice in loaded.notices)
@@ -276,7 +276,7 @@ def test_what_torchtitan_of_its_day_took_is_taken_with_a_notice(
         ("[model]\nattn_mask_type = 'sliding'", "block_causal"),
     ],
 )
-def test_an_older_value_that_cannot_be_kept_is_refused_by_name(tmp_path: Path, text: str, names: str) -> None:
+def test_an_unsupported_old_value_is_rejected_by_name(tmp_path: Path, text: str, names: str) -> None:
     with pytest.raises(ConfigError, match=names):
         read(tmp_path, text)
 
@@ -321,10 +321,10 @@ def test_a_switch_that_is_off_is_not_called_without_effect(tmp_path: Path, switc
     assert not [note for note in notes(read(tmp_path, f"[{section}]\n{key} = false")) if switch in note]
 
 
-def test_what_is_off_or_alone_has_no_effect_and_says_so(tmp_path: Path) -> None:
-    alone = "[parallelism]\nenable_async_tensor_parallel = true"
+def test_ineffective_options_are_reported(tmp_path: Path) -> None:
+    without_compile = "[parallelism]\nenable_async_tensor_parallel = true"
     off = "[checkpoint]\nenable = false\ninitial_load_path = 'x'"
-    for text, option in ((alone, "enable_async_tensor_parallel"), (off, "initial_load_path")):
+    for text, option in ((without_compile, "enable_async_tensor_parallel"), (off, "initial_load_path")):
         loaded = read(tmp_path, text)
         assert check(loaded) == []
         assert any(option in note and "without effect" in note for note in notes(loaded))
@@ -347,7 +347,7 @@ def test_a_flavor_of_another_name_is_found_with_a_notice(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "kimi_k2"])
-def test_a_model_of_torchtitans_that_is_not_here_names_the_nearest_way(tmp_path: Path, name: str) -> None:
+def test_an_unsupported_torchtitan_model_names_an_alternative(tmp_path: Path, name: str) -> None:
     problems = check(read(tmp_path, f"[model]\nname = '{name}'"))
     assert any('model.name = "transformers"' in str(problem) for problem in problems)
 
@@ -361,7 +361,7 @@ def test_a_model_of_torchtitans_that_is_not_here_names_the_nearest_way(tmp_path:
         ("[float8]\nunheard_of = 1", "lora"),
     ],
 )
-def test_a_strange_key_is_not_taken_for_another(tmp_path: Path, text: str, misleading: str) -> None:
+def test_an_unknown_key_is_not_mistaken_for_another(tmp_path: Path, text: str, misleading: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read(tmp_path, text)
     assert misleading not in str(raised.value)
@@ -374,18 +374,18 @@ C4 = '[training]\ndataset = "c4"\n'
 
 
 def angles(loaded: Loaded) -> str:
-    (said,) = [note for note in notes(loaded) if note.startswith("rotary angles: ")] or [""]
-    return said
+    (note,) = [note for note in notes(loaded) if note.startswith("rotary angles: ")] or [""]
+    return note
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "part"),
     [
         (LLAMA.format("debugmodel") + OLD, "torchtitan v0.2 scales those of every Llama 3"),
         (LLAMA.format("debugmodel") + C4, "torchtitan v0.2 scales those of every Llama 3"),
         (LLAMA.format("8B") + OLD, "as in torchtitan since v0.2"),
         (LLAMA.format("8B") + C4, ""),
-        (LLAMA.format("debugmodel"), ""),  # a file of ours
+        (LLAMA.format("debugmodel"), ""),  # a file of this package
         (OLD, ""),  # names no model
         (LLAMA.format("8B") + '[model.overrides]\nrope_scaling = "none"\n' + OLD, ""),
         (DEEPSEEK.format(4096) + 'dataset = "c4"\n', "only does so if training.seq_len exceeds 4096"),
@@ -393,13 +393,13 @@ def angles(loaded: Loaded) -> str:
         (DEEPSEEK.format(2048) + 'dataset = "c4"\n[model.overrides]\nrope_factor = 1.0\n', ""),
     ],
 )
-def test_a_file_of_torchtitan_with_other_rotary_angles_is_reported_once(tmp_path, text, words):
-    told = angles(read(tmp_path, text))
-    assert words in told and bool(told) == bool(words)
+def test_a_file_of_torchtitan_with_other_rotary_angles_is_reported_once(tmp_path, text, part):
+    note = angles(read(tmp_path, text))
+    assert part in note and bool(note) == bool(part)
 
 
-def test_a_file_of_another_system_is_not_told_of_torchtitan_s_angles(tmp_path):
-    """Its renamed keys are no sign of torchtitan, and its Llama 3.1 is scaled as here."""
+def test_files_of_other_systems_have_no_note_about_torchtitan_s_angles(tmp_path):
+    """Its renamed keys do not indicate torchtitan, and its Llama 3.1 has the same scaling as here."""
     text = "\n".join(
         [
             "model:\n  _component_: torchtune.models.llama3_1.llama3_1_8b",
@@ -408,33 +408,33 @@ def test_a_file_of_another_system_is_not_told_of_torchtitan_s_angles(tmp_path):
         ]
     )
     (tmp_path / "config.yaml").write_text(text)
-    found = migrate([tmp_path / "config.yaml"])
-    loaded = load_settings(found.settings, ["--model.name", "llama3", "--model.flavor", "8B"], follow=False)
-    assert found.entries and angles(dataclasses.replace(loaded, renames=tuple(map(str, found.entries)))) == ""
+    migration = migrate([tmp_path / "config.yaml"])
+    loaded = load_settings(migration.settings, ["--model.name", "llama3", "--model.flavor", "8B"], follow=False)
+    assert migration.entries and angles(dataclasses.replace(loaded, renames=tuple(map(str, migration.entries)))) == ""
 
 
-def test_a_notice_that_tells_a_name_alone_is_not_a_warning(tmp_path):
-    """The trainer logs these as INFO, and those that tell of another result as warnings."""
+def test_a_notice_of_a_rename_is_not_a_warning(tmp_path):
+    """The trainer logs renames as INFO, and notices about changed results as warnings."""
     text = "[training]\nbatch_size = 2\ncompile = true\n[metrics]\nrank_0_only = true\n"
     loaded = read(tmp_path, text)
     assert len(loaded.notices) == 3 and loaded.renames == loaded.notices
     mask = "[model]\nname = 'llama3'\nflavor = '8B_flex'\n"
     for changed in (mask, "[model]\nattn_mask_type = 'block_causal'\n"):
         loaded = read(tmp_path, changed)
-        told = [notice for notice in loaded.notices if notice not in loaded.renames]
-        assert len(told) == 1 and "positions restart in each" in told[0]
+        warnings = [notice for notice in loaded.notices if notice not in loaded.renames]
+        assert len(warnings) == 1 and "positions restart in each" in warnings[0]
     loaded = read(tmp_path, "[training]\nbatch_size = 2\nlocal_batch_size = 2\n")
     assert ["too, as here" in notice for notice in loaded.notices if notice not in loaded.renames] == [True]
 
 
-def test_experts_split_over_tensor_ranks_are_taken_as_torchtitan_took_them(tmp_path):
-    """1 or the tensor parallel degree; experts stay whole, which is a matter of memory."""
+def test_expert_tensor_parallelism_is_accepted_like_in_torchtitan(tmp_path):
+    """Allowed are 1 and the tensor-parallel degree. Experts stay unsplit, which only affects memory."""
     experts = '[model]\nname = "qwen3"\nflavor = "debugmodel_moe"\n[parallelism]\ntensor_parallel_degree = 2\n'
     option = "parallelism.expert_tensor_parallel_degree"
-    for degree, errors, told in ((1, 0, 0), (2, 0, 1), (4, 1, 1)):
+    for degree, errors, num_notes in ((1, 0, 0), (2, 0, 1), (4, 1, 1)):
         loaded = read(tmp_path, f"{experts}expert_tensor_parallel_degree = {degree}\n")
         assert [problem.option for problem in check(loaded)] == [option] * errors
-        assert sum(option in note for note in notes(loaded)) == told
+        assert sum(option in note for note in notes(loaded)) == num_notes
 
 
 def test_a_dashboard_of_2024_finds_its_tag(tmp_path):

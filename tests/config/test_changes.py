@@ -1,4 +1,4 @@
-"""Which changes of an option between a checkpoint and its continuation stop the run: every option has its class."""
+"""Changed options that stop a resumed run: every option has a class."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPARED = [name for name in options() if changes.class_of(name) != "ignore"]
 
 
 def changed(config: Config, option: str) -> Config:
-    """A config in which one option has another value, of any kind: classes do not depend on it."""
+    """Return a config with another value of one option. Its type does not matter for the class."""
     sections, key = option.split(".")[:-1], option.rpartition(".")[2]
     value: Any = value_of(config, option)
     new: Any = {bool: lambda: not value, int: lambda: value + 7, float: lambda: value + 0.5}.get(
@@ -34,35 +34,35 @@ def changed(config: Config, option: str) -> Config:
     return node
 
 
-def found(old: Config, new: Config, excluded: tuple[str, ...] = (), ranks: tuple[int, int] = (2, 2)) -> list[str]:
+def differing(old: Config, new: Config, excluded: tuple[str, ...] = (), ranks: tuple[int, int] = (2, 2)) -> list[str]:
     record = json.loads(json.dumps(changes.to_record(old, ranks[0]), allow_nan=False))
     return [change.option for change in changes.find(record, new, ranks[1], excluded)]
 
 
 def test_every_option_has_a_class_and_the_tables_name_no_other() -> None:
     unknown = [name for name in options() if changes.class_of(name) is None]
-    assert not unknown, f"say in config/changes.py what a change of {unknown} means to a run that is continued"
+    assert not unknown, f"classify {unknown} in config/changes.py: what does a change mean for a resumed run?"
     assert set(changes.OPTIONS) <= set(options())
     assert set(changes.SECTIONS) <= {name.partition(".")[0] for name in options()}
     assert {*changes.OPTIONS.values(), *changes.SECTIONS.values()} == set(get_args(changes.Class))
 
 
 @pytest.mark.parametrize("option", list(options()))
-def test_a_change_is_found_exactly_where_it_matters(option: str) -> None:
+def test_a_change_is_detected_exactly_if_it_matters(option: str) -> None:
     config = Config()
-    # a batch size follows from the mesh unless it is given, and is compared as the number that it comes to
+    # An unset batch size follows from the mesh, and is compared as its resolved number.
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=64))
     wanted = [option] if option in COMPARED else []
-    assert found(config, changed(config, option)) == wanted
-    assert found(config, config) == []
+    assert differing(config, changed(config, option)) == wanted
+    assert differing(config, config) == []
 
 
-def test_another_mesh_is_the_same_run_as_long_as_the_batch_is() -> None:
+def test_another_mesh_with_the_same_batch_is_the_same_run() -> None:
     of_mesh, fixed = Config(), changed(Config(), "training.global_batch_size")
-    assert found(fixed, fixed, ranks=(2, 4)) == []
-    assert found(of_mesh, of_mesh, ranks=(2, 4)) == ["training.global_batch_size"]
+    assert differing(fixed, fixed, ranks=(2, 4)) == []
+    assert differing(of_mesh, of_mesh, ranks=(2, 4)) == ["training.global_batch_size"]
     halved = dataclasses.replace(of_mesh, training=dataclasses.replace(of_mesh.training, local_batch_size=4))
-    assert found(of_mesh, halved, ranks=(2, 4)) == []
+    assert differing(of_mesh, halved, ranks=(2, 4)) == []
 
 
 def test_a_part_that_restarts_frees_its_options() -> None:
@@ -72,53 +72,53 @@ def test_a_part_that_restarts_frees_its_options() -> None:
         ("lr_scheduler", "lr_scheduler.warmup_steps", ["optimizer.beta1", "training.max_norm"]),
         ("train_state", "training.max_norm", ["optimizer.beta1"]),
     ):
-        assert found(config, changed(config, option), (part,)) == []
+        assert differing(config, changed(config, option), (part,)) == []
         for other in others:
-            assert found(config, changed(config, other), (part,)) == [other]
-    # weights stay, so their model does
-    assert found(config, changed(config, "model.norm_type"), tuple(changes.FREED)) == ["model.norm_type"]
+            assert differing(config, changed(config, other), (part,)) == [other]
+    # Weights are loaded, so the model must be the same.
+    assert differing(config, changed(config, "model.norm_type"), tuple(changes.FREED)) == ["model.norm_type"]
 
 
-def test_what_was_so_already_is_not_a_change_when_it_is_spelt_out() -> None:
+def test_writing_out_a_default_is_not_a_change() -> None:
     plain = Config(training=Training(steps=60), model=Model(overrides={"num_layers": 2}))
     schedule = dataclasses.replace(plain, lr_scheduler=LRScheduler(total_steps=60))
-    assert found(plain, schedule) == [] == found(schedule, plain)
-    assert found(plain, dataclasses.replace(plain, lr_scheduler=LRScheduler(total_steps=61))) == [
+    assert differing(plain, schedule) == [] == differing(schedule, plain)
+    assert differing(plain, dataclasses.replace(plain, lr_scheduler=LRScheduler(total_steps=61))) == [
         "lr_scheduler.total_steps"
     ]
     longer = dataclasses.replace(schedule, training=Training(steps=90))
-    assert found(plain, longer) == []  # the schedule is the one that was begun
-    assert found(plain, dataclasses.replace(plain, training=Training(steps=90))) == ["training.steps"]
+    assert differing(plain, longer) == []  # the schedule of the original run continues
+    assert differing(plain, dataclasses.replace(plain, training=Training(steps=90))) == ["training.steps"]
     facts = read_model_file(plain.model.name)
     sizes = shape(facts, plain.model.flavor, plain.model.overrides)
-    told = dataclasses.replace(plain, model=Model(overrides={"num_layers": 2, "vocab_size": sizes["vocab_size"]}))
-    assert found(plain, told) == [] == found(told, plain)
-    assert found(plain, dataclasses.replace(plain, model=Model(overrides={"num_layers": 3}))) == ["model.overrides"]
+    explicit = dataclasses.replace(plain, model=Model(overrides={"num_layers": 2, "vocab_size": sizes["vocab_size"]}))
+    assert differing(plain, explicit) == [] == differing(explicit, plain)
+    assert differing(plain, dataclasses.replace(plain, model=Model(overrides={"num_layers": 3}))) == ["model.overrides"]
 
 
 @pytest.mark.parametrize("record", [None, [], 3, {}, {"no.option": 1}])
-def test_what_an_older_checkpoint_does_not_say_is_not_compared(record: Any) -> None:
+def test_options_missing_in_an_older_checkpoint_are_not_compared(record: Any) -> None:
     assert changes.find(record, Config(), 1) == []
 
 
-def test_numbers_without_end_and_hostile_records_stay_one_line_of_json() -> None:
+def test_infinite_numbers_and_hostile_records_stay_one_line_of_json() -> None:
     config = dataclasses.replace(Config(), training=dataclasses.replace(Config().training, max_norm=float("inf")))
-    assert found(config, config) == []
+    assert differing(config, config) == []
     hostile = {"optimizer.lr": "\n\x1b[31m" + "x" * 9999, "training.max_norm": {"a": [None]}}
     for change in changes.find(hostile, Config(), 1):
         assert str(change).isprintable() and len(str(change)) < 500
 
 
-def problems(*words: str) -> list[str]:
-    checkpoint = dataclasses.replace(Config().checkpoint, enable=True, accept_changes=list(words))
+def problems(*options: str) -> list[str]:
+    checkpoint = dataclasses.replace(Config().checkpoint, enable=True, accept_changes=list(options))
     return [str(problem) for problem in check(Loaded(dataclasses.replace(Config(), checkpoint=checkpoint)))]
 
 
-def test_only_what_can_be_accepted_is_an_accepted_change() -> None:
+def test_only_acceptable_changes_can_be_listed() -> None:
     assert problems("optimizer.lr", "training.max_norm") == problems("all") == []
-    (told,) = problems("optimizer.lrr")
-    assert 'did you mean "optimizer.lr"?' in told and "is not an option" in told
-    (told,) = problems("metrics.log_freq")
-    assert "may be changed freely" in told
-    (told,) = problems("debug.seed")
-    assert 'exclude_from_loading = ["dataloader"]' in told
+    (problem,) = problems("optimizer.lrr")
+    assert 'did you mean "optimizer.lr"?' in problem and "is not an option" in problem
+    (problem,) = problems("metrics.log_freq")
+    assert "may be changed freely" in problem
+    (problem,) = problems("debug.seed")
+    assert 'exclude_from_loading = ["dataloader"]' in problem

@@ -1,4 +1,4 @@
-"""Options of checkpoints: what cannot work is refused with its fix, and what waits for another is said."""
+"""Checkpoint options: impossible ones are rejected with a fix, and ineffective ones are noted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ('keep_best = "loss"', 'checkpoint.keep_best="loss" must be validation.loss or validation.perplexity'),
         ('keep_best = "validation.los"', 'did you mean "validation.loss"?'),
@@ -46,9 +46,9 @@ def written(tmp_path: Path, text: str) -> Path:
         ("initial_load_in_hf_quantized = true", "has no effect without checkpoint.initial_load_in_hf"),
     ],
 )
-def test_what_cannot_work_is_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_impossible_checkpoint_options_are_rejected(tmp_path: Path, text: str, message: str) -> None:
     lines = [str(problem) for problem in check(load(written(tmp_path, ON + text)))]
-    assert any(told in line for line in lines), lines
+    assert any(message in line for line in lines), lines
 
 
 @pytest.mark.parametrize(
@@ -63,23 +63,23 @@ def test_what_cannot_work_is_refused(tmp_path: Path, text: str, told: str) -> No
         ON + 'initial_load_in_hf = true\n[model]\nhf_assets_path = "x"',
     ],
 )
-def test_what_works_is_taken_without_a_word(tmp_path: Path, text: str) -> None:
+def test_possible_checkpoint_options_have_no_notes(tmp_path: Path, text: str) -> None:
     loaded = load(written(tmp_path, text))
     assert [p for p in check(loaded) if "checkpoint." in str(p) or "patience" in str(p)] == []
     assert notes(loaded) == []
 
 
-def test_memory_is_pinned_for_cuda_alone(tmp_path: Path) -> None:
+def test_pinned_memory_requires_cuda(tmp_path: Path) -> None:
     loaded = load(written(tmp_path, ON + 'async_mode = "async_with_pinned_mem"'))
     for device, refused in (("cpu", True), ("cuda", False), (None, False)):
         lines = [str(p) for p in machine_notes(loaded, None, device, None)]
         assert any('use "async"' in line for line in lines) == refused
 
 
-def test_options_that_wait_for_another_are_named(tmp_path: Path) -> None:
+def test_options_that_require_another_are_noted(tmp_path: Path) -> None:
     text = ON + 'max_stall_seconds = 5.0\nmean_time_to_failure_hours = 2.0\nbest_mode = "max"'
-    found = notes(load(written(tmp_path, text)))
-    assert [line.partition(":")[0].removeprefix("checkpoint.") for line in found] == [
+    lines = notes(load(written(tmp_path, text)))
+    assert [line.partition(":")[0].removeprefix("checkpoint.") for line in lines] == [
         "max_stall_seconds",
         "mean_time_to_failure_hours",
         "best_mode",

@@ -1,4 +1,4 @@
-"""Verbs that read a configuration too: their own options are taken out, and the rest is left as it was."""
+"""Verbs that also read a configuration: their options are extracted, and the other arguments stay unchanged."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from shardtrain.config.command_line import CommandLine, VerbOption, number_of, s
 from shardtrain.utils.errors import ConfigError
 
 
-def test_options_of_the_verb_are_taken_and_the_rest_is_left() -> None:
-    found = take(
+def test_options_of_the_verb_are_extracted_from_the_arguments() -> None:
+    taken = take(
         ["run.toml", "--output=o", "--a.b", "1", "2", "--flag", "--n", "1_000"],
         {"--output": VerbOption(), "--n": VerbOption(number_of())},
         ["--flag"],
     )
-    assert found.configuration() == ("run.toml", ("--a.b", "1", "2"))
-    assert found.own == {"--output": "o", "--n": 1000, "--flag": True}
+    assert taken.configuration() == ("run.toml", ("--a.b", "1", "2"))
+    assert taken.own == {"--output": "o", "--n": 1000, "--flag": True}
     assert take(["--x.y", "1", "-h"], {}).help
 
 
-def test_a_list_takes_all_words_up_to_the_next_option_and_may_be_given_again() -> None:
+def test_a_list_ends_at_the_next_option_and_may_be_repeated() -> None:
     mesh = VerbOption(is_list=True)
-    found = take(["--mesh", "tp=2", "pp=2", "--json", "--mesh=cp=2", "--a.b", "1"], {"--mesh": mesh}, ["--json"])
-    assert found.own == {"--mesh": ["tp=2", "pp=2", "cp=2"], "--json": True} and found.rest == ("--a.b", "1")
+    taken = take(["--mesh", "tp=2", "pp=2", "--json", "--mesh=cp=2", "--a.b", "1"], {"--mesh": mesh}, ["--json"])
+    assert taken.own == {"--mesh": ["tp=2", "pp=2", "cp=2"], "--json": True} and taken.rest == ("--a.b", "1")
     with pytest.raises(ConfigError, match="--mesh has no value; write it like --mesh VALUE"):
         take(["--mesh", "-h2"], {"--mesh": mesh})
 
@@ -35,17 +35,17 @@ def test_a_number_is_whole_and_above_zero(wrong: str) -> None:
 
 def test_an_option_without_a_value_or_given_twice_is_refused() -> None:
     number = VerbOption(number_of())
-    for words in (["--n", "--other"], ["--n="], ["--n"]):
+    for arguments in (["--n", "--other"], ["--n="], ["--n"]):
         with pytest.raises(ConfigError, match="--n has no value"):
-            take(words, {"--n": number})
+            take(arguments, {"--n": number})
     assert take(["--n", "1", "--n", "2"], {"--n": number}).own == {"--n": 2}
     with pytest.raises(ConfigError, match="--n is given twice"):
         take(["--n", "1", "--n", "2"], {"--n": VerbOption(number_of(), once=True)})
 
 
-def test_what_train_has_is_split_from_overrides() -> None:
-    found = split(["--nproc=3", "run.toml", "--nnodes", "1:4", "--a.b", "x", "--node_rank", "0"])
-    assert found == CommandLine("run.toml", 3, ("--a.b", "x"), nnodes="1:4", node_rank=0)
+def test_launch_options_of_train_are_split_from_overrides() -> None:
+    taken = split(["--nproc=3", "run.toml", "--nnodes", "1:4", "--a.b", "x", "--node_rank", "0"])
+    assert taken == CommandLine("run.toml", 3, ("--a.b", "x"), nnodes="1:4", node_rank=0)
     assert split(["--a.b", "1", "--job.config_file", "run.toml"]) == CommandLine("run.toml", None, ("--a.b", "1"))
     assert split(["run.toml", "--help", "--nproc", "none"]).help
     with pytest.raises(ConfigError, match="is a second file, beside run.toml"):

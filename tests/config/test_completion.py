@@ -1,4 +1,4 @@
-"""A shell completes verbs, options and values as the command knows them."""
+"""Shell completion offers the verbs, options and values of the command."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from shardtrain.config.options import options
 VERBS = [name for name in cli.VERBS if not name.startswith("-")]
 
 
-def completed(*words: str) -> set[str]:
-    """What bash offers for the last word; it takes a word apart at "=", as readline does."""
-    parts = [part for word in words for part in ((word,) if "=" not in word else _apart(word))]
-    asked = f"COMP_WORDS=({' '.join(map(repr, parts))}); COMP_CWORD={len(parts) - 1}; _shardtrain"
-    text = completion.script("bash", VERBS) + f'\n{asked}; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run(
+def completed(*arguments: str) -> set[str]:
+    """Return what bash offers for the last argument. Arguments are split at "=", like in readline."""
+    parts = [part for argument in arguments for part in ((argument,) if "=" not in argument else _split(argument))]
+    setup = f"COMP_WORDS=({' '.join(map(repr, parts))}); COMP_CWORD={len(parts) - 1}; _shardtrain"
+    text = completion.script("bash", VERBS) + f'\n{setup}; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    result = subprocess.run(
         ["bash", "-c", text], capture_output=True, text=True, check=True, timeout=patience.seconds(60)
     )
-    assert not done.stderr
-    return set(done.stdout.split())
+    assert not result.stderr
+    return set(result.stdout.split())
 
 
-def _apart(word: str) -> list[str]:
-    name, _, value = word.partition("=")
+def _split(argument: str) -> list[str]:
+    name, _, value = argument.partition("=")
     return [name, "=", value] if value else [name, "="]
 
 
@@ -46,19 +46,19 @@ def test_bash_offers_verbs_options_presets_and_values() -> None:
 
 
 @pytest.mark.parametrize("shell", completion.SHELLS)
-def test_each_script_is_one_that_its_shell_reads(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_shell_accepts_its_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(("completion", shell)) == 0
     script = capsys.readouterr().out
     assert all(verb in script for verb in VERBS) and "training.steps" in script
     if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed here, so nobody reads its script")
+        pytest.skip(f"{shell} is not installed")
     subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=patience.seconds(60))
 
 
-@pytest.mark.parametrize("words", [(), ("tcsh",), ("bash", "zsh")])
-def test_another_shell_is_one_line_with_what_to_write(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("arguments", [(), ("tcsh",), ("bash", "zsh")])
+def test_an_unsupported_shell_is_one_line_with_a_fix(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(("completion", *words)) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and 'eval "$(shardtrain completion bash)"' in told
+    assert cli.main(("completion", *arguments)) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and 'eval "$(shardtrain completion bash)"' in message

@@ -1,4 +1,4 @@
-"""[data], [data.sources.NAME] and [[data.stages]]: how they are read, and what about them is refused or said aloud."""
+"""[data], [data.sources.NAME] and [[data.stages]]: parsing, rejected values, and notes."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def test_tables_of_a_file_become_dataclasses_with_a_line_for_each_key(tmp_path: 
     ],
     ids=["inline", "dotted"],
 )
-def test_all_ways_of_toml_to_write_tables_mean_the_same(tmp_path: Path, text: str) -> None:
+def test_all_toml_notations_of_tables_are_equivalent(tmp_path: Path, text: str) -> None:
     assert read(tmp_path, text).config.data == Data(sources=SOURCES, stages=STAGES)
 
 
-def test_the_entries_of_an_array_of_tables_have_lines_of_their_own() -> None:
+def test_the_entries_of_an_array_of_tables_have_separate_lines() -> None:
     lines = key_lines(
         "[[a]]\nx = 1\n[a.b]\ny = 1\n[[a]]\nx = 2\n[[a.c]]\nz = 1\n[[a.c]]\nz = 2\n[d]\ne = [\n{f = 1},\n{f = 2}]\n"
     )
@@ -121,9 +121,9 @@ def test_arguments_change_add_and_replace_entries(tmp_path: Path) -> None:
     assert loaded.origins["data.sources.web.dataset_path"] == "run.toml:2"
 
 
-def test_a_table_as_an_argument_joins_entry_by_entry_and_a_list_replaces_the_whole(tmp_path: Path) -> None:
-    words = ["--data.sources", "{web = {weight = 5}, x = {}}", "--data.stages", "[{weights = {x = 1}}]"]
-    data = read(tmp_path, TEXT, words).config.data
+def test_a_table_argument_is_merged_and_a_list_replaces_the_old_one(tmp_path: Path) -> None:
+    arguments = ["--data.sources", "{web = {weight = 5}, x = {}}", "--data.stages", "[{weights = {x = 1}}]"]
+    data = read(tmp_path, TEXT, arguments).config.data
     assert data.sources == {**SOURCES, "web": DataSource(dataset_path="web.jsonl", weight=5.0), "x": DataSource()}
     assert data.stages == [DataStage(0, {"x": 1.0})]
     assert read(tmp_path, TEXT, ["--data.stages", "[]"]).config.data.stages == []
@@ -173,12 +173,12 @@ def test_a_switch_that_may_be_unset_needs_no_value() -> None:
         ("", ["--data.sources.web.weight", "1", "--data.sources.web.weight", "2"], ["is given twice"]),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_fix(
+def test_unreadable_values_are_named_with_a_fix(
     tmp_path: Path, text: str, arguments: list[str], fragments: list[str]
 ) -> None:
     lines = refused(tmp_path, text, arguments)
-    found = [line for line in lines if all(fragment in line for fragment in fragments)]
-    assert found and "\n" not in found[0], lines
+    matches = [line for line in lines if all(fragment in line for fragment in fragments)]
+    assert matches and "\n" not in matches[0], lines
 
 
 WEB = "[data.sources.web]\ndataset = 'python_stdlib'\n"
@@ -268,7 +268,7 @@ TWO = f"{WEB}[data.sources.code]\ndataset = 'python_stdlib'\n"
         ),
     ],
 )
-def test_what_cannot_work_is_one_problem_with_its_fix(tmp_path: Path, text: str, fragments: list[str]) -> None:
+def test_an_impossible_value_is_one_problem_with_a_fix(tmp_path: Path, text: str, fragments: list[str]) -> None:
     problems = [str(problem) for problem in check(read(tmp_path, text))]
     assert len(problems) == 1, problems
     assert "\n" not in problems[0]
@@ -276,7 +276,7 @@ def test_what_cannot_work_is_one_problem_with_its_fix(tmp_path: Path, text: str,
         assert fragment in problems[0], problems[0]
 
 
-def test_a_weight_beside_stages_is_said_to_have_no_effect(tmp_path: Path) -> None:
+def test_a_weight_next_to_stages_is_noted_as_ineffective(tmp_path: Path) -> None:
     loaded = read(tmp_path, f"{TWO}weight = 0.2\n[[data.stages]]\nweights.code = 1")
     assert check(loaded) == []
     assert notes(loaded) == [
@@ -284,7 +284,7 @@ def test_a_weight_beside_stages_is_said_to_have_no_effect(tmp_path: Path) -> Non
     ]
 
 
-def test_all_problems_of_a_mixture_come_at_once(tmp_path: Path) -> None:
+def test_all_problems_of_a_mixture_are_reported_together(tmp_path: Path) -> None:
     text = (
         "[data.sources.a]\ndataset = 'x'\nweight = -1\n[data.sources.b]\nepochs = 0\n[[data.stages]]\nweights.c = 1\n"
     )
@@ -306,12 +306,12 @@ def test_all_problems_of_a_mixture_come_at_once(tmp_path: Path) -> None:
         f"{TWO}[[data.stages]]\nuntil_tokens = 5\nweights.web = 1",
         "[data]\nreaders = 65536\nmax_row_bytes = 1024\npacking = 'padded'\nlong_documents = 'cut'",
         "[data]\nmode = 'stream'\n[training]\non_data_end = 'stop'",
-        "[data]\nformat = 'text'\nprompt_field = 'prompt'\nbad_rows_max_fraction = 0.001",  # the defaults do no harm
+        "[data]\nformat = 'text'\nprompt_field = 'prompt'\nbad_rows_max_fraction = 0.001",  # default values are allowed
         "[validation]\nenable = true\ndataset = 'text'\ndataset_path = 'held_out'\n"
         "[training.dataloader]\nnum_workers = 2",
     ],
 )
-def test_what_can_work_is_not_a_problem_and_needs_no_note(tmp_path: Path, text: str) -> None:
+def test_possible_data_options_have_no_problems_or_notes(tmp_path: Path, text: str) -> None:
     loaded = read(tmp_path, text)
     assert check(loaded) == [] and notes(loaded) == []
 
@@ -334,18 +334,18 @@ def test_what_can_work_is_not_a_problem_and_needs_no_note(tmp_path: Path, text: 
         ),
     ],
 )
-def test_what_is_not_an_error_and_still_worth_a_line_is_a_note(tmp_path: Path, text: str, fragment: str) -> None:
+def test_questionable_data_options_are_notes(tmp_path: Path, text: str, fragment: str) -> None:
     loaded = read(tmp_path, text)
     assert check(loaded) == []
     assert len(notes(loaded)) == 1 and fragment in notes(loaded)[0], notes(loaded)
 
 
-def test_a_document_mask_that_is_off_needs_no_word_where_nothing_shares_a_sequence(tmp_path: Path) -> None:
+def test_a_disabled_document_mask_is_not_noted_without_shared_sequences(tmp_path: Path) -> None:
     assert notes(read(tmp_path, "[data]\ndocument_mask = 'off'\npacking = 'padded'\nformat = 'chat'\n")) == []
-    assert notes(read(tmp_path, "[data]\ndocument_mask = 'off'\n")) == []  # text laid end to end, as torchtitan does
+    assert notes(read(tmp_path, "[data]\ndocument_mask = 'off'\n")) == []  # concatenated text, as in torchtitan
 
 
-def test_paths_of_all_sources_must_lead_somewhere_and_patterns_match(tmp_path: Path) -> None:
+def test_paths_of_all_sources_must_exist_and_patterns_match(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("")
     text = (
         f"[data.sources.a]\ndataset_path = '{tmp_path}/*.jsonl'\n[data.sources.b]\ndataset_path = '{tmp_path}/*.gz'\n"
@@ -381,7 +381,7 @@ def test_help_explains_the_keys_of_an_entry() -> None:
     assert "--data.packing" in help_text("data")
 
 
-def test_names_of_torchtitan_for_held_out_data_are_understood(tmp_path: Path) -> None:
+def test_torchtitan_s_names_for_validation_data_are_accepted(tmp_path: Path) -> None:
     loaded = read(tmp_path, "[validation]\nenabled = true\ndataset = 'c4_validation'\n")
     assert (loaded.config.validation.enable, loaded.config.validation.dataset) == (True, "c4_validation")
     assert check(loaded) == []
@@ -393,7 +393,7 @@ def test_the_data_options_are_read_without_torch() -> None:
         "import sys; from shardtrain.config import check, load; check(load(None, ['--data.sources.a.dataset=text']));"
         "print([m for m in ('torch', 'numpy', 'pyarrow', 'datasets') if m in sys.modules])"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience.seconds(60), check=True
     )
-    assert done.stdout.strip() == "[]"
+    assert result.stdout.strip() == "[]"

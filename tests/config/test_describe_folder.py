@@ -1,4 +1,4 @@
-"""What config.json says is what is computed: every field stated, every key judged by what transformers does with it."""
+"""Models follow config.json: readers set every field, and treat every key like transformers does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardtrain.utils.errors import ConfigError
 transformers = pytest.importorskip("transformers")
 
 MOONLIGHT = {
-    # as Moonlight-16B-A3B is published: nearest to a flavor with another router, balance and scale
+    # Moonlight-16B-A3B as published. The nearest flavor has another router, balance and scale.
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 163840, "hidden_size": 2048,
     "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 11264,
     "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
@@ -37,7 +37,7 @@ FLAVORS = [(name, flavor) for name in HUBS for flavor in read_model_file(name).f
 
 
 def config_of(family: str) -> dict[str, Any]:
-    """The config.json of one of the tiny folders."""
+    """Return the config.json of one of the tiny folders."""
     if family == "moonlight":
         return dict(MOONLIGHT)
     name, fields = FAMILIES[family]
@@ -62,29 +62,31 @@ def test_every_model_file_with_a_form_is_known_without_torch() -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, "moonlight"])
 def test_a_reader_states_every_field(family: str, tmp_path: Path) -> None:
-    found = describe(write(config_of(family), tmp_path / "hf"))
-    fields = {field.name for field in dataclasses.fields(models.find(found.name).Config)}
-    assert set(found.values) == fields - FREE
+    described = describe(write(config_of(family), tmp_path / "hf"))
+    fields = {field.name for field in dataclasses.fields(models.find(described.name).Config)}
+    assert set(described.values) == fields - FREE
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "moonlight"])
-def test_no_flavor_as_the_nearest_changes_the_model(family: str, tmp_path: Path) -> None:
-    found = describe(write(config_of(family), tmp_path / "hf"))
-    neighbours = [(name, flavor) for name, flavor in FLAVORS if HUBS[name] is found.hub]
+def test_the_choice_of_the_nearest_flavor_does_not_change_the_model(family: str, tmp_path: Path) -> None:
+    described = describe(write(config_of(family), tmp_path / "hf"))
+    neighbours = [(name, flavor) for name, flavor in FLAVORS if HUBS[name] is described.hub]
     assert neighbours
     for name, flavor in neighbours:
-        overrides = describe_folder.overrides_of(found.hub, name, flavor, found.values)
+        overrides = describe_folder.overrides_of(described.hub, name, flavor, described.values)
         built = dataclasses.asdict(models.shape_of(models.find(name), flavor, overrides, "rmsnorm"))
-        aside = found.hub.unused(found.values)
-        differ = {key: built[key] for key, value in found.values.items() if built[key] != value and key not in aside}
+        aside = described.hub.unused(described.values)
+        differ = {
+            key: built[key] for key, value in described.values.items() if built[key] != value and key not in aside
+        }
         assert not differ, (name, flavor)
-        assert found.hub.unused(built) == aside, (name, flavor)
+        assert described.hub.unused(built) == aside, (name, flavor)
 
 
-def test_a_sigmoid_router_stays_one_beside_a_flavor_with_softmax(tmp_path: Path) -> None:
-    found = recognise(write(MOONLIGHT, tmp_path / "hf"))
-    assert (found.name, found.flavor) == ("deepseek_v3", "16B"), "the neighbour of the fault"
-    config = models.shape_of(models.find(found.name), found.flavor, found.overrides, "rmsnorm")
+def test_a_sigmoid_router_is_kept_with_a_softmax_flavor(tmp_path: Path) -> None:
+    described = recognise(write(MOONLIGHT, tmp_path / "hf"))
+    assert (described.name, described.flavor) == ("deepseek_v3", "16B"), "expected the neighbouring flavor"
+    config = models.shape_of(models.find(described.name), described.flavor, described.overrides, "rmsnorm")
     assert (config.score_func, config.group_top_k, config.load_balance_coeff) == ("sigmoid", 2, 1e-3)
     with pytest.raises(ConfigError, match="scoring_func='softmax' is implemented neither here nor in transformers"):
         recognise(write({**MOONLIGHT, "scoring_func": "softmax"}, tmp_path / "hf"))
@@ -93,10 +95,12 @@ def test_a_sigmoid_router_stays_one_beside_a_flavor_with_softmax(tmp_path: Path)
 @pytest.mark.parametrize(
     "family", ["llama2", "llama3", "mistral", "qwen2", "deepseek_v3-plain-queries", "qwen3_moe", "llama4"]
 )
-def test_fields_that_are_said_to_be_unused_change_no_logit(family: str, tmp_path: Path) -> None:
-    found = describe(write(config_of(family), tmp_path / "hf"))
-    values = {**found.values, "num_groups": 1, "top_groups": 1} if "num_groups" in found.values else found.values
-    module, unused = models.find(found.name), found.hub.unused(values)
+def test_fields_reported_as_unused_change_no_logit(family: str, tmp_path: Path) -> None:
+    described = describe(write(config_of(family), tmp_path / "hf"))
+    values = (
+        {**described.values, "num_groups": 1, "top_groups": 1} if "num_groups" in described.values else described.values
+    )
+    module, unused = models.find(described.name), described.hub.unused(values)
     pair = []
     for factor in (1, 2):
         config = module.Config(**{**values, **{key: values[key] * factor for key in unused - {"top_groups"}}})
@@ -111,7 +115,7 @@ def test_fields_that_are_said_to_be_unused_change_no_logit(family: str, tmp_path
 
 @pytest.mark.parametrize("name", HUBS)
 def test_a_reader_knows_every_key_of_the_class_in_transformers(name: str) -> None:
-    """So a key that it does not know is used by nothing there, and changes nothing."""
+    """Unknown keys are therefore unused in transformers, and have no effect."""
     hub, cls = HUBS[name], class_of(HUBS[name])
     keys = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map) | {"rope_scaling", "rope_theta"}
     values = {**dict.fromkeys(keys), **hub.defaults}
@@ -121,7 +125,7 @@ def test_a_reader_knows_every_key_of_the_class_in_transformers(name: str) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_missing_key_is_what_transformers_takes_it_for(family: str) -> None:
+def test_a_missing_key_has_the_default_of_transformers(family: str) -> None:
     config = config_of(family)
     hub = next(hub for hub in HUBS.values() if hub.model_type == config["model_type"])
 
@@ -135,7 +139,7 @@ def test_a_missing_key_is_what_transformers_takes_it_for(family: str) -> None:
         less = {name: value for name, value in config.items() if name not in (key, "layer_types")}
         try:
             full = json.loads(class_of(hub).from_dict(less).to_json_string(use_diff=False))
-        except Exception as error:  # of whatever kind: a width that heads do not divide, say
+        except Exception as error:  # any kind, for example a width that the heads do not divide
             assert "Validation" in type(error).__name__, key
             continue
         assert read(less) == read(full), key
@@ -166,9 +170,9 @@ SILENT = {"finetuning_task", "temperature", "pruned_heads"}
 @pytest.mark.parametrize("key", KEYS)
 def test_a_key_that_nothing_uses_is_a_notice(key: str, tmp_path: Path) -> None:
     plain = recognise(write(config_of("llama3"), tmp_path / "a"))
-    found = recognise(write({**config_of("llama3"), key: KEYS[key]}, tmp_path / "b"))
-    assert found == plain
-    assert [key in notice for notice in found.notices] == ([] if key in SILENT else [True])
+    described = recognise(write({**config_of("llama3"), key: KEYS[key]}, tmp_path / "b"))
+    assert described == plain
+    assert [key in notice for notice in described.notices] == ([] if key in SILENT else [True])
 
 
 @pytest.mark.parametrize(
@@ -185,22 +189,24 @@ def test_a_key_that_nothing_uses_is_a_notice(key: str, tmp_path: Path) -> None:
         ("neox", {"attention_bias": False}),
     ],
 )
-def test_what_is_not_ours_is_taken_as_transformers_has_it_and_said(family: str, changes: Any, tmp_path: Path) -> None:
-    found = recognise(write({**config_of(family), **changes}, tmp_path / "hf"))
-    assert found.name == "transformers" and found.overrides == {"path": str(tmp_path / "hf")}
-    assert len(found.notices) == 1 and "; using " in found.notices[0]
+def test_unsupported_variants_use_transformers_with_a_notice(family: str, changes: Any, tmp_path: Path) -> None:
+    described = recognise(write({**config_of(family), **changes}, tmp_path / "hf"))
+    assert described.name == "transformers" and described.overrides == {"path": str(tmp_path / "hf")}
+    assert len(described.notices) == 1 and "; using " in described.notices[0]
 
 
-def test_an_import_compares_logits_and_says_the_difference(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_an_import_compares_logits_and_reports_the_difference(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     folder = save(build("llama3"), tmp_path / "hf")
     assert main(["import", str(folder), "--to", str(tmp_path / "a")]) == 0
-    said = capsys.readouterr()
-    assert "transformers returns the same logits: largest error" in said.out and "Loading weights" not in said.err
+    captured = capsys.readouterr()
+    assert (
+        "transformers returns the same logits: largest error" in captured.out and "Loading weights" not in captured.err
+    )
     read = importing.recognise
 
-    def wrong(*words: Any) -> Any:
-        found = read(*words)
-        return dataclasses.replace(found, config=dataclasses.replace(found.config, rope_theta=100.0))
+    def wrong(*arguments: Any) -> Any:
+        model = read(*arguments)
+        return dataclasses.replace(model, config=dataclasses.replace(model.config, rope_theta=100.0))
 
     monkeypatch.setattr(importing, "recognise", wrong)
     assert main(["import", str(folder), "--to", str(tmp_path / "b")]) != 0

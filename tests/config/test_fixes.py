@@ -1,8 +1,8 @@
-"""Every fix that a message of the configuration suggests is applied, and works.
+"""Every fix that a configuration error suggests works.
 
-Each option gets wrong values and every word that it knows. Of each problem that the check then reports, the values that
-the fix names are set, or the option is removed. The problem must be gone with each of them, and at least one must lead
-to a configuration without problems: at once, or by the fixes of what is reported then.
+Each option is set to wrong values and to all of its valid names. For each reported problem, the suggested fixes are
+applied: the values are set, or the option is removed. Each fix must remove its problem, and at least one must lead to a
+configuration without problems, immediately or with further fixes.
 """
 
 from __future__ import annotations
@@ -37,60 +37,60 @@ USE = re.compile(
     rf"(?:use|set it to) (?:for example |at most )?{VALUE}(?:(?:, | or |, or ){VALUE})?(?:$|,| or| and|\.)"
 )
 REMOVE = re.compile(r"(?:^|, or )(?:remove it|leave it out)")
-OF_ONES_OWN = re.compile(r"needs (?:a folder|a device|files)|does not exist|is not installed|limits a sweep")
-"""Rules about what only the user knows or has: no fix can name it."""
+NEEDS_USER = re.compile(r"needs (?:a folder|a device|files)|does not exist|is not installed|limits a sweep")
+"""Rules about facts that only the user knows, so no fix can be applied."""
 
 Given = dict[str, str]
-"""Options of a command line, with their values."""
+"""Options on a command line -> values."""
 
 
 def values_of(kind: Any) -> list[str]:
-    """Words for an option: all that a Literal has, and wrong values of other types."""
+    """Return values for an option: all those of a Literal, and wrong values of other types."""
     if get_origin(kind) in (Union, UnionType):
         return [value for part in get_args(kind) for value in values_of(part)]
     if get_origin(kind) is Literal:
-        return [str(word) for word in get_args(kind)]
+        return [str(value) for value in get_args(kind)]
     return WRONG.get(get_origin(kind) or kind, [])
 
 
-def find(preset: str, given: Given) -> list[Problem]:
-    """What `config check` reports for two ranks on CPUs."""
-    return _find(preset, tuple(f"--{option}={value}" for option, value in given.items()))
+def find(preset: str, command_line: Given) -> list[Problem]:
+    """Return the problems that `config check` reports for two CPU ranks."""
+    return _find(preset, tuple(f"--{option}={value}" for option, value in command_line.items()))
 
 
 @functools.cache
-def _find(preset: str, words: tuple[str, ...]) -> list[Problem]:
+def _find(preset: str, arguments: tuple[str, ...]) -> list[Problem]:
     try:
-        return problems_of(config.load(preset, words, keep_problems=True), 2, "cpu")
+        return problems_of(config.load(preset, arguments, keep_problems=True), 2, "cpu")
     except ConfigError as error:
         return [problem for problem in error.problems if isinstance(problem, Problem)]
 
 
-def fixed(problem: Problem, given: Given) -> Iterator[Given]:
-    """The command line with each fix that the problem suggests."""
+def fixed(problem: Problem, command_line: Given) -> Iterator[Given]:
+    """Yield the command line with each fix that the problem suggests."""
     match = SET.search(problem.fix)
     if match:
         for value in filter(None, match.groups()[2:]):
             number = f"{float(value) + 1:g}" if match[2] == "above" else value.strip('"')
-            yield {**given, match[1]: number}
+            yield {**command_line, match[1]: number}
     match = USE.match(problem.fix)
     if match:
         for value in filter(None, match.groups()):
-            yield {**given, problem.option: value.strip('"')}
+            yield {**command_line, problem.option: value.strip('"')}
     if problem.fix == "use a positive number":
-        yield {**given, problem.option: "1"}
+        yield {**command_line, problem.option: "1"}
     if problem.fix == "write a fraction: 10 % is 0.1":
-        yield {**given, problem.option: "0.5"}
-    if REMOVE.search(problem.fix) and problem.option in given:
-        yield {option: value for option, value in given.items() if option != problem.option}
+        yield {**command_line, problem.option: "0.5"}
+    if REMOVE.search(problem.fix) and problem.option in command_line:
+        yield {option: value for option, value in command_line.items() if option != problem.option}
 
 
-def leads_to_none(preset: str, given: Given, rounds: int = 4) -> bool:
-    """Whether the fixes of what is reported lead to a configuration without problems."""
-    found = [problem for problem in find(preset, given) if not OF_ONES_OWN.search(problem.rule)]
-    if not found or not rounds:
-        return not found
-    return any(leads_to_none(preset, more, rounds - 1) for more in fixed(found[0], given))
+def leads_to_none(preset: str, command_line: Given, rounds: int = 4) -> bool:
+    """True if fixes of the reported problems lead to a configuration without problems."""
+    problems = [problem for problem in find(preset, command_line) if not NEEDS_USER.search(problem.rule)]
+    if not problems or not rounds:
+        return not problems
+    return any(leads_to_none(preset, more, rounds - 1) for more in fixed(problems[0], command_line))
 
 
 @pytest.mark.parametrize("section", cases(DEFAULT, nightly=[name for name in SECTIONS if name not in DEFAULT]))
@@ -102,18 +102,20 @@ def test_the_fixes_of_every_problem_of_an_option_work(section: str) -> None:
         for value in values_of(option.kind):
             for problem in find(preset, {name: value}):
                 fixes = list(fixed(problem, {name: value}))
-                for given in fixes:
+                for command_line in fixes:
                     same = [
-                        one for one in find(preset, given) if (one.option, one.rule) == (problem.option, problem.rule)
+                        other
+                        for other in find(preset, command_line)
+                        if (other.option, other.rule) == (problem.option, problem.rule)
                     ]
-                    assert not same, f"{problem}: still there with {given}"
+                    assert not same, f"{problem}: still there with {command_line}"
                 if fixes:
-                    assert any(leads_to_none(preset, given) for given in fixes), f"{problem}: {fixes}"
+                    assert any(leads_to_none(preset, command_line) for command_line in fixes), f"{problem}: {fixes}"
 
 
-@pytest.mark.nightly("it counts what the test above tries")
-def test_most_fixes_name_what_can_be_applied() -> None:
-    """Else the test above would say little."""
+@pytest.mark.nightly("it counts the cases of the test above")
+def test_most_fixes_can_be_applied() -> None:
+    """Otherwise the test above would cover little."""
     reported = [
         (problem, {name: value})
         for name, option in options().items()
@@ -121,13 +123,13 @@ def test_most_fixes_name_what_can_be_applied() -> None:
         for value in values_of(option.kind)
         for problem in find("debug", {name: value})
     ]
-    named = [problem for problem, given in reported if list(fixed(problem, given))]
+    named = [problem for problem, command_line in reported if list(fixed(problem, command_line))]
     assert len(named) > 60 and len(named) / len(reported) > 0.7
 
 
 @pytest.mark.parametrize("preset", cases(["debug"], nightly=[name for name in presets.names() if name != "debug"]))
-def test_a_user_is_not_told_to_remove_an_option_of_a_preset(preset: str) -> None:
-    """It is in a file of the package: an override that makes it idle is enough."""
+def test_no_fix_removes_an_option_of_a_preset(preset: str) -> None:
+    """The option is in a file of the package, so an override that makes it ineffective must be allowed."""
     before = {str(problem) for problem in find(preset, {})}
     for name, option in options().items():
         for value in values_of(option.kind)[:2]:

@@ -1,4 +1,4 @@
-"""What ``model.converters`` and the optimizer's options do not go with, each refused with its reason."""
+"""Unsupported combinations of ``model.converters`` and optimizer options are rejected with the reason."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ EXPERTS = [
 MOE = ["--model.name=qwen3_moe", "--model.flavor=debugmodel_moe"]
 
 
-def problems(*words: str) -> str:
-    return "\n".join(map(str, check(load("debug", list(words)))))
+def problems(*arguments: str) -> str:
+    return "\n".join(map(str, check(load("debug", list(arguments)))))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--model.converters=quantize.linear.float9"], "did you mean quantize.linear.float8?"),
         (["--model.converters=quantize.linear.float8,quantize.linear.mx"], "two dtypes for the same products (linear)"),
@@ -62,12 +62,12 @@ def problems(*words: str) -> str:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_take_effect_is_refused(words, said):
-    assert said in problems(*words)
+def test_ineffective_float8_options_are_rejected(arguments, message):
+    assert message in problems(*arguments)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         EMULATED,
         MX,
@@ -81,29 +81,29 @@ def test_what_cannot_take_effect_is_refused(words, said):
     ],
     ids=str,
 )
-def test_what_goes_together_is_taken(words):
-    assert problems(*words) == ""
+def test_compatible_float8_options_are_accepted(arguments):
+    assert problems(*arguments) == ""
 
 
 def test_an_unknown_optimizer_is_the_only_problem_of_early_steps():
-    words = ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--optimizer.name=SGD"]
-    assert problems(*words).count("optimizer.") == problems("--optimizer.name=SGD").count("optimizer.")
-    assert "early_step_in_backward" not in problems(*words)
+    arguments = ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--optimizer.name=SGD"]
+    assert problems(*arguments).count("optimizer.") == problems("--optimizer.name=SGD").count("optimizer.")
+    assert "early_step_in_backward" not in problems(*arguments)
 
 
-def test_a_cpu_multiplies_no_float8_and_says_what_it_does():
-    (found,) = machine_notes(load("debug", [FLOAT8]), 1, "cpu", 0)
-    assert "needs a device that multiplies in float8, and a CPU computes in float32 and bfloat16" in str(found)
-    assert "emulate = true" in str(found)
+def test_float8_on_a_cpu_is_rejected_with_a_fix():
+    (problem,) = machine_notes(load("debug", [FLOAT8]), 1, "cpu", 0)
+    assert "needs a device that multiplies in float8, and a CPU computes in float32 and bfloat16" in str(problem)
+    assert "emulate = true" in str(problem)
     assert machine_notes(load("debug", EMULATED), 1, "cpu", 0) == []
 
 
-def test_a_cpu_multiplies_no_mx_and_says_what_it_does():
-    (found,) = machine_notes(load("debug", MX[:1]), 1, "cpu", 0)
-    assert "needs MXFP8 products, of CUDA capability 10.0 and above, and a CPU computes in float32" in str(found)
-    assert 'quantize.linear.mx.recipe_name = "mxfp8_emulated"' in str(found) and len(str(found).splitlines()) == 1
-    (found,) = machine_notes(load("debug", MX[:1]), 1, "xpu", 1)
-    assert "xpu computes in float32 and bfloat16" in str(found)
+def test_mx_on_a_cpu_is_rejected_with_a_fix():
+    (problem,) = machine_notes(load("debug", MX[:1]), 1, "cpu", 0)
+    assert "needs MXFP8 products, of CUDA capability 10.0 and above, and a CPU computes in float32" in str(problem)
+    assert 'quantize.linear.mx.recipe_name = "mxfp8_emulated"' in str(problem) and len(str(problem).splitlines()) == 1
+    (problem,) = machine_notes(load("debug", MX[:1]), 1, "xpu", 1)
+    assert "xpu computes in float32 and bfloat16" in str(problem)
     assert machine_notes(load("debug", MX[:1]), 1, "cuda", 1) == machine_notes(load("debug", MX), 1, "cpu", 0) == []
 
 
@@ -113,13 +113,13 @@ def test_a_recipe_of_mx_is_one_of_three():
 
 
 def test_experts_in_mx_are_not_available():
-    (found,) = unavailable(load("debug", ["--model.converters=quantize.grouped_mm.mx"]))
-    assert "not available yet" in str(found) and 'use "quantize.grouped_mm.float8"' in str(found)
+    (problem,) = unavailable(load("debug", ["--model.converters=quantize.grouped_mm.mx"]))
+    assert "not available yet" in str(problem) and 'use "quantize.grouped_mm.float8"' in str(problem)
     assert unavailable(load("debug", MX)) == []
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         ([], ""),
         (["--quantize.linear.mx.mxfp8_dim1_cast_kernel_choice=triton"], "casts are PyTorch's operations here"),
@@ -128,21 +128,21 @@ def test_experts_in_mx_are_not_available():
     ],
     ids=str,
 )
-def test_what_has_no_effect_with_mx_and_what_another_mesh_would_change_is_reported(words, said):
-    told = [note for note in notes(load("debug", [*MX, *words])) if "mx." in note or "MX" in note]
-    assert said in "".join(told) and bool(told) == bool(said)
+def test_ineffective_and_mesh_dependent_mx_options_are_reported(arguments, message):
+    reported = [note for note in notes(load("debug", [*MX, *arguments])) if "mx." in note or "MX" in note]
+    assert message in "".join(reported) and bool(reported) == bool(message)
 
 
 def test_an_update_in_backward_and_accumulation_exclude_each_other():
-    words = ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--training.global_batch_size=64"]
-    (found,) = machine_notes(load("debug", [*words, "--training.local_batch_size=8"]), 2, "cpu", 0)
-    assert "is more than one pass of 2 data-parallel ranks" in str(found)
-    assert machine_notes(load("debug", [*words, "--training.local_batch_size=32"]), 2, "cpu", 0) == []
+    arguments = ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--training.global_batch_size=64"]
+    (problem,) = machine_notes(load("debug", [*arguments, "--training.local_batch_size=8"]), 2, "cpu", 0)
+    assert "is more than one pass of 2 data-parallel ranks" in str(problem)
+    assert machine_notes(load("debug", [*arguments, "--training.local_batch_size=32"]), 2, "cpu", 0) == []
 
 
 def test_gathering_in_float8_on_one_shard_is_reported():
-    words = [*EMULATED, "--quantize.linear.float8.enable_fsdp_float8_all_gather"]
+    arguments = [*EMULATED, "--quantize.linear.float8.enable_fsdp_float8_all_gather"]
     assert any(
         "without effect, one rank" in n
-        for n in notes(load("debug", [*words, "--parallelism.data_parallel_shard_degree=1"]))
+        for n in notes(load("debug", [*arguments, "--parallelism.data_parallel_shard_degree=1"]))
     )

@@ -1,4 +1,4 @@
-"""``model.flavor = "from_folder"``, or no flavor: the sizes of config.json, without a word copied by hand."""
+"""``model.flavor = "from_folder"``, or no flavor, uses the sizes of config.json."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def at(folder: Path, *words: str) -> Any:
-    return load(None, ["--model.hf_assets_path", str(folder), *words])
+def at(folder: Path, *arguments: str) -> Any:
+    return load(None, ["--model.hf_assets_path", str(folder), *arguments])
 
 
-@pytest.mark.parametrize("words", [(), ("--model.flavor", "from_folder"), ("--model.name", "llama2")])
-def test_the_folder_says_the_sizes(words: tuple[str, ...], folder: Path) -> None:
-    loaded = at(folder, *words)
+@pytest.mark.parametrize("arguments", [(), ("--model.flavor", "from_folder"), ("--model.name", "llama2")])
+def test_the_folder_determines_the_sizes(arguments: tuple[str, ...], folder: Path) -> None:
+    loaded = at(folder, *arguments)
     model = loaded.config.model
     assert model.name in ("llama2", "llama3")
     assert {key: model.overrides[key] for key in ("dim", "num_layers", "ffn_dim", "vocab_size")} == {
@@ -51,15 +51,15 @@ def test_the_folder_says_the_sizes(words: tuple[str, ...], folder: Path) -> None
     assert not [problem for problem in check(loaded) if "model" in str(problem)]
 
 
-def test_a_folder_whose_sizes_are_taken_has_an_effect_beside_another_tokenizer(folder: Path, tmp_path: Path) -> None:
-    words = ("--model.tokenizer_path", "bytes")
-    assert not [problem for problem in check(at(folder, *words)) if "model.hf_assets_path" in str(problem)]
+def test_a_folder_used_for_sizes_may_have_another_tokenizer(folder: Path, tmp_path: Path) -> None:
+    arguments = ("--model.tokenizer_path", "bytes")
+    assert not [problem for problem in check(at(folder, *arguments)) if "model.hf_assets_path" in str(problem)]
     (tmp_path / "empty").mkdir()
-    told = [str(problem) for problem in check(at(tmp_path / "empty", *words))]
-    assert any("has no effect with model.tokenizer_path" in line for line in told)
+    problems = [str(problem) for problem in check(at(tmp_path / "empty", *arguments))]
+    assert any("has no effect with model.tokenizer_path" in line for line in problems)
 
 
-def test_what_the_user_says_goes_first(folder: Path) -> None:
+def test_options_of_the_user_override_the_folder(folder: Path) -> None:
     loaded = at(folder, "--model.overrides.num_layers", "1")
     assert loaded.config.model.overrides["num_layers"] == 1 and loaded.config.model.overrides["dim"] == 64
     assert loaded.origins["model.overrides.num_layers"] == "command line"
@@ -67,23 +67,23 @@ def test_what_the_user_says_goes_first(folder: Path) -> None:
     assert (named.name, named.flavor, dict(named.overrides)) == ("llama3", "debugmodel", {})
 
 
-def test_an_architecture_that_is_not_ours_is_that_of_transformers(tmp_path: Path) -> None:
+def test_an_unsupported_architecture_uses_transformers(tmp_path: Path) -> None:
     folder = write(tmp_path / "gpt2", GPT2)
-    for words in ((), ("--model.flavor", "from_folder"), ("--model.name", "transformers")):
-        loaded = at(folder, *words)
+    for arguments in ((), ("--model.flavor", "from_folder"), ("--model.name", "transformers")):
+        loaded = at(folder, *arguments)
         assert loaded.config.model.name == "transformers"
         assert loaded.config.model.overrides == {"path": str(folder)}
     assert "model_type='gpt2' is not one of" in at(folder).notices[0]
 
 
-def test_a_folder_of_a_tokenizer_alone_leaves_the_default(tmp_path: Path) -> None:
+def test_a_folder_with_only_a_tokenizer_keeps_the_default(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     assert at(tmp_path).config.model.flavor == "debugmodel"
     assert load(None, []).config.model.flavor == "debugmodel"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (
             ("--model.flavor", "from_folder", "--model.hf_assets_path", "nowhere"),
@@ -95,12 +95,15 @@ def test_a_folder_of_a_tokenizer_alone_leaves_the_default(tmp_path: Path) -> Non
         (("--model.flavor", "from_folder", "--model.name", "mine.py"), "is a model file of yours"),
     ],
 )
-def test_what_cannot_be_is_one_problem(words: tuple[str, ...], said: str, folder: Path) -> None:
+def test_an_impossible_folder_is_one_problem(arguments: tuple[str, ...], message: str, folder: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         load(
-            None, ["--model.hf_assets_path", str(folder), *words] if "--model.hf_assets_path" not in words else [*words]
+            None,
+            ["--model.hf_assets_path", str(folder), *arguments]
+            if "--model.hf_assets_path" not in arguments
+            else [*arguments],
         )
-    assert said in str(raised.value) and "\n" not in str(raised.value)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_a_folder_that_describes_nothing_is_named(tmp_path: Path) -> None:
@@ -109,7 +112,7 @@ def test_a_folder_that_describes_nothing_is_named(tmp_path: Path) -> None:
         at(folder)
 
 
-def test_an_architecture_that_nobody_has_is_named_at_once(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_named_immediately(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = write(tmp_path / "hf", {**LLAMA, "model_type": "gpt9"})
     with pytest.raises(ConfigError, match="model_type 'gpt9', which neither this package nor transformers has"):
@@ -121,7 +124,7 @@ def test_no_torch_is_imported_for_it(folder: Path) -> None:
         "import sys; from shardtrain.config import load; "
         f"load(None, ['--model.hf_assets_path', {str(folder)!r}]); print('torch' in sys.modules)"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience.seconds(60), check=True
     )
-    assert done.stdout.strip() == "False"
+    assert result.stdout.strip() == "False"

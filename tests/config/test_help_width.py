@@ -1,4 +1,4 @@
-"""Help fits the terminal, and says the same."""
+"""Help fits the terminal without losing text."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def test_no_line_of_help_is_wider_than_the_terminal(
 ) -> None:
     for verb in VERBS:
         monkeypatch.setenv("COLUMNS", str(columns))
-        words = ["help"] if verb == "help" else [verb, "--help"]
+        arguments = ["help"] if verb == "help" else [verb, "--help"]
         answers = []
         for is_terminal in (False, True):
             monkeypatch.setattr(cli.sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
             try:
-                code = cli.main(words)
-            except SystemExit as end:  # of argparse
+                code = cli.main(arguments)
+            except SystemExit as end:  # raised by argparse
                 code = int(end.code or 0)
             assert code == 0
             answers.append(capsys.readouterr().out)
-        piped, shown = answers
-        assert shown.split() == piped.split(), verb  # no word is lost or moved
-        # a word alone may be longer, such as a list of choices
-        assert not [line for line in shown.splitlines() if len(line) > columns and " " in line.strip()], verb
+        piped, wrapped = answers
+        assert wrapped.split() == piped.split(), verb  # the same text in the same order
+        # Text without spaces may be longer, such as a list of choices.
+        assert not [line for line in wrapped.splitlines() if len(line) > columns and " " in line.strip()], verb
         assert fitted(piped, 200) == piped

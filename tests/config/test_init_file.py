@@ -1,4 +1,4 @@
-"""``init`` writes a file that ``train`` takes: the preset and the overrides that were named, explained line by line."""
+"""``init`` writes a file for ``train``: the preset and the given overrides, explained line by line."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def test_the_file_is_the_configuration_of_the_preset(preset: str, tmp_path: Path
     assert written.config == meant.config
     lines = path.read_text().splitlines()
     assert max(map(len, lines)) <= 120
-    for number, line in enumerate(lines):  # each option has its line
+    for number, line in enumerate(lines):  # each option has a comment line
         if " = " in line and not line.startswith("#"):
             assert lines[number - 1].startswith("#") or "." in line.partition(" = ")[0], line
     for name in init_file.FIRST:
         assert any(name.rpartition(".")[2] in line for line in lines)
 
 
-def test_options_of_your_own_are_in_it_and_what_comes_next_is_said(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_given_options_are_written_and_the_next_commands_printed(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "mine.toml", "--training.dataset", "text", "--training.dataset_path", "a.txt"]) == 0
     table = tomllib.loads(Path("mine.toml").read_text())
@@ -39,7 +39,7 @@ def test_options_of_your_own_are_in_it_and_what_comes_next_is_said(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         ([], "needs the file to write"),
         (["run"], "does not end in .toml"),
@@ -48,16 +48,18 @@ def test_options_of_your_own_are_in_it_and_what_comes_next_is_said(tmp_path: Pat
         (["new.toml", "--training.stepz", "1"], "training.steps"),
     ],
 )
-def test_a_mistake_is_one_line_and_writes_nothing(words, told, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_a_wrong_argument_is_one_line_and_writes_nothing(
+    arguments, message, tmp_path: Path, capsys, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there.toml").write_text("")
-    assert cli.main(["init", *words]) == 2
+    assert cli.main(["init", *arguments]) == 2
     error = capsys.readouterr().err
-    assert told in error and len(error.strip().splitlines()) == 1
+    assert message in error and len(error.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["there.toml"]
 
 
-def test_a_schema_that_is_there_is_kept_if_it_is_equal_and_replaced_with_a_note(tmp_path, capsys, monkeypatch) -> None:
+def test_an_existing_schema_is_kept_if_equal_or_replaced_with_a_note(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     schema = Path("shardtrain.schema.json")
     assert cli.main(["init", "first.toml"]) == 0
@@ -71,27 +73,27 @@ def test_a_schema_that_is_there_is_kept_if_it_is_equal_and_replaced_with_a_note(
     assert schema.read_text() == written and capsys.readouterr().err == note
 
 
-def test_a_person_is_asked(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_an_interactive_user_is_prompted(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     answers = iter(["llama3_8b", "corpus/*.jsonl", "", "500"])
     assert init_file.main([str(tmp_path / "a.toml")], lambda question: next(answers)) == 0
-    found = config.load(tmp_path / "a.toml", []).config
-    assert (found.training.dataset, found.training.dataset_path, found.training.steps) == (
+    written_config = config.load(tmp_path / "a.toml", []).config
+    assert (written_config.training.dataset, written_config.training.dataset_path, written_config.training.steps) == (
         "jsonl",
         "corpus/*.jsonl",
         500,
     )
-    assert found.model.flavor == "8B" and not list(answers)
+    assert written_config.model.flavor == "8B" and not list(answers)
 
 
-def test_the_next_commands_can_be_pasted_whatever_the_file_is_called(
+def test_the_next_commands_can_be_pasted_for_any_file_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "my run's.toml", "debug"]) == 0
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("  shardtrain ")]
-    assert len(commands) == 3 and all(words[-1] == "my run's.toml" for words in commands)
+    assert len(commands) == 3 and all(command[-1] == "my run's.toml" for command in commands)
 
 
 def write_model_folder(folder: Path, **config: object) -> str:

@@ -1,4 +1,4 @@
-"""The JSON Schema accepts every configuration that loads, and refuses what no option is or takes."""
+"""The JSON Schema accepts every valid configuration, and rejects unknown options and wrong values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_presets_and_recipes_are_accepted(judge: Any) -> None:
         "[launch.slurm]\nnodes_ = 2",
     ],
 )
-def test_what_is_not_an_option_or_value_is_refused(judge: Any, text: str) -> None:
+def test_unknown_options_and_values_are_rejected(judge: Any, text: str) -> None:
     assert list(judge.iter_errors(tomllib.loads(text)))
 
 
@@ -64,7 +64,7 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(("config", "schema", "x")) == 2
 
 
-def test_the_file_beside_the_presets_is_up_to_date() -> None:
+def test_the_schema_next_to_the_presets_is_up_to_date() -> None:
     file = ROOT / "configs" / FILE
     assert file.read_text(encoding="utf-8") == json_schema_text(), "run python -m shardtrain.config.options_page"
 

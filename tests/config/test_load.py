@@ -31,14 +31,14 @@ def test_command_line_beats_file_beats_default(tmp_path: Path) -> None:
     assert loaded.origins["training.max_norm"] == "default"
 
 
-def test_nothing_at_all_is_the_default_config() -> None:
+def test_no_arguments_are_the_default_config() -> None:
     loaded = load(None)
     assert loaded.config == Config()
     assert set(loaded.origins.values()) == {"default"}
     assert loaded.notices == () and loaded.path is None
 
 
-def test_where_no_file_is_named_the_preset_is_taken_and_reported() -> None:
+def test_without_a_file_the_preset_is_used_and_reported() -> None:
     loaded = load(None, ["--training.steps", "5"], preset=presets.FIRST)
     assert loaded.config == load(ROOT / "configs/debug.toml", ["--training.steps", "5"]).config
     assert "no configuration is named" in loaded.notices[0] and "llama3_8b" in loaded.notices[0]
@@ -46,7 +46,7 @@ def test_where_no_file_is_named_the_preset_is_taken_and_reported() -> None:
         assert named.config.model == load(ROOT / "configs/llama3_8b.toml").config.model and named.notices == ()
 
 
-def test_every_preset_has_a_name_and_a_file_of_that_name_goes_first(
+def test_every_preset_has_a_name_and_a_file_of_that_name_takes_precedence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert presets.names() == sorted(file.stem for file in (ROOT / "configs").glob("*.toml"))
@@ -65,12 +65,12 @@ def test_another_machine_gets_a_presets_name() -> None:
 
 def test_the_file_may_be_named_by_an_option_and_two_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path, "[training]\nsteps = 7\n")
-    for path, words in ((str(file), ["--job.config_file", str(file)]), (None, [f"--job.config-file={file}"])):
-        loaded = load(path, words)
+    for path, arguments in ((str(file), ["--job.config_file", str(file)]), (None, [f"--job.config-file={file}"])):
+        loaded = load(path, arguments)
         assert loaded.config.training.steps == 7 and loaded.path == file
-    for found in (lambda words: load("a.toml", words), lambda words: split(["a.toml", *words])):
+    for read in (lambda arguments: load("a.toml", arguments), lambda arguments: split(["a.toml", *arguments])):
         with pytest.raises(ConfigError, match=r'job.config_file="b.toml" is a second file, beside a.toml; give one'):
-            found(["--training.steps", "3", "--job.config_file", "b.toml"])
+            read(["--training.steps", "3", "--job.config_file", "b.toml"])
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ linear = { float8 = { emulate = true, filter_fqns = ["x"] }, mx.recipe_name = "m
 """
 
 
-def test_origins_are_lines_however_the_toml_is_written(tmp_path: Path) -> None:
+def test_origins_are_lines_in_any_toml_notation(tmp_path: Path) -> None:
     text = "\n".join(line for line in LAYOUTS.splitlines() if not line.startswith("dataloader = 3"))
     text = text.replace("title.ignored = 1 ", "")
     origins = load(write(tmp_path, text)).origins
@@ -192,16 +192,16 @@ def test_origins_are_lines_however_the_toml_is_written(tmp_path: Path) -> None:
     assert origins["optimizer.lr"] == "default"
 
 
-def test_lines_end_as_windows_writes_them_and_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
+def test_windows_line_ends_and_a_byte_order_mark_are_accepted(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_bytes(b"\xef\xbb\xbf[training]\r\n\r\nsteps = 5\r\n")
     assert load(file).origins["training.steps"] == "run.toml:3"
 
 
 def test_loading_twice_gives_equal_configs_that_share_no_list(tmp_path: Path) -> None:
-    one, two = load(None).config, load(None).config
-    assert one == two
-    assert one.compile.components is not two.compile.components
+    first, second = load(None).config, load(None).config
+    assert first == second
+    assert first.compile.components is not second.compile.components
 
 
 def test_load_and_check_never_import_torch(tmp_path: Path) -> None:
@@ -211,10 +211,10 @@ def test_load_and_check_never_import_torch(tmp_path: Path) -> None:
         f"l = load({str(file)!r}, ['--training.seq_len=32']); assert check(l) == []; show(l); unavailable(l); "
         "machine_notes(l, 2, 'cpu', 0); print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]
 
 
-def test_a_config_error_is_raised_and_nothing_is_loaded_in_part(tmp_path: Path) -> None:
+def test_a_config_error_loads_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         load(write(tmp_path, "[training]\nsteps = 5\nwrong = 1\n"))

@@ -21,7 +21,7 @@ def read(tmp_path: Path, text: str) -> Loaded:
     return load(file)
 
 
-def one(problems: list[Any], *fragments: str) -> None:
+def assert_one(problems: list[Any], *fragments: str) -> None:
     assert len(problems) == 1, [str(problem) for problem in problems]
     for fragment in fragments:
         assert fragment in str(problems[0])
@@ -55,19 +55,19 @@ def test_degrees_multiply_to_the_number_of_ranks(
     tmp_path: Path, text: str, world_size: int, fragments: list[str]
 ) -> None:
     loaded = read(tmp_path, f"[parallelism]\n{text}\n")
-    one(machine_notes(loaded, world_size), *fragments)
+    assert_one(machine_notes(loaded, world_size), *fragments)
     assert machine_notes(loaded, None) == []
 
 
 def test_the_global_batch_divides_over_the_ranks_there_are(tmp_path: Path) -> None:
     loaded = read(tmp_path, "[training]\nglobal_batch_size = 24\n")
     assert machine_notes(loaded, 3) == []
-    one(machine_notes(loaded, 2), "global_batch_size=24", "local_batch_size 8 times 2", "use 16 or 32, or -1")
+    assert_one(machine_notes(loaded, 2), "global_batch_size=24", "local_batch_size 8 times 2", "use 16 or 32, or -1")
 
 
-def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_device_is_named(tmp_path: Path) -> None:
     loaded = read(tmp_path, '[training]\ndevice = "cuda"\n')
-    one(machine_notes(loaded, 1, "cpu", 0), 'training.device="cuda" finds no such device')
+    assert_one(machine_notes(loaded, 1, "cpu", 0), 'training.device="cuda" finds no such device')
     assert machine_notes(loaded, 1, "cuda", 8) == [] == machine_notes(loaded, 1, None, None)
 
 
@@ -83,7 +83,7 @@ def test_async_tensor_parallelism_falls_back_on_a_cpu_with_a_notice(tmp_path: Pa
 def test_compiling_on_cpu_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = read(tmp_path, "[compile]\nenable = true\n")
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    one(machine_notes(loaded, 1, "cpu", 0), "compile.enable=true needs a C++ compiler")
+    assert_one(machine_notes(loaded, 1, "cpu", 0), "compile.enable=true needs a C++ compiler")
     assert machine_notes(loaded, 1, "cuda", 1) == []
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/clang++" if name == "clang++" else None)
     assert machine_notes(loaded, 1, "cpu", 0) == []
@@ -103,26 +103,28 @@ def write_tokenizer(folder: Path, num_ids: int) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
-def test_a_tokenizer_is_there_readable_and_no_larger_than_the_model(tmp_path: Path) -> None:
+def test_a_tokenizer_must_exist_be_readable_and_fit_the_model(tmp_path: Path) -> None:
     assets = f'[model]\nhf_assets_path = "{tmp_path}"\noverrides = {{vocab_size = 16}}\n'
-    one(machine_notes(read(tmp_path, assets)), "holds no tokenizer.json or tokenizer.model", '"bytes"')
+    assert_one(machine_notes(read(tmp_path, assets)), "holds no tokenizer.json or tokenizer.model", '"bytes"')
     write_tokenizer(tmp_path, 16)
     assert machine_notes(read(tmp_path, assets)) == []
     write_tokenizer(tmp_path, 17)
-    one(machine_notes(read(tmp_path, assets)), "has 17 ids", "vocab_size of 16", "to 17 or more")
+    assert_one(machine_notes(read(tmp_path, assets)), "has 17 ids", "vocab_size of 16", "to 17 or more")
     (tmp_path / "tokenizer.json").write_text("{")
-    one(machine_notes(read(tmp_path, assets)), "cannot be read")
-    one(machine_notes(read(tmp_path, '[model]\ntokenizer_path = "no/where"\n')), "tokenizer_path", "does not exist")
+    assert_one(machine_notes(read(tmp_path, assets)), "cannot be read")
+    assert_one(
+        machine_notes(read(tmp_path, '[model]\ntokenizer_path = "no/where"\n')), "tokenizer_path", "does not exist"
+    )
     (tmp_path / "tokenizer.model").write_bytes(b"")
     old = f'[model]\ntokenizer_path = "{tmp_path / "tokenizer.model"}"\n'
-    assert machine_notes(read(tmp_path, old)) == []  # what is in it takes its library to tell
+    assert machine_notes(read(tmp_path, old)) == []  # checking its content requires its library
     (tmp_path / "vocab.txt").write_text("a")
     odd = f'[model]\ntokenizer_path = "{tmp_path / "vocab.txt"}"\n'
-    one(machine_notes(read(tmp_path, odd)), "is not a .json or .model file", "download")
+    assert_one(machine_notes(read(tmp_path, odd)), "is not a .json or .model file", "download")
 
 
 def test_the_byte_tokenizer_needs_258_rows(tmp_path: Path) -> None:
-    one(machine_notes(read(tmp_path, "[model.overrides]\nvocab_size = 256\n")), "has 258 ids", "to 258 or more")
+    assert_one(machine_notes(read(tmp_path, "[model.overrides]\nvocab_size = 256\n")), "has 258 ids", "to 258 or more")
     assert machine_notes(read(tmp_path, "[model.overrides]\nvocab_size = 258\n")) == []
 
 
@@ -137,8 +139,8 @@ def test_packages_that_are_not_installed_are_named(tmp_path: Path, monkeypatch: 
 
 
 def test_the_table_of_unavailable_options_names_options_whose_defaults_are_available() -> None:
-    for name, asks, _, _ in UNAVAILABLE:
-        assert not asks(options()[name].default), name
+    for name, is_requested, _, _ in UNAVAILABLE:
+        assert not is_requested(options()[name].default), name
     assert unavailable(load(None)) == []
 
 
@@ -155,7 +157,7 @@ def test_the_table_of_unavailable_options_names_options_whose_defaults_are_avail
         ("[lr_scheduler]\nwarmup_min_lr = 1e-6", "lr_scheduler.warmup_min_lr"),
     ],
 )
-def test_an_option_that_is_not_available_stops_a_run_and_says_so(tmp_path: Path, text: str, option: str) -> None:
+def test_an_unavailable_option_stops_a_run_with_a_message(tmp_path: Path, text: str, option: str) -> None:
     if not any(name == option for name, *_ in UNAVAILABLE):
         pytest.skip(f"{option} is available now")
     loaded = read(tmp_path, text)
@@ -174,12 +176,12 @@ def test_a_run_is_refused_with_all_its_problems_at_once(tmp_path: Path) -> None:
     assert len(caught.value.problems) >= 2
 
 
-def test_a_run_that_may_start_reports_what_was_renamed_and_what_has_no_effect(tmp_path: Path) -> None:
+def test_a_run_reports_renamed_and_ineffective_options(tmp_path: Path) -> None:
     lines = require(read(tmp_path, "[training]\nbatch_size = 2\n[validation]\nfreq = 3\n"), 2, "cpu", 0)
     assert len(lines) == 2 and "batch_size" in lines[0] and "validation.freq" in lines[1]
 
 
-def test_more_ranks_than_a_run_can_watch_are_refused_with_the_limit() -> None:
+def test_too_many_ranks_are_rejected_with_the_limit() -> None:
     loaded = load("llama3_8b", [])
     assert not list(mesh_notes(loaded, MAX_RANKS))
     (problem,) = mesh_notes(loaded, MAX_RANKS + 8)
@@ -190,7 +192,7 @@ def test_more_ranks_than_a_run_can_watch_are_refused_with_the_limit() -> None:
     ("ranks", "local_ranks", "least"),
     [(16384, 8, None), (16384, 4, 59), (65536, 8, 118), (16384, 1, 235), (65536, 65536, None)],
 )
-def test_more_nodes_than_a_store_hears_within_the_hang_timeout_are_refused_with_the_one_that_would_do(
+def test_too_many_nodes_for_the_hang_timeout_are_rejected_with_a_fix(
     ranks: int, local_ranks: int, least: int | None
 ) -> None:
     problem = watching_problem(load("debug", []), ranks, local_ranks)

@@ -78,7 +78,7 @@ def test_config_may_come_from_another_model_file_or_extend_its_config(
         ("def (:\n", "cannot be read as Python"),
     ],
 )
-def test_a_model_file_that_says_too_little_is_a_config_error(tmp_path: Path, text: str, fragment: str) -> None:
+def test_an_incomplete_model_file_is_a_config_error(tmp_path: Path, text: str, fragment: str) -> None:
     name = write(tmp_path, text)
     with pytest.raises(ConfigError, match=fragment):
         read_model_file(name)
@@ -86,13 +86,13 @@ def test_a_model_file_that_says_too_little_is_a_config_error(tmp_path: Path, tex
     assert len(problems) == 1 and fragment in str(problems[0])
 
 
-def test_a_model_of_the_user_is_checked_like_those_of_the_package(tmp_path: Path) -> None:
+def test_a_user_defined_model_is_checked_like_those_of_the_package(tmp_path: Path) -> None:
     name = write(tmp_path, BASE + 'FLAVORS = {"tiny": {"dim": 8}}\n')
     arguments = ["--model.name", name, "--model.flavor", "tiny", "--parallelism.tensor_parallel_degree"]
     assert check(load(None, [*arguments, "2"])) == []
     problems = check(load(None, [*arguments, "4"]))
     assert len(problems) == 1
-    # heads 6, KV heads unset and therefore 6, vocabulary 10000: the common divisors are 1 and 2
+    # 6 heads, 6 KV heads by default, vocabulary of 10000: the common divisors are 1 and 2.
     assert "does not divide the 6 attention heads nor the 6 KV heads" in str(problems[0])
     assert str(problems[0]).endswith("use 1 or 2")
 

@@ -1,4 +1,4 @@
-"""Wrong values of Muon's options, and options that wait for Muon, are one problem each with its fix."""
+"""Wrong values of Muon's options, and Muon options with another optimizer, are one problem each with a fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of [task]: each wrong one is one line that names it, before a rank starts."""
+"""Wrong options of [task] are reported in one line each, before a rank starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def problems(tmp_path: Path, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('[task]\nname = "clasification"', "did you mean classification?"),
         ('[task]\nname = "no_such.py"', "is not a task"),
@@ -60,12 +60,12 @@ def problems(tmp_path: Path, text: str) -> list[str]:
         ),
     ],
 )
-def test_a_wrong_option_is_one_line(tmp_path: Path, text: str, said: str) -> None:
-    found = problems(tmp_path, text)
-    assert any(said in one for one in found), found
+def test_a_wrong_option_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    lines = problems(tmp_path, text)
+    assert any(message in line for line in lines), lines
 
 
-def test_a_metric_says_which_way_is_better(tmp_path: Path) -> None:
+def test_each_metric_has_its_direction(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     checkpoint = '[checkpoint]\nenable = true\nkeep_best = "validation.{}"\n'
     for metric, mode in (("accuracy", "max"), ("loss", "min")):
@@ -86,6 +86,6 @@ def test_a_file_that_builds_on_a_task_has_its_metrics_and_is_never_run(tmp_path:
         task_file.read_task_file(str(file))
 
 
-def test_what_knows_next_tokens_alone_refuses_another_task() -> None:
+def test_verbs_for_next_token_losses_reject_other_tasks() -> None:
     with pytest.raises(ConfigError, match='task.name="classification" has its own loss'):
         verify.load(read([str(ROOT / "configs" / "debug_classification.toml")]))

@@ -18,7 +18,7 @@ TEXT = st.text(st.characters(blacklist_categories=("Cs",)), max_size=8)
 
 
 def strategy(kind: Any) -> st.SearchStrategy[Any]:
-    """Return any value of an annotation of the schema."""
+    """Return a strategy for values of an annotation in the schema."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return st.sampled_from(args)
@@ -34,7 +34,7 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
     if args:
         return st.one_of([st.none() if arg is type(None) else strategy(arg) for arg in args])
     return {
-        int: st.integers(-(2**63), 2**63 - 1),  # what TOML holds
+        int: st.integers(-(2**63), 2**63 - 1),  # the range of TOML
         float: st.floats(allow_nan=False),
         bool: st.booleans(),
         str: TEXT,
@@ -42,7 +42,7 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def configs() -> st.SearchStrategy[Config]:
-    """Return configs of which a few options have any value of their type."""
+    """Return a strategy for configs in which a few options have arbitrary values of their type."""
     pairs = st.one_of([st.tuples(st.just(name), strategy(option.kind)) for name, option in options().items()])
     return st.lists(pairs, max_size=12).map(lambda chosen: build("", dict(chosen)))
 
@@ -61,7 +61,7 @@ def build(section: str, values: dict[str, Any]) -> Any:
 @given(config=configs())
 @settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_a_resolved_config_reloads_to_an_identical_one(config: Config, tmp_path_factory: Any) -> None:
-    assume(config.checkpoint.folder)  # an empty one is an older way of saying no checkpoints; a run refuses it
+    assume(config.checkpoint.folder)  # empty is an old name for no checkpoints, which a run rejects
     file = tmp_path_factory.getbasetemp() / "resolved.toml"
     file.write_bytes(resolved_toml(config).encode())
     assert load(file).config == config
@@ -92,7 +92,7 @@ def test_a_value_written_as_toml_reads_back_with_its_type(value: Any) -> None:
     assert again == value and type(again) is type(value)
 
 
-def test_the_resolved_default_config_is_the_default_and_says_what_is_unset() -> None:
+def test_the_resolved_default_config_is_the_default_and_names_unset_options() -> None:
     text = resolved_toml(Config())
     assert "# epochs: unset (integer or unset)" in text
     table = tomllib.loads(text)
@@ -134,7 +134,7 @@ def test_show_names_the_origin_of_every_value_and_is_valid_toml(tmp_path: Path) 
         ("[quantize.linear.float8]\nemulate = true", '"quantize.linear.float8" in model.converters'),
     ],
 )
-def test_what_is_not_an_error_and_worth_a_line_is_a_note(tmp_path: Path, text: str, fragment: str) -> None:
+def test_questionable_schedules_are_notes(tmp_path: Path, text: str, fragment: str) -> None:
     file = tmp_path / "run.toml"
     file.write_text(text)
     loaded = load(file)

@@ -1,6 +1,6 @@
-"""Every option that torchtitan ever had is accepted, mapped, or rejected with what replaces it.
+"""Every option in the history of torchtitan is accepted, mapped, or rejected with its replacement.
 
-The names are those of all commits of its ``config_manager.py`` and ``config/job_config.py``, from February 2024 to
+The names are from all commits of its ``config_manager.py`` and ``config/job_config.py``, from February 2024 to
 v0.2.2, of the models and experiments in the packages 0.1.0 to 0.2.2, and of v0.3.0's command line.
 """
 
@@ -122,7 +122,7 @@ def names_of(block: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", names_of(HISTORY))
-def test_every_option_of_torchtitans_files_is_known(name: str) -> None:
+def test_every_option_of_torchtitan_s_files_is_known(name: str) -> None:
     alias = aliases.ALIASES.get(name)
     assert name in options() or alias is not None
     assert alias is None or alias.new in options() or alias.why
@@ -139,7 +139,7 @@ def test_every_option_of_its_models_experiments_and_v0_3_is_known_or_replaced(na
     assert fix in str(error.value)
 
 
-# option, value -> what it becomes, or the words of its notice or of its rejection
+# option, value -> new option and value, or part of the notice or of the error
 CHANGED: list[tuple[str, str, str, Any]] = [
     ("comm.timeout_seconds", "5", "comm.train_timeout_seconds", 5),
     ("estimate.memory", "true", "memory_estimation.enable", True),
@@ -167,7 +167,7 @@ REJECTED = [
 
 
 def _load(way: str, option: str, value: str, folder: Path) -> configs.Loaded:
-    """Give an option on the command line or in a file."""
+    """Set an option on the command line or in a file."""
     if way == "command line":
         return configs.load(None, [f"--{option}", value])
     section, _, key = option.rpartition(".")
@@ -179,7 +179,7 @@ def _load(way: str, option: str, value: str, folder: Path) -> configs.Loaded:
 
 @pytest.mark.parametrize("way", ["command line", "file"])
 @pytest.mark.parametrize(("option", "value", "new", "expected"), CHANGED)
-def test_an_old_option_becomes_todays(
+def test_an_old_option_becomes_its_current_name(
     option: str, value: str, new: str, expected: Any, way: str, tmp_path: Path
 ) -> None:
     loaded = _load(way, option, value, tmp_path)
@@ -194,6 +194,6 @@ def test_an_old_option_without_a_counterpart_is_named(option: str, value: str, w
 
 
 @pytest.mark.parametrize(("option", "value", "rule"), REJECTED)
-def test_a_value_that_nothing_replaces_is_rejected(option: str, value: str, rule: str, tmp_path: Path) -> None:
+def test_an_old_value_without_a_replacement_is_rejected(option: str, value: str, rule: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rule):
         _load("file", option, value, tmp_path)

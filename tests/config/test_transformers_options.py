@@ -17,13 +17,13 @@ from shardtrain import config
 def folder(tmp_path: Path) -> Path:
     path = tmp_path / "model"
     path.mkdir()
-    found = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
-    (path / "config.json").write_text(json.dumps(found))
+    fields = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    (path / "config.json").write_text(json.dumps(fields))
     return path
 
 
-def problems(folder: Path | str, *words: str) -> str:
-    loaded = config.load(None, ["--model.name", "transformers", "--model.hf_assets_path", str(folder), *words])
+def problems(folder: Path | str, *arguments: str) -> str:
+    loaded = config.load(None, ["--model.name", "transformers", "--model.hf_assets_path", str(folder), *arguments])
     return "\n".join(map(str, config.check(loaded)))
 
 
@@ -35,7 +35,7 @@ def test_the_folder_of_the_tokenizer_is_that_of_the_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "option", "said"),
+    ("arguments", "option", "message"),
     [
         (["--parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree=2", "is not a chain"),
         (["--parallelism.context_parallel_degree=2"], "parallelism.context_parallel_degree=2", "over the sequence"),
@@ -56,9 +56,11 @@ def test_the_folder_of_the_tokenizer_is_that_of_the_model(folder: Path) -> None:
         ),
     ],
 )
-def test_what_such_a_network_cannot_follow_is_refused(words: list[str], option: str, said: str, folder: Path) -> None:
-    found = problems(folder, *words)
-    assert option in found and said in found
+def test_unsupported_options_of_transformers_models_are_rejected(
+    arguments: list[str], option: str, message: str, folder: Path
+) -> None:
+    text_of_problems = problems(folder, *arguments)
+    assert option in text_of_problems and message in text_of_problems
 
 
 def test_padded_rows_need_no_mask(folder: Path) -> None:
@@ -66,7 +68,7 @@ def test_padded_rows_need_no_mask(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (None, "has no config.json"),
         ("{", "cannot be read (JSONDecodeError)"),
@@ -74,16 +76,16 @@ def test_padded_rows_need_no_mask(folder: Path) -> None:
         ('{"auto_map": {}}', "which transformers does not have, and its own code is never run here"),
     ],
 )
-def test_a_folder_that_is_none_is_named(text: str | None, said: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_named(text: str | None, message: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    found = problems(tmp_path)
-    assert "model.hf_assets_path" in found and said in found and "\n" not in found
+    text_of_problems = problems(tmp_path)
+    assert "model.hf_assets_path" in text_of_problems and message in text_of_problems and "\n" not in text_of_problems
     assert 'model.hf_assets_path="bytes" has no config.json' in problems("bytes")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--task.options.mask_fraction=2.0"], "must be between 0 and 1"),
         (["--task.options.mask_token_id=-1"], "must be the id of a token"),
@@ -93,9 +95,9 @@ def test_a_folder_that_is_none_is_named(text: str | None, said: str, tmp_path: P
         (["--parallelism.tensor_parallel_degree=2"], "parallelism.tensor_parallel_degree=2 splits each layer"),
     ],
 )
-def test_options_of_hidden_tokens_are_checked(words: list[str], said: str, folder: Path) -> None:
+def test_options_of_hidden_tokens_are_checked(arguments: list[str], message: str, folder: Path) -> None:
     assert problems(folder, "--task.name=masked_language_model") == ""
-    assert said in problems(folder, "--task.name=masked_language_model", *words)
+    assert message in problems(folder, "--task.name=masked_language_model", *arguments)
 
 
 def test_the_check_imports_neither_torch_nor_transformers(folder: Path) -> None:
@@ -104,7 +106,7 @@ def test_the_check_imports_neither_torch_nor_transformers(folder: Path) -> None:
         f"print(c.check(c.load(None, ['--model.name', 'transformers', '--model.hf_assets_path', {str(folder)!r}])), "
         "sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience.seconds(60), check=True
     )
-    assert found.stdout.strip() == "[] []"
+    assert result.stdout.strip() == "[] []"

@@ -1,4 +1,4 @@
-"""Each wrong config gives exactly the problem that it has: option, value, rule and fix."""
+"""Each wrong config is reported as exactly one problem: option, value, rule and fix."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ CHECKING = [
     ("run folder that is an address", "", ["--job.dump_folder=s3://b/run"], ["is an address", "checkpoint.folder"]),
     ("no optimizer", '[optimizer]\nname = "adamw"', [], ['name="adamw"', "AdamW, Adam", 'did you mean "AdamW"?']),
     ("no steps", "[training]\nsteps = 0", [], ["training.steps=0", "at least 1"]),
-    ("steps of a thousand lives", "[training]\nsteps = 1e13", [], ["steps=10000000000000", "at most 1000000000000"]),
+    ("far too many steps", "[training]\nsteps = 1e13", [], ["steps=10000000000000", "at most 1000000000000"]),
     (
         "a batch of everything",
         "[training]\nlocal_batch_size = 1e13",
@@ -252,19 +252,19 @@ CHECKING = [
         ["requires the compiler", "compile.enable"],
     ),
     (
-        "debugging what keeps operations",
+        "debugging operation-wise recomputation",
         '[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "op"\ndebug = true',
         [],
         ["activation_checkpoint.debug", "recomputation of entire layers"],
     ),
     (
-        "debugging what recomputes several times",
+        "debugging repeated recomputation",
         '[activation_checkpoint]\nmode = "full"\ndebug = true',
         ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=DualPipeV"],
         ["activation_checkpoint.debug", "splits the backward"],
     ),
     (
-        "debugging what is compiled",
+        "debugging compiled recomputation",
         '[activation_checkpoint]\nmode = "full"\ndebug = true',
         ["--compile.enable"],
         ["activation_checkpoint.debug", "eager layers", "compile.enable = false"],
@@ -356,7 +356,7 @@ def expect_one(problems: list[object], fragments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("text", "arguments", "fragments"), [c[1:] for c in READING], ids=[c[0] for c in READING])
-def test_what_cannot_be_read_is_one_problem_with_its_fix(
+def test_an_unreadable_value_is_one_problem_with_a_fix(
     tmp_path: Path, text: str, arguments: list[str], fragments: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -366,13 +366,13 @@ def test_what_cannot_be_read_is_one_problem_with_its_fix(
 
 
 @pytest.mark.parametrize(("text", "arguments", "fragments"), [c[1:] for c in CHECKING], ids=[c[0] for c in CHECKING])
-def test_what_cannot_work_is_one_problem_with_its_fix(
+def test_an_impossible_value_is_one_problem_with_a_fix(
     tmp_path: Path, text: str, arguments: list[str], fragments: list[str]
 ) -> None:
     expect_one(list(check(read(tmp_path, text, arguments))), fragments)
 
 
-def test_all_problems_of_file_and_command_line_come_together(tmp_path: Path) -> None:
+def test_all_problems_of_file_and_command_line_are_reported_together(tmp_path: Path) -> None:
     text = '[training]\nsetps = 3\nsteps = 1.5\n[optimzer]\nlr = 1\n[optimizer]\nimplementation = "no"\n'
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, text, ["--training.seq-lenn", "1", "--optimizer.lr=x"])
@@ -389,7 +389,7 @@ def test_all_problems_of_file_and_command_line_come_together(tmp_path: Path) -> 
         assert any(option in line for line in lines), option
 
 
-def test_a_broken_file_does_not_hide_what_is_wrong_with_the_arguments(tmp_path: Path) -> None:
+def test_a_broken_file_does_not_hide_problems_of_the_arguments(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, "[training", ["--training.stepz=1"])
     assert len(caught.value.problems) == 2
@@ -407,7 +407,7 @@ def test_all_rules_report_together(tmp_path: Path) -> None:
     assert [p.where for p in problems] == ["run.toml:2", "run.toml:3", "run.toml:5", "run.toml:7"]
 
 
-def test_a_missing_file_offers_the_nearest_and_a_folder_is_none(tmp_path: Path) -> None:
+def test_a_missing_file_names_the_nearest_and_a_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "debug.toml").write_text("")
     with pytest.raises(ConfigError, match=r"does not exist; did you mean .*debug\.toml\?"):
         load(tmp_path / "debgu.toml")
@@ -423,10 +423,10 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "run.toml")
 
 
-def test_a_word_of_another_program_leads_to_an_option_that_there_is() -> None:
+def test_hints_for_foreign_options_name_existing_options() -> None:
     known = {*options.options(), *(f"model.overrides.{size}" for size in model_shape(load("debug")) or ())}
-    for word, fix in options._WAYS.items():
-        assert word not in options.options(), "it is an option, and needs no way"
+    for foreign, fix in options._WAYS.items():
+        assert foreign not in options.options(), "this is an option now, and needs no hint"
         named = re.findall(r"(?:[a-z_]+\.)+[a-z_]\w*", fix)
         assert named or "--" in fix or "environment" in fix or fix.startswith("remove it: "), fix
-        assert {name for name in named if name not in {"quantize.linear.float8"}} <= known, (word, fix)
+        assert {name for name in named if name not in {"quantize.linear.float8"}} <= known, (foreign, fix)

@@ -1,4 +1,4 @@
-"""Rules of models with experts, each as one line with its fix; torchtitan's qwen3 finds its experts."""
+"""Rules for models with experts: one line per problem, with its fix. torchtitan's qwen3 flavors with experts load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
 
 
 @pytest.mark.parametrize(
-    ("text", "option", "words"),
+    ("text", "option", "rule"),
     [
         (f"{MIXTRAL}[parallelism]\nexpert_parallel_degree = 3", "expert_parallel_degree=3", "8 experts"),
         ("[parallelism]\nexpert_parallel_degree = 2", "expert_parallel_degree=2", "llama3/debugmodel has none"),
@@ -68,11 +68,11 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
         ),
     ],
 )
-def test_what_cannot_work_is_one_problem(tmp_path: Path, text: str, option: str, words: str) -> None:
+def test_an_impossible_option_is_one_problem(tmp_path: Path, text: str, option: str, rule: str) -> None:
     lines = [str(problem) for problem in check(loaded(tmp_path, text))]
     assert len(lines) == 1, lines
-    assert option in lines[0] and words in lines[0]
-    assert ";" in lines[0]  # what to do about it
+    assert option in lines[0] and rule in lines[0]
+    assert ";" in lines[0]  # the fix
 
 
 def test_ranks_that_follow_from_the_world_are_checked_too(tmp_path: Path) -> None:
@@ -90,12 +90,12 @@ def test_ranks_that_follow_from_the_world_are_checked_too(tmp_path: Path) -> Non
         f"{DEEPSEEK}[model.overrides]\nnum_dense_layers = 0\nnum_shared_experts = 0",
         f"{DEEPSEEK}[parallelism]\nexpert_parallel_degree = 2\n[debug]\nmoe_force_load_balance = true",
         '[model]\nname = "deepseek_v3"\nflavor = "671B"\n[parallelism]\nexpert_parallel_degree = 64',
-        # experts alone: the dense feed-forward that its Config inherits is of no layer
+        # only experts: no layer uses the inherited dense feed-forward
         '[model]\nname = "qwen3_moe"\nflavor = "debugmodel_moe"\n[model.overrides]\nffn_dim = 33\n'
         "[parallelism]\ntensor_parallel_degree = 2",
     ],
 )
-def test_what_works_is_not_a_problem(tmp_path: Path, text: str) -> None:
+def test_a_possible_option_is_not_a_problem(tmp_path: Path, text: str) -> None:
     assert [str(problem) for problem in check(loaded(tmp_path, text))] == []
 
 

@@ -1,4 +1,4 @@
-"""Sizes with which a model of the package cannot be built, or computes nothing, are refused before torch is needed."""
+"""Sizes with which a model cannot be built, or computes nothing, are rejected without importing torch."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def problems(tmp_path: Path, name: str, overrides: dict[str, Any]) -> list[str]:
 FLAVORS = {"qwen3_moe": "debugmodel_moe"}
 
 
-@pytest.mark.parametrize(("name", "overrides", "option", "words"), WRONG)
-def test_a_size_that_cannot_work_is_one_problem(
-    tmp_path: Path, name: str, overrides: dict[str, Any], option: str, words: str
+@pytest.mark.parametrize(("name", "overrides", "option", "rule"), WRONG)
+def test_an_impossible_size_is_one_problem(
+    tmp_path: Path, name: str, overrides: dict[str, Any], option: str, rule: str
 ) -> None:
     sizes = LLAMA if name in ("llama3", "qwen3") else {}
     (line,) = problems(tmp_path, name, {**sizes, **overrides})
-    assert f"model.overrides.{option}" in line and words in line and ";" in line
+    assert f"model.overrides.{option}" in line and rule in line and ";" in line
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,5 @@ def test_a_size_that_cannot_work_is_one_problem(
         {"num_experts": 1, "top_k": 1},
     ],
 )
-def test_sizes_at_the_edge_that_work_are_not_a_problem(tmp_path: Path, overrides: dict[str, Any]) -> None:
+def test_sizes_at_the_limit_are_not_a_problem(tmp_path: Path, overrides: dict[str, Any]) -> None:
     assert problems(tmp_path, "deepseek_v3", overrides) == []

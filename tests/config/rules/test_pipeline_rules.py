@@ -1,4 +1,4 @@
-"""Impossible pipelines and context splits are refused before any process exists, with the nearest legal values."""
+"""Impossible pipelines and context splits are rejected before any process starts, with the nearest valid values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ mixed_precision_param = "float32"
 [parallelism]
 """
 
-# parallelism table, more arguments -> option and words of the one problem
+# parallelism table, more arguments -> option and texts of the only problem
 WRONG: list[tuple[str, list[str], list[str]]] = [
     ("pipeline_parallel_degree = 16", [], ["pipeline_parallel_degree=16", "exceeds the 8 layers"]),
     (
@@ -94,16 +94,16 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("table", "arguments", "words"), WRONG)
-def test_an_impossible_split_is_one_problem_with_a_way_out(
-    tmp_path: Path, table: str, arguments: list[str], words: list[str]
+@pytest.mark.parametrize(("table", "arguments", "texts"), WRONG)
+def test_an_impossible_split_is_one_problem_with_a_fix(
+    tmp_path: Path, table: str, arguments: list[str], texts: list[str]
 ) -> None:
     file = tmp_path / "run.toml"
     file.write_text(TINY + table + "\n")
     problems = [str(problem) for problem in config.check(config.load(file, arguments))]
     assert len(problems) == 1, problems
-    for word in words:
-        assert word in problems[0]
+    for text in texts:
+        assert text in problems[0]
 
 
 @pytest.mark.parametrize("schedule", [name for name in stages.SCHEDULES if name not in stages.FROM_CSV])
@@ -117,7 +117,7 @@ def test_every_schedule_has_a_config_that_checks(tmp_path: Path, schedule: str) 
 def test_only_schedules_that_pytorch_cannot_run_reject_fewer_micro_batches_than_stages(
     tmp_path: Path, schedule: str
 ) -> None:
-    """PyTorch's single-stage schedules and DualPipeV raise; the others run, and ranks wait."""
+    """PyTorch's single-stage schedules and DualPipeV raise. The others run with idle ranks."""
     file = tmp_path / "run.toml"
     file.write_text(TINY + f'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "{schedule}"\n')
     loaded = config.load(file, ["--training.local_batch_size", "1"])
@@ -132,9 +132,9 @@ def test_too_few_micro_batches_are_found_once_the_ranks_are_known(tmp_path: Path
     loaded = config.load(file, ["--training.local_batch_size", "1", "--training.global_batch_size", "8"])
     assert config.check(loaded) == []
     assert config.machine_notes(loaded, world_size=4) == []
-    found = [str(problem) for problem in config.machine_notes(loaded, world_size=16)]
-    assert len(found) == 1
-    assert "makes 2 micro-batches of the 2 sequences of a step, fewer than the 4 stages" in found[0]
+    problems = [str(problem) for problem in config.machine_notes(loaded, world_size=16)]
+    assert len(problems) == 1
+    assert "makes 2 micro-batches of the 2 sequences of a step, fewer than the 4 stages" in problems[0]
 
 
 @pytest.mark.parametrize("layers", range(1, 40))
@@ -158,11 +158,11 @@ def test_stages_hold_every_layer_once_in_order(layers: int, degree: int) -> None
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_ranks_hold_every_stage_once(schedule: str, degree: int) -> None:
     count = degree if schedule in stages.SINGLE else 2 * degree
-    held = [stage for rank in range(degree) for stage in stages.stages_of_rank(schedule, rank, degree, count)]
-    assert sorted(held) == list(range(count))
+    assigned = [stage for rank in range(degree) for stage in stages.stages_of_rank(schedule, rank, degree, count)]
+    assert sorted(assigned) == list(range(count))
 
 
-def test_an_overlap_that_is_not_done_is_said_aloud(tmp_path: Path) -> None:
+def test_an_ineffective_overlap_is_noted(tmp_path: Path) -> None:
     option = "pipeline_parallel_expert_parallel_overlap"
     file = tmp_path / "run.toml"
     file.write_text(TINY + f"pipeline_parallel_degree = 2\n{option} = true\n")
@@ -179,7 +179,7 @@ FILES = {
     "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1I1\n": "lacks backward of micro-batch 1 of stage 1",
     "0F0,0F1,0B0,0B0,0B1\n1F0,1B0,1F1,1B1\n": "has 0B0 as well as 0B0, which would count it twice",
     "0F0,0F1,0B0,0B1\n1F0,1I0,1W0,1B0,1F1,1B1\n": "has 1B0 as well as 1I0, which would count it twice",
-    # PyTorch would take the loss of micro-batch 1 for that of 0: gradients of other losses, without a word
+    # PyTorch would silently use the loss of micro-batch 1 as that of 0, with wrong gradients.
     "0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n": "has forward of micro-batch 0 of the last stage (1) after that of a later",
     "0F0,0F1,0B0,0B1\n1F0,1F1,1W0,1I0,1B1\n": "has rank 0 wait indefinitely: 0B0 requires 1B0 or 1I0",
     "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n": "has rank 0 wait indefinitely: 0B0 requires 1B0 or 1I0",
@@ -188,19 +188,22 @@ FILES = {
 
 
 @pytest.mark.parametrize("text", FILES)
-def test_a_schedule_file_that_cannot_run_is_refused(text: str, tmp_path: Path) -> None:
+def test_an_invalid_schedule_file_is_rejected(text: str, tmp_path: Path) -> None:
     assert FILES[text] in problem_of_file(text, tmp_path)
 
 
-def test_a_compiled_model_takes_a_file_without_split_backward_alone(tmp_path: Path) -> None:
-    whole, apart = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", "0F0,0F1,0B0,0B1\n1F0,1I0,1F1,(1W0;1B1)OVERLAP_F_B\n"
-    assert problem_of_file(whole, tmp_path, "--compile.enable") == ""
-    assert problem_of_file(apart, tmp_path) == ""
-    assert "torch.compile returns wrong gradients" in problem_of_file(apart, tmp_path, "--compile.enable")
+def test_a_compiled_model_only_accepts_schedules_without_split_backward(tmp_path: Path) -> None:
+    full_backward, split_backward = (
+        "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n",
+        "0F0,0F1,0B0,0B1\n1F0,1I0,1F1,(1W0;1B1)OVERLAP_F_B\n",
+    )
+    assert problem_of_file(full_backward, tmp_path, "--compile.enable") == ""
+    assert problem_of_file(split_backward, tmp_path) == ""
+    assert "torch.compile returns wrong gradients" in problem_of_file(split_backward, tmp_path, "--compile.enable")
 
 
 def problem_of_file(text: str, folder: Path, *more: str) -> str:
-    """What the check says of a schedule for two ranks with a stage each and two micro-batches."""
+    """Return the problems of a schedule file for two ranks with one stage each and two micro-batches."""
     file, schedule = folder / "run.toml", folder / "schedule.csv"
     file.write_text(TINY.replace("local_batch_size = 8", "local_batch_size = 2"))
     schedule.write_text(text)
@@ -209,23 +212,23 @@ def problem_of_file(text: str, folder: Path, *more: str) -> str:
         "data_parallel_shard_degree": "1",
         "pipeline_parallel_schedule": "PipelineScheduleMulti",
         "pipeline_parallel_schedule_csv": str(schedule),
-        "pipeline_parallel_layers_per_stage": "5",  # the ends count for a layer each
+        "pipeline_parallel_layers_per_stage": "5",  # the first and last module count as one layer each
     }
-    words = [word for name, value in options.items() for word in (f"--parallelism.{name}", value)]
-    return "\n".join(str(found) for found in config.check(config.load(file, [*words, *more])))
+    arguments = [argument for name, value in options.items() for argument in (f"--parallelism.{name}", value)]
+    return "\n".join(str(problem) for problem in config.check(config.load(file, [*arguments, *more])))
 
 
-def test_what_recomputation_costs_with_a_split_backward_is_reported() -> None:
+def test_the_cost_of_recomputation_with_a_split_backward_is_reported() -> None:
     split = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "DualPipeV"]
-    for mode, told in (("full", True), ("none", False)):
+    for mode, is_reported in (("full", True), ("none", False)):
         notes = config.notes(config.load(None, [*split, "--activation_checkpoint.mode", mode]))
-        assert any("about ten times as often as 1F1B" in note for note in notes) is told
+        assert any("about ten times as often as 1F1B" in note for note in notes) is is_reported
     assert not config.notes(config.load(None, [*split[:2], "--activation_checkpoint.mode", "full"]))
 
 
 def test_a_stage_that_is_named_needs_no_layer() -> None:
     parts = '[["embed"], ["layers.0", "norm", "head"]]'
-    given = ["--parallelism.pipeline_parallel_degree", "2", "--model.overrides.num_layers", "1"]
+    arguments = ["--parallelism.pipeline_parallel_degree", "2", "--model.overrides.num_layers", "1"]
     named = ["--parallelism.module_fqns_per_model_part", parts]
-    assert any("exceeds the 1 layers" in str(one) for one in config.check(config.load(None, given)))
-    assert not config.check(config.load(None, [*given, *named]))
+    assert any("exceeds the 1 layers" in str(problem) for problem in config.check(config.load(None, arguments)))
+    assert not config.check(config.load(None, [*arguments, *named]))

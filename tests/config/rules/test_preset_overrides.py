@@ -1,4 +1,4 @@
-"""Overrides of a preset: an option of the preset that an override makes idle is a note, in a user's file an error."""
+"""An option that an override makes ineffective is a note if a preset sets it, and an error in a user's file."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("option", OVERRIDES)
 def test_an_idle_option_is_a_note_in_a_preset_and_an_error_in_a_file(tmp_path: Path, option: str) -> None:
-    words = OVERRIDES[option]
-    loaded = config.load("debug", words)
+    arguments = OVERRIDES[option]
+    loaded = config.load("debug", arguments)
     assert config.check(loaded) == []
     assert any(note.startswith(f"{option}=") and "of the preset" in note for note in config.notes(loaded))
 
-    own = tmp_path / "own.toml"
-    shutil.copyfile(presets.FOLDER / "debug.toml", own)
-    assert option in [problem.option for problem in config.check(config.load(own, words))]
+    copied = tmp_path / "copy.toml"
+    shutil.copyfile(presets.FOLDER / "debug.toml", copied)
+    assert option in [problem.option for problem in config.check(config.load(copied, arguments))]
 
-    written = config.load("debug", [*words, f"--{option}", str(loaded.value(option))])
+    written = config.load("debug", [*arguments, f"--{option}", str(loaded.value(option))])
     assert option in [problem.option for problem in config.check(written)]
 
 
