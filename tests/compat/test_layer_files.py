@@ -1,4 +1,4 @@
-"""A file per layer and model-parallel rank: in and out to the bit, and what strangers wrote runs nothing."""
+"""Checkpoints with one file per layer and model-parallel rank: bitwise round trips, and hostile files run no code."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from shardtrain.utils.errors import CheckpointError
 STEP = "global_step001"
 
 
-def made(folder: Path, family: str, shards: int, **changed: Any) -> Path:
-    """A folder per layer; its Hugging Face folder stands beside it."""
+def write_layer_folder(folder: Path, family: str, shards: int, **changed: Any) -> Path:
+    """Write a folder with one file per layer, next to the Hugging Face folder of its model."""
     hf = hf_folder(folder / "hf", family, **changed)
     assert cli.main(["checkpoint", "to-fmengine", str(hf), str(folder / "fm"), f"--mp_world_size={shards}"]) == 0
     return folder / "fm"
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(tmp_path_factory.mktemp("good"), "llama2", 2)
+def good_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_layer_folder(tmp_path_factory.mktemp("good"), "llama2", 2)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         nightly=[("llama2", n, k) for n in (1, 2, 4) for k in (4, 12)] + [("neox", 4, 12), ("mistral", 2, 4)],
     ),
 )
-def test_a_model_is_the_same_after_a_folder_per_layer(tmp_path: Path, family: str, shards: int, layers: int) -> None:
-    folder = made(tmp_path, family, shards, num_hidden_layers=layers)
+def test_a_model_survives_a_round_trip_through_layer_files(
+    tmp_path: Path, family: str, shards: int, layers: int
+) -> None:
+    folder = write_layer_folder(tmp_path, family, shards, num_hidden_layers=layers)
     expected = {f"layer_{n:02d}-model_{s:02d}-model_states.pt" for n in range(layers + 3) for s in range(shards)}
     expected |= {f"mp_rank_{s:02d}_model_states.pt" for s in range(shards)}
     assert {path.name for path in (folder / STEP).iterdir()} == expected
@@ -53,38 +55,38 @@ def test_a_model_is_the_same_after_a_folder_per_layer(tmp_path: Path, family: st
     same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
 
 
-def test_files_are_what_fmengine_reads(good: Path) -> None:
-    """Its rules, written out: which file holds what, under which name, and which part of it."""
-    whole = tensors(good.parent / "hf")
+def test_layer_files_match_fmengine_s_format(good_folder: Path) -> None:
+    """The contents, names and shards of each file follow FMEngine's rules."""
+    full_weights = tensors(good_folder.parent / "hf")
 
     def file(number: int, shard: int) -> dict[str, torch.Tensor]:
-        path = good / STEP / f"layer_{number:02d}-model_{shard:02d}-model_states.pt"
-        found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
-        return found
+        path = good_folder / STEP / f"layer_{number:02d}-model_{shard:02d}-model_states.pt"
+        tensors_of_file: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+        return tensors_of_file
 
     for shard in (0, 1):
         rows = slice(shard * VOCABULARY // 2, (shard + 1) * VOCABULARY // 2)
-        same(file(0, shard), {"weight": whole["model.embed_tokens.weight"][rows]})
-        same(file(3, shard), {"weight": whole["model.norm.weight"]})
-        same(file(4, shard), {"weight": whole["lm_head.weight"][rows]})
+        same(file(0, shard), {"weight": full_weights["model.embed_tokens.weight"][rows]})
+        same(file(3, shard), {"weight": full_weights["model.norm.weight"]})
+        same(file(4, shard), {"weight": full_weights["lm_head.weight"][rows]})
         for layer in (0, 1):
-            found, prefix = file(layer + 1, shard), f"model.layers.{layer}."
-            assert found.keys() == {n.removeprefix(prefix) for n in whole if n.startswith(prefix)}
-            for name, part in found.items():
-                full = whole[prefix + name]
-                if any(word in name for word in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+            parts, prefix = file(layer + 1, shard), f"model.layers.{layer}."
+            assert parts.keys() == {n.removeprefix(prefix) for n in full_weights if n.startswith(prefix)}
+            for name, part in parts.items():
+                full = full_weights[prefix + name]
+                if any(projection in name for projection in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
                     full = full.chunk(2, 0)[shard]
                 elif "o_proj" in name or "down_proj" in name:
                     full = full.chunk(2, 1)[shard]
                 assert torch.equal(part, full)
-    state = torch.load(good / STEP / "mp_rank_01_model_states.pt", weights_only=True)
+    state = torch.load(good_folder / STEP / "mp_rank_01_model_states.pt", weights_only=True)
     assert (state["mp_world_size"], state["global_steps"], state["module"]) == (2, 1, None)
 
 
-def test_files_as_fmengine_writes_them_are_read(good: Path, tmp_path: Path) -> None:
-    """Parts that are views of the whole tensor, names without a leading zero, tables of angles, a step of a training
-    with the state of DeepSpeed beside it, and rows for tokens that were added."""
-    hf = tensors(good.parent / "hf")
+def test_files_as_fmengine_writes_them_are_read(good_folder: Path, tmp_path: Path) -> None:
+    """Shards that are views of the full tensor, names without a leading zero, rotary tables, a training step with
+    DeepSpeed's state, and rows for added tokens."""
+    hf = tensors(good_folder.parent / "hf")
     folder = tmp_path / "trained"
     for name, number in (("global_step5", 5), ("global_step10", 10)):
         (folder / name).mkdir(parents=True)
@@ -100,34 +102,34 @@ def test_files_as_fmengine_writes_them_are_read(good: Path, tmp_path: Path) -> N
             torch.save({n: t[:] for n, t in table.items()}, folder / name / f"layer_{layer}-model_00-model_states.pt")
         torch.save({"anything": os.getcwd}, folder / name / "mp_rank_00_model_states.pt")
     (folder / "latest").write_text("global_step10\n")
-    base = ["--base-model", str(good.parent / "hf")]
+    base = ["--base-model", str(good_folder.parent / "hf")]
     for step, row in (("latest", 10.0), ("global_step5", 5.0)):
         out = str(tmp_path / step)
         assert cli.main(["checkpoint", "from-fmengine", str(folder), out, *base, "--step", step]) == 0
         assert cli.main(["export", out, "--to", f"{out}-hf", "--check=weights"]) == 0
-        found = tensors(Path(f"{out}-hf"))
-        assert bool((found["model.embed_tokens.weight"][-1] == row).all())
-        same({n: t[:VOCABULARY] for n, t in found.items()}, {n: t[:VOCABULARY] for n, t in hf.items()})
+        imported = tensors(Path(f"{out}-hf"))
+        assert bool((imported["model.embed_tokens.weight"][-1] == row).all())
+        same({n: t[:VOCABULARY] for n, t in imported.items()}, {n: t[:VOCABULARY] for n, t in hf.items()})
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "global_step5", "global_step5-hf", "latest", "latest-hf", "trained",
     ]  # fmt: skip
 
 
-def test_adapters_of_a_step_are_those_that_peft_opens(tmp_path: Path) -> None:
+def test_adapters_of_a_step_become_a_peft_folder(tmp_path: Path) -> None:
     step = tmp_path / "run/global_step3"
     step.mkdir(parents=True)
     torch.manual_seed(0)
     parts = {f"self_attn.{m}.lora_{k}": torch.randn(*s) for m in ("q_proj", "v_proj") for k, s in
              (("A", (4, 32)), ("B", (32, 4)))}  # fmt: skip
     torch.save({**parts, "input_layernorm.weight": torch.ones(32)}, step / "layer_01-model_00-model_states.pt")
-    words = ["checkpoint", "from-fmengine", str(tmp_path / "run"), str(tmp_path / "out"), "--adapter"]
-    assert cli.main([*words, "--lora_alpha", "16"]) == 0
+    arguments = ["checkpoint", "from-fmengine", str(tmp_path / "run"), str(tmp_path / "out"), "--adapter"]
+    assert cli.main([*arguments, "--lora_alpha", "16"]) == 0
     from safetensors.torch import load_file
 
-    found = load_file(str(tmp_path / "out/adapter_model.safetensors"))
+    adapters = load_file(str(tmp_path / "out/adapter_model.safetensors"))
     prefix = "base_model.model.model.layers.0."
-    assert found.keys() == {f"{prefix}{name}.weight" for name in parts}
-    assert all(torch.equal(found[f"{prefix}{name}.weight"], tensor) for name, tensor in parts.items())
+    assert adapters.keys() == {f"{prefix}{name}.weight" for name in parts}
+    assert all(torch.equal(adapters[f"{prefix}{name}.weight"], tensor) for name, tensor in parts.items())
     import peft
     from hub_folders import build
 
@@ -138,7 +140,7 @@ def test_adapters_of_a_step_are_those_that_peft_opens(tmp_path: Path) -> None:
 
 
 def resaved(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Path], None]:
-    """The first layer's file, changed and saved again."""
+    """Change the file of the first layer, and save it again."""
 
     def write(file: Path, canary: Path) -> None:
         table = torch.load(file, weights_only=True)
@@ -148,7 +150,7 @@ def resaved(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Path], N
 
 
 def zipped(change: Callable[[str, bytes], tuple[str, bytes]], kind: int = zipfile.ZIP_STORED) -> Any:
-    """Members of the archive, each changed."""
+    """Rewrite the archive with changed members."""
 
     def write(file: Path, canary: Path) -> None:
         with zipfile.ZipFile(file) as archive:
@@ -198,19 +200,19 @@ HOSTILE: dict[str, Callable[[Path, Path], None]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_runs_nothing_and_is_one_line(name: str, good: Path, tmp_path: Path, capfd: Any) -> None:
+def test_a_hostile_file_runs_nothing_and_is_one_line(name: str, good_folder: Path, tmp_path: Path, capfd: Any) -> None:
     folder, canary = tmp_path / "fm", tmp_path / "canary"
-    shutil.copytree(good, folder)
+    shutil.copytree(good_folder, folder)
     HOSTILE[name](folder / STEP / "layer_01-model_00-model_states.pt", canary)
-    for words in (["export", str(folder), "--to"], ["checkpoint", "from-fmengine", str(folder)]):
-        assert cli.main([*words, str(tmp_path / "out")]) == 5
+    for arguments in (["export", str(folder), "--to"], ["checkpoint", "from-fmengine", str(folder)]):
+        assert cli.main([*arguments, str(tmp_path / "out")]) == 5
         error = capfd.readouterr().err
         assert len(error.strip().splitlines()) == 1 and "layer_01-model_00" in error and "\x1b" not in error
     assert [path.name for path in tmp_path.iterdir()] == ["fm"]
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ("layer_01-model_01-model_states.pt", "1 missing: layer_01-model_01-model_states.pt"),
         ("layer_03-model_00-model_states.pt", "1 missing: layer_03-model_00-model_states.pt"),
@@ -226,11 +228,11 @@ def test_a_hostile_file_runs_nothing_and_is_one_line(name: str, good: Path, tmp_
         ("family", "model_type 'gpt2'"),
     ],
 )
-def test_what_is_missing_or_surplus_is_named_and_nothing_is_written(
-    change: str, told: str, good: Path, tmp_path: Path, capfd: Any
+def test_missing_and_surplus_tensors_are_named_without_writing(
+    change: str, message: str, good_folder: Path, tmp_path: Path, capfd: Any
 ) -> None:
     folder = tmp_path / "fm"
-    shutil.copytree(good, folder)
+    shutil.copytree(good_folder, folder)
     step = folder / STEP
     files = [step / f"layer_01-model_{shard:02d}-model_states.pt" for shard in (0, 1)]
 
@@ -262,25 +264,25 @@ def test_what_is_missing_or_surplus_is_named_and_nothing_is_written(
         each(2, lambda table: table.update({"self_attn.q_proj.lora_A": torch.ones(4, 32)}))
     else:
         (folder / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
-    for words in (["checkpoint", "from-fmengine", str(folder)], ["checkpoint", "to-fmengine", str(folder)]):
-        assert cli.main([*words, str(tmp_path / "out")]) in (2, 5)
+    for arguments in (["checkpoint", "from-fmengine", str(folder)], ["checkpoint", "to-fmengine", str(folder)]):
+        assert cli.main([*arguments, str(tmp_path / "out")]) in (2, 5)
         error = capfd.readouterr().err
-        assert told in error and len(error.strip().splitlines()) == 1
+        assert message in error and len(error.strip().splitlines()) == 1
         assert ".tmp-" not in error, "the message must name the user's folder"
     assert [path.name for path in tmp_path.iterdir()] == ["fm"]
 
 
-def test_a_model_that_cannot_be_divided_so_is_refused_with_the_way(good: Path, tmp_path: Path, capfd: Any) -> None:
-    for shards, told in ((3, "--vocab_size 513"), (8, "heads"), (0, "must be between"), (1000, "must be between")):
-        words = ["checkpoint", "to-fmengine", str(good), str(tmp_path / "out"), f"--mp_world_size={shards}"]
-        assert cli.main(words) == 2
-        assert told in capfd.readouterr().err
+def test_an_indivisible_model_is_rejected_with_a_fix(good_folder: Path, tmp_path: Path, capfd: Any) -> None:
+    for shards, message in ((3, "--vocab_size 513"), (8, "heads"), (0, "must be between"), (1000, "must be between")):
+        arguments = ["checkpoint", "to-fmengine", str(good_folder), str(tmp_path / "out"), f"--mp_world_size={shards}"]
+        assert cli.main(arguments) == 2
+        assert message in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_latest_the_newest_step_is_read(good: Path, tmp_path: Path) -> None:
+def test_without_latest_the_newest_step_is_read(good_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "fm"
-    shutil.copytree(good, folder)
+    shutil.copytree(good_folder, folder)
     shutil.copytree(folder / STEP, folder / "global_step12")
     (folder / "latest").unlink()
     assert step_of(folder).name == "global_step12"

@@ -1,4 +1,4 @@
-"""Folders of many architectures that only ``transformers`` has: the same logits, and back as they were."""
+"""Folders of architectures without a native model: the same logits, and unchanged after a round trip."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Llama": {**_GROUPED, "attention_bias": True},
     "Qwen2": {**_GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
 }  # fmt: skip
-"""The last two are of families of ours, with settings that only ``transformers`` has."""
+"""The last two belong to native families, but have settings that only ``transformers`` supports."""
 DEFAULT_TIER = ("Bloom", "Falcon", "Cohere", "Olmoe", "Qwen2")
 OWN = {"unsloth_version": "2026.1", "my_own": {"a": [1, None]}}
 
 
 def folder(name: str, path: Path) -> Path:
-    """Random weights, norms and biases too, in bfloat16, with keys of somebody's own."""
+    """Save a folder with random weights, norms and biases in bfloat16, and with custom keys."""
     cls = getattr(transformers, name if name.endswith("Head") or name == "MPT" else f"{name}ForCausalLM", None)
     cls = cls or getattr(transformers, {"GPT2LMHead": "GPT2LMHeadModel", "MPT": "MptForCausalLM"}[name])
     torch.manual_seed(0)
@@ -92,24 +92,24 @@ def folder(name: str, path: Path) -> Path:
         for parameter in model.parameters():
             parameter += torch.randn_like(parameter) * 0.1
     model.bfloat16().save_pretrained(path)
-    said = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**said, **OWN}))
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**fields, **OWN}))
     return path
 
 
 @pytest.mark.parametrize("name", cases(DEFAULT_TIER, nightly=[name for name in SHAPES if name not in DEFAULT_TIER]))
-def test_logits_are_equal_and_the_folder_comes_back(name: str, tmp_path: Path, capsys: Any) -> None:
+def test_logits_are_equal_and_the_folder_survives_a_round_trip(name: str, tmp_path: Path, capsys: Any) -> None:
     source, back = folder(name, tmp_path / "hf"), tmp_path / "back"
-    found = recognise(source)
-    assert found.name == "transformers" and len(found.notices) == 1
-    # both commands compare logits in float32 on the way, and stop above 1e-4 of the largest
+    recognised = recognise(source)
+    assert recognised.name == "transformers" and len(recognised.notices) == 1
+    # Both commands compare logits in float32, and fail above 1e-4 of the largest.
     assert main(["import", str(source), "--to", str(tmp_path / "imported"), "--check", "logits"]) == 0
     assert main(["export", str(tmp_path / "imported"), "--to", str(back), "--check", "logits"]) == 0
     assert capsys.readouterr().out.count("transformers returns the same logits") == 2
     assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
-    one, other = (load_file(path / "model.safetensors") for path in (source, back))
-    assert {name: tensor.dtype for name, tensor in one.items()} == {name: t.dtype for name, t in other.items()}
-    assert all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
+    before, after = (load_file(path / "model.safetensors") for path in (source, back))
+    assert {name: t.dtype for name, t in before.items()} == {name: t.dtype for name, t in after.items()}
+    assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
     assert (back / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
 
 
@@ -133,41 +133,43 @@ ROPE_SCALING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name", cases(["llama3", "yarn-odd-betas"], nightly=sorted({*ROPE_SCALING} - {"llama3", "yarn-odd-betas"}))
 )
-def test_logits_with_scaled_rotary_positions_are_those_of_transformers(name: str, tmp_path: Path, capsys: Any) -> None:
+def test_logits_with_scaled_rotary_positions_equal_those_of_transformers(
+    name: str, tmp_path: Path, capsys: Any
+) -> None:
     torch.manual_seed(0)
     sizes = {**_GROUPED, "max_position_embeddings": 64, "rope_scaling": ROPE_SCALING[name]}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     model.save_pretrained(tmp_path / "hf")
-    words = ["import", str(tmp_path / "hf"), "--to", str(tmp_path / "imported"), "--check", "logits"]
-    assert main(words) == 0
+    arguments = ["import", str(tmp_path / "hf"), "--to", str(tmp_path / "imported"), "--check", "logits"]
+    assert main(arguments) == 0
     assert "transformers returns the same logits" in capsys.readouterr().out
 
 
-def test_a_network_that_the_library_itself_cannot_compute_is_one_line(tmp_path: Path, capsys: Any) -> None:
-    """A quarter of 12 is rotated in StableLM: an odd number, and an exception in transformers' own forward."""
+def test_a_model_that_transformers_cannot_compute_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    """StableLM rotates a quarter of 12 features, an odd number, which raises an exception in transformers' forward."""
     sizes = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes, **heads)).save_pretrained(tmp_path / "hf")
-    words = ["import", str(tmp_path / "hf"), "--to"]
-    assert main([*words, str(tmp_path / "one"), "--check", "logits"]) == 2
-    told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert f"error[2]: {tmp_path / 'hf'}: transformers cannot compute logits: RuntimeError: " in told
-    assert told.endswith("use --check=weights")
-    assert main([*words, str(tmp_path / "two"), "--check", "weights"]) == 0
+    arguments = ["import", str(tmp_path / "hf"), "--to"]
+    assert main([*arguments, str(tmp_path / "one"), "--check", "logits"]) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"error[2]: {tmp_path / 'hf'}: transformers cannot compute logits: RuntimeError: " in message
+    assert message.endswith("use --check=weights")
+    assert main([*arguments, str(tmp_path / "two"), "--check", "weights"]) == 0
 
 
-def test_what_transformers_says_of_a_config_is_one_line(
+def test_a_config_error_of_transformers_is_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     from shardtrain.models import architecture
     from shardtrain.utils.errors import ConfigError
 
     rope = {"rope_type": "yarn", "factor": 2.0, "odd": 1, "beta_fast": 1, "beta_slow": 5, "attention_factor": -1}
-    said = {**_GROUPED, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_scaling": rope}
+    fields = {**_GROUPED, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_scaling": rope}
     for name, factor in (("odd", 2.0), ("wrong", "x")):
         rope["factor"] = factor
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(said))
+        (tmp_path / name / "config.json").write_text(json.dumps(fields))
     for _ in range(2):
         architecture.build(str(tmp_path / "odd"), "LlamaForCausalLM", "auto")
     (warning,) = [record.getMessage() for record in caplog.records]

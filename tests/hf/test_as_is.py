@@ -1,4 +1,4 @@
-"""Folders of any architecture in and out under their own names: the same bits, whatever their files call a tensor."""
+"""Folders of any architecture keep their tensor names, and survive a bitwise round trip."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 
 
 def seed_checkpoint(rank: int, config: Config) -> None:
-    """What a run would start from, as a checkpoint."""
+    """Save the initial weights of a run as a checkpoint."""
     ended = train_whole(rank, config)
     assert ended.error is None
 
@@ -41,7 +41,7 @@ def toml(name: str, path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("gpt2", 2), ("gemma2", 1), ("t5", 1), ("bart", 1), ("bert", 1)])
-def test_what_comes_in_goes_out_to_the_bit(name: str, ranks: int, tmp_path: Path, capsys: Any) -> None:
+def test_an_import_exports_bitwise(name: str, ranks: int, tmp_path: Path, capsys: Any) -> None:
     task = {"bert": "masked_language_model", "bart": "sequence_to_sequence", "t5": "sequence_to_sequence"}.get(name)
     folder(name)
     sections: dict[str, Any] = {} if task is None else {"task": {"name": task, "options": {"mask_token_id": 300}}}
@@ -52,12 +52,12 @@ def test_what_comes_in_goes_out_to_the_bit(name: str, ranks: int, tmp_path: Path
     config = config_for(name, tmp_path / "run", checkpoint={"create_seed_checkpoint": True}, **sections)
     run_ranks(ranks, seed_checkpoint, config)
     output = tmp_path / "out"
-    words = [str(tmp_path / "run/checkpoint/step-0"), "--to", str(output), "--check", "logits"]
-    assert export_main([*words, "--config", str(toml(name, tmp_path))]) == 0
-    said = capsys.readouterr()
-    assert "transformers returns the same logits" in said.out and "Loading weights" not in said.err
+    arguments = [str(tmp_path / "run/checkpoint/step-0"), "--to", str(output), "--check", "logits"]
+    assert export_main([*arguments, "--config", str(toml(name, tmp_path))]) == 0
+    captured = capsys.readouterr()
+    assert "transformers returns the same logits" in captured.out and "Loading weights" not in captured.err
     before, after = (load_file(path / "model.safetensors") for path in (folder(name), output))
-    # of tensors that are one, another name may have been written
+    # Shared tensors may be stored under another of their names.
     assert all(torch.equal(after[key], before[key]) for key in before.keys() & after.keys())
     assert len(before.keys() ^ after.keys()) <= 2
     described = [json.loads((path / "config.json").read_text()) for path in (folder(name), output)]
@@ -77,7 +77,7 @@ def started(rank: int, config: Config) -> dict[str, torch.Tensor] | str:
 
 
 def rewritten(name: str, path: Path, change: Any) -> Path:
-    """The folder with other tensors in its file."""
+    """Copy a folder with changed tensors."""
     path.mkdir()
     (path / "config.json").write_bytes((folder(name) / "config.json").read_bytes())
     tensors = load_file(folder(name) / "model.safetensors")
@@ -90,29 +90,29 @@ def begun(name: str, source: Path, tmp_path: Path, **overrides: Any) -> Any:
     return run_ranks(1, started, config_for(name, tmp_path / "run", overrides=overrides, checkpoint=load))[0]
 
 
-def test_a_file_without_the_base_prefix_and_with_a_tensor_twice_is_the_same_model(tmp_path: Path) -> None:
+def test_base_prefix_and_duplicate_tensors_do_not_matter(tmp_path: Path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
         return {**bare, "lm_head.weight": bare["wte.weight"].clone(), "h.0.attn.bias": torch.ones(1, 1, 4, 4)}
 
-    found = begun("gpt2", rewritten("gpt2", tmp_path / "bare", change), tmp_path)
+    weights = begun("gpt2", rewritten("gpt2", tmp_path / "bare", change), tmp_path)
     expected = load_file(folder("gpt2") / "model.safetensors")
-    assert isinstance(found, dict), found
-    assert torch.equal(found["hf.transformer.wte.weight"], expected["transformer.wte.weight"])
-    assert torch.equal(found["hf.transformer.h.1.mlp.c_fc.bias"], expected["transformer.h.1.mlp.c_fc.bias"])
+    assert isinstance(weights, dict), weights
+    assert torch.equal(weights["hf.transformer.wte.weight"], expected["transformer.wte.weight"])
+    assert torch.equal(weights["hf.transformer.h.1.mlp.c_fc.bias"], expected["transformer.h.1.mlp.c_fc.bias"])
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda t: {**t, "lm_head.weight": t["transformer.wte.weight"] + 1}, "1 not in this model: lm_head.weight"),
         (lambda t: {k: v for k, v in t.items() if "ln_f" not in k}, "2 missing: transformer.ln_f.bias"),
         (lambda t: {**t, "transformer.ln_f.bias": torch.ones(3)}, "transformer.ln_f.bias [3] instead of [32]"),
     ],
 )
-def test_weights_that_do_not_fit_are_named(change: Any, said: str, tmp_path: Path) -> None:
-    found = begun("gpt2", rewritten("gpt2", tmp_path / "other", change), tmp_path)
-    assert isinstance(found, str) and found.startswith("CheckpointError") and said in found
+def test_weights_that_do_not_fit_are_named(change: Any, message: str, tmp_path: Path) -> None:
+    weights = begun("gpt2", rewritten("gpt2", tmp_path / "other", change), tmp_path)
+    assert isinstance(weights, str) and weights.startswith("CheckpointError") and message in weights
 
 
 def test_a_truncated_file_another_model_and_converted_names_are_one_line(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_truncated_file_another_model_and_converted_names_are_one_line(tmp_pat
     assert isinstance(experts, dict) or "that only transformers can convert" in experts  # by version
 
 
-def test_a_new_head_starts_as_drawn_where_another_architecture_is_asked_for(tmp_path: Path) -> None:
+def test_a_new_head_is_initialized_for_another_architecture(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": "one two", "label": i % 3}) + "\n" for i in range(9)))
     config = config_for(
@@ -136,17 +136,17 @@ def test_a_new_head_starts_as_drawn_where_another_architecture_is_asked_for(tmp_
         task={"name": "classification", "num_labels": 3},
         training={"dataset": "jsonl", "dataset_path": str(rows)},
     )
-    found = run_ranks(1, started, config)[0]
-    assert isinstance(found, dict), found
+    weights = run_ranks(1, started, config)[0]
+    assert isinstance(weights, dict), weights
     expected = load_file(folder("bart") / "model.safetensors")
     key = "model.encoder.layers.1.fc1.weight"
-    assert torch.equal(found[f"hf.{key}"], expected[key])
-    assert found["hf.classification_head.out_proj.weight"].std() > 0
+    assert torch.equal(weights[f"hf.{key}"], expected[key])
+    assert weights["hf.classification_head.out_proj.weight"].std() > 0
 
 
 def without_network(rank: int, config: Config) -> float:
     def refuse(*_: Any) -> Any:
-        raise AssertionError("a connection was asked for")
+        raise AssertionError("a connection was requested")
 
     for name in ("connect", "connect_ex", "bind"):
         setattr(socket.socket, name, refuse)
@@ -158,18 +158,19 @@ def without_network(rank: int, config: Config) -> float:
     return outcome.grad_norm
 
 
-def test_no_connection_is_asked_for(tmp_path: Path) -> None:
+def test_no_connection_is_opened(tmp_path: Path) -> None:
     config = config_for("llama", tmp_path)
     assert run_ranks(1, without_network, config)[0] > 0
 
 
-def test_an_architecture_without_a_model_file_goes_the_way_of_transformers(tmp_path: Path) -> None:
+def test_an_architecture_without_a_native_model_uses_transformers(tmp_path: Path) -> None:
     from shardtrain.hf.hub_model import recognise
 
-    found = recognise(folder("gpt2"))
-    assert (found.name, found.overrides) == ("transformers", {"path": str(folder("gpt2"))})
+    recognised = recognise(folder("gpt2"))
+    assert (recognised.name, recognised.overrides) == ("transformers", {"path": str(folder("gpt2"))})
     assert (
-        "model_type='gpt2' is not one of" in found.notices[0] and "GPT2LMHeadModel of transformers" in found.notices[0]
+        "model_type='gpt2' is not one of" in recognised.notices[0]
+        and "GPT2LMHeadModel of transformers" in recognised.notices[0]
     )
     with pytest.raises(CheckpointError, match="is missing"):
         recognise(tmp_path)

@@ -1,4 +1,4 @@
-"""pytorch_model.bin in a run and an import: the tensors of its safetensors, nothing in it run, only on request."""
+"""pytorch_model.bin, read only on request: the same tensors as from safetensors, and no pickled code runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardtrain.hf.weights import BIN, HubWeights
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 FORMATS = {"zip": True, "before 1.6": False}
-"""Formats of torch.save, and whether it is the present one."""
+"""Format of torch.save -> True for the current one."""
 
 
 def write(folder: Path, value: Any, name: str = "pytorch_model.bin", is_zip: bool = True) -> Path:
@@ -36,13 +36,13 @@ def write(folder: Path, value: Any, name: str = "pytorch_model.bin", is_zip: boo
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
-def test_tensors_are_those_that_were_saved(form: str, wrapped: bool, tmp_path: Path) -> None:
-    whole = torch.arange(24.0).reshape(4, 6)
+def test_saved_tensors_are_read_back(form: str, wrapped: bool, tmp_path: Path) -> None:
+    full_tensor = torch.arange(24.0).reshape(4, 6)
     tensors = {
-        "a": whole,
-        "b": whole[1:3].t(),
+        "a": full_tensor,
+        "b": full_tensor[1:3].t(),
         "c": torch.tensor(3.0).bfloat16(),
-        "d": torch.nn.Parameter(whole.half()),
+        "d": torch.nn.Parameter(full_tensor.half()),
     }
     saved = {"state_dict": tensors, "epoch": 3} if wrapped else tensors
     with BinWeights(write(tmp_path / "one", saved, is_zip=FORMATS[form])) as weights:
@@ -50,10 +50,10 @@ def test_tensors_are_those_that_were_saved(form: str, wrapped: bool, tmp_path: P
         for name, tensor in tensors.items():
             assert (weights.shape(name), weights.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
             torch.testing.assert_close(weights.read(name, ()), tensor.detach(), rtol=0, atol=0)
-        assert torch.equal(weights.read("a", (slice(1, 3), slice(0, 2))), whole[1:3, :2])
+        assert torch.equal(weights.read("a", (slice(1, 3), slice(0, 2))), full_tensor[1:3, :2])
 
 
-def test_several_files_are_found_by_their_index(tmp_path: Path) -> None:
+def test_several_files_are_found_with_their_index(tmp_path: Path) -> None:
     for number in (1, 2):
         write(tmp_path / "two", {f"w{number}": torch.full((2,), float(number))}, f"pytorch_model-{number}.bin")
     index = tmp_path / "two" / "pytorch_model.bin.index.json"
@@ -72,7 +72,7 @@ def test_several_files_are_found_by_their_index(tmp_path: Path) -> None:
 
 
 class Hostile:
-    """Makes a folder where it is unpickled."""
+    """Creates a folder when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -82,30 +82,30 @@ class Hostile:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_is_more_than_tensors_is_refused_and_not_run(form: str, tmp_path: Path) -> None:
-    for value, said in (
+def test_files_with_more_than_tensors_are_rejected_and_run_no_code(form: str, tmp_path: Path) -> None:
+    for value, message in (
         ({"a": Hostile(tmp_path / "ran")}, "nothing in it was run"),
         ({"a": torch.zeros(2), "note": "text"}, "note is not a tensor"),
         ([torch.zeros(2)], "contains no table of tensors"),
         ({}, "contains no table of tensors"),
         ({"a": torch.zeros(1).expand(2**40)}, "a tensor repeats its storage"),
     ):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             BinWeights(write(tmp_path / "bad", value, is_zip=FORMATS[form]))
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_file_of_before_1_6_that_is_cut_or_longer_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_or_extended_file_from_before_1_6_is_rejected(tmp_path: Path) -> None:
     folder = write(tmp_path / "old", {"a": torch.arange(100.0), "b": torch.ones(7).half()}, is_zip=False)
-    whole = (folder / BIN).read_bytes()
-    places = [*range(2, 40), *range(40, len(whole), 37), len(whole) - 1]
-    for content in [*(whole[:size] for size in places), whole + b"0"]:
-        (folder / BIN).write_bytes(content)
+    content = (folder / BIN).read_bytes()
+    places = [*range(2, 40), *range(40, len(content), 37), len(content) - 1]
+    for damaged in [*(content[:size] for size in places), content + b"0"]:
+        (folder / BIN).write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is damaged"):
             BinWeights(folder)
 
 
-def test_it_is_read_only_where_there_is_nothing_better(tmp_path: Path) -> None:
+def test_bin_weights_are_only_read_without_safetensors(tmp_path: Path) -> None:
     folder = write(tmp_path / "both", {"a": torch.zeros(2)})
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="has safetensors"):
@@ -127,13 +127,13 @@ INCOMPLETE: list[tuple[type[HubWeights], list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("reader", "files", "said"), INCOMPLETE)
+@pytest.mark.parametrize(("reader", "files", "message"), INCOMPLETE)
 def test_a_missing_index_of_weights_is_named(
-    reader: type[HubWeights], files: list[str], said: str, tmp_path: Path
+    reader: type[HubWeights], files: list[str], message: str, tmp_path: Path
 ) -> None:
     for name in files:
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=re.escape(said)):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         reader(tmp_path)
 
 
@@ -144,20 +144,20 @@ def test_weights_of_a_wrapped_model_have_the_names_of_the_model(prefix: str, for
     with BinWeights(write(tmp_path, tensors, is_zip=FORMATS[form])) as weights:
         assert weights.names() == ["a.b", "module.c"]
         assert [float(weights.read(name, ())[0]) for name in weights.names()] == [0.0, 1.0]
-    # transformers does not read such safetensors, so nothing could be compared with it
+    # transformers does not read such safetensors files, so there is no reference.
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"save model\.{prefix.partition('.')[0]}\.state_dict\(\) instead"):
         HubWeights(tmp_path)
 
 
-def test_it_is_asked_for_by_an_option_of_hugging_face_weights() -> None:
+def test_bin_weights_require_an_option_of_hugging_face_weights() -> None:
     wrong = config.check(config.load(None, ["--checkpoint.enable", "--checkpoint.initial_load_legacy_bin"]))
     assert [problem.option for problem in wrong] == ["checkpoint.initial_load_legacy_bin"]
 
 
 @pytest.fixture(scope="module")
 def modern(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of safetensors in bfloat16 with norms in float32."""
+    """Safetensors folder in bfloat16 with norms in float32."""
     pytest.importorskip("transformers")
     folder = save(build("llama3"), tmp_path_factory.mktemp("modern") / "hf")
     tensors = load_file(folder / "model.safetensors")
@@ -167,7 +167,7 @@ def modern(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def old(modern: Path, folder: Path, form: str, parts: int = 1) -> Path:
-    """The same weights as older programs left them."""
+    """Save the same weights in the format of older programs."""
     tensors = load_file(modern / "model.safetensors")
     if parts == 1:
         write(folder, {"state_dict": tensors}, is_zip=FORMATS[form])
@@ -184,26 +184,26 @@ def old(modern: Path, folder: Path, form: str, parts: int = 1) -> Path:
 
 
 @pytest.mark.parametrize(("form", "parts"), cases([("zip", 2), ("before 1.6", 1)], [("zip", 1), ("before 1.6", 2)]))
-def test_import_and_run_read_the_weights_of_the_safetensors(
+def test_import_and_run_read_the_same_weights_as_from_safetensors(
     form: str, parts: int, modern: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, output, back = old(modern, tmp_path / "old", form, parts), tmp_path / "checkpoint", tmp_path / "back"
-    assert main(["import", str(folder), "--to", str(output)]) == 5, "no load falls back to a pickle"
+    assert main(["import", str(folder), "--to", str(output)]) == 5, "a load must not fall back to a pickle"
     assert main(["import", str(folder), "--to", f"{output}-2", "--legacy_bin", "--check", "logits"]) == 2
     assert main(["import", str(folder), "--to", str(output), "--legacy_bin"]) == 0
     assert "logits were not compared: transformers would unpickle the file" in capsys.readouterr().out
-    kept = source.of_checkpoint(output, manifest.read(output))
-    assert kept is not None and kept.read("generation_config.json") == b'{"temperature": 0.5}'
+    files = source.of_checkpoint(output, manifest.read(output))
+    assert files is not None and files.read("generation_config.json") == b'{"temperature": 0.5}'
 
-    # An export of the import, and what a run fills from the folder, to the bit and in the types of the file
+    # The export of the import, and the weights of a run, are bitwise equal with the dtypes of the file.
     assert main(["export", str(output), "--to", str(back), "--check", "weights"]) == 0
     expected, exported = (load_file(path / "model.safetensors") for path in (modern, back))
-    found = recognise(folder)
-    module = models.find(found.name)
-    types = source.dtypes_of(folder, translation_of(module, found.config, "test"))
-    model = models.build(module, found.config).to_empty(device="cpu")
+    recognised = recognise(folder)
+    module = models.find(recognised.name)
+    types = source.dtypes_of(folder, translation_of(module, recognised.config, "test"))
+    model = models.build(module, recognised.config).to_empty(device="cpu")
     tensors = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
-    importing.fill(tensors, folder, module, found.config, legacy_bin=True)
+    importing.fill(tensors, folder, module, recognised.config, legacy_bin=True)
     assert {name: t.dtype for name, t in exported.items()} == {name: t.dtype for name, t in expected.items()}
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
     assert torch.equal(tensors["model.norm.weight"], expected["model.norm.weight"])

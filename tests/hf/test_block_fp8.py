@@ -1,4 +1,4 @@
-"""Weights published in fp8 with a scale per block: read as the numbers that they stand for, on any mesh."""
+"""Weights published in fp8 with a scale per block are dequantized on import and on any mesh."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from shardtrain.utils.errors import CheckpointError
 
 pytest.importorskip("transformers")
 BLOCK = (8, 12)
-"""No divisor of the sizes: the last blocks are smaller."""
+"""Does not divide the sizes: the last blocks are smaller."""
 
 
 def quantize(folder: Path) -> dict[str, np.ndarray]:
-    """Write the projections of a folder in fp8, by the published layout; gives the numbers that they then stand for."""
+    """Write the projections of a folder in fp8 with the published layout. Return the dequantized values."""
     tensors, numbers = load_file(folder / "model.safetensors"), {}
     for name in [name for name in tensors if "proj" in name]:
         weight = tensors[name]
@@ -61,31 +61,35 @@ def quantized(config: Config, value: bool = True) -> Config:
 
 
 def expected(numbers: dict[str, np.ndarray], name: str) -> torch.Tensor:
-    return torch.from_numpy(numbers[name]).float()  # a product of fp8 and float32, rounded to float32 once
+    return torch.from_numpy(numbers[name]).float()  # the product of fp8 and float32, rounded once to float32
 
 
-def test_an_import_writes_the_numbers(folder: Path, numbers: dict[str, np.ndarray], tmp_path: Path) -> None:
+def test_an_import_writes_dequantized_weights(folder: Path, numbers: dict[str, np.ndarray], tmp_path: Path) -> None:
     importing.to_checkpoint(folder, tmp_path / "checkpoint", dtype="float32")
     stored = manifest.read(tmp_path / "checkpoint")
-    found = read_whole(stored, tmp_path / "checkpoint", "model.layers.0.attn.wo.weight")
-    assert torch.equal(found, expected(numbers, "model.layers.0.self_attn.o_proj.weight"))
+    imported = read_whole(stored, tmp_path / "checkpoint", "model.layers.0.attn.wo.weight")
+    assert torch.equal(imported, expected(numbers, "model.layers.0.self_attn.o_proj.weight"))
     experts = read_whole(stored, tmp_path / "checkpoint", "model.layers.1.moe.experts.w2")
     for number in range(8):
         assert torch.equal(experts[number], expected(numbers, f"model.layers.1.mlp.experts.{number}.down_proj.weight"))
     importing.to_checkpoint(folder, tmp_path / "other")
-    assert {t.dtype for t in manifest.read(tmp_path / "other").tensors.values()} == {"float32"}, "that of the embedding"
+    assert {t.dtype for t in manifest.read(tmp_path / "other").tensors.values()} == {"float32"}, (
+        "must be the dtype of the embedding"
+    )
 
 
-def test_a_run_starts_from_the_numbers_on_any_mesh(
+def test_a_run_starts_from_dequantized_weights_on_any_mesh(
     folder: Path, numbers: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    alone = run_ranks(1, start, quantized(config_for(folder, tmp_path / "one", "one")))[0]
+    single = run_ranks(1, start, quantized(config_for(folder, tmp_path / "one", "one")))[0]
     several = run_ranks(4, start, quantized(config_for(folder, tmp_path / "four", "fsdp=2 tp=2")))[0]
-    assert torch.equal(alone["layers.0.attn.wo.weight"], expected(numbers, "model.layers.0.self_attn.o_proj.weight"))
-    assert alone.keys() == several.keys() and all(torch.equal(alone[name], several[name]) for name in alone)
+    assert torch.equal(single["layers.0.attn.wo.weight"], expected(numbers, "model.layers.0.self_attn.o_proj.weight"))
+    assert single.keys() == several.keys() and all(torch.equal(single[name], several[name]) for name in single)
 
 
-def test_the_option_says_what_the_folder_is(folder: Path, numbers: dict[str, np.ndarray], tmp_path: Path) -> None:
+def test_the_quantization_option_must_match_the_folder(
+    folder: Path, numbers: dict[str, np.ndarray], tmp_path: Path
+) -> None:
     kind, text = run_ranks(1, refused, config_for(folder, tmp_path / "run", "one"))[0]
     assert kind == "ConfigError" and "initial_load_in_hf_quantized=false must be true for quantized weights" in text
     plain = save(build("deepseek_v3"), tmp_path / "plain")
@@ -98,12 +102,12 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     quantize(folder)
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.self_attn.o_proj.weight"
-    whole = dict(tensors)
+    incomplete = dict(tensors)
     tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match="is not an fp8 weight with a float32 for each block of 8 x 12"):
         importing.to_checkpoint(folder, tmp_path / "checkpoint")
-    del whole[f"{name}_scale_inv"]
-    save_file(whole, folder / "model.safetensors")
+    del incomplete[f"{name}_scale_inv"]
+    save_file(incomplete, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"with an unsupported dtype: {name}"):
         importing.to_checkpoint(folder, tmp_path / "checkpoint")

@@ -1,4 +1,4 @@
-"""A run may change positions and window of the model that it loads, and nothing else, whichever way it loads it."""
+"""A run can change only positions and window of a loaded model, regardless of how it is loaded."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def test_a_run_may_change_positions_and_window(way: str, field: str, tmp_path: P
 
 
 @pytest.mark.parametrize("way", cases(["in_hf", "import", "in_hf, adapters"], nightly=["import, adapters"]))
-def test_the_changed_value_is_that_of_the_exported_folder(way: str, tmp_path: Path, capsys: Any) -> None:
+def test_the_exported_folder_has_the_changed_value(way: str, tmp_path: Path, capsys: Any) -> None:
     assert run(config_of(way, "llama3", tmp_path, {"rope_theta": 1e6})).error is None
     trained = tmp_path / "run"
     if "adapters" in way:
         trained = tmp_path / "merged"
         assert cli.main(["merge", str(tmp_path / "run"), "--to", str(trained)]) == 0
-    words = [str(trained), "--to", str(tmp_path / "out"), "--check", "logits"]
-    assert export_main(words) == 0
+    arguments = [str(trained), "--to", str(tmp_path / "out"), "--check", "logits"]
+    assert export_main(arguments) == 0
     assert "transformers returns the same logits" in capsys.readouterr().out
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert (written.get("rope_parameters") or written)["rope_theta"] == 1e6
@@ -114,7 +114,7 @@ def test_another_field_is_rejected_in_one_line_whose_fix_works(way: str, field: 
     assert run(config_of(way, "llama3", tmp_path / "right", {})).error is None
 
 
-def test_a_field_of_a_flavor_must_be_that_of_the_weights(tmp_path: Path) -> None:
+def test_a_field_of_a_flavor_must_match_the_weights(tmp_path: Path) -> None:
     folder = shutil.copytree(folders("llama3")[0], tmp_path / "hf")
     fields = json.loads((folder / "config.json").read_text())
     positions = fields.get("rope_parameters") or fields

@@ -1,4 +1,4 @@
-"""Classifiers and reward models as Hugging Face folders: transformers scores rows as the run that trained them does."""
+"""Exported classifiers and reward models: transformers computes the same scores as the run that trained them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardtrain.train.run_folder import write_resolved_config
 
 transformers = pytest.importorskip("transformers")
 TOLERANCE = 1e-4
-"""Of scores of about 1, between two float32 programs that add in another order; experts add more of them."""
+"""Tolerance for scores of about 1 with a different float32 summation order; larger for experts."""
 TASKS = {
     "classification": Task(name="classification", label_field="1", labels=("0", "1", "none")),
     "reward_model": Task(name="reward_model"),
@@ -40,8 +40,8 @@ REST = [(family, task) for family in FAMILIES for task in TASKS if not family.st
 
 
 def config_of(base: Path, folder: Path, task: str, **sections: Any) -> Config:
-    """Two steps from the weights of ``base``, which hold a language model."""
-    found = recognise(base)
+    """Return a run of two steps from the weights of ``base``, a language model."""
+    recognised = recognise(base)
     training: dict[str, Any] = {"steps": 2, "local_batch_size": 4}
     if task == "reward_model":
         rows = folder.with_name("pairs.jsonl")
@@ -50,40 +50,42 @@ def config_of(base: Path, folder: Path, task: str, **sections: Any) -> Config:
         )
         training |= {"dataset": "jsonl", "dataset_path": str(rows), "on_data_end": "repeat", "seq_len": LENGTH}
     loaded = {"enable": True, "initial_load_path": str(base), "initial_load_in_hf": True}
-    one = reviews_config(
-        model={"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)},
+    run_config = reviews_config(
+        model={"name": recognised.name, "flavor": recognised.flavor, "overrides": dict(recognised.overrides)},
         job={"dump_folder": str(folder)},
         training=training,
         validation={"enable": False},
         checkpoint={**loaded, **sections.pop("checkpoint", {})},
         **sections,
     )
-    return dataclasses.replace(one, task=TASKS[task], data=type(one.data)() if task == "reward_model" else one.data)
+    return dataclasses.replace(
+        run_config, task=TASKS[task], data=type(run_config.data)() if task == "reward_model" else run_config.data
+    )
 
 
-def trained(one: Config) -> Path:
-    """The last checkpoint of the run, with its files as a user finds them."""
-    assert run_ranks(1, train_whole, one)[0].error is None
-    write_resolved_config(Loaded(one), Path(one.job.dump_folder), 1)
-    return Path(one.job.dump_folder) / "checkpoint" / "step-2"
+def trained(run_config: Config) -> Path:
+    """Train, write the files of a run, and return its last checkpoint."""
+    assert run_ranks(1, train_whole, run_config)[0].error is None
+    write_resolved_config(Loaded(run_config), Path(run_config.job.dump_folder), 1)
+    return Path(run_config.job.dump_folder) / "checkpoint" / "step-2"
 
 
-def scores(rank: int, one: Config) -> tuple[list[Tensor], Tensor]:
-    """Rows without their padding, and the scores of the newest checkpoint."""
-    run, checkpoints = make_run(rank, one), Checkpoints(one)
+def scores(rank: int, run_config: Config) -> tuple[list[Tensor], Tensor]:
+    """Return rows without padding, and their scores by the newest checkpoint."""
+    run, checkpoints = make_run(rank, run_config), Checkpoints(run_config)
     resume(run, checkpoints)
     checkpoints.close()
     run.dataloader.seek(0, None)
     batch = next(run.dataloader)
     with torch.no_grad():
-        found = run.runner.task.forward(run.runner.parts[0].eval(), batch)  # type: ignore[attr-defined]
+        output = run.runner.task.forward(run.runner.parts[0].eval(), batch)  # type: ignore[attr-defined]
     tokens, lengths = (batch.tensors[name] for name in batch.tensors if name.startswith(("tokens", "lengths")))
     rows = tokens.flatten(0, -2)
-    return [row[: int(size)] for row, size in zip(rows, lengths.flatten(), strict=True)], found.reshape(len(rows), -1)
+    return [row[: int(size)] for row, size in zip(rows, lengths.flatten(), strict=True)], output.reshape(len(rows), -1)
 
 
 def assert_scores(folder: Path, rows: list[Tensor], expected: Tensor) -> None:
-    """``folder`` opens in transformers as a classifier without a new weight, and gives these scores."""
+    """Check that transformers opens ``folder`` as a classifier without new weights, and computes these scores."""
     model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
@@ -97,18 +99,18 @@ def assert_scores(folder: Path, rows: list[Tensor], expected: Tensor) -> None:
     ("family", "task"),
     cases(FIRST, nightly=[case for case in REST if case not in FIRST]),
 )
-def test_an_exported_run_scores_as_it_did(family: str, task: str, tmp_path: Path, capsys: Any) -> None:
+def test_an_exported_run_has_the_same_scores(family: str, task: str, tmp_path: Path, capsys: Any) -> None:
     base = save(build(family), tmp_path / "base")
-    one = config_of(base, tmp_path / "run", task, checkpoint={"last_save_in_hf": True})
-    step = trained(one)
+    run_config = config_of(base, tmp_path / "run", task, checkpoint={"last_save_in_hf": True})
+    step = trained(run_config)
     assert cli.main(["export", str(step), "--to", str(tmp_path / "hf")]) == 0
     assert "transformers returns the same logits" in capsys.readouterr().out
-    rows, expected = run_ranks(1, scores, one)[0]
+    rows, expected = run_ranks(1, scores, run_config)[0]
     for folder in (tmp_path / "hf", step.with_name("step-2-hf")):
         assert_scores(folder, rows, expected)
-        found = json.loads((folder / "config.json").read_text())
-        assert found["architectures"] == [f"{FAMILIES[family][0]}ForSequenceClassification"]
-        assert list(found["id2label"].values()) == (["0", "1", "none"] if task == "classification" else ["LABEL_0"])
+        fields = json.loads((folder / "config.json").read_text())
+        assert fields["architectures"] == [f"{FAMILIES[family][0]}ForSequenceClassification"]
+        assert list(fields["id2label"].values()) == (["0", "1", "none"] if task == "classification" else ["LABEL_0"])
 
 
 @pytest.mark.parametrize(
@@ -121,51 +123,56 @@ def test_an_exported_run_scores_as_it_did(family: str, task: str, tmp_path: Path
 def test_adapters_of_a_classifier_export_and_merge(family: str, task: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base = save(build(family), tmp_path / "base")
-    one = config_of(base, tmp_path / "run", task, lora={"enable": True, "rank": 2, "alpha": 4.0})
-    step = trained(one)
-    rows, expected = run_ranks(1, scores, one)[0]
-    # the adapters beside the base, by PEFT
+    run_config = config_of(base, tmp_path / "run", task, lora={"enable": True, "rank": 2, "alpha": 4.0})
+    step = trained(run_config)
+    rows, expected = run_ranks(1, scores, run_config)[0]
+    # PEFT with the base model and the adapters.
     assert cli.main(["export", str(step), "--to", str(tmp_path / "peft"), "--adapter"]) == 0
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+    base_model = transformers.AutoModelForSequenceClassification.from_pretrained(
         base, num_labels=expected.shape[1], dtype=torch.float32
     )
-    model = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft").eval()
+    model = peft.PeftModel.from_pretrained(base_model, tmp_path / "peft").eval()
     for row, score in zip(rows, expected, strict=True):
         with torch.no_grad():
             torch.testing.assert_close(model(input_ids=row[None]).logits[0], score, atol=TOLERANCE, rtol=1e-4)
-    # they are a start of another run
+    # Another run can start from the adapters.
     again = config_of(
         base,
         tmp_path / "again",
         task,
-        lora={**dataclasses.asdict(one.lora), "initial_load_path": str(tmp_path / "peft")},
+        lora={**dataclasses.asdict(run_config.lora), "initial_load_path": str(tmp_path / "peft")},
     )
     torch.testing.assert_close(run_ranks(1, scores, again)[0][1], expected, atol=1e-6, rtol=0)
-    # and the sum of both is a folder
+    # The merged weights are a complete folder.
     assert cli.main(["merge", str(step), "--to", str(tmp_path / "merged")]) == 0
     assert cli.main(["export", str(tmp_path / "merged"), "--to", str(tmp_path / "hf")]) == 0
     assert_scores(tmp_path / "hf", rows, expected)
 
 
-def test_a_classifier_folder_is_loaded_whole_and_trained_on(tmp_path: Path) -> None:
-    """By ``model.name = "transformers"``; nothing says that its head is new, unless it is.
+def test_a_classifier_folder_loads_completely_and_trains_further(tmp_path: Path) -> None:
+    """With ``model.name = "transformers"``. Only a new head is reported as new.
 
-    The folder has the tokenizer's padding, by which transformers finds the last token of each row of a batch.
+    The folder has the tokenizer's padding token, which transformers needs to find the last token of each row.
     """
     bpe_folder(tmp_path / "bpe", ("<s>", "</s>", "<pad>"), bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     tokenizer = open_tokenizer(str(tmp_path / "bpe"))
     base = save(build("llama3", vocab_size=tokenizer.vocab_size), tmp_path / "base")
-    one = config_of(base, tmp_path / "run", "classification")
-    one = dataclasses.replace(one, model=dataclasses.replace(one.model, hf_assets_path=str(tmp_path / "bpe")))
-    assert cli.main(["export", str(trained(one)), "--to", str(tmp_path / "hf")]) == 0
+    run_config = config_of(base, tmp_path / "run", "classification")
+    run_config = dataclasses.replace(
+        run_config, model=dataclasses.replace(run_config.model, hf_assets_path=str(tmp_path / "bpe"))
+    )
+    assert cli.main(["export", str(trained(run_config)), "--to", str(tmp_path / "hf")]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"] == tokenizer.pad_id
-    expected = run_ranks(1, scores, one)[0][1]
+    expected = run_ranks(1, scores, run_config)[0][1]
     fields = {"path": str(tmp_path / "hf")}
-    model = dataclasses.replace(one.model, name="transformers", flavor="folder", overrides=fields)
-    checkpoint = dataclasses.replace(one.checkpoint, initial_load_path=str(tmp_path / "hf"))
-    for lora in (one.lora, dataclasses.replace(one.lora, enable=True, rank=2, target_modules=("q_proj",))):
-        job = dataclasses.replace(one.job, dump_folder=str(tmp_path / f"opened-{lora.enable}"))
-        opened = dataclasses.replace(one, model=model, checkpoint=checkpoint, job=job, lora=lora)
+    model = dataclasses.replace(run_config.model, name="transformers", flavor="folder", overrides=fields)
+    checkpoint = dataclasses.replace(run_config.checkpoint, initial_load_path=str(tmp_path / "hf"))
+    for lora in (
+        run_config.lora,
+        dataclasses.replace(run_config.lora, enable=True, rank=2, target_modules=("q_proj",)),
+    ):
+        job = dataclasses.replace(run_config.job, dump_folder=str(tmp_path / f"opened-{lora.enable}"))
+        opened = dataclasses.replace(run_config, model=model, checkpoint=checkpoint, job=job, lora=lora)
         torch.testing.assert_close(run_ranks(1, scores, opened)[0][1], expected, atol=TOLERANCE, rtol=1e-4)
         trained(opened)
         assert "is not in the folder" not in (Path(job.dump_folder) / "logs" / "rank-0.log").read_text()
@@ -187,12 +194,12 @@ def test_a_classifier_folder_is_loaded_whole_and_trained_on(tmp_path: Path) -> N
 def test_a_folder_that_does_not_fit_the_task_is_rejected(
     fields: dict[str, Any], task: str, message: str, tmp_path: Path
 ) -> None:
-    """Three scores of a reward model would be added up: the loss was 3.609, and 1.043 of the first alone."""
+    """Three scores of a reward model would be summed: the loss was 3.609 instead of 1.043 for the first score."""
     base = save(build("llama3"), tmp_path / "base")
-    one = config_of(base, tmp_path / "run", task)
+    run_config = config_of(base, tmp_path / "run", task)
     config = transformers.LlamaConfig.from_pretrained(base, **fields)
     folder = save(transformers.LlamaForSequenceClassification(config), tmp_path / "classifier")
-    model = dataclasses.replace(one.model, name="transformers", flavor="folder", overrides={"path": str(folder)})
-    one = dataclasses.replace(one, model=model)
-    assert message in str(run_ranks(1, train_whole, one)[0].error)
-    assert message in str(meta_model.build(one)[0][0])  # as "config check" finds it
+    model = dataclasses.replace(run_config.model, name="transformers", flavor="folder", overrides={"path": str(folder)})
+    run_config = dataclasses.replace(run_config, model=model)
+    assert message in str(run_ranks(1, train_whole, run_config)[0].error)
+    assert message in str(meta_model.build(run_config)[0][0])  # also found by "config check"

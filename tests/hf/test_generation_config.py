@@ -1,4 +1,4 @@
-"""An exported folder stops where the trained model stops, and its files change in nothing else."""
+"""An exported folder stops generation where the trained model stops. Its files change in nothing else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def base_tokenizer(folder: Path) -> Path:
 
 
 def base(folder: Path, **changed: Any) -> Path:
-    """A folder with the tokens of an unaligned one: its config.json says eos 2 and bos 1, its tokenizer 1 and 0."""
+    """Write a folder with inconsistent tokens: eos 2 and bos 1 in config.json, 1 and 0 in its tokenizer."""
     base_tokenizer(folder)
     save(build("llama3", vocab_size=400, rope_parameters={"rope_type": "default", "rope_theta": 1e4}), folder)
     (folder / GENERATION).unlink()
@@ -55,10 +55,10 @@ def base(folder: Path, **changed: Any) -> Path:
 
 
 def run_of(folder: Path, output: Path, form: str, from_scratch: bool = False, lora: bool = False) -> Config:
-    """Train until the model repeats its one row."""
+    """Return a run that trains until the model repeats its only row."""
     rows = output.with_suffix(".jsonl")
     rows.write_text(json.dumps(ROWS[form]) + "\n")
-    found = recognise(folder)
+    recognised = recognise(folder)
     tokenizer = base_tokenizer(output.with_name("tokenizer")) if from_scratch else folder
     config = tiny_config(
         job={"dump_folder": str(output)},
@@ -74,9 +74,9 @@ def run_of(folder: Path, output: Path, form: str, from_scratch: bool = False, lo
     )  # fmt: skip
     model = dataclasses.replace(
         config.model,
-        name=found.name,
-        flavor=found.flavor,
-        overrides=dict(found.overrides),
+        name=recognised.name,
+        flavor=recognised.flavor,
+        overrides=dict(recognised.overrides),
         hf_assets_path=str(tokenizer),
     )
     config = dataclasses.replace(config, model=model)
@@ -85,10 +85,10 @@ def run_of(folder: Path, output: Path, form: str, from_scratch: bool = False, lo
 
 
 def texts(folder: Path, chat: bool, capfd: pytest.CaptureFixture[str], run: Path | None = None) -> tuple[str, str]:
-    """The text of ``shardtrain generate`` from a run or the folder, and of transformers from the folder."""
+    """Return the texts of ``shardtrain generate`` from a run or the folder, and of transformers from the folder."""
     capfd.readouterr()
-    words = ["generate", "--from", str(run or folder), "--prompt", PROMPT, "--max_new_tokens", str(NEW)]
-    assert main([*words, *(["--chat"] if chat else [])]) == 0
+    arguments = ["generate", "--from", str(run or folder), "--prompt", PROMPT, "--max_new_tokens", str(NEW)]
+    assert main([*arguments, *(["--chat"] if chat else [])]) == 0
     ours = capfd.readouterr().out.removesuffix("\n")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     if chat:
@@ -100,13 +100,13 @@ def texts(folder: Path, chat: bool, capfd: pytest.CaptureFixture[str], run: Path
         prompt = tokenizer(PROMPT, return_tensors="pt")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     new = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)[0, prompt.input_ids.size(1) :]
-    assert len(new) < NEW, "it does not stop"
+    assert len(new) < NEW, "generation did not stop"
     return ours, tokenizer.decode(new, skip_special_tokens=True)
 
 
-def said(folder: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / name).read_text())
-    return found
+def fields_of(folder: Path, name: str) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads((folder / name).read_text())
+    return fields
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def said(folder: Path, name: str) -> dict[str, Any]:
         nightly=[
             ("chat", True, [EOS, TURN_END]),
             ("text", False, [EOS, 2]),
-            ("prompt_completion", True, [EOS, TURN_END]),  # its rows may be conversations
+            ("prompt_completion", True, [EOS, TURN_END]),  # rows may be conversations
             ("prompt_completion", False, [EOS, TURN_END, 2]),
         ],
     ),
@@ -132,35 +132,41 @@ def test_the_export_of_a_run_stops_where_the_run_stops(
     assert f"config.json: eos_token_id {None if from_scratch else 2} -> {EOS}" in logged
     assert f"generation_config.json: eos_token_id {None if from_scratch else 2} -> {eos}" in logged
     for folder in (back, Path(config.job.dump_folder) / "checkpoint/step-40-hf"):
-        assert {**said(folder, GENERATION), "bos_token_id": BOS, "eos_token_id": eos} == said(folder, GENERATION)
-        assert {**said(folder, "config.json"), "bos_token_id": BOS, "eos_token_id": EOS} == said(folder, "config.json")
-    words = ["--to", str(tmp_path / "kept"), "--check", "weights", "--keep_generation_config"]
-    assert main(["export", str(run), *words]) == 0
-    kept = dict.fromkeys(("bos_token_id", "eos_token_id")) if from_scratch else {"bos_token_id": 1, "eos_token_id": 2}
-    assert said(tmp_path / "kept", "config.json") == {**said(back, "config.json"), **kept}
-    assert not (tmp_path / "kept" / GENERATION).exists()
+        assert {**fields_of(folder, GENERATION), "bos_token_id": BOS, "eos_token_id": eos} == fields_of(
+            folder, GENERATION
+        )
+        assert {**fields_of(folder, "config.json"), "bos_token_id": BOS, "eos_token_id": EOS} == fields_of(
+            folder, "config.json"
+        )
+    arguments = ["--to", str(tmp_path / "unaligned"), "--check", "weights", "--keep_generation_config"]
+    assert main(["export", str(run), *arguments]) == 0
+    unaligned = (
+        dict.fromkeys(("bos_token_id", "eos_token_id")) if from_scratch else {"bos_token_id": 1, "eos_token_id": 2}
+    )
+    assert fields_of(tmp_path / "unaligned", "config.json") == {**fields_of(back, "config.json"), **unaligned}
+    assert not (tmp_path / "unaligned" / GENERATION).exists()
     of_run, of_transformers = texts(back, form == "chat", capfd, run)
     of_export, _ = texts(back, form == "chat", capfd)
     assert of_run == of_transformers == of_export == ("the cat sat" if form == "chat" else " the cat sat")
 
 
-def test_the_merge_of_adapters_stops_where_the_run_stops_and_an_option_leaves_the_files(
+def test_merged_adapters_stop_where_the_run_stops_unless_disabled(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"temperature": 0.6, "eos_token_id": [2, 5], "my_own": None}
     folder = base(tmp_path / "base", **settings)
     run_of(folder, tmp_path / "run", "chat", lora=True)
-    before = said(folder, "config.json")
-    for name, words, changed, expected in (
+    before = fields_of(folder, "config.json")
+    for name, arguments, changed, expected in (
         ("aligned", [], {"bos_token_id": BOS, "eos_token_id": EOS}, {"eos_token_id": [EOS, TURN_END, 2, 5]}),
-        ("kept", ["--keep_generation_config"], {}, {}),
+        ("unaligned", ["--keep_generation_config"], {}, {}),
     ):
         merged, back = str(tmp_path / f"merged-{name}"), tmp_path / name
-        assert main(["merge", str(tmp_path / "run"), "--to", merged, *words]) == 0
+        assert main(["merge", str(tmp_path / "run"), "--to", merged, *arguments]) == 0
         assert main(["export", merged, "--to", str(back), "--check", "weights"]) == 0
         bos = {"bos_token_id": BOS} if changed else {}
-        assert said(back, GENERATION) == {**settings, **expected, **bos}
-        assert said(back, "config.json") == {**before, **changed}
+        assert fields_of(back, GENERATION) == {**settings, **expected, **bos}
+        assert fields_of(back, "config.json") == {**before, **changed}
 
 
 def ids(value: Any) -> set[int | None]:
@@ -178,13 +184,11 @@ IN_GENERATION = ("no file", None, EOS, 5, [2, 5], [5, EOS])
         nightly=itertools.product(IN_CONFIG, IN_GENERATION),
     ),
 )
-def test_tokens_are_aligned_as_by_the_trainer_of_transformers(
-    in_config: Any, in_generation: Any, tmp_path: Path
-) -> None:
+def test_tokens_are_aligned_like_in_transformers_trainer(in_config: Any, in_generation: Any, tmp_path: Path) -> None:
     from transformers.trainer_utils import align_special_tokens
 
     folder = base(tmp_path / "hf")
-    fields = said(folder, "config.json") | {"eos_token_id": in_config}
+    fields = fields_of(folder, "config.json") | {"eos_token_id": in_config}
     (folder / "config.json").write_text(json.dumps(fields))
     if in_generation != "no file":
         (folder / GENERATION).write_text(json.dumps({"eos_token_id": in_generation, "temperature": 0.6}))
@@ -194,13 +198,13 @@ def test_tokens_are_aligned_as_by_the_trainer_of_transformers(
     aligned, changes = with_tokens(
         of_folder(folder), {"bos_token_id": [BOS], "eos_token_id": [EOS], "pad_token_id": []}
     )
-    # The same ids: transformers also moves an end token that is listed already to the front
-    found = read_settings(aligned)
+    # Compare sets of ids: transformers also moves a listed end token to the front.
+    settings_after = read_settings(aligned)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        for ours, theirs in ((aligned.config, model.config), (found, model.generation_config)):
+        for ours, theirs in ((aligned.config, model.config), (settings_after, model.generation_config)):
             assert ids(ours.get(key)) == ids(getattr(theirs, key)), key
-    assert found.get("temperature") == (None if in_generation == "no file" else 0.6)
-    # A file without a change is the same bytes
+    assert settings_after.get("temperature") == (None if in_generation == "no file" else 0.6)
+    # Unchanged files keep their bytes.
     again, no_changes = with_tokens(aligned, {"bos_token_id": [BOS], "eos_token_id": [EOS], "pad_token_id": []})
     assert changes and again == aligned and not no_changes
 
@@ -227,7 +231,14 @@ def test_prepared_conversations_are_recognized_by_their_shards(tmp_path: Path) -
     rows, shards = tmp_path / "rows.jsonl", tmp_path / "shards"
     rows.write_text(json.dumps(ROWS["chat"]) + "\n")
     folder = base_tokenizer(tmp_path / "tokenizer")
-    words = ["--model.hf_assets_path", str(folder), "--training.dataset", "jsonl", "--training.dataset_path", str(rows)]
-    assert main(["data", "prepare", "--output", str(shards), "--data.format", "chat", *words]) == 0
+    arguments = [
+        "--model.hf_assets_path",
+        str(folder),
+        "--training.dataset",
+        "jsonl",
+        "--training.dataset_path",
+        str(rows),
+    ]
+    assert main(["data", "prepare", "--output", str(shards), "--data.format", "chat", *arguments]) == 0
     config = tiny_config(training={"dataset": "tokens", "dataset_path": str(shards)})
     assert trained_tokens(open_tokenizer(str(folder)), config)["eos_token_id"] == [EOS, TURN_END]

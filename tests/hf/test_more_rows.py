@@ -1,4 +1,4 @@
-"""A network of ``transformers`` with more rows than its folder: new rows are the mean, and the export has them all."""
+"""A ``transformers`` model with more rows than its folder: new rows are the mean, and the export contains all."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ OFF = {"optimizer": {"lr": 0.0}, "training": {"steps": 1}}
 
 
 def config_of(name: str, output: Path, more: int, **sections: Any) -> Config:
-    given = config_for(name, output, **sections)
+    run_config = config_for(name, output, **sections)
     rows = transformers.AutoConfig.from_pretrained(folder(name)).get_text_config().vocab_size + more
-    model = dataclasses.replace(given.model, overrides={**given.model.overrides, "vocab_size": rows})
-    checkpoint = dataclasses.replace(given.checkpoint, initial_load_resize_embeddings=True)
-    return dataclasses.replace(given, model=model, checkpoint=checkpoint)
+    model = dataclasses.replace(run_config.model, overrides={**run_config.model.overrides, "vocab_size": rows})
+    checkpoint = dataclasses.replace(run_config.checkpoint, initial_load_resize_embeddings=True)
+    return dataclasses.replace(run_config, model=model, checkpoint=checkpoint)
 
 
 def train(ranks: int, config: Config) -> Any:
@@ -45,19 +45,19 @@ def test_new_rows_are_the_mean_and_the_exported_folder_has_them(name: str, tmp_p
     rows = config.model.overrides["vocab_size"]
     step = next((tmp_path / "run" / "checkpoint").glob("step-*"))
     assert cli.main(["export", str(step), "--to", str(tmp_path / "hf"), "--check", "logits"]) == 0
-    theirs = getattr(transformers, SHAPES[name][0])
-    grown = theirs.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    before = theirs.from_pretrained(folder(name), dtype=torch.float32)
+    model_class = getattr(transformers, SHAPES[name][0])
+    grown = model_class.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    before = model_class.from_pretrained(folder(name), dtype=torch.float32)
     assert grown.config.get_text_config().vocab_size == rows
-    for found, old in (
+    for new, old in (
         (grown.get_input_embeddings().weight, before.get_input_embeddings().weight),
         (grown.get_output_embeddings().weight, before.get_output_embeddings().weight),
     ):
-        assert found.shape[0] == rows and torch.equal(found[: rows - 9], old)
-        torch.testing.assert_close(found[rows - 9 :], old.mean(0).expand(9, -1), atol=1e-6, rtol=0)
-    # what else config.json says is what it said
-    saved, said = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "hf", Path(folder(name))))
-    assert {key for key in said if saved.get(key) != said[key]} <= {"vocab_size", "dtype", "torch_dtype"}
+        assert new.shape[0] == rows and torch.equal(new[: rows - 9], old)
+        torch.testing.assert_close(new[rows - 9 :], old.mean(0).expand(9, -1), atol=1e-6, rtol=0)
+    # config.json is otherwise unchanged.
+    saved, original = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "hf", Path(folder(name))))
+    assert {key for key in original if saved.get(key) != original[key]} <= {"vocab_size", "dtype", "torch_dtype"}
     assert ended.losses[0] == pytest.approx(ended.losses[0])
 
 
@@ -68,13 +68,13 @@ def test_new_rows_are_the_mean_and_the_exported_folder_has_them(name: str, tmp_p
         nightly=[("gpt2", 2, {}), ("qwen3", 4, {"tensor_parallel_degree": 2})],
     ),
 )
-def test_a_mesh_changes_no_number(name: str, ranks: int, degrees: dict[str, int], tmp_path: Path) -> None:
+def test_new_rows_are_equal_on_every_mesh(name: str, ranks: int, degrees: dict[str, int], tmp_path: Path) -> None:
     rows = {"global_batch_size": 4, "local_batch_size": 1}
-    alone = train(1, config_of(name, tmp_path / "one", 12, training=rows))
+    single = train(1, config_of(name, tmp_path / "one", 12, training=rows))
     parts = train(ranks, config_of(name, tmp_path / "parts", 12, training=rows, parallelism=degrees))
-    assert parts.losses == pytest.approx(alone.losses, abs=1e-5)
+    assert parts.losses == pytest.approx(single.losses, abs=1e-5)
     for key, weight in parts.weights.items():
-        torch.testing.assert_close(weight, alone.weights[key], atol=1e-5, rtol=0, msg=key)
+        torch.testing.assert_close(weight, single.weights[key], atol=1e-5, rtol=0, msg=key)
 
 
 def test_adapters_with_new_rows_open_in_peft(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_adapters_with_new_rows_open_in_peft(tmp_path: Path) -> None:
     assert cli.main(["export", str(step), "--to", str(tmp_path / "peft"), "--adapter"]) == 0
     assert cli.main(["merge", str(step), "--to", str(tmp_path / "merged")]) == 0
     resolved = str(tmp_path / "run" / "config.resolved.toml")
-    words = [
+    arguments = [
         "export",
         str(tmp_path / "merged"),
         "--to",
@@ -102,16 +102,16 @@ def test_adapters_with_new_rows_open_in_peft(tmp_path: Path) -> None:
         "--check",
         "weights",
     ]
-    assert cli.main(words) == 0
-    theirs = getattr(transformers, SHAPES["qwen3"][0])
-    base = theirs.from_pretrained(folder("qwen3"), dtype=torch.float32)
+    assert cli.main(arguments) == 0
+    model_class = getattr(transformers, SHAPES["qwen3"][0])
+    base = model_class.from_pretrained(folder("qwen3"), dtype=torch.float32)
     base.resize_token_embeddings(config.model.overrides["vocab_size"])
-    beside = peft.PeftModel.from_pretrained(base, tmp_path / "peft").eval()
-    merged = theirs.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    unmerged = peft.PeftModel.from_pretrained(base, tmp_path / "peft").eval()
+    merged = model_class.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     tokens_BT = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
     tokens_BT[:, -1] = config.model.overrides["vocab_size"] - 1
     with torch.no_grad():
-        torch.testing.assert_close(beside(tokens_BT).logits, merged(tokens_BT).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(unmerged(tokens_BT).logits, merged(tokens_BT).logits, atol=1e-5, rtol=0)
 
 
 def test_fewer_rows_are_refused(tmp_path: Path) -> None:
@@ -119,10 +119,10 @@ def test_fewer_rows_are_refused(tmp_path: Path) -> None:
     assert "and rows cannot be removed" in str(ended.error)
 
 
-def test_the_number_of_rows_is_asked_for(tmp_path: Path) -> None:
-    given = config_of("gpt2", tmp_path / "run", 1)
+def test_the_number_of_rows_is_required(tmp_path: Path) -> None:
+    run_config = config_of("gpt2", tmp_path / "run", 1)
     model = dataclasses.replace(
-        given.model, overrides={k: v for k, v in given.model.overrides.items() if k != "vocab_size"}
+        run_config.model, overrides={k: v for k, v in run_config.model.overrides.items() if k != "vocab_size"}
     )
-    told = "\n".join(map(str, check(Loaded(dataclasses.replace(given, model=model)))))
-    assert "requires the number of rows" in told
+    problems = "\n".join(map(str, check(Loaded(dataclasses.replace(run_config, model=model)))))
+    assert "requires the number of rows" in problems

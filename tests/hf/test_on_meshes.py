@@ -1,4 +1,4 @@
-"""Training starts from a Hugging Face folder, and ends in one, on any mesh: the same weights as on one process."""
+"""On any mesh, a run loads the same weights from a Hugging Face folder as on one process."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ FIRST = [("llama3", "fsdp=2 tp=2"), ("deepseek_v3", "pp=2"), ("qwen3_moe", "one"
 
 @pytest.mark.parametrize(("family", "mesh"), cases(FIRST, nightly=[case for case in CASES if case not in FIRST]))
 def test_a_run_starts_from_the_weights_of_a_folder(family: str, mesh: str, tmp_path: Path) -> None:
-    theirs = build(family)
-    folder = save(theirs, tmp_path / "hf", shard_bytes=20_000)
+    reference = build(family)
+    folder = save(reference, tmp_path / "hf", shard_bytes=20_000)
     config = config_for(folder, tmp_path / "run", mesh)
     sizes = {"fsdp=2 tp=2": 4, "pp=2": 2, "one": 1, "fsdp=4 ep=2": 4}
     parts: list[dict[str, Tensor]] = run_ranks(sizes[mesh], start, config)
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for part in parts:
-        found |= part
-    state = theirs.state_dict()
-    assert torch.equal(found["embed.weight"], state["model.embed_tokens.weight"])
-    assert torch.equal(found["layers.1.attn.wo.weight"], state["model.layers.1.self_attn.o_proj.weight"])
+        weights |= part
+    state = reference.state_dict()
+    assert torch.equal(weights["embed.weight"], state["model.embed_tokens.weight"])
+    assert torch.equal(weights["layers.1.attn.wo.weight"], state["model.layers.1.self_attn.o_proj.weight"])
     if family in ("qwen3_moe", "mixtral", "deepseek_v3"):
-        # transformers keeps all experts of a layer in one tensor, gates above the rest
+        # transformers stores all experts of a layer in one tensor, with the gates first.
         fused = state["model.layers.1.mlp.experts.gate_up_proj"]
-        assert torch.equal(found["layers.1.moe.experts.w1"], fused.chunk(2, dim=1)[0])
-        assert torch.equal(found["layers.1.moe.experts.w3"], fused.chunk(2, dim=1)[1])
+        assert torch.equal(weights["layers.1.moe.experts.w1"], fused.chunk(2, dim=1)[0])
+        assert torch.equal(weights["layers.1.moe.experts.w3"], fused.chunk(2, dim=1)[1])
     if mesh != "one":
-        alone = run_ranks(1, start, config_for(folder, tmp_path / "alone", "one"))[0]
-        assert found.keys() == alone.keys()
-        assert all(torch.equal(found[name], alone[name]) for name in alone)
+        single = run_ranks(1, start, config_for(folder, tmp_path / "alone", "one"))[0]
+        assert weights.keys() == single.keys()
+        assert all(torch.equal(weights[name], single[name]) for name in single)
 
 
-def test_every_rank_refuses_what_one_cannot_read(tmp_path: Path) -> None:
+def test_an_unreadable_file_stops_every_rank(tmp_path: Path) -> None:
     folder = save(build("llama3"), tmp_path / "hf", shard_bytes=20_000)
     config = config_for(folder, tmp_path / "run", "fsdp=2 tp=2")
     victim = sorted(folder.glob("model-*.safetensors"))[1]
     victim.write_bytes(victim.read_bytes()[:-10])
     answers = run_ranks(4, refused, config)
     assert {name for name, _ in answers} == {"CheckpointError"} and all(victim.name in text for _, text in answers)
-    alone = config_for(folder, tmp_path / "alone", "one")
-    model = dataclasses.replace(alone.model, overrides={**alone.model.overrides, "num_heads": 8})
-    name, text = run_ranks(1, refused, dataclasses.replace(alone, model=model))[0]
+    run_config = config_for(folder, tmp_path / "alone", "one")
+    model = dataclasses.replace(run_config.model, overrides={**run_config.model.overrides, "num_heads": 8})
+    name, text = run_ranks(1, refused, dataclasses.replace(run_config, model=model))[0]
     assert name == "ConfigError" and "num_heads=8 instead of 4" in text

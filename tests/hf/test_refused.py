@@ -1,4 +1,4 @@
-"""What is wrong with a folder is said before anything is written: file, key or tensor, and what to do."""
+"""Errors in a folder are reported before anything is written, with the file, key or tensor, and a fix."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def key(name: str, value: Any) -> Callable[[Path], None]:
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
-        found = load_file(folder / "model.safetensors")
-        change(found)
-        save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+        loaded = load_file(folder / "model.safetensors")
+        change(loaded)
+        save_file(loaded, folder / "model.safetensors", metadata={"format": "pt"})
 
     return apply
 
@@ -76,7 +76,7 @@ def index_of_two_files(folder: Path) -> None:
 
 
 def index_of_an_absent_tensor(folder: Path) -> None:
-    tensors(lambda found: found.pop(WQ))(folder)
+    tensors(lambda loaded: loaded.pop(WQ))(folder)
     index({"weight_map": {"model.norm.weight": "model.safetensors", WQ: "model.safetensors"}})(folder)
 
 
@@ -129,8 +129,8 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
         "quantized by fp8, which is not supported",
     ),
     "architecture": (key("model_type", "gpt9"), ConfigError, "is of model_type 'gpt9', which transformers"),
-    "code alone": (
-        lambda folder: [key(*one)(folder) for one in (("model_type", "gpt9"), ("auto_map", {"AutoModel": "a.B"}))],
+    "only code": (
+        lambda folder: [key(*field)(folder) for field in (("model_type", "gpt9"), ("auto_map", {"AutoModel": "a.B"}))],
         ConfigError,
         r"whose own code \(auto_map\) is never run here",
     ),
@@ -155,10 +155,10 @@ def test_a_folder_that_does_not_fit_is_refused(case: str, folder: Path, tmp_path
     before = sorted(tmp_path.iterdir())
     with pytest.raises(kind, match=text):
         importing.to_checkpoint(folder, tmp_path / "checkpoint")
-    assert sorted(tmp_path.iterdir()) == before, "something was left behind"
+    assert sorted(tmp_path.iterdir()) == before, "files were left behind"
 
 
-def test_the_commands_move_a_model_there_and_back(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_import_and_export_survive_a_round_trip(folder: Path, tmp_path: Path, capsys: Any) -> None:
     checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
     assert main(["import", str(folder), "--to", str(checkpoint)]) == 0
     assert 'name = "llama3"' in capsys.readouterr().out
@@ -167,20 +167,20 @@ def test_the_commands_move_a_model_there_and_back(folder: Path, tmp_path: Path, 
     assert "all weights were read back and are equal" in out and "same logits" in out
     pair = [load_file(where / "model.safetensors") for where in (folder, back)]
     assert pair[0].keys() == pair[1].keys() and all(torch.equal(pair[0][name], pair[1][name]) for name in pair[0])
-    assert main(["export", str(checkpoint), "--to", str(back)]) == 2, "an existing folder is never replaced"
+    assert main(["export", str(checkpoint), "--to", str(back)]) == 2, "an existing folder must not be replaced"
     assert main(["import", str(folder), "--to", str(checkpoint)]) == 2
     assert main(["import", str(folder), "--to", str(tmp_path / "x"), "--vocab_size", "10"]) == 2
 
 
 def more_ids(folder: Path) -> None:
     bpe_folder(folder)
-    found = json.loads((folder / "tokenizer.json").read_text())
-    found["model"]["vocab"] |= {f"zz{number}": 1000 + number for number in range(3)}
-    (folder / "tokenizer.json").write_text(json.dumps(found))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {f"zz{number}": 1000 + number for number in range(3)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             more_ids,
@@ -190,11 +190,11 @@ def more_ids(folder: Path) -> None:
         (lambda f: (f / "model.safetensors").rename(f / "model-1.safetensors"), "index.json, the index of"),
     ],
 )
-def test_what_lies_beside_the_weights_is_looked_at_too(change: Any, said: str, folder: Path, capsys: Any) -> None:
+def test_files_next_to_the_weights_are_checked(change: Any, message: str, folder: Path, capsys: Any) -> None:
     change(folder)
     assert main(["import", str(folder), "--to", str(folder.parent / "checkpoint")]) in (2, 5)
     error = capsys.readouterr().err
-    assert re.search(said, error) and error.count("\n") == 1
+    assert re.search(message, error) and error.count("\n") == 1
     assert not (folder.parent / "checkpoint").exists()
 
 

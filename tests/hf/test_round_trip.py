@@ -1,6 +1,6 @@
-"""A folder that went through this program is the folder that it was: tensors to the bit, every value, every file.
+"""Import and export preserve a folder: tensors bitwise, every value, every file.
 
-What a run changed is other, and nothing else. Names of shared tensors aside, of which any may have been written.
+Only the changes of a run differ. Shared tensors may be stored under another of their names.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ OWN = {
 }  # fmt: skip
 
 
-def published(folder: Path, own: dict[str, Any] | None = None) -> Path:
-    """The folder as people have it: bfloat16 with a norm in float32, a tokenizer, a template, keys of their own."""
+def published(folder: Path, extra: dict[str, Any] | None = None) -> Path:
+    """Convert to a typical published folder: bfloat16 with a norm in float32, tokenizer, template, custom keys."""
     bpe_folder(folder)
     for name, text in BESIDE.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    said = json.loads((folder / "config.json").read_text())
-    said = {key: value for key, value in {**said, **OWN, **(own or {})}.items() if key != "dtype"}
-    (folder / "config.json").write_text(json.dumps(said, indent=1))
+    fields = json.loads((folder / "config.json").read_text())
+    fields = {key: value for key, value in {**fields, **OWN, **(extra or {})}.items() if key != "dtype"}
+    (folder / "config.json").write_text(json.dumps(fields, indent=1))
     tensors = load_file(folder / "model.safetensors")
-    kept = {name: t if name.endswith("norm.weight") else t.bfloat16() for name, t in tensors.items()}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    converted = {name: t if name.endswith("norm.weight") else t.bfloat16() for name, t in tensors.items()}
+    save_file(converted, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -62,32 +62,32 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def texts(folder: Path) -> dict[str, bytes]:
-    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: data for name, data in found.items() if "safetensors" not in name and name != "config.json"}
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: data for name, data in files.items() if "safetensors" not in name and name != "config.json"}
 
 
-def said(folder: Path) -> dict[str, Any]:
+def fields_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())  # type: ignore[no-any-return]
 
 
 OF_BYTES = {"bos_token_id": 256}
-"""What training with the tokenizer "bytes" changes in config.json, which lists its end token already."""
+"""Changes of config.json after training with the tokenizer "bytes". Its end token is already listed."""
 
 
-def assert_same_folder(one: Path, other: Path, changed: dict[str, Any] | None = None, weights: bool = True) -> None:
-    assert said(other) == {**said(one), **(changed or {})}
-    found, expected = texts(other), texts(one)
+def assert_same_folder(before: Path, after: Path, changed: dict[str, Any] | None = None, weights: bool = True) -> None:
+    assert fields_of(after) == {**fields_of(before), **(changed or {})}
+    actual, expected = texts(after), texts(before)
     if changed is OF_BYTES:
         settings = json.loads(expected.pop("generation_config.json"))
-        assert json.loads(found.pop("generation_config.json")) == {**settings, **OF_BYTES, "eos_token_id": [257, 1, 2]}
-    assert found == expected
-    a, b = tensors(one), tensors(other)
+        assert json.loads(actual.pop("generation_config.json")) == {**settings, **OF_BYTES, "eos_token_id": [257, 1, 2]}
+    assert actual == expected
+    a, b = tensors(before), tensors(after)
     assert {name: (t.shape, t.dtype) for name, t in a.items()} == {name: (t.shape, t.dtype) for name, t in b.items()}
     assert not weights or all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_untouched_folder_comes_back(family: str, tmp_path: Path) -> None:
+def test_an_untouched_folder_survives_a_round_trip(family: str, tmp_path: Path) -> None:
     folder = published(save(build(family, vocab_size=400), tmp_path / "hf"))
     checkpoint, back = str(tmp_path / "checkpoint"), tmp_path / "back"
     assert main(["import", str(folder), "--to", checkpoint, "--check", "weights"]) == 0
@@ -96,12 +96,12 @@ def test_an_untouched_folder_comes_back(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "t5"])
-def test_an_untouched_folder_of_transformers_comes_back(name: str, tmp_path: Path) -> None:
+def test_an_untouched_folder_of_transformers_survives_a_round_trip(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     folder.mkdir()
     for file in foreign_folder(name).iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    if name == "gpt2":  # as it is published: without the name of the base model
+    if name == "gpt2":  # published without the prefix of the base model
         bare = {key.removeprefix("transformer."): tensor for key, tensor in tensors(folder).items()}
         save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
     published(folder, {"max_position_embeddings": 64})
@@ -112,25 +112,25 @@ def test_an_untouched_folder_of_transformers_comes_back(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_what_a_run_changes_is_other_and_nothing_else(older: bool, tmp_path: Path) -> None:
+def test_only_the_changes_of_a_run_differ(older: bool, tmp_path: Path) -> None:
     folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
     if older:
-        fields = said(folder)
+        fields = fields_of(folder)
         rope = fields.pop("rope_parameters")
         fields |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {"type": rope.pop("rope_type"), **rope}}
         (folder / "config.json").write_text(json.dumps(fields))
     checkpoint = str(tmp_path / "checkpoint")
-    words = ["import", str(folder), "--to", checkpoint, "--vocab_size", "416", "--check", "weights"]
-    assert main(words) == 0
+    arguments = ["import", str(folder), "--to", checkpoint, "--vocab_size", "416", "--check", "weights"]
+    assert main(arguments) == 0
     assert main(["export", checkpoint, "--to", str(tmp_path / "grown"), "--check", "weights"]) == 0
-    assert said(tmp_path / "grown") == {**said(folder), "vocab_size": 416}
+    assert fields_of(tmp_path / "grown") == {**fields_of(folder), "vocab_size": 416}
     assert main(["export", str(folder), "--to", str(tmp_path / "half"), "--dtype", "float16"]) == 0
-    assert said(tmp_path / "half") == {**said(folder), "torch_dtype": "float16"}
+    assert fields_of(tmp_path / "half") == {**fields_of(folder), "torch_dtype": "float16"}
     assert {tensor.dtype for tensor in tensors(tmp_path / "half").values()} == {torch.float16}
 
 
 def run_on(folder: Path, output: Path, load: Path, in_hf: bool) -> Any:
-    found = recognise(folder)
+    recognised = recognise(folder)
     config = tiny_config(
         job={"dump_folder": str(output)},
         training={"steps": 1, "seq_len": 16, "local_batch_size": 2, "dataset_path": text_file()},
@@ -143,7 +143,11 @@ def run_on(folder: Path, output: Path, load: Path, in_hf: bool) -> Any:
         optimizer={"lr": 1e-3},
     )
     model = dataclasses.replace(
-        config.model, name=found.name, flavor=found.flavor, overrides=dict(found.overrides), hf_assets_path="bytes"
+        config.model,
+        name=recognised.name,
+        flavor=recognised.flavor,
+        overrides=dict(recognised.overrides),
+        hf_assets_path="bytes",
     )
     config = dataclasses.replace(config, model=model)
     assert run_ranks(1, train_whole, config)[0].error is None
@@ -151,7 +155,7 @@ def run_on(folder: Path, output: Path, load: Path, in_hf: bool) -> Any:
     return config
 
 
-def test_what_belongs_to_a_model_travels_through_two_runs(tmp_path: Path) -> None:
+def test_files_of_a_model_are_kept_through_two_runs(tmp_path: Path) -> None:
     folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
     run_on(folder, tmp_path / "one", folder, in_hf=True)
     first = tmp_path / "one/checkpoint"
@@ -159,12 +163,12 @@ def test_what_belongs_to_a_model_travels_through_two_runs(tmp_path: Path) -> Non
     assert any(not torch.equal(t, tensors(folder)[n]) for n, t in tensors(first / "step-1-hf").items())
     run_on(folder, tmp_path / "two", first / "step-1", in_hf=False)
     assert_same_folder(folder, tmp_path / "two/checkpoint/step-1-hf", OF_BYTES, weights=False)
-    # and by the command, from the run's folder
+    # Also with the command, from the run folder.
     assert main(["export", str(tmp_path / "two"), "--to", str(tmp_path / "back"), "--check", "weights"]) == 0
     assert_same_folder(tmp_path / "two/checkpoint/step-1-hf", tmp_path / "back")
 
 
-def test_what_belongs_to_a_model_travels_through_adapters_and_their_merge(tmp_path: Path) -> None:
+def test_files_of_a_model_are_kept_through_adapters_and_their_merge(tmp_path: Path) -> None:
     folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
     assert train(1, adapter_config(folder, tmp_path / "run"))[0].error is None
     merged = str(tmp_path / "merged")
@@ -174,17 +178,17 @@ def test_what_belongs_to_a_model_travels_through_adapters_and_their_merge(tmp_pa
     assert any(not torch.equal(t, tensors(folder)[n]) for n, t in tensors(tmp_path / "back").items())
 
 
-def test_nothing_that_lies_in_the_target_is_lost(tmp_path: Path) -> None:
+def test_existing_files_in_the_target_are_kept(tmp_path: Path) -> None:
     folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
     target = tmp_path / "target"
     target.mkdir()
     (target / "README.md").write_text("mine")
-    for words in (["export", str(folder)], ["import", str(folder)]):
-        assert main([*words, "--to", str(target)]) == 2
+    for arguments in (["export", str(folder)], ["import", str(folder)]):
+        assert main([*arguments, "--to", str(target)]) == 2
         assert texts(target) == {"README.md": b"mine"}
 
 
-def test_names_in_a_checkpoint_lead_nowhere_else(tmp_path: Path) -> None:
+def test_names_in_a_checkpoint_stay_inside_the_folder(tmp_path: Path) -> None:
     from shardtrain.checkpoint import manifest
     from shardtrain.hf import importing, source
     from shardtrain.utils.errors import CheckpointError
@@ -202,29 +206,29 @@ def test_names_in_a_checkpoint_lead_nowhere_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2"])
-def test_an_import_is_opened_without_the_folder_that_it_was_made_of(name: str, tmp_path: Path, capsys: Any) -> None:
-    """Also one of an architecture that only transformers has: what it is, and its tokenizer, lie in the checkpoint."""
+def test_an_import_opens_without_its_source_folder(name: str, tmp_path: Path, capsys: Any) -> None:
+    """Also for architectures without a native model: the checkpoint contains the configuration and the tokenizer."""
     folder = tmp_path / "hf"
     if name == "gpt2":
         shutil.copytree(foreign_folder(name), folder)
     else:
         save(build(name, vocab_size=512), folder)
     bpe_folder(folder)
-    words = ["--prompt", "hello", "--max_new_tokens", "4", "--device", "cpu"]
-    assert main(["generate", "--from", str(folder), *words]) == 0
+    arguments = ["--prompt", "hello", "--max_new_tokens", "4", "--device", "cpu"]
+    assert main(["generate", "--from", str(folder), *arguments]) == 0
     expected = capsys.readouterr().out
     assert main(["import", str(folder), "--to", str(tmp_path / "imported"), "--check", "weights"]) == 0
     shutil.rmtree(folder)
     capsys.readouterr()
-    assert main(["generate", "--from", str(tmp_path / "imported"), *words]) == 0
+    assert main(["generate", "--from", str(tmp_path / "imported"), *arguments]) == 0
     assert capsys.readouterr().out == expected
     assert main(["export", str(tmp_path / "imported"), "--to", str(folder), "--check", "logits"]) == 0
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "hello world"}\n')
     outputs = []
     for place in ("imported", "hf"):
-        words = ["evaluate", "--from", str(tmp_path / place), "--data", f"texts={texts}", "--seq_len", "32"]
+        arguments = ["evaluate", "--from", str(tmp_path / place), "--data", f"texts={texts}", "--seq_len", "32"]
         capsys.readouterr()
-        assert main([*words, "--device", "cpu"]) == 0
+        assert main([*arguments, "--device", "cpu"]) == 0
         outputs.append(json.loads(capsys.readouterr().out)["sets"])
     assert outputs[0] == outputs[1]

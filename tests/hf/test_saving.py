@@ -1,4 +1,4 @@
-"""Training leaves Hugging Face folders beside its checkpoints: on any mesh the bytes that an export would write."""
+"""Training writes Hugging Face folders next to its checkpoints: on any mesh, the same bytes as an export."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MESHES: dict[str, tuple[int, dict[str, int], str]] = {
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several files, so that there is something to share out."""
+    """Several files, to distribute the writing over ranks."""
     monkeypatch.setattr(saving, "SHARD_BYTES", SHARD_BYTES)
 
 
@@ -71,7 +71,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     ("mesh", "async_mode"),
     [("one", "async"), ("fsdp=2 tp=2", "async"), ("pp=2", "disabled"), ("fsdp=2 ep=2", "disabled")],
 )
-def test_the_folder_is_what_an_export_writes(mesh: str, async_mode: str, tmp_path: Path) -> None:
+def test_the_saved_folder_equals_an_export(mesh: str, async_mode: str, tmp_path: Path) -> None:
     ranks, _, _ = MESHES[mesh]
     config = config_for(
         tmp_path / "run", mesh, steps=2, hf_interval=1, last_save_in_hf=True, async_mode=async_mode, interval=100
@@ -86,22 +86,22 @@ def test_the_folder_is_what_an_export_writes(mesh: str, async_mode: str, tmp_pat
         tokens = trained_tokens(tokenizer_of(config), config)
         wanted = Export(folder / f"step-{step}", back, module, shape, max_tokens=64, tokens=tokens)
         hf_export.export(dataclasses.replace(wanted, shard_bytes=SHARD_BYTES))
-        found = bytes_of(folder / f"step-{step}-hf")
-        assert found == bytes_of(back)
-        assert sum(name.endswith(".safetensors") for name in found) >= 4
+        files = bytes_of(folder / f"step-{step}-hf")
+        assert files == bytes_of(back)
+        assert sum(name.endswith(".safetensors") for name in files) >= 4
 
 
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES)
-def test_the_weights_are_rounded_to_the_type_asked_for(dtype: str, tmp_path: Path) -> None:
+def test_the_weights_are_rounded_to_the_requested_dtype(dtype: str, tmp_path: Path) -> None:
     ended = train(config_for(tmp_path, last_save_in_hf=True, export_dtype=dtype))
     folder = tmp_path / "checkpoint/step-2-hf"
-    found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    assert {tensor.dtype for tensor in found.values()} == {getattr(torch, dtype)}
-    assert torch.equal(found["lm_head.weight"], ended.weights["head.weight"].to(getattr(torch, dtype)))
+    weights = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, dtype)}
+    assert torch.equal(weights["lm_head.weight"], ended.weights["head.weight"].to(getattr(torch, dtype)))
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == dtype
 
 
-def test_a_folder_goes_when_its_checkpoint_goes(tmp_path: Path) -> None:
+def test_a_folder_is_deleted_with_its_checkpoint(tmp_path: Path) -> None:
     train(config_for(tmp_path, steps=5, interval=1, hf_interval=2, keep_latest_k=2))
     names = sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*"))
     assert names == ["step-4", "step-4-hf", "step-5"]
@@ -118,17 +118,21 @@ def no_space(folder: str) -> Any:
     return full
 
 
-def test_a_folder_that_cannot_be_written_is_not_there_and_stops_the_run(
+def test_a_failed_save_of_a_folder_leaves_no_files_and_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "write_hashed", no_space(str(tmp_path)))
     error = train(config_for(tmp_path, last_save_in_hf=True), ranks=1).error
     assert isinstance(error, StorageError) and "No space left" in str(error)
-    assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*")) == ["step-2"], "the save is good"
+    assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*")) == ["step-2"], (
+        "the checkpoint itself must remain"
+    )
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_a_run_may_continue_without_it(async_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_may_continue_after_a_failed_save_of_a_folder(
+    async_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "write_hashed", no_space(str(tmp_path)))
     config = config_for(tmp_path, steps=4, hf_interval=2, async_mode=async_mode, on_save_error="continue")
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=5))
@@ -137,9 +141,9 @@ def test_a_run_may_continue_without_it(async_mode: str, tmp_path: Path, monkeypa
     assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*")) == ["step-2", "step-4", "step-5"]
 
 
-def test_data_that_end_leave_the_folder_too(tmp_path: Path) -> None:
+def test_a_run_that_ends_with_its_data_writes_the_folder(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
-    text.write_text("some words of a text " * 200)
+    text.write_text("one line of a text " * 200)
     config = config_for(tmp_path, steps=50, last_save_in_hf=True)
     changed = {"dataset_path": str(text), "on_data_end": "stop", "local_batch_size": 8}
     ended = train(dataclasses.replace(config, training=dataclasses.replace(config.training, **changed)))
@@ -148,7 +152,7 @@ def test_data_that_end_leave_the_folder_too(tmp_path: Path) -> None:
     assert (tmp_path / f"checkpoint/step-{last}-hf/config.json").is_file()
 
 
-def test_what_a_killed_export_left_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_export_are_deleted(tmp_path: Path) -> None:
     (tmp_path / "step-2-hf.tmp-0123456789ab").mkdir()
     (tmp_path / "step-2-hf.trash-01234567").mkdir()
     (tmp_path / "step-2-hf").mkdir()
@@ -156,7 +160,7 @@ def test_what_a_killed_export_left_is_swept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-2-hf"]
 
 
-def test_a_model_without_such_a_form_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_a_model_without_a_transformers_class_is_rejected_before_the_first_step(tmp_path: Path) -> None:
     config = config_for(tmp_path, last_save_in_hf=True)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, norm_type="layernorm"))
     ended = train(config)
@@ -164,5 +168,5 @@ def test_a_model_without_such_a_form_is_refused_before_the_first_step(tmp_path: 
     labels = reviews.config(checkpoint={"enable": True, "last_save_in_hf": True}, job={"dump_folder": str(tmp_path)})
     model = dataclasses.replace(labels.model, name="llama4", flavor="debugmodel", overrides={})
     ended = train(dataclasses.replace(labels, model=model))
-    said = "transformers has no class like Llama4ForCausalLM with a classification head"
-    assert isinstance(ended.error, ConfigError) and said in str(ended.error) and not ended.losses
+    message = "transformers has no class like Llama4ForCausalLM with a classification head"
+    assert isinstance(ended.error, ConfigError) and message in str(ended.error) and not ended.losses

@@ -1,4 +1,4 @@
-"""Weights in and out of Hugging Face folders: the same logits and gradients, and not a bit changed on the way."""
+"""Import and export of Hugging Face folders: the same logits and gradients, and bitwise equal weights."""
 
 from __future__ import annotations
 
@@ -20,59 +20,59 @@ pytest.importorskip("transformers")
 
 
 def imported(folder: Path, checkpoint: Path) -> tuple[HubModel, Export]:
-    found = importing.to_checkpoint(folder, checkpoint)
-    module = models.find(found.name)
-    return found, Export(checkpoint, checkpoint.with_name("back"), module, found.config, max_tokens=128)
+    model = importing.to_checkpoint(folder, checkpoint)
+    module = models.find(model.name)
+    return model, Export(checkpoint, checkpoint.with_name("back"), module, model.config, max_tokens=128)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_comes_in_and_goes_out_unchanged(family: str, tmp_path: Path) -> None:
-    theirs = build(family)
-    folder = save(theirs, tmp_path / "hf", shard_bytes=20_000)
+def test_a_folder_is_unchanged_after_import_and_export(family: str, tmp_path: Path) -> None:
+    reference = build(family)
+    folder = save(reference, tmp_path / "hf", shard_bytes=20_000)
     assert (folder / "model.safetensors.index.json").exists()
-    found, wanted = imported(folder, tmp_path / "checkpoint")
+    model, wanted = imported(folder, tmp_path / "checkpoint")
     ours = logits.own_model(wanted)
     for length in (3, 40, 100):
         tokens_BT = torch.randint(0, 260, (2, length), generator=torch.Generator().manual_seed(length))
         positions_BT = torch.arange(length).expand(2, -1)
-        # float32 leaves about 1e-5 of logits up to 10
+        # float32 rounding is about 1e-5 for logits up to 10
         with torch.no_grad():
-            torch.testing.assert_close(ours(tokens_BT, positions_BT), theirs(tokens_BT).logits, atol=1e-4, rtol=0)
+            torch.testing.assert_close(ours(tokens_BT, positions_BT), reference(tokens_BT).logits, atol=1e-4, rtol=0)
 
     hf_export.export(wanted)
     error, scale = logits.largest_error(wanted)
     assert error <= 1e-4 and scale > 0.1
     again, _ = imported(wanted.output, tmp_path / "again")
-    assert again == found
-    one, other = (manifest.read(tmp_path / name) for name in ("checkpoint", "again"))
-    assert one.tensors.keys() == other.tensors.keys()
-    for name in one.tensors:
-        pair = [tensors.read_whole(m, tmp_path / f, name) for m, f in ((one, "checkpoint"), (other, "again"))]
+    assert again == model
+    first, second = (manifest.read(tmp_path / name) for name in ("checkpoint", "again"))
+    assert first.tensors.keys() == second.tensors.keys()
+    for name in first.tensors:
+        pair = [tensors.read_whole(m, tmp_path / f, name) for m, f in ((first, "checkpoint"), (second, "again"))]
         assert torch.equal(*pair), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    theirs = build(family)
-    found, wanted = imported(save(theirs, tmp_path / "hf"), tmp_path / "checkpoint")
+def test_gradients_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+    reference = build(family)
+    model, wanted = imported(save(reference, tmp_path / "hf"), tmp_path / "checkpoint")
     ours = logits.own_model(wanted)
     tokens_BT = torch.randint(0, 260, (2, 33), generator=torch.Generator().manual_seed(1))
     weights_BTV = torch.randn((2, 33, 260), generator=torch.Generator().manual_seed(2))
     for module in ours.modules():
         if isinstance(module, moe.Balance):
-            module.loss_weight = torch.zeros(())  # their logits have no balance loss beside them
+            module.loss_weight = torch.zeros(())  # the reference logits have no balance loss
     (ours(tokens_BT, torch.arange(33).expand(2, -1)) * weights_BTV).sum().backward()
-    (theirs(tokens_BT).logits * weights_BTV).sum().backward()
+    (reference(tokens_BT).logits * weights_BTV).sum().backward()
     for name in ("embed.weight", "layers.0.attn.wo.weight", "layers.1.attn_norm.weight", "norm.weight"):
-        expected, own = (
-            theirs.get_parameter(str(found.hub.source(name, found.config))).grad,
+        expected, actual = (
+            reference.get_parameter(str(model.hub.source(name, model.config))).grad,
             ours.get_parameter(name).grad,
         )
-        assert (own - expected).norm() <= 1e-4 * expected.norm(), name
-    assert recognise(tmp_path / "hf") == found
+        assert (actual - expected).norm() <= 1e-4 * expected.norm(), name
+    assert recognise(tmp_path / "hf") == model
 
 
-def test_config_json_is_read_in_its_older_form_too(tmp_path: Path) -> None:
+def test_the_older_form_of_config_json_is_read(tmp_path: Path) -> None:
     folder = save(build("llama3"), tmp_path / "hf")
     before = recognise(folder)
     fields = json.loads((folder / "config.json").read_text())
@@ -82,7 +82,7 @@ def test_config_json_is_read_in_its_older_form_too(tmp_path: Path) -> None:
     assert recognise(folder) == before
 
 
-def test_a_tied_head_that_the_index_lists_may_be_absent(tmp_path: Path) -> None:
+def test_a_tied_head_listed_in_the_index_may_be_absent(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = save(build("llama3-tied"), tmp_path / "hf", shard_bytes=20_000)
     path = folder / "model.safetensors.index.json"
@@ -90,10 +90,12 @@ def test_a_tied_head_that_the_index_lists_may_be_absent(tmp_path: Path) -> None:
     file = index["weight_map"]["model.embed_tokens.weight"]
     index["weight_map"]["lm_head.weight"] = file
     path.write_text(json.dumps(index))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     _, wanted = imported(folder, tmp_path / "checkpoint")
     tokens_BT = torch.randint(0, 260, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        own = logits.own_model(wanted)(tokens_BT, torch.arange(40).expand(2, -1))
-        # float32 leaves about 1e-5 of logits up to 10
-        torch.testing.assert_close(own, theirs(tokens_BT).logits, atol=1e-4, rtol=0)
+        actual = logits.own_model(wanted)(tokens_BT, torch.arange(40).expand(2, -1))
+        # float32 rounding is about 1e-5 for logits up to 10
+        torch.testing.assert_close(actual, reference(tokens_BT).logits, atol=1e-4, rtol=0)

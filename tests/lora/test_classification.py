@@ -1,4 +1,4 @@
-"""Adapters of a network that classifies: its head is new, trained whole and saved, as PEFT does for SEQ_CLS."""
+"""Adapters of a classifier: its new head is fully trained and saved, like PEFT does for SEQ_CLS."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def config_of(base: Path, output: Path, architecture: str = "", **lora: Any) -> 
         model: dict[str, Any] = {"name": "transformers", "flavor": "folder"}
         model["overrides"] = {"path": str(base), "architecture": architecture, "num_labels": 2}
     else:
-        found = recognise(base)
-        sizes = {key: value for key, value in dataclasses.asdict(found.config).items() if key != "norm_type"}
-        model = {"name": found.name, "flavor": found.flavor, "overrides": sizes}
+        recognised = recognise(base)
+        sizes = {key: value for key, value in dataclasses.asdict(recognised.config).items() if key != "norm_type"}
+        model = {"name": recognised.name, "flavor": recognised.flavor, "overrides": sizes}
     return reviews_config(
         model=model,
         job={"dump_folder": str(output)},
@@ -52,16 +52,16 @@ def config_of(base: Path, output: Path, architecture: str = "", **lora: Any) -> 
     )
 
 
-def train(ranks: int, one: Config) -> Ended:
-    ended = run_ranks(ranks, train_whole, one)[0]
+def train(ranks: int, run_config: Config) -> Ended:
+    ended = run_ranks(ranks, train_whole, run_config)[0]
     assert ended.error is None
-    write_resolved_config(Loaded(one), Path(one.job.dump_folder), ranks)
+    write_resolved_config(Loaded(run_config), Path(run_config.job.dump_folder), ranks)
     return ended
 
 
-def scores(rank: int, one: Config) -> Any:
-    """Of the first batch, by the newest checkpoint."""
-    run, checkpoints = make_run(rank, one), Checkpoints(one)
+def scores(rank: int, run_config: Config) -> Any:
+    """Return the first batch and its scores by the newest checkpoint."""
+    run, checkpoints = make_run(rank, run_config), Checkpoints(run_config)
     resume(run, checkpoints)
     checkpoints.close()
     run.dataloader.seek(0, None)
@@ -78,31 +78,33 @@ def scores(rank: int, one: Config) -> Any:
         pytest.param("qwen3_moe", {"target_parameters": ["experts.*"]}, marks=pytest.mark.nightly),
     ],
 )
-def test_peft_opens_adapters_and_head_and_scores_alike(family: str, lora: dict[str, Any], tmp_path: Path) -> None:
+def test_peft_opens_adapters_and_head_with_the_same_scores(family: str, lora: dict[str, Any], tmp_path: Path) -> None:
     foreign = "GPT2ForSequenceClassification" if family == "gpt2" else ""
     base = foreign_folder(family) if foreign else save(build(family), tmp_path / "base")
-    one = config_of(base, tmp_path / "run", foreign, **lora)
-    ended = train(1, one)
+    run_config = config_of(base, tmp_path / "run", foreign, **lora)
+    ended = train(1, run_config)
     stored = manifest.read(tmp_path / "run" / "checkpoint" / "step-4")
-    held = {name.removeprefix("model.") for name in stored.tensors if name.startswith("model.")}
+    saved_names = {name.removeprefix("model.") for name in stored.tensors if name.startswith("model.")}
     head = {"hf.score.weight"} if foreign else {"head.weight"}
-    assert {name for name in held if not is_adapter(name)} == head
-    batch, mine = run_ranks(1, scores, one)[0]
-    words = ["export", str(tmp_path / "run" / "checkpoint" / "step-4"), "--to", str(tmp_path / "peft"), "--adapter"]
-    assert cli.main(words) == 0
+    assert {name for name in saved_names if not is_adapter(name)} == head
+    batch, expected = run_ranks(1, scores, run_config)[0]
+    arguments = ["export", str(tmp_path / "run" / "checkpoint" / "step-4"), "--to", str(tmp_path / "peft"), "--adapter"]
+    assert cli.main(arguments) == 0
     fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert fields["task_type"] == "SEQ_CLS" and fields["modules_to_save"] == ["score"]
     torch.manual_seed(0)
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=2, dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft").eval()
-    for tokens, length, score in zip(batch["tokens_BT"], batch["lengths_B"], mine, strict=True):
+    base_model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=2, dtype=torch.float32
+    )
+    model = peft.PeftModel.from_pretrained(base_model, tmp_path / "peft").eval()
+    for tokens, length, score in zip(batch["tokens_BT"], batch["lengths_B"], expected, strict=True):
         with torch.no_grad():
             logits = model(input_ids=tokens[None, : int(length)]).logits[0]
         torch.testing.assert_close(score, logits, atol=1e-4 if family == "qwen3_moe" else TOLERANCE, rtol=1e-5)
     # A run can start from the folder that PEFT writes.
     model.save_pretrained(tmp_path / "theirs")
     again = config_of(base, tmp_path / "again", foreign, **lora, initial_load_path=str(tmp_path / "theirs"))
-    torch.testing.assert_close(run_ranks(1, scores, again)[0][1], mine, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(run_ranks(1, scores, again)[0][1], expected, atol=TOLERANCE, rtol=0)
     # Two ranks compute the same result.
     split = train(2, config_of(base, tmp_path / "split", foreign, **lora))
     assert split.losses == pytest.approx(ended.losses, abs=1e-5)
@@ -110,24 +112,24 @@ def test_peft_opens_adapters_and_head_and_scores_alike(family: str, lora: dict[s
         torch.testing.assert_close(split.weights[name], weight, atol=TOLERANCE, rtol=0, msg=name)
 
 
-def measured(rank: int, one: Config, wanted: str | None) -> dict[str, float]:
-    mesh = distributed.build(one, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
-    built = build_model(one, mesh)
-    held_out_eval_rank.load(built, one, wanted)
-    found, _ = held_out_eval_rank.measure(built, one, mesh, "validation")
-    return {"loss": found.loss, **found.values}
+def measured(rank: int, run_config: Config, wanted: str | None) -> dict[str, float]:
+    mesh = distributed.build(run_config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
+    built = build_model(run_config, mesh)
+    held_out_eval_rank.load(built, run_config, wanted)
+    result, _ = held_out_eval_rank.measure(built, run_config, mesh, "validation")
+    return {"loss": result.loss, **result.values}
 
 
 def test_the_test_verb_reads_adapters_head_and_frozen_weights(tmp_path: Path) -> None:
     base = save(build("llama3"), tmp_path / "base")
-    one = config_of(base, tmp_path / "run")
-    train(1, one)
+    run_config = config_of(base, tmp_path / "run")
+    train(1, run_config)
     logged = [json.loads(line) for line in (tmp_path / "run" / "validation.jsonl").read_text().splitlines()]
-    found = run_ranks(2, measured, one, None)[0]
-    assert found["accuracy"] == pytest.approx(logged[-1]["accuracy"])
+    result = run_ranks(2, measured, run_config, None)[0]
+    assert result["accuracy"] == pytest.approx(logged[-1]["accuracy"])
     # The merged folder is a complete classifier.
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
-    whole = dataclasses.replace(one, lora=dataclasses.replace(one.lora, enable=False))
-    summed = run_ranks(1, measured, whole, str(tmp_path / "merged"))[0]
-    assert summed["accuracy"] == found["accuracy"] and summed["loss"] == pytest.approx(found["loss"], abs=1e-5)
+    merged_config = dataclasses.replace(run_config, lora=dataclasses.replace(run_config.lora, enable=False))
+    summed = run_ranks(1, measured, merged_config, str(tmp_path / "merged"))[0]
+    assert summed["accuracy"] == result["accuracy"] and summed["loss"] == pytest.approx(result["loss"], abs=1e-5)

@@ -21,7 +21,7 @@ BOTH = {"target_parameters": ["experts.gate_up_proj", "mlp.experts.down_proj"], 
 
 
 @torch.no_grad()
-def theirs_of(model: Any) -> torch.Tensor:
+def reference_logits(model: Any) -> torch.Tensor:
     return model.eval()(tokens(260)).logits
 
 
@@ -33,22 +33,22 @@ def theirs_of(model: Any) -> torch.Tensor:
     ),
 )
 def test_peft_opens_adapters_of_experts_and_merges_equally(family: str, lora: dict[str, Any], tmp_path) -> None:
-    """Logits to 1e-4: those of about 1, from weights of 0.2, through experts that two programs add in another order."""
+    """Logits of about 1 within 1e-4, because the two programs sum experts in a different order."""
     base = save(build(family), tmp_path / "base")
     ended = train(1, adapter_config(base, tmp_path / "run", lora=lora))[0]
     assert ended.error is None and ended.losses[-1] < ended.losses[0]
     vocab = FAMILIES[family][1]["vocab_size"]
-    beside = logits(open_model(tmp_path / "run").model, vocab)
+    unmerged = logits(open_model(tmp_path / "run").model, vocab)
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 0
     fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert any("mlp.experts.down_proj" in name for name in fields["target_parameters"])
     model = peft.PeftModel.from_pretrained(build(family), tmp_path / "peft")
-    torch.testing.assert_close(theirs_of(model), beside, atol=1e-4, rtol=0)
-    merged = theirs_of(model.merge_and_unload())
+    torch.testing.assert_close(reference_logits(model), unmerged, atol=1e-4, rtol=0)
+    merged = reference_logits(model.merge_and_unload())
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
     summed = logits(open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, vocab)
-    torch.testing.assert_close(summed, beside, atol=3e-5, rtol=0)
+    torch.testing.assert_close(summed, unmerged, atol=3e-5, rtol=0)
     torch.testing.assert_close(summed, merged, atol=1e-4, rtol=0)
     # A run can start from the adapters that PEFT writes.
     again = peft.PeftModel.from_pretrained(build(family), tmp_path / "peft")
@@ -61,20 +61,20 @@ def test_peft_opens_adapters_of_experts_and_merges_equally(family: str, lora: di
         training={"steps": 1},
     )
     assert train(1, start)[0].error is None
-    torch.testing.assert_close(logits(open_model(tmp_path / "again").model, vocab), beside, atol=1e-6, rtol=0)
+    torch.testing.assert_close(logits(open_model(tmp_path / "again").model, vocab), unmerged, atol=1e-6, rtol=0)
 
 
-def test_adapters_of_experts_that_peft_exchanges_are_merged_and_not_exported(tmp_path, capsys) -> None:
+def test_expert_adapters_that_peft_transposes_are_merged_but_not_exported(tmp_path, capsys) -> None:
     base = save(build("llama4"), tmp_path / "base")
     ended = train(1, adapter_config(base, tmp_path / "run", lora={**BOTH, "target_parameters": ["experts.*_proj"]}))[0]
     assert ended.error is None and ended.losses[-1] < ended.losses[0]
-    beside = logits(open_model(tmp_path / "run").model, 260)
+    unmerged = logits(open_model(tmp_path / "run").model, 260)
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 2
     assert "merge the adapters" in capsys.readouterr().err
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
     summed = logits(open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260)
-    torch.testing.assert_close(summed, beside, atol=3e-5, rtol=0)
+    torch.testing.assert_close(summed, unmerged, atol=3e-5, rtol=0)
 
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -87,18 +87,18 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("mesh", cases(["ep2"], nightly=[mesh for mesh in MESHES if mesh != "ep2"]))
-def test_a_mesh_changes_no_number_of_adapters_of_experts(mesh: str, tmp_path) -> None:
-    """The reference is one process, which has seen the same rows; see ``test_meshes.py``."""
+def test_adapters_of_experts_are_equal_on_every_mesh(mesh: str, tmp_path) -> None:
+    """The reference is one process with the same rows; see ``test_meshes.py``."""
     base = save(build("qwen3_moe"), tmp_path / "base")
     ranks, degrees = MESHES[mesh]
     rows = {"global_batch_size": 8, "local_batch_size": 8}
-    alone = train(1, adapter_config(base, tmp_path / "one", lora=BOTH, training=rows))[0]
+    single = train(1, adapter_config(base, tmp_path / "one", lora=BOTH, training=rows))[0]
     rows = {"global_batch_size": 8, "local_batch_size": 8 if mesh in ("tp2", "pp2") else 8 // ranks}
     split = train(ranks, adapter_config(base, tmp_path / "split", lora=BOTH, training=rows, parallelism=degrees))
     for ended in split:
         assert ended.error is None
-        assert ended.losses == pytest.approx(alone.losses, abs=1e-5)
-        assert ended.grad_norms == pytest.approx(alone.grad_norms, abs=1e-4)
+        assert ended.losses == pytest.approx(single.losses, abs=1e-5)
+        assert ended.grad_norms == pytest.approx(single.grad_norms, abs=1e-4)
         for name, weight in ended.weights.items():
             same = torch.equal if not is_adapter(name) else torch.allclose
-            assert same(weight, alone.weights[name], **({"atol": 1e-5} if is_adapter(name) else {})), name
+            assert same(weight, single.weights[name], **({"atol": 1e-5} if is_adapter(name) else {})), name

@@ -1,7 +1,7 @@
-"""Adapters that PEFT trained on modules that are several of ours, or in another order: its logits, or the reason.
+"""Adapters trained by PEFT on modules that are split or reordered here: the same logits, or an error with the reason.
 
 Native families whose transformers class fuses modules are GPT-NeoX (q, k and v), gpt-oss and Llama 4 (experts). Others,
-such as Phi-3 and GLM, are opened by ``model.name = "transformers"`` and keep its modules.
+such as Phi-3 and GLM, use ``model.name = "transformers"`` and keep its modules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardtrain.utils.errors import ConfigError
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", reason="PEFT is the reference of its format")
 TOLERANCE = 1e-4
-"""Of logits of about 1, between two float32 programs that add in another order."""
+"""Tolerance for logits of about 1 with a different float32 summation order."""
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 FOREIGN = {
     "phi3": ("Phi3", {**SIZES, "pad_token_id": 0, "num_key_value_heads": 2}),
@@ -49,7 +49,7 @@ def foreign_families(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved(family: str, folder: Path, **options: Any) -> tuple[Path, Path, Tensor]:
-    """A folder of a model, a folder of PEFT with adapters of random numbers, and the logits that PEFT merges to."""
+    """Return a model folder, a PEFT folder with random adapters, and the logits of PEFT's merged model."""
     base = save(build(family), folder / "base")
     model = peft.get_peft_model(build(family), peft.LoraConfig(r=2, lora_alpha=4, task_type="CAUSAL_LM", **options))
     generator = torch.Generator().manual_seed(3)
@@ -65,11 +65,13 @@ def saved(family: str, folder: Path, **options: Any) -> tuple[Path, Path, Tensor
 @pytest.mark.parametrize(
     "case", cases(["neox", "gpt_oss"], nightly=[name for name in CASES if name not in ("neox", "gpt_oss")])
 )
-def test_generate_merge_and_train_start_from_what_peft_merges(case: str, tmp_path: Path) -> None:
+def test_generate_merge_and_train_match_peft_s_merged_model(case: str, tmp_path: Path) -> None:
     family, options = CASES[case]
     base, adapters, expected = saved(family, tmp_path, **options)
     with torch.no_grad():
-        assert (build(family)(tokens(260)).logits - expected).abs().max() > 0.02  # else nothing was added
+        assert (
+            build(family)(tokens(260)).logits - expected
+        ).abs().max() > 0.02  # otherwise the adapters have no effect
     opened = open_model(base, tokenizer_path="bytes", adapter=adapters)
     torch.testing.assert_close(logits(opened.model, 260), expected, atol=TOLERANCE, rtol=0)
 
@@ -91,12 +93,12 @@ def test_peft_opens_adapters_of_interleaved_experts_that_were_trained_here(tmp_p
     base = save(build("gpt_oss"), tmp_path / "base")
     lora = {"target_parameters": STACKS, "target_modules": ["o_proj"]}
     assert train(1, adapter_config(base, tmp_path / "run", lora=lora))[0].error is None
-    beside = logits(open_model(tmp_path / "run").model, 260)
+    unmerged = logits(open_model(tmp_path / "run").model, 260)
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 0
     model = peft.PeftModel.from_pretrained(build("gpt_oss"), tmp_path / "peft").eval()
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens(260)).logits, beside, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(model(tokens(260)).logits, unmerged, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("names", [STACKS, ["feed_forward.experts.down_proj"]])
@@ -111,19 +113,19 @@ def test_adapters_of_the_experts_of_llama4_are_refused_with_the_reason(
     assert reason in capsys.readouterr().err
 
 
-def test_an_adapter_on_a_class_of_its_own_is_refused_with_the_class(tmp_path: Path) -> None:
-    """Falcon's subclass of nn.Linear computes the same; what another one computes is not known."""
+def test_an_adapter_on_a_subclass_of_linear_is_rejected_with_its_class(tmp_path: Path) -> None:
+    """Falcon's subclass of nn.Linear is equivalent, but other subclasses may not be."""
     base, adapters, _ = saved("falcon", tmp_path, target_modules=["query_key_value"])
     with pytest.raises(ConfigError, match=r"has an adapter for .*, of class FalconLinear, but only nn\.Linear"):
         open_model(base, tokenizer_path="bytes", adapter=adapters)
 
 
-def test_own_adapters_on_parts_of_a_module_are_not_exported(tmp_path: Path, capsys) -> None:
+def test_native_adapters_on_parts_of_a_fused_module_are_not_exported(tmp_path: Path, capsys) -> None:
     base = save(build("neox"), tmp_path / "base")
     config = adapter_config(base, tmp_path / "run", lora={"target_modules": ["query_key_value"]})
     assert train(1, config)[0].error is None
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 2
-    told = capsys.readouterr().err
-    assert "layers.0.attn.wq is a part of gpt_neox.layers.0.attention.query_key_value" in told
-    assert "merge the adapters (shardtrain merge) and export the merged model" in told
+    message = capsys.readouterr().err
+    assert "layers.0.attn.wq is a part of gpt_neox.layers.0.attention.query_key_value" in message
+    assert "merge the adapters (shardtrain merge) and export the merged model" in message

@@ -1,4 +1,4 @@
-"""An adapted module against its formula, how it starts, what it costs, and which numbers go wrong in it."""
+"""Adapted modules: output, initialization, FLOPs, non-finite factors and dry-run sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardtrain.utils.errors import NumericalError
 ON = {"enable": True, "random_base": True, "rank": 4, "alpha": 8.0}
 
 
-def test_the_output_is_that_of_the_formula_and_only_the_factors_have_gradients():
+def test_the_output_matches_the_formula_and_only_factors_have_gradients():
     torch.manual_seed(0)
     base = nn.Linear(24, 16).double()
     adapted = LoraLinear(base, rank=4, scale=2.5)
@@ -45,12 +45,12 @@ def test_the_output_is_that_of_the_formula_and_only_the_factors_have_gradients()
     gradient = 2 * y.detach()
     torch.testing.assert_close(b.grad, 2.5 * torch.einsum("bto,btr->or", gradient, x @ a.detach().T))
     torch.testing.assert_close(a.grad, 2.5 * torch.einsum("btr,bti->ri", gradient @ b.detach(), x))
-    whole = merged(base.weight, a, b, 2.5)
-    assert whole.dtype == torch.float32
-    torch.testing.assert_close(x.float() @ whole.T + base.bias.float(), y.float(), atol=1e-4, rtol=0)
+    merged_weight = merged(base.weight, a, b, 2.5)
+    assert merged_weight.dtype == torch.float32
+    torch.testing.assert_close(x.float() @ merged_weight.T + base.bias.float(), y.float(), atol=1e-4, rtol=0)
 
 
-def test_dropout_is_of_the_adapters_input_in_training_alone():
+def test_dropout_only_applies_to_the_adapter_s_input_in_training():
     torch.manual_seed(0)
     adapted = LoraLinear(nn.Linear(64, 8), rank=2, scale=1.0, dropout=0.5)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_dropout_is_of_the_adapters_input_in_training_alone():
         adapted.lora_b.zero_()
     x = torch.randn(4, 64)
     base = nn.functional.linear(x, adapted.weight, adapted.bias)
-    assert torch.equal(adapted.train()(x), base)  # what is dropped is not part of the weight's own input
+    assert torch.equal(adapted.train()(x), base)  # dropout does not apply to the input of the frozen weight
     with torch.no_grad():
         adapted.lora_b.normal_()
     assert not torch.equal(adapted(x), adapted(x))
@@ -66,18 +66,18 @@ def test_dropout_is_of_the_adapters_input_in_training_alone():
 
 
 @pytest.mark.parametrize("start", ["kaiming", "gaussian"])
-def test_factors_start_as_the_paper_and_its_code_say(start):
+def test_factors_are_initialized_like_in_the_paper_and_its_code(start):
     model = nn.Sequential(LoraLinear(nn.Linear(300, 40, device="meta"), rank=32, scale=1.0))
     draws = spec.draws(model, start)
     a, b = torch.empty(32, 300), torch.ones(40, 32)
     init_weights.draw_(a, "0.lora_a", draws["0.lora_a"], seed=1)
     init_weights.draw_(b, "0.lora_b", draws["0.lora_b"], seed=1)
     assert not b.any()
-    bound = 1 / math.sqrt(300)  # of torch's kaiming_uniform_ with a = sqrt(5)
+    bound = 1 / math.sqrt(300)  # torch's kaiming_uniform_ with a = sqrt(5)
     if start == "kaiming":
         assert 0.99 * bound < a.abs().max() <= bound
     expected = bound / math.sqrt(3) if start == "kaiming" else 1 / 32
-    assert float(a.std()) == pytest.approx(expected, rel=0.03)  # of 9,600 numbers: six standard errors
+    assert float(a.std()) == pytest.approx(expected, rel=0.03)  # six standard errors of 9,600 numbers
     assert abs(float(a.mean())) < 0.05 * expected
 
 
@@ -133,7 +133,7 @@ def dropping(rank, root, parallelism) -> dict[str, Ended]:
     "with adapters",
     by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
-def test_adapters_that_drop_continue_to_the_bit(parallelism, tmp_path):
+def test_adapters_with_dropout_resume_bitwise(parallelism, tmp_path):
     for ended in run_ranks(2, dropping, tmp_path, parallelism):
         straight, stopped = ended["straight"], ended["stopped"]
         assert straight.error is None and stopped.error is None
@@ -143,43 +143,43 @@ def test_adapters_that_drop_continue_to_the_bit(parallelism, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "dropout"), [("Linear", 0.0), ("Conv1D", 0.0), ("Linear", 0.5)])
-def test_dora_has_the_output_and_gradients_of_peft(kind: str, dropout: float) -> None:
-    """In float32, to 1e-5 of numbers of about 1; where inputs are dropped, both drop those that one seed says."""
+def test_dora_matches_the_output_and_gradients_of_peft(kind: str, dropout: float) -> None:
+    """In float32, within 1e-5 for values of about 1. With dropout, both use the same seed."""
     peft = pytest.importorskip("peft", reason="PEFT is the reference of DoRA")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     base: Any = nn.Linear(24, 16) if kind == "Linear" else transformers.pytorch_utils.Conv1D(16, 24)
     options = {"r": 4, "lora_alpha": 8, "target_modules": ["0"], "use_dora": True, "lora_dropout": dropout}
     options["fan_in_fan_out"] = kind == "Conv1D"
-    mine = LoraLinear(base, 4, 2.0, dropout, use_dora=True)
-    theirs = peft.get_peft_model(nn.Sequential(copy.deepcopy(base)), peft.LoraConfig(**options))
+    adapted = LoraLinear(base, 4, 2.0, dropout, use_dora=True)
+    reference = peft.get_peft_model(nn.Sequential(copy.deepcopy(base)), peft.LoraConfig(**options))
     their = {
-        name.split(".default")[0].rpartition(".")[2]: p for name, p in theirs.named_parameters() if p.requires_grad
+        name.split(".default")[0].rpartition(".")[2]: p for name, p in reference.named_parameters() if p.requires_grad
     }
-    magnitude = next(p for name, p in theirs.named_parameters() if "magnitude" in name)
+    magnitude = next(p for name, p in reference.named_parameters() if "magnitude" in name)
     with torch.no_grad():
-        mine.lora_a.copy_(their["lora_A"].normal_())
-        mine.lora_b.copy_(their["lora_B"].normal_())
-        mine.lora_magnitude.copy_(magnitude.uniform_(0.5, 2.0))
+        adapted.lora_a.copy_(their["lora_A"].normal_())
+        adapted.lora_b.copy_(their["lora_B"].normal_())
+        adapted.lora_magnitude.copy_(magnitude.uniform_(0.5, 2.0))
     outputs = []
-    for model in (mine, theirs):
+    for model in (adapted, reference):
         x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1), requires_grad=True)
         torch.manual_seed(2)
         out = model.train()(x)
         out.square().sum().backward()
         outputs.append((out.detach(), x.grad))
-    pairs = [*zip(*outputs, strict=True), (mine.lora_a.grad, their["lora_A"].grad)]
-    pairs += [(mine.lora_b.grad, their["lora_B"].grad), (mine.lora_magnitude.grad, magnitude.grad)]
-    for own, other in pairs:
-        torch.testing.assert_close(own, other, atol=1e-5 * float(other.abs().max()), rtol=1e-5)
-    assert mine.weight.grad is None and mine.bias.grad is None
+    pairs = [*zip(*outputs, strict=True), (adapted.lora_a.grad, their["lora_A"].grad)]
+    pairs += [(adapted.lora_b.grad, their["lora_B"].grad), (adapted.lora_magnitude.grad, magnitude.grad)]
+    for actual, other in pairs:
+        torch.testing.assert_close(actual, other, atol=1e-5 * float(other.abs().max()), rtol=1e-5)
+    assert adapted.weight.grad is None and adapted.bias.grad is None
 
 
 def held_by_a_rank(rank: int, config: Any) -> Any:
     run = make_run(rank, config)
     trained = [local_tensor(p) for p in run.runner.parameters().values() if p.requires_grad]
-    whole = [local_tensor(p) for p in run.runner.parameters().values()]
-    return sum(t.nbytes for t in trained), sum(t.nbytes for t in whole), run.num_params, run.flops_per_token
+    parameters = [local_tensor(p) for p in run.runner.parameters().values()]
+    return sum(t.nbytes for t in trained), sum(t.nbytes for t in parameters), run.num_params, run.flops_per_token
 
 
 @pytest.mark.parametrize(
@@ -190,22 +190,22 @@ def held_by_a_rank(rank: int, config: Any) -> Any:
     ],
 )
 def test_a_dry_run_counts_what_a_rank_holds_and_trains(lora: dict[str, Any], flavor: str) -> None:
-    # one micro-batch: what several add up before they are reduced is not what a rank trains
+    # One micro-batch: several would accumulate unreduced gradients, which are larger.
     config = tiny_config(lora={**ON, **lora}, optimizer={"name": "AdamW"}, training={"global_batch_size": 4})
     if flavor == "mixtral":
         sizes = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
         sizes |= {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}
         config = replace(config, model=replace(config.model, name=flavor, flavor="debugmodel", overrides=sizes))
-    trained, whole, params, flops = run_ranks(2, held_by_a_rank, config)[0]
+    trained_bytes, parameter_bytes, params, flops = run_ranks(2, held_by_a_rank, config)[0]
     with fake_backend.join(0, 2) as here:
-        found = dry_run.build(config, here)
-    assert (found.gradient_bytes, found.parameter_bytes) == (trained, whole)
-    assert (found.num_params, found.flops_per_token) == (params, flops)
-    assert 2 * trained <= found.optimizer_bytes < 2 * trained + 4 * 2 * 100
+        report = dry_run.build(config, here)
+    assert (report.gradient_bytes, report.parameter_bytes) == (trained_bytes, parameter_bytes)
+    assert (report.num_params, report.flops_per_token) == (params, flops)
+    assert 2 * trained_bytes <= report.optimizer_bytes < 2 * trained_bytes + 4 * 2 * 100
 
 
-def test_idle_experts_cost_no_flops_with_adapters_either() -> None:
-    """2 of 4 experts: of their adapters half is used, at 6 per number, and of frozen weights half at 4."""
+def test_inactive_experts_with_adapters_cost_no_flops() -> None:
+    """2 of 4 experts are active: half of the adapters at 6 FLOPs per weight, half of the frozen weights at 4."""
     sizes = {"vocab_size": 512, "dim": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     shape = shape_of(mixtral, "debugmodel", sizes | {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}, "rmsnorm")
     model = build(mixtral, shape)

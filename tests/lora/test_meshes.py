@@ -1,7 +1,7 @@
-"""Adapters train alike on every mesh, and the weights beside them stay as they are, to the bit.
+"""Adapters train equally on every mesh, and the frozen weights stay bitwise unchanged.
 
-The reference is one process. AdamW's eps is large, see ``tiny.py``; gradients of the first steps are small, because
-lora_b starts at zero, so the bounds of ``assert_same_numbers`` hold with room.
+The reference is one process. AdamW's eps is large, see ``tiny.py``. Gradients of the first steps are small, because
+lora_b starts at zero, so the bounds of ``assert_same_numbers`` hold easily.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ FIRST = ("fsdp2", "tp2", "pp2", "tp2, dora")
 
 
 @pytest.mark.parametrize("mesh", cases(FIRST, nightly=[mesh for mesh in MESHES if mesh not in FIRST]))
-def test_a_mesh_changes_no_number_of_adapters_and_no_bit_of_frozen_weights(mesh: str) -> None:
+def test_adapters_and_frozen_weights_are_equal_on_every_mesh(mesh: str) -> None:
     ranks, parallelism, training = MESHES[mesh]
     mode = "full" if "recomputed" in mesh else "none"
     dora = "dora" in mesh
     results = run_tiny(ranks, config(parallelism, training, mode, use_dora=dora), STEPS)
     expected = one_process(dora)
-    held: dict[str, torch.Tensor] = {}
+    initial_weights: dict[str, torch.Tensor] = {}
     for result in results:
-        held |= result.initial
+        initial_weights |= result.initial
         for name, weight in result.initial.items():
             assert torch.equal(weight, expected.initial[name]), f"initial {name} differs"
             assert torch.equal(weight, result.final[name]) != is_adapter(name), name
         assert result.losses == pytest.approx(expected.losses, abs=1e-5)
         assert result.grad_norms == pytest.approx(expected.grad_norms, abs=1e-4)
         assert all(is_adapter(name) for name in result.gradients)
-    assert held.keys() == expected.initial.keys()
+    assert initial_weights.keys() == expected.initial.keys()
     if "pp" not in mesh:
         assert_same_numbers(results[0], expected)
 

@@ -1,4 +1,4 @@
-"""Modules that are trained whole beside adapters, a vocabulary that has grown among them, as PEFT saves them."""
+"""Fully trained modules next to adapters, including a grown vocabulary, in PEFT's format."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ peft = pytest.importorskip("peft", reason="PEFT is the reference of adapters")
 TOLERANCE = 1e-5
 SAVED = {"modules_to_save": ["embed_tokens", "lm_head"], "target_modules": ["q_proj", "w2"]}
 ROWS = 262
-"""Of a vocabulary that has grown: two more than the folders have."""
+"""Grown vocabulary: two more rows than the folders have."""
 
 
 def config_of(base: Path, output: Path, rows: int = 0, lora: dict[str, Any] = SAVED, **sections: Any) -> Config:
-    given = adapter_config(base, output, lora=lora, **sections)
+    run_config = adapter_config(base, output, lora=lora, **sections)
     if not rows:
-        return given
-    model = dataclasses.replace(given.model, overrides={**given.model.overrides, "vocab_size": rows})
-    checkpoint = dataclasses.replace(given.checkpoint, initial_load_resize_embeddings=True)
-    return dataclasses.replace(given, model=model, checkpoint=checkpoint)
+        return run_config
+    model = dataclasses.replace(run_config.model, overrides={**run_config.model.overrides, "vocab_size": rows})
+    checkpoint = dataclasses.replace(run_config.checkpoint, initial_load_resize_embeddings=True)
+    return dataclasses.replace(run_config, model=model, checkpoint=checkpoint)
 
 
 def logits(model: Any, rows: int = 260) -> torch.Tensor:
     with torch.no_grad():
         tokens_BT = tokens(rows)
-        tokens_BT[:, -1] = rows - 1  # a new one, where there are some
+        tokens_BT[:, -1] = rows - 1  # a new row, if there are any
         if hasattr(model, "peft_config") or hasattr(model, "lm_head"):
             return model.eval()(tokens_BT).logits
         return model(tokens_BT, torch.arange(tokens_BT.size(1)).expand(2, -1))
@@ -49,43 +49,43 @@ def logits(model: Any, rows: int = 260) -> torch.Tensor:
 
 @pytest.mark.parametrize(("family", "rows"), [("llama3", 0), ("llama3", ROWS), ("qwen3", ROWS)])
 def test_peft_opens_saved_modules_and_new_rows(family: str, rows: int, tmp_path: Path) -> None:
-    """The ends of qwen3 are one tensor, which PEFT has twice."""
+    """PEFT duplicates the tied embedding of qwen3."""
     base = save(build(family), tmp_path / "base")
     ended = train(1, config_of(base, tmp_path / "run", rows))[0]
     assert ended.error is None and ended.losses[-1] < ended.losses[0]
     step = tmp_path / "run" / "checkpoint" / "step-4"
-    held = [name for name in manifest.read(step).tensors if name.startswith("model.")]
-    whole = {"model.embed.weight"} | ({"model.head.weight"} if family == "llama3" else set())
-    assert {name for name in held if not is_adapter(name)} == whole
-    beside = logits(open_model(tmp_path / "run").model, rows or 260)
+    saved_names = [name for name in manifest.read(step).tensors if name.startswith("model.")]
+    fully_trained = {"model.embed.weight"} | ({"model.head.weight"} if family == "llama3" else set())
+    assert {name for name in saved_names if not is_adapter(name)} == fully_trained
+    unmerged = logits(open_model(tmp_path / "run").model, rows or 260)
     assert cli.main(["export", str(step), "--to", str(tmp_path / "peft"), "--adapter"]) == 0
-    theirs = build(family)
+    reference = build(family)
     if rows:
-        theirs.resize_token_embeddings(rows)
-    model = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft")
-    torch.testing.assert_close(logits(model, rows or 260), beside, atol=3 * TOLERANCE, rtol=0)
+        reference.resize_token_embeddings(rows)
+    model = peft.PeftModel.from_pretrained(reference, tmp_path / "peft")
+    torch.testing.assert_close(logits(model, rows or 260), unmerged, atol=3 * TOLERANCE, rtol=0)
     assert cli.main(["merge", str(step), "--to", str(tmp_path / "merged")]) == 0
     resolved = tmp_path / "run" / "config.resolved.toml"
     summed = logits(open_model(tmp_path / "merged", resolved).model, rows or 260)
-    torch.testing.assert_close(summed, beside, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(summed, unmerged, atol=TOLERANCE, rtol=0)
     assert cli.main(["export", str(tmp_path / "merged"), "--to", str(tmp_path / "hf"), "--check", "logits"]) == 0
-    # what PEFT writes of it is a start
+    # A run can start from the folder that PEFT writes.
     model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     lora = {**SAVED, "initial_load_path": str(tmp_path / "theirs")}
     off = {"optimizer": {"lr": 0.0}, "training": {"steps": 1}}
     assert train(1, config_of(base, tmp_path / "again", rows, lora, **off))[0].error is None
     again = logits(open_model(tmp_path / "again").model, rows or 260)
-    torch.testing.assert_close(again, beside, atol=1e-6, rtol=0)
+    torch.testing.assert_close(again, unmerged, atol=1e-6, rtol=0)
 
 
-def test_new_rows_start_as_transformers_starts_them(tmp_path: Path) -> None:
-    """transformers draws around the mean with a variance of 1e-9 of that of the rows: 6e-6 here, so bounds of 1e-4."""
+def test_new_rows_are_initialized_like_in_transformers(tmp_path: Path) -> None:
+    """transformers draws around the mean with 1e-9 of the variance of the rows: 6e-6 here, so the tolerance is 1e-4."""
     base = save(build("llama3"), tmp_path / "base")
     off = {"optimizer": {"lr": 0.0}, "training": {"steps": 1}}
     ended = train(2, config_of(base, tmp_path / "run", ROWS, **off))[0]
-    theirs = build("llama3")
-    theirs.resize_token_embeddings(ROWS)
-    state = theirs.state_dict()
+    reference = build("llama3")
+    reference.resize_token_embeddings(ROWS)
+    state = reference.state_dict()
     for ours, name in (("embed.weight", "model.embed_tokens.weight"), ("head.weight", "lm_head.weight")):
         assert torch.equal(ended.weights[ours][:260], state[name][:260])
         torch.testing.assert_close(ended.weights[ours][260:], state[name][260:], atol=1e-4, rtol=0)
@@ -100,21 +100,21 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("mesh", cases(["tp2"], nightly=["fsdp2", "pp2", "fsdp2 tp2"]))
-def test_a_mesh_changes_no_number_of_saved_modules(mesh: str, tmp_path: Path) -> None:
+def test_saved_modules_are_equal_on_every_mesh(mesh: str, tmp_path: Path) -> None:
     base = save(build("llama3"), tmp_path / "base")
     ranks, degrees = MESHES[mesh]
     rows = {"global_batch_size": 8, "local_batch_size": 4}
-    alone = train(1, config_of(base, tmp_path / "one", ROWS, training=rows))[0]
+    single = train(1, config_of(base, tmp_path / "one", ROWS, training=rows))[0]
     parts = train(ranks, config_of(base, tmp_path / "split", ROWS, training=rows, parallelism=degrees))
     for ended in parts:
         assert ended.error is None
-        assert ended.losses == pytest.approx(alone.losses, abs=1e-5)
+        assert ended.losses == pytest.approx(single.losses, abs=1e-5)
         for name, weight in ended.weights.items():
-            torch.testing.assert_close(weight, alone.weights[name], atol=TOLERANCE, rtol=0, msg=name)
+            torch.testing.assert_close(weight, single.weights[name], atol=TOLERANCE, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "texts"),
     [
         (
             {"checkpoint": {"enable": True, "initial_load_resize_embeddings": True}},
@@ -135,12 +135,12 @@ def test_a_mesh_changes_no_number_of_saved_modules(mesh: str, tmp_path: Path) ->
         ),
     ],
 )
-def test_a_vocabulary_that_cannot_grow_is_refused_before_ranks_start(sections: Any, told: list[str]) -> None:
+def test_a_vocabulary_that_cannot_grow_is_refused_before_ranks_start(sections: Any, texts: list[str]) -> None:
     problems = "\n".join(map(str, check(Loaded(tiny_config(**sections)))))
-    assert all(word in problems for word in told), problems
+    assert all(text in problems for text in texts), problems
 
 
-def test_what_cannot_be_saved_whole_is_named(tmp_path: Path) -> None:
+def test_modules_that_cannot_be_fully_saved_are_named(tmp_path: Path) -> None:
     base = save(build("llama3"), tmp_path / "base")
 
     def message(lora: dict[str, Any], rows: int = 0) -> str:

@@ -1,4 +1,4 @@
-"""Adapters on the output layer and the embedding, as PEFT saves them: loaded, or rejected with the true reason."""
+"""PEFT adapters on the output layer and the embedding are loaded, or rejected with the actual reason."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shardtrain.utils.errors import CheckpointError, ConfigError
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", reason="PEFT is the reference of its format")
 TOLERANCE = 1e-4
-"""Of logits of about 1, between two float32 programs that add in another order."""
+"""Tolerance for logits of about 1 with a different float32 summation order."""
 
 
 def saved(targets: list[str], tmp_path: Path, tied: bool = False, **options: Any) -> tuple[Path, Path, Tensor]:
-    """A folder of a model, a folder of PEFT with adapters on ``targets``, and PEFT's logits of both."""
+    """Return a model folder, a PEFT folder with adapters on ``targets``, and the logits of both in PEFT."""
     base = save(build("llama3", tie_word_embeddings=tied), tmp_path / "base")
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets, **options)
     model = peft.get_peft_model(build("llama3", tie_word_embeddings=tied), config)
@@ -42,16 +42,16 @@ def saved(targets: list[str], tmp_path: Path, tied: bool = False, **options: Any
     [(False, {}), (False, {"use_dora": True}), (True, {})],
     ids=["own head", "own head, DoRA", "tied head"],
 )
-def test_adapters_on_the_head_give_the_logits_of_peft(tied: bool, options: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_on_the_head_have_the_logits_of_peft(tied: bool, options: dict[str, Any], tmp_path: Path) -> None:
     base, adapters, expected = saved(["q_proj", "lm_head"], tmp_path, tied, **options)
     assert "base_model.model.lm_head.base_layer.weight" in load_file(adapters / "adapter_model.safetensors")
     opened = open_model(base, tokenizer_path="bytes", adapter=adapters)
     torch.testing.assert_close(logits(opened.model, 260), expected, atol=TOLERANCE, rtol=0)
-    words = ["merge", str(adapters), "--to", str(tmp_path / "merged"), "--base", str(base)]
+    arguments = ["merge", str(adapters), "--to", str(tmp_path / "merged"), "--base", str(base)]
     if tied:
-        assert cli.main(words) == 5  # a sum would change the embedding, too
+        assert cli.main(arguments) == 5  # merging would change the embedding, too
         return
-    assert cli.main(words) == 0
+    assert cli.main(arguments) == 0
     merged = open_model(tmp_path / "merged", tokenizer_path="bytes").model
     torch.testing.assert_close(logits(merged, 260), expected, atol=TOLERANCE, rtol=0)
 
@@ -64,7 +64,7 @@ def test_a_run_starts_from_adapters_on_the_head(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(open_model(tmp_path / "run").model, 260), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_adapters_beside_other_weights_are_rejected(tmp_path: Path, capsys: Any) -> None:
+def test_adapters_for_other_weights_are_rejected(tmp_path: Path, capsys: Any) -> None:
     _, adapters, _ = saved(["q_proj", "lm_head"], tmp_path)
     other = save(build("llama3", seed=1), tmp_path / "other")
     message = "lm_head.base_layer.weight differs from the weights of the model"
@@ -72,7 +72,7 @@ def test_adapters_beside_other_weights_are_rejected(tmp_path: Path, capsys: Any)
         open_model(other, tokenizer_path="bytes", adapter=adapters)
     assert cli.main(["merge", str(adapters), "--to", str(tmp_path / "merged"), "--base", str(other)]) == 5
     assert message in capsys.readouterr().err
-    # a copy that was rounded is the same weight
+    # A rounded copy counts as the same weight.
     file = adapters / "adapter_model.safetensors"
     tensors = load_file(file)
     key = "base_model.model.lm_head.base_layer.weight"
@@ -80,19 +80,19 @@ def test_adapters_beside_other_weights_are_rejected(tmp_path: Path, capsys: Any)
     open_model(tmp_path / "base", tokenizer_path="bytes", adapter=adapters)
 
 
-def test_adapters_on_an_embedding_are_rejected_with_what_to_do(tmp_path: Path) -> None:
+def test_adapters_on_an_embedding_are_rejected_with_a_fix(tmp_path: Path) -> None:
     base, adapters, _ = saved(["q_proj", "embed_tokens"], tmp_path)
     with pytest.raises(
         ConfigError, match=r"an adapter for model\.embed_tokens, of class Embedding, but only nn\.Linear and experts"
-    ) as found:
+    ) as caught:
         open_model(base, tokenizer_path="bytes", adapter=adapters)
-    assert "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save" in str(found.value)
+    assert "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save" in str(caught.value)
     lora = {"target_modules": ["q_proj", "embed_tokens"]}
     message = str(train(1, adapter_config(base, tmp_path / "run", lora=lora))[0].error)
     assert (
         "names embed, an embedding, but only linear modules" in message
         and 'lora.modules_to_save = ["embed_tokens"]' in message
     )
-    # the fix works
+    # The suggested fix works.
     lora = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
     assert train(1, adapter_config(base, tmp_path / "fixed", lora=lora))[0].error is None

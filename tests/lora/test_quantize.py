@@ -1,4 +1,4 @@
-"""Frozen weights in 4 or 8 bits: small, unchanged, and what trains beside them is what is merged and generated with."""
+"""Frozen weights in 4 or 8 bits: small, unchanged, and used equally in training, merging and generation."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from shardtrain.tools.generate.trained_model import open_model
 from shardtrain.train import resume
 from shardtrain.train.trainer import step
 
-pytest.importorskip("torchao", reason="low bits are torchao's: install the qlora extra")
+pytest.importorskip("torchao", reason="low bits need torchao: install the qlora extra")
 
 BYTES = {"nf4": (0.5 + 1 / 64, 100), "int8": (1 + 5 / 32, 0)}
-"""Most bytes per weight, bits and scales, where rows have 32 weights at least; and per module (the table of nf4)."""
+"""Maximum bytes per weight, with scales, for rows of at least 32 weights; and per module (the nf4 table)."""
 
 
 @pytest.fixture(scope="module")
@@ -37,34 +37,34 @@ def low_config(base, folder, kind, parallelism=None, **training):
 
 
 def ten_steps(rank, config):
-    """Losses, bytes held and replaced, and whether a restored weight has changed."""
+    """Return losses, stored bytes, number of weights, whether they are unchanged, adapters, and number of modules."""
     run = make_run(rank, config)
     resume.resume(run, Checkpoints(config))
-    held = [m for part in run.runner.parts for m in part.modules() if isinstance(m, FrozenLinear) and m.low_bits]
-    before = [m.low_bits.restored(torch.float32) for m in held]
+    modules = [m for part in run.runner.parts for m in part.modules() if isinstance(m, FrozenLinear) and m.low_bits]
+    before = [m.low_bits.restored(torch.float32) for m in modules]
     losses = []
     for _ in range(10):
         outcome = step(run)
         losses.append(float(run.mesh.sum(outcome.loss_sum.double(), over=("pp", "dp_shard"))) / outcome.global_tokens)
-    same = all(torch.equal(m.low_bits.restored(torch.float32), w) for m, w in zip(held, before, strict=True))
+    same = all(torch.equal(m.low_bits.restored(torch.float32), w) for m, w in zip(modules, before, strict=True))
     adapters = {name: to_full(p.detach()) for name, p in run.runner.parameters().items() if p.requires_grad}
-    bytes_held = sum(m.low_bits.bytes for m in held)
-    return losses, bytes_held, sum(w.numel() for w in before), same, adapters, len(held)
+    bytes_held = sum(m.low_bits.bytes for m in modules)
+    return losses, bytes_held, sum(w.numel() for w in before), same, adapters, len(modules)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_weights_in_low_bits_are_small_unchanged_and_the_same_on_every_mesh(kind, base, tmp_path):
-    losses, held, weights, same, adapters, count = run_ranks(
+def test_quantized_weights_are_small_unchanged_and_equal_on_every_mesh(kind, base, tmp_path):
+    losses, num_bytes, weights, same, adapters, count = run_ranks(
         1, ten_steps, low_config(base, tmp_path / "one", kind, local_batch_size=8)
     )[0]
     assert same and count == 2 * 7  # all linear modules of two layers
     per_weight, per_module = BYTES[kind]
-    assert held <= per_weight * weights + per_module * count
-    whole = run_ranks(1, ten_steps, low_config(base, tmp_path / "whole", "training", local_batch_size=8))[0]
-    assert whole[5] == 0
-    # 4 bits are a tenth of a weight off, 8 bits less than a hundredth
-    assert losses == pytest.approx(whole[0], rel=0.05 if kind == "nf4" else 0.005)
-    assert losses[-1] < losses[0] - 0.2 and losses != whole[0]
+    assert num_bytes <= per_weight * weights + per_module * count
+    unquantized = run_ranks(1, ten_steps, low_config(base, tmp_path / "unquantized", "training", local_batch_size=8))[0]
+    assert unquantized[5] == 0
+    # Relative error of a weight: a tenth for 4 bits, less than a hundredth for 8 bits.
+    assert losses == pytest.approx(unquantized[0], rel=0.05 if kind == "nf4" else 0.005)
+    assert losses[-1] < losses[0] - 0.2 and losses != unquantized[0]
     for name, parallelism in (("fsdp", {}), ("pp", {"pipeline_parallel_degree": 2})):
         config = low_config(base, tmp_path / name, kind, parallelism, local_batch_size=4)
         for rank in run_ranks(2, ten_steps, config):
@@ -76,23 +76,23 @@ def test_weights_in_low_bits_are_small_unchanged_and_the_same_on_every_mesh(kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("shape_OI", [(64, 64), (96, 320), (40, 24 * 8), (512, 2048)])
-def test_the_bytes_of_a_weight_are_known_before_it_is_there(shape_OI, kind, dtype):
+def test_the_bytes_of_a_quantized_weight_are_predicted(shape_OI, kind, dtype):
     assert packed_bytes(shape_OI, kind, dtype) == Packed(torch.randn(shape_OI, dtype=dtype), kind).bytes
 
 
-def test_what_was_trained_beside_low_bits_is_merged_with_what_they_stand_for(base, tmp_path):
+def test_adapters_on_quantized_weights_merge_with_their_dequantized_values(base, tmp_path):
     config = low_config(base, tmp_path / "run", "nf4", steps=4)
     assert train(1, config)[0].error is None
-    beside = logits(open_model(tmp_path / "run").model, 260)
+    unmerged = logits(open_model(tmp_path / "run").model, 260)
     step_4 = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["merge", step_4, "--to", str(tmp_path / "merged")]) == 0
     merged = open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model
-    torch.testing.assert_close(logits(merged, 260), beside, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits(merged, 260), unmerged, atol=1e-5, rtol=0)
     run = run_ranks(1, logits_in_training, config)[0]
-    torch.testing.assert_close(run, beside, atol=1e-5, rtol=0)
+    torch.testing.assert_close(run, unmerged, atol=1e-5, rtol=0)
 
 
-def test_weights_that_are_drawn_have_the_buffers_of_routers_too():
+def test_initialized_weights_include_router_buffers():
     sizes = {"num_layers": 1, "num_experts": 4, "dim": 32, "num_heads": 4, "load_balance_coeff": 1e-3}
     module = models.find("mixtral")
     shape = models.shape_of(module, "debugmodel", sizes, "rmsnorm")
@@ -108,13 +108,13 @@ def logits_in_training(rank, config):
     return logits(run.runner.parts[0], 260)
 
 
-def test_what_does_not_go_with_low_bits_is_refused():
+def test_options_incompatible_with_quantization_are_rejected():
     on = {"enable": True, "random_base": True, "base_dtype": "nf4"}
-    for sections, told in (
+    for sections, message in (
         ({"parallelism": {"tensor_parallel_degree": 2}}, "tensor parallelism"),
         ({"compile": {"enable": True}}, "compile.enable"),
         ({"comm": {"mode": "local_tensor"}}, "simulated"),
         ({"training": {"enable_cpu_offload": True}}, "enable_cpu_offload"),
     ):
         problems = [str(p) for p in check(Loaded(tiny_config(lora=on, **sections))) if "base_dtype" in str(p)]
-        assert len(problems) == 1 and told in problems[0]
+        assert len(problems) == 1 and message in problems[0]

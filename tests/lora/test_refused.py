@@ -1,4 +1,4 @@
-"""What is wrong with adapters is one line that names it: nothing is trained, and nothing half-written."""
+"""Each error in adapters is one line. Nothing is trained, and no partial files are written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ON = {"enable": True, "random_base": True}
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "texts"),
     [
         ({"lora": {**ON, "rank": 0}}, ["lora.rank=0", "at least 1"]),
         ({"lora": {**ON, "rank": 65}}, ["lora.rank=65", "width of 64"]),
@@ -72,9 +72,9 @@ ON = {"enable": True, "random_base": True}
         ),
     ],
 )
-def test_options_that_cannot_work_are_refused_before_ranks_start(sections, told):
+def test_options_that_cannot_work_are_refused_before_ranks_start(sections, texts):
     problems = [str(problem) for problem in check(Loaded(tiny_config(**sections)))]
-    assert len(problems) == 1 and all(word in problems[0] for word in told), problems
+    assert len(problems) == 1 and all(text in problems[0] for text in texts), problems
     assert not check(Loaded(tiny_config(lora=ON)))
 
 
@@ -85,7 +85,7 @@ def refusal(rank, config):
 
 
 @pytest.mark.parametrize(
-    ("targets", "told"),
+    ("targets", "message"),
     [
         (["q_pro"], "did you mean q_proj?"),
         (["wx", "v_proj"], 'lora.target_modules="wx" matches no module of the model'),
@@ -94,17 +94,17 @@ def refusal(rank, config):
         (["w1"], "lora.rank=40 exceeds 32"),
     ],
 )
-def test_a_target_that_is_none_is_named_with_the_nearest(targets, told):
+def test_an_unknown_target_is_named_with_the_nearest(targets, message):
     rank = 40 if "w1" in targets else 4
     sizes = {"ffn_dim": 32} if "w1" in targets else {}
     config = tiny_config(model={"overrides": sizes}, lora={**ON, "rank": rank, "target_modules": targets})
     [[line]] = run_ranks(1, refusal, config)
-    assert told in line
+    assert message in line
 
 
 def test_experts_and_routers_are_not_targets():
     moe = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    for target, told in (("experts", "are a stack of all experts"), ("moe.router.gate", "a router")):
+    for target, message in (("experts", "are a stack of all experts"), ("moe.router.gate", "a router")):
         config = tiny_config(lora={**ON, "rank": 4, "target_modules": [target]})
         model = dataclasses.replace(
             config.model,
@@ -113,17 +113,17 @@ def test_experts_and_routers_are_not_targets():
             overrides={**moe, "moe_ffn_dim": 32, "num_experts": 4, "top_k": 2},
         )
         [[line]] = run_ranks(1, refusal, dataclasses.replace(config, model=model))
-        assert told in line
+        assert message in line
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of two steps, and its adapters as a folder of PEFT."""
+    """A run of two steps, and its adapters in a PEFT folder."""
     root = tmp_path_factory.mktemp("run")
     base = save(build("llama3"), root / "base")
     assert train(1, adapter_config(base, root / "run", training={"steps": 2}))[0].error is None
-    words = ["export", str(root / "run" / "checkpoint" / "step-2"), "--to", str(root / "peft"), "--adapter"]
-    assert cli.main(words) == 0
+    arguments = ["export", str(root / "run" / "checkpoint" / "step-2"), "--to", str(root / "peft"), "--adapter"]
+    assert cli.main(arguments) == 0
     return root
 
 
@@ -142,21 +142,21 @@ def test_weights_that_changed_under_their_adapters_are_refused(run, tmp_path):
     step = str(tmp_path / "run" / "checkpoint" / "step-2")
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged"), "--base", str(tmp_path / "other")]) == 2
     assert not (tmp_path / "merged").exists()
-    # the same bytes elsewhere are the same weights
+    # The same bytes in another folder are the same weights.
     shutil.copytree(run / "base", tmp_path / "moved")
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged"), "--base", str(tmp_path / "moved")]) == 0
 
 
-def test_a_whole_model_and_adapters_are_not_taken_for_each_other(run, tmp_path, capsys):
+def test_full_models_and_adapters_are_distinguished(run, tmp_path, capsys):
     step = run / "run" / "checkpoint" / "step-2"
     assert cli.main(["export", str(step), "--to", str(tmp_path / "hf")]) == 2
     assert "contains adapters, but no full model" in capsys.readouterr().err
     config = adapter_config(run / "base", tmp_path / "run")
     as_base = dataclasses.replace(config.checkpoint, initial_load_path=str(step), initial_load_in_hf=False)
     assert "merge them first" in errors_of(dataclasses.replace(config, checkpoint=as_base))
-    assert cli.main(["import", str(run / "base"), "--to", str(tmp_path / "whole")]) == 0
-    assert cli.main(["merge", str(tmp_path / "whole"), "--to", str(tmp_path / "merged")]) == 5
-    lora = dataclasses.replace(config.lora, initial_load_path=str(tmp_path / "whole"))
+    assert cli.main(["import", str(run / "base"), "--to", str(tmp_path / "full")]) == 0
+    assert cli.main(["merge", str(tmp_path / "full"), "--to", str(tmp_path / "merged")]) == 5
+    lora = dataclasses.replace(config.lora, initial_load_path=str(tmp_path / "full"))
     assert "contains a full model and no adapters" in errors_of(dataclasses.replace(config, lora=lora))
     other = dataclasses.replace(config.lora, initial_load_path=str(run / "peft"), alpha=3.0)
     assert "alpha is 8.0 instead of 3.0" in errors_of(dataclasses.replace(config, lora=other))
@@ -168,7 +168,7 @@ def damage(folder, **fields) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"lora_bias": True}, "lora_bias"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
@@ -183,12 +183,12 @@ def damage(folder, **fields) -> None:
         ({"lora_alpha": None}, "lora_alpha=None"),
     ],
 )
-def test_what_a_folder_of_peft_asks_for_and_is_not_known_stops_it(run, tmp_path, fields, told):
+def test_unsupported_options_of_a_peft_folder_are_rejected(run, tmp_path, fields, message):
     shutil.copytree(run / "peft", tmp_path / "peft")
     damage(tmp_path / "peft", **fields)
     with pytest.raises(ConfigError) as caught:
         PeftFolder(tmp_path / "peft", llama3, shape_of(run))
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def shape_of(run):

@@ -1,4 +1,4 @@
-"""Adapters beside the weights of a Hugging Face folder: trained, saved, continued, merged, exported, opened by PEFT."""
+"""Adapters on a Hugging Face folder: trained, saved, resumed, merged, exported, and opened by PEFT."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardtrain.train.trainer import step
 
 pytest.importorskip("transformers")
 TOLERANCE = 1e-5
-"""Of logits of about 1, between two float32 programs that add in another order."""
+"""Tolerance for logits of about 1 with a different float32 summation order."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(base, tmp_path_factory):
-    """Four steps, of which the last two were continued from a checkpoint."""
+    """A run of four steps, resumed from a checkpoint after two."""
     folder = tmp_path_factory.mktemp("run")
     config = adapter_config(base, folder, checkpoint={"interval": 2})
     train(1, config, stop_after=2)
@@ -45,27 +45,27 @@ def run(base, tmp_path_factory):
     return folder, ended
 
 
-def test_a_checkpoint_holds_adapters_and_their_optimizer_alone(run):
+def test_a_checkpoint_contains_only_adapters_and_their_optimizer(run):
     stored = manifest.read(run[0] / "checkpoint" / "step-4")
     names = {name for name in stored.tensors if name.startswith("model.")}
     assert names and all(is_adapter(name) for name in names)
     adapters = sum(4 * torch.Size(t.shape).numel() for n, t in stored.tensors.items() if n.startswith("model."))
-    # two moments of the same size, and a count for each
+    # Two moments of the same size, and a step count for each.
     assert stored.total_bytes == 3 * adapters + 4 * len(names)
-    whole = sum(weight.numel() for weight in run[1].weights.values())
+    num_model_weights = sum(weight.numel() for weight in run[1].weights.values())
     assert adapters == 4 * sum(weight.numel() for name, weight in run[1].weights.items() if is_adapter(name))
-    assert stored.total_bytes < 4 * whole
+    assert stored.total_bytes < 4 * num_model_weights
 
 
 @pytest.mark.nightly(
     "with adapters",
     by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
-def test_a_continued_run_is_one_that_never_stopped_on_another_mesh_too(run, base, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one_also_on_another_mesh(run, base, tmp_path):
     straight = train(1, adapter_config(base, tmp_path / "straight", checkpoint={"interval": 2}))[0]
     for name, weight in straight.weights.items():
         assert torch.equal(weight, run[1].weights[name]), name
-    # from the checkpoint of one process on two, split in both ways
+    # Resume the checkpoint of one process on two, with either split.
     for parallelism in ({}, {"tensor_parallel_degree": 2}):
         folder = tmp_path / f"two-{len(parallelism)}"
         shutil.copytree(tmp_path / "straight", folder)
@@ -76,30 +76,30 @@ def test_a_continued_run_is_one_that_never_stopped_on_another_mesh_too(run, base
         assert ended.losses == pytest.approx(straight.losses[2:], abs=1e-5)
 
 
-def test_the_first_output_is_that_of_the_frozen_weights(base, tmp_path):
+def test_the_first_output_equals_that_of_the_frozen_weights(base, tmp_path):
     config = adapter_config(base, tmp_path, optimizer={"lr": 0.0}, training={"steps": 1})
     train(1, config)
     ours = logits(open_model(tmp_path).model, 260)
     with torch.no_grad():
-        theirs = build("llama3")(tokens(260)).logits
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+        reference = build("llama3")(tokens(260)).logits
+    torch.testing.assert_close(ours, reference, atol=1e-4, rtol=0)
 
 
-def test_merged_weights_compute_what_adapters_do(run, tmp_path):
+def test_merged_weights_equal_the_adapters(run, tmp_path):
     folder = run[0]
     assert cli.main(["merge", str(folder / "checkpoint" / "step-4"), "--to", str(tmp_path / "merged")]) == 0
-    beside = logits(open_model(folder).model, 260)
+    unmerged = logits(open_model(folder).model, 260)
     summed = logits(open_model(tmp_path / "merged", folder / "config.resolved.toml").model, 260)
-    torch.testing.assert_close(summed, beside, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(summed, unmerged, atol=TOLERANCE, rtol=0)
     with torch.no_grad():
         frozen = build("llama3")(tokens(260)).logits
-    assert (beside - frozen).abs().max() > 0.05  # else nothing was added
+    assert (unmerged - frozen).abs().max() > 0.05  # otherwise the adapters have no effect
     assert cli.main(["export", str(tmp_path / "merged"), "--to", str(tmp_path / "hf"), "--check", "weights"]) == 0
     import transformers
 
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(again.eval()(tokens(260)).logits, beside, atol=1e-4, rtol=0)
+        torch.testing.assert_close(again.eval()(tokens(260)).logits, unmerged, atol=1e-4, rtol=0)
 
 
 def split_logits(rank, folder):
@@ -107,16 +107,16 @@ def split_logits(rank, folder):
     return to_full(logits(opened.model, 260))
 
 
-def test_ranks_that_split_each_layer_compute_what_one_does(run):
-    one = logits(open_model(run[0]).model, 260)
+def test_tensor_parallel_ranks_compute_the_same_adapters(run):
+    expected = logits(open_model(run[0]).model, 260)
     for split in run_ranks(2, split_logits, run[0]):
-        torch.testing.assert_close(split, one, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(split, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_peft_opens_the_export_and_computes_the_same(run, base, tmp_path):
+def test_peft_opens_the_export_with_the_same_logits(run, base, tmp_path):
     folder = run[0]
-    words = ["export", str(folder / "checkpoint" / "step-4"), "--to", str(tmp_path / "peft"), "--adapter"]
-    assert cli.main(words) == 0
+    arguments = ["export", str(folder / "checkpoint" / "step-4"), "--to", str(tmp_path / "peft"), "--adapter"]
+    assert cli.main(arguments) == 0
     fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert fields["peft_type"] == "LORA" and fields["task_type"] == "CAUSAL_LM" and fields["bias"] == "none"
     assert fields["base_model_name_or_path"] == str(base)
@@ -124,15 +124,15 @@ def test_peft_opens_the_export_and_computes_the_same(run, base, tmp_path):
     assert fields["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     numbers = sum(w.numel() for name, w in run[1].weights.items() if is_adapter(name))
     size = (tmp_path / "peft" / "adapter_model.safetensors").stat().st_size
-    assert 4 * numbers < size < 4 * numbers + 200 * 2 * 8 + 200  # and a header of a line per tensor
-    beside = logits(open_model(folder).model, 260)
+    assert 4 * numbers < size < 4 * numbers + 200 * 2 * 8 + 200  # plus a header line per tensor
+    unmerged = logits(open_model(folder).model, 260)
     peft = pytest.importorskip("peft", reason="PEFT is the reference of its format")
-    theirs = peft.PeftModel.from_pretrained(build("llama3"), tmp_path / "peft")
+    reference = peft.PeftModel.from_pretrained(build("llama3"), tmp_path / "peft")
     with torch.no_grad():
-        torch.testing.assert_close(theirs.eval()(tokens(260)).logits, beside, atol=1e-4, rtol=0)
+        torch.testing.assert_close(reference.eval()(tokens(260)).logits, unmerged, atol=1e-4, rtol=0)
 
 
-def test_adapters_of_peft_are_a_start_and_can_be_merged(base, tmp_path):
+def test_a_run_starts_from_peft_adapters_and_they_can_be_merged(base, tmp_path):
     peft = pytest.importorskip("peft", reason="PEFT is the reference of its format")
     options = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], use_rslora=True)
     model = peft.get_peft_model(build("llama3"), options)
@@ -143,8 +143,8 @@ def test_adapters_of_peft_are_a_start_and_can_be_merged(base, tmp_path):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
         expected = model.eval()(tokens(260)).logits
     model.save_pretrained(tmp_path / "peft")
-    words = ["merge", str(tmp_path / "peft"), "--to", str(tmp_path / "merged"), "--base", str(base)]
-    assert cli.main(words) == 0
+    arguments = ["merge", str(tmp_path / "peft"), "--to", str(tmp_path / "merged"), "--base", str(base)]
+    assert cli.main(arguments) == 0
     lora = {"target_modules": ["q_proj", "v_proj", "w2"], "initial_load_path": str(tmp_path / "peft")}
     config = adapter_config(
         base,
@@ -158,30 +158,30 @@ def test_adapters_of_peft_are_a_start_and_can_be_merged(base, tmp_path):
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
     merged = logits(open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260)
     torch.testing.assert_close(merged, expected, atol=1e-4, rtol=0)
-    # and beside a checkpoint of the whole model, for generation
+    # Also with a checkpoint of the full model, for generation.
     assert cli.main(["import", str(base), "--to", str(tmp_path / "imported")]) == 0
     opened = open_model(tmp_path / "imported", tmp_path / "run" / "config.resolved.toml", adapter=tmp_path / "peft")
     torch.testing.assert_close(logits(opened.model, 260), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("base_dtype", cases(["training"], nightly=["int8"]))
-def test_dora_is_that_of_peft_and_merges_equally(base, base_dtype, tmp_path):
-    """Beside 8 bits too, which PEFT has in another format: there what is merged is compared with what was trained."""
+def test_dora_matches_peft_and_merges_equally(base, base_dtype, tmp_path):
+    """Also on 8-bit weights. PEFT has another 8-bit format, so there only the merge is compared."""
     lora = {"use_dora": True, "target_modules": ["q_proj", "o_proj", "w2"], "base_dtype": base_dtype}
     ended = train(1, adapter_config(base, tmp_path / "run", lora=lora))[0]
     assert ended.error is None and ended.losses[-1] < ended.losses[0]
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
-    beside = logits(open_model(tmp_path / "run").model, 260)
+    unmerged = logits(open_model(tmp_path / "run").model, 260)
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
     summed = logits(open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260)
-    torch.testing.assert_close(summed, beside, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(summed, unmerged, atol=TOLERANCE, rtol=0)
     if base_dtype != "training":
         return
     peft = pytest.importorskip("peft", reason="PEFT is the reference of its format")
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 0
-    theirs = peft.PeftModel.from_pretrained(build("llama3"), tmp_path / "peft")
+    reference = peft.PeftModel.from_pretrained(build("llama3"), tmp_path / "peft")
     with torch.no_grad():
-        torch.testing.assert_close(theirs.eval()(tokens(260)).logits, beside, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(reference.eval()(tokens(260)).logits, unmerged, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -190,19 +190,21 @@ def test_dora_is_that_of_peft_and_merges_equally(base, base_dtype, tmp_path):
 def test_every_family_trains_adapters_and_merges_them(family, tmp_path):
     folder = save(build(family), tmp_path / "base")
     config = adapter_config(folder, tmp_path / "run")
-    if family == "qwen2":  # beside a shardtrain checkpoint as well
+    if family == "qwen2":  # also with a shardtrain checkpoint
         assert cli.main(["import", str(folder), "--to", str(tmp_path / "own")]) == 0
-        own = dataclasses.replace(config.checkpoint, initial_load_path=str(tmp_path / "own"), initial_load_in_hf=False)
-        config = dataclasses.replace(config, checkpoint=own)
+        checkpoint = dataclasses.replace(
+            config.checkpoint, initial_load_path=str(tmp_path / "own"), initial_load_in_hf=False
+        )
+        config = dataclasses.replace(config, checkpoint=checkpoint)
     ended = train(1, config)[0]
     assert ended.error is None and ended.losses[-1] < ended.losses[0]
     checkpoint = tmp_path / "run" / "checkpoint" / "step-4"
-    beside = logits(open_model(tmp_path / "run").model, FAMILIES[family][1]["vocab_size"])
+    unmerged = logits(open_model(tmp_path / "run").model, FAMILIES[family][1]["vocab_size"])
     assert cli.main(["merge", str(checkpoint), "--to", str(tmp_path / "merged")]) == 0
     summed = open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml")
-    torch.testing.assert_close(logits(summed.model, 260), beside, atol=3e-5, rtol=0)
+    torch.testing.assert_close(logits(summed.model, 260), unmerged, atol=3e-5, rtol=0)
     status = cli.main(["export", str(checkpoint), "--to", str(tmp_path / "peft"), "--adapter"])
-    assert status == 0 or family == "neox"  # whose queries, keys and values are one module there
+    assert status == 0 or family == "neox"  # which fuses queries, keys and values
 
 
 def changed_by_ten_steps(rank, config):
@@ -214,7 +216,7 @@ def changed_by_ten_steps(rank, config):
     return [name for name, tensor in run.model_state_dict().items() if not torch.equal(tensor, before[name])], before
 
 
-def test_frozen_weights_and_biases_of_routers_stay_those_of_the_folder(tmp_path):
+def test_frozen_weights_and_router_biases_stay_unchanged(tmp_path):
     folder = save(build("deepseek_v3"), tmp_path / "base")
     config = adapter_config(folder, tmp_path / "run", training={"steps": 10})
     [(changed, before)] = run_ranks(1, changed_by_ten_steps, config)

@@ -1,6 +1,6 @@
-"""Adapters beside any architecture of ``transformers``: what PEFT computes, from its folders and back into them.
+"""Adapters on any ``transformers`` architecture equal those of PEFT, and its folders can be read and written.
 
-PEFT is the independent reference. Tolerances are those of float32 programs that add in another order.
+PEFT is the independent reference. Tolerances allow for a different float32 summation order.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shardtrain.train.run_folder import write_resolved_config
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", reason="PEFT is the reference of adapters")
 TOLERANCE = 1e-5
-HERE = "tests/lora/test_transformers.py::test_a_mesh_changes_no_number_of_adapters"
+HERE = "tests/lora/test_transformers.py::test_adapters_of_transformers_are_equal_on_every_mesh"
 LORA = {"enable": True, "rank": 4, "alpha": 8.0}
 
 
 def config_of(name: str, output: Path, **sections: Any) -> Config:
     lora = {**LORA, **sections.pop("lora", {})}
-    given = {"optimizer": {"lr": 3e-2, "eps": 1e-3, "weight_decay": 0.0}, **sections}
-    return config_for(name, output, lora=lora, **given)
+    options = {"optimizer": {"lr": 3e-2, "eps": 1e-3, "weight_decay": 0.0}, **sections}
+    return config_for(name, output, lora=lora, **options)
 
 
 def train(ranks: int, config: Config, stop_after: int | None = None) -> Any:
@@ -78,22 +78,24 @@ CASES = [
 def test_peft_opens_what_was_trained_and_merges_equally(name: str, lora: dict[str, Any], tmp_path: Path) -> None:
     ended = train(1, config_of(name, tmp_path / "run", lora=lora))
     assert ended.losses[-1] < ended.losses[0]
-    beside = logits(open_model(tmp_path / "run").model)
-    assert (beside - logits(plain(name))).abs().max() > 0.02  # else nothing was added
+    unmerged = logits(open_model(tmp_path / "run").model)
+    assert (unmerged - logits(plain(name))).abs().max() > 0.02  # otherwise the adapters have no effect
     adapters = exported(tmp_path / "run", tmp_path / "peft")
     model = peft.PeftModel.from_pretrained(plain(name), adapters)
-    torch.testing.assert_close(logits(model), beside, atol=TOLERANCE, rtol=0)
-    theirs = model.merge_and_unload().state_dict()
+    torch.testing.assert_close(logits(model), unmerged, atol=TOLERANCE, rtol=0)
+    peft_weights = model.merge_and_unload().state_dict()
     step = str(tmp_path / "run" / "checkpoint" / "step-3")
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
     resolved = tmp_path / "run" / "config.resolved.toml"
-    torch.testing.assert_close(logits(open_model(tmp_path / "merged", resolved).model), beside, atol=TOLERANCE, rtol=0)
-    words = ["export", str(tmp_path / "merged"), "--to", str(tmp_path / "hf"), "--config", str(resolved)]
-    assert cli.main([*words, "--check", "weights"]) == 0
+    torch.testing.assert_close(
+        logits(open_model(tmp_path / "merged", resolved).model), unmerged, atol=TOLERANCE, rtol=0
+    )
+    arguments = ["export", str(tmp_path / "merged"), "--to", str(tmp_path / "hf"), "--config", str(resolved)]
+    assert cli.main([*arguments, "--check", "weights"]) == 0
     ours = {
         name: tensor for file in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()
     }
-    matched = {key: tensor for key, tensor in theirs.items() if key in ours}
+    matched = {key: tensor for key, tensor in peft_weights.items() if key in ours}
     assert len(matched) >= len(ours) - 1
     for key, tensor in matched.items():
         torch.testing.assert_close(ours[key], tensor, atol=TOLERANCE, rtol=0, msg=key)
@@ -105,7 +107,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2 tp2": (4, {"tensor_parallel_degree": 2}),
 }
 EVERY = ["q_proj", "o_proj", "up_proj", "down_proj", "lm_head"]
-"""Modules whose outputs are split over tensor-parallel ranks, whose inputs are, and the head."""
+"""Modules with outputs or inputs split over tensor-parallel ranks, and the head."""
 SPLIT = [
     ("qwen3", "tp2", {"use_dora": True, "target_modules": EVERY}),
     ("gpt2", "fsdp2", {"use_dora": True}),
@@ -116,20 +118,22 @@ SPLIT = [
 
 
 @pytest.mark.parametrize(("name", "mesh", "lora"), SPLIT)
-def test_a_mesh_changes_no_number_of_adapters(name: str, mesh: str, lora: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_of_transformers_are_equal_on_every_mesh(
+    name: str, mesh: str, lora: dict[str, Any], tmp_path: Path
+) -> None:
     """AdamW's eps is large, see ``tiny.py``."""
     import transformers
 
     if "tp" in mesh and "layers.*.self_attn.q_norm" not in transformers.Qwen3Config.base_model_tp_plan:
         pytest.skip("this version's plan of Qwen3 leaves out norms of heads, and is refused")
     folder(name)
-    alone = train(1, config_of(name, tmp_path / "alone", lora=lora))
+    single = train(1, config_of(name, tmp_path / "alone", lora=lora))
     ranks, degrees = MESHES[mesh]
     split = train(ranks, config_of(name, tmp_path / "split", lora=lora, parallelism=degrees))
-    assert split.losses == pytest.approx(alone.losses, abs=1e-5)
-    assert split.grad_norms == pytest.approx(alone.grad_norms, abs=1e-4)
+    assert split.losses == pytest.approx(single.losses, abs=1e-5)
+    assert split.grad_norms == pytest.approx(single.grad_norms, abs=1e-4)
     trained = 0
-    for key, weight in alone.weights.items():
+    for key, weight in single.weights.items():
         if is_adapter(key):
             torch.testing.assert_close(split.weights[key], weight, atol=TOLERANCE, rtol=0, msg=key)
             trained += 1
@@ -142,7 +146,7 @@ def test_a_mesh_changes_no_number_of_adapters(name: str, mesh: str, lora: dict[s
     "with adapters",
     by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
-def test_a_run_continues_on_another_mesh_and_starts_from_a_folder_of_peft(tmp_path: Path) -> None:
+def test_a_run_resumes_on_another_mesh_and_starts_from_a_peft_folder(tmp_path: Path) -> None:
     lora = {"use_dora": True, "target_modules": ["q_proj", "down_proj"]}
     straight = train(1, config_of("qwen3", tmp_path / "straight", lora=lora))
     train(1, config_of("qwen3", tmp_path / "cut", lora=lora), stop_after=2)
@@ -155,7 +159,7 @@ def test_a_run_continues_on_another_mesh_and_starts_from_a_folder_of_peft(tmp_pa
     torch.testing.assert_close(logits(open_model(tmp_path / "again").model), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_adapters_that_peft_has_made_are_read_and_written_back_as_they_were(tmp_path: Path) -> None:
+def test_adapters_written_by_peft_survive_a_round_trip(tmp_path: Path) -> None:
     options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "use_dora": True, "task_type": "CAUSAL_LM"}
     model = peft.get_peft_model(plain("gpt2"), peft.LoraConfig(**options, modules_to_save=["wpe"]))
     generator = torch.Generator().manual_seed(3)
@@ -168,9 +172,9 @@ def test_adapters_that_peft_has_made_are_read_and_written_back_as_they_were(tmp_
     train(1, config_of("gpt2", tmp_path / "run", lora=lora, optimizer={"lr": 0.0}, training={"steps": 1}))
     torch.testing.assert_close(logits(open_model(tmp_path / "run").model), logits(model), atol=TOLERANCE, rtol=0)
     exported(tmp_path / "run", tmp_path / "ours", step=1)
-    theirs, ours = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("theirs", "ours"))
-    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in theirs)
-    said = [json.loads((tmp_path / side / "adapter_config.json").read_text()) for side in ("theirs", "ours")]
+    expected, actual = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("theirs", "ours"))
+    assert expected.keys() == actual.keys() and all(torch.equal(expected[key], actual[key]) for key in expected)
+    configs = [json.loads((tmp_path / side / "adapter_config.json").read_text()) for side in ("theirs", "ours")]
     keys = ("r", "lora_alpha", "use_dora", "fan_in_fan_out", "task_type", "use_rslora", "bias")
-    assert said[1]["modules_to_save"] == ["transformer.wpe"]  # PEFT takes the end of a path, or all of it
-    assert [said[0][key] for key in keys] == [said[1][key] for key in keys]
+    assert configs[1]["modules_to_save"] == ["transformer.wpe"]  # PEFT accepts the end of a path, or the full path
+    assert [configs[0][key] for key in keys] == [configs[1][key] for key in keys]

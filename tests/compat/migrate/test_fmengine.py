@@ -1,4 +1,4 @@
-"""FMEngine's users: their command lines run as they are, train what they meant, and their folders come and go."""
+"""FMEngine's command lines run unchanged with the same results, and its folders can be imported and exported."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ torchrun --nnodes 1 --nproc-per-node 4 --node_rank 0 cli/train.py \\
     --use_flash_attn true \\
     --use_fused_ops true \\
     --deepspeed_config ./configs/llama.json"""
-# by hand, from FMEngine's rules: 4 ranks in 4 stages, or in 2 stages of 2, are one copy of the model, so a step of 32
-# rows is 4 micro-batches of 8; Adam means AdamW without decay, and the schedule's peak goes before the rate of Adam
+# Derived by hand from FMEngine's rules: 4 ranks in 4 stages, or in 2 stages of 2, are one copy of the model, so a step
+# of 32 rows has 4 micro-batches of 8. Adam means AdamW without decay, and the schedule's peak overrides Adam's rate.
 SNAPSHOT: dict[str, Any] = {
     "job.dump_folder": "/workspace/.cache/models",
     "model.hf_assets_path": "/pretrained/tinyllama-2-1b",
@@ -104,42 +104,42 @@ CHANGED = {
 
 
 @pytest.mark.parametrize(("line", "changed"), [(FIRST, {}), (SECOND, CHANGED)], ids=["deepspeed", "torchrun"])
-def test_both_command_lines_become_what_they_meant(tmp_path: Path, line: str, changed: dict[str, Any]) -> None:
+def test_both_command_lines_keep_their_meaning(tmp_path: Path, line: str, changed: dict[str, Any]) -> None:
     ds_json(tmp_path / "configs/llama.json", 8, 32)
     (tmp_path / "run.sh").write_text(line)
-    found = migrate.migrate([tmp_path / "run.sh"])
-    assert {setting.option: setting.value for setting in found.settings} == SNAPSHOT | changed
-    assert found.unsupported == ()
+    migration = migrate.migrate([tmp_path / "run.sh"])
+    assert {setting.option: setting.value for setting in migration.settings} == SNAPSHOT | changed
+    assert migration.unsupported == ()
 
 
-@pytest.mark.parametrize("word", ["true", "True", "yes", "1", ""])
-def test_booleans_are_words_or_bare_flags_and_a_launcher_adds_its_own(tmp_path: Path, word: str) -> None:
+@pytest.mark.parametrize("value", ["true", "True", "yes", "1", ""])
+def test_booleans_are_values_or_bare_flags_and_launchers_add_flags(tmp_path: Path, value: str) -> None:
     file = ds_json(tmp_path / "llama.json", 2, 4)
-    flags = [f"--deepspeed_config={file}", "--dry_run", *([word] if word else []), "--local_rank=1"]
+    flags = [f"--deepspeed_config={file}", "--dry_run", *([value] if value else []), "--local_rank=1"]
     flags += ["--use_flash_attn", "no", "--use_deepspeed", "--project_name", "x", "--num_workers", "3"]
     loaded = load_flags(flags, 1)
     assert loaded.config.checkpoint.load_only
     assert any("num_workers" in notice and "FMEngine ignores it" in notice for notice in loaded.notices)
 
 
-def test_ranks_that_stages_do_not_take_are_copies_however_their_number_is_known(tmp_path: Path) -> None:
-    """ZeRO 0: each holds the whole of its stage; what a step learns from is divided among them."""
+def test_ranks_beyond_the_stages_are_replicas(tmp_path: Path) -> None:
+    """ZeRO 0: each copy holds its full stage, and the batch is divided among the copies."""
     file = ds_json(tmp_path / "llama.json", 2, 8)
     flags = f"--deepspeed_config {file} --init_ckpt nowhere --pipe_parallel_size 2 --data_path d.jsonl".split()
     for count, copies in ((2, 1), (4, 2), (8, 4)):
-        found = load_flags(flags, count, follow=False).config
-        assert found.parallelism.data_parallel_replicate_degree == copies
-        assert (found.training.local_batch_size, found.training.global_batch_size) == (8 // copies, 8)
+        run_config = load_flags(flags, count, follow=False).config
+        assert run_config.parallelism.data_parallel_replicate_degree == copies
+        assert (run_config.training.local_batch_size, run_config.training.global_batch_size) == (8 // copies, 8)
     script = tmp_path / "run.sh"
     script.write_text("deepspeed --num_gpus 4 --num_nodes 2 cli/train.py " + " ".join(flags))
     settings = {setting.option: setting.value for setting in migrate.migrate([script]).settings}
     assert settings["parallelism.data_parallel_replicate_degree"] == 4
 
 
-def test_rates_and_twenty_steps_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    """FMEngine's rules, written out: the mean over micro-batches of mean losses, clipping, Adam without decay, and the
-    log warmup. Its faults are not among them: copies that read the same rows, bfloat16 whatever the JSON says, and eos
-    that is not a target. In float32; what remains is the order of sums."""
+def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
+    """FMEngine's rules in a plain loop: the mean over micro-batches of mean losses, clipping, Adam without decay, log
+    warmup. Without its faults: copies that read the same rows, bfloat16 regardless of the JSON, eos that is no target.
+    In float32, so only the summation order differs."""
     warmup, least, most, micro, length, steps = 10, 1e-4, 5e-3, 2, 16, 20
     schedule = {"warmup_min_lr": least, "warmup_max_lr": most, "warmup_num_steps": warmup}
     file = ds_json(tmp_path / "llama.json", micro, 4, bf16=False, scheduler={"type": "WarmupLR", "params": schedule})
@@ -186,17 +186,20 @@ def test_rates_and_twenty_steps_are_those_of_a_plain_loop(tmp_path: Path) -> Non
                 corrected = (second / (1 - 0.95 ** (step + 1))).sqrt().add_(1e-6)
                 p.addcdiv_(first / (1 - 0.9 ** (step + 1)), corrected, value=-rate)
                 p.grad = None
-    for name, mine in weights.items():
-        torch.testing.assert_close(mine, parameters[str(HUB.source(name))].detach(), rtol=0, atol=1e-6)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, parameters[str(HUB.source(name))].detach(), rtol=0, atol=1e-6)
 
 
-def program(folder: Path, name: str, words: str) -> subprocess.CompletedProcess[str]:
-    """One of FMEngine's programs in a folder that holds only what its user has."""
+def program(folder: Path, name: str, arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run one of FMEngine's programs in a folder with only the files that a user has."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command, limit = [sys.executable, "-m", "shardtrain.compat.fmengine", name, *words.split()], patience.seconds(150)
-    done = forked.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+    command, limit = (
+        [sys.executable, "-m", "shardtrain.compat.fmengine", name, *arguments.split()],
+        patience.seconds(150),
+    )
+    result = forked.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result
 
 
 TRAIN = (
@@ -215,33 +218,33 @@ def users_folder(folder: Path) -> Path:
     return folder
 
 
-def test_a_users_folder_trains_and_goes_back_in_three_commands(tmp_path: Path) -> None:
+def test_a_user_s_folder_trains_and_converts_back_in_three_commands(tmp_path: Path) -> None:
     folder = users_folder(tmp_path)
     program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained --mp_world_size 2")
     program(folder, "deepspeed", TRAIN)
     program(folder, "to_hf_format", "--in-model-path output --out-model-path out --base-model hf --step latest")
     steps = values(folder / "output")
-    assert [one["step"] for one in steps] == [1, 2, 3]
-    assert [one["lr"] for one in steps] == pytest.approx(
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert [step["lr"] for step in steps] == pytest.approx(
         [1e-6 + 4.9e-5 * math.log(t + 1) / math.log(50) for t in range(3)], rel=1e-12
     )
     before, after = tensors(folder / "hf"), tensors(folder / "out")
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == set(before)
-    # and what was trained goes out per layer and back bit for bit
+    # The trained weights survive a bitwise round trip through per-layer files.
     newest = str(folder / "output/checkpoint/step-3")
     assert cli.main(["checkpoint", "to-fmengine", newest, str(folder / "layers"), "--mp_world_size=2"]) == 0
     assert cli.main(["export", str(folder / "layers"), "--to", str(folder / "again"), "--check=weights"]) == 0
     same(tensors(folder / "again"), after)
 
 
-def test_a_lora_block_trains_adapters_alone(tmp_path: Path) -> None:
+def test_a_lora_block_trains_only_adapters(tmp_path: Path) -> None:
     folder = users_folder(tmp_path)
     program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained")
     program(folder, "deepspeed", TRAIN.replace("llama.json", "llama_lora.json"))
-    words = "--in-model-path output --out-model-path adapter --base-model hf --step global_step3"
-    program(folder, "to_hf_format", words)
+    arguments = "--in-model-path output --out-model-path adapter --base-model hf --step global_step3"
+    program(folder, "to_hf_format", arguments)
     from safetensors.torch import load_file
 
     adapters = load_file(str(folder / "adapter/adapter_model.safetensors"))
@@ -253,7 +256,7 @@ def test_a_lora_block_trains_adapters_alone(tmp_path: Path) -> None:
     assert fields["base_model_name_or_path"] == "hf"
 
 
-def test_adapters_of_a_mistral_are_beside_queries_and_values(tmp_path: Path) -> None:
+def test_adapters_of_a_mistral_are_on_queries_and_values(tmp_path: Path) -> None:
     hf_folder(tmp_path / "hf", "mistral")
     file = ds_json(tmp_path / "mistral_lora.json", 1, 4, lora={"r": 4, "lora_alpha": 16, "lora_dropout": 0.1})
     flags = f"--init_ckpt {tmp_path}/hf --deepspeed_config {file} --data_path d.jsonl"
@@ -261,11 +264,11 @@ def test_adapters_of_a_mistral_are_beside_queries_and_values(tmp_path: Path) -> 
 
 
 @pytest.mark.nightly(
-    "the same in processes of their own",
-    by="tests/compat/migrate/test_fmengine.py::test_a_users_folder_trains_and_goes_back_in_three_commands",
+    "the same in separate processes",
+    by="tests/compat/migrate/test_fmengine.py::test_a_user_s_folder_trains_and_converts_back_in_three_commands",
 )
-def test_commands_of_a_shell_and_a_script_of_slurm_run_as_they_are(tmp_path: Path) -> None:
-    """Both launchers found on PATH, and the site's script with programs that stand for Slurm and Apptainer."""
+def test_shell_commands_and_a_slurm_script_run_unchanged(tmp_path: Path) -> None:
+    """Both launchers are found on PATH, and the site's script runs with stubs of Slurm and Apptainer."""
     folder = users_folder(tmp_path)
     for name, text in SHIMS.items():
         (folder / "site").mkdir(exist_ok=True)
@@ -278,27 +281,27 @@ def test_commands_of_a_shell_and_a_script_of_slurm_run_as_they_are(tmp_path: Pat
     ours = f'export PATH="$({python} -m shardtrain.compat.fmengine commands ./bin):$PATH"'
 
     def shell(text: str) -> None:
-        done = subprocess.run(["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+        result = subprocess.run(["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr[-3000:]
 
     program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained --mp_world_size 1")
     shell(f"{ours}\ndeepspeed {TRAIN}")
     assert len(values(folder / "output")) == 3
     flags = TRAIN.partition("cli/train.py ")[2].replace("./output", "./second")
     shell(f"{ours}\ntorchrun --nnodes 1 --nproc-per-node 2 --node_rank 0 cli/train.py {flags}")
-    for one, other in zip(values(folder / "output"), values(folder / "second"), strict=True):
-        assert one["loss"] == other["loss"]
+    for first, second in zip(values(folder / "output"), values(folder / "second"), strict=True):
+        assert first["loss"] == second["loss"]
     flags = flags.replace("./second", "/workspace/third").replace("--pipe_parallel_size 2", "--pipe_parallel_size 1")
     flags = flags.replace("--model_parallel_size 1", "--model_parallel_size 2")
-    flags = flags.replace("/workspace/", "./")  # the stand-in has no binds, only the folder that it works in
+    flags = flags.replace("/workspace/", "./")  # the stub has no mounts, only its working folder
     shell(f"{ours}\n{SCRIPT.replace('PORT', str(free_port())).replace('FLAGS', flags)}")
     third = values(folder / "third")
-    assert [one["loss"] for one in third] == pytest.approx([v["loss"] for v in values(folder / "output")], rel=2e-3)
+    assert [step["loss"] for step in third] == pytest.approx([v["loss"] for v in values(folder / "output")], rel=2e-3)
     record = [line.split() for line in (folder / "record").read_text().splitlines()]
-    assert [words[words.index("--node_rank") + 1] for words in record] == ["0", "1"]
-    for words in record:
-        assert words[0] == "run" and "--nv" in words and f"{folder}:/workspace" in words
-        assert words[words.index("--nnodes") + 1] == "2" and "--nproc-per-node=1" in words
+    assert [command[command.index("--node_rank") + 1] for command in record] == ["0", "1"]
+    for command in record:
+        assert command[0] == "run" and "--nv" in command and f"{folder}:/workspace" in command
+        assert command[command.index("--nnodes") + 1] == "2" and "--nproc-per-node=1" in command
 
 
 SHIMS = {
@@ -334,7 +337,7 @@ wait
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ("--max_seq_length 3", "max_seq_length"),
         ("--max_seq_len many", "max_seq_len"),
@@ -348,29 +351,29 @@ wait
         ("--init_ckpt=none_here", "none_here"),
     ],
 )
-def test_a_wrong_flag_is_one_line_before_ranks_start(tmp_path: Path, flags: str, told: str, capfd: Any) -> None:
+def test_a_wrong_flag_is_one_line_before_ranks_start(tmp_path: Path, flags: str, message: str, capfd: Any) -> None:
     file = ds_json(tmp_path / "llama.json", 1, 4)
-    words = ["train", "--nproc", "2", f"--deepspeed_config={file}", *flags.split()]
-    assert cli.main(words) == 2
+    arguments = ["train", "--nproc", "2", f"--deepspeed_config={file}", *flags.split()]
+    assert cli.main(arguments) == 2
     error = capfd.readouterr().err.strip().splitlines()
-    assert len(error) == 1 and told in error[0], error
+    assert len(error) == 1 and message in error[0], error
 
 
-def test_a_file_of_another_system_is_not_taken_for_deepspeeds(tmp_path: Path, capfd: Any) -> None:
+def test_a_file_of_another_system_is_not_mistaken_for_deepspeed(tmp_path: Path, capfd: Any) -> None:
     (tmp_path / "args.json").write_text('{"per_device_train_batch_size": 2, "output_dir": "x", "learning_rate": 1.0}')
     (tmp_path / "run.toml").write_text("[training]\nsteps = 3\n")
-    for name, told in (
+    for name, message in (
         ("args.json", "Hugging Face TrainingArguments"),
         ("run.toml", "run.toml:"),
         ("no", "does not exist here"),
     ):
         assert cli.main(["train", f"--deepspeed_config={tmp_path / name}"]) == 2
         error = capfd.readouterr().err.strip().splitlines()
-        assert len(error) == 1 and told in error[0], error
+        assert len(error) == 1 and message in error[0], error
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["train", "--max_seq_len", "3"], "--deepspeed_config"),
         (["deepspeed", "other.py"], "other.py"),
@@ -386,23 +389,25 @@ def test_a_file_of_another_system_is_not_taken_for_deepspeeds(tmp_path: Path, ca
         (["from_hf", "--model_name_or_path=org/name", "--output_dir=y"], "org/name"),
     ],
 )
-def test_a_wrong_word_of_its_programs_is_one_line(words: list[str], told: str, tmp_path: Path, capfd: Any) -> None:
+def test_a_wrong_argument_of_its_programs_is_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capfd: Any
+) -> None:
     from shardtrain.compat.fmengine.__main__ import main
 
     before = os.getcwd()
     os.chdir(tmp_path)
     try:
-        code = main(words)
+        code = main(arguments)
     finally:
         os.chdir(before)
     error = capfd.readouterr().err
-    assert code in (2, 5) and len(error.strip().splitlines()) == 1 and told in error
+    assert code in (2, 5) and len(error.strip().splitlines()) == 1 and message in error
     assert list(tmp_path.iterdir()) == []
 
 
 SSH = """\
 #!/bin/bash
-# reaches no host: what a host is told runs here, as if it had come over the network
+# stub of ssh: runs the command of the remote host locally
 for word in "$@"; do [ "$word" = -G ] && { echo "hostname ${@: -1}"; exit 0; }; done
 echo "$@" >> "$RECORD"
 while [ "$1" != -- ]; do shift; done
@@ -412,7 +417,7 @@ exec bash -c "$3"
 
 
 @pytest.mark.nightly(
-    "what is told to the hosts", by="tests/compat/migrate/test_fmengine.py::test_a_hostfile_becomes_a_launch_by_ssh"
+    "the commands for the hosts", by="tests/compat/migrate/test_fmengine.py::test_a_hostfile_becomes_a_launch_by_ssh"
 )
 def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
     folder = users_folder(tmp_path)
@@ -423,7 +428,7 @@ def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RECORD": str(folder / "record")}
     environment |= {"PATH": f"{folder}/site:{os.environ['PATH']}", "XDG_STATE_HOME": str(folder / "state")}
     program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained")
-    words = TRAIN.replace("--num_gpus 2 --num_nodes 1", f"--num_gpus 1 --num_nodes 2 --master_port {free_port()}")
+    arguments = TRAIN.replace("--num_gpus 2 --num_nodes 1", f"--num_gpus 1 --num_nodes 2 --master_port {free_port()}")
     command = [
         sys.executable,
         "-m",
@@ -431,18 +436,18 @@ def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
         "deepspeed",
         "--hostfile",
         "hostfile",
-        *words.split(),
+        *arguments.split(),
     ]
     limit = patience.seconds(150)
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [one["step"] for one in values(folder / "output")] == [1, 2, 3]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert [step["step"] for step in values(folder / "output")] == [1, 2, 3]
     record = (folder / "record").read_text()
     assert "host-a" in record and "host-b" in record and "host-c" not in record
 
 
 def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) -> None:
-    """What the launcher's options become; the launch itself has laws of its own."""
+    """Translation of the launcher's options. Other tests cover the launch itself."""
     from shardtrain.compat.fmengine import launching
     from shardtrain.launch import launch_command
 
@@ -450,8 +455,8 @@ def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) ->
     monkeypatch.chdir(folder)
     Path("hostfile").write_text("node1 slots=4\nnode2 slots=4\nnode3 slots=4\n")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    asked: list[list[str]] = []
-    monkeypatch.setattr(launch_command, "main", lambda words: asked.append(words) or 0)
+    calls: list[list[str]] = []
+    monkeypatch.setattr(launch_command, "main", lambda arguments: calls.append(arguments) or 0)
     flags = "cli/train.py --init_ckpt hf --data_path data.jsonl --output_dir out --deepspeed_config configs/llama.json"
     for options, expected in {
         "--exclude node2": "--exclude node2",
@@ -460,21 +465,22 @@ def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) ->
         "--num_gpus 4": "--nproc 4",
     }.items():
         assert launching.deepspeed(f"--hostfile hostfile {options} {flags}".split()) == 0
-        words = asked.pop()
-        assert words[:4] == ["ssh", str(folder / "out/fmengine.toml"), "--hostfile", "hostfile"]
-        assert " ".join(words[4 : words.index("--launch.workdir")]) == expected
-        assert words[words.index("--launch.workdir") + 1] == str(folder)
-        assert "NCCL_DEBUG" in words[words.index("--launch.forward_env") :]
-    monkeypatch.setattr(launching, "train", lambda words: asked.append(words) or 0)
+        arguments = calls.pop()
+        assert arguments[:4] == ["ssh", str(folder / "out/fmengine.toml"), "--hostfile", "hostfile"]
+        workdir = arguments.index("--launch.workdir")
+        assert " ".join(arguments[4:workdir]) == expected
+        assert arguments[workdir + 1] == str(folder)
+        assert "NCCL_DEBUG" in arguments[arguments.index("--launch.forward_env") :]
+    monkeypatch.setattr(launching, "train", lambda arguments: calls.append(arguments) or 0)
     assert launching.deepspeed(f"--hostfile hostfile --include node2 {flags}".split()) == 0
-    assert asked.pop() == ["--nproc", "4", *flags.split()[1:]]
+    assert calls.pop() == ["--nproc", "4", *flags.split()[1:]]
     settings = (folder / "out/fmengine.toml").read_text()
     assert 'hf_assets_path = "hf"' in settings and 'flavor = "from_folder"' in settings
 
 
 @pytest.mark.parametrize("family", ["llama2", "mistral"])
-def test_a_window_is_followed_though_the_folder_names_none_or_a_wider_one(family: str, tmp_path: Path) -> None:
-    """The loss of the first step is that of transformers with a mask of 4 tokens."""
+def test_the_window_size_flag_overrides_that_of_the_folder(family: str, tmp_path: Path) -> None:
+    """The loss of the first step equals that of transformers with a mask of 4 tokens."""
     folder, data = hf_folder(tmp_path / "hf", family), jsonl(tmp_path / "data.jsonl")
     file = ds_json(tmp_path / "llama.json", 4, 4, bf16=False)
     flags = f"--init_ckpt {folder} --data_path {data} --max_seq_len 32 --deepspeed_config {file}"

@@ -1,4 +1,4 @@
-"""The pages for users of torchtrain, torchtitan and Run:ai name what there is: variables, flags, commands."""
+"""The pages for users of torchtrain, torchtitan and Run:ai name existing variables, flags and commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCE = "\n".join(
     for path in (*(ROOT / "shardtrain").rglob("*.py"), *ROOT.glob("*.sh"), ROOT / "multinode_trainer.slurm")
 )
 
-# each command that the documents of the three systems tell their users
+# every command in the documentation of the three systems
 ORIGINAL = {
     "torchtrain": (
         "pip install -r requirements.txt", "pip install -r dev-requirements.txt", "./run_llama_train.sh",
@@ -36,7 +36,7 @@ ORIGINAL = {
     ),
 }  # fmt: skip
 
-# of `runai`, by the published references of its two versions: a flag, and whether a value follows
+# flags of `runai` from the published references of its two versions -> True if a value follows
 V1 = {"--name": 1, "--workers": 1, "-g": 1, "-i": 1, "-e": 1, "--existing-pvc": 1, "-p": 1, "--large-shm": 0}
 V2 = {
     "-p": 1, "-i": 1, "--workers": 1, "--gpu-devices-request": 1, "--master-gpu-devices-request": 1, "-e": 1,
@@ -53,13 +53,13 @@ VERBS = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_command_of_the_original_has_its_place(name):
+def test_every_original_command_is_documented(name):
     missing = [command for command in ORIGINAL[name] if command not in PAGES[name]]
     assert not missing
 
 
 @pytest.mark.parametrize("name", ["torchtitan", "runai"])
-def test_every_variable_that_is_read_is_in_the_source(name):
+def test_every_documented_variable_is_in_the_source(name):
     table = PAGES[name].partition("## Variables")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
     assert len(rows) > 4
@@ -69,26 +69,26 @@ def test_every_variable_that_is_read_is_in_the_source(name):
             assert of_others or re.search(rf"\b{variable}\b", SOURCE) or (variable[6:] in SOURCE), variable
 
 
-def test_commands_for_run_ai_have_the_flags_that_its_references_publish():
-    """No cluster is here: the command lines are read as ``runai`` would, by its documented flags."""
+def test_commands_for_run_ai_use_published_flags():
+    """Without a cluster, the command lines are parsed with the documented flags of ``runai``."""
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGES["runai"], flags=re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
     assert len(lines) == 6
     for line in lines:
-        program, *words = shlex.split(line)
+        program, *arguments = shlex.split(line)
         assert program == "runai"
-        verb = next(verb for verb in VERBS if tuple(words[: len(verb)]) == verb)
+        verb = next(verb for verb in VERBS if tuple(arguments[: len(verb)]) == verb)
         flags, names = VERBS[verb]
-        rest = words[len(verb) : words.index("--") if "--" in words else None]
+        rest = arguments[len(verb) : arguments.index("--") if "--" in arguments else None]
         while rest:
-            word, equals, _ = rest.pop(0).partition("=")
-            if not word.startswith("-"):
+            flag, equals, _ = rest.pop(0).partition("=")
+            if not flag.startswith("-"):
                 names -= 1
                 continue
-            assert word in flags, line
-            if flags[word] and not equals:
+            assert flag in flags, line
+            if flags[flag] and not equals:
                 value = rest.pop(0)
-                assert word not in ("-e", "--env-secret") or re.match(r"[A-Z_]+=", value)
+                assert flag not in ("-e", "--env-secret") or re.match(r"[A-Z_]+=", value)
         assert names == 0, line
         assert not re.search(r"TOKEN=(?!hub)", line), "a token is a secret of the cluster, never an argument"
 

@@ -1,4 +1,4 @@
-"""Laws of other systems' files: every key is answered for, the TOML asks for the same, numbers are the original's."""
+"""Configuration files of other systems: every key has an answer, and the TOML trains with the same numbers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardtrain.optim.lr_scheduler import learning_rate
 from shardtrain.utils.errors import ConfigError
 
 
-def of(found: Migration, *options: str) -> list[Any]:
-    values = {setting.option: setting.value for setting in found.settings}
+def of(migration: Migration, *options: str) -> list[Any]:
+    values = {setting.option: setting.value for setting in migration.settings}
     return [values.get(option) for option in options]
 
 
@@ -30,36 +30,36 @@ def taken(folder: Path, name: str, text: str | dict[str, Any], processes: int | 
 
 
 def leaves(values: Any, start: str = "") -> set[str]:
-    found = set()
+    keys = set()
     for key, value in values.items():
-        found |= leaves(value, f"{start}{key}.") if isinstance(value, dict) and value else {f"{start}{key}"}
-    return found
+        keys |= leaves(value, f"{start}{key}.") if isinstance(value, dict) and value else {f"{start}{key}"}
+    return keys
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_key_has_one_answer_with_its_line(tmp_path, name):
     file = write(tmp_path, name)
-    found = migrate([file])
-    keys = [entry.key for entry in found.entries if entry.verdict != "default"]
+    migration = migrate([file])
+    keys = [entry.key for entry in migration.entries if entry.verdict != "default"]
     assert len(keys) == len(set(keys))
-    defaults = [entry.option for entry in found.entries if entry.verdict == "default"]
-    others = {entry.option for entry in found.entries if entry.verdict != "default"}
+    defaults = [entry.option for entry in migration.entries if entry.verdict == "default"]
+    others = {entry.option for entry in migration.entries if entry.verdict != "default"}
     assert len(defaults) == len(set(defaults)) and not others & set(defaults)
     lines = file.read_text().splitlines()
-    for entry in found.entries:
+    for entry in migration.entries:
         if entry.verdict == "default":
             continue
         number = int(entry.where.rpartition(":")[2])
         assert entry.key.rpartition(".")[2] in lines[number - 1]
         assert entry.text
     if file.suffix == ".json":
-        told = set(keys)
+        answered = set(keys)
         for leaf in leaves(json.loads(file.read_text())):
-            assert any(leaf == key or leaf.startswith(f"{key}.") for key in told), leaf
+            assert any(leaf == key or leaf.startswith(f"{key}.") for key in answered), leaf
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_toml_asks_for_the_same_and_a_second_migrate_changes_nothing(tmp_path, name):
+def test_the_toml_has_the_same_settings_and_migrate_is_idempotent(tmp_path, name):
     file = write(tmp_path, name)
     first = config.load_settings(migrate([file]).settings, path=file, follow=False)
     text = config.set_toml(first)
@@ -75,14 +75,14 @@ FOLDER = ("model.flavor", "model.hf_assets_path", "lora.enable")
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("axolotl")])
-def test_what_was_migrated_passes_the_check(tmp_path, name):
-    """The folder of the model apart, which is not here."""
+def test_a_migrated_configuration_passes_the_check(tmp_path, name):
+    """Except for the model folder, which does not exist here."""
     file = write(tmp_path, name)
     loaded = config.load_settings(migrate([file]).settings, path=file, follow=False)
     assert [str(p) for p in config.check(loaded) if p.option not in FOLDER] == []
 
 
-# What each preset of FMEngine must become: micro-batch, batch, precision, peak, first rate, warmup, beta2, eps, lora
+# Expected values of each FMEngine preset: micro-batch, batch, precision, peak, first rate, warmup, beta2, eps, lora
 PRESETS = {
     "llama": ({}, (8, 32, "bfloat16", 5e-5, 1e-6, 50, 0.95, 1e-6, None)),
     "llama_lessmem": (
@@ -148,24 +148,24 @@ PRESETS = {
 
 
 def preset(changes: dict[str, Any]) -> dict[str, Any]:
-    made = json.loads(json.dumps(LLAMA))
+    config = json.loads(json.dumps(LLAMA))
     for key, value in changes.items():
         if value is None:
-            made.pop(key, None)
+            config.pop(key, None)
         elif key in ("optimizer", "scheduler"):
-            made[key]["params"] |= value
+            config[key]["params"] |= value
         elif isinstance(value, dict):
-            made[key] = {**made.get(key, {}), **value}
+            config[key] = {**config.get(key, {}), **value}
         else:
-            made[key] = value
-    return made
+            config[key] = value
+    return config
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_of_fmengine_become_what_they_meant(tmp_path, name):
+def test_presets_of_fmengine_keep_their_meaning(tmp_path, name):
     changes, expected = PRESETS[name]
-    found = taken(tmp_path, f"{name}.json", preset(changes))
-    c = config.load_settings(found.settings).config
+    migration = taken(tmp_path, f"{name}.json", preset(changes))
+    c = config.load_settings(migration.settings).config
     first = learning_rate(c.optimizer, c.lr_scheduler, 1000, 0)
     lora = (c.lora.rank, c.lora.alpha, c.lora.dropout) if c.lora.enable else None
     assert (
@@ -182,14 +182,14 @@ def test_presets_of_fmengine_become_what_they_meant(tmp_path, name):
     assert (c.optimizer.name, c.optimizer.weight_decay, c.training.max_norm) == ("AdamW", 0.0, 1.0)
     assert c.activation_checkpoint.mode == "full"
     assert c.activation_checkpoint.cpu_offload == (name == "7b")
-    assert not c.training.enable_cpu_offload  # at the top level DeepSpeed does not read it
+    assert not c.training.enable_cpu_offload  # DeepSpeed ignores it at the top level
     if c.training.mixed_precision_param == "float16":
         assert (c.training.initial_loss_scale, c.training.loss_scale_growth_interval) == (4096.0, 1000)
     dead = {"lr-decay-style", "warmup", "min_lr"}
-    assert {entry.key for entry in found.entries if entry.verdict == "ignored"} >= dead
+    assert {entry.key for entry in migration.entries if entry.verdict == "ignored"} >= dead
 
 
-def test_rates_of_a_preset_are_the_closed_form_at_every_step(tmp_path):
+def test_rates_of_a_preset_match_the_closed_form_at_every_step(tmp_path):
     import math
 
     c = config.load_settings(taken(tmp_path, "llama.json", LLAMA).settings).config
@@ -222,11 +222,11 @@ SCHEDULES = [
 
 @pytest.mark.parametrize(("scheduler", "expected"), SCHEDULES)
 def test_schedules_of_deepspeed_that_end_are_followed(tmp_path, scheduler, expected):
-    found = taken(tmp_path, "ds.json", {**LLAMA, "scheduler": scheduler})
+    migration = taken(tmp_path, "ds.json", {**LLAMA, "scheduler": scheduler})
     names = ["name", "warmup_steps", "warmup_type", "lr", "total_steps", "min_lr_factor"]
     options = [f"{'optimizer' if name == 'lr' else 'lr_scheduler'}.{name}" for name in names]
-    assert of(found, *options) == expected and not found.unsupported
-    assert config.check(config.load_settings(found.settings)) == []
+    assert of(migration, *options) == expected and not migration.unsupported
+    assert config.check(config.load_settings(migration.settings)) == []
 
 
 WRONG_NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -243,72 +243,73 @@ WRONG_NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_NUMBERS)
-def test_numbers_that_deepspeed_itself_refuses_are_refused(tmp_path, name):
-    changed, told = WRONG_NUMBERS[name]
-    with pytest.raises(ConfigError, match=told):
+def test_numbers_rejected_by_deepspeed_are_rejected(tmp_path, name):
+    changed, message = WRONG_NUMBERS[name]
+    with pytest.raises(ConfigError, match=message):
         taken(tmp_path, "ds.json", {**LLAMA, **changed})
 
 
-def test_what_its_schedule_cannot_do_is_said(tmp_path):
+def test_unsupported_schedule_keys_are_reported(tmp_path):
     cosine = {
         "type": "WarmupCosineLR",
         "params": {"total_num_steps": 9, "warmup_max_lr": 1e-3, "warmup_min_ratio": 0.5},
     }
-    found = taken(tmp_path, "ds.json", {**LLAMA, "scheduler": cosine})
-    told = {entry.key.rpartition(".")[2]: entry.text for entry in found.unsupported}
-    assert told.keys() == {"warmup_max_lr", "warmup_min_ratio"} and "starts at 0" in told["warmup_min_ratio"]
+    migration = taken(tmp_path, "ds.json", {**LLAMA, "scheduler": cosine})
+    reasons = {entry.key.rpartition(".")[2]: entry.text for entry in migration.unsupported}
+    assert reasons.keys() == {"warmup_max_lr", "warmup_min_ratio"}
+    assert "starts at 0" in reasons["warmup_min_ratio"]
 
 
 TABLES = [key for key, value in LLAMA.items() if isinstance(value, dict)]
 
 
 @pytest.mark.parametrize("key", TABLES)
-def test_a_table_may_be_empty_and_is_nothing_else(tmp_path, key):
+def test_a_table_may_be_empty_but_must_be_a_table(tmp_path, key):
     for empty in ({}, None):
-        found = taken(tmp_path, "ds.json", {**LLAMA, key: empty})
-        assert any(entry.key == key or entry.key.startswith(f"{key}.") for entry in found.entries)
-    if key != "activation_checkpointing":  # whose mere presence means something
+        migration = taken(tmp_path, "ds.json", {**LLAMA, key: empty})
+        assert any(entry.key == key or entry.key.startswith(f"{key}.") for entry in migration.entries)
+    if key != "activation_checkpointing":  # its mere presence has a meaning
         with pytest.raises(ConfigError, match=rf"{key}=3 must be a table; write {key} as a table"):
             taken(tmp_path, "ds.json", {**LLAMA, key: 3})
 
 
 def without_each(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The values without one key, or one key of a table, for each of them."""
-    found = []
+    """Return copies of the values, each without one key or one key of a table."""
+    variants = []
     for key, value in values.items():
-        found.append({other: item for other, item in values.items() if other != key})
+        variants.append({other: item for other, item in values.items() if other != key})
         if isinstance(value, dict):
-            found += [{**values, key: inner} for inner in without_each(value)]
-    return found
+            variants += [{**values, key: inner} for inner in without_each(value)]
+    return variants
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if not name.endswith((".toml", ".sh"))])
-def test_each_other_key_has_its_answer_where_one_is_missing(tmp_path, name):
+def test_every_key_has_an_answer_if_another_is_missing(tmp_path, name):
     text = FILES[name]
     values = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
     for number, fewer in enumerate(without_each(values)):
         try:
-            found = taken(tmp_path, f"{number}.json", fewer, 2)
+            migration = taken(tmp_path, f"{number}.json", fewer, 2)
         except ConfigError:
             continue
-        keys = {entry.key for entry in found.entries}
+        keys = {entry.key for entry in migration.entries}
         assert all(leaf in keys or any(leaf.startswith(f"{key}.") for key in keys) for leaf in leaves(fewer)), fewer
 
 
-def test_a_precision_that_is_on_counts_beside_one_that_is_auto(tmp_path):
-    given = {**LLAMA, "bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}
-    assert of(taken(tmp_path, "ds.json", given), "training.mixed_precision_param") == ["float16"]
+def test_an_enabled_precision_overrides_an_auto_one(tmp_path):
+    values = {**LLAMA, "bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}
+    assert of(taken(tmp_path, "ds.json", values), "training.mixed_precision_param") == ["float16"]
 
 
 @pytest.mark.parametrize(
     ("kind", "reduce"), [("fp32", "float32"), ("fp16", "float32"), ("float16", "float32"), ("bf16", "bfloat16")]
 )
 def test_each_dtype_of_gradient_accumulation_is_accepted(tmp_path, kind, reduce):
-    found = taken(tmp_path, "ds.json", {**LLAMA, "data_types": {"grad_accum_dtype": kind}})
-    assert of(found, "training.mixed_precision_reduce") == [reduce]
+    migration = taken(tmp_path, "ds.json", {**LLAMA, "data_types": {"grad_accum_dtype": kind}})
+    assert of(migration, "training.mixed_precision_reduce") == [reduce]
 
 
-def test_flags_of_fmengine_go_with_its_json(tmp_path):
+def test_flags_of_fmengine_are_combined_with_its_json(tmp_path):
     json_file = tmp_path / "llama.json"
     json_file.write_text(json.dumps(LLAMA))
     flags = (
@@ -319,7 +320,7 @@ def test_flags_of_fmengine_go_with_its_json(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("set -e\n\ndeepspeed " + flags.replace(" --", " \\\n  --") + "\n")
     both = migrate([script, json_file])
-    alone = migrate([script])
+    script_only = migrate([script])
     assert of(both, "job.dump_folder", "training.seq_len", "training.steps", "metrics.log_freq") == [
         "out",
         512,
@@ -327,10 +328,10 @@ def test_flags_of_fmengine_go_with_its_json(tmp_path):
         10,
     ]
     assert of(both, "parallelism.pipeline_parallel_degree", "launch.nproc_per_node") == [2, 4]
-    # 2 copies of 2 stages: 16 rows each, in micro-batches of 8
+    # 2 copies of 2 stages: 16 rows each, in micro-batches of 8.
     assert of(both, "training.local_batch_size", "training.global_batch_size") == [16, 32]
     assert of(both, "parallelism.pipeline_parallel_microbatch_size", "debug.seed") == [8, 3407]
-    assert {s.option: s.value for s in alone.settings} == {s.option: s.value for s in both.settings}
+    assert {s.option: s.value for s in script_only.settings} == {s.option: s.value for s in both.settings}
     assert next(entry for entry in both.entries if entry.key == "max_seq_len").where == "run.sh:8"
     same = migrate([json_file], flags=["deepspeed", *flags.split()])
     assert {s.option: s.value for s in same.settings} == {s.option: s.value for s in both.settings}
@@ -342,8 +343,8 @@ def test_parameters_yml_keeps_its_meaning(tmp_path, monkeypatch):
     data.mkdir(parents=True)
     (data / "sentiment-train").write_text("good\t1\n" * 512)
     file = write(tmp_path, "parameters.yml")
-    found = migrate([file])
-    c = config.load_settings(found.settings, follow=False).config
+    migration = migrate([file])
+    c = config.load_settings(migration.settings, follow=False).config
     assert (c.model.name, c.model.overrides["num_labels"]) == ("transformers", 2)
     assert "~" not in c.job.dump_folder and c.job.dump_folder.startswith(str(tmp_path))
     assert (c.task.name, c.task.num_labels, c.data.text_field, c.task.label_field) == ("classification", 2, "0", "1")
@@ -353,7 +354,7 @@ def test_parameters_yml_keeps_its_meaning(tmp_path, monkeypatch):
     assert (c.training.mixed_precision_param, c.training.seq_len) == ("float16", 1024)
     assert (c.parallelism.data_parallel_replicate_degree, c.parallelism.data_parallel_shard_degree) == (2, 1)
     assert (c.validation.per_epoch, c.checkpoint.keep_best) == (1, "validation.accuracy")
-    # 512 rows in steps of 32 x 2 x 2: 4 in an epoch
+    # 512 rows in steps of 32 x 2 x 2: 4 steps per epoch.
     assert (c.metrics.log_freq, c.checkpoint.interval) == (2, 4)
 
 
@@ -376,16 +377,16 @@ def test_sharding_flags_of_fairscale_are_followed(tmp_path, name):
     assert {key: getattr(parallelism, key) for key in SHARDING[name]} == SHARDING[name]
 
 
-def test_a_batch_of_all_devices_is_divided_where_there_is_one_process_each(tmp_path):
+def test_a_global_batch_is_divided_over_one_process_per_device(tmp_path):
     text = FILES["parameters.yml"].replace("is_distributed: True", "is_distributed: False")
-    found = taken(tmp_path, "parameters.yml", text, 4)
-    assert of(found, "training.local_batch_size", "training.global_batch_size") == [4, 32]
+    migration = taken(tmp_path, "parameters.yml", text, 4)
+    assert of(migration, "training.local_batch_size", "training.global_batch_size") == [4, 32]
 
 
-def test_a_key_of_the_users_own_waits_for_a_task_file(tmp_path):
+def test_a_custom_key_requires_a_task_file(tmp_path):
     text = FILES["parameters.yml"].replace("    num_labels: 2", "    num_labels: 2\n    margin: 0.3")
-    found = taken(tmp_path, "parameters.yml", text)
-    (entry,) = found.unsupported
+    migration = taken(tmp_path, "parameters.yml", text)
+    (entry,) = migration.unsupported
     assert entry.key == "transformers-params.margin" and "task.options" in entry.text
 
 
@@ -398,7 +399,7 @@ def test_accumulation_needs_the_number_of_processes(tmp_path):
     assert any("--nproc" in entry.text for entry in migrate([file]).entries)
 
 
-def test_auto_is_left_to_the_other_file(tmp_path):
+def test_auto_defers_to_the_other_file(tmp_path):
     ours = write(tmp_path, "training_arguments.json")
     auto = tmp_path / "ds.json"
     auto.write_text(
@@ -414,9 +415,9 @@ def test_auto_is_left_to_the_other_file(tmp_path):
             }
         )
     )
-    found = migrate([ours, auto], 2)
-    assert of(found, "optimizer.lr", "training.max_norm", "training.global_batch_size") == [3e-4, 1.0, 32]
-    assert of(found, "parallelism.fsdp_reshard_after_forward", "training.enable_cpu_offload") == ["always", True]
+    migration = migrate([ours, auto], 2)
+    assert of(migration, "optimizer.lr", "training.max_norm", "training.global_batch_size") == [3e-4, 1.0, 32]
+    assert of(migration, "parallelism.fsdp_reshard_after_forward", "training.enable_cpu_offload") == ["always", True]
 
 
 @pytest.mark.parametrize(
@@ -430,16 +431,18 @@ def test_auto_is_left_to_the_other_file(tmp_path):
 )
 def test_strategies_of_fsdp_are_followed(tmp_path, strategy, expected):
     text = FILES["accelerate.yaml"].replace("FULL_SHARD", strategy)
-    found = taken(tmp_path, "a.yaml", text)
-    reshard, copies = of(found, "parallelism.fsdp_reshard_after_forward", "parallelism.data_parallel_replicate_degree")
+    migration = taken(tmp_path, "a.yaml", text)
+    reshard, copies = of(
+        migration, "parallelism.fsdp_reshard_after_forward", "parallelism.data_parallel_replicate_degree"
+    )
     assert (reshard, copies or 1) == expected
 
 
 def test_torchtune_references_are_replaced(tmp_path):
-    found = migrate([write(tmp_path, "torchtune.yaml")])
-    assert of(found, "model.hf_assets_path", "job.dump_folder") == ["/models/Llama-3.2-1B", "/models/out"]
-    assert of(found, "lora.target_modules") == [["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]]
-    assert of(found, "training.max_norm", "training.dtype") == [float("inf"), "bfloat16"]
+    migration = migrate([write(tmp_path, "torchtune.yaml")])
+    assert of(migration, "model.hf_assets_path", "job.dump_folder") == ["/models/Llama-3.2-1B", "/models/out"]
+    assert of(migration, "lora.target_modules") == [["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]]
+    assert of(migration, "training.max_norm", "training.dtype") == [float("inf"), "bfloat16"]
 
 
 AXOLOTL = """\
@@ -458,18 +461,18 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_all_that_a_file_says_of_adapters_is_followed(tmp_path, name):
-    found = taken(tmp_path, name, ADAPTERS[name])
+def test_all_adapter_options_of_a_file_are_followed(tmp_path, name):
+    migration = taken(tmp_path, name, ADAPTERS[name])
     options = ("enable", "rank", "target_modules", "modules_to_save", "use_dora")
-    assert of(found, *(f"lora.{option}" for option in options)) == [True, 8, ["all-linear"], ["lm_head"], True]
-    assert not found.unsupported
+    assert of(migration, *(f"lora.{option}" for option in options)) == [True, 8, ["all-linear"], ["lm_head"], True]
+    assert not migration.unsupported
     without = taken(tmp_path, "plain.yml", ADAPTERS["axolotl.yml"].replace("adapter: lora\n", ""))
     assert not [setting for setting in without.settings if setting.option.startswith("lora.")]
-    told = {entry.key: entry.verdict for entry in without.entries}
-    assert {told[key] for key in ("lora_r", "lora_modules_to_save", "peft_use_dora")} == {"ignored"}
+    verdicts = {entry.key: entry.verdict for entry in without.entries}
+    assert {verdicts[key] for key in ("lora_r", "lora_modules_to_save", "peft_use_dora")} == {"ignored"}
 
 
-def test_train_takes_such_a_file_and_says_so(tmp_path):
+def test_train_accepts_such_a_file_with_a_notice(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(LLAMA, indent=1))
     loaded = load(file, ["--training.steps", "3"])
@@ -480,23 +483,23 @@ def test_train_takes_such_a_file_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("by_option", [False, True])
-def test_config_reads_such_a_file_as_train_does(tmp_path, by_option, capsys):
+def test_config_reads_such_a_file_like_train(tmp_path, by_option, capsys):
     file = str(write(tmp_path, "llama.json"))
-    words = ["--job.config_file", file] if by_option else [file]
-    assert cli.main(["config", "check", *words, "--nproc", "2", "--training.device", "cpu"]) == 0
-    told = capsys.readouterr().out
+    arguments = ["--job.config_file", file] if by_option else [file]
+    assert cli.main(["config", "check", *arguments, "--nproc", "2", "--training.device", "cpu"]) == 0
+    output = capsys.readouterr().out
     for key in ("lr-decay-style", "warmup", "min_lr"):
-        assert re.search(rf"ignored +llama.json:\d+: {key} = ", told), key
-    assert re.search(r"renamed +llama.json:\d+: gradient_clipping = 1.0 -> training.max_norm", told)
-    assert cli.main(["config", "show", *words, "--nproc", "2"]) == 0
+        assert re.search(rf"ignored +llama.json:\d+: {key} = ", output), key
+    assert re.search(r"renamed +llama.json:\d+: gradient_clipping = 1.0 -> training.max_norm", output)
+    assert cli.main(["config", "show", *arguments, "--nproc", "2"]) == 0
     assert re.search(r"^global_batch_size = 32  # llama.json:\d+$", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_a_file_that_names_no_data_or_model_says_what_is_taken(tmp_path):
+def test_defaults_for_missing_data_and_model_are_reported(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(LLAMA))
-    told = "\n".join(load(file).notices)
-    assert 'training.dataset = "python_stdlib"' in told and 'model.name = "llama3"' in told
+    notices = "\n".join(load(file).notices)
+    assert 'training.dataset = "python_stdlib"' in notices and 'model.name = "llama3"' in notices
     named = "\n".join(load(file, ["--model.flavor", "8B", "--training.dataset", "c4"]).notices)
     assert "name no" not in named
 
@@ -509,7 +512,7 @@ def test_code_of_a_repository_is_refused(tmp_path, name):
     assert "trust_remote_code" in {entry.key for entry in taken(tmp_path, name, text).unsupported}
 
 
-def test_train_refuses_what_it_cannot_follow(tmp_path):
+def test_train_rejects_unsupported_keys(tmp_path):
     file = tmp_path / "args.json"
     file.write_text('{"learning_rate": 1e-4,\n "num_train_epochs": 1,\n "label_smoothing_factor": 0.1}')
     with pytest.raises(ConfigError, match=r"args.json:3: label_smoothing_factor=0.1 is not supported"):
@@ -543,11 +546,11 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path, name, text, expected):
 
 
 def test_two_files_that_contradict_each_other_are_refused(tmp_path):
-    one = write(tmp_path, "training_arguments.json")
+    first = write(tmp_path, "training_arguments.json")
     other = tmp_path / "ds.json"
     other.write_text('{"train_micro_batch_size_per_gpu": 4}')
     with pytest.raises(ConfigError, match=r"training.local_batch_size=4 contradicts 2 at training_arguments.json:2"):
-        migrate([one, other])
+        migrate([first, other])
 
 
 HOSTILE = {
@@ -580,15 +583,15 @@ def test_a_hostile_file_runs_nothing_and_ends_soon(tmp_path, name):
 def test_optimizers_of_8_bits_stay_of_8_bits(tmp_path, system):
     if system == "Trainer":
         arguments = {"output_dir": "out", "per_device_train_batch_size": 2, "optim": "adamw_bnb_8bit"}
-        found = taken(tmp_path, "training_args.json", {**arguments, "report_to": ["mlflow", "trackio"]})
-        assert of(found, "metrics.enable_mlflow", "metrics.enable_trackio") == [True, True]
+        migration = taken(tmp_path, "training_args.json", {**arguments, "report_to": ["mlflow", "trackio"]})
+        assert of(migration, "metrics.enable_mlflow", "metrics.enable_trackio") == [True, True]
     elif system == "axolotl":
         file = write(tmp_path, "axolotl.yml")
         assert "optimizer: paged_adamw_8bit" in file.read_text()
-        found = migrate([file])
+        migration = migrate([file])
     else:
         file = write(tmp_path, "torchtune.yaml")
         text = re.sub(r"torch.optim.AdamW", "bitsandbytes.optim.PagedAdamW8bit", file.read_text())
         assert "PagedAdamW8bit" in text
-        found = taken(tmp_path, "bits.yaml", text)
-    assert of(found, "optimizer.name") == ["AdamW8bit"]
+        migration = taken(tmp_path, "bits.yaml", text)
+    assert of(migration, "optimizer.name") == ["AdamW8bit"]

@@ -1,4 +1,4 @@
-"""The presets that torchtrain and torchtitan published, retyped: what they ask for, and that their models are built."""
+"""The published presets of torchtrain and torchtitan have the same values here, and their models can be built."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardtrain import cli, config
 PRESETS = Path(__file__).parents[2] / "fixtures" / "configs"
 FAKE = ("--comm.mode", "fake_backend")
 
-# of v0.2.2, by hand: model, flavor, lr, warmup, decay ratio, decay, least rate, batch, length, steps, data, recompute
+# v0.2.2, by hand: model, flavor, lr, warmup, decay ratio, decay, least rate, batch, length, steps, data, recompute
 QWEN3_AND_DEEPSEEK = [
     ("qwen3_0.6b", "qwen3", "0.6B", 3e-4, 2, None, "linear", 0.0, 4, 4096, 10, "c4", "selective"),
     ("qwen3_1.7b", "qwen3", "1.7B", 8e-4, 20, None, "linear", 0.0, 4, 4096, 100, "c4", "selective"),
@@ -32,7 +32,7 @@ QWEN3_AND_DEEPSEEK = [
     QWEN3_AND_DEEPSEEK,
     ids=[row[0] for row in QWEN3_AND_DEEPSEEK],
 )
-def test_presets_of_qwen3_and_deepseek_v3_resolve_to_what_they_say(
+def test_presets_of_qwen3_and_deepseek_v3_keep_their_values(
     file, name, flavor, lr, warmup, ratio, decay, least, batch, length, steps, data, mode
 ):
     c = config.load(PRESETS / "torchtitan_v0_2_2" / f"{file}.toml").config
@@ -57,8 +57,8 @@ def test_presets_of_qwen3_and_deepseek_v3_resolve_to_what_they_say(
     assert c.checkpoint.export_dtype == ("float32" if deepseek else "float16")
 
 
-# where the file or its time says how many GPUs it is for, that many; parameters are those that their papers and
-# torchtitan's own log tell, 0.2 % at most from the round numbers of qwen3 and deepseek_v3
+# Ranks: the number of GPUs stated by the file or usual at its time. Parameters: from the papers and torchtitan's log,
+# within 0.2 % of the rounded numbers of qwen3 and deepseek_v3.
 BUILT = [
     ("torchtrain_2024_02/debug_model", 8, None),
     ("torchtitan_2024_04/debug_model", 8, None),
@@ -93,8 +93,8 @@ def test_every_preset_is_built():
     cases([row for row in BUILT if row[0] in CHEAP], nightly=[row for row in BUILT if row[0] not in CHEAP]),
     ids=lambda value: value if isinstance(value, str) and "/" in value else "",
 )
-def test_a_preset_is_built_as_it_is_at_its_number_of_ranks(monkeypatch, capsys, name, ranks, parameters):
-    """Unedited, with neither its tokenizer nor its data here: ``NGPU=N COMM_MODE=fake_backend ./run_train.sh``."""
+def test_an_unedited_preset_builds_at_its_number_of_ranks(monkeypatch, capsys, name, ranks, parameters):
+    """Unedited, without its tokenizer and data: ``NGPU=N COMM_MODE=fake_backend ./run_train.sh``."""
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "CONFIG_FILE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("NGPU", str(ranks))
@@ -108,16 +108,16 @@ def test_a_preset_is_built_as_it_is_at_its_number_of_ranks(monkeypatch, capsys, 
     for size in sizes:
         product *= int(size)
     assert len(sizes) == 5 and product == ranks
-    assert re.search(r"^  sum +[\d.]+ [GM]iB", out, re.MULTILINE), "the memory of a rank is told"
+    assert re.search(r"^  sum +[\d.]+ [GM]iB", out, re.MULTILINE), "the output must contain the memory of a rank"
 
 
-def test_what_a_training_misses_is_reported_and_stops_it(monkeypatch, capsys):
-    """The build continues without a tokenizer; a training does not, nor without a device for its float8 products."""
+def test_missing_requirements_are_reported_and_stop_training(monkeypatch, capsys):
+    """A build continues without a tokenizer or a device for float8 products. Training does not."""
     monkeypatch.delenv("CONFIG_FILE", raising=False)
     file = str(PRESETS / "torchtitan_2025_02" / "llama3_405b.toml")
     loaded = config.load(file)
-    told = config.require_to_build(loaded, 128)
-    missing = [line for line in told if line.startswith("a training would stop here: ")]
+    notes = config.require_to_build(loaded, 128)
+    missing = [line for line in notes if line.startswith("a training would stop here: ")]
     assert len(missing) == 1 and "model.tokenizer_path" in missing[0]
     assert cli.main(["train", file, "--nproc", "8"]) == 2
     err = capsys.readouterr().err

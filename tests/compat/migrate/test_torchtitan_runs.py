@@ -1,6 +1,6 @@
-"""Users of torchtrain, torchtitan and Run:ai move with what they have: folders of theirs, unedited, and their commands.
+"""Folders and commands of torchtrain, torchtitan and Run:ai users run unedited.
 
-The folders hold the system's own files, retyped, and generated data in place of what a clone or the network brings.
+The folders contain the files of these systems, retyped, and generated data instead of cloned or downloaded data.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from tiny_tokenizers import bpe_folder, sentencepiece_bytes, tiktoken_bytes
 ROOT = Path(__file__).parents[3]
 PRESETS = ROOT / "tests/fixtures/configs"
 TORCHTRAIN_RUNS = (
-    "tests/compat/migrate/test_torchtitan_runs.py::"
-    "test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags"
+    "tests/compat/migrate/test_torchtitan_runs.py::test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags"
 )
-"""The law of the default tier that starts a script of theirs."""
+"""The test in the default tier that runs an original script."""
 SMALL = "--training.seq_len 32 --training.batch_size 1 --training.device cpu"
 TEXTS = ["A mesh of ranks holds one model.", "Every rank reads its own rows.", "The loss is a sum, divided once."] * 300
 
@@ -41,7 +40,7 @@ def rows(file: Path, field: str) -> None:
 
 @pytest.fixture
 def torchtrain(tmp_path):
-    """torchtrain of February 2024: its preset, its tokenizer, and a copy of alpaca."""
+    """Folder of torchtrain from February 2024: its preset, its tokenizer, and a copy of alpaca."""
     folder = tmp_path / "torchtrain"
     (folder / "train_configs").mkdir(parents=True)
     shutil.copy(PRESETS / "torchtrain_2024_02/debug_model.toml", folder / "train_configs")
@@ -52,7 +51,7 @@ def torchtrain(tmp_path):
     return folder
 
 
-# What torchtitan's script of v0.2 does with its variables, in other words
+# Rewritten script of torchtitan v0.2 with the same variables
 RUN_TRAIN = r"""#!/usr/bin/env bash
 set -e
 ranks=${NGPU:-8}
@@ -74,7 +73,7 @@ fi
 
 @pytest.fixture
 def torchtitan(tmp_path):
-    """A clone of torchtitan v0.2.2: its script, its preset, and what is in its tests/assets."""
+    """Clone of torchtitan v0.2.2: its script, its preset, and the files of tests/assets."""
     folder = tmp_path / "torchtitan"
     preset = folder / "torchtitan/models/llama3/train_configs/debug_model.toml"
     preset.parent.mkdir(parents=True)
@@ -88,7 +87,7 @@ def torchtitan(tmp_path):
 
 @pytest.fixture
 def runai(tmp_path):
-    """The image of the tutorial: a preset, a tokenizer, and a claim that is mounted beside it."""
+    """Image of the tutorial: a preset, a tokenizer, and a mounted volume claim."""
     folder = tmp_path / "app"
     (folder / "train_configs").mkdir(parents=True)
     shutil.copy(PRESETS / "torchtitan_2025_02/debug_model.toml", folder / "train_configs")
@@ -100,95 +99,98 @@ def runai(tmp_path):
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """Tags that ``tensorboard --logdir FOLDER`` shows, of its one run."""
+    """Return the scalars that ``tensorboard --logdir FOLDER`` shows for its only run: tag -> step -> value."""
     (file,) = folder.rglob("events*")
     events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: {one.step: one.value for one in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    return {tag: {scalar.step: scalar.value for scalar in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
-def assert_same(mine: dict[int, tuple[float, str]], theirs: dict[int, tuple[float, str]], tolerance: float) -> None:
-    """The same rows in the same order at each step, and losses to a tolerance."""
-    assert {step: order for step, (_, order) in mine.items()} == {step: order for step, (_, order) in theirs.items()}
-    assert [loss for loss, _ in mine.values()] == pytest.approx([loss for loss, _ in theirs.values()], abs=tolerance)
+def assert_same(actual: dict[int, tuple[float, str]], expected: dict[int, tuple[float, str]], tolerance: float) -> None:
+    """Check for the same rows in the same order at each step, and losses within a tolerance."""
+    assert {step: order for step, (_, order) in actual.items()} == {
+        step: order for step, (_, order) in expected.items()
+    }
+    expected_losses = [loss for loss, _ in expected.values()]
+    assert [loss for loss, _ in actual.values()] == pytest.approx(expected_losses, abs=tolerance)
 
 
-def test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags(torchtrain):
+def test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags(torchtrain):
     line = f"{ROOT}/run_llama_train.sh --training.dataset_path ./alpaca {SMALL} --metrics.log_freq 5"
-    line += " --model.overrides.vocab_size 512"  # of 32000, which is most of the work
-    done = noted.run(torchtrain, line, NGPU="2", LOG_RANK="0,1", CONFIG_FILE="./train_configs/debug_model.toml")
-    assert done.returncode == 0, done.stderr
-    assert "training with 2 processes" in done.stderr and "[rank1]" in done.stderr
-    told = scalars(torchtrain / "outputs/tb")
-    assert {"loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "wps", "throughput(tps)"} <= set(told)
-    assert list(told["wps"]) == [1, 5, 10] and told["wps"] == told["throughput(tps)"]
-    renamed = [one for one in done.stderr.splitlines() if "training.batch_size is called" in one]
-    assert renamed and all(" INFO " in one for one in renamed), "a name alone warns nobody"
-    # linear warm-up over int(10 * 0.2) steps, then down to 1/8 of the peak
+    line += " --model.overrides.vocab_size 512"  # instead of 32000, which would dominate the time
+    result = noted.run(torchtrain, line, NGPU="2", LOG_RANK="0,1", CONFIG_FILE="./train_configs/debug_model.toml")
+    assert result.returncode == 0, result.stderr
+    assert "training with 2 processes" in result.stderr and "[rank1]" in result.stderr
+    logged = scalars(torchtrain / "outputs/tb")
+    assert {"loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "wps", "throughput(tps)"} <= set(logged)
+    assert list(logged["wps"]) == [1, 5, 10] and logged["wps"] == logged["throughput(tps)"]
+    renames = [line for line in result.stderr.splitlines() if "training.batch_size is called" in line]
+    assert renames and all(" INFO " in line for line in renames), "a rename must not be a warning"
+    # Linear warm-up over int(10 * 0.2) steps, then decay to 1/8 of the peak.
     lr = {event["step"]: event["lr"] for event in map(json.loads, (torchtrain / "outputs/metrics.jsonl").open())}
     assert lr[1] == pytest.approx(8e-4 / 3) and lr[10] == pytest.approx(8e-4 / 8)
     assert (torchtrain / "outputs/profiling/traces/iteration_10/rank1_trace.json").is_file()
 
 
 @pytest.mark.nightly(
-    "the whole preset",
+    "the entire preset",
     by=TORCHTRAIN_RUNS,
 )
-def test_torchrun_runs_train_py_as_torchtrain_s_own_script_did(torchtrain):
-    """``torchrun ... train.py --job.config_file``: all ranks are torchrun's, with nothing made small but the data."""
+def test_torchrun_runs_train_py_like_torchtrain_s_script(torchtrain):
+    """``torchrun ... train.py --job.config_file``: torchrun starts all ranks, with only the data reduced."""
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_endpoint=localhost:0"]
     line += ["--rdzv_backend=c10d", "--local-ranks-filter=0", "--role=rank", "--tee=3", str(ROOT / "train.py")]
     line += ["--job.config_file", "./train_configs/debug_model.toml", "--training.dataset_path", "./alpaca"]
     line += ["--training.seq_len", "64", "--training.device", "cpu"]
     limit = patience.seconds(400)
     names = noted.environment()
-    done = subprocess.run(line, cwd=torchtrain, env=names, capture_output=True, text=True, timeout=limit)
-    assert done.returncode == 0, done.stderr
-    assert list(losses(torchtrain / "outputs")) == [1, 10] and "on 2 x cpu" in done.stdout + done.stderr
+    result = subprocess.run(line, cwd=torchtrain, env=names, capture_output=True, text=True, timeout=limit)
+    assert result.returncode == 0, result.stderr
+    assert list(losses(torchtrain / "outputs")) == [1, 10] and "on 2 x cpu" in result.stdout + result.stderr
 
 
-def as_torchrun(words: list[str], rank: int, size: int, port: int, names: dict[str, str]) -> tuple[list[str], dict]:
-    """What torchrun starts for one rank: the module after -m, and its environment."""
-    place = words.index("-m")
+def as_torchrun(arguments: list[str], rank: int, size: int, port: int, names: dict[str, str]) -> tuple[list[str], dict]:
+    """Return what torchrun starts for one rank: the arguments from -m on, and the environment."""
+    place = arguments.index("-m")
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
     of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    return words[place:], {**names, **rendezvous, **of_rank}
+    return arguments[place:], {**names, **rendezvous, **of_rank}
 
 
 @pytest.mark.nightly("another script", by=TORCHTRAIN_RUNS)
 def test_torchtitan_s_own_script_starts_this_trainer(torchtitan):
-    """``TRAIN_FILE=shardtrain.train ./run_train.sh`` in a clone of torchtitan, with nothing edited."""
+    """``TRAIN_FILE=shardtrain.train ./run_train.sh`` in an unedited clone of torchtitan."""
     line = "./run_train.sh --training.seq_len 32 --training.local_batch_size 1 --training.steps 3 --training.device cpu"
     line += " --metrics.enable_tensorboard"
-    words, names = noted.command_of(torchtitan, line, NGPU="2", TRAIN_FILE="shardtrain.train")
-    assert "--nproc_per_node=2" in words
+    arguments, names = noted.command_of(torchtitan, line, NGPU="2", TRAIN_FILE="shardtrain.train")
+    assert "--nproc_per_node=2" in arguments
     port = free_port()
-    ranks = [as_torchrun(words, rank, 2, port, names) for rank in (0, 1)]
-    started = [noted.start(torchtitan, *one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for one in ranks]
+    ranks = [as_torchrun(arguments, rank, 2, port, names) for rank in (0, 1)]
+    started = [noted.start(torchtitan, *rank, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in ranks]
     try:
-        told = [one.communicate(timeout=patience.seconds(noted.SECONDS))[0] for one in started]
+        outputs = [process.communicate(timeout=patience.seconds(noted.SECONDS))[0] for process in started]
     finally:
-        for one in started:
-            one.kill()
-    assert [one.returncode for one in started] == [0, 0], told
-    assert list(losses(torchtitan / "outputs")) == [1, 2, 3] and "on 2 x cpu" in told[0]
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], outputs
+    assert list(losses(torchtitan / "outputs")) == [1, 2, 3] and "on 2 x cpu" in outputs[0]
     assert {"loss_metrics/global_avg_loss", "throughput(tps)", "grad_norm"} <= set(scalars(torchtitan / "outputs/tb"))
 
 
 def test_its_fake_backend_builds_any_number_of_ranks(torchtitan):
-    done = noted.run(torchtitan, "./run_train.sh", NGPU="64", COMM_MODE="fake_backend", TRAIN_FILE="shardtrain.train")
-    assert done.returncode == 0 and "builds rank 0 of 64" in done.stdout, done.stderr
+    result = noted.run(torchtitan, "./run_train.sh", NGPU="64", COMM_MODE="fake_backend", TRAIN_FILE="shardtrain.train")
+    assert result.returncode == 0 and "builds rank 0 of 64" in result.stdout, result.stderr
 
 
-def test_its_file_that_is_not_there_is_one_line(torchtitan):
+def test_a_missing_torchtitan_file_is_one_line(torchtitan):
     line = "COMM_MODE= ./run_train.sh"
-    words, names = noted.command_of(torchtitan, line, CONFIG_FILE="gone.toml", TRAIN_FILE="shardtrain.train")
-    done = noted.run_words(torchtitan, *as_torchrun(words, 0, 1, free_port(), names))
-    assert done.returncode == 2 and done.stdout == ""
-    assert [line[:9] for line in done.stderr.splitlines()] == ["error[2]:"] and "gone.toml" in done.stderr
+    arguments, names = noted.command_of(torchtitan, line, CONFIG_FILE="gone.toml", TRAIN_FILE="shardtrain.train")
+    result = noted.run_words(torchtitan, *as_torchrun(arguments, 0, 1, free_port(), names))
+    assert result.returncode == 2 and result.stdout == ""
+    assert [line[:9] for line in result.stderr.splitlines()] == ["error[2]:"] and "gone.toml" in result.stderr
 
 
-# a line of the TOML each, as torchtitan's README lists them: its key features, then what was "coming soon" in 2024
+# One line of TOML each, in the order of torchtitan's README: key features, then those "coming soon" in 2024
 FEATURES = {
     "FSDP2": "parallelism.data_parallel_shard_degree=2",
     "tensor parallel, with sequences and the loss split": "parallelism.tensor_parallel_degree=2",
@@ -206,35 +208,35 @@ FEATURES = {
 
 
 @pytest.mark.nightly(
-    "each has laws of its own", by="tests/test_same_numbers.py::test_mesh_and_memory_options_change_no_number"
+    "each has separate tests", by="tests/test_same_numbers.py::test_mesh_and_memory_options_change_no_number"
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
-def test_each_feature_is_one_line_of_the_debug_model_and_changes_no_number(torchtitan, feature):
-    """In float32, against one process: losses of 3 steps to 1e-4, which leaves room for the compiler's kernels."""
+def test_each_feature_is_one_line_of_toml_and_changes_no_loss(torchtitan, feature):
+    """In float32, compared with one process: losses of 3 steps within 1e-4, to allow for the compiler's kernels."""
     preset = next(torchtitan.rglob("debug_model.toml"))
     option, _, value = FEATURES[feature].partition("=")
     base = "--training.seq_len 32 --training.steps 3 --training.global_batch_size 4 --training.device cpu "
     base += "--training.mixed_precision_param float32 --checkpoint.enable --metrics.log_freq 1"
-    splits_rows = not any(word in option for word in ("tensor", "context", "pipeline"))
-    found = []
+    splits_rows = not any(axis in option for axis in ("tensor", "context", "pipeline"))
+    results = []
     for name, ranks, more in (("one", 1, []), ("with", 2, [f"--{option}={value}"])):
         local = [f"--training.local_batch_size={2 if splits_rows and more else 4}"]
-        words = ["-m", "shardtrain.train", "--job.config_file", str(preset), "--nproc", str(ranks), *base.split()]
-        words += [f"--job.dump_folder={name}", *more, *(() if more and "batch" in option else local)]
-        done = noted.run_words(torchtitan, words, noted.environment())
-        assert done.returncode == 0, done.stderr
-        found.append(losses(torchtitan / name))
-    assert list(found[0]) == [1, 2, 3]
-    assert_same(found[1], found[0], 1e-4)
+        arguments = ["-m", "shardtrain.train", "--job.config_file", str(preset), "--nproc", str(ranks), *base.split()]
+        arguments += [f"--job.dump_folder={name}", *more, *(() if more and "batch" in option else local)]
+        result = noted.run_words(torchtitan, arguments, noted.environment())
+        assert result.returncode == 0, result.stderr
+        results.append(losses(torchtitan / name))
+    assert list(results[0]) == [1, 2, 3]
+    assert_same(results[1], results[0], 1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.nightly(
-    "DCP both ways", by="tests/tools/dcp/test_both_ways.py::test_what_comes_out_is_loaded_by_pytorch_to_the_bit"
+    "DCP both ways", by="tests/tools/dcp/test_both_ways.py::test_an_exported_checkpoint_loads_in_pytorch_bitwise"
 )
-def test_weights_alone_in_bfloat16_go_to_torch_load(torchtitan):
-    """Train, ``to-dcp``, PyTorch's own converter: three commands, and ``torch.load`` runs no code of the file."""
+def test_bfloat16_weights_load_with_torch_load(torchtitan):
+    """Three commands: train, ``to-dcp`` and PyTorch's converter. ``torch.load`` then reads the file without pickles."""
     import torch
 
     preset = next(torchtitan.rglob("debug_model.toml"))
@@ -244,14 +246,14 @@ def test_weights_alone_in_bfloat16_go_to_torch_load(torchtitan):
     )
     line += "--checkpoint.last_save_model_only"
     names = noted.environment()
-    done = noted.run_words(torchtitan, line.split(), names)
-    assert done.returncode == 0, done.stderr
-    done = noted.run_words(
+    result = noted.run_words(torchtitan, line.split(), names)
+    assert result.returncode == 0, result.stderr
+    result = noted.run_words(
         torchtitan, ["-m", "shardtrain", "checkpoint", "to-dcp", "outputs", "dcp", "--model-only"], names
     )
-    assert done.returncode == 0, done.stderr
-    words = ["-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", "dcp", "weights.pt"]
-    assert noted.run_words(torchtitan, words, names).returncode == 0
+    assert result.returncode == 0, result.stderr
+    arguments = ["-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", "dcp", "weights.pt"]
+    assert noted.run_words(torchtitan, arguments, names).returncode == 0
     weights = torch.load(torchtitan / "weights.pt", weights_only=True)
     assert weights["tok_embeddings.weight"].shape == (2048, 256) and len(weights) > 50
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
@@ -259,28 +261,30 @@ def test_weights_alone_in_bfloat16_go_to_torch_load(torchtitan):
 
 @pytest.mark.nightly(
     "on meshes",
-    by="tests/compat/migrate/test_torchtitan_runs.py::test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags",
+    by="tests/compat/migrate/test_torchtitan_runs.py::test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags",
 )
 def test_a_seed_checkpoint_of_one_process_starts_any_mesh(torchtitan):
-    """``NGPU=1 ... --checkpoint.create_seed_checkpoint``, then the run: torchtitan's recipe for equal first weights."""
+    """``NGPU=1 ... --checkpoint.create_seed_checkpoint``, then the run: torchtitan's recipe for equal weights."""
     small = "--training.seq_len 32 --training.steps 1 --training.device cpu --metrics.log_freq 1 --checkpoint.enable "
     small += "--training.mixed_precision_param float32 --training.global_batch_size 2 --training.local_batch_size 2"
     preset = next(torchtitan.rglob("debug_model.toml"))
-    words = ["-m", "shardtrain.train", "--job.config_file", str(preset), *small.split()]
+    arguments = ["-m", "shardtrain.train", "--job.config_file", str(preset), *small.split()]
     names = noted.environment()
     seed = ["--nproc", "1", "--checkpoint.create_seed_checkpoint", "--debug.seed", "7"]
-    done = noted.run_words(torchtitan, [*words, *seed], names)
-    assert done.returncode == 0 and newest(torchtitan / "outputs") == 0, done.stderr
+    result = noted.run_words(torchtitan, [*arguments, *seed], names)
+    assert result.returncode == 0 and newest(torchtitan / "outputs") == 0, result.stderr
     shutil.copytree(torchtitan / "outputs", torchtitan / "split")
     for folder, more in (
         ("outputs", ["--nproc", "1"]),
         ("split", ["--nproc", "2", "--parallelism.tensor_parallel_degree", "2"]),
     ):
-        done = noted.run_words(torchtitan, [*words, "--job.dump_folder", folder, "--debug.seed", "7", *more], names)
-        assert done.returncode == 0, done.stderr
-    one, split = losses(torchtitan / "outputs"), losses(torchtitan / "split")
-    assert list(one) == [1]
-    assert_same(split, one, 1e-5)
+        result = noted.run_words(
+            torchtitan, [*arguments, "--job.dump_folder", folder, "--debug.seed", "7", *more], names
+        )
+        assert result.returncode == 0, result.stderr
+    single, split = losses(torchtitan / "outputs"), losses(torchtitan / "split")
+    assert list(single) == [1]
+    assert_same(split, single, 1e-5)
 
 
 POD = {
@@ -295,14 +299,14 @@ TRAIN = (
 
 @pytest.mark.nightly(
     "in a pod",
-    by="tests/compat/migrate/test_torchtitan_runs.py::test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags",
+    by="tests/compat/migrate/test_torchtitan_runs.py::test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags",
 )
-def test_a_pod_of_runai_submit_has_no_variables_of_a_job_and_trains(runai):
-    """C9 of the tutorial, where the original died of an empty PET_NNODES."""
+def test_a_pod_of_runai_submit_trains_without_job_variables(runai):
+    """Step C9 of the tutorial, where the original failed on an empty PET_NNODES."""
     names = {**POD, "CONFIG_FILE": "./train_configs/debug_model.toml", "NGPU": "2", "PET_NNODES": ""}
-    done = noted.run(runai, f"{TRAIN} --training.steps 2", **names)
-    assert done.returncode == 0, done.stderr
-    assert list(losses(runai.parent / "claim")) == [1, 2] and "training with 2 processes" in done.stderr
+    result = noted.run(runai, f"{TRAIN} --training.steps 2", **names)
+    assert result.returncode == 0, result.stderr
+    assert list(losses(runai.parent / "claim")) == [1, 2] and "training with 2 processes" in result.stderr
 
 
 def pod(folder: Path, number: int, port: int, steps: int) -> subprocess.Popen[str]:
@@ -316,8 +320,8 @@ def pod(folder: Path, number: int, port: int, steps: int) -> subprocess.Popen[st
     place = folder.parent / f"pod-{number}"
     if not place.exists():
         shutil.copytree(folder, place)
-    words, own = noted.command_of(place, f"{TRAIN} --training.steps {steps}", **names)
-    return noted.start(place, words, own, stderr=subprocess.PIPE)
+    arguments, variables = noted.command_of(place, f"{TRAIN} --training.steps {steps}", **names)
+    return noted.start(place, arguments, variables, stderr=subprocess.PIPE)
 
 
 @pytest.mark.nightly(
@@ -325,7 +329,7 @@ def pod(folder: Path, number: int, port: int, steps: int) -> subprocess.Popen[st
     by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue",
 )
 @pytest.mark.slow
-def test_two_pods_of_the_tutorial_save_when_one_must_go_and_the_same_command_resumes(runai):
+def test_two_pods_of_the_tutorial_save_when_one_is_evicted_and_resume(runai):
     steps, claim = 40, runai.parent / "claim"
 
     def both(until: str) -> list[tuple[int, str]]:
@@ -335,16 +339,16 @@ def test_two_pods_of_the_tutorial_save_when_one_must_go_and_the_same_command_res
             if until == "SIGTERM":
                 wait_for(lambda: (claim / "metrics.jsonl").exists() and len(losses(claim)) > 1)
                 pods[0].send_signal(signal.SIGTERM)
-            return [(one.wait(patience.seconds(180)), one.communicate()[1]) for one in pods]
+            return [(process.wait(patience.seconds(180)), process.communicate()[1]) for process in pods]
         finally:
-            for one in pods:
-                one.kill()
+            for process in pods:
+                process.kill()
 
-    for code, told in both("SIGTERM"):
-        assert code == 75 and "Traceback" not in told, told
+    for code, stderr in both("SIGTERM"):
+        assert code == 75 and "Traceback" not in stderr, stderr
     saved = newest(claim)
     assert 1 < saved < steps and record(claim)["code"] == 75
-    for code, told in both("its end"):
-        assert code == 0, told
-    assert list(losses(claim)) == list(range(1, steps + 1)), "no step is lost or made twice"
+    for code, stderr in both("its end"):
+        assert code == 0, stderr
+    assert list(losses(claim)) == list(range(1, steps + 1)), "a step was lost or repeated"
     assert os.listdir(claim / "checkpoint")

@@ -1,4 +1,4 @@
-"""parameters.yml of pytorch_universal_trainer: what its program computed, and what its users have on disk."""
+"""parameters.yml of pytorch_universal_trainer: the same numbers as the original, and its users' files."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ transformers = pytest.importorskip("transformers")
 STEPS = 20
 
 
-def made(folder: Path, **values: Any) -> Path:
-    """A folder whose paths are whole, since the ranks of a test run elsewhere."""
+def write_folder(folder: Path, **values: Any) -> Path:
+    """Write a folder with absolute paths, because the ranks of a test run elsewhere."""
     places = {"data_dir": folder / "data", "pretrained_model_dir": folder / "bart", "model_dir": folder / "models"}
     file = folders.make(folder, **{"dropout": 0.0, "with_head": True, "train": 67, **values})
     return folders.write_parameters(folder, **{**places, **values}) if file else file
@@ -55,7 +55,7 @@ def configured(file: Path, nproc: int, verb: str = "train") -> Config:
 
 
 def body(rank: int, config: Config, steps: int) -> dict[str, Any]:
-    """Steps of the true trainer: losses, rates, the rows of each step on this rank, and the weights after them."""
+    """Run steps of the trainer. Return losses, rates, the rows of each step on this rank, and the final weights."""
     run, checkpoints = make_run(rank, config), Checkpoints(config)
     resume(run, checkpoints)
     checkpoints.close()
@@ -92,7 +92,7 @@ def body(rank: int, config: Config, steps: int) -> dict[str, Any]:
 
 
 class Original:
-    """The program's rules in a plain loop: one process, whole batches, transformers' network, torch's AdamW."""
+    """The original rules in a plain loop: one process, full batches, transformers' network, torch's AdamW."""
 
     def __init__(self, folder: Path, lr: float, steps: int, warmup: float = 0.01) -> None:
         self.model = transformers.BartForSequenceClassification(
@@ -119,7 +119,7 @@ class Original:
         self.steps, self.step = steps, 0
 
     def take(self, numbers: list[int]) -> tuple[float, float]:
-        """A step on some rows; gives its loss and its rate."""
+        """Train on the given rows. Return the loss and the learning rate."""
         texts = [self.tokenizer(self.rows[number][0])["input_ids"] for number in numbers]
         width = max(map(len, texts))
         ids = torch.tensor([[*text, *[1] * (width - len(text))] for text in texts])
@@ -137,7 +137,7 @@ class Original:
         return loss.item(), rate
 
     def save(self, file: Path, prefix: str = "", **more: Any) -> Path:
-        """checkpoint-N as the program saved it: eleven keys, numbers of NumPy among them."""
+        """Write checkpoint-N in the format of the original: eleven keys, some with NumPy numbers."""
         torch.save(
             {
                 "model_state_dict": collections.OrderedDict(
@@ -161,32 +161,32 @@ class Original:
 
 
 def joined(results: list[dict[str, Any]]) -> list[list[int]]:
-    """The rows of each step, of all ranks."""
+    """Return the rows of each step from all ranks."""
     return [
         [row for part in parts for row in part] for parts in zip(*(result["rows"] for result in results), strict=True)
     ]
 
 
-def assert_weights(original: Original, found: dict[str, torch.Tensor], tolerance: float) -> None:
-    theirs = dict(original.model.named_parameters())
-    assert {name.removeprefix("hf.") for name in found} == set(theirs)
-    for name, tensor in found.items():
+def assert_weights(original: Original, weights: dict[str, torch.Tensor], tolerance: float) -> None:
+    expected = dict(original.model.named_parameters())
+    assert {name.removeprefix("hf.") for name in weights} == set(expected)
+    for name, tensor in weights.items():
         if name.endswith("k_proj.bias"):
-            continue  # softmax is blind to it: its gradient is rounding, which Adam with eps 1e-8 makes steps of
-        torch.testing.assert_close(tensor, theirs[name.removeprefix("hf.")].detach(), atol=tolerance, rtol=0)
+            continue  # softmax ignores it: its gradient is rounding noise, which Adam with eps 1e-8 turns into steps
+        torch.testing.assert_close(tensor, expected[name.removeprefix("hf.")].detach(), atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_twenty_steps_are_those_of_a_plain_loop(tmp_path: Path, ranks: int) -> None:
+def test_twenty_steps_match_a_plain_loop(tmp_path: Path, ranks: int) -> None:
     folder = tmp_path / "folder"
-    file = made(folder, gpus=ranks, batch_size=8 // ranks)
+    file = write_folder(folder, gpus=ranks, batch_size=8 // ranks)
     results = run_ranks(ranks, body, configured(file, ranks), STEPS)
     original = Original(folder, 2e-3, 3 * 9)
     assert [len(rows) for rows in joined(results)[:9]] == [8] * 8 + [3]
     for rows, loss, rate in zip(joined(results), results[0]["losses"], results[0]["rates"], strict=True):
-        theirs, their_rate = original.take(rows)
-        # 20 steps of Adam amplify float32 rounding, which depends on the processor's kernels: 1.5e-6 with AVX2
-        assert loss == pytest.approx(theirs, abs=5e-6)
+        expected_loss, their_rate = original.take(rows)
+        # 20 steps of Adam amplify float32 rounding, which depends on the processor: 1.5e-6 with AVX2.
+        assert loss == pytest.approx(expected_loss, abs=5e-6)
         assert rate == pytest.approx(their_rate, rel=1e-12)
     assert_weights(original, results[0]["weights"], 5e-6)
 
@@ -194,12 +194,12 @@ def test_twenty_steps_are_those_of_a_plain_loop(tmp_path: Path, ranks: int) -> N
 @pytest.mark.parametrize(
     ("options", "steps"), [({"train": 67}, 27), ({"train": 64}, 24), ({"train": 67, "num_epochs": 2}, 18)]
 )
-def test_rates_are_those_of_the_closed_form(tmp_path: Path, options: dict[str, Any], steps: int) -> None:
-    """Linear from 0 over int(1 % of the steps), then linear to 0; 300 steps so that there is a warmup."""
-    config = configured(made(tmp_path / "folder", gpus=1, **options), 1)
-    found = [learning_rate(config.optimizer, config.lr_scheduler, 300, step) for step in range(300)]
+def test_rates_match_the_closed_form(tmp_path: Path, options: dict[str, Any], steps: int) -> None:
+    """Linear from 0 over int(1 % of the steps), then linear to 0. A warmup requires at least 100 steps."""
+    config = configured(write_folder(tmp_path / "folder", gpus=1, **options), 1)
+    rates = [learning_rate(config.optimizer, config.lr_scheduler, 300, step) for step in range(300)]
     wanted = [2e-3 * (step / 3 if step < 3 else (300 - step) / 297) for step in range(300)]
-    assert found == pytest.approx(wanted, rel=1e-12, abs=0)
+    assert rates == pytest.approx(wanted, rel=1e-12, abs=0)
     assert run_ranks(1, body, config, 0)[0]["total"] == steps
 
 
@@ -213,20 +213,20 @@ SHARDING = {
 @pytest.mark.parametrize("name", SHARDING)
 @pytest.mark.nightly(
     "each flag",
-    by="tests/compat/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
+    by="tests/compat/migrate/test_universal_trainer.py::test_an_original_folder_trains_and_tests_unchanged",
 )
 def test_sharding_flags_change_no_loss(tmp_path: Path, name: str) -> None:
-    plain = run_ranks(2, body, configured(made(tmp_path / "plain"), 2), 4)[0]
-    sharded = run_ranks(2, body, configured(made(tmp_path / "sharded", **SHARDING[name]), 2), 4)[0]
+    plain = run_ranks(2, body, configured(write_folder(tmp_path / "plain"), 2), 4)[0]
+    sharded = run_ranks(2, body, configured(write_folder(tmp_path / "sharded", **SHARDING[name]), 2), 4)[0]
     assert sharded["losses"] == pytest.approx(plain["losses"], abs=1e-6)
 
 
 @pytest.mark.nightly(
     "on other numbers of devices",
-    by="tests/compat/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
+    by="tests/compat/migrate/test_universal_trainer.py::test_an_original_folder_trains_and_tests_unchanged",
 )
-def test_a_batch_of_all_devices_is_dealt_to_as_many_as_divide_it(tmp_path: Path) -> None:
-    file = made(tmp_path / "folder", is_distributed=False, batch_size=9)
+def test_a_global_batch_is_split_over_as_many_devices_as_divide_it(tmp_path: Path) -> None:
+    file = write_folder(tmp_path / "folder", is_distributed=False, batch_size=9)
     for devices, used in ((1, 1), (2, 1), (3, 3), (4, 3), (8, 3), (9, 9)):
         loaded, launch = migrate.open_file(file, machine=ThisMachine(devices=devices))
         c = loaded.config
@@ -234,45 +234,47 @@ def test_a_batch_of_all_devices_is_dealt_to_as_many_as_divide_it(tmp_path: Path)
             9 // used,
             9,
         )
-        told = [notice for notice in loaded.notices if "of 9 rows" in notice or "9 rows are dealt" in notice]
-        assert len(told) == (devices > 1)
-    alone, shared = (run_ranks(ranks, body, configured(file, ranks), 4)[0] for ranks in (1, 3))
-    assert shared["losses"] == pytest.approx(alone["losses"], abs=1e-6)
+        notices = [notice for notice in loaded.notices if "of 9 rows" in notice or "9 rows are dealt" in notice]
+        assert len(notices) == (devices > 1)
+    single, shared = (run_ranks(ranks, body, configured(file, ranks), 4)[0] for ranks in (1, 3))
+    assert shared["losses"] == pytest.approx(single["losses"], abs=1e-6)
 
 
 @pytest.mark.parametrize(("ranks", "prefix", "sharding"), [(1, "", {}), (2, "module.", SHARDING["optimizer"])])
-def test_a_run_continues_from_a_file_of_the_program(
+def test_a_run_resumes_from_an_original_checkpoint(
     tmp_path: Path, ranks: int, prefix: str, sharding: dict[str, Any]
 ) -> None:
-    """Weights, Adam's state, step, rate and loss scale; then the steps are those of the program that continues."""
+    """Weights, Adam's state, step, rate and loss scale are restored, and the next steps equal those of the original."""
     folder = tmp_path / "folder"
     values = {"gpus": ranks, "batch_size": 8 // ranks, **sharding}
-    made(folder, **values)
+    write_folder(folder, **values)
     original = Original(folder, 2e-3, 27)
     for step in range(10):
         original.take([*range(step * 6, step * 6 + 6)])
     saved = original.save(folder / "checkpoint-10", prefix)
-    file = made_again(folder, continue_training=True, continue_training_path=saved, **values)
+    file = rewrite_parameters(folder, continue_training=True, continue_training_path=saved, **values)
     results = run_ranks(ranks, body, configured(file, ranks), 6)
     assert (results[0]["first"], results[0]["total"]) == (10, 27)
     for rows, loss, rate in zip(joined(results), results[0]["losses"], results[0]["rates"], strict=True):
-        theirs, their_rate = original.take(rows)
-        assert loss == pytest.approx(theirs, abs=1e-6) and rate == pytest.approx(their_rate, rel=1e-12)
+        expected_loss, their_rate = original.take(rows)
+        assert loss == pytest.approx(expected_loss, abs=1e-6) and rate == pytest.approx(their_rate, rel=1e-12)
     assert_weights(original, results[0]["weights"], 1e-6)
-    assert [len(rows) for rows in joined(results)] == [8] * 6  # steps 11 to 16 of 9 an epoch
-    half = configured(made_again(folder, continue_training=True, continue_training_path=saved, use_native_fp16=True), 1)
-    found = run_ranks(1, body, half, 0)[0]
-    assert found["scale"] == {"scale": 1024.0, "finite_steps": 0}
+    assert [len(rows) for rows in joined(results)] == [8] * 6  # steps 11 to 16, with 9 per epoch
+    half = configured(
+        rewrite_parameters(folder, continue_training=True, continue_training_path=saved, use_native_fp16=True), 1
+    )
+    result = run_ranks(1, body, half, 0)[0]
+    assert result["scale"] == {"scale": 1024.0, "finite_steps": 0}
 
 
-def made_again(folder: Path, **values: Any) -> Path:
-    """parameters.yml of a folder that is there, with other values."""
+def rewrite_parameters(folder: Path, **values: Any) -> Path:
+    """Rewrite parameters.yml of an existing folder with other values."""
     places = {"data_dir": folder / "data", "pretrained_model_dir": folder / "bart", "model_dir": folder / "models"}
     return folders.write_parameters(folder, **{**places, **values})
 
 
 def damaged(original: Original, file: Path, kind: str) -> str:
-    """A file that does not fit, and words of the message."""
+    """Write a file that does not fit, and return part of the message."""
     state = original.model.state_dict()
     if kind == "missing":
         del state["classification_head.out_proj.bias"]
@@ -285,9 +287,9 @@ def damaged(original: Original, file: Path, kind: str) -> str:
         original.save(file, model_state_dict={**state, "classification_head.out_proj.bias": torch.zeros(3)})
         return r"1 with another shape: classification_head\.out_proj\.bias \[3\] instead of \[2\]"
     if kind == "optimizer":
-        whole = original.optimizer.state_dict()
-        whole["param_groups"][0]["params"] = whole["param_groups"][0]["params"][:-1]
-        original.save(file, optimizer_state_dict=whole)
+        optimizer_state = original.optimizer.state_dict()
+        optimizer_state["param_groups"][0]["params"] = optimizer_state["param_groups"][0]["params"][:-1]
+        original.save(file, optimizer_state_dict=optimizer_state)
         return "the optimizer has groups of"
     if kind == "no step":
         original.save(file, global_step="ten")
@@ -307,7 +309,7 @@ def damaged(original: Original, file: Path, kind: str) -> str:
 
 
 class Hostile:
-    """Makes a folder where it is unpickled."""
+    """Creates a folder when unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -317,25 +319,25 @@ class Hostile:
 
 
 @pytest.mark.parametrize("kind", ["missing", "surplus", "shape", "optimizer", "no step", "hostile", "cut", "flipped"])
-def test_a_file_that_does_not_fit_is_named_and_changes_nothing(tmp_path: Path, kind: str) -> None:
+def test_a_mismatched_file_is_named_and_changes_nothing(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "folder"
-    made(folder, gpus=1)
+    write_folder(folder, gpus=1)
     original = Original(folder, 2e-3, 27)
     original.take([0, 1, 2])
-    words = damaged(original, folder / "checkpoint-1", kind)
-    file = made_again(folder, gpus=1, continue_training=True, continue_training_path=folder / "checkpoint-1")
-    assert run_ranks(1, refused, configured(file, 1), words) == [True]
+    message = damaged(original, folder / "checkpoint-1", kind)
+    file = rewrite_parameters(folder, gpus=1, continue_training=True, continue_training_path=folder / "checkpoint-1")
+    assert run_ranks(1, refused, configured(file, 1), message) == [True]
     assert not (folder / "checkpoint-1.ran").exists() and not list((folder / "models").rglob("step-*"))
 
 
-def refused(rank: int, config: Config, words: str) -> bool:
+def refused(rank: int, config: Config, message: str) -> bool:
     run, checkpoints = make_run(rank, config), Checkpoints(config)
     before = {name: tensor.detach().clone() for name, tensor in run.runner.parameters().items()}
-    with pytest.raises(CheckpointError, match=words) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         resume(run, checkpoints)
     assert "\n" not in str(caught.value)
     same = all(torch.equal(tensor, before[name]) for name, tensor in run.runner.parameters().items())
-    # a flipped bit is met when its tensor is read; what was read before it is of a run that ends here
+    # A flipped bit is detected when its tensor is read. Earlier tensors were read, but the run ends here.
     assert same or "damaged" in str(caught.value)
     return run.state.step == 0
 
@@ -360,26 +362,26 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, name: str) -> None:
-    values, words = WRONG[name]
+def test_errors_in_parameters_yml_are_named_with_their_line(tmp_path: Path, name: str) -> None:
+    values, message = WRONG[name]
     (tmp_path / "hooks.py").write_text("class Task: pass\n")
     (tmp_path / "empty.py").write_text("x = 1\n")
-    own = values.get("own", "").format(hooks=tmp_path / "hooks.py", empty=tmp_path / "empty.py")
-    file = folders.write_parameters(tmp_path, **{**values, "own": own.removesuffix("\n")})
-    with pytest.raises(ConfigError, match=words):
+    extra = values.get("own", "").format(hooks=tmp_path / "hooks.py", empty=tmp_path / "empty.py")
+    file = folders.write_parameters(tmp_path, **{**values, "own": extra.removesuffix("\n")})
+    with pytest.raises(ConfigError, match=message):
         migrate.open_file(file)
 
 
-def test_home_is_meant_by_its_sign_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     places = dict.fromkeys(("data_dir", "pretrained_model_dir", "model_dir"), "~/a folder/x")
     (tmp_path / "hooks.py").write_text("class Task: pass\nMETRICS = {'f1': 'max'}\n")
-    own = "    continue_training: True\n    hooks_file: '~/hooks.py'\n    margin: 0.3\n    note: 'a b'"
-    text = folders.write_parameters(tmp_path, own=own, **places).read_text()
+    extra = "    continue_training: True\n    hooks_file: '~/hooks.py'\n    margin: 0.3\n    note: 'a b'"
+    text = folders.write_parameters(tmp_path, own=extra, **places).read_text()
     text = text.replace("    continue_training: False\n", "").replace('path: ""', "path: '~/checkpoint-3'")
     (tmp_path / "parameters.yml").write_text(text)
-    found = migrate.migrate([tmp_path / "parameters.yml"])
-    c = configs.load_settings(found.settings, follow=False).config  # the folder is not here
+    migration = migrate.migrate([tmp_path / "parameters.yml"])
+    c = configs.load_settings(migration.settings, follow=False).config  # the folder does not exist
     base = str(tmp_path / "a folder" / "x")
     assert (c.job.dump_folder, c.model.hf_assets_path) == (base, base)
     assert (c.training.dataset_path, c.task.name) == (f"{base}/sentiment-train", str(tmp_path / "hooks.py"))
@@ -390,16 +392,16 @@ def test_home_is_meant_by_its_sign_in_every_path(tmp_path: Path, monkeypatch: py
 MAIN = Path(__file__).parents[3] / "main.py"
 
 
-def command(folder: Path, *words: str, env: Mapping[str, str] | None = None) -> Any:
-    """``python main.py ...`` in a folder, in a fork of this process."""
+def command(folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Any:
+    """Run ``python main.py ...`` in a folder, in a fork of this process."""
     names = {**{k: v for k, v in os.environ.items() if k not in ("NGPU", "LOG_RANK")}, **(env or {})}
     limit = patience.seconds(100)
-    line = [sys.executable, str(MAIN), *words]
+    line = [sys.executable, str(MAIN), *arguments]
     return forked.run(line, cwd=folder, env=names, capture_output=True, text=True, timeout=limit)
 
 
 def steps_of(folder: Path) -> list[int]:
-    return sorted(int(one.name.removeprefix("step-")) for one in folder.glob("checkpoint/step-*"))
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("checkpoint/step-*"))
 
 
 def losses_of(folder: Path) -> dict[int, float]:
@@ -409,14 +411,14 @@ def losses_of(folder: Path) -> dict[int, float]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("epochs", cases([2], nightly=[3]))
-def test_a_folder_of_the_program_trains_and_tests_as_it_is(tmp_path: Path, epochs: int) -> None:
-    """Two commands in a folder that holds its files alone: checkpoints per epoch, logs per rank, best step, results."""
+def test_an_original_folder_trains_and_tests_unchanged(tmp_path: Path, epochs: int) -> None:
+    """Two commands in a folder of original files: checkpoints per epoch, logs per rank, best step, results."""
     folder = tmp_path / "a user's folder"
     folders.make(folder, train=104, num_epochs=epochs, max_length=16)
-    done = command(folder, "--params=parameters.yml")
-    assert done.returncode == 0, done.stderr[-3000:]
+    result = command(folder, "--params=parameters.yml")
+    assert result.returncode == 0, result.stderr[-3000:]
     models = folder / "models" / "baseline"
-    assert steps_of(models) == [7 * epoch for epoch in range(1, epochs + 1)]  # 104 rows in steps of 2 x 8
+    assert steps_of(models) == [7 * epoch for epoch in range(1, epochs + 1)]  # 104 rows, 2 x 8 per step
     logs = [models / "logger_logs" / f"training_{rank}.log" for rank in (0, 1)]
     assert all(log.read_text() for log in logs) and list((models / "tensorboard_logs").rglob("events*"))
     accuracies = {
@@ -426,7 +428,7 @@ def test_a_folder_of_the_program_trains_and_tests_as_it_is(tmp_path: Path, epoch
     best = next(step for step, value in accuracies.items() if value == max(accuracies.values()))
     assert json.loads((models / "checkpoint" / "best.json").read_text())["step"] == best
     before = logs[0].read_text()
-    again = command(folder, "--params=parameters.yml")  # nothing is left to do, and the log continues
+    again = command(folder, "--params=parameters.yml")  # the run is complete, and the log is appended to
     assert again.returncode == 0 and steps_of(models)[-1] == 7 * epochs
     assert logs[0].read_text().startswith(before) and len(logs[0].read_text()) > len(before)
     folders.write_parameters(folder, mode="test", max_length=16)
@@ -434,14 +436,14 @@ def test_a_folder_of_the_program_trains_and_tests_as_it_is(tmp_path: Path, epoch
     assert tested.returncode == 0, tested.stderr[-3000:]
     assert f"step-{best}" in tested.stderr
     for name, count in (("dev", 50), ("test", 70)):
-        found = json.loads((models / f"{name}_results.json").read_text())
+        results = json.loads((models / f"{name}_results.json").read_text())
         lines = (models / f"{name}_prediction.txt").read_text().splitlines()
         labels = [line.rsplit("\t", 1)[1] for line in (folder / "data" / f"sentiment-{name}").read_text().splitlines()]
-        assert set(found) == {"Accuracy"} and len(lines) == count and set(lines) <= {"0", "1"}
-        assert found["Accuracy"] == sum(a == b for a, b in zip(lines, labels, strict=True)) / count
+        assert set(results) == {"Accuracy"} and len(lines) == count and set(lines) <= {"0", "1"}
+        assert results["Accuracy"] == sum(a == b for a, b in zip(lines, labels, strict=True)) / count
     assert json.loads((models / "dev_results.json").read_text())["Accuracy"] == accuracies[best]
-    words = ["-m", "shardtrain", "export", str(models / "checkpoint" / f"step-{best}"), "--to", "exported"]
-    exported = forked.run([sys.executable, *words], cwd=folder, capture_output=True, text=True)
+    arguments = ["-m", "shardtrain", "export", str(models / "checkpoint" / f"step-{best}"), "--to", "exported"]
+    exported = forked.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True)
     assert exported.returncode == 0, exported.stderr[-3000:]
     assert transformers.BartForSequenceClassification.from_pretrained(folder / "exported").config.num_labels == 2
 
@@ -449,10 +451,10 @@ def test_a_folder_of_the_program_trains_and_tests_as_it_is(tmp_path: Path, epoch
 @pytest.mark.timeout(300)
 @pytest.mark.nightly(
     "by name",
-    by="tests/compat/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
+    by="tests/compat/migrate/test_universal_trainer.py::test_an_original_folder_trains_and_tests_unchanged",
 )
-def test_an_old_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
-    """And a set without labels gets predictions alone: those of the program's own network."""
+def test_an_original_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
+    """A set without labels only gets predictions, equal to those of the original network."""
     folder = tmp_path / "folder"
     folders.make(folder, mode="test", dropout=0.0, with_head=True)
     original = Original(folder, 5e-3, 50)
@@ -461,20 +463,20 @@ def test_an_old_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
     original.save(folder / "checkpoint-50", "module.")
     texts = [line.rsplit("\t", 1)[0] for line in (folder / "data" / "sentiment-test").read_text().splitlines()]
     (folder / "data" / "sentiment-test").write_text("".join(f"{text}\n" for text in texts))
-    done = command(folder, "--params=parameters.yml", "--checkpoint", "checkpoint-50")
-    assert done.returncode == 0, done.stderr[-3000:]
+    result = command(folder, "--params=parameters.yml", "--checkpoint", "checkpoint-50")
+    assert result.returncode == 0, result.stderr[-3000:]
     models = folder / "models" / "baseline"
     assert not (models / "test_results.json").exists() and (models / "dev_results.json").exists()
-    found = (models / "test_prediction.txt").read_text().split()
+    predictions = (models / "test_prediction.txt").read_text().split()
     original.model.eval()
     wanted = [original.model(torch.tensor([original.tokenizer(text)["input_ids"]])).logits for text in texts]
-    assert found == [str(int(logits.argmax())) for logits in wanted] and len(set(found)) == 2
+    assert predictions == [str(int(logits.argmax())) for logits in wanted] and len(set(predictions)) == 2
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.nightly("each node starts its ranks as new interpreters, which takes half a minute")
-def test_two_nodes_meet_by_their_current_node(tmp_path: Path) -> None:
-    """The same command on both, one five seconds late; then the flags of fairscale, which change no loss."""
+def test_two_nodes_meet_with_current_node(tmp_path: Path) -> None:
+    """The same command on both nodes, five seconds apart, and with fairscale's flags, which change no loss."""
     folder = tmp_path / "folder"
     values = {"train": 104, "nodes": 2, "gpus": 1, "num_epochs": 1, "master_port": free_port(), "dropout": 0.0}
     folders.make(folder, **values)
@@ -485,31 +487,31 @@ def test_two_nodes_meet_by_their_current_node(tmp_path: Path) -> None:
     first = forked.Popen([*line, "--params=parameters.yml"], **quiet)
     time.sleep(5)
     second = forked.Popen([*line, "--params=second.yml"], **quiet)
-    assert [one.wait(patience.seconds(120)) for one in (first, second)] == [0, 0]
+    assert [process.wait(patience.seconds(120)) for process in (first, second)] == [0, 0]
     models = folder / "models" / "baseline"
     assert {log.name for log in (models / "logger_logs").iterdir()} == {"training_0.log", "training_1.log"}
     assert steps_of(models) == [7]
     plain = losses_of(models)
     for name, flags in SHARDING.items():
-        one = {"num_epochs": 1, "model_dir": f"models/{name.split(',')[-1].strip()}", **flags}
-        folders.write_parameters(folder, **one)
+        values_of_run = {"num_epochs": 1, "model_dir": f"models/{name.split(',')[-1].strip()}", **flags}
+        folders.write_parameters(folder, **values_of_run)
         assert command(folder, "--params=parameters.yml").returncode == 0
-        assert losses_of(folder / one["model_dir"]) == pytest.approx(plain, abs=1e-5)
+        assert losses_of(folder / values_of_run["model_dir"]) == pytest.approx(plain, abs=1e-5)
 
 
 def test_wrong_files_are_reported_in_one_line(tmp_path: Path) -> None:
     folders.write_parameters(tmp_path, mode="test")
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 1}}')
-    told = {
+    messages = {
         (): "--params requires the parameters file",
         ("--params=no.yml",): "cannot be read",
         ("--params=ds.json",): "is a file of DeepSpeed; run `shardtrain train ds.json`",
         ("--params=parameters.yml", "--nproc", "0"): "must be a whole number of processes above 0",
     }
-    for words, said in told.items():
-        done = command(tmp_path, *words)
-        assert done.returncode == 2 and said in done.stderr, done.stderr
-        assert len([line for line in done.stderr.splitlines() if line.startswith("error")]) == 1
+    for arguments, message in messages.items():
+        result = command(tmp_path, *arguments)
+        assert result.returncode == 2 and message in result.stderr, result.stderr
+        assert len([line for line in result.stderr.splitlines() if line.startswith("error")]) == 1
     trained = forked.run(
         [sys.executable, "-m", "shardtrain", "train", "parameters.yml"], cwd=tmp_path, capture_output=True, text=True
     )
@@ -547,8 +549,8 @@ def test_hooks_are_overridden_one_at_a_time(tmp_path: Path, name: str) -> None:
     hooks = tmp_path / "hooks.py"
     head = "from shardtrain.tasks.classification import Classification\nseen = []\nclass Task(Classification):\n"
     hooks.write_text(head + HOOKS[name])
-    own = f"    hooks_file: '{hooks}'\n    margin: 0.3"
-    config = configured(folders.write_parameters(tmp_path, gpus=1, own=own, **places), 1)
+    extra = f"    hooks_file: '{hooks}'\n    margin: 0.3"
+    config = configured(folders.write_parameters(tmp_path, gpus=1, own=extra, **places), 1)
     assert not configs.check(configs.Loaded(config))
     seen, loss = run_ranks(1, hooked, config)[0]
     assert seen and loss == run_ranks(1, hooked, plain)[0][1]
@@ -559,15 +561,15 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "universal_trainer"
 
 
 @pytest.mark.nightly(
-    "one model more",
-    by="tests/compat/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
+    "one more model",
+    by="tests/compat/migrate/test_universal_trainer.py::test_an_original_folder_trains_and_tests_unchanged",
 )
-def test_the_template_trains_a_model_of_its_own(tmp_path: Path) -> None:
+def test_the_template_trains_a_custom_model(tmp_path: Path) -> None:
     text = (EXAMPLE / "parameters.yml").read_text()
     text = text.replace("'examples/universal_trainer/hooks.py'", f"'{EXAMPLE / 'hooks.py'}'").replace("2000 ", "400 ")
     (tmp_path / "parameters.yml").write_text(text.replace("batch_size: 16", "batch_size: 8"))
-    done = command(tmp_path, "--params=parameters.yml")
-    assert done.returncode == 0, done.stderr[-3000:]
+    result = command(tmp_path, "--params=parameters.yml")
+    assert result.returncode == 0, result.stderr[-3000:]
     (tmp_path / "parameters.yml").write_text((tmp_path / "parameters.yml").read_text().replace("'train'", "'test'"))
     assert command(tmp_path, "--params=parameters.yml").returncode == 0
     models = tmp_path / "outputs" / "universal_trainer"
@@ -579,7 +581,7 @@ def test_the_template_trains_a_model_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_steps_of_the_shipped_file_are_counted(tmp_path: Path) -> None:
-    """67,349 rows in steps of 2 x 256: 132 an epoch, 396 in all, which its main.py had as a number."""
+    """67,349 rows, 2 x 256 per step: 132 steps per epoch, 396 in total, a constant in the original main.py."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "sentiment-train").write_text("good\t1\n" * 67_348 + "bad\t0")
     file = folders.write_parameters(tmp_path, data_dir=tmp_path / "data", batch_size=256)
