@@ -82,7 +82,7 @@ def test_the_doctor_ignores_a_sweep():
 
 @pytest.mark.nightly(
     "two ranks of this machine make one report",
-    by="tests/tools/doctor/test_doctor_command.py::test_the_doctor_looks_at_two_ranks_and_leaves_nothing",
+    by="tests/tools/doctor/test_doctor_command.py::test_the_doctor_examines_two_ranks_and_leaves_no_files",
 )
 @pytest.mark.slow
 @pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "sshd")

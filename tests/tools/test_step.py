@@ -1,4 +1,4 @@
-"""``--step latest|best|N`` means the same checkpoint in every command and in Python, and the one used is printed."""
+"""``--step latest|best|N`` selects the same checkpoint in every command and in Python, and its name is printed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardtrain.train.validation import Evaluation, Validator
 from shardtrain.utils.errors import ConfigError
 
 LOSSES = [3.0, 1.0, 2.0]
-"""Of the validations after steps 1, 2 and 3: the best step is 2, the latest 3."""
+"""Validation losses after steps 1, 2 and 3: the best step is 2, the latest 3."""
 NAMED = {None: 2, "best": 2, "latest": 3, "1": 1}
-"""Values of ``--step``, and the step that each names."""
+"""Value of ``--step`` -> selected step."""
 COMMANDS: dict[str, list[str]] = {
     "generate": ["generate", "RUN", "--prompt", "mesh", "--max_new_tokens", "1"],
     "evaluate": ["evaluate", "RUN", "--data", "words=FILE", "--seq_len", "64"],
@@ -39,7 +39,7 @@ REST = [(command, step) for command in COMMANDS for step in ("best", "latest", "
 
 
 def train_with_losses(rank: int, config: Config) -> None:
-    """Train; the validations find ``LOSSES``."""
+    """Train with ``LOSSES`` as the validation losses."""
 
     def scripted(self: Validator, step: int) -> Evaluation:
         self._last_step = step
@@ -53,13 +53,13 @@ def train_with_losses(rank: int, config: Config) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of a run and of a run of adapters, both with best step 2 of 3."""
+    """Folders of a full run and of a LoRA run, both with best step 2 of 3."""
     root = tmp_path_factory.mktemp("step")
-    found = {"RUN": root / "run", "ADAPTERS": root / "adapters", "FILE": root / "words.txt"}
-    found["FILE"].write_text("mesh shard gather reduce loss token layer rank step seed weight norm " * 4)
+    paths = {"RUN": root / "run", "ADAPTERS": root / "adapters", "FILE": root / "words.txt"}
+    paths["FILE"].write_text("mesh shard gather reduce loss token layer rank step seed weight norm " * 4)
     for name, lora in (("RUN", {}), ("ADAPTERS", {"enable": True, "random_base": True})):
         config = shallow_config(
-            job={"dump_folder": str(found[name])},
+            job={"dump_folder": str(paths[name])},
             model={"hf_assets_path": "bytes"},
             training={"steps": len(LOSSES), "local_batch_size": 4},
             checkpoint={"enable": True, "interval": 1, "keep_best": "validation.loss"},
@@ -67,17 +67,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             lora=lora,
         )
         run_ranks(1, train_with_losses, config)
-        write_resolved_config(Loaded(config), found[name], 1)
-    return found
+        write_resolved_config(Loaded(config), paths[name], 1)
+    return paths
 
 
 def run(command: list[str], folders: dict[str, Path], tmp_path: Path, capfd: Any) -> tuple[int, str]:
-    words = {**folders, "NEW": tmp_path / "new"}
+    paths = {**folders, "NEW": tmp_path / "new"}
     replaced = []
-    for word in command:
-        for name, path in words.items():
-            word = word.replace(name, str(path))
-        replaced.append(word)
+    for argument in command:
+        for name, path in paths.items():
+            argument = argument.replace(name, str(path))
+        replaced.append(argument)
     code = cli.main(replaced)
     out, err = capfd.readouterr()
     return code, out + err
@@ -90,14 +90,14 @@ def run(command: list[str], folders: dict[str, Path], tmp_path: Path, capfd: Any
 def test_every_command_opens_the_named_step_and_prints_it(
     command: str, step: str | None, folders: dict[str, Path], tmp_path: Path, capfd: Any
 ) -> None:
-    words = [*COMMANDS[command], *(["--step", step] if step else [])]
-    code, text = run(words, folders, tmp_path, capfd)
+    arguments = [*COMMANDS[command], *(["--step", step] if step else [])]
+    code, text = run(arguments, folders, tmp_path, capfd)
     assert code == 0, text
     reasons = {2: "best validation.loss 1; the latest is step 3: --step=latest", 1: "the best is step 2: --step=best"}
     assert f"step-{NAMED[step]} ({reasons.get(NAMED[step], reasons[1])})" in text
 
 
-def test_checkpoint_is_another_name_of_step_in_test(folders: dict[str, Path], tmp_path: Path, capfd: Any) -> None:
+def test_checkpoint_is_an_alias_of_step_in_test(folders: dict[str, Path], tmp_path: Path, capfd: Any) -> None:
     for name in ("latest", str(folders["RUN"] / "checkpoint/step-3")):
         code, text = run([*COMMANDS["test"], "--checkpoint", name], folders, tmp_path, capfd)
         assert code == 0 and "step-3" in text
@@ -133,7 +133,7 @@ def test_a_step_that_does_not_exist_is_rejected(
 
 def test_step_requires_the_folder_of_a_run(folders: dict[str, Path], tmp_path: Path, capfd: Any) -> None:
     for verb in ("generate", "evaluate", "export", "to-dcp", "to-fmengine", "diff", "weights"):
-        command = [word.replace("RUN", str(folders["RUN"] / "checkpoint/step-3")) for word in COMMANDS[verb]]
+        command = [argument.replace("RUN", str(folders["RUN"] / "checkpoint/step-3")) for argument in COMMANDS[verb]]
         code, text = run([*command, "--step", "best"], folders, tmp_path, capfd)
         assert code == 2 and '--step="best" requires the folder of a run' in text
     with pytest.raises(ConfigError, match='^step="nine" must be latest, best or a number; write it like step="best"'):

@@ -1,4 +1,4 @@
-"""A folder on the hub: one commit or nothing, a card that says what is known, and a token that nobody sees."""
+"""``export --push``: one commit or none, a card with the known facts, and a token that is never shown."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps, with a secret in its description."""
+    """Folder of a run of four steps whose description contains a secret."""
     folder = tmp_path_factory.mktemp("run") / "run"
-    found = tiny_config(
+    run_config = tiny_config(
         job={"dump_folder": str(folder), "description": f"with {TOKEN}"},
         model={"overrides": {"num_layers": 1}},
         training={"steps": 4},
@@ -39,47 +39,48 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         validation={"enable": True, "freq": 4, "steps": 1, "dataset": "text",
                     "dataset_path": tiny_config().training.dataset_path, "seq_len": 64},
     )  # fmt: skip
-    ended = run_ranks(1, train_whole, found)[0]
+    ended = run_ranks(1, train_whole, run_config)[0]
     assert ended.error is None, ended.error
     return folder
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A small exported folder of two files of weights."""
+    """A small exported folder with two weight files."""
     return save(build(HF), tmp_path / "hf", 60_000)
 
 
-def push(*words: str) -> int:
-    return cli.main(["export", *words, "--check", "weights"])
+def push(*arguments: str) -> int:
+    return cli.main(["export", *arguments, "--check", "weights"])
 
 
-def error_of(told: str) -> str:
-    """The one line of an error; the library draws its progress around it."""
-    (line,) = [line for line in re.split(r"[\r\n]+", told) if "error[" in line]
-    assert TOKEN not in told
+def error_of(message: str) -> str:
+    """Return the error line from stderr, which also contains the progress of the library."""
+    (line,) = [line for line in re.split(r"[\r\n]+", message) if "error[" in line]
+    assert TOKEN not in message
     return line
 
 
 def sent(hub) -> list[str]:
-    """Requests that change something."""
+    """Return the requests that change something."""
     return [f"{method} {path}" for method, path, _ in hub.requests if method not in ("GET", "HEAD")]
 
 
 def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.exists, hub.files = False, {}
-    words = (str(trained), "--to", str(tmp_path / "hf"), "--push", "org/name", "--private")
-    assert push(*words) == 0
-    told = capsys.readouterr()
-    assert TOKEN not in told.out + told.err and "secretsignature" not in told.out + told.err
+    arguments = (str(trained), "--to", str(tmp_path / "hf"), "--push", "org/name", "--private")
+    assert push(*arguments) == 0
+    captured = capsys.readouterr()
+    output = captured.out + captured.err
+    assert TOKEN not in output and "secretsignature" not in output
     assert hub.private
     local = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
     assert hub.files == local and {"README.md", "config.json", "model.safetensors"} <= local.keys()
     text = local["README.md"].decode()
     front = yaml.safe_load(text.split("---")[1])
     assert front["library_name"] == "transformers" and "shardtrain" in front["tags"]
-    assert not {"license", "base_model", "datasets"} & front.keys(), "nobody said them"
+    assert not {"license", "base_model", "datasets"} & front.keys(), "unknown facts must be omitted"
     assert TOKEN not in text and "| Steps | 4 |" in text and "| Mesh | 1 rank |" in text
     losses = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert f"loss {losses[-1]['loss']:.4g}" in text and "Validation" in text
@@ -89,22 +90,22 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
 
     again, first = config.load(tmp_path / "again.toml").config, config.load(trained / "config.resolved.toml").config
     for section in ("model", "training", "optimizer", "lr_scheduler", "data", "task", "parallelism"):
-        assert getattr(again, section) == getattr(first, section), "the card's file is the run's"
+        assert getattr(again, section) == getattr(first, section), "the card must contain the configuration of the run"
     assert card.is_own(text) and not card.is_own(text.replace("Steps", "steps"))
     before = len(sent(hub))
-    assert push(*words) == 0, "the same command again finds all there"
+    assert push(*arguments) == 0, "the repeated command must succeed"
     assert "already contains this checkpoint" in capsys.readouterr().out
-    assert not [line for line in sent(hub)[before:] if line.startswith("PUT")], "no weight travels twice"
+    assert not [line for line in sent(hub)[before:] if line.startswith("PUT")], "weights were uploaded twice"
 
 
-def test_a_card_alone_is_written_beside_an_export(trained, tmp_path, capsys):
+def test_a_card_can_be_written_with_an_export(trained, tmp_path, capsys):
     assert push(str(trained), "--to", str(tmp_path / "hf"), "--card") == 0
     assert card.is_own((tmp_path / "hf/README.md").read_text())
     assert push(str(trained), "--to", str(tmp_path / "plain")) == 0
-    assert not (tmp_path / "plain/README.md").exists(), "as before, where nobody asks"
+    assert not (tmp_path / "plain/README.md").exists(), "an export without --push must not write a card"
 
 
-def test_an_interrupted_upload_says_what_is_stored_and_continues(hub, folder, monkeypatch, capsys):
+def test_an_interrupted_upload_reports_its_progress_and_continues(hub, folder, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(names) > 1
@@ -118,10 +119,9 @@ def test_an_interrupted_upload_says_what_is_stored_and_continues(hub, folder, mo
 
     hub.fault, before = fault, dict(hub.files)
     assert push(str(folder), "--push", "org/name") != 0
-    told = capsys.readouterr().err
-    told = error_of(told)
-    assert names[0] in told and "this upload is not visible in org/name yet" in told
-    assert "secretsignature" not in told
+    message = error_of(capsys.readouterr().err)
+    assert names[0] in message and "this upload is not visible in org/name yet" in message
+    assert "secretsignature" not in message
     assert hub.files == before
     hub.fault, puts = lambda handler, path: False, []
     stored = len(hub.stored)
@@ -129,8 +129,8 @@ def test_an_interrupted_upload_says_what_is_stored_and_continues(hub, folder, mo
     assert stored >= 1 and set(names) <= hub.files.keys()
 
 
-def test_weights_of_before_that_would_be_opened_instead_are_taken_out(hub, folder, monkeypatch):
-    """``from_pretrained`` takes model.safetensors before an index: the old model, beside a new config.json."""
+def test_old_weights_that_would_take_precedence_are_deleted(hub, folder, monkeypatch):
+    """``from_pretrained`` prefers model.safetensors to an index, so it would load the old model with the new config."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert "model.safetensors" in hub.files and not (folder / "model.safetensors").exists()
     assert push(str(folder), "--push", "org/name") == 0
@@ -138,20 +138,20 @@ def test_weights_of_before_that_would_be_opened_instead_are_taken_out(hub, folde
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_card_that_somebody_wrote_stays_unless_asked(hub, folder, monkeypatch, capsys, overwrite):
+def test_a_user_written_card_is_kept_unless_overwrite_is_set(hub, folder, monkeypatch, capsys, overwrite):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     (folder / "README.md").write_text(card.of_folder(folder).text("0" * 64))
     before = hub.files["README.md"]
     assert push(str(folder), "--push", "org/name", *(["--overwrite_card"] if overwrite else [])) == 0
     assert (hub.files["README.md"] != before) == overwrite
     assert ("was not written by shardtrain, so it is kept" in capsys.readouterr().out) != overwrite
-    if overwrite:  # now it is ours, and is replaced without being asked
+    if overwrite:  # the card is ours now, and is replaced without a flag
         (folder / "README.md").write_text(dataclasses.replace(card.of_folder(folder), name="new").text("0" * 64))
         assert push(str(folder), "--push", "org/name") == 0
         assert b"# new" in hub.files["README.md"]
 
 
-def test_somebody_else_s_commit_meanwhile_is_not_overwritten(hub, folder, monkeypatch, capsys):
+def test_a_concurrent_commit_is_not_overwritten(hub, folder, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
 
     def fault(handler, path):
@@ -166,31 +166,31 @@ def test_somebody_else_s_commit_meanwhile_is_not_overwritten(hub, folder, monkey
 
 REFUSED = {
     "no token": ({}, "", [], "requires a token, and none was found"),
-    "a token that reads": ({"role": "read"}, TOKEN, [], "which is read-only"),
+    "a read-only token": ({"role": "read"}, TOKEN, [], "which is read-only"),
     "a public repository": ({}, TOKEN, ["--private"], "exists and is public"),
     "a name without owner": ({}, TOKEN, ["--push", "name"], "has no organization"),
     "no name": ({}, TOKEN, ["--push", "a/b/c"], "is not a valid repository name"),
-    "a token as a word": ({}, TOKEN, ["--dtype", TOKEN], "looks like an access token"),
-    "private alone": ({}, TOKEN, ["--push", "", "--private"], "has no effect without --push"),
+    "a token as an argument": ({}, TOKEN, ["--dtype", TOKEN], "looks like an access token"),
+    "private without push": ({}, TOKEN, ["--push", "", "--private"], "has no effect without --push"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_sent_is_refused_in_one_line_before_anything_is(
+def test_impossible_uploads_are_rejected_in_one_line_before_they_start(
     hub, folder, tmp_path, monkeypatch, capsys, name
 ):
-    facts, token, words, expected = REFUSED[name]
+    facts, token, arguments, expected = REFUSED[name]
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
     for fact, value in facts.items():
         setattr(hub, fact, value)
-    assert push(str(folder), "--to", str(tmp_path / "new"), "--push", "org/name", *words) != 0
-    told = capsys.readouterr().err
-    assert expected in error_of(told) and len(told.strip().splitlines()) == 1, told
+    assert push(str(folder), "--to", str(tmp_path / "new"), "--push", "org/name", *arguments) != 0
+    message = capsys.readouterr().err
+    assert expected in error_of(message) and len(message.strip().splitlines()) == 1, message
     assert not sent(hub) and not (tmp_path / "new").exists()
 
 
-def test_what_the_hub_refuses_is_reported_and_what_it_lost_is_found(hub, folder, monkeypatch, capsys):
+def test_refusals_of_the_hub_and_missing_files_are_reported(hub, folder, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.fault = lambda handler, path: "/preupload/" in path and handler.refuse(403)
     assert push(str(folder), "--push", "org/name") != 0
@@ -199,14 +199,14 @@ def test_what_the_hub_refuses_is_reported_and_what_it_lost_is_found(hub, folder,
     real = type(hub).facts
 
     def lost(server):
-        return [one for one in real(server) if one["rfilename"] != "config.json"]
+        return [file for file in real(server) if file["rfilename"] != "config.json"]
 
     monkeypatch.setattr(type(hub), "facts", lost)
     assert push(str(folder), "--push", "org/name") != 0
     assert "config.json is not in org/name" in capsys.readouterr().err
 
 
-def test_a_card_that_the_hub_does_not_take_is_reported(hub, folder, monkeypatch, capsys):
+def test_a_card_rejected_by_the_hub_is_reported(hub, folder, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     (folder / "README.md").write_text("# mine\n")
     before = dict(hub.files)
@@ -215,20 +215,20 @@ def test_a_card_that_the_hub_does_not_take_is_reported(hub, folder, monkeypatch,
     assert hub.files == before
 
 
-def test_a_folder_of_another_checkpoint_is_not_sent_in_its_place(hub, trained, tmp_path, monkeypatch, capsys):
+def test_a_folder_of_another_checkpoint_is_not_uploaded(hub, trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert push(str(trained), "--to", str(tmp_path / "hf"), "--card") == 0
-    words = (str(trained), "--to", str(tmp_path / "hf"), "--push", "org/name", "--dtype", "bfloat16")
-    assert push(*words) != 0
+    arguments = (str(trained), "--to", str(tmp_path / "hf"), "--push", "org/name", "--dtype", "bfloat16")
+    assert push(*arguments) != 0
     assert "already exists; name a new folder" in capsys.readouterr().err and not sent(hub)
 
 
-def test_what_a_folder_says_of_its_origin_is_in_the_card(tmp_path):
+def test_the_card_contains_the_origin_of_the_folder(tmp_path):
     from shardtrain.hf import source
 
     place = save(build(HF), tmp_path / "base")
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps({**config, "_name_or_path": "someone/base"}))
     (place / "README.md").write_text("---\nlicense: apache-2.0\n---\n# base\n")
-    found = source.of_folder(place)
-    assert card._base_model(found) == "someone/base" and card._license(found) == "apache-2.0"
+    folder_source = source.of_folder(place)
+    assert card._base_model(folder_source) == "someone/base" and card._license(folder_source) == "apache-2.0"

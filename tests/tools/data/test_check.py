@@ -1,4 +1,4 @@
-"""`data check` says what is in the data and what is wrong with them, all at once."""
+"""``data check`` reports statistics of the data and all their problems in one run."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def texts(count: int = 40) -> list[dict[str, str]]:
     return [{"text": f"document {number} " + "word " * (number % 11)} for number in range(count)]
 
 
-def words_for(path: Path, *more: str) -> list[str]:
+def arguments_for(path: Path, *more: str) -> list[str]:
     return ["--training.dataset", "jsonl", "--training.dataset_path", str(path), "--training.seq_len", "64", *more]
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
-    code = check.main([*words, "--json"])
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = check.main([*arguments, "--json"])
     report = json.loads(capsys.readouterr().out)
     assert report["exit_code"] == code
     return code, report
 
 
 def steps_of(config: Config, ranks: int) -> int | None:
-    """The steps after which training finds the data at their end."""
+    """Return the number of steps after which training reaches the end of the data."""
     stream = open_dataloader(
         config,
         batch_rank=0,
@@ -54,9 +54,9 @@ def steps_of(config: Config, ranks: int) -> int | None:
 
 def test_clean_data_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = texts()
-    words = words_for(jsonl(tmp_path / "a.jsonl", rows))
-    words[-1] = "32"
-    code, report = run(capsys, *words)
+    arguments = arguments_for(jsonl(tmp_path / "a.jsonl", rows))
+    arguments[-1] = "32"
+    code, report = run(capsys, *arguments)
     lengths = [len(row["text"]) + 2 for row in rows]
     table = report["datasets"]["jsonl"]
     assert code == 0 and not report["warnings"] and not report["problems"]
@@ -71,40 +71,40 @@ def test_clean_data_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_sequences_per_epoch_are_those_of_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], packing: str
 ) -> None:
-    words = words_for(jsonl(tmp_path / "a.jsonl", texts()), "--data.packing", packing)
-    words += ["--training.local_batch_size", "2"]
-    _, report = run(capsys, *words, "--world_size", "3")
+    arguments = arguments_for(jsonl(tmp_path / "a.jsonl", texts()), "--data.packing", packing)
+    arguments += ["--training.local_batch_size", "2"]
+    _, report = run(capsys, *arguments, "--world_size", "3")
     table = report["datasets"]["jsonl"]
-    stream = open_dataloader(load(None, words).config, batch_rank=0, num_batch_ranks=3, accumulation=1)
+    stream = open_dataloader(load(None, arguments).config, batch_rank=0, num_batch_ranks=3, accumulation=1)
     assert table["sequences per epoch"] == stream.num_samples
     assert table["sequences per step"] == 6
-    assert table["steps per epoch"] == -(-stream.num_samples // 6) == steps_of(load(None, words).config, 3)
+    assert table["steps per epoch"] == -(-stream.num_samples // 6) == steps_of(load(None, arguments).config, 3)
 
 
 def test_every_kind_of_bad_row_is_reported_with_its_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong: list[Any] = ["{broken\n", {"other": 1}, {"text": 7}, {"text": None}, "[1]\n", {"text": ""}]
     path = jsonl(tmp_path / "a.jsonl", [*texts(10), *wrong, *texts(5), "{broken\n"])
-    code, report = run(capsys, *words_for(path))
+    code, report = run(capsys, *arguments_for(path))
     table = report["datasets"]["jsonl"]
     assert code == 3
     assert (table["rows"], table["documents"], table["bad rows"], table["empty rows"]) == (22, 15, 6, 1)
     reasons = "\n".join(table["reasons"])
     assert all(f"a.jsonl:{line}" in reasons for line in (11, 12, 13, 14, 15, 16, 22))
     assert any("6 bad of 22 rows" in problem for problem in report["problems"])
-    code, _ = run(capsys, *words_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "0.5"))
+    code, _ = run(capsys, *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "0.5"))
     assert code == 0
-    code, _ = run(capsys, *words_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "0.2"))
+    code, _ = run(capsys, *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "0.2"))
     assert code == 3
 
 
-def test_nothing_usable_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, report = run(capsys, *words_for(jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 3)))
+def test_no_usable_row_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run(capsys, *arguments_for(jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 3)))
     assert code == 3 and "has 0 usable of 3 rows" in report["problems"][0]
     assert report["datasets"]["jsonl"]["sequences per epoch"] == 0
 
 
 def test_duplicates_are_counted_and_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines 44 and 47 repeat lines 5 and 8; bad and harmless rows between do not move the places."""
+    """Lines 44 and 47 repeat lines 5 and 8. Bad and empty rows in between do not shift the reported lines."""
     rows: list[Any] = [
         *texts(40),
         "{broken\n",
@@ -116,7 +116,7 @@ def test_duplicates_are_counted_and_found(tmp_path: Path, capsys: pytest.Capture
         texts()[7],
     ]
     path = jsonl(tmp_path / "a.jsonl", rows)
-    _, report = run(capsys, *words_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "1.0"))
+    _, report = run(capsys, *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "1.0"))
     table = report["datasets"]["jsonl"]
     assert table["duplicates"] == 2
     assert [line.count(".jsonl:") for line in table["first duplicates"]] == [2, 2]
@@ -131,7 +131,7 @@ def test_duplicates_are_counted_and_found(tmp_path: Path, capsys: pytest.Capture
 
 def test_one_duplicate_in_many_is_not_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = jsonl(tmp_path / "a.jsonl", [*texts(300), texts()[0]])
-    code, report = run(capsys, *words_for(path))
+    code, report = run(capsys, *arguments_for(path))
     assert code == 0 and report["datasets"]["jsonl"]["duplicates"] == 1 and not report["warnings"]
 
 
@@ -140,7 +140,7 @@ def test_places_of_duplicates_hold_across_parts(
 ) -> None:
     monkeypatch.setattr(read_documents, "ROWS_AT_ONCE", 7)
     path = jsonl(tmp_path / "a.jsonl", [*texts(30), {"text": ""}, *texts(30)])
-    _, report = run(capsys, *words_for(path))
+    _, report = run(capsys, *arguments_for(path))
     table = report["datasets"]["jsonl"]
     assert table["duplicates"] == 30
     places = [[part.split(":")[-1] for part in line.split(" = ")] for line in table["first duplicates"]]
@@ -149,9 +149,13 @@ def test_places_of_duplicates_hold_across_parts(
 
 def test_leakage_into_validation_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = jsonl(tmp_path / "a.jsonl", texts(40))
-    held_out = jsonl(tmp_path / "b.jsonl", [{"text": "unseen"}, texts()[3], {"text": "also unseen"}, texts()[20]])
-    words = words_for(path, "--validation.enable", "--validation.dataset", "jsonl", "--validation.seq_len", "64")
-    code, report = run(capsys, *words, "--validation.dataset_path", str(held_out))
+    validation_file = jsonl(
+        tmp_path / "b.jsonl", [{"text": "unseen"}, texts()[3], {"text": "also unseen"}, texts()[20]]
+    )
+    arguments = arguments_for(
+        path, "--validation.enable", "--validation.dataset", "jsonl", "--validation.seq_len", "64"
+    )
+    code, report = run(capsys, *arguments, "--validation.dataset_path", str(validation_file))
     assert code == 0
     assert report["datasets"]["validation: jsonl"]["documents"] == 4
     (warning,) = report["warnings"]
@@ -159,8 +163,8 @@ def test_leakage_into_validation_is_reported(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_ids_beyond_the_model_are_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = words_for(jsonl(tmp_path / "a.jsonl", texts()), "--model.overrides.vocab_size", "200")
-    report = examine(load(None, words).config, 1)
+    arguments = arguments_for(jsonl(tmp_path / "a.jsonl", texts()), "--model.overrides.vocab_size", "200")
+    report = examine(load(None, arguments).config, 1)
     assert report.exit_code == 2
     assert any("the tokenizer has 258 ids, but the model's vocabulary has 200" in line for line in report.problems)
     assert any("has the id 257" in line for line in report.problems)
@@ -168,11 +172,11 @@ def test_ids_beyond_the_model_are_status_2(tmp_path: Path, capsys: pytest.Captur
 
 def test_prepared_shards_are_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, folder = jsonl(tmp_path / "a.jsonl", [*texts(3000), texts()[0]]), tmp_path / "o"
-    prepare.main(["--output", str(folder), "--processes", "1", *words_for(path)])
+    prepare.main(["--output", str(folder), "--processes", "1", *arguments_for(path)])
     capsys.readouterr()
-    words = ["--training.dataset", "tokens", "--training.dataset_path", str(folder), "--training.seq_len", "64"]
-    code, report = run(capsys, *words)
-    table, (_, direct) = report["datasets"]["tokens"], run(capsys, *words_for(path))
+    arguments = ["--training.dataset", "tokens", "--training.dataset_path", str(folder), "--training.seq_len", "64"]
+    code, report = run(capsys, *arguments)
+    table, (_, direct) = report["datasets"]["tokens"], run(capsys, *arguments_for(path))
     assert code == 0
     same = [key for key in table if key not in ("first duplicates",)]
     assert {key: table[key] for key in same} == {key: direct["datasets"]["jsonl"][key] for key in same}
@@ -180,7 +184,7 @@ def test_prepared_shards_are_verified(tmp_path: Path, capsys: pytest.CaptureFixt
     with (folder / "tokens-00000.bin").open("r+b") as file:
         file.seek(20_000)
         file.write(b"\x00\x01")
-    code, report = run(capsys, *words)
+    code, report = run(capsys, *arguments)
     assert code == 3 and any("tokens-00000.bin differs from its SHA-256" in problem for problem in report["problems"])
 
 
@@ -197,7 +201,7 @@ def test_a_mixture_is_checked_source_by_source(tmp_path: Path, capsys: pytest.Ca
     _, report = run(capsys, str(config))
     web, code = report["datasets"]["web"], report["datasets"]["code"]
     for name, table in (("web", web), ("code", code)):
-        ends = [f"--data.sources.{name}.epochs=1"]  # training ends when the last row of it has come
+        ends = [f"--data.sources.{name}.epochs=1"]  # training ends after the last row of this source
         for ranks in (1, 3):
             _, other = run(capsys, str(config), "--world_size", str(ranks))
             counted = other["datasets"][name]["steps per epoch"]
@@ -206,17 +210,17 @@ def test_a_mixture_is_checked_source_by_source(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_the_report_is_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(words_for(jsonl(tmp_path / "a.jsonl", texts()))) == 0
+    assert check.main(arguments_for(jsonl(tmp_path / "a.jsonl", texts()))) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "dataset jsonl" and lines[-1] == "no problems"
     assert any(line.split() == ["documents", "40"] for line in lines)
     path = jsonl(tmp_path / "a.jsonl", [*texts(), "{broken\n"])
-    assert check.main(words_for(path)) == 3
+    assert check.main(arguments_for(path)) == 3
     assert "problem: dataset jsonl has 1 bad of 41 rows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "match"),
+    ("arguments", "match"),
     [
         (["--world_size", "none"], '--world_size="none" must be a whole number above 0'),
         (["--world_size", "3", "--parallelism.tensor_parallel_degree", "2"], "world size|3"),
@@ -224,17 +228,15 @@ def test_the_report_is_readable(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--training.dataset", "tokens", "--training.dataset_path", "no/such"], "does not exist"),
     ],
 )
-def test_what_cannot_be_opened_is_status_2(words: list[str], match: str) -> None:
+def test_unopenable_data_is_status_2(arguments: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        check.main(words)
+        check.main(arguments)
 
 
-def test_steps_are_those_of_the_mesh_where_no_world_size_is_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = words_for(jsonl(tmp_path / "a.jsonl", texts()), "--training.local_batch_size", "2")
+def test_without_a_world_size_steps_follow_from_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = arguments_for(jsonl(tmp_path / "a.jsonl", texts()), "--training.local_batch_size", "2")
     mesh = ["--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "3"]
-    _, report = run(capsys, *words, *mesh)
+    _, report = run(capsys, *arguments, *mesh)
     assert report["datasets"]["jsonl"]["sequences per step"] == 6
 
 
@@ -249,16 +251,16 @@ def test_a_survey_of_nothing_has_no_rows() -> None:
     assert survey.duplicates() == (0, []) and survey.shared_with([]) == (0, [])
 
 
-def test_documents_that_are_all_left_out_are_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipping_every_document_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fitted = ["--data.packing", "first_fit", "--data.long_documents", "drop"]
-    words = words_for(jsonl(tmp_path / "a.jsonl", [{"text": "x" * 100}] * 2 + [{"text": "y" * 70}]), *fitted)
-    code, report = run(capsys, *words)
+    arguments = arguments_for(jsonl(tmp_path / "a.jsonl", [{"text": "x" * 100}] * 2 + [{"text": "y" * 70}]), *fitted)
+    code, report = run(capsys, *arguments)
     assert code == 3 and "has no sequence with packing first_fit" in report["problems"][0]
     assert "3 of 3 documents are longer than 65 tokens and are skipped" in " ".join(report["warnings"])
 
 
-def test_where_no_row_can_be_read_skipping_is_not_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, report = run(capsys, *words_for(jsonl(tmp_path / "a.jsonl", [{"content": "x"}] * 3)))
+def test_skipping_is_not_suggested_if_no_row_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run(capsys, *arguments_for(jsonl(tmp_path / "a.jsonl", [{"content": "x"}] * 3)))
     assert code == 3
     assert report["problems"] == [
         "dataset jsonl has 3 bad of 3 rows; check training.dataset, data.format and the names of the columns"
@@ -266,13 +268,15 @@ def test_where_no_row_can_be_read_skipping_is_not_advised(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(("last_batch", "steps"), [("rollover", 3), ("keep", 3), ("discard", 2)])
-def test_steps_of_a_task_of_rows_are_those_of_its_stream(
+def test_steps_of_a_row_task_match_its_stream(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], last_batch: str, steps: int
 ) -> None:
     pairs = [{"prompt": "a", "chosen": f"good {number}", "rejected": "bad"} for number in range(10)]
-    words = words_for(jsonl(tmp_path / "a.jsonl", pairs), "--task.name", "orpo", "--training.local_batch_size", "2")
-    words += ["--training.last_batch", last_batch]
-    _, report = run(capsys, *words, "--world_size", "2")
+    arguments = arguments_for(
+        jsonl(tmp_path / "a.jsonl", pairs), "--task.name", "orpo", "--training.local_batch_size", "2"
+    )
+    arguments += ["--training.last_batch", last_batch]
+    _, report = run(capsys, *arguments, "--world_size", "2")
     assert report["datasets"]["jsonl"]["steps per epoch"] == steps
 
 
@@ -297,7 +301,7 @@ ROWS_OF_TASKS: dict[str, tuple[dict[str, Any], list[Any], list[str]]] = {
         ["--task.group_size=3"],
     ),
 }  # fmt: skip
-"""By task: a good row, three bad ones, and options."""
+"""Task -> a good row, three bad rows, and options."""
 TOKENS_OF_TASKS = {
     "classification": len("a text") + 2,
     "masked_language_model": len("a text") + 2,
@@ -307,15 +311,15 @@ TOKENS_OF_TASKS = {
 
 
 @pytest.mark.parametrize("task", ROWS_OF_TASKS)
-def test_rows_of_a_task_are_checked_as_the_task_reads_them(
+def test_rows_of_a_task_are_checked_with_the_task_s_reader(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
     good, wrong, options = ROWS_OF_TASKS[task]
-    words = words_for(jsonl(tmp_path / "a.jsonl", [good] * 30), f"--task.name={task}", *options)
-    words += ["--training.local_batch_size=1"]
-    code, report = run(capsys, *words, "--world_size", "2")
+    arguments = arguments_for(jsonl(tmp_path / "a.jsonl", [good] * 30), f"--task.name={task}", *options)
+    arguments += ["--training.local_batch_size=1"]
+    code, report = run(capsys, *arguments, "--world_size", "2")
     table = report["datasets"]["jsonl"]
-    stream = open_task(load(None, words).config).open_dataloader(batch_rank=0, num_batch_ranks=2, accumulation=1)
+    stream = open_task(load(None, arguments).config).open_dataloader(batch_rank=0, num_batch_ranks=2, accumulation=1)
     assert (code, report["problems"]) == (0, [])
     assert (table["rows"], table["documents"], table["bad rows"], table["duplicates"]) == (30, 30, 0, 29)
     assert table["tokens"] == 30 * TOKENS_OF_TASKS[task]
@@ -323,20 +327,24 @@ def test_rows_of_a_task_are_checked_as_the_task_reads_them(
     assert table["steps per epoch"] == stream.num_samples // 2
 
     jsonl(tmp_path / "a.jsonl", [*[good] * 30, *wrong])
-    code, report = run(capsys, *words)
+    code, report = run(capsys, *arguments)
     table = report["datasets"]["jsonl"]
     assert code == 3 and "has 3 bad of 33 rows" in report["problems"][0]
     assert (table["rows"], table["documents"], table["bad rows"]) == (33, 30, 3)
     assert table["sequences per epoch"] == stream.num_samples
     assert all(f"a.jsonl:{line}" in "\n".join(table["reasons"]) for line in (31, 32, 33))
-    words += ["--data.bad_rows=skip", "--data.bad_rows_max_fraction=0.1"]
-    assert run(capsys, *words)[0] == 0
-    # no row of a held-out set may be left out
-    words += ["--validation.enable=true", "--validation.dataset=jsonl", f"--validation.dataset_path={tmp_path}/a.jsonl"]
-    code, report = run(capsys, *words)
+    arguments += ["--data.bad_rows=skip", "--data.bad_rows_max_fraction=0.1"]
+    assert run(capsys, *arguments)[0] == 0
+    # Rows of a validation set must not be skipped.
+    arguments += [
+        "--validation.enable=true",
+        "--validation.dataset=jsonl",
+        f"--validation.dataset_path={tmp_path}/a.jsonl",
+    ]
+    code, report = run(capsys, *arguments)
     assert code == 3 and "has 3 bad of 33 rows" in report["problems"][0]
     assert report["datasets"]["validation: jsonl"]["sequences per pass"] == 30
 
     jsonl(tmp_path / "a.jsonl", wrong)
-    code, report = run(capsys, *words)
+    code, report = run(capsys, *arguments)
     assert code == 3 and report["datasets"]["jsonl"]["sequences per epoch"] == 0

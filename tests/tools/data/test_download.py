@@ -1,4 +1,4 @@
-"""Laws of the download: files arrive whole and checked, the token stays secret, every failure says what to do."""
+"""Downloads: files arrive complete and checked, the token stays secret, and every failure has a fix."""
 
 from __future__ import annotations
 
@@ -35,38 +35,40 @@ def hub(monkeypatch, tmp_path):
     yield from served(monkeypatch, tmp_path)
 
 
-def run(folder: Path, *words: str) -> int:
-    return download.main(["--repo_id", "org/name", "--local_dir", str(folder), *words])
+def run(folder: Path, *arguments: str) -> int:
+    return download.main(["--repo_id", "org/name", "--local_dir", str(folder), *arguments])
 
 
-def left(folder: Path) -> dict[str, bytes]:
+def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def kept(folder: Path) -> dict[str, bytes]:
-    """Files under their own names: not those that are not yet whole, and are there after an error."""
-    return {name: content for name, content in left(folder).items() if download.STAGING not in name}
+def complete_files(folder: Path) -> dict[str, bytes]:
+    """Return the completed files, without the partial ones that remain after an error."""
+    return {name: content for name, content in contents(folder).items() if download.STAGING not in name}
 
 
-def fails(kind: type[ShardtrainError], folder: Path, *words: str) -> str:
+def fails(kind: type[ShardtrainError], folder: Path, *arguments: str) -> str:
     with pytest.raises(kind) as caught:
-        run(folder, *words)
+        run(folder, *arguments)
     text = str(caught.value)
     assert "\n" not in text and TOKEN not in text and "secretsignature" not in text
     return text
 
 
-def test_the_tokenizer_s_files_arrive_and_nothing_else(hub, tmp_path, capsys):
+def test_only_the_tokenizer_s_files_are_downloaded(hub, tmp_path, capsys):
     assert run(tmp_path / "x") == 0
-    assert left(tmp_path / "x" / "name") == {name: FILES[name] for name in ("tokenizer.json", "tokenizer_config.json")}
+    assert contents(tmp_path / "x" / "name") == {
+        name: FILES[name] for name in ("tokenizer.json", "tokenizer_config.json")
+    }
     printed = capsys.readouterr().out
     assert f"org/name at {COMMIT}: 2 files" in printed and "tokenizer.json: 13 B" in printed
-    assert all(f"/{COMMIT}/" in path for _, path, _ in hub.requests[1:])  # all files of one commit
+    assert all(f"/{COMMIT}/" in path for _, path, _ in hub.requests[1:])  # all files from one commit
 
 
 def test_every_kind_of_asset_is_found_and_a_second_call_downloads_nothing(hub, tmp_path, capsys):
     assert run(tmp_path, "--all") == 0
-    assert set(left(tmp_path / "name")) == {
+    assert set(contents(tmp_path / "name")) == {
         "tokenizer.json",
         "tokenizer_config.json",
         "config.json",
@@ -81,13 +83,13 @@ def test_every_kind_of_asset_is_found_and_a_second_call_downloads_nothing(hub, t
 
 def test_tokenizer_path_is_the_folder_of_2024_s_scripts(hub, tmp_path):
     assert run(tmp_path / "x", "--tokenizer_path", "original") == 0
-    assert left(tmp_path / "x") == {"original/tokenizer.model": FILES["original/tokenizer.model"]}
+    assert contents(tmp_path / "x") == {"original/tokenizer.model": FILES["original/tokenizer.model"]}
 
 
 def test_torchtitan_s_script_is_this_verb(hub, tmp_path):
-    words = ["--repo_id", "org/name", "--assets", "config", "--local_dir", str(tmp_path / "x")]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "download_hf_assets.py"), *words],
+    arguments = ["--repo_id", "org/name", "--assets", "config", "--local_dir", str(tmp_path / "x")]
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "download_hf_assets.py"), *arguments],
         cwd=tmp_path,
         env={**os.environ, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""},
         capture_output=True,
@@ -95,29 +97,29 @@ def test_torchtitan_s_script_is_this_verb(hub, tmp_path):
         timeout=patience.seconds(60),
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert left(tmp_path / "x" / "name") == {"config.json": FILES["config.json"]}
+    assert result.returncode == 0, result.stderr
+    assert contents(tmp_path / "x" / "name") == {"config.json": FILES["config.json"]}
 
 
-def test_the_token_goes_to_the_hub_and_not_where_it_redirects_to(hub, tmp_path, monkeypatch, capsys):
+def test_the_token_is_sent_to_the_hub_but_not_to_redirect_targets(hub, tmp_path, monkeypatch, capsys):
     cdn = FakeHub()
     monkeypatch.setenv("HF_TOKEN", f" {TOKEN}\n")
-    said = io.StringIO()
+    log = io.StringIO()
     for handler in logging.getLogger("huggingface_hub").handlers:
-        monkeypatch.setattr(handler, "stream", said)
+        monkeypatch.setattr(handler, "stream", log)
     hub.cdn = cdn.url
     assert run(tmp_path, "--assets", "safetensors") == 0
     assert {headers.get("authorization") for _, _, headers in hub.requests} == {f"Bearer {TOKEN}"}
     assert len(cdn.requests) == 1 and "authorization" not in cdn.requests[0][2]
-    cdn.files["model.safetensors"] = WEIGHTS[:-1] + b"x"  # the hub's own word counts, not that of who stores the file
+    cdn.files["model.safetensors"] = WEIGHTS[:-1] + b"x"  # the hash of the hub counts, not that of the storage server
     (tmp_path / "name" / "model.safetensors").unlink()
     assert "has the hash" in fails(DataError, tmp_path, "--assets", "safetensors")
-    assert left(tmp_path / "name") == {}
+    assert contents(tmp_path / "name") == {}
     cdn.close()
     assert "cannot be reached" in fails(StorageError, tmp_path, "--assets", "safetensors")
-    assert f"Error while downloading from {cdn.url}" in said.getvalue()  # the library says this, with the address
+    assert f"Error while downloading from {cdn.url}" in log.getvalue()  # the library logs the address
     printed = capsys.readouterr()
-    for text in (printed.out, printed.err, said.getvalue()):
+    for text in (printed.out, printed.err, log.getvalue()):
         assert TOKEN not in text and "secretsignature" not in text
 
 
@@ -134,13 +136,13 @@ def test_the_token_of_a_login_is_found(hub, tmp_path, monkeypatch):
     assert "hf auth login" in fails(ConfigError, tmp_path)
 
 
-@pytest.mark.parametrize("words", [["--hf_token", TOKEN], [f"--hf_token={TOKEN}"], ["--hf-token", "x"], [TOKEN]])
-def test_a_token_on_the_command_line_is_refused_and_not_repeated(hub, tmp_path, words):
-    assert "HF_TOKEN" in fails(ConfigError, tmp_path, *words)
+@pytest.mark.parametrize("arguments", [["--hf_token", TOKEN], [f"--hf_token={TOKEN}"], ["--hf-token", "x"], [TOKEN]])
+def test_a_token_on_the_command_line_is_refused_and_not_repeated(hub, tmp_path, arguments):
+    assert "HF_TOKEN" in fails(ConfigError, tmp_path, *arguments)
     assert hub.requests == []
 
 
-def test_a_token_that_cannot_be_one_is_refused_and_not_repeated(hub, tmp_path, monkeypatch):
+def test_a_malformed_token_is_rejected_and_not_repeated(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", f"{TOKEN} {TOKEN}")
     assert "HF_TOKEN is not a token" in fails(ConfigError, tmp_path)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -164,9 +166,9 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("where", ["/api/", "/resolve/"])  # the list of files of a gated repository is open to all
+@pytest.mark.parametrize("where", ["/api/", "/resolve/"])  # the file list of a gated repository is public
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refusals_say_what_to_do(hub, tmp_path, monkeypatch, name, where):
+def test_refusals_of_the_hub_name_a_fix(hub, tmp_path, monkeypatch, name, where):
     status, headers, token, message = REFUSALS[name]
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
@@ -176,7 +178,7 @@ def test_refusals_say_what_to_do(hub, tmp_path, monkeypatch, name, where):
     assert len(hub.requests) == (1 if where == "/api/" else 2)
 
 
-def test_a_busy_hub_is_reported_and_where_files_are_kept_is_asked_again(hub, tmp_path):
+def test_a_busy_hub_is_reported_and_the_storage_server_is_retried(hub, tmp_path):
     hub.fault = lambda handler, path: handler.refuse(429, Retry_After="120")
     assert "is busy (too many requests, status 429); try again in 120 seconds" in fails(StorageError, tmp_path)
     hub.fault = lambda handler, path: handler.refuse(500)
@@ -196,7 +198,7 @@ def test_a_hub_out_of_reach_is_reported(hub, tmp_path, monkeypatch):
     assert "HF_ENDPOINT" in fails(ConfigError, tmp_path)
 
 
-def test_offline_mode_is_kept_to(hub, tmp_path, monkeypatch):
+def test_offline_mode_is_respected(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert 'HF_HUB_OFFLINE="1" forbids requests to the hub' in fails(ConfigError, tmp_path)
@@ -204,7 +206,7 @@ def test_offline_mode_is_kept_to(hub, tmp_path, monkeypatch):
 
 
 def drip(handler: Handler, head: bytes) -> bool:
-    """Send a byte now and then, for as long as the test runs."""
+    """Send single bytes until the test ends."""
     handler.wfile.write(head)
     try:
         while not handler.server.closing:
@@ -229,20 +231,20 @@ IN_THE_CONTENT = b"HTTP/1.0 200 OK\r\nContent-Length: 9999999\r\n\r\n"
         ("GET", "/resolve/", IN_THE_CONTENT),
     ],
 )
-def test_a_hub_that_never_ends_its_answer_is_left(hub, tmp_path, monkeypatch, method, where, head):
-    """Each byte resets the library's own limit, which is for one wait."""
+def test_a_hub_that_never_ends_its_answer_times_out(hub, tmp_path, monkeypatch, method, where, head):
+    """Each byte resets the library's timeout, which applies to a single read."""
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
     monkeypatch.setattr(hub_client, "STALLED_SECONDS", 0.4)
     hub.fault = lambda handler, path: handler.command == method and where in path and drip(handler, head)
     begun = time.monotonic()
     assert "cannot be reached" in fails(StorageError, tmp_path)
-    # 0.4 seconds are allowed; a hang would last for ever
+    # The limit is 0.4 seconds. A hang would never end.
     assert time.monotonic() - begun < patience.seconds(30)
-    assert kept(tmp_path) == {}
+    assert complete_files(tmp_path) == {}
 
 
-def test_a_download_that_makes_progress_is_not_ended(tmp_path):
-    """The limit is on time without progress, not on the whole."""
+def test_a_download_with_progress_does_not_time_out(tmp_path):
+    """The limit is on the time without progress, not on the total time."""
     ended = threading.Event()
     numbers = iter(range(5))
 
@@ -256,7 +258,7 @@ def test_a_download_that_makes_progress_is_not_ended(tmp_path):
 
 
 class _LateFuture(Future):
-    """Ends at the moment at which a wait for it times out."""
+    """Completes at the moment at which a wait for it times out."""
 
     def result(self, timeout: float | None = None):
         if timeout is None:
@@ -266,15 +268,15 @@ class _LateFuture(Future):
         raise TimeoutError
 
 
-def test_a_call_that_ends_at_its_time_limit_has_its_result(monkeypatch):
+def test_a_call_that_ends_at_its_time_limit_returns_its_result(monkeypatch):
     monkeypatch.setattr(hub_client, "Future", _LateFuture)
     assert hub_client.bounded(lambda: 7, 0.05) == 7
     with pytest.raises(ValueError, match="of the call"):
         hub_client.bounded(lambda: int("of the call"), 0.05)
 
 
-def test_what_a_call_logs_after_its_time_limit_is_not_printed(hub, capsys, monkeypatch):
-    """The library tries again for a while; its warnings would stand after the one line that says what to do."""
+def test_log_messages_after_the_time_limit_are_not_printed(hub, capsys, monkeypatch):
+    """The library keeps retrying for a while. Its warnings would follow our error line."""
     huggingface_hub.utils.logging.get_logger("huggingface_hub.file_download")
     handler = logging.StreamHandler(stream := io.StringIO())
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
@@ -295,7 +297,7 @@ def test_what_a_call_logs_after_its_time_limit_is_not_printed(hub, capsys, monke
     assert stream.getvalue().splitlines() == ["trying to resume", "of another call"]
 
 
-def test_a_hub_may_be_silent_for_half_a_minute_and_no_longer():
+def test_the_time_limit_for_a_silent_hub_is_half_a_minute():
     assert 2 * constants.DEFAULT_ETAG_TIMEOUT <= 30
 
 
@@ -312,7 +314,7 @@ def test_a_lost_connection_continues_where_it_was(hub, tmp_path):
 
     hub.fault = cut
     assert run(tmp_path, "--assets", "safetensors") == 0
-    assert left(tmp_path / "name") == {"model.safetensors": WEIGHTS}
+    assert contents(tmp_path / "name") == {"model.safetensors": WEIGHTS}
     assert hub.fetched() == ["model.safetensors"] * 3
 
 
@@ -321,63 +323,63 @@ def test_a_connection_that_is_lost_again_and_again_ends_in_an_error(hub, tmp_pat
         handler.command == "GET" and "/resolve/" in path and handler.give(b"", claimed_size=len(WEIGHTS))
     )
     assert "cannot be reached" in fails(StorageError, tmp_path, "--assets", "safetensors")
-    assert kept(tmp_path) == {}
+    assert complete_files(tmp_path) == {}
 
 
-def test_a_hub_without_hashes_is_believed_and_that_is_reported(hub, tmp_path, capsys):
+def test_a_hub_without_hashes_is_trusted_with_a_note(hub, tmp_path, capsys):
     hub.facts = lambda: [{"rfilename": "model.safetensors"}]
     assert run(tmp_path, "--assets", "safetensors") == 0
-    assert left(tmp_path / "name") == {"model.safetensors": WEIGHTS}
+    assert contents(tmp_path / "name") == {"model.safetensors": WEIGHTS}
     assert "no hash known" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])  # hashed as git does, and as LFS does
-def test_a_wrong_content_is_fetched_once_more_and_never_kept(hub, tmp_path, name):
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])  # hashed like git blobs, and like LFS files
+def test_corrupt_content_is_fetched_once_more_and_never_kept(hub, tmp_path, name):
     assets = ["--assets", "safetensors" if name in LARGE else "tokenizer"]
-    good = FILES[name]
-    contents = [good[:-1] + b"x"]
+    correct = FILES[name]
+    answers = [correct[:-1] + b"x"]
 
     def fault(handler: Handler, path: str) -> bool:
-        if handler.command == "HEAD" or not path.endswith(name) or not contents:
+        if handler.command == "HEAD" or not path.endswith(name) or not answers:
             return False
-        return handler.give(contents.pop() if len(contents) == 1 else contents[0])
+        return handler.give(answers.pop() if len(answers) == 1 else answers[0])
 
     hub.fault = fault
     assert run(tmp_path, *assets) == 0
-    assert left(tmp_path / "name")[name] == good and hub.fetched().count(name) == 2
+    assert contents(tmp_path / "name")[name] == correct and hub.fetched().count(name) == 2
     (tmp_path / "name" / name).unlink()
-    contents[:] = [good[:-1] + b"y"] * 2  # again and again
+    answers[:] = [correct[:-1] + b"y"] * 2  # wrong every time
     assert f"{name} has the hash" in fails(DataError, tmp_path, *assets)
-    for content in (good[:-1], good + b"x"):
-        contents[:] = [content] * 2
+    for content in (correct[:-1], correct + b"x"):
+        answers[:] = [content] * 2
         assert f"{name} does not have the size" in fails(DataError, tmp_path, *assets)
-    assert name not in left(tmp_path / "name")
+    assert name not in contents(tmp_path / "name")
 
 
-@pytest.mark.parametrize("cached", [FILES["config.json"], b'{"hidden_size": 9}'], ids=["whole", "damaged"])
-def test_the_library_s_cache_is_used_where_it_is_right(hub, tmp_path, cached):
+@pytest.mark.parametrize("cached", [FILES["config.json"], b'{"hidden_size": 9}'], ids=["intact", "damaged"])
+def test_valid_files_in_the_library_s_cache_are_used(hub, tmp_path, cached):
     snapshot = tmp_path / "home" / "hub" / "models--org--name" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_bytes(cached)
     assert run(tmp_path, "--assets", "config") == 0
-    assert left(tmp_path / "name") == {"config.json": FILES["config.json"]}
+    assert contents(tmp_path / "name") == {"config.json": FILES["config.json"]}
     assert hub.fetched() == ([] if cached == FILES["config.json"] else ["config.json"])
 
 
-def test_a_file_that_was_there_stays_until_the_new_one_is_whole(hub, tmp_path):
+def test_an_existing_file_stays_until_the_new_one_is_complete(hub, tmp_path):
     (tmp_path / "name").mkdir()
     for content in (b"old", FILES["tokenizer.json"][:-1] + b"x"):
         (tmp_path / "name" / "tokenizer.json").write_bytes(content)
         hub.fault = lambda handler, path: handler.command == "GET" and "/resolve/" in path and handler.refuse(500)
         fails(StorageError, tmp_path)
-        assert kept(tmp_path / "name")["tokenizer.json"] == content
+        assert complete_files(tmp_path / "name")["tokenizer.json"] == content
         hub.fault = lambda handler, path: False
         assert run(tmp_path) == 0
-        assert left(tmp_path / "name")["tokenizer.json"] == FILES["tokenizer.json"]
+        assert contents(tmp_path / "name")["tokenizer.json"] == FILES["tokenizer.json"]
 
 
 @pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/evil", "a\\..\\b"])
-def test_a_name_that_leads_out_of_the_folder_is_refused(hub, tmp_path, name):
+def test_a_name_outside_the_folder_is_rejected(hub, tmp_path, name):
     hub.files[name] = b"x"
     assert "is outside of its folder" in fails(ConfigError, tmp_path)
 
@@ -391,17 +393,17 @@ def test_an_answer_that_is_not_a_list_of_files_is_reported(hub, tmp_path, conten
     assert "did not return a list of the files" in fails(ConfigError, tmp_path)
 
 
-@pytest.mark.parametrize("words", [
+@pytest.mark.parametrize("arguments", [
     ["--repo_id", "../x"], ["--repo_id", "a/b/c"], ["--repo_id", "a/.."], ["--repo_id", "a b"], ["--assets", "all"],
     ["--assets", "config", "--tokenizer_path", "original"], ["--tokenizer_path", "absent"], ["--local", "x"],
 ])  # fmt: skip
-def test_wrong_options_are_reported_in_one_line(hub, tmp_path, words):
-    told = fails(ConfigError, tmp_path, *words)
-    assert words[-2] in told or words[-1] in told, "the option, or its value"
+def test_wrong_options_are_reported_in_one_line(hub, tmp_path, arguments):
+    message = fails(ConfigError, tmp_path, *arguments)
+    assert arguments[-2] in message or arguments[-1] in message, "the message must name the option or its value"
     assert hub.fetched() == []
 
 
-def test_a_kind_without_files_is_reported_with_the_files_there_are(hub, tmp_path):
+def test_a_kind_without_files_is_reported_with_the_existing_files(hub, tmp_path):
     del hub.files["config.json"], hub.files["model.safetensors"]
     message = fails(ConfigError, tmp_path, "--all")
     assert (
@@ -410,7 +412,7 @@ def test_a_kind_without_files_is_reported_with_the_files_there_are(hub, tmp_path
     assert ", which has README.md, " in message
 
 
-def test_a_full_disk_is_reported_before_the_download_and_in_it(hub, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_before_and_during_the_download(hub, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(download.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**19})())
         assert "has 512.00 KiB free, but the files need 750.03 KiB" in fails(StorageError, tmp_path, "--all")
@@ -425,7 +427,7 @@ def test_a_full_disk_is_reported_before_the_download_and_in_it(hub, tmp_path, mo
     assert "cannot write" in fails(StorageError, tmp_path / "file")
 
 
-def test_two_at_once_do_not_mix_their_files(hub, tmp_path):
+def test_two_concurrent_downloads_do_not_mix_files(hub, tmp_path):
     (tmp_path / "name").mkdir()
     with download._staging(tmp_path / "name"):
         assert "is being written by another process" in fails(ConfigError, tmp_path)
@@ -435,9 +437,9 @@ def test_two_at_once_do_not_mix_their_files(hub, tmp_path):
 def test_help_names_every_option(capsys):
     assert cli.main(["data", "download", "--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("--repo_id", "--assets", "HF_TOKEN", "--tokenizer_path"))
+    assert all(text in printed for text in ("--repo_id", "--assets", "HF_TOKEN", "--tokenizer_path"))
 
 
-def test_the_library_is_imported_by_a_download_alone():
+def test_only_a_download_imports_the_library():
     program = "import sys, shardtrain.cli, shardtrain.tools.data.download; sys.exit('huggingface_hub' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=patience.seconds(60))

@@ -1,4 +1,4 @@
-"""`data prepare` writes the documents of the source in its order, with the same bytes for any number of processes."""
+"""``data prepare`` writes the documents in source order, with the same bytes for any number of processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardtrain.utils.errors import ConfigError, DataError, StorageError
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units of 2 KB, so that small files have several, and flushes and blocks of some hundred values."""
+    """Units of 2 KB, to split small files, and flushes and blocks of some hundred values."""
     monkeypatch.setattr(work_units, "UNIT_BYTES", 2000)
     monkeypatch.setattr(work_units, "_FLUSH_TOKENS", 700)
     monkeypatch.setattr(work_units, "_BLOCK_BYTES", 512)
@@ -43,7 +43,7 @@ def texts(count: int = 300, seed: int = 0) -> list[dict[str, str]]:
     return [{"text": "x" * draw.randint(1, 90) + str(draw.random())} for _ in range(count)]
 
 
-def words_for(path: Path, *more: str) -> list[str]:
+def arguments_for(path: Path, *more: str) -> list[str]:
     return ["--training.dataset", "jsonl", "--training.dataset_path", str(path), *more]
 
 
@@ -51,9 +51,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def in_memory(words: list[str]) -> MemoryTokenBuffer:
-    """The documents of the same options, tokenized on the fly."""
-    config = load(None, words).config
+def in_memory(arguments: list[str]) -> MemoryTokenBuffer:
+    """Return the documents of the same options, tokenized on the fly."""
+    config = load(None, arguments).config
     named = build_dataset.named_sources(config, config.training)[0]
     tokenizer = build_dataset.tokenizer_of(config)
     source = sources.find(named.source.dataset).open_source(build_dataset.request_for(config, named))
@@ -83,15 +83,15 @@ def test_any_number_of_processes_writes_the_same_bytes(rows: list[str], shard_to
     rows = ['{"text": "one that is read"}\n', *rows]
     with tempfile.TemporaryDirectory() as name:
         path = jsonl(Path(name) / "a.jsonl", rows)
-        words = words_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "1.0")
+        arguments = arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "1.0")
         folders = []
         for processes in (1, 4):
             folders.append(Path(name) / f"by-{processes}")
-            own = ["--processes", str(processes), "--shard_tokens", str(shard_tokens)]
-            assert prepare.main(["--output", str(folders[-1]), *own, *words]) == 0
+            extra = ["--processes", str(processes), "--shard_tokens", str(shard_tokens)]
+            assert prepare.main(["--output", str(folders[-1]), *extra, *arguments]) == 0
         assert contents(folders[0]) == contents(folders[1])
         line = ShardTokenBuffer(folders[0])
-        assert_same(line, in_memory(words))
+        assert_same(line, in_memory(arguments))
         assert [wrong for _, several in verify(line) for wrong in several] == []
         assert line.index.tally["rows"] == len(rows)
 
@@ -99,25 +99,25 @@ def test_any_number_of_processes_writes_the_same_bytes(rows: list[str], shard_to
 def test_masks_are_kept(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}?" * (i % 7 + 1), "completion": "yes" * (i % 5 + 1)} for i in range(200)]
     path = jsonl(tmp_path / "a.jsonl", rows)
-    words = words_for(path, "--data.format", "prompt_completion")
-    prepare.main(["--output", str(tmp_path / "o"), "--shard_tokens", "999", "--processes", "2", *words])
+    arguments = arguments_for(path, "--data.format", "prompt_completion")
+    prepare.main(["--output", str(tmp_path / "o"), "--shard_tokens", "999", "--processes", "2", *arguments])
     line = ShardTokenBuffer(tmp_path / "o")
     assert line.has_mask and line.index.format == "prompt_completion"
     assert 0 < line.index.tally["learned"] < line.num_tokens
-    assert_same(line, in_memory(words))
+    assert_same(line, in_memory(arguments))
 
 
-def test_compressed_files_are_units_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compressed_files_are_separate_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     for number in range(3):
         content = "".join(json.dumps(row) + "\n" for row in texts(100, number))
         (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(content.encode()))
-    words = words_for(folder)
-    prepare.main(["--output", str(tmp_path / "o"), "--processes", "4", *words])
-    assert_same(ShardTokenBuffer(tmp_path / "o"), in_memory(words))
-    told = "has 3 parts (compressed files, row groups) with one reader each, so 3 of 4 processes have work"
-    assert told in capsys.readouterr().err
+    arguments = arguments_for(folder)
+    prepare.main(["--output", str(tmp_path / "o"), "--processes", "4", *arguments])
+    assert_same(ShardTokenBuffer(tmp_path / "o"), in_memory(arguments))
+    note = "has 3 parts (compressed files, row groups) with one reader each, so 3 of 4 processes have work"
+    assert note in capsys.readouterr().err
 
 
 def test_every_source_of_a_mixture_gets_a_folder(tmp_path: Path) -> None:
@@ -135,20 +135,26 @@ def test_every_source_of_a_mixture_gets_a_folder(tmp_path: Path) -> None:
         ShardTokenBuffer(tmp_path / "o")
 
 
-def test_the_last_line_says_what_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_line_summarizes_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = jsonl(tmp_path / "a.jsonl", [*texts(30), {"text": ""}])
-    prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *words_for(path)])
+    prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *arguments_for(path)])
     lines = capsys.readouterr().out.splitlines()
     assert "30 documents" in lines[0] and "MB/s" in lines[0] and "tokens/s" in lines[0]
     assert "skipped 1 row:" in lines[1] and "a.jsonl:31" in lines[1]
 
 
-def test_a_finished_folder_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--output", str(tmp_path / "o"), "--processes", "1", *words_for(jsonl(tmp_path / "a.jsonl", texts(30)))]
-    prepare.main(words)
+def test_a_finished_folder_is_not_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--output",
+        str(tmp_path / "o"),
+        "--processes",
+        "1",
+        *arguments_for(jsonl(tmp_path / "a.jsonl", texts(30))),
+    ]
+    prepare.main(arguments)
     before = contents(tmp_path / "o")
     capsys.readouterr()
-    assert prepare.main(words) == 0
+    assert prepare.main(arguments) == 0
     assert "is prepared already: 30 documents" in capsys.readouterr().out
     assert contents(tmp_path / "o") == before
 
@@ -167,20 +173,20 @@ def test_a_folder_of_other_options_is_refused(
     tmp_path: Path, more: list[str], match: str, finished: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, folder = jsonl(tmp_path / "a.jsonl", texts(30)), tmp_path / "o"
-    words = ["--output", str(folder), "--processes", "1", *words_for(path)]
+    arguments = ["--output", str(folder), "--processes", "1", *arguments_for(path)]
     with monkeypatch.context() as patch:
         if not finished:
             patch.setattr(prepare.ShardWriter, "finish", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                prepare.main(words)
+                prepare.main(arguments)
         else:
-            prepare.main(words)
+            prepare.main(arguments)
     before = contents(folder)
     if more == ["rewrite"]:
         jsonl(path, texts(30, seed=1))
         more = []
     with pytest.raises(ConfigError, match=match) as caught:
-        prepare.main([*words, *more])
+        prepare.main([*arguments, *more])
     assert "\n" not in str(caught.value)
     assert contents(folder) == before
 
@@ -188,16 +194,16 @@ def test_a_folder_of_other_options_is_refused(
 def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", texts(30))
     with pytest.raises(ConfigError, match=r"--output=.* is not empty \(a\.jsonl\); name a new or empty folder"):
-        prepare.main(["--output", str(tmp_path), *words_for(path)])
+        prepare.main(["--output", str(tmp_path), *arguments_for(path)])
     with pytest.raises(ConfigError, match="is a file; name a folder"):
-        prepare.main(["--output", str(path), *words_for(path)])
+        prepare.main(["--output", str(path), *arguments_for(path)])
     assert path.exists()
 
 
 def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -> None:
-    """Somebody may have made a folder that looks like one of an interrupted command."""
-    words = words_for(jsonl(tmp_path / "a.jsonl", texts(30)))
-    prepare.main(["--output", str(tmp_path / "sound"), "--processes", "1", *words])
+    """An attacker may have prepared a folder that looks like that of an interrupted command."""
+    arguments = arguments_for(jsonl(tmp_path / "a.jsonl", texts(30)))
+    prepare.main(["--output", str(tmp_path / "sound"), "--processes", "1", *arguments])
     precious = tmp_path / "precious"
     precious.write_text("kept")
     planted = tmp_path / "planted"
@@ -205,7 +211,7 @@ def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -
     for name in [*contents(tmp_path / "sound"), "unfinished/lock", "unfinished/progress.json"]:
         is_read_first = name.endswith(".json")
         (planted / name).symlink_to(tmp_path / "absent" if is_read_first else precious)
-    prepare.main(["--output", str(planted), "--processes", "1", *words])
+    prepare.main(["--output", str(planted), "--processes", "1", *arguments])
     assert precious.read_text() == "kept" and not (tmp_path / "absent").exists()
     assert contents(planted) == contents(tmp_path / "sound")
     assert not any(path.is_symlink() for path in planted.rglob("*"))
@@ -215,12 +221,12 @@ def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -
     linked.mkdir()
     (linked / "unfinished").symlink_to(elsewhere)
     with pytest.raises(StorageError, match=f"unfinished is a link to {elsewhere}"):
-        prepare.main(["--output", str(linked), "--processes", "1", *words])
+        prepare.main(["--output", str(linked), "--processes", "1", *arguments])
     assert list(elsewhere.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("words", "match"),
+    ("arguments", "match"),
     [
         ([], "--output is required; write --output FOLDER"),
         (["--output"], "--output has no value"),
@@ -231,9 +237,9 @@ def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -
         (["--output", "a", "--training.dataset", "tokens", "--training.dataset_path", "x"], "is prepared already"),
     ],
 )
-def test_wrong_words_are_reported_in_one_line(words: list[str], match: str) -> None:
+def test_wrong_arguments_are_reported_in_one_line(arguments: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match) as caught:
-        prepare.main(words)
+        prepare.main(arguments)
     assert "\n" not in str(caught.value)
 
 
@@ -251,10 +257,10 @@ def bad_rows(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("processes", ["1", "2", "4"])
 def test_the_first_bad_row_of_the_source_stops_it(tmp_path: Path, processes: str) -> None:
-    """Also where another process meets a later one first."""
-    words = ["--output", str(tmp_path / "o"), "--processes", processes, *words_for(bad_rows(tmp_path))]
+    """Also if another process reaches a later bad row earlier."""
+    arguments = ["--output", str(tmp_path / "o"), "--processes", processes, *arguments_for(bad_rows(tmp_path))]
     with pytest.raises(DataError, match=r"a\.jsonl:58: .*data\.bad_rows=.skip.") as caught:
-        prepare.main(words)
+        prepare.main(arguments)
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="is not completely prepared"):
         ShardTokenBuffer(tmp_path / "o")
@@ -262,21 +268,21 @@ def test_the_first_bad_row_of_the_source_stops_it(tmp_path: Path, processes: str
 
 @pytest.mark.parametrize("processes", ["1", "2", "4"])
 def test_too_many_bad_rows_stop_it_with_the_same_count(tmp_path: Path, processes: str) -> None:
-    words = ["--output", str(tmp_path / "o"), "--processes", processes, *words_for(bad_rows(tmp_path))]
-    words += ["--data.bad_rows", "skip", "--data.bad_rows_max_fraction"]
+    arguments = ["--output", str(tmp_path / "o"), "--processes", processes, *arguments_for(bad_rows(tmp_path))]
+    arguments += ["--data.bad_rows", "skip", "--data.bad_rows_max_fraction"]
     with pytest.raises(DataError, match=r"has 3 bad of 300 rows, more than .*a\.jsonl:58, .*a\.jsonl:124, .*251"):
-        prepare.main([*words, "0.005"])
-    assert prepare.main([*words, "0.01"]) == 0  # what was done is kept
+        prepare.main([*arguments, "0.005"])
+    assert prepare.main([*arguments, "0.01"]) == 0  # finished units are kept
     assert ShardTokenBuffer(tmp_path / "o").num_documents == 297
 
 
-def test_nothing_usable_stops_it(tmp_path: Path) -> None:
+def test_a_source_without_usable_rows_stops_it(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 3)
     with pytest.raises(DataError, match="has 0 usable of 3 rows: 3 rows: "):
-        prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *words_for(path)])
+        prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *arguments_for(path)])
 
 
-def test_a_file_that_changes_meanwhile_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_during_the_run_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = jsonl(tmp_path / "a.jsonl", texts(50))
     append = work_units.append_unit
 
@@ -286,11 +292,11 @@ def test_a_file_that_changes_meanwhile_stops_it(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(work_units, "append_unit", append_and_touch)
     with pytest.raises(ConfigError, match=r"a\.jsonl.* was changed"):
-        prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *words_for(path)])
+        prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *arguments_for(path)])
     assert not (tmp_path / "o" / "index.json").exists()
 
 
 def test_a_folder_that_cannot_be_created_is_a_storage_error(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", texts(3))
     with pytest.raises(StorageError, match="cannot write .*; the same command continues where it stopped"):
-        prepare.main(["--output", str(path / "below" / "a" / "file"), *words_for(path)])
+        prepare.main(["--output", str(path / "below" / "a" / "file"), *arguments_for(path)])

@@ -1,4 +1,4 @@
-"""`data prepare` may be stopped at any moment in any way: started again, it ends with the bytes of one that was not."""
+"""``data prepare`` stopped at any moment and restarted writes the same bytes as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardtrain.utils.errors import ConfigError, PeerError, ShardtrainError
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units of 2 KB, and a note of how far it came after each."""
+    """Units of 2 KB, and a progress record after each."""
     monkeypatch.setattr(work_units, "UNIT_BYTES", 2000)
     monkeypatch.setattr(work_units, "_FLUSH_TOKENS", 700)
     monkeypatch.setattr(prepare, "SAVE_SECONDS", 0.0)
@@ -33,7 +33,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
+def arguments(tmp_path: Path) -> list[str]:
     draw = random.Random(0)
     rows = [{"prompt": "p" * draw.randint(0, 40), "completion": str(draw.random())} for _ in range(200)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -46,13 +46,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.is_file()}
 
 
-def in_child(words: list[str], before: Callable[[], object] = lambda: None) -> int:
-    """Run the verb in a forked process, as a command would; returns its exit code, negative for a signal."""
+def in_child(arguments: list[str], before: Callable[[], object] = lambda: None) -> int:
+    """Run the verb in a forked process. Return its exit code, negative for a signal."""
 
     def child() -> None:
         before()
         try:
-            sys.exit(prepare.main(words))
+            sys.exit(prepare.main(arguments))
         except ShardtrainError as error:
             print(error, file=sys.stderr)
             sys.exit(error.exit_code)
@@ -65,17 +65,17 @@ def in_child(words: list[str], before: Callable[[], object] = lambda: None) -> i
 
 
 def kill_at(operation: int) -> Callable[[], None]:
-    """Let this process be killed right before its n-th change of the disk."""
+    """Return a function that makes this process die right before its n-th change on disk."""
 
     def arm() -> None:
-        left, here = [operation], os.getpid()
+        remaining, parent_pid = [operation], os.getpid()
 
         def counted(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any, **options: Any) -> Any:
-                if os.getpid() == here:
-                    left[0] -= 1
-                    if left[0] == 0:
-                        os.kill(here, signal.SIGKILL)
+                if os.getpid() == parent_pid:
+                    remaining[0] -= 1
+                    if remaining[0] == 0:
+                        os.kill(parent_pid, signal.SIGKILL)
                 return function(*arguments, **options)
 
             return call
@@ -92,54 +92,54 @@ def kill_at(operation: int) -> Callable[[], None]:
     return arm
 
 
-def test_twenty_kills_change_no_byte(tmp_path: Path, words: list[str]) -> None:
-    """Each run is killed a little later than the one before, at another kind of moment each time."""
-    whole, folder = tmp_path / "whole", tmp_path / "killed"
-    prepare.main(["--output", str(whole), "--processes", "1", *words])
+def test_twenty_kills_change_no_byte(tmp_path: Path, arguments: list[str]) -> None:
+    """Each run is killed a little later than the previous one, in different phases."""
+    expected, folder = tmp_path / "uninterrupted", tmp_path / "killed"
+    prepare.main(["--output", str(expected), "--processes", "1", *arguments])
     for kill in range(20):
-        more = ["--output", str(folder), "--processes", str(kill % 3 + 1), *words]
+        more = ["--output", str(folder), "--processes", str(kill % 3 + 1), *arguments]
         assert in_child(more, kill_at(1 + kill * 3 // 4)) == -signal.SIGKILL
-    assert in_child(["--output", str(folder), "--processes", "2", *words]) == 0
-    assert contents(folder) == contents(whole)
+    assert in_child(["--output", str(folder), "--processes", "2", *arguments]) == 0
+    assert contents(folder) == contents(expected)
 
 
 @pytest.mark.nightly("random moments", by="tests/tools/data/test_prepare_kills.py::test_twenty_kills_change_no_byte")
-def test_each_moment_of_the_last_steps_may_be_the_last(tmp_path: Path, words: list[str]) -> None:
-    """From a finished last unit to the index: every change of the disk in turn."""
-    whole, folder = tmp_path / "whole", tmp_path / "killed"
-    prepare.main(["--output", str(whole), "--processes", "1", *words])
+def test_a_kill_at_any_moment_of_the_last_steps_changes_no_byte(tmp_path: Path, arguments: list[str]) -> None:
+    """Kill before every change on disk between the last unit and the index."""
+    expected, folder = tmp_path / "uninterrupted", tmp_path / "killed"
+    prepare.main(["--output", str(expected), "--processes", "1", *arguments])
     for operation in range(1, 200):
         print(operation)
-        code = in_child(["--output", str(folder), "--processes", "1", *words], kill_at(operation))
+        code = in_child(["--output", str(folder), "--processes", "1", *arguments], kill_at(operation))
         if code == 0:
             break
         assert code == -signal.SIGKILL
         if (folder / "index.json").exists():
-            assert contents(folder) == contents(whole)
-    assert contents(folder) == contents(whole)
+            assert contents(folder) == contents(expected)
+    assert contents(folder) == contents(expected)
 
 
-def test_a_unit_that_was_torn_is_done_again(tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss of power may leave a file's name without its bytes."""
-    whole, folder = tmp_path / "whole", tmp_path / "torn"
-    prepare.main(["--output", str(whole), "--processes", "1", *words])
+def test_a_torn_unit_is_written_again(tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power loss may leave a file without its content."""
+    expected, folder = tmp_path / "uninterrupted", tmp_path / "torn"
+    prepare.main(["--output", str(expected), "--processes", "1", *arguments])
     with monkeypatch.context() as patch:
-        patch.setattr(prepare._Work, "_merge", lambda self: None)  # units stay where they are
+        patch.setattr(prepare._Work, "_merge", lambda self: None)  # do not merge the units
         patch.setattr(prepare._Work, "finish", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            prepare.main(["--output", str(folder), "--processes", "1", *words])
+            prepare.main(["--output", str(folder), "--processes", "1", *arguments])
     parts = sorted((folder / UNFINISHED).glob("unit-*.tokens"))
     assert len(parts) > 3
     os.truncate(parts[0], 10)
     parts[1].write_bytes(b"\x00" * parts[1].stat().st_size)
     parts[2].unlink()
     parts[3].with_suffix(".json").write_text("{")
-    assert prepare.main(["--output", str(folder), "--processes", "1", *words]) == 0
-    assert contents(folder) == contents(whole)
+    assert prepare.main(["--output", str(folder), "--processes", "1", *arguments]) == 0
+    assert contents(folder) == contents(expected)
 
 
 def test_a_process_that_dies_is_named_and_costs_nothing(
-    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, folder = work_units.write_unit, tmp_path / "o"
 
@@ -152,38 +152,40 @@ def test_a_process_that_dies_is_named_and_costs_nothing(
     with pytest.raises(
         PeerError, match=r"process \d+ died at unit 2 with signal 9 \(SIGKILL\); the machine may be out"
     ):
-        prepare.main(["--output", str(folder), "--processes", "1", *words])
+        prepare.main(["--output", str(folder), "--processes", "1", *arguments])
     monkeypatch.setattr(work_units, "write_unit", write)
-    assert prepare.main(["--output", str(folder), "--processes", "1", *words]) == 0
+    assert prepare.main(["--output", str(folder), "--processes", "1", *arguments]) == 0
 
 
-def test_an_error_of_the_program_shows_where(tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_program_shows_where(
+    tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(work_units, "write_unit", lambda *_: 1 / 0)
     with pytest.raises(ShardtrainError, match="ZeroDivisionError") as caught:
-        prepare.main(["--output", str(tmp_path / "o"), "--processes", "2", *words])
+        prepare.main(["--output", str(tmp_path / "o"), "--processes", "2", *arguments])
     assert caught.value.exit_code == 1
 
 
 @pytest.mark.parametrize("limit_bytes", [600, 4000])
 def test_a_full_disk_is_a_storage_error_from_which_it_continues(
-    tmp_path: Path, words: list[str], limit_bytes: int, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, arguments: list[str], limit_bytes: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The limit of 600 bytes, which the message must fit into, is met by the processes, that of 4,000 by the shards."""
-    whole, folder = tmp_path / "whole", tmp_path / "full"
-    prepare.main(["--output", str(whole), "--processes", "1", *words])
-    more = ["--output", str(folder), "--processes", "2", *words]
+    """The worker processes exceed the limit of 600 bytes, and the shards that of 4,000 bytes."""
+    expected, folder = tmp_path / "uninterrupted", tmp_path / "full"
+    prepare.main(["--output", str(expected), "--processes", "1", *arguments])
+    more = ["--output", str(folder), "--processes", "2", *arguments]
     full = in_child(more, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes)))
     assert full == 8
     assert "the same command continues where it stopped" in capfd.readouterr().err
     assert in_child(more) == 0
-    assert contents(folder) == contents(whole)
+    assert contents(folder) == contents(expected)
 
 
-def test_ctrl_c_stops_it_cleanly(tmp_path: Path, words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_stops_it_cleanly(tmp_path: Path, arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "o"
 
     def interrupt() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
         append = work_units.append_unit
 
         def once(*arguments: Any) -> None:
@@ -192,24 +194,24 @@ def test_ctrl_c_stops_it_cleanly(tmp_path: Path, words: list[str], capfd: pytest
 
         work_units.append_unit = once
 
-    assert in_child(["--output", str(folder), "--processes", "2", *words], interrupt) == 130
+    assert in_child(["--output", str(folder), "--processes", "2", *arguments], interrupt) == 130
     captured = capfd.readouterr()
     assert captured.err.strip().splitlines()[-1] == "stopped; the same command continues from here"
-    assert in_child(["--output", str(folder), "--processes", "2", *words]) == 0
+    assert in_child(["--output", str(folder), "--processes", "2", *arguments]) == 0
     assert ShardTokenBuffer(folder).num_documents == 200
 
 
-def test_two_commands_do_not_write_one_folder(tmp_path: Path, words: list[str]) -> None:
+def test_two_commands_do_not_write_one_folder(tmp_path: Path, arguments: list[str]) -> None:
     folder = tmp_path / "o"
     (folder / UNFINISHED).mkdir(parents=True)
     with prepare._locked(folder):
-        # a lock is a process's own, so the second command must be another process
-        assert in_child(["--output", str(folder), "--processes", "1", *words]) == ConfigError.exit_code
-    assert in_child(["--output", str(folder), "--processes", "1", *words]) == 0
+        # Locks belong to a process, so the second command needs another process.
+        assert in_child(["--output", str(folder), "--processes", "1", *arguments]) == ConfigError.exit_code
+    assert in_child(["--output", str(folder), "--processes", "1", *arguments]) == 0
 
 
-def test_processes_end_with_the_one_that_started_them(tmp_path: Path, words: list[str]) -> None:
-    """Killed, it can tell them nothing: they notice."""
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path, arguments: list[str]) -> None:
+    """A killed parent cannot notify its child processes, so they must detect its end."""
     pids = tmp_path / "pids"
     pids.mkdir()
     write = work_units.write_unit
@@ -223,7 +225,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path, words: lis
         kill_at(25)()
 
     try:
-        assert in_child(["--output", str(tmp_path / "o"), "--processes", "2", *words], arm) == -signal.SIGKILL
+        assert in_child(["--output", str(tmp_path / "o"), "--processes", "2", *arguments], arm) == -signal.SIGKILL
     finally:
         work_units.write_unit = write
     started = [int(path.name) for path in pids.iterdir()]
@@ -233,7 +235,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path, words: lis
         if not alive:
             return
         signal.sigtimedwait([], 0.05)
-    raise AssertionError(f"processes {alive} are still there")
+    raise AssertionError(f"processes {alive} are still alive")
 
 
 def is_alive(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""What is shown of long work: a share, a speed and the time left; without a terminal a line now and then."""
+"""Progress of long work: percentage, speed and remaining time; without a terminal, occasional lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardtrain.tools.data.work_progress import WorkProgress
 from shardtrain.utils import heartbeat, progress
 
 
-def test_without_a_terminal_a_line_is_printed_now_and_then(
+def test_without_a_terminal_a_line_is_printed_occasionally(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
@@ -21,7 +21,7 @@ def test_without_a_terminal_a_line_is_printed_now_and_then(
             now[0] = 100.0 + second
             bar.advance(0.2 + 0.02 * second, 1_000_000 * second)
     lines = capsys.readouterr().err.splitlines()
-    # what an earlier run did counts in the share and not in the speed: 2 % of 1 GB a second, 72 % left after 4 of them
+    # The work of an earlier run counts in the percentage, but not in the speed: 2 % of 1 GB per second, 28 % after 4 s.
     assert lines == [
         "preparing web: 28.0 %, 20.00 MB/s, 1.00M tokens/s, 36s left",
         "preparing web: 36.0 %, 20.00 MB/s, 1.00M tokens/s, 32s left",

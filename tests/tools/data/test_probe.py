@@ -1,4 +1,4 @@
-"""The probe finds planted leaks and wrong targets, and finds nothing where nothing is wrong."""
+"""The probe detects planted leaks and wrong targets, and has no false alarms."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def with_targets(change: dict[int, int]) -> Batch:
 
 
 class Deaf(nn.Module):
-    """A model that is told of documents and takes no notice."""
+    """A model that ignores document boundaries."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -76,14 +76,14 @@ class Deaf(nn.Module):
 
 
 class Joining(Deaf):
-    """A model for which documents 1 and 2 are one."""
+    """A model that merges documents 1 and 2."""
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
         return self.inner(tokens_BT, positions_BT, documents_BT.masked_fill(documents_BT == 2, 1))
 
 
 class Blind(Deaf):
-    """A model that does not look at its tokens."""
+    """A model that ignores its tokens."""
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
         return self.inner(torch.zeros_like(tokens_BT), positions_BT, documents_BT)
@@ -98,7 +98,7 @@ def test_a_model_that_keeps_documents_apart_is_clean(family: str) -> None:
     assert "no leak" in verdicts(report)[-1]
 
 
-def test_a_planted_leak_is_found_with_its_places() -> None:
+def test_a_planted_leak_is_found_with_its_positions() -> None:
     report = probe(Deaf(model_of("llama3")), packed())
     assert not report.clean
     assert report.changes[0].leaks == {1: [7], 2: list(range(8, 30)), 3: list(range(30, T))}
@@ -107,13 +107,13 @@ def test_a_planted_leak_is_found_with_its_places() -> None:
     assert verdicts(report)[-1].startswith("verdict: 6 leaks")
 
 
-def test_a_leak_between_two_documents_alone_is_found() -> None:
+def test_a_leak_between_only_two_documents_is_found() -> None:
     report = probe(Joining(model_of("llama3")), packed())
     assert [change.leaks for change in report.changes] == [{}, {2: list(range(8, 30))}, {}, {}]
     assert not report.clean
 
 
-def test_a_model_that_does_not_look_is_not_taken_for_clean() -> None:
+def test_a_model_that_ignores_its_tokens_is_not_clean() -> None:
     report = probe(Blind(model_of("llama3")), packed())
     assert all(change.blind and not change.leaks for change in report.changes)
     assert not report.clean
@@ -128,7 +128,7 @@ def test_a_model_that_does_not_look_is_not_taken_for_clean() -> None:
     ],
 )
 def test_a_planted_target_is_found(change: dict[int, int], sentence: str) -> None:
-    if -1 in change.values():  # the token itself in place of the next one
+    if -1 in change.values():  # the token itself instead of the next one
         change = {place: (int(packed().tokens_BT[0, place + 1]) + 1) % V for place in change}
     report = probe(model_of("llama3"), with_targets(change))
     assert not report.clean
@@ -136,7 +136,7 @@ def test_a_planted_target_is_found(change: dict[int, int], sentence: str) -> Non
     assert report.wrong[0].startswith(sentence)
 
 
-def test_shifted_targets_are_counted_and_not_all_printed() -> None:
+def test_shifted_targets_are_counted_but_only_some_printed() -> None:
     batch = packed()
     shifted = dataclasses.replace(batch, targets_BT=batch.targets_BT.roll(1, 1))
     report = probe(model_of("llama3"), shifted)
@@ -159,13 +159,13 @@ def test_a_sequence_without_loss_is_found() -> None:
     assert report.wrong == ["no target of the sequence has a loss"]
 
 
-def test_positions_that_do_not_begin_again_are_found() -> None:
+def test_positions_that_do_not_restart_are_found() -> None:
     batch = dataclasses.replace(packed(), positions_BT=torch.arange(T)[None])
     report = probe(model_of("llama3"), batch)
     assert report.wrong[0] == "wrong position: place 7 of document 1 is 7 and not 0"
 
 
-def test_batches_with_nothing_to_keep_apart_are_refused() -> None:
+def test_batches_with_a_single_document_are_rejected() -> None:
     batch = packed()
     with pytest.raises(ValueError, match="without documents_BT"):
         probe(model_of("llama3"), dataclasses.replace(batch, documents_BT=None))
@@ -174,7 +174,7 @@ def test_batches_with_nothing_to_keep_apart_are_refused() -> None:
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
+def arguments(tmp_path: Path) -> list[str]:
     rows = [{"text": f"document {i} " + "word " * (i % 5 + 1)} for i in range(50)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -186,11 +186,11 @@ def words(tmp_path: Path) -> list[str]:
         "training.local_batch_size": 2,
         "data.document_mask": "on",
     }
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [argument for name, value in options.items() for argument in (f"--{name}", str(value))]
 
 
-def test_the_verb_prints_boundaries_and_the_verdict(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 0
+def test_the_verb_prints_boundaries_and_the_verdict(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "targets have a loss" in out
     assert "boundary of documents" in out
@@ -198,20 +198,20 @@ def test_the_verb_prints_boundaries_and_the_verdict(words: list[str], capsys: py
     assert out.rstrip().splitlines()[-1].startswith("verdict: no leak")
 
 
-def test_the_verb_refuses_data_whose_documents_are_not_kept_apart(words: list[str]) -> None:
+def test_the_verb_rejects_data_without_a_document_mask(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match="data.document_mask"):
-        main([*words[:-1], "off"])
+        main([*arguments[:-1], "off"])
 
 
-def test_the_verb_refuses_sequences_of_one_document(words: list[str]) -> None:
-    told = 'data.packing="padded": .*; reason: it gives each document its own sequence'
-    with pytest.raises(ConfigError, match=told):
-        main([*words, "--data.packing", "padded"])
+def test_the_verb_refuses_sequences_of_one_document(arguments: list[str]) -> None:
+    message = 'data.packing="padded": .*; reason: it gives each document its own sequence'
+    with pytest.raises(ConfigError, match=message):
+        main([*arguments, "--data.packing", "padded"])
 
 
-def test_the_verb_refuses_a_model_too_large_to_run_here(words: list[str]) -> None:
+def test_the_verb_refuses_a_model_too_large_to_run_here(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match='model.flavor="8B" has 8.0 billion parameters.*use a smaller flavor'):
-        main([*words[2:], "--model.flavor", "8B"])
+        main([*arguments[2:], "--model.flavor", "8B"])
 
 
 def test_the_verb_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,9 +220,9 @@ def test_the_verb_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("long_documents", ["split", "cut"])
-def test_documents_that_are_fitted_end_in_a_target_that_is_not_an_input(
-    words: list[str], capsys: pytest.CaptureFixture[str], long_documents: str
+def test_fitted_documents_end_in_a_target_that_is_no_input(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], long_documents: str
 ) -> None:
-    words = ["256" if word == "128" else word for word in words]
-    assert main([*words, "--data.packing", "first_fit", "--data.long_documents", long_documents]) == 0
+    arguments = ["256" if argument == "128" else argument for argument in arguments]
+    assert main([*arguments, "--data.packing", "first_fit", "--data.long_documents", long_documents]) == 0
     assert "verdict: no leak" in capsys.readouterr().out

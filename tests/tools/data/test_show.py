@@ -1,4 +1,4 @@
-"""What ``data show`` prints is what the model gets."""
+"""``data show`` prints exactly the input of the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pairs(tmp_path):
     ]
 
 
-def test_documents_positions_and_what_is_learned_are_shown(pairs, capsys):
+def test_documents_positions_and_targets_are_shown(pairs, capsys):
     assert show.main([*pairs, "--data.packing=first_fit", "--training.seq_len=24"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "learned text is between « and »",
@@ -41,20 +41,22 @@ def test_documents_positions_and_what_is_learned_are_shown(pairs, capsys):
     ]
 
 
-def test_documents_that_are_cut_continue_in_the_next_sequence(pairs, capsys):
-    words = [*pairs, "--data.packing=concat", "--training.seq_len=10", "--rows", "9", "--json"]
-    assert show.main([*words, "--training.local_batch_size=1"]) == 0
-    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(shown) == 1, "a step has one sequence"
-    assert show.main([*words, "--training.local_batch_size=3"]) == 0
-    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["position"] for row in shown] == [0, 1, 2]
-    targets = sum(row["num_targets"] for row in shown)
-    learned = sum(len(p["tokens"]) for row in shown for part in row["parts"] for p in part["pieces"] if p["learned"])
+def test_split_documents_continue_in_the_next_sequence(pairs, capsys):
+    arguments = [*pairs, "--data.packing=concat", "--training.seq_len=10", "--rows", "9", "--json"]
+    assert show.main([*arguments, "--training.local_batch_size=1"]) == 0
+    sequences = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(sequences) == 1, "a step must have one sequence"
+    assert show.main([*arguments, "--training.local_batch_size=3"]) == 0
+    sequences = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["position"] for row in sequences] == [0, 1, 2]
+    targets = sum(row["num_targets"] for row in sequences)
+    learned = sum(
+        len(p["tokens"]) for row in sequences for part in row["parts"] for p in part["pieces"] if p["learned"]
+    )
     assert targets == learned == len("4") + 1 + len("Paris") + 1
 
 
-def test_colors_tell_what_is_learned_and_text_cannot_steer_the_terminal():
+def test_colors_mark_targets_and_text_cannot_control_the_terminal():
     pieces = [show.TokenRun(False, [256, 65]), show.TokenRun(True, [66, 27, 257])]
     text = show.render(
         show.ShownSequence(0, "x", 3, 2, [show.DocumentPart(0, 0, pieces)], 0), ByteTokenizer(), color=True
@@ -63,7 +65,7 @@ def test_colors_tell_what_is_learned_and_text_cannot_steer_the_terminal():
 
 
 def test_pieces_are_cut_from_the_text_of_the_entire_document():
-    """A Metaspace tokenizer drops the space of a piece that is decoded by itself."""
+    """A Metaspace tokenizer drops the leading space of a piece that is decoded separately."""
     tokenizer = tokenizers_of_kinds.open_kind("metaspace_first")
     ids = tokenizer.encode("Q: what?\nA: two words").tolist()
     tail = tokenizer.encode("x two words").tolist()[1:]

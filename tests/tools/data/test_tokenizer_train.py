@@ -1,4 +1,4 @@
-"""Laws of ``shardtrain data tokenizer train``: every text comes back, runs repeat, nothing is overwritten unasked."""
+"""``shardtrain data tokenizer train``: lossless, reproducible, and nothing is overwritten without --force."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def trained(corpus, tmp_path_factory):
     return folder
 
 
-def run(source, folder, *words: str) -> int:
-    return tool.main(["train", "--input", str(source), "--vocab_size", "300", "--output", str(folder), *words])
+def run(source, folder, *arguments: str) -> int:
+    return tool.main(["train", "--input", str(source), "--vocab_size", "300", "--output", str(folder), *arguments])
 
 
 def test_the_folder_is_a_tokenizer_with_its_ends(trained):
@@ -55,7 +55,7 @@ def test_the_folder_is_a_tokenizer_with_its_ends(trained):
 
 @settings(max_examples=60, derandomize=True)
 @given(text=st.text(max_size=60))
-def test_every_text_comes_back(trained, text):
+def test_every_text_survives_a_round_trip(trained, text):
     tokenizer = _open(str(trained))
     assert tokenizer.decode(tokenizer.encode(text), keep_special=True) == text
 
@@ -67,28 +67,30 @@ def _open(path):
     return _opened.setdefault(path, open_tokenizer(path))
 
 
-def test_transformers_reads_it_alike(trained):
+def test_transformers_reads_the_tokenizer_equally(trained):
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(str(trained))
     text = "the café 12345 in 東京<|im_end|>"
     assert reference.encode(text, add_special_tokens=False) == open_tokenizer(str(trained)).encode(text).tolist()
     assert (reference.bos_token_id, reference.eos_token_id, reference.pad_token_id) == (0, 1, 2)
-    assert reference.encode(text)[:1] == [0] == list(open_tokenizer(str(trained)).prefix_ids), "both begin it with bos"
+    assert reference.encode(text)[:1] == [0] == list(open_tokenizer(str(trained)).prefix_ids), (
+        "both must begin with BOS"
+    )
 
 
 def test_two_processes_train_the_same_bytes(corpus, trained, tmp_path):
     code = "import sys; from shardtrain.tools.data.tokenizer import main; sys.exit(main(sys.argv[1:]))"
-    words = ["train", "--input", str(corpus), "--vocab_size", "300", "--output", str(tmp_path / "again")]
-    words += ["--special", "<|im_start|>", "<|im_end|>"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=patience.seconds(120)
+    arguments = ["train", "--input", str(corpus), "--vocab_size", "300", "--output", str(tmp_path / "again")]
+    arguments += ["--special", "<|im_start|>", "<|im_end|>"]
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=patience.seconds(120)
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (trained / name).read_bytes()
 
 
-def test_compression_is_measured_on_text_that_was_held_out(corpus, tmp_path, capsys):
+def test_compression_is_measured_on_held_out_text(corpus, tmp_path, capsys):
     assert run(corpus, tmp_path / "x") == 0
     printed = capsys.readouterr().out
     assert "bytes per token on held-out text" in printed and "8 of 8 parts are unchanged" in printed
@@ -96,7 +98,7 @@ def test_compression_is_measured_on_text_that_was_held_out(corpus, tmp_path, cap
     assert len(list(texts)) == 392 and len(texts.held_out) == 8 and texts.documents == 400
 
 
-def test_too_little_text_to_hold_some_out_is_reported(tmp_path, capsys):
+def test_too_little_text_for_a_held_out_part_is_reported(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the cat sat on the mat")
     assert run(tmp_path / "a.txt", tmp_path / "x") == 0
     printed = capsys.readouterr().out
@@ -106,13 +108,13 @@ def test_too_little_text_to_hold_some_out_is_reported(tmp_path, capsys):
 def test_files_are_read_by_their_endings_and_columns(corpus, tmp_path):
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(corpus.read_bytes()))
-    for i, (source, words) in enumerate([(packed, []), (corpus, ["--text_field", "body.x"]), (corpus.parent, [])]):
-        assert run(source, tmp_path / str(i), *words) == 0
+    for i, (source, arguments) in enumerate([(packed, []), (corpus, ["--text_field", "body.x"]), (corpus.parent, [])]):
+        assert run(source, tmp_path / str(i), *arguments) == 0
     first, *others = ((tmp_path / str(i) / "tokenizer.json").read_bytes() for i in range(3))
     assert all(other == first for other in others)
 
 
-def test_a_tokenizer_is_not_overwritten_unasked(trained, corpus, tmp_path):
+def test_a_tokenizer_is_only_overwritten_with_force(trained, corpus, tmp_path):
     before = (trained / "tokenizer.json").read_bytes()
     with pytest.raises(
         ConfigError, match=r"--output=.* holds tokenizer.json and tokenizer_config.json already; .*--force"
@@ -134,14 +136,14 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_options_are_reported_in_one_line(corpus, tmp_path, name):
-    words, message = WRONG[name]
+    arguments, message = WRONG[name]
     with pytest.raises(ConfigError) as caught:
-        run(corpus, tmp_path / "x", *words)
+        run(corpus, tmp_path / "x", *arguments)
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "x").exists()
 
 
-def test_an_ending_that_tells_nothing_and_a_missing_file_are_reported(tmp_path):
+def test_unknown_endings_and_missing_files_are_reported(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"x")
     with pytest.raises(ConfigError, match="--dataset text"):
         run(tmp_path / "a.bin", tmp_path / "x")
@@ -151,7 +153,7 @@ def test_an_ending_that_tells_nothing_and_a_missing_file_are_reported(tmp_path):
         tool.main([])
 
 
-def test_a_bad_row_stops_with_its_place_unless_it_may_be_skipped(tmp_path, capsys):
+def test_a_bad_row_stops_with_its_location_unless_skipping_is_enabled(tmp_path, capsys):
     file = tmp_path / "a.jsonl"
     rows = [json.dumps({"text": line}) for line in lines(20)]
     file.write_text("\n".join([*rows, '{"body": 1}', '{"text": ""}', "{"]) + "\n")
@@ -166,21 +168,21 @@ def test_a_bad_row_stops_with_its_place_unless_it_may_be_skipped(tmp_path, capsy
 
 
 def test_help_names_every_option(capsys):
-    for words in (["--help"], ["train", "--help"]):
-        assert cli.main(["data", "tokenizer", *words]) == 0
+    for arguments in (["--help"], ["train", "--help"]):
+        assert cli.main(["data", "tokenizer", *arguments]) == 0
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("--input", "--vocab_size", "--output", "--special", "--force"))
+    assert all(text in printed for text in ("--input", "--vocab_size", "--output", "--special", "--force"))
 
 
-def test_a_dataset_of_its_own_needs_no_input(tmp_path, monkeypatch):
+def test_a_dataset_file_needs_no_input(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(
         "from shardtrain.data.sources.jsonl import open_source as read\n"
         "from dataclasses import replace\n"
         f"def open_source(request): return read(replace(request, path={str(tmp_path / 'a.jsonl')!r}))\n"
     )
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines(50)))
-    words = ["train", "--vocab_size", "300", "--output", str(tmp_path / "out")]
-    assert tool.main([*words, "--dataset", str(tmp_path / "own.py")]) == 0
+    arguments = ["train", "--vocab_size", "300", "--output", str(tmp_path / "out")]
+    assert tool.main([*arguments, "--dataset", str(tmp_path / "own.py")]) == 0
     assert open_tokenizer(str(tmp_path / "out")).vocab_size == 300
 
 
@@ -190,19 +192,19 @@ def test_text_and_python_files_are_read_with_any_compression(tmp_path, name):
     assert tool._guess(str(tmp_path / name)) == "text"
 
 
-def test_what_cannot_be_read_is_told_apart(tmp_path):
-    words = ["train", "--vocab_size", "300", "--output", str(tmp_path / "out")]
+def test_unreadable_inputs_have_distinct_messages(tmp_path):
+    arguments = ["train", "--vocab_size", "300", "--output", str(tmp_path / "out")]
     with pytest.raises(ConfigError, match="--input is not given"):
-        tool.main(words)
+        tool.main(arguments)
     with pytest.raises(ConfigError, match="--input=.*absent.* does not exist"):
-        tool.main([*words, "--input", str(tmp_path / "absent")])
+        tool.main([*arguments, "--input", str(tmp_path / "absent")])
     with pytest.raises(ConfigError, match='--dataset="tokens" contains tokens and no text'):
-        tool.main([*words, "--input", str(tmp_path), "--dataset", "tokens"])
+        tool.main([*arguments, "--input", str(tmp_path), "--dataset", "tokens"])
 
 
-def test_a_table_without_a_line_of_names_has_its_columns_by_number(tmp_path):
+def test_a_table_without_a_header_has_numbered_columns(tmp_path):
     file = tmp_path / "rows"
     file.write_text("".join(f"{line}\t{i % 2}\n" for i, line in enumerate(lines())))
     folder = tmp_path / "tokenizer"
     assert run(file, folder, "--dataset", "tsv", "--text_field", "0") == 0
-    assert open_tokenizer(str(folder)).vocab_size == 300  # of the labels alone there would be nothing to merge
+    assert open_tokenizer(str(folder)).vocab_size == 300  # the labels would contain no pairs to merge

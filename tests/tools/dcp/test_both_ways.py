@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint in and out: bit for bit what PyTorch's own save wrote and load reads."""
+"""Import and export of torch.distributed.checkpoint folders is bitwise exact in both directions."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def our_name(theirs: str) -> str:
     return prefix + ".".join(OURS.get(part, part) for part in parts)
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-    assert {name: t.dtype for name, t in one.items()} == {name: t.dtype for name, t in other.items()}
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
+    assert {name: t.dtype for name, t in actual.items()} == {name: t.dtype for name, t in expected.items()}
 
 
 @pytest.mark.parametrize("ranks", cases([2], nightly=[1, 4]))
-def test_what_pytorch_has_saved_comes_in_to_the_bit(ranks: int, tmp_path: Path) -> None:
+def test_a_pytorch_checkpoint_imports_bitwise(ranks: int, tmp_path: Path) -> None:
     expected = run_ranks(ranks, save, str(tmp_path / "step-3"))[0]
     assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "step-3"), str(tmp_path / "ours"), *words()]) == 0
     ours = {our_name(name): rows(name, tensor) for name, tensor in expected.items()}
-    same(tensors_of(tmp_path / "ours"), ours)
+    assert_equal(tensors_of(tmp_path / "ours"), ours)
     stored = manifest.read(tmp_path / "ours")
     state = stored.facts["state"]
     assert (stored.step, state["updates"], state["tokens_seen"], stored.facts["weights_only"]) == (
@@ -60,7 +60,7 @@ def test_what_pytorch_has_saved_comes_in_to_the_bit(ranks: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("ranks", cases([2], nightly=[1, 4]))
-def test_what_comes_out_is_loaded_by_pytorch_to_the_bit(ranks: int, tmp_path: Path) -> None:
+def test_an_exported_checkpoint_loads_in_pytorch_bitwise(ranks: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": {"overrides": OVERRIDES}, "job": {"dump_folder": str(tmp_path / "run")}}
     options["training"] = {"steps": 2, "local_batch_size": 1, "global_batch_size": 4}
     options["checkpoint"] = {"enable": True, "interval": 2}
@@ -68,8 +68,8 @@ def test_what_comes_out_is_loaded_by_pytorch_to_the_bit(ranks: int, tmp_path: Pa
     assert run_ranks(ranks, train_whole, tiny_config(**options))[0].error is None
     step = tmp_path / "run/checkpoint/step-2"
     assert cli.main(["checkpoint", "to-dcp", str(step), str(tmp_path / "theirs")]) == 0
-    found, counters, group = run_ranks(ranks, load, str(tmp_path / "theirs"))[0]
-    same({our_name(name): rows(name, tensor) for name, tensor in found.items()}, tensors_of(step))
+    loaded, counters, group = run_ranks(ranks, load, str(tmp_path / "theirs"))[0]
+    assert_equal({our_name(name): rows(name, tensor) for name, tensor in loaded.items()}, tensors_of(step))
     assert counters == {"step": 2, "ntokens_seen": manifest.read(step).facts["state"]["tokens_seen"]}
     assert {**group, "betas": tuple(group["betas"])} == {
         **GROUP,
@@ -78,7 +78,7 @@ def test_what_comes_out_is_loaded_by_pytorch_to_the_bit(ranks: int, tmp_path: Pa
     }
 
 
-def test_a_schedule_file_that_a_run_names_is_not_run(tmp_path: Path, capsys: Any) -> None:
+def test_a_schedule_file_named_by_a_run_is_not_executed(tmp_path: Path, capsys: Any) -> None:
     schedule = tmp_path / "my_schedule.py"
     schedule.write_text("def factor(step, total_steps):\n    return 0.5\n")
     options: dict[str, Any] = {"model": {"overrides": OVERRIDES}, "job": {"dump_folder": str(tmp_path / "run")}}
@@ -87,21 +87,24 @@ def test_a_schedule_file_that_a_run_names_is_not_run(tmp_path: Path, capsys: Any
     assert run_ranks(1, train_whole, tiny_config(**options))[0].error is None
 
     schedule.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{schedule.read_text()}")
-    words = ["checkpoint", "to-dcp", str(tmp_path / "run"), str(tmp_path / "dcp")]
-    assert cli.main(words) == 2 and not (tmp_path / "ran").exists()
-    assert "my_schedule.py" in (said := capsys.readouterr().err) and "--config" in said
-    assert cli.main([*words, f"--config={tmp_path / 'run/config.resolved.toml'}"]) == 0 and (tmp_path / "ran").exists()
+    command = ["checkpoint", "to-dcp", str(tmp_path / "run"), str(tmp_path / "dcp")]
+    assert cli.main(command) == 2 and not (tmp_path / "ran").exists()
+    message = capsys.readouterr().err
+    assert "my_schedule.py" in message and "--config" in message
+    assert (
+        cli.main([*command, f"--config={tmp_path / 'run/config.resolved.toml'}"]) == 0 and (tmp_path / "ran").exists()
+    )
 
 
-def test_there_and_back_changes_nothing_but_what_a_folder_cannot_hold(tmp_path: Path) -> None:
+def test_a_round_trip_changes_only_what_a_folder_cannot_store(tmp_path: Path) -> None:
     folder = saved_one(tmp_path / "step-3")
     main = ["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]
     assert cli.main(main) == 0
     config = tmp_path / "run.toml"
-    config.write_text("".join(f"{word[2:].replace('=', ' = ')}\n" for word in words()))
+    config.write_text("".join(f"{option[2:].replace('=', ' = ')}\n" for option in words()))
     assert cli.main(["checkpoint", "to-dcp", str(tmp_path / "ours"), str(tmp_path / "b"), f"--config={config}"]) == 0
     before, after = DcpFolder(folder), DcpFolder(tmp_path / "b")
-    same({n: before.tensor(n) for n in before.tensors}, {n: after.tensor(n) for n in after.tensors})
+    assert_equal({n: before.tensor(n) for n in before.tensors}, {n: after.tensor(n) for n in after.tensors})
     assert {name: after.value(name) for name in after.objects if name.startswith("train_state")} == {
         "train_state.step": STEP,
         "train_state.ntokens_seen": TOKENS,
@@ -109,7 +112,9 @@ def test_there_and_back_changes_nothing_but_what_a_folder_cannot_hold(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", naming.NAMINGS)
-def test_weights_alone_go_out_under_either_naming_and_come_back(kind: str, tmp_path: Path, capsys: Any) -> None:
+def test_weights_without_optimizer_survive_a_round_trip_with_either_naming(
+    kind: str, tmp_path: Path, capsys: Any
+) -> None:
     folder = saved_one(tmp_path / "step-3")
     ours = str(tmp_path / "ours")
     assert cli.main(["checkpoint", "from-dcp", str(folder), ours, "--optimizer=false", *words()]) == 0
@@ -117,12 +122,12 @@ def test_weights_alone_go_out_under_either_naming_and_come_back(kind: str, tmp_p
     assert "without the optimizer's state" in capsys.readouterr().out
     assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "out"), str(tmp_path / "back"), *words()]) == 0
     assert cli.main(["checkpoint", "diff", ours, str(tmp_path / "back")]) in (0, 1)  # the name of the step differs
-    same(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "ours"))
+    assert_equal(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "ours"))
     assert f"with names of {kind}" in capsys.readouterr().out
 
 
-def test_rows_of_queries_and_keys_give_the_scores_of_pairs_that_lie_together() -> None:
-    """torchtitan turns (x_2i, x_2i+1), as complex numbers; after the reordering our turn gives the same products."""
+def test_reordered_queries_and_keys_reproduce_interleaved_rotary_scores() -> None:
+    """torchtitan rotates the pairs (x_2i, x_2i+1). After the reordering, our rotation gives the same products."""
     torch.manual_seed(0)
     heads, head_dim, positions = 2, 8, torch.arange(5).unsqueeze(0)
     config = type("Config", (), {"head_dim": head_dim})()
@@ -136,13 +141,13 @@ def test_rows_of_queries_and_keys_give_the_scores_of_pairs_that_lie_together() -
         return torch.einsum("btnh,bsnh->bnts", q, k)
 
     ours = {w: names.to_ours(f"layers.0.attn.{w}.weight", tensor) for w, tensor in theirs.items()}
-    # the turn itself is computed in float32
+    # Rotations are computed in float32.
     torch.testing.assert_close(scores(rotate, ours), scores(rotate_pairs, theirs), rtol=1e-5, atol=1e-5)
     assert all(torch.equal(names.to_theirs(f"layers.0.attn.{w}.weight", ours[w]), theirs[w]) for w in theirs)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (words(num_layers=3), "9 missing: layers.2.attention_norm.weight"),
         (words(num_layers=1), "has tensors that llama3 debugmodel does not have: layers.1.attention"),
@@ -151,18 +156,18 @@ def test_rows_of_queries_and_keys_give_the_scores_of_pairs_that_lie_together() -
         ([*words(), "--optimizer=maybe"], "--optimizer=maybe must be true or false"),
     ],
 )
-def test_a_folder_of_another_model_is_refused_and_nothing_is_written(
-    options: list[str], told: str, tmp_path: Path, capfd: Any
+def test_a_folder_of_another_model_is_rejected_without_writing(
+    options: list[str], message: str, tmp_path: Path, capfd: Any
 ) -> None:
     folder = saved_one(tmp_path / "step-3")
     assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *options]) in (2, 5)
     error = capfd.readouterr().err
-    assert told in error and len(error.strip().splitlines()) == 1
+    assert message in error and len(error.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
 def saved(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **more: Any) -> Path:
-    """A folder of a model of one process, with the state of any optimizer, and what else is given."""
+    """Save a DCP folder of a model and its optimizer state from one process, with further entries."""
     import torch.distributed.checkpoint as dcp
     from dcp_folders import TitanLlama
 
@@ -172,13 +177,15 @@ def saved(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.Ada
     steps.step()
     names = [name for name, _ in model.named_parameters()]
     state = {
-        f"state.{names[i]}.{key}": value for i, one in steps.state_dict()["state"].items() for key, value in one.items()
+        f"state.{names[i]}.{key}": value
+        for i, entry in steps.state_dict()["state"].items()
+        for key, value in entry.items()
     }
     dcp.save({**model.state_dict(), "optimizer": state, **more}, checkpoint_id=folder, no_dist=True)
     return folder
 
 
-def test_the_state_of_another_optimizer_is_not_taken_for_that_of_adam(tmp_path: Path, capfd: Any) -> None:
+def test_the_state_of_another_optimizer_is_not_mistaken_for_adam(tmp_path: Path, capfd: Any) -> None:
     folder = saved(tmp_path / "nadam", torch.optim.NAdam)
     main = ["checkpoint", "from-dcp", str(folder), str(tmp_path / "a"), *words()]
     assert cli.main([*main, "--optimizer=true"]) == 5
@@ -187,7 +194,7 @@ def test_the_state_of_another_optimizer_is_not_taken_for_that_of_adam(tmp_path: 
     assert manifest.read(tmp_path / "a").facts["weights_only"] is True
 
 
-def test_counters_may_be_tensors_and_tables_of_angles_are_left(tmp_path: Path, capfd: Any) -> None:
+def test_tensor_counters_are_read_and_rotary_tables_ignored(tmp_path: Path, capfd: Any) -> None:
     counters = {"step": torch.tensor(7), "ntokens_seen": torch.tensor(99)}
     folder = saved(tmp_path / "old", train_state=counters, freqs_cis=torch.ones(3, dtype=torch.complex64))
     assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "a"), *words()]) == 0
@@ -207,25 +214,25 @@ def test_names_of_wrapped_modules_are_read(tmp_path: Path) -> None:
         no_dist=True,
     )
     assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "wrapped"), str(tmp_path / "a"), *words()]) == 0
-    same(tensors_of(tmp_path / "a"), {our_name(name): rows(name, tensor) for name, tensor in plain.items()})
+    assert_equal(tensors_of(tmp_path / "a"), {our_name(name): rows(name, tensor) for name, tensor in plain.items()})
 
 
-def test_a_llama_2_of_the_first_torchtitan_comes_in_and_goes_out(tmp_path: Path, capsys: Any) -> None:
+def test_a_llama_2_of_the_first_torchtitan_imports_and_exports(tmp_path: Path, capsys: Any) -> None:
     folder, ours = saved_one(tmp_path / "step-3"), tmp_path / "ours"
     assert cli.main(["checkpoint", "from-dcp", str(folder), str(ours), "--model.name=llama2", *words()]) == 0
     assert "rotary angles" not in capsys.readouterr().out
     before = DcpFolder(folder)
     weights = {our_name(n): rows(n, before.tensor(n)) for n in before.tensors if not n.startswith(("optim", "train"))}
-    same({name: tensor for name, tensor in tensors_of(ours).items() if name.startswith("model.")}, weights)
+    assert_equal({name: tensor for name, tensor in tensors_of(ours).items() if name.startswith("model.")}, weights)
     assert cli.main(["checkpoint", "to-dcp", str(ours), str(tmp_path / "b"), "--model-only"]) == 0
     after = DcpFolder(tmp_path / "b")
-    same({n: before.tensor(n) for n in after.tensors}, {n: after.tensor(n) for n in after.tensors})
+    assert_equal({n: before.tensor(n) for n in after.tensors}, {n: after.tensor(n) for n in after.tensors})
 
 
 EXPERTS = ["router.gate.weight", *(f"experts.{w}" for w in ("w1", "w2", "w3"))]
 SHARED = [f"shared_experts.{w}.weight" for w in ("w1", "w2", "w3")]
 THEIRS = {
-    # of torchtitan's state dict adapters, without the numbers of layers
+    # From torchtitan's state dict adapters, without layer numbers.
     "llama4": {
         *(f"attention.{w}.weight" for w in ("wq", "wk", "wv", "wo")),
         *(f"moe.{name}" for name in [*EXPERTS, *SHARED]),
@@ -242,36 +249,36 @@ THEIRS = {
 
 
 @pytest.mark.parametrize("family", THEIRS)
-def test_names_are_those_of_torchtitans_adapters(family: str) -> None:
+def test_names_match_torchtitan_s_state_dict_adapters(family: str) -> None:
     from shardtrain import models
 
     module = models.find(family)
     config = models.shape_of(module, next(iter(module.FLAVORS)), {"num_layers": 4}, "rmsnorm")
     names = naming.naming(naming.TORCHTITAN, family, config)
     ours = [name for name, _ in models.build(module, config).named_parameters()]
-    found = [names.theirs(name) for name in ours]
-    assert len(set(found)) == len(found)
-    ends = {name.split(".", 2)[2] for name in found if name.startswith("layers.")}
+    converted = [names.theirs(name) for name in ours]
+    assert len(set(converted)) == len(converted)
+    ends = {name.split(".", 2)[2] for name in converted if name.startswith("layers.")}
     assert ends == THEIRS[family]
-    assert {name for name in found if not name.startswith("layers.")} == {
+    assert {name for name in converted if not name.startswith("layers.")} == {
         "tok_embeddings.weight",
         "norm.weight",
         "output.weight",
     }
 
 
-def test_a_model_that_is_laid_out_otherwise_is_refused_both_ways(tmp_path: Path, capfd: Any) -> None:
+def test_a_model_with_another_layout_is_rejected_in_both_directions(tmp_path: Path, capfd: Any) -> None:
     folder = saved_one(tmp_path / "step-3")
     assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), "--model.name=gpt_oss"]) == 2
-    told = capfd.readouterr().err
-    assert "gpt_oss" in told and "w1 and w3 of experts in one matrix" in told and "shardtrain import" in told
+    message = capfd.readouterr().err
+    assert "gpt_oss" in message and "w1 and w3 of experts in one matrix" in message and "shardtrain import" in message
     with pytest.raises(ConfigError, match=r"use --names=shardtrain; reason: .*w1 and w3 of experts in one matrix"):
         naming.naming(naming.TORCHTITAN, "gpt_oss", None)
     assert not (tmp_path / "ours").exists()
 
 
-def test_angles_that_torchtitan_computes_otherwise_are_reported() -> None:
-    """Its Llama is always scaled; its DeepSeek-V3 is stretched where rows are longer than 4096 tokens."""
+def test_different_rotary_angles_in_torchtitan_are_reported() -> None:
+    """torchtitan always scales Llama, and stretches DeepSeek-V3 for rows longer than 4096 tokens."""
     from shardtrain import models
     from shardtrain.tools.dcp.dcp_reader import _other_angles
     from shardtrain.utils.errors import ConfigError
@@ -291,7 +298,7 @@ def test_angles_that_torchtitan_computes_otherwise_are_reported() -> None:
     assert not _other_angles("deepseek_v3", config("deepseek_v3", rope_factor=1.0), 2048)
 
 
-def test_a_folder_holds_all_that_a_schedule_and_an_optimizer_of_pytorch_ask_for(tmp_path: Path) -> None:
+def test_an_exported_folder_has_all_keys_of_pytorch_s_schedule_and_optimizer(tmp_path: Path) -> None:
     folder = saved_one(tmp_path / "step-3")
     assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]) == 0
     config = tmp_path / "run.toml"
@@ -299,22 +306,22 @@ def test_a_folder_holds_all_that_a_schedule_and_an_optimizer_of_pytorch_ask_for(
     text = config.read_text()
     config.write_text("\n".join(sorted(text.splitlines(), key=lambda line: "model" not in line)))
     assert cli.main(["checkpoint", "to-dcp", str(tmp_path / "ours"), str(tmp_path / "b"), f"--config={config}"]) == 0
-    there = DcpFolder(tmp_path / "b")
-    one = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
-    asked = torch.optim.lr_scheduler.LambdaLR(one, lambda _: 1.0).state_dict()
-    assert {f"lr_scheduler.{key}" for key in asked} <= there.objects.keys()
-    assert there.value("lr_scheduler.last_epoch") == STEP
+    exported = DcpFolder(tmp_path / "b")
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    schedule_state = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0).state_dict()
+    assert {f"lr_scheduler.{key}" for key in schedule_state} <= exported.objects.keys()
+    assert exported.value("lr_scheduler.last_epoch") == STEP
     group = "optimizer.param_groups.norm.weight."
-    assert {group + key for key in one.param_groups[0] if key != "params"} <= there.objects.keys()
-    decoupled = group + "decoupled_weight_decay"  # of an Adam, not as AdamW
-    assert decoupled not in there.objects or there.value(decoupled) is False
+    assert {group + key for key in optimizer.param_groups[0] if key != "params"} <= exported.objects.keys()
+    decoupled = group + "decoupled_weight_decay"  # Adam, not AdamW
+    assert decoupled not in exported.objects or exported.value(decoupled) is False
 
 
-def test_a_folder_without_the_optimizer_gives_weights_and_says_so(tmp_path: Path, capfd: Any) -> None:
+def test_a_folder_without_optimizer_state_imports_weights_with_a_note(tmp_path: Path, capfd: Any) -> None:
     import torch.distributed.checkpoint as dcp
     from dcp_folders import TitanLlama
 
-    dcp.save({"model": TitanLlama().state_dict()}, checkpoint_id=tmp_path / "old", no_dist=True)  # as in v0.1
+    dcp.save({"model": TitanLlama().state_dict()}, checkpoint_id=tmp_path / "old", no_dist=True)  # the format of v0.1
     main = ["checkpoint", "from-dcp", str(tmp_path / "old")]
     assert cli.main([*main, str(tmp_path / "a"), *words(), "--optimizer", "true"]) == 5
     assert "no optimizer state: it has none" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Folders that strangers could have written: none runs code, each is one line, and a changed byte is told."""
+"""Hostile folders: none runs code, each is one error line, and changed bytes are reported."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Change = Callable[[Path, Path], None]
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def good_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_one(tmp_path_factory.mktemp("good") / "step-3")
 
 
 def metadata(change: Callable[[Any], Any]) -> Change:
-    """Metadata that the real ones are changed into, pickled again."""
+    """Change the real metadata, and pickle them again."""
 
     def write(folder: Path, canary: Path) -> None:
-        whole = pickle.loads((folder / ".metadata").read_bytes())  # of the fixture
-        (folder / ".metadata").write_bytes(pickle.dumps(change(whole) or whole))
+        meta = pickle.loads((folder / ".metadata").read_bytes())  # written by the fixture
+        (folder / ".metadata").write_bytes(pickle.dumps(change(meta) or meta))
 
     return write
 
@@ -48,18 +48,18 @@ def raw(data: Callable[[Path], bytes]) -> Change:
 
 
 def item(make: Callable[[bytes, Path], bytes]) -> Change:
-    """The bytes of the embedding, changed; at the end of the file, so that no other item moves."""
+    """Replace the bytes of the embedding, at the end of the file, where no other item moves."""
 
     def write(folder: Path, canary: Path) -> None:
-        whole = pickle.loads((folder / ".metadata").read_bytes())
-        (index,) = [i for i in whole.storage_data if i.fqn == "tok_embeddings.weight"]
-        info = whole.storage_data[index]
+        meta = pickle.loads((folder / ".metadata").read_bytes())
+        (index,) = [i for i in meta.storage_data if i.fqn == "tok_embeddings.weight"]
+        info = meta.storage_data[index]
         path = folder / info.relative_path
         data = path.read_bytes()
         changed = make(data[info.offset : info.offset + info.length], canary)
         path.write_bytes(data + changed)
         info.offset, info.length = len(data), len(changed)
-        (folder / ".metadata").write_bytes(pickle.dumps(whole))
+        (folder / ".metadata").write_bytes(pickle.dumps(meta))
 
     return write
 
@@ -72,24 +72,24 @@ def rezipped(data: bytes, name: str, content: bytes, compression: int = zipfile.
     return out.getvalue()
 
 
-def first_info(whole: Any) -> Any:
-    return next(iter(whole.storage_data.values()))
+def first_info(meta: Any) -> Any:
+    return next(iter(meta.storage_data.values()))
 
 
 def set_first(**values: Any) -> Callable[[Any], None]:
-    def change(whole: Any) -> None:
+    def change(meta: Any) -> None:
         for name, value in values.items():
-            setattr(first_info(whole), name, value)
+            setattr(first_info(meta), name, value)
 
     return change
 
 
 def with_state(name: str, value: Any) -> Callable[[Any], None]:
-    return lambda whole: whole.state_dict_metadata.update({name: value})
+    return lambda meta: meta.state_dict_metadata.update({name: value})
 
 
 class Getter:
-    """Unpickled, it looks up an attribute of what it is called with."""
+    """Calls getattr when unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return operator.attrgetter, ("system",)
@@ -100,12 +100,12 @@ class Setter:
         return MetadataIndex, ("a",), {"__class__": Bomb}
 
 
-def shape_of(whole: Any, *sizes: int) -> None:
-    whole.state_dict_metadata["tok_embeddings.weight"].size = torch.Size(sizes)
+def shape_of(meta: Any, *sizes: int) -> None:
+    meta.state_dict_metadata["tok_embeddings.weight"].size = torch.Size(sizes)
 
 
 def shared(kind: bytes, count: int) -> bytes:
-    """Lists or tuples, each of two of the one before, in the memo from 0 on; the last lies on the stack."""
+    """Nested lists or tuples, each with two references to the previous one. The last one is on the stack."""
     pair = b"](h%ch%ce\x94" if kind == b"]" else b"h%ch%c\x86\x94"
     return kind + b"\x94" + b"".join(pair % (n, n) for n in range(count))
 
@@ -114,7 +114,7 @@ REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 
 
 def described(pickled: bytes) -> Change:
-    """The embedding, as a pickle of protocol 4 describes it."""
+    """Replace the embedding with a pickle of protocol 4."""
     return item(lambda data, canary: rezipped(data, "data.pkl", b"\x80\x04" + pickled))
 
 
@@ -134,15 +134,15 @@ def sparse(folder: Path, canary: Path) -> None:
     )(folder, canary)
 
 
-def shared_file(whole: Any) -> None:
+def shared_file(meta: Any) -> None:
     name: Any = []
     for _ in range(40):
         name = [name, name]
-    first_info(whole).relative_path = name
+    first_info(meta).relative_path = name
 
 
 def shared_lists(canary: Path) -> bytes:
-    """Sixty lists, each of two of the one before: 2^60 entries in a few hundred bytes."""
+    """Sixty lists, each with two references to the previous one: 2^60 entries in a few hundred bytes."""
     return (
         b"\x80\x04]\x94" + b"".join(b"]" + b"(h" + bytes([n]) + b"h" + bytes([n]) + b"e\x94" for n in range(60)) + b"."
     )
@@ -207,9 +207,11 @@ CASES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_hostile_folder_runs_nothing_and_is_one_line(name: str, good: Path, tmp_path: Path, capfd: Any) -> None:
+def test_a_hostile_folder_runs_nothing_and_is_one_line(
+    name: str, good_folder: Path, tmp_path: Path, capfd: Any
+) -> None:
     folder, canary = tmp_path / "step-3", tmp_path / "canary"
-    shutil.copytree(good, folder)
+    shutil.copytree(good_folder, folder)
     CASES[name](folder, canary)
     assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]) == 5
     lines = capfd.readouterr().err.strip().splitlines()
@@ -221,10 +223,10 @@ def test_there_are_thirty_hostile_metadata_files() -> None:
     assert len(CASES) >= 30
 
 
-def test_every_changed_byte_of_a_tensor_is_reported(good: Path, tmp_path: Path) -> None:
-    """PyTorch's own load takes them all: it does not compare the checksums that its files have."""
+def test_every_changed_byte_of_a_tensor_is_reported(good_folder: Path, tmp_path: Path) -> None:
+    """PyTorch's load accepts all of them, because it ignores the checksums of its files."""
     folder = tmp_path / "step-3"
-    shutil.copytree(good, folder)
+    shutil.copytree(good_folder, folder)
     place = DcpFolder(folder).tensors["output.weight"].chunks[0].place
     path, rng = folder / place.file, random.Random(0)
     data = bytearray(path.read_bytes())
@@ -240,7 +242,7 @@ def test_every_changed_byte_of_a_tensor_is_reported(good: Path, tmp_path: Path) 
         data[at] ^= bit
 
 
-def test_plain_values_of_any_protocol_are_read_as_what_they_are() -> None:
+def test_plain_values_of_any_pickle_protocol_are_read() -> None:
     value = {"a": [1, 2.5, (True, None, "é"), b"x", -(2**70)], "b": {}, "c": [[], [[]]], "d": (1, 2, 3, 4)}
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         if protocol < 3:

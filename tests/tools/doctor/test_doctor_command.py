@@ -1,4 +1,4 @@
-"""Laws of the verb: what it prints and with what it ends, on real processes, and that nothing of it stays."""
+"""``shardtrain doctor`` with real processes: output, exit status, and no leftovers."""
 
 from __future__ import annotations
 
@@ -25,82 +25,82 @@ SMALL = ["--training.device=cpu", "--model.overrides.num_layers=1"]
 UNWANTED = ("NGPU", "LOG_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def start(tmp_path, *words, launcher=("-m", "shardtrain")):
+def start(tmp_path, *arguments, launcher=("-m", "shardtrain")):
     names = {name: value for name, value in os.environ.items() if name not in UNWANTED}
     names |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    line = [sys.executable, *launcher, "doctor", *words, *SMALL]
+    line = [sys.executable, *launcher, "doctor", *arguments, *SMALL]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     kind = forked.Popen if launcher == ("-m", "shardtrain") else subprocess.Popen
     return kind(line, cwd=tmp_path, env=names, text=True, start_new_session=True, **pipes)
 
 
-def run(tmp_path, *words, **how):
-    process = start(tmp_path, *words, **how)
+def run(tmp_path, *arguments, **how):
+    process = start(tmp_path, *arguments, **how)
     out, err = process.communicate(timeout=patience.seconds(120))
     return process.returncode, out, err
 
 
-def left(folder):
-    """What is in a folder, without what PyTorch leaves there: caches, and a file for each rank that was killed."""
-    theirs = ("torchinductor", "pytorch-errorfile")
-    return [path for path in folder.rglob("*") if not any(name in str(path) for name in theirs)]
+def leftovers(folder):
+    """Return the files in a folder, except PyTorch's caches and its error files of killed ranks."""
+    ignored = ("torchinductor", "pytorch-errorfile")
+    return [path for path in folder.rglob("*") if not any(name in str(path) for name in ignored)]
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch, capfd):
-    """Runs the verb from this process, whose imports its ranks share; gives status, output and errors."""
+    """Function that runs the verb in this process, to share its imports, and returns status, stdout and stderr."""
     for name in UNWANTED:
         monkeypatch.delenv(name, raising=False)
-    # what the verb sets where it is not set, so that it does not stay in this process
-    one = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    # The verb sets these variables if unset. Set them here, so monkeypatch restores them.
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
     loopback = "lo" if sys.platform == "linux" else "lo0"
-    for name, value in (one | {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}).items():
+    for name, value in (defaults | {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
-    def run_here(*words):
-        code = cli.main(["doctor", *words, *SMALL])
+    def run_here(*arguments):
+        code = cli.main(["doctor", *arguments, *SMALL])
         return code, *capfd.readouterr()
 
     return run_here
 
 
-def test_the_doctor_looks_at_two_ranks_and_leaves_nothing(tmp_path, here):
+def test_the_doctor_examines_two_ranks_and_leaves_no_files(tmp_path, here):
     code, out, err = here(CONFIG, "--nproc", "2", "--json")
     assert out, err
-    told = json.loads(out)
-    assert told["ranks"] == 2 and len(told["hosts"]) == 1 and code == told["exit_code"]
-    failed = {row["area"] for row in told["findings"] if row["verdict"] == "fail"}
-    assert failed <= {"limits", "memory"}, "which are those of the machine that runs the tests"
-    areas = {row["area"] for row in told["findings"]}
+    report = json.loads(out)
+    assert report["ranks"] == 2 and len(report["hosts"]) == 1 and code == report["exit_code"]
+    failed = {row["area"] for row in report["findings"] if row["verdict"] == "fail"}
+    assert failed <= {"limits", "memory"}, "only areas that depend on this machine may fail"
+    areas = {row["area"] for row in report["findings"]}
     assert areas >= {"versions", "hosts", "config", "limits", "memory", "clock", "storage", "devices", "network"}
     assert err.startswith("shardtrain ") and "doctor with 2 processes (as --nproc says)" in err
-    assert left(tmp_path) == [] and doctor_command.FOLDER not in os.environ
+    assert leftovers(tmp_path) == [] and doctor_command.FOLDER not in os.environ
 
 
-def test_one_process_needs_no_network_and_a_table_names_the_fix_of_what_failed(tmp_path, here):
+def test_one_process_needs_no_network_and_the_table_names_the_fix(tmp_path, here):
     (tmp_path / "file").touch()
     code, out, _ = here("--nproc", "1", "--job.dump_folder", str(tmp_path / "file" / "run"))
     assert code == 8, out
     assert "fail  storage     job.dump_folder" in out
     assert "fix: make it writable, or choose another job.dump_folder" in out
-    assert "all_reduce" not in out and left(tmp_path) == [tmp_path / "file"]
+    assert "all_reduce" not in out and leftovers(tmp_path) == [tmp_path / "file"]
 
 
 @pytest.mark.nightly(
     "without torchrun",
-    by="tests/tools/doctor/test_doctor_command.py::test_the_doctor_looks_at_two_ranks_and_leaves_nothing",
+    by="tests/tools/doctor/test_doctor_command.py::test_the_doctor_examines_two_ranks_and_leaves_no_files",
 )
 def test_ranks_of_torchrun_make_one_report(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardtrain")
     code, out, err = run(tmp_path, CONFIG, launcher=launcher)
-    assert code in (0, 1), err  # torchrun makes 1 of every failure, such as a limit of this machine
+    assert code in (0, 1), err  # torchrun exits with 1 for every failure, such as a low limit of this machine
     assert out.count("2 ranks on 1 host") == 1 and "all_gather dp_shard (all ranks)" in out
-    assert "meeting port" not in out, "the port is that of this very job"
+    assert "meeting port" not in out, "the port is in use by this job itself"
 
 
-def test_ctrl_c_ends_all_ranks_at_once_and_leaves_nothing(tmp_path):
+def test_ctrl_c_ends_all_ranks_immediately_and_leaves_no_files(tmp_path):
     process = start(tmp_path, "--nproc", "2")
     try:
         assert "doctor with 2 processes" in process.stderr.readline()
@@ -108,16 +108,16 @@ def test_ctrl_c_ends_all_ranks_at_once_and_leaves_nothing(tmp_path):
         while not list(tmp_path.glob("shardtrain-doctor-*")):
             assert time.monotonic() < end
             time.sleep(0.01)
-        asked = time.monotonic()
+        interrupted_at = time.monotonic()
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=patience.seconds(60))
-        # on a fast machine it may have finished a moment before
-        assert (process.returncode != 0 or "2 ranks on 1 host" in out) and time.monotonic() - asked < patience.seconds(
-            30
-        )
+        # On a fast machine, it may have finished just before.
+        assert (
+            process.returncode != 0 or "2 ranks on 1 host" in out
+        ) and time.monotonic() - interrupted_at < patience.seconds(30)
         # A signal while the folder is created leaves an empty marked folder, which the next start removes.
-        assert [path for path in left(tmp_path) if path.is_file() and path.name != temporary.MARK] == []
-        # the ranks were sessions of their own; none holds the folder any more
+        assert [path for path in leftovers(tmp_path) if path.is_file() and path.name != temporary.MARK] == []
+        # Ranks are separate sessions. None may still use the folder.
         assert not any(str(tmp_path) in _folder_of(pid) for pid in os.listdir("/proc") if pid.isdecimal())
     finally:
         process.kill()
@@ -131,7 +131,7 @@ def _folder_of(pid):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["nothing.toml"], 'job.config_file="nothing.toml" does not exist'),
         (["--limit_seconds", "0"], '--limit_seconds="0" must be 1 to 3600 seconds'),
@@ -142,27 +142,27 @@ def _folder_of(pid):
         (["--training.stps", "3"], "training.steps"),
     ],
 )
-def test_wrong_words_are_one_line_and_start_nothing(capsys, words, told):
-    assert cli.main(["doctor", *words]) == 2
+def test_wrong_arguments_are_one_line_and_start_nothing(capsys, arguments, message):
+    assert cli.main(["doctor", *arguments]) == 2
     out, err = capsys.readouterr()
-    assert told in err and len(err.splitlines()) == 1 and not out
+    assert message in err and len(err.splitlines()) == 1 and not out
 
 
 def test_help_names_every_option_and_status(capsys):
     assert cli.main(["doctor", "--help"]) == 0
     out, _ = capsys.readouterr()
-    assert all(word in out for word in ("--nproc", "--json", "--strict", "--limit_seconds", "8 storage", "torchrun"))
+    assert all(text in out for text in ("--nproc", "--json", "--strict", "--limit_seconds", "8 storage", "torchrun"))
 
 
-def test_reading_the_words_imports_no_torch():
+def test_parsing_the_arguments_imports_no_torch():
     line = "import sys; from shardtrain import cli; cli.main(['doctor', '--help']); sys.exit('torch' in sys.modules)"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", line], cwd=ROOT, capture_output=True, timeout=patience.seconds(60), check=False
     )
-    assert done.returncode == 0
+    assert result.returncode == 0
 
 
-def test_a_rank_without_an_address_to_meet_at_is_reported(monkeypatch, capsys):
+def test_a_rank_without_a_rendezvous_address_is_reported(monkeypatch, capsys):
     for name in UNWANTED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
@@ -172,7 +172,7 @@ def test_a_rank_without_an_address_to_meet_at_is_reported(monkeypatch, capsys):
     assert "MASTER_PORT is not set" in capsys.readouterr().err
 
 
-def test_a_slurm_step_says_how_many_ranks_a_host_has(monkeypatch):
+def test_the_ranks_per_host_are_read_from_slurm(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2),4")

@@ -1,4 +1,4 @@
-"""Laws of groups: each axis divides all ranks once, as the mesh does, and pairs meet both neighbours."""
+"""Groups of ranks: each axis partitions all ranks like the mesh, and pairs connect all neighbours."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ degrees = st.lists(st.integers(1, 4), min_size=len(AXES), max_size=len(AXES))
 
 
 @given(degrees)
-def test_each_axis_divides_the_ranks_into_groups_that_differ_along_it_alone(chosen):
+def test_each_axis_divides_the_ranks_into_groups_that_differ_only_along_it(chosen):
     sizes = dict(zip(AXES, chosen, strict=True))
-    found = groups.of_mesh(sizes)
-    assert set(found) == {axis for axis, degree in sizes.items() if degree > 1}
-    for axis, divided in found.items():
+    rank_groups = groups.of_mesh(sizes)
+    assert set(rank_groups) == {axis for axis, degree in sizes.items() if degree > 1}
+    for axis, divided in rank_groups.items():
         assert sorted(rank for group in divided for rank in group) == list(range(math.prod(chosen)))
         for group in divided:
             places = [_place(rank, chosen) for rank in group]
@@ -29,7 +29,7 @@ def test_each_axis_divides_the_ranks_into_groups_that_differ_along_it_alone(chos
 
 
 def _place(rank, shape):
-    """Row-major, as ``init_device_mesh`` arranges ranks."""
+    """Return the coordinates of a rank in row-major order, like ``init_device_mesh``."""
     place = []
     for degree in reversed(shape):
         rank, here = divmod(rank, degree)
@@ -47,19 +47,19 @@ def test_pairs_are_disjoint_in_a_round_and_join_neighbours(size):
     assert size < 3 or {rank for pairs in rounds for pair in pairs for rank in pair} == set(range(size))
 
 
-def test_hosts_give_groups_within_and_across_and_one_division_is_measured_once(tmp_path):
+def test_hosts_yield_groups_within_and_across_without_duplicates(tmp_path):
     hosts = ["a", "a", "b", "b"]
-    found = groups.of_run(loaded(tmp_path), hosts)
-    assert found == {
+    rank_groups = groups.of_run(loaded(tmp_path), hosts)
+    assert rank_groups == {
         "dp_shard (all ranks)": [[0, 1, 2, 3]],
         "one host": [[0, 1], [2, 3]],
         "across hosts": [[0, 2], [1, 3]],
     }
-    found = groups.of_run(loaded(tmp_path, parallelism={"tensor_parallel_degree": 2}), hosts)
-    assert set(found) == {"dp_shard (across hosts)", "tp (one host)", "all ranks"}
+    rank_groups = groups.of_run(loaded(tmp_path, parallelism={"tensor_parallel_degree": 2}), hosts)
+    assert set(rank_groups) == {"dp_shard (across hosts)", "tp (one host)", "all ranks"}
 
 
-def test_a_mesh_that_does_not_fit_leaves_the_groups_of_hosts(tmp_path):
-    found = groups.of_run(loaded(tmp_path, parallelism={"tensor_parallel_degree": 2}), ["a"] * 3)
-    assert found == {"all ranks": [[0, 1, 2]]}
+def test_a_mesh_that_does_not_fit_keeps_the_groups_of_hosts(tmp_path):
+    rank_groups = groups.of_run(loaded(tmp_path, parallelism={"tensor_parallel_degree": 2}), ["a"] * 3)
+    assert rank_groups == {"all ranks": [[0, 1, 2]]}
     assert groups.of_run(loaded(tmp_path), ["a"]) == {}

@@ -1,4 +1,4 @@
-"""Laws of judging: a healthy cluster passes, and each trouble makes its own row and no other, and names who has it."""
+"""Judges of the doctor: a healthy cluster passes, and each problem has exactly one row, which names its ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def judged(reports):
 
 
 def troubles(reports):
-    return {(one.area, one.subject): one for one in judged(reports) if one.verdict != "pass"}
+    return {(row.area, row.subject): row for row in judged(reports) if row.verdict != "pass"}
 
 
 def spoiled(spoil, ranks, **world):
@@ -30,10 +30,10 @@ def spoiled(spoil, ranks, **world):
 
 
 def test_a_healthy_cluster_passes():
-    found = judged(patients.healthy())
+    rows = judged(patients.healthy())
     assert troubles(patients.healthy()) == {}
-    assert {one.area for one in found} == {area.name for area in rank.AREAS}
-    assert doctor_report.exit_code(found) == 0
+    assert {row.area for row in rows} == {area.name for area in rank.AREAS}
+    assert doctor_report.exit_code(rows) == 0
 
 
 def change(area, **values):
@@ -69,7 +69,7 @@ def variable(**values):
 
 
 TROUBLES = [
-    # what is done to rank 2, the first of host-1: the area and subject of the row, its verdict, a word of it
+    # change to rank 2, the first of host-1; area, subject and verdict of the row; part of its measurement
     (change("versions", torch="2.12.0"), "versions", "torch", "fail", "2.12.0 on rank 2 (host-1)"),
     (change("versions", options="def"), "versions", "options", "fail", "def on"),
     (change("hosts", addresses=["127.0.1.1"]), "hosts", "name resolves", "fail", "which other hosts cannot reach"),
@@ -131,19 +131,20 @@ TROUBLES = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "area", "subject", "verdict", "word"), TROUBLES)
-def test_each_trouble_of_one_rank_is_named_with_the_rank_and_a_fix(spoil, area, subject, verdict, word):
-    found = troubles(spoiled(spoil, [2]))
-    row = found[area, subject]
-    assert row.verdict == verdict and word in row.measured and row.fix and 2 in row.ranks
-    others = set(found) - {(area, subject)}
-    # a variable that one rank alone has is also one that differs
+@pytest.mark.parametrize(("spoil", "area", "subject", "verdict", "text"), TROUBLES)
+def test_each_problem_of_one_rank_is_named_with_the_rank_and_a_fix(spoil, area, subject, verdict, text):
+    rows = troubles(spoiled(spoil, [2]))
+    row = rows[area, subject]
+    assert row.verdict == verdict and text in row.measured
+    assert row.fix and 2 in row.ranks
+    others = set(rows) - {(area, subject)}
+    # A variable that only one rank has also differs between ranks.
     assert all(other[0] == area == "environment" for other in others), others
 
 
 @settings(max_examples=20)
 @given(st.sampled_from(TROUBLES), st.permutations(range(4)))
-def test_the_order_in_which_ranks_answer_changes_no_row(trouble, order):
+def test_the_order_of_reports_changes_no_row(trouble, order):
     reports = spoiled(trouble[0], [2])
     shuffled = Reports(reports.size, {number: reports.facts[number] for number in order})
     assert judged(shuffled) == judged(reports)
@@ -152,7 +153,7 @@ def test_the_order_in_which_ranks_answer_changes_no_row(trouble, order):
 def test_a_slow_network_is_reported_against_its_cards():
     reports = spoiled(slow_collective, range(4))
     row = troubles(reports)["network", "all_reduce all ranks"]
-    # two cards of 400 Gb/s are 100 GB/s, one group crosses them
+    # Two cards of 400 Gb/s have 100 GB/s. One group crosses them.
     assert row.verdict == "fail" and "100 GB/s of the network cards" in row.expected and "5 GB/s" in row.measured
 
 
@@ -172,13 +173,13 @@ def test_groups_that_cross_the_same_cards_share_them():
 
 def test_groups_are_counted_at_the_hosts_that_they_cross():
     reports = patients.healthy(4, 2)
-    # two pipelines of two hosts each: of the four groups, two cross each host
+    # Two pipelines of two hosts each: two of the four groups cross each host.
     divided = [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert [network._crossing(reports, group, divided) for group in divided] == [2, 2, 2, 2]
     assert network._crossing(reports, [0, 1], [[0, 1], [2, 3]]) == 0
 
 
-def test_a_slow_rank_is_told_from_its_neighbours_by_its_better_pair():
+def test_a_slow_rank_is_distinguished_from_its_neighbours():
     reports = patients.healthy(4, 2)
     hosts = [0, 2, 4, 6]
     for number, first in enumerate(hosts):
@@ -194,8 +195,8 @@ def test_a_slow_rank_is_told_from_its_neighbours_by_its_better_pair():
 
 def test_a_port_of_the_fabric_that_is_down_is_reported_by_host():
     down = [{"name": "mlx5_0:1", "kind": "infiniband", "up": True, "rate": 50e9}]
-    found = troubles(spoiled(change("network", cards=down), [2, 3]))
-    assert found["network", "fabric"].ranks == (2, 3) and "1 on host-1" in found["network", "fabric"].measured
+    rows = troubles(spoiled(change("network", cards=down), [2, 3]))
+    assert rows["network", "fabric"].ranks == (2, 3) and "1 on host-1" in rows["network", "fabric"].measured
 
 
 @pytest.mark.parametrize("must_share", [True, False])
@@ -203,10 +204,10 @@ def test_a_folder_that_hosts_do_not_share_fails_where_it_must_be_shared(must_sha
     reports = patients.healthy()
     for number in range(4):
         seen = [0, 1] if number < 2 else [2, 3]
-        own = patients.folder(range(4), seen=seen, must_share=must_share)
-        reports.facts[number]["storage"]["folders"]["checkpoint.folder"] = own
-    found = troubles(reports)
-    assert (("storage", "checkpoint.folder shared") in found) == must_share
+        folder = patients.folder(range(4), seen=seen, must_share=must_share)
+        reports.facts[number]["storage"]["folders"]["checkpoint.folder"] = folder
+    rows = troubles(reports)
+    assert (("storage", "checkpoint.folder shared") in rows) == must_share
 
 
 def test_a_slow_host_is_named_by_its_disk():
@@ -221,10 +222,10 @@ def test_a_slow_host_is_named_by_its_disk():
 def test_a_model_too_large_for_devices_and_disk_is_reported():
     reports = patients.healthy()
     reports.facts[0]["config"] |= {"state_bytes_per_rank": 2**37, "checkpoint_bytes": 2**43}
-    found = troubles(reports)
-    assert found["memory", "device memory"].verdict == "fail"
-    assert "128.00 GiB or more" in found["memory", "device memory"].expected
-    assert found["storage", "room for a checkpoint"].verdict == "fail"
+    rows = troubles(reports)
+    assert rows["memory", "device memory"].verdict == "fail"
+    assert "128.00 GiB or more" in rows["memory", "device memory"].expected
+    assert rows["storage", "room for a checkpoint"].verdict == "fail"
 
 
 def test_hosts_with_unequal_numbers_of_ranks_are_reported():
@@ -239,26 +240,26 @@ def test_a_busy_port_is_reported_where_no_job_runs():
     assert "29500 is busy" in troubles(reports)["hosts", "meeting port"].measured
 
 
-def test_a_rank_that_says_nothing_is_missing_and_ends_the_report_with_the_status_of_a_lost_peer():
+def test_a_silent_rank_is_missing_and_the_status_is_that_of_a_lost_peer():
     reports = patients.healthy()
-    facts = {number: own for number, own in reports.facts.items() if number != 3}
-    found = judged(Reports(4, facts, {3: "devices"}))
-    assert found[0].verdict == "fail" and found[0].ranks == (3,) and "last seen at devices" in found[0].measured
-    assert doctor_report.exit_code(found) == 6
+    facts = {number: facts for number, facts in reports.facts.items() if number != 3}
+    rows = judged(Reports(4, facts, {3: "devices"}))
+    assert rows[0].verdict == "fail" and rows[0].ranks == (3,) and "last seen at devices" in rows[0].measured
+    assert doctor_report.exit_code(rows) == 6
 
 
 def test_the_status_is_that_of_the_first_failure_and_warnings_count_when_strict():
-    found = judged(spoiled(unwritable, [1]))
-    assert doctor_report.exit_code(found) == 8
+    rows = judged(spoiled(unwritable, [1]))
+    assert doctor_report.exit_code(rows) == 8
     warned = judged(spoiled(change("limits", load=200.0), [1]))
     assert (doctor_report.exit_code(warned), doctor_report.exit_code(warned, strict=True)) == (0, 1)
 
 
 def test_the_table_names_hosts_and_fixes_and_fits_a_terminal():
     reports = spoiled(change("versions", torch="2.12.0"), [2, 3], num_hosts=3)
-    told = doctor_report.document(reports, judged(reports), 3.0)
-    assert json.loads(doctor_report.to_json(told)) == json.loads(json.dumps(told))
-    text = doctor_report.text_of(told)
+    document = doctor_report.document(reports, judged(reports), 3.0)
+    assert json.loads(doctor_report.to_json(document)) == json.loads(json.dumps(document))
+    text = doctor_report.text_of(document)
     assert "inspect host-1 (ranks 2-3): versions: torch" in text and "fix: start all ranks from one environment" in text
     assert max(map(len, text.splitlines())) <= doctor_report.WIDTH
     assert text.splitlines()[-1].startswith("fail: ")
@@ -266,16 +267,16 @@ def test_the_table_names_hosts_and_fixes_and_fits_a_terminal():
 
 def test_all_fields_of_a_finding_are_in_the_document():
     reports = patients.healthy()
-    told = doctor_report.document(reports, judged(reports), 1.0)
+    document = doctor_report.document(reports, judged(reports), 1.0)
     names = {field.name for field in dataclasses.fields(judged(reports)[0])}
-    assert all(set(row) == names for row in told["findings"])
-    assert told["hosts"] == {"host-0": 2, "host-1": 2} and told["verdict"] == "pass" and told["named"] == {}
+    assert all(set(row) == names for row in document["findings"])
+    assert document["hosts"] == {"host-0": 2, "host-1": 2} and document["verdict"] == "pass" and document["named"] == {}
 
 
-def test_what_the_driver_says_is_read_and_what_a_device_lacks_is_left_out():
+def test_driver_values_are_parsed_and_unsupported_fields_omitted():
     fields = ["driver_version", "clocks_throttle_reasons.active", "ecc.mode.current", "power.draw"]
-    found = health.parse(fields, "580.95, 0x0000000000000001, [N/A], 71.3\n")
-    assert found == {
+    values = health.parse(fields, "580.95, 0x0000000000000001, [N/A], 71.3\n")
+    assert values == {
         "driver_version": "580.95",
         "clocks_event_reasons.active": "0x0000000000000001",
         "power.draw": "71.3",
@@ -283,7 +284,7 @@ def test_what_the_driver_says_is_read_and_what_a_device_lacks_is_left_out():
     assert "No devices" in health.parse(fields, "No devices were found\n")["error"]
 
 
-def test_a_field_that_an_old_driver_does_not_know_is_asked_by_its_older_name_or_left_out(tmp_path, monkeypatch):
+def test_fields_unknown_to_an_old_driver_are_queried_by_older_names_or_omitted(tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     program.write_text(
         "#!/bin/sh\n"
@@ -296,10 +297,10 @@ def test_a_field_that_an_old_driver_does_not_know_is_asked_by_its_older_name_or_
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with health.asking("GPU-1") as asked:
-        found = health.answer(asked, "GPU-1")
-    assert found["nvlink"] == [25.0] and found["clocks_event_reasons.active"] == "1"
-    assert "remapped_rows.failure" not in found and "error" not in found
+    with health.asking("GPU-1") as query:
+        values = health.answer(query, "GPU-1")
+    assert values["nvlink"] == [25.0] and values["clocks_event_reasons.active"] == "1"
+    assert "remapped_rows.failure" not in values and "error" not in values
 
 
 def test_speeds_of_cards_are_read_from_the_kernel(tmp_path):
@@ -320,32 +321,32 @@ def test_speeds_of_cards_are_read_from_the_kernel(tmp_path):
     assert rates == {"mlx5_0:1": 50e9, "mlx5_1:1": 0.0, "eth0": 3.125e9}
 
 
-def test_each_area_is_judged_without_what_the_others_could_not_tell():
-    whole = patients.healthy()
+def test_each_area_is_judged_independently_of_missing_ones():
+    healthy = patients.healthy()
     for area in rank.AREAS:
-        reports = Reports(4, {number: _without(own, area.name) for number, own in whole.facts.items()})
-        assert not [one for one in judged(reports) if one.area == area.name]
+        reports = Reports(4, {number: _without(facts, area.name) for number, facts in healthy.facts.items()})
+        assert not [row for row in judged(reports) if row.area == area.name]
 
 
 def _without(facts, name):
-    return {area: one for area, one in facts.items() if area != name}
+    return {area: values for area, values in facts.items() if area != name}
 
 
 @pytest.mark.parametrize("behind", [[0], [3], [1, 2]])
-def test_of_ranks_that_hang_those_furthest_behind_are_named(behind):
+def test_the_hanging_ranks_furthest_behind_are_named(behind):
     reports = patients.healthy()
-    for number, own in reports.facts.items():
-        own["network"] = {"stopped": "all_reduce on tp", "place": 7 if number in behind else 8}
-    (row,) = [one for one in judged(reports) if one.area == "network"]
+    for number, facts in reports.facts.items():
+        facts["network"] = {"stopped": "all_reduce on tp", "place": 7 if number in behind else 8}
+    (row,) = [row for row in judged(reports) if row.area == "network"]
     assert row.ranks == tuple(behind) and "all_reduce on tp did not finish" in row.measured
 
 
-def test_a_collective_in_which_all_ranks_hang_is_reported_as_such_unless_one_is_missing():
+def test_a_collective_that_hangs_on_all_ranks_is_reported_unless_a_rank_is_missing():
     reports = patients.healthy()
-    for own in reports.facts.values():
-        own["network"] = {"stopped": "all_reduce on tp", "place": 7}
-    (row,) = [one for one in judged(reports) if one.area == "network"]
+    for facts in reports.facts.values():
+        facts["network"] = {"stopped": "all_reduce on tp", "place": 7}
+    (row,) = [row for row in judged(reports) if row.area == "network"]
     assert "hangs on all ranks" in row.measured and row.ranks == ()
-    facts = {number: own for number, own in reports.facts.items() if number != 3}
-    rows = [one for one in judged(Reports(4, facts, {3: "all_reduce on tp"})) if one.verdict == "fail"]
-    assert [one.ranks for one in rows] == [(3,), (3,)] and "did not arrive" in rows[1].measured
+    facts = {number: facts for number, facts in reports.facts.items() if number != 3}
+    rows = [row for row in judged(Reports(4, facts, {3: "all_reduce on tp"})) if row.verdict == "fail"]
+    assert [row.ranks for row in rows] == [(3,), (3,)] and "did not arrive" in rows[1].measured

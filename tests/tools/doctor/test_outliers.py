@@ -1,4 +1,4 @@
-"""Laws of naming the odd and the slow: they always are, nobody else is, and the order of ranks changes nothing."""
+"""Outliers: deviating and slow ranks are always named, no others are, and the order of ranks does not matter."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ sizes = st.integers(3, 64)
 
 
 @given(sizes, st.data())
-def test_one_odd_rank_is_named_wherever_it_is(size, data):
+def test_one_deviating_rank_is_named_at_any_position(size, data):
     place = data.draw(st.integers(0, size - 1))
     values = {rank: "2.13" for rank in range(size)} | {place: "2.12"}
     assert odd(values) == [place]
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=40))
-def test_all_are_odd_without_a_majority_and_none_when_equal(texts):
+def test_without_a_majority_all_ranks_deviate_and_equal_ones_do_not(texts):
     values = dict(enumerate(texts))
     counts = sorted((texts.count(text) for text in set(texts)), reverse=True)
-    found = odd(values)
+    outliers = odd(values)
     if len(counts) == 1:
-        assert found == []
+        assert outliers == []
     elif counts[0] == counts[1]:
-        assert found == sorted(values)
+        assert outliers == sorted(values)
     else:
-        assert len(found) == len(texts) - counts[0] and len({values[rank] for rank in values if rank not in found}) == 1
+        assert (
+            len(outliers) == len(texts) - counts[0]
+            and len({values[rank] for rank in values if rank not in outliers}) == 1
+        )
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.randoms())
-def test_the_order_in_which_ranks_answer_changes_nothing(texts, random):
+def test_the_order_of_ranks_does_not_matter(texts, random):
     values = dict(enumerate(texts))
     shuffled = list(values.items())
     random.shuffle(shuffled)
@@ -40,27 +43,29 @@ def test_the_order_in_which_ranks_answer_changes_nothing(texts, random):
 
 
 @given(st.lists(st.floats(90.0, 110.0), min_size=2, max_size=64), st.data())
-def test_a_rank_with_a_third_of_the_rate_is_slow_and_nobody_else(rates, data):
-    # the others differ by at most 11 %, far from the 30 % below the median that a finding takes
+def test_only_the_rank_with_a_third_of_the_rate_is_slow(rates, data):
+    # The others are at most 11 % apart. A finding requires 30 % below the median.
     place = data.draw(st.integers(0, len(rates)))
     values = dict(enumerate([*rates[:place], 30.0, *rates[place:]]))
     assert slow(values) == [place]
 
 
 @given(st.lists(st.floats(90.0, 110.0), min_size=1, max_size=64))
-def test_ranks_that_are_alike_are_not_slow(rates):
+def test_similar_ranks_are_not_slow(rates):
     assert slow(dict(enumerate(rates))) == []
 
 
 @given(st.dictionaries(st.integers(0, 63), st.floats(1.0, 1e3), min_size=1), st.randoms(), st.integers(-9, 40))
-def test_neither_order_nor_unit_decide_who_is_slow(rates, random, power):
+def test_order_and_unit_do_not_affect_slow_ranks(rates, random, power):
     shuffled = list(rates.items())
     random.shuffle(shuffled)
     assert slow(dict(shuffled)) == slow(rates)
-    assert slow({rank: rate * 2.0**power for rank, rate in rates.items()}) == slow(rates)  # a power of 2 rounds nothing
+    assert slow({rank: rate * 2.0**power for rank, rate in rates.items()}) == slow(
+        rates
+    )  # multiplication by a power of 2 is exact
 
 
-def test_a_row_names_the_versions_and_who_has_them():
+def test_a_row_names_the_versions_and_their_ranks():
     reports = Reports(3, {rank: {"hosts": {"hostname": f"host-{rank}"}} for rank in range(3)})
     row = equal(reports, "versions", "torch", {0: "2.13", 1: "2.12", 2: "2.13"}, "fail", "fix")
     assert row.verdict == "fail" and row.ranks == (1,)

@@ -1,4 +1,4 @@
-"""Laws of examining real ranks: what is wrong on one of them is found, named, and told within the limit."""
+"""Examination of real ranks: a problem of one rank is detected, named, and reported within the time limit."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ from shardtrain.tools.doctor import (
 )
 
 
-def test_ranks_that_are_well_are_found_well(tmp_path):
+def test_healthy_ranks_pass(tmp_path):
     reports = examined(2, tmp_path, ["versions", "hosts", "clock", "storage", "network"], _loopback)
-    found = rows(reports, "versions", "clock", "storage", "network")
-    failed = [one for one in found.values() if one.verdict == "fail"]
+    findings = rows(reports, "versions", "clock", "storage", "network")
+    failed = [row for row in findings.values() if row.verdict == "fail"]
     assert failed == []
-    assert found["job.dump_folder shared"].verdict == "pass"
+    assert findings["job.dump_folder shared"].verdict == "pass"
     assert (
-        found["all_reduce dp_shard (all ranks)"].verdict == found["all_gather dp_shard (all ranks)"].verdict == "pass"
+        findings["all_reduce dp_shard (all ranks)"].verdict
+        == findings["all_gather dp_shard (all ranks)"].verdict
+        == "pass"
     )
     assert not list(tmp_path.glob(f"{storage_checks.PREFIX}*"))
 
@@ -48,15 +50,15 @@ def _loopback(rank):
 
 def test_ranks_of_several_hosts_are_measured_within_and_across_them(tmp_path):
     reports = examined(6, tmp_path, ["hosts", "network"], _three_hosts)
-    found = rows(reports, "hosts", "network")
+    findings = rows(reports, "hosts", "network")
     assert set(reports.hosts()) == {"host-0", "host-1", "host-2"}
     for axis in ("dp_shard (all ranks)", "one host", "across hosts"):
-        assert "GB/s" in found[f"all_reduce {axis}"].measured and "GB/s" in found[f"all_gather {axis}"].measured
-    assert "slowest group host-" in found["all_reduce one host"].measured
+        assert "GB/s" in findings[f"all_reduce {axis}"].measured and "GB/s" in findings[f"all_gather {axis}"].measured
+    assert "slowest group host-" in findings["all_reduce one host"].measured
     assert {rank for rank, facts in reports.of("network").items() if facts["pairs"]} == {0, 2, 4}, (
         "the first of each host"
     )
-    assert "neighbouring hosts" in found and "neighbours" not in found
+    assert "neighbouring hosts" in findings and "neighbours" not in findings
 
 
 def _three_hosts(rank):
@@ -80,14 +82,14 @@ def test_a_rank_that_multiplies_slowly_is_named(tmp_path):
 
 
 def _lame(rank):
-    # 20 products instead of one, so that even a busy machine leaves it behind
+    # 20 products instead of one, to be the slowest even on a busy machine
     device_checks.CPU_SIZE, device_checks.REPEATS = 256, 3
     if rank == 2:
         product = device_checks.multiply
         device_checks.multiply = lambda a, b: [product(a, b) for _ in range(20)][-1]
 
 
-def test_a_product_with_one_wrong_bit_is_found(tmp_path):
+def test_a_product_with_one_wrong_element_is_detected(tmp_path):
     row = rows(examined(2, tmp_path, ["devices"], _damaged), "devices")["matrix product"]
     assert row.verdict == "fail" and row.ranks == (1,)
 
@@ -98,18 +100,18 @@ def _damaged(rank):
         product = device_checks.multiply
 
         def flawed(a, b):
-            found = product(a, b)
-            found[17, 3] += 1
-            return found
+            result = product(a, b)
+            result[17, 3] += 1
+            return result
 
         device_checks.multiply = flawed
 
 
-def test_a_clock_that_is_ahead_is_named(tmp_path):
+def test_a_fast_clock_is_named(tmp_path):
     row = rows(examined(3, tmp_path, ["clock"], _ahead), "clock")["skew"]
     assert row.verdict == "fail" and row.ranks == (1,)
     measured = re.match(r"\+(\d+\.\d) s on rank 1", row.measured)
-    assert measured and abs(float(measured[1]) - 90) < 2  # a busy machine answers late
+    assert measured and abs(float(measured[1]) - 90) < 2  # a busy machine replies late
 
 
 def _ahead(rank):
@@ -122,12 +124,15 @@ def test_ranks_that_do_not_share_the_folder_of_checkpoints_are_reported(tmp_path
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
 
-    def own(rank):
+    def separate_folders(rank):
         return patients.loaded(tmp_path / "ab"[rank], checkpoint={"enable": True})
 
-    found = rows(examined(2, tmp_path, ["storage"], _impatient, own), "storage")
-    assert found["checkpoint.folder shared"].verdict == "fail" and "first_node" in found["checkpoint.folder shared"].fix
-    assert found["job.dump_folder shared"].verdict == "pass", "each host may keep its own logs"
+    findings = rows(examined(2, tmp_path, ["storage"], _impatient, separate_folders), "storage")
+    assert (
+        findings["checkpoint.folder shared"].verdict == "fail"
+        and "first_node" in findings["checkpoint.folder shared"].fix
+    )
+    assert findings["job.dump_folder shared"].verdict == "pass", "hosts may have separate log folders"
     assert not list(tmp_path.rglob(f"{storage_checks.PREFIX}*"))
 
 
@@ -141,7 +146,7 @@ def test_a_folder_that_one_rank_cannot_write_is_reported(tmp_path):
 
 
 def _read_only(rank):
-    if rank == 1:  # root may write to every folder
+    if rank == 1:  # root can write to every folder
 
         def refuse(folder):
             raise PermissionError(13, "Permission denied")
@@ -152,11 +157,11 @@ def _read_only(rank):
 def test_a_collective_that_hangs_names_the_rank_that_did_not_arrive(tmp_path):
     started = time.monotonic()
     reports = examined(3, tmp_path, ["hosts", "network"], _hangs, limit_seconds=4.0)
-    assert time.monotonic() - started < patience.seconds(60), "nobody waited for the end of the hang"
-    found = [one for one in patients.judged(reports, "hosts", "network") if one.area == "network"]
-    assert [one.ranks for one in found] == [(2,), ()]
-    assert "all_reduce on dp_shard (all ranks) did not finish on rank 2" in found[0].measured
-    assert "rank 2 did not get past all_reduce" in found[1].measured and "ranks 0-1 waited" in found[1].measured
+    assert time.monotonic() - started < patience.seconds(60), "must not wait for the end of the hang"
+    findings = [row for row in patients.judged(reports, "hosts", "network") if row.area == "network"]
+    assert [row.ranks for row in findings] == [(2,), ()]
+    assert "all_reduce on dp_shard (all ranks) did not finish on rank 2" in findings[0].measured
+    assert "rank 2 did not get past all_reduce" in findings[1].measured and "ranks 0-1 waited" in findings[1].measured
 
 
 def _hangs(rank):
@@ -166,15 +171,17 @@ def _hangs(rank):
         network.COLLECTIVES["all_reduce"] = lambda here, group: (measure(here, group), time.sleep(60))[0]
 
 
-def test_a_rank_that_never_comes_is_waited_for_once_and_named(tmp_path):
+def test_a_missing_rank_is_waited_for_once_and_named(tmp_path):
     started = time.monotonic()
     reports = examined(
         3, tmp_path, ["hosts", "clock", "storage", "network"], _absent, limit_seconds=patience.seconds(1.5)
     )
     assert time.monotonic() - started < patience.seconds(60)
-    found = [one for one in patients.judged(reports, "hosts", "clock", "storage", "network") if one.verdict == "fail"]
-    assert found[0].area == "ranks" and found[0].ranks == (1,)
-    assert [one.measured for one in found[1:]] == ["rank 1 has not arrived; ranks 0, 2 waited"]
+    findings = [
+        row for row in patients.judged(reports, "hosts", "clock", "storage", "network") if row.verdict == "fail"
+    ]
+    assert findings[0].area == "ranks" and findings[0].ranks == (1,)
+    assert [row.measured for row in findings[1:]] == ["rank 1 has not arrived; ranks 0, 2 waited"]
     assert not list(tmp_path.glob(f"{storage_checks.PREFIX}*"))
 
 
@@ -183,11 +190,11 @@ def _absent(rank):
     return patients.ABSENT if rank == 1 else None
 
 
-def test_a_check_that_does_not_end_is_a_finding_and_the_others_continue(tmp_path):
+def test_a_hanging_check_is_a_finding_and_others_continue(tmp_path):
     reports = examined(1, tmp_path, ["versions", "storage", "limits"], _dead_server, limit_seconds=3.0)
-    found = rows(reports, "versions", "storage", "limits")
-    assert found["check"].area == "storage" and "did not finish" in found["check"].measured
-    assert found["open files"].area == "limits" and found["torch"].verdict == "pass"
+    findings = rows(reports, "versions", "storage", "limits")
+    assert findings["check"].area == "storage" and "did not finish" in findings["check"].measured
+    assert findings["open files"].area == "limits" and findings["torch"].verdict == "pass"
 
 
 def _dead_server(rank):
@@ -195,8 +202,8 @@ def _dead_server(rank):
 
 
 def test_a_check_that_raises_is_a_finding(tmp_path):
-    found = rows(examined(1, tmp_path, ["memory"], _raises), "memory")
-    assert found["check"].verdict == "fail" and "RuntimeError: no such device" in found["check"].measured
+    findings = rows(examined(1, tmp_path, ["memory"], _raises), "memory")
+    assert findings["check"].verdict == "fail" and "RuntimeError: no such device" in findings["check"].measured
 
 
 def _raises(rank):
@@ -207,15 +214,15 @@ def _raises(rank):
 
 
 def test_a_low_limit_of_open_files_is_reported(tmp_path):
-    found = rows(examined(1, tmp_path, ["limits"], _few_files), "limits")
-    assert found["open files"].verdict == "fail" and found["open files"].measured == "128"
+    findings = rows(examined(1, tmp_path, ["limits"], _few_files), "limits")
+    assert findings["open files"].verdict == "fail" and findings["open files"].measured == "128"
 
 
 def _few_files(rank):
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
-def test_a_port_where_somebody_listens_is_busy():
+def test_a_port_in_use_is_busy():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert not hosts.is_free(port)
@@ -223,14 +230,14 @@ def test_a_port_where_somebody_listens_is_busy():
 
 
 def test_a_problem_of_the_configuration_on_this_machine_is_reported(tmp_path):
-    def own(rank):
+    def with_missing_data(rank):
         return patients.loaded(tmp_path, training={"dataset": "text", "dataset_path": str(tmp_path / "nothing.txt")})
 
-    found = rows(examined(1, tmp_path, ["config"], loaded_of=own), "config")
-    assert found["problem"].verdict == "fail" and "nothing.txt" in found["problem"].measured
+    findings = rows(examined(1, tmp_path, ["config"], loaded_of=with_missing_data), "config")
+    assert findings["problem"].verdict == "fail" and "nothing.txt" in findings["problem"].measured
 
 
-def test_the_needs_of_a_model_are_those_of_its_weights_gradients_and_two_moments(tmp_path):
+def test_a_model_needs_its_weights_gradients_and_two_moments(tmp_path):
     facts = examined(2, tmp_path, ["config"]).facts[0]["config"]
     parameters = facts["parameters"]
     assert facts["state_bytes_per_rank"] == parameters * 4 * 4 // 2
@@ -253,7 +260,7 @@ def test_a_container_s_cpu_quota_is_read_in_both_versions(tmp_path, files, limit
 
 
 @pytest.mark.parametrize(
-    ("files", "found"),
+    ("files", "expected"),
     [
         ({"memory.max": "1000", "memory.current": "10"}, (1000, 10)),
         ({"memory.max": "max", "memory.current": "10"}, (0, 0)),
@@ -261,9 +268,9 @@ def test_a_container_s_cpu_quota_is_read_in_both_versions(tmp_path, files, limit
         ({"memory/memory.limit_in_bytes": "500", "memory/memory.usage_in_bytes": "5"}, (500, 5)),
     ],
 )
-def test_a_container_s_memory_is_read_in_both_versions(tmp_path, files, found):
+def test_a_container_s_memory_is_read_in_both_versions(tmp_path, files, expected):
     _write(tmp_path, files)
-    assert memory_checks.cgroup_memory(tmp_path) == found
+    assert memory_checks.cgroup_memory(tmp_path) == expected
 
 
 def _write(folder: Path, files):
@@ -279,7 +286,7 @@ def test_the_filesystem_of_a_path_is_that_of_the_nearest_mount(tmp_path):
     assert storage_checks.filesystem_of(Path("/scratching"), tmp_path / "mounts") == "ext4"
 
 
-def test_signs_that_a_killed_doctor_left_are_removed_when_they_are_old(tmp_path):
+def test_old_files_of_a_killed_doctor_are_removed(tmp_path):
     old, new = tmp_path / f"{storage_checks.PREFIX}0-0", tmp_path / f"{storage_checks.PREFIX}1-0"
     for path in (old, new):
         path.touch()
@@ -293,15 +300,15 @@ def test_versions_of_libraries_are_noted_without_importing_them(tmp_path):
     assert facts["torch"] == torch.__version__ and facts["numpy"] and set(versions._LIBRARIES) <= set(facts)
 
 
-def test_sums_of_a_rank_that_are_off_are_found_and_the_rank_is_named(tmp_path):
+def test_inaccurate_sums_of_a_rank_are_detected_and_the_rank_is_named(tmp_path):
     reports = examined(3, tmp_path, ["numbers"], _adds_in_float32)
-    found = rows(reports, "numbers")
-    assert found["gradient norm"].verdict == "fail" and found["gradient norm"].ranks == (2,)
-    assert found["loss sum"].verdict == "pass" and "128,256" in found["loss sum"].measured
+    findings = rows(reports, "numbers")
+    assert findings["gradient norm"].verdict == "fail" and findings["gradient norm"].ranks == (2,)
+    assert findings["loss sum"].verdict == "pass" and "128,256" in findings["loss sum"].measured
 
 
 def _adds_in_float32(rank):
     numbers.NUMBERS, numbers.TOKENS = {"cpu": 2**21}, {"cpu": 4}
     if rank == 2:
-        # the sum that PyTorch's own norm takes on a CPU: one chain of float32 squares for each lane
+        # PyTorch's norm on a CPU sums float32 squares sequentially in each lane.
         dtensor.squared_norm = lambda tensors: torch.linalg.vector_norm(tensors[0], dtype=torch.float32).square()

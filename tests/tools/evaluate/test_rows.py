@@ -1,4 +1,4 @@
-"""Each row of a set is measured by itself, in the format that its columns show: its loss depends on no other row."""
+"""Each row of a set is evaluated independently of the others, in the format detected from its columns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def jsonl(path: Path, rows: list[Any]) -> Path:
 
 
 def loss_of(model: torch.nn.Module, tokens: list[int], first: int = 1) -> tuple[float, int]:
-    """Sum of the losses of tokens[first:] in float64, by windows of SEQ_LEN targets, and their number."""
+    """Return the sum and number of the losses of tokens[first:] in float64, in windows of SEQ_LEN targets."""
     total, count = 0.0, 0
     for start in range(0, len(tokens) - 1, SEQ_LEN):
         window = tokens[start : start + SEQ_LEN + 1]
@@ -60,42 +60,42 @@ def loss_of(model: torch.nn.Module, tokens: list[int], first: int = 1) -> tuple[
     return total, count
 
 
-def test_the_loss_is_that_of_each_row_by_itself_in_any_order(opened: OpenedModel, tmp_path: Path) -> None:
-    theirs = build("llama3").double()
-    sums = [loss_of(theirs, [BOS, *text.encode(), EOS]) for text in TEXTS]
+def test_the_loss_of_each_row_is_independent_of_others_and_of_their_order(opened: OpenedModel, tmp_path: Path) -> None:
+    reference_model = build("llama3").double()
+    sums = [loss_of(reference_model, [BOS, *text.encode(), EOS]) for text in TEXTS]
     expected = sum(total for total, _ in sums) / sum(count for _, count in sums)
     rows = [{"text": text} for text in TEXTS]
     for number, order in enumerate((rows, rows[::-1], rows[3:] + rows[:3])):
-        found = api.evaluate(opened, jsonl(tmp_path / f"{number}.jsonl", order), seq_len=SEQ_LEN, batch_size=3)
-        # float32 against float64
-        assert found["loss"] == pytest.approx(expected, rel=1e-6)
-        assert found["tokens"] == sum(count for _, count in sums)
-        assert found["bytes"] == sum(len(text.encode()) for text in TEXTS)
+        result = api.evaluate(opened, jsonl(tmp_path / f"{number}.jsonl", order), seq_len=SEQ_LEN, batch_size=3)
+        # float32 compared with float64
+        assert result["loss"] == pytest.approx(expected, rel=1e-6)
+        assert result["tokens"] == sum(count for _, count in sums)
+        assert result["bytes"] == sum(len(text.encode()) for text in TEXTS)
         lengths = [len(text.encode()) + 1 for text in TEXTS]
-        assert (found["rows"], found["sequences"]) == (len(TEXTS), sum(-(-length // SEQ_LEN) for length in lengths))
+        assert (result["rows"], result["sequences"]) == (len(TEXTS), sum(-(-length // SEQ_LEN) for length in lengths))
 
 
 @pytest.mark.parametrize("packing", ["padded", "first_fit"])
-def test_rows_without_a_target_do_not_count(
+def test_rows_without_a_target_are_ignored(
     opened: OpenedModel, tmp_path: Path, packing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"text": "a"}, {"text": "the cat"}, {"text": ""}, {"text": "x" * 60}])
     options = {"data.add_bos": False, "data.add_eos": False, "data.packing": packing}
-    found = api.evaluate(opened, path, seq_len=SEQ_LEN, options=options)
-    assert (found["rows"], found["tokens"]) == (2, len("the cat") - 1 + 60 - 1)
+    result = api.evaluate(opened, path, seq_len=SEQ_LEN, options=options)
+    assert (result["rows"], result["tokens"]) == (2, len("the cat") - 1 + 60 - 1)
     assert "1 of 3 documents have a single token, and so no target" in caplog.text
 
 
-def test_the_packed_form_is_an_option_and_depends_on_the_order(opened: OpenedModel, tmp_path: Path) -> None:
-    theirs = build("llama3").double()
+def test_packing_is_an_option_and_depends_on_the_order(opened: OpenedModel, tmp_path: Path) -> None:
+    reference_model = build("llama3").double()
     losses = []
     for number, texts in enumerate((TEXTS, TEXTS[::-1])):
         path = jsonl(tmp_path / f"{number}.jsonl", [{"text": text} for text in texts])
-        found = api.evaluate(opened, path, seq_len=SEQ_LEN, options={"data.packing": "concat"})
-        total, count = loss_of(theirs, [token for text in texts for token in (BOS, *text.encode(), EOS)])
-        assert found["loss"] == pytest.approx(total / count, rel=1e-6) and found["tokens"] == count
-        losses.append(found["loss"])
-    assert abs(losses[0] - losses[1]) > 1e-3, "documents that follow each other in a sequence see each other"
+        result = api.evaluate(opened, path, seq_len=SEQ_LEN, options={"data.packing": "concat"})
+        total, count = loss_of(reference_model, [token for text in texts for token in (BOS, *text.encode(), EOS)])
+        assert result["loss"] == pytest.approx(total / count, rel=1e-6) and result["tokens"] == count
+        losses.append(result["loss"])
+    assert abs(losses[0] - losses[1]) > 1e-3, "documents in the same sequence must attend to each other"
 
 
 @pytest.mark.parametrize("form", ROWS)
@@ -105,21 +105,21 @@ def test_the_format_of_rows_is_detected_by_their_columns(
     template = tmp_path / "chat.jinja"
     template.write_text(TEMPLATE)
     path = jsonl(tmp_path / "rows.jsonl", [ROWS[form]] * 2)
-    words = ["evaluate", "--from", str(folder), "--tokenizer", "bytes", "--data", f"set={path}"]
-    words += ["--data.chat_template", str(template)] if form in ("chat", "sharegpt") else []
-    assert cli.main(words) == 0
-    found = json.loads(capfd.readouterr().out)["sets"]["set"]
-    whole = [*b"uhi;a there;"] if form in ("chat", "sharegpt") else [BOS, *b"hi there", EOS]
-    total, count = loss_of(build("llama3").double(), whole, FIRST_TARGET[form])
-    assert found["loss"] == pytest.approx(total / count, rel=1e-6) and found["tokens"] == 2 * count
-    assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
+    arguments = ["evaluate", "--from", str(folder), "--tokenizer", "bytes", "--data", f"set={path}"]
+    arguments += ["--data.chat_template", str(template)] if form in ("chat", "sharegpt") else []
+    assert cli.main(arguments) == 0
+    result = json.loads(capfd.readouterr().out)["sets"]["set"]
+    expected_tokens = [*b"uhi;a there;"] if form in ("chat", "sharegpt") else [BOS, *b"hi there", EOS]
+    total, count = loss_of(build("llama3").double(), expected_tokens, FIRST_TARGET[form])
+    assert result["loss"] == pytest.approx(total / count, rel=1e-6) and result["tokens"] == 2 * count
+    assert result["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
 
 
-def test_the_format_may_be_given_as_for_training(folder: Path, tmp_path: Path) -> None:
+def test_the_format_can_be_set_like_in_training(folder: Path, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"question": "hi", "reply": " there", "text": "other"}])
-    words = ["--from", str(folder), "--data", f"set={path}", "--data.format", "prompt_completion"]
+    arguments = ["--from", str(folder), "--data", f"set={path}", "--data.format", "prompt_completion"]
     read = evaluate_request.read(
-        [*words, "--data.prompt_field=question", "--data.completion_field=reply", "--add_bos", "false"]
+        [*arguments, "--data.prompt_field=question", "--data.completion_field=reply", "--add_bos", "false"]
     )
     assert read is not None
     assert read.data_options == {
@@ -131,7 +131,7 @@ def test_the_format_may_be_given_as_for_training(folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("words", "rule"),
+    ("arguments", "rule"),
     [
         (["--data.format", "chatt"], "data.format"),
         (["--data.formatt", "chat"], "did you mean --data.format?"),
@@ -139,9 +139,9 @@ def test_the_format_may_be_given_as_for_training(folder: Path, tmp_path: Path) -
         (["--text_field", "body"], "has no effect without --data"),
     ],
 )
-def test_a_wrong_option_of_data_is_refused(words: list[str], rule: str) -> None:
+def test_a_wrong_option_of_data_is_refused(arguments: list[str], rule: str) -> None:
     with pytest.raises(ConfigError) as error:
-        evaluate_request.read(["--from", "x", *words])
+        evaluate_request.read(["--from", "x", *arguments])
     assert rule in str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""``shardtrain evaluate``: the loss of named sets is that of transformers and of validation, on any number of ranks."""
+"""``shardtrain evaluate``: losses equal those of transformers and of validation, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -38,38 +38,38 @@ def section(rows: Path) -> Validation:
     return Validation(dataset="jsonl", dataset_path=str(rows), split="train", local_batch_size=2, seq_len=32)
 
 
-def test_loss_and_bits_are_those_of_transformers_in_float64(rows: Path, tmp_path: Path) -> None:
+def test_loss_and_bits_equal_those_of_transformers_in_float64(rows: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    theirs = build("llama3").double()
-    folder = save(theirs.float(), tmp_path / "hf")
-    theirs = theirs.double()
+    reference = build("llama3").double()
+    folder = save(reference.float(), tmp_path / "hf")
+    reference = reference.double()
     opened = open_model(folder, tokenizer_path="bytes")
-    found = sets.measure(opened, section(rows))
+    result = sets.measure(opened, section(rows))
     stream = data.open_dataloader(
         opened.config, section=section(rows), batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
     )
     total, tokens = 0.0, 0
     for batch in stream:
         with torch.no_grad():
-            logits = theirs(batch.tokens_BT).logits.flatten(0, 1)
+            logits = reference(batch.tokens_BT).logits.flatten(0, 1)
         targets = batch.targets_BT.flatten()
         total += float(torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum"))
         tokens += int((targets != IGNORE).sum())
-    assert found["tokens"] == tokens
-    assert found["loss"] == pytest.approx(total / tokens, rel=1e-6)  # float32 against float64
-    assert found["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
+    assert result["tokens"] == tokens
+    assert result["loss"] == pytest.approx(total / tokens, rel=1e-6)  # float32 compared with float64
+    assert result["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
     size = sum(len(text.encode()) for text in TEXTS)
-    assert size - 1 <= found["bytes"] <= size, "each byte but a first that nothing stands before"
-    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / found["bytes"], rel=1e-6)
+    assert size - 1 <= result["bytes"] <= size, "all bytes, or all but the first, which has no context"
+    assert result["bits_per_byte"] == pytest.approx(total / math.log(2) / result["bytes"], rel=1e-6)
 
 
 @pytest.fixture(scope="module")
 def held_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A set of each kind: one text, rows of text, rows of prompts and completions."""
+    """A file of each kind: one text, rows of text, rows of prompts and completions."""
     folder = tmp_path_factory.mktemp("held_out")
     text = Path(text_file()).read_text()[:3000]
-    words = text.split()
-    pairs = [{"prompt": word, "completion": f" {after}"} for word, after in itertools.pairwise(words)]
+    tokens = text.split()
+    pairs = [{"prompt": first, "completion": f" {second}"} for first, second in itertools.pairwise(tokens)]
     rows = {"jsonl": [{"text": text[i : i + 70]} for i in range(0, 3000, 70)], "pairs": pairs[:60]}
     (folder / "text").write_text(text)
     for name, lines in rows.items():
@@ -78,7 +78,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def run_of(folder: Path, dataset: str, path: Path, num_ranks: int, **sections: Any) -> float:
-    """Train a run of two steps, and return the loss of its last validation."""
+    """Train for two steps, and return the loss of the last validation."""
     validation = {"enable": True, "freq": 2, "dataset": dataset, "dataset_path": str(path), "seq_len": 64}
     sections = {**sections, "validation": {**validation, **sections.get("validation", {})}}
     config = shallow_config(
@@ -95,9 +95,9 @@ def measured(rank: int, folder: Path, size: int) -> Any:
     return sets.measure(opened, sets.section_of_run(opened))
 
 
-# what the run had: its ranks, the set, the options of sections; and the sequences of one validation
+# number of ranks of the run, data set, options, and number of validation sequences
 RUNS: dict[str, tuple[int, str, dict[str, Any], int]] = {
-    "the whole set": (1, "text", {}, 47),
+    "the entire set": (1, "text", {}, 47),
     "steps": (1, "text", {"validation": {"steps": 3, "local_batch_size": 5}}, 15),
     "more steps than the set has": (1, "text", {"validation": {"steps": 99}}, 47),
     "another length": (1, "text", {"validation": {"steps": 2, "local_batch_size": 3, "seq_len": 40}}, 6),
@@ -126,27 +126,27 @@ BY_DEFAULT = ("steps", "data-parallel ranks", "prompts and completions")
 
 
 @pytest.mark.parametrize("case", cases(BY_DEFAULT, nightly=[name for name in RUNS if name not in BY_DEFAULT]))
-def test_it_is_the_validation_loss_of_the_run(case: str, held_out: dict[str, Path], tmp_path: Path) -> None:
+def test_the_loss_equals_the_validation_loss_of_the_run(case: str, held_out: dict[str, Path], tmp_path: Path) -> None:
     num_ranks, kind, sections, sequences = RUNS[case]
     if kind == "pairs":
         sections = {**sections, "training": {**sections["training"], "dataset_path": str(held_out[kind])}}
     expected = run_of(tmp_path, "text" if kind == "text" else "jsonl", held_out[kind], num_ranks, **sections)
-    found = run_ranks(1, measured, tmp_path, 1)[0]
-    assert found["loss"] == pytest.approx(expected, rel=1e-6)  # sums in another order
-    assert found["sequences"] == sequences
+    result = run_ranks(1, measured, tmp_path, 1)[0]
+    assert result["loss"] == pytest.approx(expected, rel=1e-6)  # different summation order
+    assert result["sequences"] == sequences
 
 
 def test_the_loss_of_a_run_is_the_same_on_any_number_of_ranks(held_out: dict[str, Path], tmp_path: Path) -> None:
     run_of(tmp_path, "text", held_out["text"], 1, validation={"steps": 3, "local_batch_size": 5})
-    alone = run_ranks(1, measured, tmp_path, 1)[0]
-    for found in run_ranks(2, measured, tmp_path, 2):
-        assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)  # sums in another order
-        assert {**found, "loss": 0, "perplexity": 0, "bits_per_byte": 0} == {
-            **alone, "loss": 0, "perplexity": 0, "bits_per_byte": 0,
+    single = run_ranks(1, measured, tmp_path, 1)[0]
+    for result in run_ranks(2, measured, tmp_path, 2):
+        assert result["loss"] == pytest.approx(single["loss"], rel=1e-6)  # different summation order
+        assert {**result, "loss": 0, "perplexity": 0, "bits_per_byte": 0} == {
+            **single, "loss": 0, "perplexity": 0, "bits_per_byte": 0,
         }  # fmt: skip
 
 
-def test_the_command_prints_how_much_of_the_run_s_set_it_read(
+def test_the_command_prints_the_evaluated_fraction_of_the_run_s_set(
     held_out: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     expected = run_of(tmp_path, "text", held_out["text"], 1, validation={"steps": 3, "local_batch_size": 5})
@@ -169,15 +169,17 @@ def test_the_validation_loss_of_another_task_is_refused(
 def test_the_command_prints_and_writes_json(rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     folder, output = save(build("llama3"), tmp_path / "hf"), tmp_path / "found.json"
-    words = ["evaluate", "--from", str(folder), "--tokenizer", "bytes", "--seq_len", "32"]
-    assert cli.main([*words, "--data", f"one={rows}", "--data", f"two={rows}", "--output", str(output)]) == 0
+    arguments = ["evaluate", "--from", str(folder), "--tokenizer", "bytes", "--seq_len", "32"]
+    assert cli.main([*arguments, "--data", f"one={rows}", "--data", f"two={rows}", "--output", str(output)]) == 0
     printed = json.loads(capfd.readouterr().out)
     assert printed["sets"]["one"] == printed["sets"]["two"] and printed == json.loads(output.read_text())
-    assert cli.main([*words, "--data", f"one={rows}", "--output", str(output)]) == 2, "nothing is written over"
+    assert cli.main([*arguments, "--data", f"one={rows}", "--output", str(output)]) == 2, (
+        "an existing file must not be overwritten"
+    )
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["--data", "x"], "is not NAME=FILE"),
         (["--data", "a=missing.jsonl"], "names a file that does not exist"),
@@ -187,7 +189,7 @@ def test_the_command_prints_and_writes_json(rows: Path, tmp_path: Path, capfd: p
         (["--batch_size", "0"], "must be at least 1"),
     ],
 )
-def test_a_wrong_word_is_refused_with_its_fix(words: list[str], told: str) -> None:
+def test_a_wrong_argument_is_rejected_with_a_fix(arguments: list[str], message: str) -> None:
     with pytest.raises(Exception) as error:
-        evaluate_request.read(["--from", "x", *words])
-    assert told in " ".join(map(str, getattr(error.value, "problems", [error.value]))).replace('="3"', "")
+        evaluate_request.read(["--from", "x", *arguments])
+    assert message in " ".join(map(str, getattr(error.value, "problems", [error.value]))).replace('="3"', "")

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval over our engine give the numbers of lm-eval's own engine on the same weights."""
+"""lm-eval tasks have the same results with our engine as with lm-eval's engine on the same weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of task files, and one with a model whose texts are long for it."""
+    """Folder with task files and a model for which their texts are long."""
     root = tmp_path_factory.mktemp("tasks")
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (root / "include").mkdir()
@@ -82,16 +82,16 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
-def asked(place: Path, batch_size: int = 3) -> EvaluateOptions:
-    words = ["--from", str(place / "hf"), "--tasks", ",".join(TASKS), "--include_path", str(place / "include")]
-    found = read([*words, "--batch_size", str(batch_size)])
-    assert found is not None
-    return found
+def options_of(place: Path, batch_size: int = 3) -> EvaluateOptions:
+    arguments = ["--from", str(place / "hf"), "--tasks", ",".join(TASKS), "--include_path", str(place / "include")]
+    options = read([*arguments, "--batch_size", str(batch_size)])
+    assert options is not None
+    return options
 
 
 def ours(rank: int, place: Path, size: int, batch_size: int = 3) -> Any:
     opened = open_model(place / "hf", world=World(rank, size, rank, torch.device("cpu")))
-    return measure(opened, asked(place, batch_size))
+    return measure(opened, options_of(place, batch_size))
 
 
 def theirs(place: Path) -> Any:
@@ -109,32 +109,35 @@ def theirs(place: Path) -> Any:
     ]
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(results: Any, expected: Any) -> None:
+    assert results.keys() == expected.keys()
     compared = 0
     for task, values in expected.items():
         for key, value in values.items():
             if isinstance(value, float):
-                assert found[task][key] == pytest.approx(value, rel=1e-5), (task, key)  # float32, other order of sums
+                assert results[task][key] == pytest.approx(value, rel=1e-5), (
+                    task,
+                    key,
+                )  # float32, different summation order
                 compared += 1
     assert compared >= 6
 
 
 @pytest.mark.nightly(
-    "lm-eval's own engine beside ours on three ranks",
-    by="tests/tools/evaluate/test_tasks.py::test_the_texts_are_those_of_their_engine",
+    "lm-eval's engine and ours on three ranks",
+    by="tests/tools/evaluate/test_tasks.py::test_texts_equal_those_of_lm_eval_s_engine",
 )
-def test_the_numbers_are_those_of_their_engine_on_any_number_of_ranks(place: Path) -> None:
+def test_results_equal_those_of_lm_eval_s_engine_on_any_number_of_ranks(place: Path) -> None:
     expected = theirs(place)
-    found = ours(0, place, 1)
-    assert_equal(found, expected)
-    assert found["tiny_until"].keys() == expected["tiny_until"].keys()
+    results = ours(0, place, 1)
+    assert_equal(results, expected)
+    assert results["tiny_until"].keys() == expected["tiny_until"].keys()
     first, second = run_ranks(2, ours, place, 2, 2)
     assert_equal(first, expected)
-    assert second == {}, "the first rank of a node tells"
+    assert second == {}, "only the first rank of a node reports results"
 
 
-def test_the_texts_are_those_of_their_engine(place: Path) -> None:
+def test_texts_equal_those_of_lm_eval_s_engine(place: Path) -> None:
     import transformers
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
@@ -147,18 +150,18 @@ def test_the_texts_are_those_of_their_engine(place: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "hf")
     engine = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=32, device="cpu")
     expected = engine.generate_until(requests, disable_tqdm=True)
-    found = Engine(open_model(place / "hf"), 3).generate_until(requests)
-    assert found == expected and len(set(found)) > 1
+    results = Engine(open_model(place / "hf"), 3).generate_until(requests)
+    assert results == expected and len(set(results)) > 1
 
 
-def test_a_task_that_is_not_known_is_refused() -> None:
+def test_an_unknown_task_is_rejected() -> None:
     with pytest.raises(ConfigError, match="is not a task of lm-eval; did you mean tiny_choices?"):
         check_known(["tiny_choice"], list(TASKS))
 
 
-def test_without_the_library_the_extra_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_names_its_extra(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Exception, match=r'pip install "shardtrain\[eval\]"'):
-        measure(open_model(place / "hf"), asked(place))
+        measure(open_model(place / "hf"), options_of(place))

@@ -1,4 +1,4 @@
-"""Laws of the engine: a cache changes no token, nor does the batch, nor what stands beside a row."""
+"""The generation engine: neither the cache nor the batch nor other rows change a token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DRAWN = Sampling(repetition_penalty=1.2, temperature=1.0, top_k=50, top_p=0.9)
 
 
 def tiny(family, layers=2, **overrides):
-    """A small model of a family whose layers count for much, so that a wrong mask or position changes tokens."""
+    """A small model with influential layers: a wrong mask or position changes tokens."""
     module = find(family)
     fields = {field.name for field in dataclasses.fields(module.Config)}
     known = {name: size for name, size in {**SHAPE, **EXPERTS, **overrides}.items() if name in fields}
@@ -46,8 +46,8 @@ def tiny(family, layers=2, **overrides):
 
 
 def prompts(*lengths):
-    words = random.Random(0)
-    return [[words.randrange(VOCAB) for _ in range(length)] for length in lengths]
+    rng = random.Random(0)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -56,17 +56,19 @@ def prompts(*lengths):
 )
 def test_neither_the_cache_nor_the_batch_changes_a_token(family, sampling):
     model, layout = tiny(family)
-    asked = prompts(5, 1, 17, 9)
-    found = Generator(model, layout).generate(asked, 16, sampling, seed=3)
-    assert [len(row) for row in found] == [16] * 4 and len({tuple(row) for row in found}) == 4
-    assert Generator(model, layout, use_cache=False).generate(asked, 16, sampling, seed=3) == found
-    for number, prompt in enumerate(asked):
-        assert Generator(model, layout).generate([prompt], 16, sampling, seed=3, numbers=[number]) == [found[number]]
+    inputs = prompts(5, 1, 17, 9)
+    generated = Generator(model, layout).generate(inputs, 16, sampling, seed=3)
+    assert [len(row) for row in generated] == [16] * 4 and len({tuple(row) for row in generated}) == 4
+    assert Generator(model, layout, use_cache=False).generate(inputs, 16, sampling, seed=3) == generated
+    for number, prompt in enumerate(inputs):
+        assert Generator(model, layout).generate([prompt], 16, sampling, seed=3, numbers=[number]) == [
+            generated[number]
+        ]
 
 
 @pytest.mark.parametrize("lengths", [(5,), (5, 5), (5, 9)])
-def test_the_head_is_given_a_tensor_of_its_own(lengths):
-    # of a view with other strides PyTorch makes a batched product, which copies the head's whole weight for each row
+def test_the_head_receives_a_contiguous_tensor(lengths):
+    # For a view with other strides, PyTorch computes a batched product, which copies the head's weight for each row.
     model, layout = tiny("llama3")
     seen = []
     model.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -76,75 +78,75 @@ def test_the_head_is_given_a_tensor_of_its_own(lengths):
     assert all(x.stride() == (size, size, 1) for x in seen)
 
 
-def test_passes_filled_up_to_a_multiple_of_ranks_change_no_token():
+def test_passes_padded_to_a_multiple_of_ranks_change_no_token():
     model, layout = tiny("llama3")
-    asked = prompts(4, 11)
-    assert Generator(model, layout, width=3).generate(asked, 9, DRAWN) == Generator(model, layout).generate(
-        asked, 9, DRAWN
+    inputs = prompts(4, 11)
+    assert Generator(model, layout, width=3).generate(inputs, 9, DRAWN) == Generator(model, layout).generate(
+        inputs, 9, DRAWN
     )
 
 
-def test_rows_that_end_leave_the_others_as_they_are():
+def test_rows_that_end_do_not_change_others():
     model, layout = tiny("qwen3")
-    asked, stops = prompts(3, 8, 8, 1, 6), frozenset(range(0, VOCAB, 9))
-    whole = Generator(model, layout).generate(asked, 24, DRAWN, seed=1)
-    found = Generator(model, layout).generate(asked, 24, DRAWN, seed=1, stop_ids=stops)
-    for row, full in zip(found, whole, strict=True):
+    inputs, stops = prompts(3, 8, 8, 1, 6), frozenset(range(0, VOCAB, 9))
+    unstopped = Generator(model, layout).generate(inputs, 24, DRAWN, seed=1)
+    generated = Generator(model, layout).generate(inputs, 24, DRAWN, seed=1, stop_ids=stops)
+    for row, full in zip(generated, unstopped, strict=True):
         ends = [place for place, token in enumerate(full) if token in stops]
         assert row == (full[: ends[0] + 1] if ends else full)
-    assert len({len(row) for row in found}) > 2  # they ended at different times
+    assert len({len(row) for row in generated}) > 2  # rows ended at different steps
 
 
-def test_a_row_ends_when_its_watcher_says_so():
+def test_a_row_ends_when_its_watcher_stops_it():
     model, layout = tiny("llama3")
-    asked, seen = prompts(3, 5), []
+    inputs, seen = prompts(3, 5), []
 
     def watch(row, new):
         seen.append((row, list(new)))
         return row == 1 and len(new) == 2
 
-    found = Generator(model, layout).generate(asked, 4, watch=watch)
-    assert [len(row) for row in found] == [4, 2]
-    assert [new for row, new in seen if row == 0] == [found[0][: n + 1] for n in range(4)]
+    generated = Generator(model, layout).generate(inputs, 4, watch=watch)
+    assert [len(row) for row in generated] == [4, 2]
+    assert [new for row, new in seen if row == 0] == [generated[0][: n + 1] for n in range(4)]
 
 
 def test_a_cache_that_grows_changes_no_token():
     model, layout = tiny("llama3", layers=1)
-    asked, new = prompts(3, 7), BLOCK + 40
-    found = Generator(model, layout).generate(asked, new)
-    with torch.no_grad():  # at each place what the whole row makes the likeliest
-        row = torch.tensor([[*asked[1], *found[1]]])
-        logits = model(row, torch.arange(row.size(1))[None])[0, len(asked[1]) - 1 : -1]
-    assert logits.argmax(-1).tolist() == found[1] and len(found[1]) == new
+    inputs, new = prompts(3, 7), BLOCK + 40
+    generated = Generator(model, layout).generate(inputs, new)
+    with torch.no_grad():  # the most likely token at each position of the full row
+        row = torch.tensor([[*inputs[1], *generated[1]]])
+        logits = model(row, torch.arange(row.size(1))[None])[0, len(inputs[1]) - 1 : -1]
+    assert logits.argmax(-1).tolist() == generated[1] and len(generated[1]) == new
 
 
 @pytest.mark.parametrize("family", ["llama3", "gpt_oss", "llama4", "deepseek_v3"])  # windows, sinks, chunks, latents
 def test_attention_by_products_changes_no_token(family, monkeypatch):
-    # in float32, where rounding decides no token; the command computes so in bfloat16
+    # In float32, where rounding changes no token. The command uses this path in bfloat16.
     model, layout = tiny(family)
-    asked, stops = prompts(3, 40, 8, 1), frozenset(range(0, VOCAB, 40))
-    expected = Generator(model, layout, width=2).generate(asked, 2 * BLOCK, DRAWN, stop_ids=stops)
-    assert max(map(len, expected)) > BLOCK  # the cache has grown, and rows have left it
+    inputs, stops = prompts(3, 40, 8, 1), frozenset(range(0, VOCAB, 40))
+    expected = Generator(model, layout, width=2).generate(inputs, 2 * BLOCK, DRAWN, stop_ids=stops)
+    assert max(map(len, expected)) > BLOCK  # the cache has grown, and rows have ended
     monkeypatch.setattr(cache, "_has_fast_products", lambda *_: True)
     for width in (1, 2):
-        assert Generator(model, layout, width=width).generate(asked, 2 * BLOCK, DRAWN, stop_ids=stops) == expected
+        assert Generator(model, layout, width=width).generate(inputs, 2 * BLOCK, DRAWN, stop_ids=stops) == expected
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_by_products_is_that_of_float64(dtype, tokens):
+def test_attention_by_products_matches_float64(dtype, tokens):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in ((2, tokens, 8, 16), (2, 4, 90, 16), (2, 4, 90, 16)))  # fmt: skip  # noqa: E501
     mask = torch.ones(90, 90, dtype=torch.bool).tril()[None, None, 90 - tokens :].repeat(2, 1, 1, 1)
-    mask[1, :, :, :20] = False  # what is left of a row's first token
+    mask[1, :, :, :20] = False  # padding before the first token of a row
     room_K, room_V = (torch.full((2, 4, 128, 16), 7.0, dtype=dtype) for _ in range(2))
     room_K[:, :, :90] = k
     room_V[:, :, :90] = v
-    found = cache._attend_by_products(q, room_K.mT.contiguous().mT, room_V, 90, mask, None)
+    output = cache._attend_by_products(q, room_K.mT.contiguous().mT, room_V, 90, mask, None)
     double = (x.double().repeat_interleave(2, dim=1) for x in (k, v))
     exact = F.scaled_dot_product_attention(q.double().transpose(1, 2), *double, attn_mask=mask).transpose(1, 2)
-    # scores and probabilities are rounded to 8 bits, as in attention by blocks
-    error = (found.double() - exact).norm() / exact.norm()
+    # Scores and probabilities are rounded to 8 bits, like in block-wise attention.
+    error = (output.double() - exact).norm() / exact.norm()
     assert error < (1e-6 if dtype == torch.float32 else 8e-3)
 
 
@@ -161,17 +163,17 @@ def test_the_seed_and_the_number_of_a_row_decide_what_is_drawn():
 
 def test_only_ids_of_the_tokenizer_are_chosen():
     model, layout = tiny("llama3")
-    found = Generator(model, layout, vocab_size=40).generate(prompts(4, 4), 30, Sampling(temperature=5.0))
-    assert max(map(max, found)) < 40
+    generated = Generator(model, layout, vocab_size=40).generate(prompts(4, 4), 30, Sampling(temperature=5.0))
+    assert max(map(max, generated)) < 40
 
 
-def test_the_model_is_left_as_it_was():
+def test_generation_does_not_change_the_model():
     model, layout = tiny("llama3")
     before = {name: type(module) for name, module in model.named_modules()}
     Generator(model, layout).generate(prompts(2), 2)
     assert {name: type(module) for name, module in model.named_modules()} == before
     tokens = torch.zeros(2, 3, dtype=torch.int64)
-    assert model(tokens, torch.arange(3).expand(2, -1)).shape == (2, 3, VOCAB)  # the head sees all tokens again
+    assert model(tokens, torch.arange(3).expand(2, -1)).shape == (2, 3, VOCAB)  # the head computes all tokens again
 
 
 def test_weights_that_are_not_finite_are_an_error():
@@ -184,7 +186,7 @@ def test_weights_that_are_not_finite_are_an_error():
 
 
 class Window(nn.Module):
-    """A core of a user's file in which a token sees ``window`` tokens, itself among them."""
+    """A user-defined core in which each token attends to ``window`` tokens, including itself."""
 
     def __init__(self, window: int) -> None:
         super().__init__()
@@ -199,24 +201,24 @@ class Window(nn.Module):
 
 
 class Doubled(nn.Module):
-    """No softmax(q k / sqrt(H)) v."""
+    """A core that does not compute softmax(q k / sqrt(H)) v."""
 
     def forward(self, q, k, v, documents=None):
         return AttentionCore()(q * 2, k, v, documents)
 
 
 @pytest.mark.parametrize("window", [0, 4])
-def test_cores_of_a_users_file_and_windows_are_kept_exactly(window):
+def test_user_defined_cores_and_windows_are_followed_exactly(window):
     model, layout = tiny("llama3")
     for layer in model.layers.values():
         layer.attn.core = Window(window)
-    asked = prompts(3, 9, 6)
-    found = Generator(model, layout).generate(asked, 12)
-    assert found == Generator(model, layout, use_cache=False).generate(asked, 12)
-    assert (found == Generator(*tiny("llama3")).generate(asked, 12)) is (window == 0)
+    inputs = prompts(3, 9, 6)
+    generated = Generator(model, layout).generate(inputs, 12)
+    assert generated == Generator(model, layout, use_cache=False).generate(inputs, 12)
+    assert (generated == Generator(*tiny("llama3")).generate(inputs, 12)) is (window == 0)
 
 
-def test_a_core_that_is_something_else_is_refused_and_works_without_a_cache():
+def test_a_core_with_other_math_is_rejected_and_works_without_a_cache():
     model, layout = tiny("llama3")
     for layer in model.layers.values():
         layer.attn.core = Doubled()
@@ -233,7 +235,7 @@ OTHERS = Path(__file__).parents[2] / "models" / "others"
 
 
 @pytest.mark.parametrize("name", ["gemma2", "bloom", "mpt", "gptj", "mup"])  # soft cap, slopes, heads first, scale
-def test_what_a_core_says_of_its_scores_is_kept_exactly(name):
+def test_score_options_of_a_core_are_followed_exactly(name):
     module = find(str(OTHERS / f"{name}.py"))
     shape = shape_of(module, "tiny", {"num_layers": 2}, "rmsnorm")
     model = module.Model(shape)
@@ -244,10 +246,10 @@ def test_what_a_core_says_of_its_scores_is_kept_exactly(name):
             init_weights.draw_(parameter, name, draws[name], 0)
             if parameter.ndim > 1:
                 parameter.mul_(3)
-    asked = prompts(3, 30, 6)
-    found = Generator(model, module.LAYOUT).generate(asked, 12)
-    assert found == Generator(model, module.LAYOUT, use_cache=False).generate(asked, 12)
-    assert len({tuple(row) for row in found}) == 3
+    inputs = prompts(3, 30, 6)
+    generated = Generator(model, module.LAYOUT).generate(inputs, 12)
+    assert generated == Generator(model, module.LAYOUT, use_cache=False).generate(inputs, 12)
+    assert len({tuple(row) for row in generated}) == 3
 
 
 def test_no_prompt_may_be_empty():

@@ -1,4 +1,4 @@
-"""Laws of ``shardtrain generate``: from a run's folder to text, on any number of ranks, or a line of what is wrong."""
+"""``shardtrain generate``: text from a run folder on any number of ranks, or one line per error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train_one(rank, config):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder of a run that has learned four sentences by heart."""
+    """Folder of a run that has memorized four sentences."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "rows.jsonl").write_text("".join(json.dumps({"text": s}) + "\n" for s in SENTENCES))
     config = tiny_config(
@@ -68,8 +68,8 @@ def trained(tmp_path_factory):
     return folder / "run"
 
 
-def answer(capfd, *words):
-    code = cli.main(["generate", *words])
+def answer(capfd, *arguments):
+    code = cli.main(["generate", *arguments])
     out, err = capfd.readouterr()
     return code, out, err
 
@@ -79,19 +79,19 @@ def environment(monkeypatch):
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL"):
         monkeypatch.setenv(name, os.environ.get(name, {"OMP_NUM_THREADS": "1"}.get(name, "")) or "lo")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-    monkeypatch.setattr(chosen_kernels, "_chosen", chosen_kernels.PYTORCH)  # which the command changes for its process
+    monkeypatch.setattr(chosen_kernels, "_chosen", chosen_kernels.PYTORCH)  # the command changes it for its process
 
 
-def test_what_was_learned_by_heart_is_said_again_and_ends(trained, capfd):
+def test_memorized_text_is_generated_and_ends(trained, capfd):
     for sentence in SENTENCES:
         code, out, err = answer(capfd, "--from", str(trained), "--prompt", sentence[:4], "--max_new_tokens", "36")
         assert (code, out) == (0, sentence[4:] + "\n"), err
         assert "step-60, float32 on cpu" in err
 
 
-def test_a_stop_text_ends_what_is_printed(trained, capfd):
-    words = ["--from", str(trained / "checkpoint" / "step-60"), "--prompt", "mesh", "--stop", " step"]
-    assert answer(capfd, *words)[:2] == (0, " and shard, in\n")
+def test_a_stop_text_ends_the_output(trained, capfd):
+    arguments = ["--from", str(trained / "checkpoint" / "step-60"), "--prompt", "mesh", "--stop", " step"]
+    assert answer(capfd, *arguments)[:2] == (0, " and shard, in\n")
 
 
 def test_rows_keep_every_byte_of_their_fields(trained, tmp_path, capfd):
@@ -103,48 +103,59 @@ def test_rows_keep_every_byte_of_their_fields(trained, tmp_path, capfd):
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(lines), encoding="utf-8")
     out = tmp_path / "out.jsonl"
-    words = ["--from", str(trained / "checkpoint"), "--input", str(tmp_path / "in.jsonl"), "--output", str(out)]
-    code, _, err = answer(capfd, *words, "--max_new_tokens", "36", "--prediction_field", "said", "--batch_size", "2")
+    arguments = ["--from", str(trained / "checkpoint"), "--input", str(tmp_path / "in.jsonl"), "--output", str(out)]
+    code, _, err = answer(
+        capfd, *arguments, "--max_new_tokens", "36", "--prediction_field", "answer", "--batch_size", "2"
+    )
     assert code == 0, err
     written = out.read_text(encoding="utf-8").splitlines()
-    kept = [line.rstrip()[:-1].rstrip() for line in lines if line]
+    prefixes = [line.rstrip()[:-1].rstrip() for line in lines if line]
     endings = ["and shard, in step.", "ank that gathers last", "ns flow: é 東京"]
-    assert written == [f'{line}, "said": "{end}"}}' for line, end in zip(kept, endings, strict=True)]
+    assert written == [f'{line}, "answer": "{end}"}}' for line, end in zip(prefixes, endings, strict=True)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
-def test_weights_are_packed_for_as_many_passes_and_rows_as_are_asked_for(trained, tmp_path, capfd, monkeypatch):
-    asked = []
-    monkeypatch.setattr(packed_linear, "use_where_it_pays", lambda model, passes, rows: asked.append((passes, rows)))
+def test_weights_are_packed_for_the_requested_passes_and_rows(trained, tmp_path, capfd, monkeypatch):
+    calls = []
+    monkeypatch.setattr(packed_linear, "use_where_it_pays", lambda model, passes, rows: calls.append((passes, rows)))
     answer(capfd, "--from", str(trained), "--prompt", "mesh", "--max_new_tokens", "20")
     (tmp_path / "in.jsonl").write_text('{"prompt": "mesh "}\n' * 3)
-    words = ["--from", str(trained), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
-    assert answer(capfd, *words, "--max_new_tokens", "20", "--batch_size", "2")[0] == 0
-    assert asked == [(20, 1), (40, 2)]
+    arguments = ["--from", str(trained), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert answer(capfd, *arguments, "--max_new_tokens", "20", "--batch_size", "2")[0] == 0
+    assert calls == [(20, 1), (40, 2)]
 
 
 @pytest.mark.nightly(
     "the tokens",
-    by="tests/tools/generate/test_generate_command.py::test_ranks_that_split_each_layer_choose_the_tokens_of_one",
+    by="tests/tools/generate/test_generate_command.py::test_tensor_parallel_ranks_generate_the_tokens_of_one_rank",
 )
-def test_two_processes_write_the_file_of_one(trained, tmp_path, capfd):
+def test_two_processes_write_the_same_file_as_one(trained, tmp_path, capfd):
     (tmp_path / "in.jsonl").write_text(
         "".join(json.dumps({"q": {"text": s[:n]}}) + "\n" for n, s in enumerate(SENTENCES))
     )
-    words = ["--from", str(trained), "--input", str(tmp_path / "in.jsonl"), "--field", "q.text", "--temperature", "1.5"]
-    words += ["--top_k", "20", "--seed", "7", "--max_new_tokens", "12"]
+    arguments = [
+        "--from",
+        str(trained),
+        "--input",
+        str(tmp_path / "in.jsonl"),
+        "--field",
+        "q.text",
+        "--temperature",
+        "1.5",
+    ]
+    arguments += ["--top_k", "20", "--seed", "7", "--max_new_tokens", "12"]
     for name, more in {"one": ["--batch_size", "3"], "two": ["--nproc", "2"]}.items():
-        code, _, err = answer(capfd, *words, *more, "--output", str(tmp_path / name))
+        code, _, err = answer(capfd, *arguments, *more, "--output", str(tmp_path / name))
         assert code == 0, err
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    assert not list(trained.glob("logs/rank-1*"))  # the run's own folder is left as it was
+    assert not list(trained.glob("logs/rank-1*"))  # the run folder is unchanged
 
 
 # --- every family, split over ranks ---
 
 
 def save_one(rank, config):
-    """A checkpoint of untrained weights that count for much."""
+    """Save a checkpoint of untrained weights with influential layers."""
     here = World(rank, 1, 0, torch.device("cpu"))
     run = trainer.build(config, here)
     with torch.no_grad():
@@ -158,9 +169,9 @@ def save_one(rank, config):
 def generate_split(rank, folder, prompts):
     here = World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu"))
     opened = open_model(folder, world=here)
-    held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in opened.model.parameters())
-    made = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size, width=opened.width)
-    return made.generate(prompts, 6), held
+    num_local_weights = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in opened.model.parameters())
+    generator = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size, width=opened.width)
+    return generator.generate(prompts, 6), num_local_weights
 
 
 MOE = {"moe_ffn_dim": 64, "top_k": 2}
@@ -171,12 +182,12 @@ MOE = {"moe_ffn_dim": 64, "top_k": 2}
     [
         ("qwen3", {"tied_embeddings": True}),
         ("mixtral", {**MOE, "num_experts": 4}),
-        ("mixtral", {**MOE, "num_experts": 3}),  # which two ranks cannot share: each has all
+        ("mixtral", {**MOE, "num_experts": 3}),  # not divisible by two ranks: each rank has all experts
         ("deepseek_v3", {**MOE, "num_experts": 4, "kv_lora_rank": 32, "num_dense_layers": 1}),
     ],
     ids=["qwen3", "mixtral", "mixtral-3-experts", "deepseek_v3"],
 )
-def test_ranks_that_split_each_layer_choose_the_tokens_of_one(tmp_path, name, overrides):
+def test_tensor_parallel_ranks_generate_the_tokens_of_one_rank(tmp_path, name, overrides):
     sizes = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4, **overrides}
     if name != "deepseek_v3":
         sizes |= {"num_kv_heads": 2, "head_dim": 16}
@@ -187,17 +198,17 @@ def test_ranks_that_split_each_layer_choose_the_tokens_of_one(tmp_path, name, ov
     run_ranks(1, save_one, config)
     prompts = [[256, 5, 9], [256], [256, 80, 81, 82, 83, 84]]
     opened = open_model(tmp_path)
-    whole = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size).generate(prompts, 6)
-    (first, held), (second, _) = run_ranks(2, generate_split, tmp_path, prompts)
-    assert first == second == whole and len({tuple(row) for row in whole}) == 3
+    expected = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size).generate(prompts, 6)
+    (first, num_local_weights), (second, _) = run_ranks(2, generate_split, tmp_path, prompts)
+    assert first == second == expected and len({tuple(row) for row in expected}) == 3
     total = sum(p.numel() for p in opened.model.parameters())
-    assert held < 0.9 * total
+    assert num_local_weights < 0.9 * total
 
 
 # --- conversations ---
 
 
-def test_a_conversation_is_written_by_the_template_and_ends_with_its_turn(trained, tmp_path, capfd):
+def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(trained, tmp_path, capfd):
     pytest.importorskip("tokenizers"), pytest.importorskip("jinja2")
     special = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
     folder = bpe_folder(tmp_path / "tokenizer", special, chat_template=CHAT, eos_token="</s>")
@@ -207,20 +218,20 @@ def test_a_conversation_is_written_by_the_template_and_ends_with_its_turn(traine
         .replace('hf_assets_path = "bytes"', f'hf_assets_path = "{folder}"')
     )
     (tmp_path / "run.toml").write_text(config)
-    words = ["--from", str(trained), "--config", str(tmp_path / "run.toml"), "--max_new_tokens", "3"]
-    asked = generate_request.read([*words, "--prompt", "Hello", "--chat", "--stop", "<|im_start|>"])
-    opened = open_model(asked.source, asked.config)
-    answers, tokenizer = Answers(asked, opened), opened.tokenizer
+    arguments = ["--from", str(trained), "--config", str(tmp_path / "run.toml"), "--max_new_tokens", "3"]
+    options = generate_request.read([*arguments, "--prompt", "Hello", "--chat", "--stop", "<|im_start|>"])
+    opened = open_model(options.source, options.config)
+    answers, tokenizer = Answers(options, opened), opened.tokenizer
     ids = answers._encoder.value("Hello", "prompt")
     assert tokenizer.decode(ids, keep_special=True) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     named = {tokenizer.decode([i], keep_special=True) for i in answers._stop_ids}
     assert named == {"</s>", "<|im_end|>", "<|im_start|>"}
     rows = tmp_path / "in.jsonl"
     rows.write_text('{"m": [{"role": "user", "content": "Hello"}]}\n{"m": [{"role": "assistant", "content": "x"}]}\n')
-    one, two = read_rows(rows, "m", "prediction")
-    assert answers._encoder.row(one, "m", "tools") == ids
+    valid_row, invalid_row = read_rows(rows, "m", "prediction")
+    assert answers._encoder.row(valid_row, "m", "tools") == ids
     with pytest.raises(DataError, match=r"in\.jsonl:2: .*nothing to generate"):
-        answers._encoder.row(two, "m", "tools")
+        answers._encoder.row(invalid_row, "m", "tools")
     code, _, err = answer(capfd, "--from", str(trained), "--chat", "--prompt", "Hello")
     assert code == 2 and "data.chat_template is not set" in err
 
@@ -229,7 +240,7 @@ def test_a_conversation_is_written_by_the_template_and_ends_with_its_turn(traine
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         ([], "--from"),
         (["--from", "x"], "--prompt or --input must be set"),
@@ -248,13 +259,13 @@ def test_a_conversation_is_written_by_the_template_and_ends_with_its_turn(traine
         (["--from", "nowhere", "--prompt", "a"], '--from="nowhere" does not exist'),
     ],
 )
-def test_a_wrong_request_is_one_line(capfd, words, said):
-    code, out, err = answer(capfd, *words)
-    assert (code, out) == (2, "") and said in err and "Traceback" not in err
+def test_a_wrong_request_is_one_line(capfd, arguments, message):
+    code, out, err = answer(capfd, *arguments)
+    assert (code, out) == (2, "") and message in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (b"{broken", "is not JSON"),
         (b"[1, 2]", "is not a JSON object"),
@@ -267,26 +278,26 @@ def test_a_wrong_request_is_one_line(capfd, words, said):
         (b'{"prompt": [{"role": "user", "content": "x"}]}', "add --chat"),
     ],
 )
-def test_a_bad_row_is_named_and_nothing_is_written(trained, tmp_path, capfd, line, said):
+def test_a_bad_row_is_named_without_writing_output(trained, tmp_path, capfd, line, message):
     (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "fine"}\n\n' + line + b"\n")
-    words = ["--from", str(trained), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
-    code, _, err = answer(capfd, *words)
-    assert code == 3 and said in err and "in.jsonl:3: " in err
+    arguments = ["--from", str(trained), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    code, _, err = answer(capfd, *arguments)
+    assert code == 3 and message in err and "in.jsonl:3: " in err
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_files_that_cannot_be_read_or_written_are_named_before_any_work(tmp_path, capfd):
     (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
     (tmp_path / "empty").write_text("\n")
-    words = ["--from", str(tmp_path), "--output"]
-    for output, given, said in (
+    arguments = ["--from", str(tmp_path), "--output"]
+    for output, source, message in (
         ("out", "missing", "cannot be read (No such file"),
         ("out", "empty", "has no rows"),
         ("in.jsonl", "in.jsonl", "exists"),
         ("no/where", "in.jsonl", "is in a folder that does not exist"),
     ):
-        code, _, err = answer(capfd, *words, str(tmp_path / output), "--input", str(tmp_path / given))
-        assert code in (2, 3) and said in err
+        code, _, err = answer(capfd, *arguments, str(tmp_path / output), "--input", str(tmp_path / source))
+        assert code in (2, 3) and message in err
 
 
 def test_a_damaged_checkpoint_is_refused_by_name_and_skipped_in_a_folder(trained, tmp_path, capfd):
@@ -313,7 +324,7 @@ def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path):
         open_model(trained, tmp_path / "other.toml")
 
 
-def test_code_in_a_folder_that_was_found_is_not_run(trained, tmp_path):
+def test_code_named_by_a_folder_is_not_executed(trained, tmp_path):
     run, code = shutil.copytree(trained, tmp_path / "run"), tmp_path / "evil.py"
     code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom shardtrain.models.llama3 import *\n")
     config = run / "config.resolved.toml"
@@ -323,7 +334,7 @@ def test_code_in_a_folder_that_was_found_is_not_run(trained, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_type_to_compute_in_can_be_chosen(trained):
+def test_the_compute_dtype_can_be_chosen(trained):
     opened = open_model(trained, dtype="bfloat16")
     assert {p.dtype for p in opened.model.parameters()} == {torch.bfloat16}
     new = Generator(opened.model, opened.layout, 258).generate(
@@ -336,7 +347,7 @@ def test_help_needs_no_torch():
     program = "import sys; from shardtrain import cli; assert cli.main(['generate', '--help']) == 0; "
     program += "sys.exit('torch' in sys.modules)"
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
@@ -344,4 +355,4 @@ def test_help_needs_no_torch():
         env=paths,
         check=False,
     )
-    assert done.returncode == 0 and "--max_new_tokens" in done.stdout, done.stderr
+    assert result.returncode == 0 and "--max_new_tokens" in result.stdout, result.stderr

@@ -1,4 +1,4 @@
-"""Laws of text: it ends where it was asked to, and its pieces together are the whole."""
+"""Generated text ends at the requested stop, and its streamed pieces join to the full text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tokenizer(request, tmp_path_factory):
 
 
 def printed(text, new):
-    """What is printed piece by piece as tokens come, until the row ends; and the tokens until then."""
+    """Return the text streamed until the row ends, and its tokens."""
     printer, pieces = Printer(text), []
     for count in range(1, len(new) + 1):
         pieces.append(printer.more(new[:count]))
@@ -36,7 +36,7 @@ def printed(text, new):
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
-def test_a_text_that_is_cut_anywhere_continues_where_it_was_cut(tokenizer, sentence):
+def test_a_text_split_anywhere_continues_at_the_split(tokenizer, sentence):
     ids = tokenizer.encode(sentence).tolist()
     for cut in range(1, len(ids)):
         before = tokenizer.decode(ids[:cut])
@@ -47,20 +47,20 @@ def test_a_text_that_is_cut_anywhere_continues_where_it_was_cut(tokenizer, sente
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
-def test_pieces_together_are_the_text(tokenizer, sentence):
+def test_pieces_join_to_the_text(tokenizer, sentence):
     ids = tokenizer.encode(sentence).tolist()
     text = Text(tokenizer, tokenizer.encode("Hello").tolist(), frozenset())
-    whole, new = printed(text, ids)
-    assert new == ids and whole == text.of(ids)
+    streamed, new = printed(text, ids)
+    assert new == ids and streamed == text.of(ids)
 
 
 @pytest.mark.parametrize("stop", ["mat", "東京", ", na", "."])
 def test_a_stop_text_ends_the_row_and_is_never_printed(tokenizer, stop):
     ids = tokenizer.encode(SENTENCES[0]).tolist()
     text = Text(tokenizer, tokenizer.encode("Hello ").tolist(), frozenset(), ["zebra", stop])
-    whole, new = printed(text, ids)
-    assert stop not in whole and text.of(new) == whole
-    assert whole.strip() == SENTENCES[0].partition(stop)[0].strip()
+    streamed, new = printed(text, ids)
+    assert stop not in streamed and text.of(new) == streamed
+    assert streamed.strip() == SENTENCES[0].partition(stop)[0].strip()
 
 
 def test_the_token_that_ends_a_row_has_no_text():

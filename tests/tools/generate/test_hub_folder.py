@@ -1,4 +1,4 @@
-"""Text from a Hugging Face folder: the tokens of ``transformers.generate``, for every family and on several ranks."""
+"""Generation from a Hugging Face folder equals ``transformers.generate`` for every family and on several ranks."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def ours(folder: Path, here: World | None = None, ids: int = 260) -> list[list[i
 
 
 def theirs(model: Any, prompt: list[int]) -> list[int]:
-    found = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
-    tokens: list[int] = found[0, len(prompt) :].tolist()
+    generated = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    tokens: list[int] = generated[0, len(prompt) :].tolist()
     return tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_tokens_from_a_folder_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     model = build(family)
     assert ours(save(model, tmp_path / "hf")) == [theirs(model, prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "phi"])
-def test_the_tokens_of_an_architecture_that_only_transformers_has_are_its_own(name: str) -> None:
-    """Ends that are one tensor among them, whose head is not a module of its own."""
+def test_tokens_of_architectures_without_a_native_model_equal_those_of_transformers(name: str) -> None:
+    """Includes tied embeddings, whose head is not a separate module."""
     model = transformers.AutoModelForCausalLM.from_pretrained(foreign.folder(name), dtype=torch.float32).eval()
     assert ours(foreign.folder(name), ids=512) == [theirs(model, prompt) for prompt in PROMPTS]
     with pytest.raises(ConfigError, match="contains a T5ForConditionalGeneration, which cannot continue a text"):
@@ -76,28 +76,28 @@ def on_rank(rank: int, folder: Path) -> list[list[int]]:
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
 @pytest.mark.nightly(
     "of other folders",
-    by="tests/tools/generate/test_generate_command.py::test_ranks_that_split_each_layer_choose_the_tokens_of_one",
+    by="tests/tools/generate/test_generate_command.py::test_tensor_parallel_ranks_generate_the_tokens_of_one_rank",
 )
-def test_layers_split_over_ranks_give_the_same_tokens(family: str, tmp_path: Path) -> None:
+def test_layers_split_over_ranks_generate_the_same_tokens(family: str, tmp_path: Path) -> None:
     folder = save(build(family), tmp_path / "hf", shard_bytes=20_000)
-    alone = ours(folder)
-    assert run_ranks(2, on_rank, folder) == [alone, alone]
+    single_rank = ours(folder)
+    assert run_ranks(2, on_rank, folder) == [single_rank, single_rank]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = save(build("llama3", vocab_size=400), tmp_path_factory.mktemp("text") / "hf")
-    bpe_folder(found, eos_token="</s>", bos_token="<s>", chat_template=CHAT)
-    return found
+    path = save(build("llama3", vocab_size=400), tmp_path_factory.mktemp("text") / "hf")
+    bpe_folder(path, eos_token="</s>", bos_token="<s>", chat_template=CHAT)
+    return path
 
 
 def test_the_command_uses_tokenizer_and_chat_template_of_the_folder(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["generate", "--from", str(folder), "--prompt", "the cat", "--max_new_tokens", "4"]
-    assert main(words) == 0
+    arguments = ["generate", "--from", str(folder), "--prompt", "the cat", "--max_new_tokens", "4"]
+    assert main(arguments) == 0
     plain = capfd.readouterr().out
-    assert main([*words, "--chat"]) == 0
+    assert main([*arguments, "--chat"]) == 0
     assert capfd.readouterr().out != plain
 
 
@@ -106,17 +106,17 @@ STYLES = {"llama3": "llama3", "neox": "gpt2", "llama3-tied": "gpt2"}
 QUESTIONS = ["the cat sat", "Hello! How", "def main"]
 
 
-def test_rows_are_those_of_transformers_with_and_without_bos(tmp_path: Path) -> None:
+def test_rows_equal_those_of_transformers_with_and_without_bos(tmp_path: Path) -> None:
     equal = 0
     for (family, style), chat in itertools.product(STYLES.items(), (False, True)):
         place = tmp_path / f"{family}-{chat}"
         with_post_processor(bpe_folder(place, eos_token="</s>", bos_token="<s>", chat_template=CHAT), style)
-        # a model without rows that no token has: of those we draw none, and transformers does
+        # A model without unused vocabulary rows: we never choose their ids, but transformers does.
         save(build(family, vocab_size=open_tokenizer(str(place)).vocab_size), place)
         (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
         out = tmp_path / f"{family}-{chat}.jsonl"
-        words = ["generate", "--from", str(place), "--input", str(tmp_path / "in.jsonl"), "--output", str(out)]
-        assert main([*words, "--max_new_tokens", str(NEW), *(["--chat"] if chat else [])]) == 0
+        arguments = ["generate", "--from", str(place), "--input", str(tmp_path / "in.jsonl"), "--output", str(out)]
+        assert main([*arguments, "--max_new_tokens", str(NEW), *(["--chat"] if chat else [])]) == 0
         model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(place)
         for text, line in zip(QUESTIONS, out.read_text().splitlines(), strict=True):
@@ -126,10 +126,10 @@ def test_rows_are_those_of_transformers_with_and_without_bos(tmp_path: Path) -> 
             else:
                 prompt = tokenizer(text)
             ids = torch.tensor([prompt.input_ids])
-            # with --chat a row also ends where the template ends a turn, which transformers does not know
+            # With --chat, a row also ends at the end of a turn in the template, which transformers ignores.
             ends = [model.generation_config.eos_token_id, *([tokenizer.eos_token_id] if chat else [])]
-            found = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=ends)
-            expected = tokenizer.decode(found[0, ids.size(1) :], skip_special_tokens=True)
+            generated = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=ends)
+            expected = tokenizer.decode(generated[0, ids.size(1) :], skip_special_tokens=True)
             assert json.loads(line)["prediction"] == expected, (family, chat, text)
             equal += 1
     assert equal == 18
@@ -141,7 +141,7 @@ END = "</s>"
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A folder whose text from PROMPT has the tokenizer's end token late, and the ids of its text until then."""
+    """A folder whose continuation of PROMPT has the tokenizer's end token late, and the ids before it."""
     folder = bpe_folder(tmp_path_factory.mktemp("ends") / "hf", eos_token=END, bos_token="<s>")
     tokenizer = open_tokenizer(str(folder))
     prompt = torch.tensor([tokenizer.encode("the cat").tolist()])
@@ -154,7 +154,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
         ids: list[int] = model.generate(prompt, **ends)[0, prompt.size(1) :].tolist()
         if ids[-1] == tokenizer.eos_id and len(set(ids)) > 5:
             return save(model, folder), ids
-    raise AssertionError("no seed gives a model whose text has an end")
+    raise AssertionError("no seed yields a model whose text ends")
 
 
 @pytest.mark.parametrize("in_generation", ["no file", MISSING, None, "one", "several"])
@@ -168,7 +168,7 @@ def test_a_text_ends_where_transformers_ends_it(
 ) -> None:
     source, ids = chatty
     folder = shutil.copytree(source, tmp_path / "hf")
-    # Ids of the text, each the first of its value: config.json names an earlier one than generation_config.json
+    # Distinct ids of the text. config.json names an earlier one than generation_config.json.
     first, second, third = list(dict.fromkeys(ids))[1:4]
     for name, kind, named in (
         ("config.json", in_config, {"one": second, "several": [first, 3]}),
@@ -187,12 +187,12 @@ def test_a_text_ends_where_transformers_ends_it(
     assert main(["generate", "--from", str(folder), "--prompt", "the cat", "--max_new_tokens", "20"]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    # Where its files name no end token, transformers never stops, and we stop at the tokenizer's
+    # If no file names an end token, transformers never stops, but we stop at the tokenizer's.
     ends = model.generation_config.eos_token_id
     ends = tokenizer.eos_token_id if ends is None else ends
     prompt = tokenizer("the cat", return_tensors="pt")
-    found = model.generate(**prompt, max_new_tokens=20, do_sample=False, eos_token_id=ends)
-    new = found[0, prompt.input_ids.size(1) :]
+    generated = model.generate(**prompt, max_new_tokens=20, do_sample=False, eos_token_id=ends)
+    new = generated[0, prompt.input_ids.size(1) :]
     assert len(new) < 20
     assert capfd.readouterr().out == tokenizer.decode(new, skip_special_tokens=True) + "\n"
 
@@ -217,23 +217,23 @@ def test_settings_that_are_not_used_are_named(folder: Path, tmp_path: Path, capf
 def test_add_bos_overrides_the_tokenizer_of_a_folder(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     opened = open_model(folder)
     plain, with_bos = (
-        GenerationPrompts(found.tokenizer, found.config.data, None).value("the cat", "--prompt")
-        for found in (opened, opened.with_data(add_bos=True))
+        GenerationPrompts(model.tokenizer, model.config.data, None).value("the cat", "--prompt")
+        for model in (opened, opened.with_data(add_bos=True))
     )
     assert with_bos == [opened.tokenizer.bos_id, *plain]
-    words = ["generate", "--from", str(folder), "--prompt", "the cat", "--max_new_tokens", "4"]
-    assert main([*words, "--add_bos", "true"]) == 0
-    for more, told in (
+    arguments = ["generate", "--from", str(folder), "--prompt", "the cat", "--max_new_tokens", "4"]
+    assert main([*arguments, "--add_bos", "true"]) == 0
+    for more, message in (
         (["--add_bos", "true", "--chat"], "--add_bos=true has no effect with --chat"),
         (["--add_bos", "yes"], "'yes' is neither true nor false"),
     ):
         capfd.readouterr()
-        assert main([*words, *more]) == 2
+        assert main([*arguments, *more]) == 2
         error = capfd.readouterr().err
-        assert told in error and error.count("\n") == 1, error
+        assert message in error and error.count("\n") == 1, error
 
 
-def test_what_is_missing_or_of_no_effect_is_said(
+def test_missing_and_ineffective_options_are_reported(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     bare = save(build("llama3"), tmp_path / "bare")
@@ -246,10 +246,10 @@ def test_what_is_missing_or_of_no_effect_is_said(
         ([str(tmp_path), "--tokenizer", "bytes"], "is only for Hugging Face folders"),
     ]
     capfd.readouterr()
-    for words, told in cases:
-        assert main(["generate", "--prompt", "a", "--from", *words]) == 2
+    for arguments, message in cases:
+        assert main(["generate", "--prompt", "a", "--from", *arguments]) == 2
         error = capfd.readouterr().err
-        assert told in error and error.count("\n") == 1, error
+        assert message in error and error.count("\n") == 1, error
     assert (
         main(["generate", "--prompt", "a", "--from", str(bare), "--tokenizer", "bytes", "--max_new_tokens", "2"]) == 0
     )

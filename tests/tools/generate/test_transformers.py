@@ -1,4 +1,4 @@
-"""Greedy tokens are those of ``transformers.generate`` on the same weights, rows of several lengths among them."""
+"""Greedy tokens equal ``transformers.generate`` on the same weights, also for rows of different lengths."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ FAMILIES = [
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize(("name", "ours", "prefix", "changed"), FAMILIES, ids=[f[0] for f in FAMILIES])
-def test_greedy_tokens_are_those_of_transformers(name, ours, prefix, changed, packed, monkeypatch):
+def test_greedy_tokens_equal_those_of_transformers(name, ours, prefix, changed, packed, monkeypatch):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{prefix}Config")(
         **{**THEIRS, **changed}, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}, pad_token_id=0
     )
     config.eos_token_id = None
-    theirs = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
-    theirs.generation_config.eos_token_id = None
+    reference = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    reference.generation_config.eos_token_id = None
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for parameter in reference.parameters():
             if parameter.ndim > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     module = find(name)
     model = module.Model(module.Config(**{**ours, "norm_eps": config.rms_norm_eps}))
-    copy_weights(theirs, model)
+    copy_weights(reference, model)
     lengths, longest, new = (4, 11, 7), 11, 20
     rows = [torch.randint(1, 64, (length,), generator=generator).tolist() for length in lengths]
-    tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])  # they pad to the left
+    tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])  # padding is on the left
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    expected = theirs.generate(tokens, attention_mask=mask, max_new_tokens=new, do_sample=False)[:, longest:]
-    if packed:  # weights in the order of oneDNN's kernels, as the command has them
+    expected = reference.generate(tokens, attention_mask=mask, max_new_tokens=new, do_sample=False)[:, longest:]
+    if packed:  # weights in oneDNN's layout, as in the command
         monkeypatch.setattr(packed_linear, "_SMALLEST_NUMEL", {torch.float32: 0})
         monkeypatch.setattr(chosen_kernels, "_chosen", chosen_kernels.Kernels(packed_linear_float32=2.0))
         assert packed_linear.use(model) and isinstance(model.head, packed_linear.PackedLinear)
-    found = Generator(model, module.LAYOUT).generate(rows, new)
-    assert found == expected.tolist()
-    assert len({tuple(row) for row in found}) == 3
+    generated = Generator(model, module.LAYOUT).generate(rows, new)
+    assert generated == expected.tolist()
+    assert len({tuple(row) for row in generated}) == 3

@@ -1,4 +1,4 @@
-"""``shardtrain test``: the best checkpoint by itself, the files of another system to the letter, and all or none."""
+"""``shardtrain test`` uses the best checkpoint and writes all files of the original format, or none."""
 
 from __future__ import annotations
 
@@ -48,29 +48,29 @@ def trained_config(folder: Path, **sections: Any) -> Config:
 
 @functools.cache
 def trained() -> Path:
-    """The folder of a run, which the tests leave as it is."""
+    """Folder of a run, which the tests do not change."""
     folder = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "run"
     run_ranks(1, train_whole, trained_config(folder))
     return folder
 
 
-def shardtrain(*words: str) -> subprocess.CompletedProcess[str]:
+def shardtrain(*arguments: str) -> subprocess.CompletedProcess[str]:
     names = {key: value for key, value in os.environ.items() if key not in ("NGPU", "RANK", "WORLD_SIZE")}
     environment = {**names, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "shardtrain", *words]
+    command = [sys.executable, "-m", "shardtrain", *arguments]
     return forked.run(
         command, capture_output=True, text=True, timeout=patience.seconds(150), env=environment, cwd=ROOT, check=False
     )
 
 
 def test_two_processes_write_the_files_of_the_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.001")  # 5 seconds for a user
-    given = ["--task.test_dataset_path", file_of(7, 2), "--output", str(tmp_path), "--nproc", "2"]
-    done = shardtrain("test", str(trained() / "config.resolved.toml"), *given)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.001")  # default: 5 seconds
+    options = ["--task.test_dataset_path", file_of(7, 2), "--output", str(tmp_path), "--nproc", "2"]
+    result = shardtrain("test", str(trained() / "config.resolved.toml"), *options)
+    assert result.returncode == 0, result.stderr
     step = best.read_pointer(trained() / "checkpoint")["step"]
-    assert f"step-{step}" in done.stderr
-    assert all(f"\n{what}: 0s" in done.stderr for what in ("measuring dev", "measuring test"))  # what it waits for
+    assert f"step-{step}" in result.stderr
+    assert all(f"\n{what}: 0s" in result.stderr for what in ("measuring dev", "measuring test"))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "dev_prediction.txt",
         "dev_results.json",
@@ -86,22 +86,22 @@ def test_two_processes_write_the_files_of_the_best_checkpoint(tmp_path: Path, mo
     assert accuracy == max(line["accuracy"] for line in logged)
 
 
-def choose(rank: int, one: Config, wanted: str | None, splits: tuple[str, ...]) -> Any:
-    mesh = distributed.build(one, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
-    built = build_model(one, mesh)
+def choose(rank: int, run_config: Config, wanted: str | None, splits: tuple[str, ...]) -> Any:
+    mesh = distributed.build(run_config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
+    built = build_model(run_config, mesh)
     try:
-        path = held_out_eval_rank.load(built, one, wanted)
+        path = held_out_eval_rank.load(built, run_config, wanted)
     except CheckpointError as error:
         return str(error)
     files: dict[str, str | None] = {}
     for split in splits:
-        found, labelled = held_out_eval_rank.measure(built, one, mesh, split)
-        files |= held_out_eval_rank.files_of(split, built.task, found, labelled)
+        measured, labelled = held_out_eval_rank.measure(built, run_config, mesh, split)
+        files |= held_out_eval_rank.files_of(split, built.task, measured, labelled)
     return path.name, files
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_rows_without_labels_get_predictions_alone(ranks: int) -> None:
+def test_rows_without_labels_only_get_predictions(ranks: int) -> None:
     labelled, unlabelled = (
         trained_config(trained(), task={"test_dataset_path": file_of(7, 2, labels=labels)}) for labels in (True, False)
     )
@@ -111,25 +111,25 @@ def test_rows_without_labels_get_predictions_alone(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found"),
+    ("wanted", "expected"),
     [("latest", "step-30"), ("20", "step-20"), ("PATH", "step-10"), ("40", None)],
 )
-def test_any_checkpoint_can_be_named(wanted: str, found: str | None) -> None:
-    one = trained_config(trained())
+def test_any_checkpoint_can_be_named(wanted: str, expected: str | None) -> None:
+    run_config = trained_config(trained())
     wanted = str(trained() / "checkpoint" / "step-10") if wanted == "PATH" else wanted
-    result = run_ranks(1, choose, one, wanted, ())[0]
-    if found is None:
+    result = run_ranks(1, choose, run_config, wanted, ())[0]
+    if expected is None:
         assert "--step=40 does not exist" in result
     else:
-        assert result[0] == found
+        assert result[0] == expected
 
 
-def test_without_a_best_checkpoint_the_newest_is_taken_unless_the_best_was_asked_for(tmp_path: Path) -> None:
+def test_without_a_best_checkpoint_the_newest_is_used_unless_the_best_is_requested(tmp_path: Path) -> None:
     shutil.copytree(trained() / "checkpoint", tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / "best.json").unlink()
-    one = trained_config(tmp_path)
-    assert run_ranks(1, choose, one, None, ())[0][0] == "step-30"
-    assert "--step=best" in run_ranks(1, choose, one, "best", ())[0]
+    run_config = trained_config(tmp_path)
+    assert run_ranks(1, choose, run_config, None, ())[0][0] == "step-30"
+    assert "--step=best" in run_ranks(1, choose, run_config, "best", ())[0]
 
 
 def test_files_of_an_earlier_test_that_would_mislead_are_removed(tmp_path: Path) -> None:
@@ -141,17 +141,17 @@ def test_files_of_an_earlier_test_that_would_mislead_are_removed(tmp_path: Path)
 def test_a_wrong_row_leaves_no_file(tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.write_text("good\t1\nbad\t2\n")
-    given = ["--task.test_dataset_path", str(bad), "--output", str(tmp_path / "out"), "--nproc", "1"]
-    words, said = ["test", str(trained() / "config.resolved.toml"), *given], tmp_path / "said"
-    assert end(fork(main, words, said)) == 3
-    assert f"{bad}:2: label '2' in column '1' is not one of 0, 1" in said.read_text()
-    assert "Traceback" not in said.read_text() and not (tmp_path / "out").exists()
+    options = ["--task.test_dataset_path", str(bad), "--output", str(tmp_path / "out"), "--nproc", "1"]
+    arguments, stderr_file = ["test", str(trained() / "config.resolved.toml"), *options], tmp_path / "stderr"
+    assert end(fork(main, arguments, stderr_file)) == 3
+    assert f"{bad}:2: label '2' in column '1' is not one of 0, 1" in stderr_file.read_text()
+    assert "Traceback" not in stderr_file.read_text() and not (tmp_path / "out").exists()
 
 
-def main(words: list[str], said: Path) -> None:
-    with said.open("w") as file:
+def main(arguments: list[str], stderr_file: Path) -> None:
+    with stderr_file.open("w") as file:
         sys.stderr = file
-        code = cli.main(words)
+        code = cli.main(arguments)
     os._exit(code)
 
 
@@ -164,19 +164,19 @@ def test_a_config_without_a_held_out_set_is_refused(capsys: pytest.CaptureFixtur
 
 def test_a_language_model_is_tested_by_its_loss() -> None:
     held_out = {"enable": True, "dataset": "text", "dataset_path": text_file(), "seq_len": 64, "steps": 2}
-    one = shallow_config(validation=held_out)
-    loss, files = run_ranks(1, language_model, one)[0]
+    run_config = shallow_config(validation=held_out)
+    loss, files = run_ranks(1, language_model, run_config)[0]
     assert list(files) == ["dev_results.json"] and json.loads(files["dev_results.json"])["loss"] == pytest.approx(loss)
 
 
-def language_model(rank: int, one: Config) -> Any:
-    run = make_run(rank, one)
-    built = build_model(one, run.mesh)
-    found, labelled = held_out_eval_rank.measure(built, one, run.mesh, "validation")
-    return found.loss, held_out_eval_rank.files_of("dev", built.task, found, labelled)
+def language_model(rank: int, run_config: Config) -> Any:
+    run = make_run(rank, run_config)
+    built = build_model(run_config, run.mesh)
+    measured, labelled = held_out_eval_rank.measure(built, run_config, run.mesh, "validation")
+    return measured.loss, held_out_eval_rank.files_of("dev", built.task, measured, labelled)
 
 
 def test_the_request_keeps_the_logs_of_the_run(tmp_path: Path) -> None:
-    one = trained_config(tmp_path)
-    asked = held_out_eval_command.HeldOutOptions(Loaded(one), None, None, tmp_path)
-    assert asked.launched.config.job.dump_folder == str(tmp_path / "testing")
+    run_config = trained_config(tmp_path)
+    options = held_out_eval_command.HeldOutOptions(Loaded(run_config), None, None, tmp_path)
+    assert options.launched.config.job.dump_folder == str(tmp_path / "testing")

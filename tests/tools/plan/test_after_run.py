@@ -1,4 +1,4 @@
-"""A run that has ended hears of its plan: what would take less memory, and how far the plan was off."""
+"""Comparison of an ended run with its plan: changes that need less memory, and the error of the plan."""
 
 from __future__ import annotations
 
@@ -19,59 +19,59 @@ from shardtrain.utils import limits
 
 
 def shares(lines: list[str]) -> list[float]:
-    """Of each change its planned memory over that of the configuration."""
+    """Return the planned memory of each change relative to that of the configuration."""
     units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-    told = [re.search(r": ([\d.]+) (\w+) planned instead of ([\d.]+) (\w+)$", line) for line in lines]
-    return [float(m[1]) * units[m[2]] / (float(m[3]) * units[m[4]]) for m in told if m]
+    matches = [re.search(r": ([\d.]+) (\w+) planned instead of ([\d.]+) (\w+)$", line) for line in lines]
+    return [float(m[1]) * units[m[2]] / (float(m[3]) * units[m[4]]) for m in matches if m]
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("llama3_8b", 8), ("llama3_405b", 512), ("debug_moe", 8)])
-def test_each_change_takes_a_tenth_less_at_least(name: str, world_size: int) -> None:
+def test_each_suggested_change_saves_at_least_a_tenth(name: str, world_size: int) -> None:
     title, *lines = after_run.after_out_of_memory(config.load(name).config, world_size, is_cpu=False)
     assert "docs/plan.md" in title and 1 <= len(lines) == len(shares(lines)) <= 3
-    assert all(share < 0.91 for share in shares(lines)), "with the rounding of what is printed"
+    assert all(share < 0.91 for share in shares(lines)), "0.9, plus rounding in the output"
 
 
-def test_where_nothing_can_be_planned_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_plan_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "lighter", lambda *_: 1 / 0)
     assert after_run.after_out_of_memory(config.load("debug").config, 1, is_cpu=True) == []
 
 
 @pytest.mark.parametrize(("memory_mib", "changes"), [(0, 3), (2**20, 0), (60, 3), (38, 2), (20, 0)])
-def test_only_changes_that_would_suffice_are_advised(memory_mib: int, changes: int) -> None:
-    """A single rank of this configuration is planned with 51 MiB; the changes take 37, 41 and 37 MiB."""
+def test_only_sufficient_changes_are_suggested(memory_mib: int, changes: int) -> None:
+    """The plan of a single rank needs 51 MiB. With the changes, it needs 37, 41 and 37 MiB."""
     options = ["--training.seq_len=64", "--training.local_batch_size=4", "--model.hf_assets_path=bytes"]
-    asked = config.load("debug", options).config
-    lines = after_run.after_out_of_memory(asked, 1, is_cpu=True, memory_bytes=memory_mib * 2**20)
+    run_config = config.load("debug", options).config
+    lines = after_run.after_out_of_memory(run_config, 1, is_cpu=True, memory_bytes=memory_mib * 2**20)
     assert len(lines[1:]) == changes, lines
 
 
 @pytest.mark.parametrize("ranks", cases([2], nightly=[1]))
-def test_a_run_without_memory_ends_with_7_and_what_would_take_less(
+def test_a_run_out_of_memory_ends_with_7_and_suggestions(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_memory(*_: object) -> None:
         raise MemoryError("can't allocate memory")
 
     monkeypatch.setattr(trainer, "_steps", no_memory)
-    # planned are 38 MiB of one of two ranks, 51 MiB of a single one
+    # The plan needs 38 MiB per rank on two ranks, and 51 MiB on a single one.
     memory = {"total": 90 * 2**20, "available": 2**20} if ranks == 2 else {"total": 60 * 2**20, "available": 2**20}
     monkeypatch.setattr(limits, "host_memory", lambda: memory)
     monkeypatch.setattr(limits, "cgroup_memory", lambda: (0, 0))
     command = [sys.executable, "-m", "shardtrain", "train", "debug", f"--nproc={ranks}", "--training.seq_len=64"]
     command += ["--training.local_batch_size=4", "--model.hf_assets_path=bytes", f"--job.dump_folder={tmp_path}"]
-    done = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(120))
-    assert done.returncode == 7, done.stderr
-    told = done.stderr.splitlines()
+    result = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(120))
+    assert result.returncode == 7, result.stderr
+    lines = result.stderr.splitlines()
     title = next(
-        number for number, line in enumerate(told) if line.startswith("each of these changes needs less memory")
+        number for number, line in enumerate(lines) if line.startswith("each of these changes needs less memory")
     )
-    assert any(line.startswith("error[7]: ") for line in told[:title])
-    assert 1 <= len(shares(told[title + 1 :])) <= 3
+    assert any(line.startswith("error[7]: ") for line in lines[:title])
+    assert 1 <= len(shares(lines[title + 1 :])) <= 3
 
 
 def finished(folder: Path, tps: float, memory_gib: float, steps: int = 10) -> Path:
-    """The files of a run of 8B on 8 devices; its first half was slow."""
+    """Write the files of an 8B run on 8 devices whose first half was slow."""
     rows = [
         {"step": step, "loss": 3.0, "tps": tps / 9 if step <= steps // 2 else tps, "memory_gib": memory_gib}
         for step in range(1, steps + 1)
@@ -81,7 +81,7 @@ def finished(folder: Path, tps: float, memory_gib: float, steps: int = 10) -> Pa
     return folder
 
 
-def test_planned_and_measured_stand_beside_each_other_and_a_large_difference_is_a_warning(tmp_path: Path) -> None:
+def test_planned_and_measured_values_are_compared_and_large_differences_warn(tmp_path: Path) -> None:
     plan = planning.make(config.load("llama3_8b").config, 8, hardware.find("h100"))
     gib = plan.fullest.peak / 2**30
     run = finished(tmp_path, 1.1 * plan.tps, 0.5 * gib)
@@ -90,22 +90,22 @@ def test_planned_and_measured_stand_beside_each_other_and_a_large_difference_is_
     assert memory == (
         f"warning: peak memory in GiB: planned {gib:.1f}, measured {0.5 * gib:.1f} (-50%): more than 15% off"
     )
-    kept = json.loads((run / "planned.json").read_text())  # for shardtrain report
-    assert kept["peak memory in GiB"] == pytest.approx([gib, 0.5 * gib])
+    comparison = json.loads((run / "planned.json").read_text())  # for shardtrain report
+    assert comparison["peak memory in GiB"] == pytest.approx([gib, 0.5 * gib])
 
 
-def test_a_difference_of_a_small_run_gives_no_warning(tmp_path: Path) -> None:
-    """A step of it is what the host does, and its memory the workspaces of kernels: neither is planned."""
+def test_a_difference_in_a_small_run_is_no_warning(tmp_path: Path) -> None:
+    """Host time dominates its steps, and kernel workspaces its memory. A plan contains neither."""
     run = finished(tmp_path, 4e4, 0.2)
     (run / "config.resolved.toml").write_text(
         '[model]\nflavor = "2.6M"\n[training]\nlocal_batch_size = 4\nseq_len = 256\n'
     )
-    told = after_run.beside_measured(run, 1, "NVIDIA H200")
-    assert len(told) == 2 and not any(line.startswith("warning") for line in told), told
-    assert "depend on the host" in told[0] and "within the accuracy of a plan" in told[1]
+    lines = after_run.beside_measured(run, 1, "NVIDIA H200")
+    assert len(lines) == 2 and not any(line.startswith("warning") for line in lines), lines
+    assert "depend on the host" in lines[0] and "within the accuracy of a plan" in lines[1]
 
 
-def test_of_an_unknown_device_or_few_steps_nothing_is_said(tmp_path: Path) -> None:
+def test_unknown_devices_and_short_runs_are_not_compared(tmp_path: Path) -> None:
     assert after_run.beside_measured(finished(tmp_path, 1.0, 1.0), 8, "Some New Accelerator") == []
     assert after_run.beside_measured(finished(tmp_path, 1.0, 1.0, steps=4), 8, "NVIDIA H100 80GB HBM3") == []
     assert after_run.beside_measured(tmp_path / "gone", 8, "NVIDIA H100 80GB HBM3") == []

@@ -1,4 +1,4 @@
-"""Laws of a calibrated plan: a run that took longer than planned makes the device slower by as much."""
+"""Calibrated plans: a run that was slower than planned makes the device slower by the same factor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardtrain.utils.errors import ConfigError
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run of the debug preset on two ranks of a CPU, whose steps took three seconds."""
+    """A run of the debug preset on two CPU ranks, with steps of three seconds."""
 
     def write(seconds=3.0, count=10):
         shutil.copy(next(iter(presets.__path__)) + "/debug.toml", tmp_path / "config.resolved.toml")
@@ -38,7 +38,7 @@ def test_a_calibrated_plan_of_the_run_takes_as_long_as_the_run_did(folder):
     assert plan.peak_bytes == planning.make(config.load("debug", []).config, 2, hardware.find("cpu")).peak_bytes
 
 
-def test_too_few_steps_another_device_or_no_run_are_refused(folder, tmp_path):
+def test_too_few_steps_another_device_and_missing_runs_are_rejected(folder, tmp_path):
     device = hardware.find("cpu")
     with pytest.raises(ConfigError, match="3 logged steps"):
         calibrate.learn(folder(count=3), device)
@@ -50,7 +50,7 @@ def test_too_few_steps_another_device_or_no_run_are_refused(folder, tmp_path):
 
 @pytest.fixture
 def report(tmp_path):
-    """What ``doctor --json`` prints of two hosts with two devices each, whose names and rates a test changes."""
+    """Function that writes the report of ``doctor --json`` for two hosts with two devices each."""
 
     def write(name="NVIDIA H100 80GB HBM3", rate=400e12, links=200e9, network=40e9):
         reports = patients.healthy()
@@ -62,10 +62,10 @@ def report(tmp_path):
                 "group": number // 2,
                 "ranks": [number // 2 * 2, number // 2 * 2 + 1],
             }
-            far = {"axis": "dp_shard", "name": "all_gather", "group": 0, "ranks": [0, 1, 2, 3]}
+            across_hosts = {"axis": "dp_shard", "name": "all_gather", "group": 0, "ranks": [0, 1, 2, 3]}
             facts["network"]["collectives"] = [
                 {**near, "right": True, "rate": links},
-                {**far, "right": True, "rate": network},
+                {**across_hosts, "right": True, "rate": network},
             ]
         path = tmp_path / "report.json"
         path.write_text(doctor_report.to_json(doctor_report.document(reports, [], 1.0)))
@@ -74,17 +74,17 @@ def report(tmp_path):
     return write
 
 
-def test_rates_are_those_that_the_doctor_measured(report):
+def test_rates_come_from_the_doctor_s_report(report):
     row = hardware.find("h100")
     learned = calibrate.learn_report(report(), row)
     device = learned.device
-    # the slowest device's, as the share of the peak that large products reach
+    # The rate of the slowest device, scaled by the fraction of the peak that large products reach.
     assert device.flops["bfloat16"] * device.matmul_efficiency == pytest.approx(400e12)
     assert device.flops["float8"] / row.flops["float8"] == pytest.approx(
         device.flops["bfloat16"] / row.flops["bfloat16"]
     )
     assert device.link.bytes_per_second * device.link.efficiency == pytest.approx(200e9)
-    # two devices of a host sent through its network together
+    # Two devices of a host shared its network.
     assert device.network.bytes_per_second * device.network.efficiency == pytest.approx(20e9)
     assert device.memory_bytes_per_second == row.memory_bytes_per_second
     assert "bfloat16 products 65%" in learned.line("report.json")
@@ -118,6 +118,6 @@ def test_the_doctor_of_this_machine_calibrates_a_plan_of_it(tmp_path):
     reports = patients.examined(2, tmp_path, ("devices", "network"))
     path.write_text(doctor_report.to_json(doctor_report.document(reports, [], 1.0)))
     device = calibrate.learn_report(path, hardware.find("cpu")).device
-    measured = min(facts["rate"] for facts in reports.of("devices").values())  # of one thread, as tests have
+    measured = min(facts["rate"] for facts in reports.of("devices").values())  # with one thread, like all tests
     assert device.flops["float32"] * device.matmul_efficiency == pytest.approx(measured)
     assert device.link == hardware.find("cpu").link

@@ -1,4 +1,4 @@
-"""Laws of devices as data: each row says where it is from, and impossible numbers are refused in one line."""
+"""Device tables: each row names its source, and impossible numbers are rejected in one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ bfloat16 = 100e12
 
 
 @pytest.mark.parametrize("name", devices.names())
-def test_each_device_of_the_package_is_possible_and_says_where_its_numbers_are_from(name):
+def test_each_device_of_the_package_is_plausible_and_names_its_sources(name):
     device = hardware.find(name)
     assert device.source and device.link.source and device.network.source
     half = "bfloat16" if "bfloat16" in device.flops else "float16"
@@ -31,7 +31,7 @@ def test_each_device_of_the_package_is_possible_and_says_where_its_numbers_are_f
     assert device.memory_bytes > 2**30
 
 
-def test_short_names_are_the_devices_that_people_mean():
+def test_short_names_select_the_common_devices():
     assert hardware.find("A100").memory_gib > hardware.find("a100-40").memory_gib
 
 
@@ -40,14 +40,14 @@ def test_an_unknown_device_lists_the_known_ones_and_how_to_add_one():
         hardware.find("h10")
 
 
-def test_a_users_own_row_is_a_file(tmp_path):
+def test_a_user_defined_device_is_a_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(ROW)
-    mine = hardware.find(str(path))
-    assert (mine.name, mine.devices_per_node, mine.link.name) == ("mine", 4, "pcie4")
-    assert mine.peak("bfloat16") == 100e12
+    device = hardware.find(str(path))
+    assert (device.name, device.devices_per_node, device.link.name) == ("mine", 4, "pcie4")
+    assert device.peak("bfloat16") == 100e12
     with pytest.raises(ConfigError, match="float8"):
-        mine.peak("float8")
+        device.peak("float8")
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,12 @@ def test_a_users_own_row_is_a_file(tmp_path):
 def test_impossible_numbers_are_refused_and_named(tmp_path, old, new, key):
     path = tmp_path / "mine.toml"
     path.write_text(ROW.replace(old, new))
-    with pytest.raises(ConfigError, match=key) as told:
+    with pytest.raises(ConfigError, match=key) as error:
         hardware.find(str(path))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path):
+def test_a_missing_file_or_invalid_toml_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         hardware.find(str(tmp_path / "none.toml"))
     (tmp_path / "bad.toml").write_text("[")
@@ -82,21 +82,21 @@ def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("devices = 3\n", "0 tables"),
         ("[devices]\nmine = 3\n", "0 tables"),
         ("links = 3\n[devices.mine]\nlink = ['pcie4']\n", "is missing"),
     ],
 )
-def test_a_file_of_another_form_is_refused(tmp_path, text, said):
+def test_a_device_file_with_another_structure_is_rejected(tmp_path, text, message):
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         hardware.find(str(path))
 
 
-def test_without_a_switch_two_devices_get_their_share_of_the_link(tmp_path):
+def test_without_a_switch_two_devices_use_only_part_of_the_link(tmp_path):
     path = tmp_path / "mine.toml"
     links = '[links.direct]\nbytes_per_second = 300e9\nlatency_seconds = 1e-6\nsource = "its board"\npeers = 3\n'
     path.write_text(ROW.replace('"pcie4"', '"direct"') + links)

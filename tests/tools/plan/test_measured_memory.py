@@ -1,7 +1,7 @@
-"""The planned peak is that of a real run: tensor bytes of each rank, counted while it trains on a CPU.
+"""The planned peak equals that of a real run: the tensor bytes of each rank, counted in training on a CPU.
 
-What is counted: the weights and states that a rank holds, and each storage from the operation that made it to its end,
-gradients and FSDP's buffers included, in the second of two steps. The sizes are such that activations are most of it.
+Counted in the second of two steps: weights and optimizer states, and every storage from its creation to its release,
+including gradients and FSDP's buffers. The sizes are chosen so that activations dominate.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ LORA = {"enable": True, "random_base": True}
 
 
 class Counted(LiveMemory):
-    """Bytes of all storages that operations have made, in ``now``, and the most that they were, in ``most``."""
+    """Count the bytes of all storages created by operations: ``now``, and their maximum ``most``."""
 
     most = 0
 
@@ -79,7 +79,7 @@ class Counted(LiveMemory):
 
 
 def measured_bytes(rank: int, config: Any, kernels: rank_memory.Kernels = "cpu") -> int:
-    """The most that a rank holds in the second of two steps."""
+    """Return the peak bytes of a rank in the second of two steps."""
     chosen_kernels.use(chosen_kernels.Kernels(rms_norm=2.0) if kernels == "cpu by rows" else chosen_kernels.PYTORCH)
     run = make_run(rank, config)
     if config.lora.base_dtype != "training":
@@ -87,7 +87,7 @@ def measured_bytes(rank: int, config: Any, kernels: rank_memory.Kernels = "cpu")
     parameters = [parameter for part in run.runner.parts for parameter in part.parameters()]
     counted = Counted(parameters)
     with counted:
-        trainer.step(run)  # makes the optimizer's states, which stay
+        trainer.step(run)  # creates the optimizer states, which persist
     counted.most = 0
     with counted:
         trainer.step(run)
@@ -97,13 +97,13 @@ def measured_bytes(rank: int, config: Any, kernels: rank_memory.Kernels = "cpu")
 
 
 def planned_bytes(config: Any, size: int, kernels: rank_memory.Kernels = "cpu") -> list[int]:
-    """The peak of each place of the pipeline."""
+    """Return the peak of each pipeline rank."""
     model = shapes.read(config)
-    found = job_sizes.of_config(config, size, len(model.layers), has_experts=model.has_experts)
+    sizes = job_sizes.of_config(config, size, len(model.layers), has_experts=model.has_experts)
     orders = schedule.orders(
-        found.schedule, found.pp, len(found.stages), found.num_microbatches, found.recomputes_layers
+        sizes.schedule, sizes.pp, len(sizes.stages), sizes.num_microbatches, sizes.recomputes_layers
     )
-    return [one.peak for one in rank_memory.of_ranks(model, found, orders, kernels)]
+    return [memory.peak for memory in rank_memory.of_ranks(model, sizes, orders, kernels)]
 
 
 def check(
@@ -200,7 +200,7 @@ def test_a_real_step_holds_the_planned_bytes_on_every_rank(size, sections):
     ids=str,
 )
 def test_a_real_step_with_a_large_vocabulary_holds_the_planned_bytes(size, sections):
-    """Logits are then most of what is held: each moment that has one of them more or less is seen."""
+    """Logits dominate the memory, so one copy more or less at any moment is detected."""
     overrides = {**LLAMA["overrides"], "vocab_size": 6000}
     sections = {**sections, "training": {**sections["training"], "seq_len": 256}}
     check(size, sections, {**LLAMA, "overrides": overrides}, 0.05)
@@ -224,7 +224,7 @@ def test_a_real_step_with_a_large_vocabulary_holds_the_planned_bytes(size, secti
     ),
     ids=str,
 )
-def test_a_machine_that_computes_norms_by_rows_holds_what_is_planned_for_it(size, sections, family):
+def test_a_machine_with_row_wise_norms_holds_the_planned_bytes(size, sections, family):
     model = LLAMA if family == "llama3" else {"name": family, **FAMILIES[family]}
     check(size, sections, model, 0.05, "cpu by rows")
 

@@ -1,4 +1,4 @@
-"""Laws of the verb plan: its answer fits a terminal, says what limits, and the best mesh is one that train takes."""
+"""``shardtrain plan``: its output fits a terminal and names the bottleneck, and ``train`` accepts the best mesh."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardtrain.tools.plan import hardware, picture, planning, search
 from shardtrain.utils.errors import ConfigError
 
 
-def answer(capsys, *words):
-    code = cli.main(("plan", *words))
+def answer(capsys, *arguments):
+    code = cli.main(("plan", *arguments))
     out, err = capsys.readouterr()
     return code, out, err
 
 
-def test_the_answer_is_one_screen_wide_and_says_memory_time_and_what_limits(capsys):
+def test_the_output_fits_a_screen_and_names_memory_time_and_bottleneck(capsys):
     code, out, err = answer(capsys, "llama3_8b", "--gpus", "8", "--tokens", "1T", "--price", "2")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
@@ -36,13 +36,13 @@ def test_the_answer_is_one_screen_wide_and_says_memory_time_and_what_limits(caps
 
 @pytest.mark.nightly(
     "it plans 405B",
-    by="tests/tools/plan/test_plan.py::test_the_answer_is_one_screen_wide_and_says_memory_time_and_what_limits",
+    by="tests/tools/plan/test_plan.py::test_the_output_fits_a_screen_and_names_memory_time_and_bottleneck",
 )
-def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_the_output_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
-    command, shown = re.findall(r"`shardtrain (plan [^`]+)`:\n\n```text\n(.*?)```", page, re.DOTALL)[0]
+    command, printed = re.findall(r"`shardtrain (plan [^`]+)`:\n\n```text\n(.*?)```", page, re.DOTALL)[0]
     assert cli.main(shlex.split(command)) == 0
-    assert capsys.readouterr().out == shown
+    assert capsys.readouterr().out == printed
 
 
 def test_on_a_narrow_terminal_no_line_is_wider() -> None:
@@ -52,8 +52,8 @@ def test_on_a_narrow_terminal_no_line_is_wider() -> None:
     for columns in (60, 70, 80):
         text = picture.lines(plan, 15e12, 2.5, 7000.0, columns)
         assert max(map(len, text)) <= columns and any(line.startswith("  pp 7") for line in text), columns
-    found = search.run(config.load("debug"), 2, hardware.find("cpu"))
-    assert max(map(len, search.lines(found, 3, 60))) <= 60
+    search_result = search.run(config.load("debug"), 2, hardware.find("cpu"))
+    assert max(map(len, search.lines(search_result, 3, 60))) <= 60
 
 
 def test_json_is_one_object_with_bytes_and_seconds(capsys):
@@ -64,7 +64,7 @@ def test_json_is_one_object_with_bytes_and_seconds(capsys):
     assert sum(plan["costs_seconds"].values()) == pytest.approx(plan["step_seconds"])
 
 
-def test_what_cannot_fit_says_by_how_much_and_what_would(capsys):
+def test_an_oversized_plan_reports_the_excess_and_a_fix(capsys):
     code, out, _ = answer(capsys, "llama3_70b", "--gpus", "8", "--device", "a100-40")
     assert code == 2
     assert "does not fit" in out and "too much; possible changes" in out
@@ -72,7 +72,7 @@ def test_what_cannot_fit_says_by_how_much_and_what_would(capsys):
     assert not plan.fits and 1 <= len(plan.fixes) <= 3
 
 
-def test_the_python_face_gives_the_numbers_of_the_command(capsys):
+def test_the_python_api_returns_the_numbers_of_the_command(capsys):
     plan = shardtrain.plan("llama3_8b", {"activation_checkpoint.mode": "full"}, gpus=8)
     _, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--json", "--activation_checkpoint.mode", "full")
     assert plan.as_dict() == json.loads(out)
@@ -84,7 +84,7 @@ def test_the_python_face_gives_the_numbers_of_the_command(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (("--gpus", "0"), "--gpus"),
         (("--gpus", "many"), "--gpus"),
@@ -99,21 +99,23 @@ def test_the_python_face_gives_the_numbers_of_the_command(capsys):
         (("--gpus", "8", "--parallelism.tensor_parallel_degree", "3"), "tensor_parallel_degree=3"),
     ],
 )
-def test_wrong_words_are_refused_in_one_line_each(capsys, words, said):
-    code, out, err = answer(capsys, "llama3_8b", *words)
+def test_wrong_plan_arguments_are_rejected_in_one_line_each(capsys, arguments, message):
+    code, out, err = answer(capsys, "llama3_8b", *arguments)
     assert (code, out) == (2, "")
-    assert said in err and all(line.startswith("error[2]") for line in err.splitlines())
+    assert message in err and all(line.startswith("error[2]") for line in err.splitlines())
 
 
 @pytest.mark.parametrize(
-    ("output", "said"), [("mine.toml", "is the configuration that is planned"), (".", "is a folder")]
+    ("output", "message"), [("mine.toml", "is the configuration that is planned"), (".", "is a folder")]
 )
-def test_a_file_that_must_not_be_written_is_refused_before_the_search(tmp_path, monkeypatch, capsys, output, said):
+def test_an_output_that_must_not_be_written_is_rejected_before_the_search(
+    tmp_path, monkeypatch, capsys, output, message
+):
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text('[model]\nname = "llama3"\nflavor = "8B"\n')
     monkeypatch.setattr(search, "run", None)
     code, out, err = answer(capsys, "./mine.toml", "--gpus", "8", "--search", "-o", output)
-    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
     assert "8B" in Path("mine.toml").read_text()
 
 
@@ -134,20 +136,21 @@ def test_tensor_parallelism_within_a_node_costs_less_than_across_nodes():
     assert across.time.costs["tensor parallel"] > 2 * inside.time.costs["tensor parallel"]
 
 
-def test_the_best_of_a_search_is_no_slower_than_what_was_asked_and_a_configuration_that_train_takes(tmp_path):
+def test_the_best_of_a_search_is_no_slower_and_accepted_by_train(tmp_path):
     loaded, device = config.load("llama3_8b", []), hardware.find("h100")
-    found = search.run(loaded, 16, device)
-    best = found.ranked[0]
-    asked = planning.make(loaded.config, 16, device)
-    assert best.plan.tps >= asked.tps and best.plan.fits
-    assert best.plan.job.tokens_per_step == asked.job.tokens_per_step
-    assert [one.plan.tps for one in found.ranked] == sorted((one.plan.tps for one in found.ranked), reverse=True)
+    search_result = search.run(loaded, 16, device)
+    best = search_result.ranked[0]
+    requested = planning.make(loaded.config, 16, device)
+    assert best.plan.tps >= requested.tps and best.plan.fits
+    assert best.plan.job.tokens_per_step == requested.job.tokens_per_step
+    speeds = [candidate.plan.tps for candidate in search_result.ranked]
+    assert speeds == sorted(speeds, reverse=True)
     path = tmp_path / "best.toml"
     path.write_text(search.as_toml(loaded, best))
     again = config.load(str(path), [])
     config.require_to_build(again, 16)
     assert planning.make(again.config, 16, device).as_dict() == best.plan.as_dict()
-    text = search.lines(found, 3)
+    text = search.lines(search_result, 3)
     assert max(map(len, text)) <= 80 and any("runner-up" in line for line in text)
 
 
@@ -164,20 +167,20 @@ def test_the_best_of_a_search_is_no_slower_than_what_was_asked_and_a_configurati
 )
 def test_the_best_of_a_search_is_trained_as_a_dry_run_on_as_many_ranks(preset, world_size, device, tmp_path):
     path = tmp_path / "best.toml"
-    words = [preset, "--gpus", str(world_size), "--device", device, "--search", "-o", str(path)]
-    assert cli.main(["plan", *words]) == 0
+    arguments = [preset, "--gpus", str(world_size), "--device", device, "--search", "-o", str(path)]
+    assert cli.main(["plan", *arguments]) == 0
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.txt").write_text("a text " * 100)
     command = [sys.executable, "-m", "shardtrain", "train", str(path), "--nproc", str(world_size)]
     command += ["--comm.mode", "fake_backend", "--job.dump_folder", str(tmp_path / "run")]
     command += ["--model.hf_assets_path", "bytes", "--training.dataset_path", str(text)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patience.seconds(1800))
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "GiB" in done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=patience.seconds(1800))
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "GiB" in result.stdout + result.stderr
 
 
-def test_a_search_on_devices_too_small_says_what_is_closest(capsys):
+def test_a_search_on_devices_that_are_too_small_reports_the_closest_plan(capsys):
     code, out, _ = answer(capsys, "llama3_405b", "--gpus", "8", "--search")
     assert code == 2
     assert "none fits; the closest needs" in out
@@ -211,34 +214,34 @@ def test_the_largest_fits_and_a_little_more_does_not(name, world_size):
     device, loaded = hardware.find("h100"), config.load(name)
     largest = planning.largest(loaded.config, world_size, device)
     now = planning.make(loaded.config, world_size, device)
-    if not now.fits:  # even one row of it: nothing that is raised makes it fit
+    if not now.fits:  # even one row does not fit, and larger values cannot help
         assert largest["training.local_batch_size"] == 0
     for option, number in largest.items():
         for times, fits in ((1, True), (1.05, False)):
-            asked = max(number + (times > 1), int(number * times))
+            value = max(number + (times > 1), int(number * times))
             section, key = option.rsplit(".", 1)
             if section == "training" and number:
                 if key == "seq_len":
-                    asked += -asked % 128
-                plan = planning.make(config.load(name, [f"--{option}={asked}"]).config, world_size, device)
-                assert plan.fits == fits, (option, asked)
+                    value += -value % 128
+                plan = planning.make(config.load(name, [f"--{option}={value}"]).config, world_size, device)
+                assert plan.fits == fits, (option, value)
 
 
-def test_how_far_a_layout_reaches_is_reported_on_request(capsys):
+def test_the_largest_values_of_a_layout_are_reported_on_request(capsys):
     code, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--largest")
     assert code == 0
-    told = dict(line.strip().split("=") for line in out.partition("if only one is changed:\n")[2].splitlines())
-    assert set(told) == {"training.seq_len", "training.local_batch_size", "model.overrides.num_layers"}
-    assert int(told["training.seq_len"]) > 8192 and int(told["model.overrides.num_layers"]) > 32
+    limits = dict(line.strip().split("=") for line in out.partition("if only one is changed:\n")[2].splitlines())
+    assert set(limits) == {"training.seq_len", "training.local_batch_size", "model.overrides.num_layers"}
+    assert int(limits["training.seq_len"]) > 8192 and int(limits["model.overrides.num_layers"]) > 32
     code, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--largest", "--json")
-    assert json.loads(out)["largest"] == {option: int(number) for option, number in told.items()}
+    assert json.loads(out)["largest"] == {option: int(number) for option, number in limits.items()}
 
 
 def test_failures_cost_half_an_interval_and_a_restart_each(capsys):
-    words = ["plan", "llama3_8b", "--gpus", "1024", "--tokens", "15T"]
+    arguments = ["plan", "llama3_8b", "--gpus", "1024", "--tokens", "15T"]
     budgets = {}
     for interval in (100, 1000):
-        assert cli.main([*words, "--checkpoint.interval", str(interval), "--json"]) == 0
+        assert cli.main([*arguments, "--checkpoint.interval", str(interval), "--json"]) == 0
         budgets[interval] = json.loads(capsys.readouterr().out)["budget"]
     often, rarely = budgets[100], budgets[1000]
     assert often["days"] == rarely["days"] < often["days_with_failures"] < rarely["days_with_failures"]
@@ -247,26 +250,26 @@ def test_failures_cost_half_an_interval_and_a_restart_each(capsys):
     assert rarely["failures"] * lost / 86400 == pytest.approx(gained, rel=1e-9)
     # 50,677 device hours between two failures of a device
     assert rarely["failures"] == pytest.approx(1024 * rarely["days_with_failures"] * 24 / 50677, rel=1e-3)
-    assert cli.main(words) == 0
+    assert cli.main(arguments) == 0
     assert "one failure in 50,677 device hours" in " ".join(capsys.readouterr().out.split())
-    assert cli.main([*words, "--checkpoint.enable=false"]) == 0
+    assert cli.main([*arguments, "--checkpoint.enable=false"]) == 0
     assert "no checkpoint is saved" in capsys.readouterr().out
-    assert cli.main([*words, "--checkpoint.interval_type", "seconds", "--checkpoint.interval", "1000000"]) == 0
+    assert cli.main([*arguments, "--checkpoint.interval_type", "seconds", "--checkpoint.interval", "1000000"]) == 0
     assert "training never ends with failures: save more often" in capsys.readouterr().out
 
 
 @pytest.mark.nightly(
     "three searches",
-    by="tests/tools/plan/test_plan.py::test_the_best_of_a_search_is_no_slower_than_what_was_asked_and_a_configuration_that_train_takes",
+    by="tests/tools/plan/test_plan.py::test_the_best_of_a_search_is_no_slower_and_accepted_by_train",
 )
-def test_float8_is_searched_where_it_is_asked_for_and_the_device_has_it(tmp_path, capsys):
-    words = ["plan", "llama3_8b", "--gpus", "8", "--search", "--top", "40", "--json"]
-    assert cli.main(words) == 0
+def test_float8_is_searched_if_requested_and_supported_by_the_device(tmp_path, capsys):
+    arguments = ["plan", "llama3_8b", "--gpus", "8", "--search", "--top", "40", "--json"]
+    assert cli.main(arguments) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert cli.main([*words, "--float8"]) == 0
+    assert cli.main([*arguments, "--float8"]) == 0
     both = json.loads(capsys.readouterr().out)
     assert both["counted"] == 2 * plain["counted"]
-    assert not any("model.converters" in one["options"] for one in plain["ranked"])
+    assert not any("model.converters" in candidate["options"] for candidate in plain["ranked"])
     assert both["ranked"][0]["options"]["model.converters"] == [LINEAR]
     assert both["ranked"][0]["tokens_per_second"] > plain["ranked"][0]["tokens_per_second"]
     code, _, err = answer(capsys, "llama3_8b", "--gpus", "8", "--search", "--float8", "--device", "a100")
@@ -276,44 +279,44 @@ def test_float8_is_searched_where_it_is_asked_for_and_the_device_has_it(tmp_path
 @pytest.mark.parametrize(
     ("task", "has_rows"), [("preference", True), ("reward_model", True), ("language_model", False)]
 )
-def test_plan_and_dry_run_say_how_long_they_take_rows_to_be(capsys, monkeypatch, tmp_path, task, has_rows):
+def test_plan_and_dry_run_report_the_assumed_row_length(capsys, monkeypatch, tmp_path, task, has_rows):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     note = f'every sequence of task.name="{task}" is counted with training.seq_len=64 tokens'
-    words = [
+    arguments = [
         f"--task.name={task}",
         "--training.seq_len=64",
         "--training.dataset=jsonl",
         f"--training.dataset_path={tmp_path}",
     ]
     for verb in (["plan", "debug"], ["train", "debug", "--comm.mode=fake_backend", "--nproc", "2"]):
-        assert cli.main([*verb, *words]) == 0
+        assert cli.main([*verb, *arguments]) == 0
         assert (note in " ".join(capsys.readouterr().out.split())) == has_rows
 
 
-def test_mx_is_counted_as_float8_where_the_device_has_that_and_says_when_it_is_emulated(capsys):
-    words = ["plan", "llama3_8b", "--gpus", "8", "--device", "b200", "--json"]
-    found = {}
+def test_mx_counts_as_float8_if_supported_and_emulation_is_noted(capsys):
+    arguments = ["plan", "llama3_8b", "--gpus", "8", "--device", "b200", "--json"]
+    plans = {}
     for name in ("", "quantize.linear.float8", "quantize.linear.mx", "emulated"):
         converter = "quantize.linear.mx" if name == "emulated" else name
         options = [f"--model.converters={converter}"] if converter else []
         options += ["--quantize.linear.mx.recipe_name=mxfp8_emulated"] if name == "emulated" else []
-        # the same layers, of which this preset leaves none in bfloat16
+        # The same layers: this preset keeps none in bfloat16.
         options += ["--quantize.linear.mx.filter_fqns="] if converter.endswith("mx") else []
-        assert cli.main([*words, *options]) == 0
-        found[name] = json.loads(capsys.readouterr().out)
-    speed = {name: one["tokens_per_second"] for name, one in found.items()}
+        assert cli.main([*arguments, *options]) == 0
+        plans[name] = json.loads(capsys.readouterr().out)
+    speed = {name: plan["tokens_per_second"] for name, plan in plans.items()}
     assert speed["quantize.linear.mx"] == speed["quantize.linear.float8"] > speed[""]
     assert speed["emulated"] < speed["quantize.linear.mx"]
-    assert "MX is counted as float8" in "".join(found["quantize.linear.mx"]["notes"])
-    assert "MX is emulated, which is slower" in "".join(found["emulated"]["notes"])
+    assert "MX is counted as float8" in "".join(plans["quantize.linear.mx"]["notes"])
+    assert "MX is emulated, which is slower" in "".join(plans["emulated"]["notes"])
 
 
 SLURM = ["launch", "slurm", "--dry-run", "--launch.nodes", "2", "--launch.devices_per_node", "8"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (
             ["llama3_70b", "--launch.device", "a100-40gb"],
@@ -322,13 +325,13 @@ SLURM = ["launch", "slurm", "--dry-run", "--launch.nodes", "2", "--launch.device
         (["llama3_8b", "--launch.device", "h1000"], 'launch.device="h1000" is not a known device; did you mean h100'),
     ],
 )
-def test_what_cannot_fit_is_refused_before_it_is_submitted(words, told, capsys) -> None:
-    assert cli.main([*SLURM[:2], words[0], *SLURM[2:], *words[1:]]) == 2
+def test_a_job_that_cannot_fit_is_rejected_before_submission(arguments, message, capsys) -> None:
+    assert cli.main([*SLURM[:2], arguments[0], *SLURM[2:], *arguments[1:]]) == 2
     printed = capsys.readouterr()
-    assert told in printed.err and printed.out == "" and len(printed.err.strip().splitlines()) == 1
+    assert message in printed.err and printed.out == "" and len(printed.err.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("device", [["--launch.device", "h100"], []])
-def test_what_fits_or_is_not_asked_about_is_submitted(device, capsys) -> None:
+def test_a_job_that_fits_or_names_no_device_is_submitted(device, capsys) -> None:
     assert cli.main([*SLURM[:2], "llama3_8b", *SLURM[2:], *device]) == 0
     assert "#SBATCH" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Laws of a plan's memory: it says without tracing what the dry run finds by tracing."""
+"""The memory of a plan, computed without tracing, agrees with the traced dry run."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from shardtrain.train import dry_run
 WIDE = {
     "dim": 256, "ffn_dim": 768, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "vocab_size": 1024, "num_layers": 6
 }  # fmt: skip
-"""Large enough that scalars and rounded-up chunks are no percents."""
+"""Large enough to make scalars and rounded-up chunks negligible."""
 LORA = {"enable": True, "random_base": True}
 
 
 def planned(config, rank, size):
     model = shapes.read(config)
-    found = job_sizes.of_config(config, size, len(model.layers), has_experts=model.has_experts)
+    sizes = job_sizes.of_config(config, size, len(model.layers), has_experts=model.has_experts)
     orders = schedule.orders(
-        found.schedule, found.pp, len(found.stages), found.num_microbatches, found.recomputes_layers
+        sizes.schedule, sizes.pp, len(sizes.stages), sizes.num_microbatches, sizes.recomputes_layers
     )
-    return rank_memory.of_rank(model, found, rank, orders[rank] if orders else (), "cpu")
+    return rank_memory.of_rank(model, sizes, rank, orders[rank] if orders else (), "cpu")
 
 
 def traced(config, rank, size):
@@ -64,8 +64,8 @@ def wide(**sections):
 def test_a_plan_agrees_with_the_dry_run_within_five_percent(sections):
     config = wide(**sections)
     run, plan = traced(config, 0, 8), planned(config, 0, 8)
-    held = run.parameter_bytes + run.low_bits_bytes
-    assert (plan.parameters, plan.gradients) == (held, run.gradient_bytes)
+    weight_bytes = run.parameter_bytes + run.low_bits_bytes
+    assert (plan.parameters, plan.gradients) == (weight_bytes, run.gradient_bytes)
     assert plan.optimizer == run.optimizer_bytes
     assert plan.total == pytest.approx(run.total_bytes, rel=0.05)
     assert plan.activations == pytest.approx(run.traced.activations_bytes, rel=0.08)
@@ -82,7 +82,7 @@ def test_a_plan_agrees_with_the_dry_run_within_five_percent(sections):
         ("qwen3", "debugmodel", 0.05),
     ],
 )
-def test_every_family_of_models_is_counted_as_it_is_traced(name, flavor, most):
+def test_the_plan_of_every_family_matches_its_trace(name, flavor, most):
     options = {"name": name, "flavor": flavor, "overrides": {}}
     training = {"seq_len": 256, "mixed_precision_param": "bfloat16"}
     config = replace(tiny_config(training=training), model=Model(**options))
@@ -93,7 +93,7 @@ def test_every_family_of_models_is_counted_as_it_is_traced(name, flavor, most):
 
 @pytest.mark.parametrize("name", ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_pipeline_holds_what_its_schedule_keeps_in_flight(name, rank):
+def test_a_pipeline_holds_the_micro_batches_in_flight(name, rank):
     degrees = {
         "pipeline_parallel_degree": 2,
         "pipeline_parallel_schedule": name,
@@ -113,11 +113,13 @@ def test_a_pipeline_holds_what_its_schedule_keeps_in_flight(name, rank):
 def test_parameters_of_the_presets_are_counted_without_a_process_group(preset, size):
     config = load(preset, []).config
     model = shapes.read(config)
-    found = job_sizes.of_config(config, size, len(model.layers), has_experts=model.has_experts)
-    held = rank_memory.of_rank(model, found, 0, (), "cuda")
+    sizes = job_sizes.of_config(config, size, len(model.layers), has_experts=model.has_experts)
+    memory = rank_memory.of_rank(model, sizes, 0, (), "cuda")
     ranks = derived.shard_degree(config, size) * config.parallelism.tensor_parallel_degree
-    assert held.parameters == pytest.approx(4 * model.num_params / ranks, rel=0.001)  # norms are on each tensor rank
-    assert held.optimizer == pytest.approx(2 * held.parameters, rel=1e-4)
+    assert memory.parameters == pytest.approx(
+        4 * model.num_params / ranks, rel=0.001
+    )  # norms are replicated on tensor-parallel ranks
+    assert memory.optimizer == pytest.approx(2 * memory.parameters, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -129,30 +131,34 @@ def test_parameters_of_the_presets_are_counted_without_a_process_group(preset, s
     ],
     ids=str,
 )
-def test_eight_billion_weights_learn_on_one_gpu_of_80_gb(options):
-    """The preset, and what it can be exchanged for; with AdamW of torchtitan's file they take 146 GiB."""
-    words = [f"--{option}={value}" for option, value in options.items()]
-    config = load("llama3_8b_one_gpu", words).config
+def test_eight_billion_weights_fit_one_gpu_of_80_gb(options):
+    """The preset and its alternatives. With AdamW, as in torchtitan's file, they need 146 GiB."""
+    arguments = [f"--{option}={value}" for option, value in options.items()]
+    config = load("llama3_8b_one_gpu", arguments).config
     model = shapes.read(config)
-    found = rank_memory.of_rank(model, job_sizes.of_config(config, 1, len(model.layers)), 0, (), "cuda")
+    memory = rank_memory.of_rank(model, job_sizes.of_config(config, 1, len(model.layers)), 0, (), "cuda")
     assert model.num_params > 8e9 and config.training.seq_len == 8192
     device = hardware.find("h100")
-    assert found.total + 4 * 2**30 <= device.memory_bytes  # driver, allocator, and what an update computes in float32
+    assert (
+        memory.total + 4 * 2**30 <= device.memory_bytes
+    )  # for the driver, the allocator, and float32 temporaries of the update
 
 
 def test_the_kernels_of_a_gpu_keep_less_than_those_of_the_cpu():
     config = wide()
     model = shapes.read(config)
-    found = job_sizes.of_config(config, 8, len(model.layers))
+    sizes = job_sizes.of_config(config, 8, len(model.layers))
     assert (
-        rank_memory.of_rank(model, found, 0, (), "cuda").total < rank_memory.of_rank(model, found, 0, (), "cpu").total
+        rank_memory.of_rank(model, sizes, 0, (), "cuda").total < rank_memory.of_rank(model, sizes, 0, (), "cpu").total
     )
 
 
-def test_a_shape_from_sizes_alone_is_that_of_the_model():
+def test_a_shape_from_sizes_equals_that_of_the_model():
     config = load("llama3_8b", []).config
-    read = shapes.read(config)
-    made = shapes.decoder("llama3 8B", 32, 4096, 32, 8, 14336, 128256, config.training.seq_len)
-    assert (made.num_params, made.flops_per_token) == (read.num_params, read.flops_per_token)
-    found = job_sizes.of_config(config, 8, 32)
-    assert rank_memory.of_rank(made, found, 0, (), "cuda") == rank_memory.of_rank(read, found, 0, (), "cuda")
+    read_shape = shapes.read(config)
+    from_sizes = shapes.decoder("llama3 8B", 32, 4096, 32, 8, 14336, 128256, config.training.seq_len)
+    assert (from_sizes.num_params, from_sizes.flops_per_token) == (read_shape.num_params, read_shape.flops_per_token)
+    sizes = job_sizes.of_config(config, 8, 32)
+    assert rank_memory.of_rank(from_sizes, sizes, 0, (), "cuda") == rank_memory.of_rank(
+        read_shape, sizes, 0, (), "cuda"
+    )

@@ -1,4 +1,4 @@
-"""Laws of a simulated pipeline: the bubble of the formulas, and an order that never waits for itself."""
+"""Simulated pipelines: bubbles match the formulas, and no schedule deadlocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardtrain.tools.plan import schedule
 
 @pytest.mark.parametrize("name", ["1F1B", "GPipe"])
 @pytest.mark.parametrize(("degree", "count"), [(2, 2), (4, 8), (8, 32)])
-def test_the_bubble_of_one_stage_per_rank_is_that_of_the_formula(name, degree, count):
+def test_the_bubble_of_one_stage_per_rank_matches_the_formula(name, degree, count):
     seconds = {(kind, stage): time for stage in range(degree) for kind, time in (("F", 1.0), ("B", 2.0))}
     line = schedule.simulate(schedule.orders(name, degree, degree, count), seconds, 0.0)
     assert line.seconds == pytest.approx(3 * (count + degree - 1))
@@ -31,7 +31,7 @@ def test_every_schedule_of_pytorch_runs_to_its_end_and_computes_each_part_once(n
     }, 0.0).seconds  # fmt: skip
 
 
-def test_what_is_sent_takes_its_time_once_on_the_way_there_and_once_back():
+def test_sends_take_time_once_per_direction():
     seconds = {(kind, stage): 1.0 for stage in range(2) for kind in "FB"}
     orders = schedule.orders("1F1B", 2, 2, 1)
     assert schedule.simulate(orders, seconds, 0.5).seconds == pytest.approx(5.0)

@@ -1,4 +1,4 @@
-"""``runs`` tells how each run below a folder stands, whatever else lies there."""
+"""``runs`` lists the state of each run below a folder, regardless of other files."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def run_folder(path: Path, text: str = '{"step": 7, "loss": 2.5}\n', end: object
     ("end", "age", "state"),
     [(None, 0, "under way"), (None, 3600, "silent"), ({"code": 0}, 3600, "ended"), ({"code": 5}, 0, "failed (5)")],
 )
-def test_the_state_is_that_of_the_newest_attempt(tmp_path: Path, end: object, age: float, state: str) -> None:
+def test_the_state_of_a_run_is_that_of_its_newest_attempt(tmp_path: Path, end: object, age: float, state: str) -> None:
     assert RunFolder(run_folder(tmp_path / "run", end=end, age=age)).status().state == state
 
 
-def test_the_end_of_an_earlier_attempt_is_not_that_of_this_one(tmp_path: Path) -> None:
+def test_the_exit_file_of_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", end={"code": 5}, age=100)
     os.utime(folder / "metrics.jsonl")
     assert RunFolder(folder).status().state == "under way"
@@ -40,7 +40,7 @@ def test_the_end_of_an_earlier_attempt_is_not_that_of_this_one(tmp_path: Path) -
 def test_runs_are_found_below_and_the_newest_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_folder(tmp_path / "sweep/old", age=500, end={"code": 0})
     new = run_folder(tmp_path / "sweep/new", text='{"step": 7, "loss": 2.5}\n{"step": 8, "lo')
-    run_folder(new / "inside/a run")  # a run's own folders are not searched
+    run_folder(new / "inside/a run")  # folders inside a run are not searched
     run_folder(tmp_path / ".hidden/run")
     run_folder(tmp_path / "a/b/c/d/e/f/run")
     (tmp_path / "loop").symlink_to(tmp_path)
@@ -64,7 +64,7 @@ def test_a_file_without_a_record_is_shown_without_numbers(
     assert " - " in out and "\x1b" not in out
 
 
-def test_what_is_not_a_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_is_not_a_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["runs", str(tmp_path / "none")]) == 2
     assert "is not a folder; name a folder with runs" in capsys.readouterr().err
     assert cli.main(["runs", str(tmp_path)]) == 0

@@ -1,4 +1,4 @@
-"""A step made again is the step that was made, to the bit, and where it is not the first difference is named."""
+"""A replayed step is bitwise equal to the original one, or the first difference is named."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def runs(rank: int, root: Path) -> None:
     find = Guard.find_spike
 
     def planted(guard: Guard, *arguments: Any) -> str:
-        """In step 7, and after going back in step 9."""
+        """Report a spike in step 7, and after the rollback in step 9."""
         return "planted" if (len(guard.losses), len(guard.rewinds)) in ((6, 0), (8, 1)) else ""
 
     Guard.find_spike = planted  # type: ignore[method-assign]
@@ -57,17 +57,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def replay(root: Path, *words: str) -> tuple[int, str]:
-    """Status and output of the verb, in a process of its own."""
+def replay(root: Path, *arguments: str) -> tuple[int, str]:
+    """Run the verb in a separate process, and return its status and output."""
     output = root / f"output-{time.monotonic_ns()}"
 
     def call() -> None:
         file = output.open("w", buffering=1)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-        sys.stdout = sys.stderr = file  # those of pytest write elsewhere
+        sys.stdout = sys.stderr = file  # instead of pytest's streams
         tempfile.tempdir = str(root)
-        os._exit(cli.main(["replay", *words]))
+        os._exit(cli.main(["replay", *arguments]))
 
     return end(fork(call)), output.read_text()
 
@@ -77,7 +77,7 @@ def content(folder: Path) -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_a_run_is_made_again_to_the_bit_and_nothing_is_written_into_it(root: Path) -> None:
+def test_a_replay_is_bitwise_and_does_not_change_the_run(root: Path) -> None:
     before = content(root / "run")
     status, output = replay(root, "5:8", str(root / "run"))
     assert status == 0, output
@@ -93,23 +93,23 @@ def test_a_run_is_made_again_to_the_bit_and_nothing_is_written_into_it(root: Pat
     assert content(root / "run") == before
 
 
-def test_a_run_without_an_earlier_checkpoint_is_made_again_from_its_start(root: Path) -> None:
+def test_without_an_earlier_checkpoint_a_replay_begins_at_the_start(root: Path) -> None:
     status, output = replay(root, "2", str(root / "run"), "--output", str(root / "kept"))
     assert status == 0, output
     assert "replaying steps 1 to 2" in output and (root / "kept/logs/rank-1.log").is_file()
 
 
-def test_a_run_that_saves_nothing_is_made_again_from_its_start_and_says_what_it_waits_for(
+def test_a_run_without_checkpoints_replays_from_its_start_with_progress(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.001")  # 5 seconds for a user
+    monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.001")  # default: 5 seconds
     status, output = replay(root, "2", str(root / "run"), "--checkpoint.enable=false", "--nproc", "1")
     assert status == 0, output
     assert "replaying steps 1 to 2" in output
     assert "building the model and opening its data: " in output and "step 1: 0s" in output
 
 
-def test_another_number_of_ranks_is_compared_to_rounding(root: Path) -> None:
+def test_a_replay_on_other_ranks_is_compared_within_rounding(root: Path) -> None:
     status, output = replay(root, "6", str(root / "run"), "--nproc", "1")
     assert status == 0, output
     assert "the run had 2 ranks" in output and "step 6: " in output and ": record: equal" in output
@@ -117,9 +117,9 @@ def test_another_number_of_ranks_is_compared_to_rounding(root: Path) -> None:
 
 @pytest.mark.nightly(
     "after a rewind",
-    by="tests/tools/runs/test_replay.py::test_a_run_is_made_again_to_the_bit_and_nothing_is_written_into_it",
+    by="tests/tools/runs/test_replay.py::test_a_replay_is_bitwise_and_does_not_change_the_run",
 )
-def test_a_rewound_run_is_made_again_without_the_rows_that_it_left_out(root: Path) -> None:
+def test_a_rewound_run_replays_without_its_excluded_rows(root: Path) -> None:
     records = [json.loads(line) for line in (root / "rewound/metrics.jsonl").read_text().splitlines()]
     assert [record["rewinds"] for record in records] == [0] * 3 + [1] * 3 + [2] * 5
     for steps, count in (("1:11", 11), ("5:11", 8)):
@@ -149,8 +149,8 @@ def test_the_first_difference_is_named(root: Path) -> None:
     )
 
 
-def test_what_cannot_be_replayed_is_said_in_one_line(root: Path, tmp_path: Path) -> None:
-    for words, code, text in (
+def test_an_impossible_replay_is_reported_in_one_line(root: Path, tmp_path: Path) -> None:
+    for arguments, code, text in (
         (("0", str(root / "run")), 2, 'STEP="0" is neither a step above 0'),
         (("7:5", str(root / "run")), 2, "is neither a step above 0 nor a range of steps"),
         ((), 2, "STEP is not set"),
@@ -161,11 +161,11 @@ def test_what_cannot_be_replayed_is_said_in_one_line(root: Path, tmp_path: Path)
         (("3", str(root / "run"), "--training.stepz", "4"), 2, "training.stepz"),
         (("3", "--job.dump_folder", str(tmp_path)), 5, "has neither metrics.jsonl nor a checkpoint"),
     ):
-        status, output = replay(root, *words)
+        status, output = replay(root, *arguments)
         assert (status, text in output) == (code, True), output
 
 
-def test_damaged_checkpoints_are_not_a_start(root: Path) -> None:
+def test_a_replay_does_not_start_from_damaged_checkpoints(root: Path) -> None:
     folder = root / "damaged"
     shutil.copytree(root / "run", folder)
     (folder / "checkpoint/step-6/manifest.json").write_bytes(b"x")
@@ -177,23 +177,23 @@ def test_damaged_checkpoints_are_not_a_start(root: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", [("replay", "3"), ("data", "show")])
-def test_opening_a_folder_runs_no_code_that_its_configuration_names(
+def test_opening_a_folder_runs_no_code_named_by_its_configuration(
     tmp_path: Path, verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line for each file that it names, and none is loaded."""
+    """One error line per code file, and none is loaded."""
     folder, code = tmp_path / "run", tmp_path / "code.py"
     folder.mkdir()
     code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     keys = {"model": ["name", "tokenizer_path"], "task": ["name"], "optimizer": ["name"], "training": ["dataset"]}
     keys |= {"lr_scheduler": ["name"], "validation": ["dataset"], "data.sources.web": ["dataset"]}
-    named = [f"{section}.{key}" for section, found in keys.items() for key in found]
-    text = "".join(f"[{s}]\n{''.join(f'{key} = {str(code)!r}{chr(10)}' for key in found)}" for s, found in keys.items())
+    named = [f"{section}.{key}" for section, names in keys.items() for key in names]
+    text = "".join(f"[{s}]\n{''.join(f'{key} = {str(code)!r}{chr(10)}' for key in names)}" for s, names in keys.items())
     (folder / "config.resolved.toml").write_text(
         f"{text}[metrics]\nsinks = [{str(code)!r}]\ntoken_metrics = [{str(code)!r}]\n"
     )
     assert cli.main([*verb, str(folder)]) == 2
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     for option in [*named, "metrics.sinks", "metrics.token_metrics"]:
-        assert f"{option}=" in said, option
-    assert said.count("is code that the folder of a run names") == len(named) + 2
+        assert f"{option}=" in stderr, option
+    assert stderr.count("is code that the folder of a run names") == len(named) + 2
     assert not (tmp_path / "ran").exists()

@@ -1,4 +1,4 @@
-"""A right model file that amplifies rounding: a state that each round doubles what it is off by (logistic maps)."""
+"""A correct model file that amplifies rounding: each round of a logistic map doubles the error of its state."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A reference that many meshes are compared with: one process is run once, before any test plants a fault."""
+"""Reference of the mesh comparisons: a run on one process, recorded before any test plants a fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MESHES = ("dp_replicate=2", "dp_shard=2", "tp=2", "pp=2", "cp=2", "dp_replicate=
 
 
 class Bench:
-    """A small model, its steps on one process, and ``run`` for any of some meshes."""
+    """A small model and its steps on one process. ``run`` compares one of the given meshes with them."""
 
     def __init__(self, folder: Path, meshes: tuple[str, ...], *overrides: str, steps: int = 2) -> None:
         loaded = config.load(None, ["--activation_checkpoint.mode", "none", *overrides])
@@ -30,7 +30,7 @@ class Bench:
         verify.reference(self.task, trainer, folder)
 
     def shake(self) -> None:
-        """Run what a mesh that differs is held against besides, which must not have the fault that is planted next."""
+        """Record the perturbed runs that differing meshes are also compared with, before a fault is planted."""
         verify.shaken(self.task, trainer, self.folder)
 
     def run(self, mesh: str, **parallelism: Any) -> MeshResult:
@@ -46,5 +46,5 @@ def make_bench(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bench]
 
 @pytest.fixture(scope="module")
 def bench(make_bench: Callable[..., Bench]) -> Bench:
-    """A Llama with two query heads for each key-value head."""
+    """A Llama with two query heads per key-value head."""
     return make_bench(MESHES, "--model.overrides.num_kv_heads=8")

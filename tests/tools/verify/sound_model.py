@@ -1,5 +1,5 @@
 # ruff: noqa: F401 (faults that are planted here use these imports)
-"""A sound model file, as a user might write it; ``test_model_faults`` spoils it in one place at a time."""
+"""A correct user-defined model file. ``test_model_faults`` plants one fault at a time in it."""
 
 from __future__ import annotations
 

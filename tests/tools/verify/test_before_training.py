@@ -1,7 +1,7 @@
-"""What ``train`` has compared before it trains a model file in parts: wrong files are refused, right ones are not.
+"""Before training a sharded model file, ``train`` compares it with one process, and refuses only incorrect files.
 
-``WRONG`` and ``RIGHT`` are tables of changes to ``sound_model.py``; each wrong file trains without an error where the
-comparison is off, or ends in one that does not say what to do.
+``WRONG`` and ``RIGHT`` are tables of changes to ``sound_model.py``. Without the comparison, each wrong file would train
+without an error, or end with an error that does not name the fix.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ Changes = list[tuple[str, str]]
 
 
 def sinus_in_block(call: str) -> Changes:
-    """Sinusoidal positions on the residual stream."""
-    made = "self.ffn_norm, self.ffn = nn.LayerNorm(c.dim), FeedForward(c)\n        self.pos = Sinus(c.dim)"
+    """Return changes that add sinusoidal positions to the residual stream."""
+    with_sinus = "self.ffn_norm, self.ffn = nn.LayerNorm(c.dim), FeedForward(c)\n        self.pos = Sinus(c.dim)"
     return [
         ("class Block(", SINUS),
         (RESIDUAL, f"x = x + {call}\n        {RESIDUAL}"),
-        ("self.ffn_norm, self.ffn = nn.LayerNorm(c.dim), FeedForward(c)", made),
+        ("self.ffn_norm, self.ffn = nn.LayerNorm(c.dim), FeedForward(c)", with_sinus),
     ]
 
 
-# name -> mesh, changes, words of the refusal
+# name -> mesh, changes, texts in the refusal
 WRONG: dict[str, tuple[str, Changes, list[str]]] = {
     "queries, keys and values one after the other": (
         "tp=2",
@@ -84,7 +84,7 @@ WRONG: dict[str, tuple[str, Changes, list[str]]] = {
         ],
         ["blocks.0.ffn", "equal stretches of rows"],
     ),
-    "dropout of what was gathered": (
+    "dropout of a gathered input": (
         "tp=2",
         [(IN_FFN, "x = F.dropout(x, 0.1, self.training)\n        " + IN_FFN)],
         ["dropout with p=0.1 in module blocks.0.ffn", "equal on all", "as after the rowwise linear"],
@@ -154,9 +154,9 @@ WRONG: dict[str, tuple[str, Changes, list[str]]] = {
     ),
 }  # fmt: skip
 
-# name -> mesh, changes: what train must not refuse
+# name -> mesh, changes that train must not refuse
 RIGHT: dict[str, tuple[str, Changes]] = {
-    "as it is": ("tp=2,pp=2", []),
+    "unchanged": ("tp=2,pp=2", []),
     "queries, keys and values by head": (
         "tp=2",
         [
@@ -180,7 +180,7 @@ RIGHT: dict[str, tuple[str, Changes]] = {
         "tp=2", [("F.gelu(self.up(x))", "F.dropout(F.gelu(self.up(x)), 0.1, self.training)")],
     ),
     "a scale between embedding and layers, without stages": ("tp=2", [(EMBEDDED, EMBEDDED + "        x = 3.0 * x\n")]),
-    "places counted by arange where sequences are whole": (
+    "places counted by arange with unsplit sequences": (
         "tp=2", [("positions[..., None, None] *", "torch.arange(x.size(1))[:, None, None] *")],
     ),
     "a token shift in a gathered module": (
@@ -200,7 +200,7 @@ RIGHT: dict[str, tuple[str, Changes]] = {
         "tp=2", [("dim: int = 32", "dim: int = 4096"), ("num_layers: int = 2", "num_layers: int = 32")],
     ),
 }  # fmt: skip
-BY_DEFAULT = ("queries, keys and values one after the other", "dropout of what was gathered")
+BY_DEFAULT = ("queries, keys and values one after the other", "dropout of a gathered input")
 RIGHT_BY_DEFAULT = ("an attention core in bfloat16", "its sizes at eight billion")
 
 
@@ -213,17 +213,17 @@ def changed(changes: Changes) -> str:
 
 
 def run_of(path: Path, mesh: str, flavor: str = "small", **sections: dict[str, Any]) -> Config:
-    words = ["--model.name", str(path), "--model.flavor", flavor, "--activation_checkpoint.mode", "none"]
+    arguments = ["--model.name", str(path), "--model.flavor", flavor, "--activation_checkpoint.mode", "none"]
     for axis, degree in meshes.read(mesh).items():
         if axis in AXES:
-            words += [f"--parallelism.{AXES[axis]}_parallel_degree", str(degree)]
-    config = configs.load(None, words).config
+            arguments += [f"--parallelism.{AXES[axis]}_parallel_degree", str(degree)]
+    config = configs.load(None, arguments).config
     for name, values in sections.items():
         config = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **values)})
     return config
 
 
-def asked(tmp_path: Path, text: str, mesh: str) -> VerifyVerdict:
+def verdict_of(tmp_path: Path, text: str, mesh: str) -> VerifyVerdict:
     path = tmp_path / "model.py"
     path.write_text(text)
     return before_training.judge(run_of(path, mesh))
@@ -234,38 +234,38 @@ def tiers(names: Any, default: tuple[str, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", tiers(WRONG, BY_DEFAULT))
-def test_a_wrong_file_is_refused_and_its_module_and_the_fix_are_named(name: str, tmp_path: Path) -> None:
-    mesh, changes, words = WRONG[name]
-    found = asked(tmp_path, changed(changes), mesh)
-    assert found.refused and not found.compared, found
-    assert all(word in " ".join(found.refused) for word in words), found.refused
-    assert all("\n" not in line for line in found.refused)
+def test_a_wrong_file_is_refused_with_its_module_and_a_fix(name: str, tmp_path: Path) -> None:
+    mesh, changes, texts = WRONG[name]
+    verdict = verdict_of(tmp_path, changed(changes), mesh)
+    assert verdict.refused and not verdict.compared, verdict
+    assert all(text in " ".join(verdict.refused) for text in texts), verdict.refused
+    assert all("\n" not in line for line in verdict.refused)
 
 
 @pytest.mark.parametrize("name", tiers(RIGHT, RIGHT_BY_DEFAULT))
-def test_a_right_file_is_compared_and_not_refused(name: str, tmp_path: Path) -> None:
+def test_a_correct_file_is_compared_and_not_refused(name: str, tmp_path: Path) -> None:
     mesh, changes = RIGHT[name]
-    found = asked(tmp_path, changed(changes), mesh)
-    assert found.refused == [] and found.left_out == [] and found.compared, found
+    verdict = verdict_of(tmp_path, changed(changes), mesh)
+    assert verdict.refused == [] and verdict.left_out == [] and verdict.compared, verdict
     if "bfloat16" in name or "autocast" in name:
-        assert any("rounding of bfloat16" in line for line in found.noticed)
+        assert any("rounding of bfloat16" in line for line in verdict.noticed)
 
 
-@pytest.mark.nightly("63 comparisons; test_a_right_file_is_compared_and_not_refused states the law by default")
+@pytest.mark.nightly("63 comparisons; test_a_correct_file_is_compared_and_not_refused covers it by default")
 @pytest.mark.parametrize("name", FILES)
 def test_no_correct_file_of_another_style_is_refused(name: str) -> None:
-    """On the meshes that other_styles.py calls possible for it."""
+    """On the meshes that other_styles.py lists as possible for it."""
     for mesh in ("tp=2", "pp=2", "cp=2"):
         config = run_of(FOLDER / f"{name}.py", mesh, "tiny")
-        found = before_training.judge(config)
-        assert bool(found.compared) == (mesh not in NOT_POSSIBLE.get(name, {})), (mesh, found)
+        verdict = before_training.judge(config)
+        assert bool(verdict.compared) == (mesh not in NOT_POSSIBLE.get(name, {})), (mesh, verdict)
 
 
-def test_a_file_of_fixed_sizes_is_said_not_to_be_compared(tmp_path: Path) -> None:
-    """Neither refused, since nothing is known of it, nor passed without a word."""
-    found = asked(tmp_path, changed([(EMBEDDED, EMBEDDED + "        x = x.view(-1, 2048, 32)\n")]), "tp=2")
-    assert found.refused == [] and found.compared == []
-    assert "does not run on 32 tokens" in found.left_out[0]
+def test_a_file_with_fixed_sizes_is_reported_as_not_compared(tmp_path: Path) -> None:
+    """Not refused, because nothing is known about it, but reported."""
+    verdict = verdict_of(tmp_path, changed([(EMBEDDED, EMBEDDED + "        x = x.view(-1, 2048, 32)\n")]), "tp=2")
+    assert verdict.refused == [] and verdict.compared == []
+    assert "does not run on 32 tokens" in verdict.left_out[0]
 
 
 @pytest.mark.parametrize(
@@ -281,19 +281,19 @@ def test_a_file_of_fixed_sizes_is_said_not_to_be_compared(tmp_path: Path) -> Non
         ("gpt_oss", "20b", 4),
     ],
 )
-def test_a_small_copy_is_found_of_every_family(name: str, flavor: str, tp: int, tmp_path: Path) -> None:
-    """As if it were a user's file: what its sizes mean is read from nothing but their names and what runs."""
+def test_a_reduced_copy_is_found_for_every_family(name: str, flavor: str, tp: int, tmp_path: Path) -> None:
+    """Like a user's file: the meaning of its sizes is inferred only from their names and from test runs."""
     config = run_of(FAMILIES / f"{name}.py", "tp=2", flavor)
-    (found,) = forked_workers.run(1, own_sizes.smaller, config, 2, tp, folder=tmp_path)
-    assert found["why"] == "" and found["given"]["num_layers"] <= own_sizes.MOST_LAYERS
+    (reduction,) = forked_workers.run(1, own_sizes.smaller, config, 2, tp, folder=tmp_path)
+    assert reduction["why"] == "" and reduction["given"]["num_layers"] <= own_sizes.MOST_LAYERS
     facts = configs.read_model_file(str(FAMILIES / f"{name}.py"))
-    small = configs.shape(facts, flavor, found["given"])
+    small = configs.shape(facts, flavor, reduction["given"])
     assert small["num_heads"] % tp == 0 and small["dim"] % tp == 0 and small["vocab_size"] % tp == 0
     assert small["dim"] <= 512
 
 
 def test_the_meshes_of_a_run_need_no_more_than_eight_ranks() -> None:
-    for words, expected in {
+    for arguments, expected in {
         ("--parallelism.tensor_parallel_degree", "2"): ["tp=2"],
         ("--parallelism.tensor_parallel_degree", "16"): ["tp=2"],
         ("--parallelism.tensor_parallel_degree", "8", "--parallelism.pipeline_parallel_degree", "4"): [
@@ -304,7 +304,7 @@ def test_the_meshes_of_a_run_need_no_more_than_eight_ranks() -> None:
             "cp=2,ep=2",
         ],
     }.items():
-        assert meshes.of_run(configs.load(None, list(words))) == expected
+        assert meshes.of_run(configs.load(None, list(arguments))) == expected
 
 
 def ask_on_ranks(rank: int, path: str, folder: str) -> tuple[str, list[str]]:
@@ -320,29 +320,29 @@ def ask_on_ranks(rank: int, path: str, folder: str) -> tuple[str, list[str]]:
 
 @pytest.mark.nightly(
     "on two ranks",
-    by="tests/tools/verify/test_before_training.py::test_a_wrong_file_is_refused_and_its_module_and_the_fix_are_named",
+    by="tests/tools/verify/test_before_training.py::test_a_wrong_file_is_refused_with_its_module_and_a_fix",
 )
-def test_all_ranks_receive_the_same_before_anything_is_built(tmp_path: Path) -> None:
+def test_all_ranks_receive_the_same_verdict_before_building(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(changed(WRONG["queries, keys and values one after the other"][1]))
-    told = run_ranks(2, ask_on_ranks, str(path), str(tmp_path))
-    assert told[0] == told[1]
-    refusal, quiet = told[0]
+    answers = run_ranks(2, ask_on_ranks, str(path), str(tmp_path))
+    assert answers[0] == answers[1]
+    refusal, quiet = answers[0]
     assert refusal.startswith(f"model.name={path} on tp=2") and "order queries, keys and values by head" in refusal
     assert quiet == [
         f"model.check=false: {path} is NOT compared with one process; run `shardtrain verify {path}` to do so"
     ]
 
 
-def test_a_comparison_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_comparison_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     (line,) = model_check.check(run_of(FOLDER / "gpt2.py", "tp=2", "tiny"), dist.HashStore(), 0, 2)
     assert "NOT compared with one process: the comparison failed: exit status 1" in line
 
 
-def test_only_a_file_of_a_users_that_is_cut_is_compared(tmp_path: Path) -> None:
-    """Models of this package have laws of their own; rows are all that data-parallel ranks have to themselves."""
+def test_only_sharded_user_files_are_compared(tmp_path: Path) -> None:
+    """Models of this package have separate tests, and data-parallel ranks only split rows."""
     assert model_check.is_about(run_of(FOLDER / "gpt2.py", "pp=2", "tiny"))
     assert not model_check.is_about(run_of(FOLDER / "gpt2.py", "dp_shard=2", "tiny"))
-    own = configs.load(None, ["--parallelism.tensor_parallel_degree", "2"]).config
-    assert not model_check.is_about(own)
+    built_in = configs.load(None, ["--parallelism.tensor_parallel_degree", "2"]).config
+    assert not model_check.is_about(built_in)

@@ -1,8 +1,8 @@
-"""Each fault that is planted in the ranks, and in them alone, is seen and named.
+"""Verify detects and names each fault planted in the engine of the ranks.
 
-A patch made here holds in the ranks that are forked from this process; the reference was run before, and the diagnosis
-computes what each share would give in plain PyTorch, without the code that is patched. ``FAULTS`` is the table: the
-mesh, and the words that must be in verify's answer. Some run by default, all of them with ``--all``.
+Patches apply to the ranks, which are forked from this process. The reference ran before, and the diagnosis computes the
+expected shards in plain PyTorch, without the patched code. ``FAULTS`` is a table: the mesh, and texts that the answer
+must contain. Some faults run by default, all of them with ``--all``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from shardtrain.train import trainer
 
 
 class Fault(NamedTuple):
-    """How a fault is planted, where, and what verify must say of it."""
+    """The function that plants a fault, its mesh, and texts that the answer must contain."""
 
     plant: Callable[[pytest.MonkeyPatch], None]
     mesh: str
-    words: tuple[str, ...]
+    answer: tuple[str, ...]
     by_default: bool
     options: dict[str, Any]
     model: str
@@ -49,11 +49,11 @@ class Fault(NamedTuple):
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(mesh: str, *words: str, by_default: bool = False, model: str = "llama3", **options: Any) -> Any:
-    """Register a plant under its name."""
+def fault(mesh: str, *answer: str, by_default: bool = False, model: str = "llama3", **options: Any) -> Any:
+    """Register a function that plants a fault, under its name."""
 
     def register(plant: Any) -> Any:
-        FAULTS[plant.__name__.replace("_", " ")] = Fault(plant, mesh, words, by_default, options, model)
+        FAULTS[plant.__name__.replace("_", " ")] = Fault(plant, mesh, answer, by_default, options, model)
         return plant
 
     return register
@@ -111,8 +111,8 @@ def reduction_over_parts_of_the_sequence_skipped(monkeypatch):
 @fault("tp=2", "norm.weight", "layer 0", "missing reduction over tp", by_default=True)
 def norms_of_the_split_sequence_not_reduced(monkeypatch):
     def forget_norms(style_of, layout, path):
-        word = style_of(layout, path)
-        return None if word == "sequence" else word
+        style = style_of(layout, path)
+        return None if style == "sequence" else style
 
     wrap(monkeypatch, tensor_parallel, "style_of", forget_norms)
 
@@ -215,10 +215,10 @@ def each_rank_divides_by_its_own_count(monkeypatch):
 
 @fault("tp=2", "each micro-batch divided by its own count of target tokens", "a mean of means")
 def each_micro_batch_divides_by_its_own_count(monkeypatch):
-    def own(loss, self, batch, weight):
+    def divide(loss, self, batch, weight):
         return loss(self, batch, torch.ones_like(weight) / batch.num_targets / 4)
 
-    wrap(monkeypatch, runner.PlainRunner, "_loss", own)
+    wrap(monkeypatch, runner.PlainRunner, "_loss", divide)
 
 
 @fault("pp=2", "targets of micro-batches out of order", "2 and 3 swapped")
@@ -328,20 +328,20 @@ def gradients_of_keys_of_other_ranks_lost(monkeypatch):
 
 
 class Unsummed(RowwiseParallel):
-    """A rowwise linear whose ranks keep what they have in place of the sum."""
+    """A rowwise linear whose ranks keep their partial output instead of the sum."""
 
     @staticmethod
     def _prepare_output_fn(output_layouts, use_local_output, module, outputs, mesh):
-        own = outputs.to_local().chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
-        return DTensor.from_local(own.contiguous(), mesh, (Shard(1),), run_check=False).to_local()
+        partial = outputs.to_local().chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+        return DTensor.from_local(partial.contiguous(), mesh, (Shard(1),), run_check=False).to_local()
 
 
 @fault("tp=2", "first differs", "module layers.0.attn.wo", 'LAYOUT.tensor calls "rowwise"', by_default=True)
 def the_sum_after_a_rowwise_linear_missing(monkeypatch):
-    def style(make, path, module, word, splitting):
-        if word == "rowwise":
+    def style(make, path, module, name, splitting):
+        if name == "rowwise":
             return Unsummed(output_layouts=Shard(1))
-        return make(path, module, word, splitting)
+        return make(path, module, name, splitting)
 
     wrap(monkeypatch, tensor_parallel, "style_for", style)
 
@@ -349,9 +349,9 @@ def the_sum_after_a_rowwise_linear_missing(monkeypatch):
 @fault("pp=2", "layers in another order", "layers.1 has the input that layers.0 has on one process")
 def layers_on_the_wrong_stage(monkeypatch):
     def swap(parts, *arguments):
-        found = parts(*arguments)
+        stages = parts(*arguments)
         other = {"layers.0": "layers.1", "layers.1": "layers.0"}
-        return [[other.get(name, name) for name in part] for part in found]
+        return [[other.get(name, name) for name in part] for part in stages]
 
     wrap(monkeypatch, stages, "modules_per_stage", swap)
     monkeypatch.setattr(pipeline_parallel, "_check_parts", lambda *_: None)
@@ -457,7 +457,7 @@ def weights_of_the_step_before(monkeypatch):
     wrap(monkeypatch, runner.PlainRunner, "forward_backward", late)
 
 
-# what a run starts from
+# initial weights
 
 
 @fault("dp_shard=2", "before step 1", "initial weights depend on the rank", "rank 1", "seed", by_default=True)
@@ -484,10 +484,10 @@ def tokens_of_one_expert_dropped(monkeypatch):
     forward = moe.Dispatch.forward
 
     def drop(self, experts, x_RD, count_E):
-        kept = torch.ones(len(x_RD), 1)
+        mask = torch.ones(len(x_RD), 1)
         first = int(count_E[:3].sum())
-        kept[first : first + int(count_E[3])] = 0
-        return forward(self, experts, x_RD * kept, count_E) * kept
+        mask[first : first + int(count_E[3])] = 0
+        return forward(self, experts, x_RD * mask, count_E) * mask
 
     monkeypatch.setattr(moe.Dispatch, "forward", drop)
 
@@ -517,12 +517,12 @@ def the_balance_loss_counted_three_times(monkeypatch):
 
 @fault("dp_shard=2", "expert_bias", "unsynchronised buffer", "axis dp_shard", model="deepseek_v3")
 def biases_of_routers_by_the_tokens_of_each_rank(monkeypatch):
-    def alone(update, parts, mesh, *applies):
+    def update_locally(update, parts, mesh, *applies):
         with monkeypatch.context() as patch:
             patch.setattr(Mesh, "sum", lambda self, values, over: values)
             update(parts, mesh, *applies)
 
-    wrap(monkeypatch, expert_parallel, "update_biases", alone)
+    wrap(monkeypatch, expert_parallel, "update_biases", update_locally)
 
 
 # ranks that fail
@@ -563,37 +563,37 @@ BENCHES = {
 
 @pytest.fixture(scope="module")
 def benches(make_bench):
-    """One process's records for each model that faults are planted in."""
-    made: dict[str, Any] = {}
+    """Function that returns the bench of a model, created on first use."""
+    benches: dict[str, Any] = {}
 
     def get(model):
-        if model not in made:
-            words, meshes = BENCHES[model]
-            made[model] = bench = make_bench(meshes, *words)
+        if model not in benches:
+            arguments, meshes = BENCHES[model]
+            benches[model] = bench = make_bench(meshes, *arguments)
             bench.shake()
-        return made[model]
+        return benches[model]
 
     return get
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if one.by_default else pytest.mark.nightly) for n, one in FAULTS.items()]
+    "name", [pytest.param(n, marks=() if fault.by_default else pytest.mark.nightly) for n, fault in FAULTS.items()]
 )
-def test_a_fault_in_the_engine_is_seen_and_named(name, benches, monkeypatch):
+def test_a_fault_in_the_engine_is_detected_and_named(name, benches, monkeypatch):
     planted = FAULTS[name]
     bench = benches(planted.model)
     planted.plant(monkeypatch)
     row = bench.run(planted.mesh, **planted.options)
     print(f"\n{name:50} {planted.mesh:26} {row.verdict:8} {row.first}; {row.cause}")
     assert row.verdict in ("differs", "failed"), row
-    told = f"{row.first}; {row.cause}"
-    assert all(word in told for word in planted.words), told
+    answer = f"{row.first}; {row.cause}"
+    assert all(text in answer for text in planted.answer), answer
 
 
 def test_the_recorded_claim_counts_these_faults():
-    """The pages read the counts from this file; the tests in this module plant each fault."""
+    """The documentation reads the counts from this file. The tests in this module plant each fault."""
     claims = json.loads((Path(__file__).parents[3] / "benchmarks/results/claims.json").read_text())
-    named = sum("no simple cause fits" not in fault.words for fault in FAULTS.values())
+    named = sum("no simple cause fits" not in fault.answer for fault in FAULTS.values())
     assert claims["faults_in_the_engine"]["planted"] == len(FAULTS)
     assert claims["faults_in_the_engine"]["named"] == named
 
@@ -601,19 +601,19 @@ def test_the_recorded_claim_counts_these_faults():
 OF_LLAMA = ("a layer that is frozen", "one parameter is not updated", "a module that fails on a mesh")
 EVERYWHERE = [
     name
-    for name, one in FAULTS.items()
-    if one.model == "llama3" and one.mesh in BENCHES["amplifying"][1] and name not in OF_LLAMA
+    for name, fault in FAULTS.items()
+    if fault.model == "llama3" and fault.mesh in BENCHES["amplifying"][1] and name not in OF_LLAMA
 ]
-"""Faults of what any model has."""
+"""Faults that apply to any model."""
 
 
 @pytest.mark.nightly(
-    "the same faults once more",
-    by="tests/tools/verify/test_rounding.py::test_rounding_allows_what_it_does_to_one_process_and_a_thousandth_at_most",
+    "the same faults with another model",
+    by="tests/tools/verify/test_rounding.py::test_the_tolerance_follows_the_rounding_of_one_process_up_to_a_thousandth",
 )
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_a_fault_in_the_engine_is_seen_in_a_model_that_amplifies_rounding(name, benches, monkeypatch):
-    """Its tolerance is what a unit in the last place does to one process, and no fault is as small as that."""
+def test_a_fault_in_the_engine_is_detected_in_a_model_that_amplifies_rounding(name, benches, monkeypatch):
+    """Its tolerance is the effect of a last-place perturbation on one process. All faults are larger."""
     planted = FAULTS[name]
     bench = benches("amplifying")
     planted.plant(monkeypatch)

@@ -1,4 +1,4 @@
-"""Forked ranks end: with their results, with the first cause of a failure, or because they have had their time."""
+"""Forked ranks end with their results, with the first cause of a failure, or at their time limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardtrain.tools.verify import forked_workers
 from shardtrain.utils.errors import ConfigError
 
 
-def test_results_come_in_the_order_of_ranks(tmp_path):
+def test_results_are_in_rank_order(tmp_path):
     def add(rank, num_ranks, start):
         total = torch.tensor(float(rank))
         dist.all_reduce(total)
@@ -25,7 +25,7 @@ def test_results_come_in_the_order_of_ranks(tmp_path):
 
 def fail(rank, num_ranks):
     if rank == 1:
-        raise ValueError("of its own\nmore")
+        raise ValueError("planted\nmore")
     dist.barrier()
 
 
@@ -36,7 +36,7 @@ def die(rank, num_ranks):
 
 
 def killed(rank, num_ranks):
-    """As by a system without memory; the other rank, forked later, holds this one's pipe and tells of gloo."""
+    """Die like under the OOM killer. The other rank, forked later, holds this rank's pipe and reports a gloo error."""
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
@@ -49,13 +49,13 @@ def refuse(rank, num_ranks):
 @pytest.mark.parametrize(
     ("function", "sentence", "refused"),
     [
-        (fail, r"^rank 1: ValueError: of its own \(test_forked_workers.py:\d+\)$", False),
+        (fail, r"^rank 1: ValueError: planted \(test_forked_workers.py:\d+\)$", False),
         (die, "^rank 1: died: exit status 3$", False),
         (killed, "^rank 0: died: killed by SIGKILL, as the system does when memory runs out$", False),
         (refuse, "^this cannot be$", True),
     ],
 )
-def test_the_rank_that_failed_first_is_named_and_not_its_peer(tmp_path, function, sentence, refused):
+def test_the_rank_that_failed_first_is_named(tmp_path, function, sentence, refused):
     with pytest.raises(forked_workers.RankFailed, match=sentence) as error:
         forked_workers.run(2, function, folder=tmp_path, backend="gloo")
     assert error.value.refused == refused

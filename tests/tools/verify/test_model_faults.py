@@ -1,7 +1,7 @@
-"""Faults planted in a sound model file are seen, and named rightly: the verdict, and the words of the cause.
+"""Verify detects faults planted in a sound model file, and reports the right verdict and cause.
 
-``FAULTS`` is the table: what is changed, on which mesh it is tried, what verify answers, and which words must be in its
-answer. "refused" is an answer before any mesh is run; others are those of the mesh.
+``FAULTS`` is a table: changes of the file, the mesh, the verdict, and texts that the cause must contain. "refused" is a
+verdict before any mesh is run. The other verdicts are those of the mesh.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from shardtrain.tools import verify
 from shardtrain.utils.errors import ConfigError
 
 DROPPED = "dropout: switched off (dropout with p=0.1), because each mesh drops different elements"
-BY_DEFAULT = ("a call counter", "norm of the sequence as one that is replicated", "a core with a bias by distance")
-"""What the command itself is asked by default; the rest of the table is asked without it, in one launch."""
+BY_DEFAULT = ("a call counter", "a norm on the sequence declared replicated", "a core with a bias by distance")
+"""Faults tested with the full command by default. The others are tested without it, in one launch."""
 SOUND = (Path(__file__).parent / "sound_model.py").read_text()
 
 
 class Fault(NamedTuple):
-    """Text replaced in the sound model, the mesh, verify's answer, and words of the cause."""
+    """Text replaced in the sound model, the mesh, the verdict of verify, and parts of the cause."""
 
     changes: list[tuple[str, str]]
     mesh: str
     verdict: str
-    words: list[str]
+    cause: list[str]
     needs_mesh: bool = False
 
 
@@ -52,7 +52,7 @@ SEED = "sets the seed of a global random generator in forward"
 
 
 def cached(*lines: str) -> list[tuple[str, str]]:
-    """A core whose mask m for n tokens comes from the lines; "kept" is an attribute of its class."""
+    """Return changes for a core that computes its mask m for n tokens with the lines. ``kept`` is a class attribute."""
     body = "\n        ".join(["n = q.size(2)", *lines, CORE.replace("is_causal=True", "attn_mask=m")])
     mask = "def mask(n):\n    return torch.ones(n, n, dtype=torch.bool).tril()\n\n\n"
     return [("class Core(nn.Module):\n", f"{mask}class Core(nn.Module):\n    kept = None\n\n"), (CORE, body)]
@@ -63,7 +63,7 @@ def before_ffn(*lines: str) -> list[tuple[str, str]]:
 
 
 FAULTS: dict[str, Fault] = {
-    # what a model starts from
+    # initial weights
     "initial weights by rank": Fault(
         [(DRAW, DRAW.replace("0.02", "0.02 * (1 + int(os.environ.get('RANK', 0)))"))],
         "dp_shard=2", "refused", ["starts from other weights on rank 1 of 2", "for *.weight"],
@@ -72,7 +72,7 @@ FAULTS: dict[str, Fault] = {
         [(DRAW, DRAW.replace("0.02", "0.02 / int(os.environ.get('WORLD_SIZE', 1))"))],
         "dp_shard=2", "refused", ["starts from other weights on rank 0 of 2"],
     ),
-    # answers that change
+    # outputs that change between calls
     "dropout by hand": Fault(
         before_ffn("x = x * (torch.rand_like(x) > 0.1)"),
         "dp_shard=2", "refused", ["draws random numbers in module blocks.0.ffn (FeedForward)", "nn.Dropout"],
@@ -134,7 +134,7 @@ FAULTS: dict[str, Fault] = {
         "dp_shard=2", "refused",
         [SEED, "before a draw in module blocks.0.drop (Dropout)", "training sets debug.seed once"],
     ),
-    "a seed before dropout that is set back": Fault(
+    "a seed before dropout that is restored": Fault(
         [(IN_BLOCK, "        with torch.random.fork_rng():\n            torch.manual_seed(0)\n"
           "            x = self.drop(x)\n" + IN_BLOCK)],
         "dp_shard=2", "refused", [SEED, "before a draw in module blocks.0.drop (Dropout)"],
@@ -147,7 +147,7 @@ FAULTS: dict[str, Fault] = {
         [("import os\n", "import os\nimport random\n"), *before_ffn("random.seed(0)")],
         "dp_shard=2", "refused", [SEED],
     ),
-    "noise of a generator of its own": Fault(
+    "noise of a separate generator": Fault(
         before_ffn("x = x + torch.rand(x.shape, generator=torch.Generator().manual_seed(0))"),
         "dp_shard=2", "refused", ["module blocks.0.ffn (FeedForward) draws random numbers that depend on the number"],
     ),
@@ -224,7 +224,7 @@ FAULTS: dict[str, Fault] = {
         [(CORE, CORE.replace(", is_causal=True", ""))],
         "cp=2", "not possible", ["is not causal", "module blocks.0.attn.core (Core) sees later tokens"],
     ),
-    # ranks
+    # dependence on ranks
     "a scale by the rank": Fault(
         before_ffn("x = x * (1 + int(os.environ.get('RANK', 0)))"),
         "dp_shard=2", "refused", ["on rank 1 of 2", "first in module blocks.0.ffn (FeedForward)"],
@@ -233,7 +233,7 @@ FAULTS: dict[str, Fault] = {
         before_ffn("x = x / (dist.get_world_size() if dist.is_initialized() else 1)"),
         "dp_shard=2", "refused", ["on rank 0 of 2", "first in module blocks.0.ffn (FeedForward)"],
     ),
-    "a mean over ranks of its own": Fault(
+    "an all-reduce in the model": Fault(
         before_ffn("y = x.detach().clone()", "if dist.is_initialized():", "    dist.all_reduce(y)", "x = x + y"),
         "dp_shard=2", "refused", ["of 2 than on one process", "first in module blocks.0.ffn (FeedForward)"],
     ),
@@ -241,7 +241,7 @@ FAULTS: dict[str, Fault] = {
         [("range(c.num_layers)", "range(c.num_layers + int(os.environ.get('RANK', 0)))")],
         "dp_shard=2", "refused", ["has other weights on rank 1 of 2: blocks.2."],
     ),
-    # numbers
+    # dtypes and in-place writes
     "bfloat16 inside": Fault(
         [(IN_FFN, IN_FFN.replace("F.gelu(self.up(x))", "F.gelu(self.up(x).bfloat16()).float()"))],
         "tp=2", "refused", ["computes in bfloat16 in module blocks.0.ffn (FeedForward)"],
@@ -293,7 +293,7 @@ FAULTS: dict[str, Fault] = {
         [(UNFLATTEN, "unflatten(-1, (self.c.num_heads, -1))")],
         "tp=2", "refused", ["heads and sizes from weight shapes", "core is given"],
     ),
-    # what forward writes, and how long a row is
+    # weights and positions written in forward, dependence on the row length
     "a weight normalised in place": Fault(
         before_ffn("w = self.down.weight.data", "w.div_(w.norm(dim=-1, keepdim=True))"),
         "tp=2", "refused", ["changes the weight blocks.0.ffn.down.weight in forward", "F.normalize"],
@@ -331,7 +331,7 @@ FAULTS: dict[str, Fault] = {
          ('"blocks.*.ffn_norm": "sequence"', '"blocks.*.ffn_norm": "sequence", "blocks.*.mix": "rowwise"')],
         "tp=2", "not possible", ["blocks.0.mix", '"rowwise" works on the full sequence', 'write "router"'], True,
     ),
-    "zeros made of what was gathered": Fault(
+    "new zeros from a gathered tensor": Fault(
         [("turn(k, positions), v)", "turn(k, positions), v + x.new_zeros(v.shape))"),
          ("dropout: float = 0.1", "dropout: float = 0.0")],
         "tp=2", "failed", ["in module blocks.0.attn: a gathered tensor is a DTensor", "q.new_zeros"], True,
@@ -349,19 +349,19 @@ FAULTS: dict[str, Fault] = {
         [('"blocks.*.ffn.up": "colwise"', '"blocks.*.ffn.up": "rowwise"')],
         "tp=2", "refused", ['declares blocks.0.ffn.up "rowwise"', 'declare it "colwise"'],
     ),
-    "replicate beside split features": Fault(
+    "replicate next to split features": Fault(
         [(FFN_INIT, FFN_INIT + "\n        self.gate = nn.Linear(c.dim, 2 * c.dim)"),
          (IN_FFN, "return self.down(F.gelu(self.up(x)) * self.gate(x))"),
          ('"blocks.*.ffn.up": "colwise"', '"blocks.*.ffn.up": "colwise", "blocks.*.ffn.gate": "replicate"')],
         "tp=2", "refused",
         ['declares blocks.0.ffn.gate "replicate"', "sharded along the feature dimension", 'declare it "colwise"'],
     ),
-    "norm of the sequence as one that is replicated": Fault(
+    "a norm on the sequence declared replicated": Fault(
         [('"blocks.*.ffn_norm": "sequence"', '"blocks.*.ffn_norm": "replicate"'),
          ("dropout: float = 0.1", "dropout: float = 0.0")],
         "tp=2", "not possible", ["blocks.0.ffn_norm", '"replicate" works on the full', 'write "sequence"'], True,
     ),
-    "a weight without a word": Fault(
+    "a weight without a style": Fault(
         [('        "blocks.*.ffn.up": "colwise",\n', "")],
         "tp=2", "refused", ["blocks.*.ffn.up.weight matches 0 rules"],
     ),
@@ -388,11 +388,11 @@ FAULTS: dict[str, Fault] = {
           "            x = x * (1 + i)")],
         "pp=2", "not possible", ["forward is a chain"],
     ),
-    "a number that the whole model reads": Fault(
+    "a number read by the model": Fault(
         [(EMBEDDED, EMBEDDED + "        assert positions.max().item() >= 0\n")],
         "pp=2", "not possible", ["reads tensor values, but is traced", "read values (.item(), int(x), if x > 0)"], True,
     ),
-    "a loss of its own in backward": Fault(
+    "an additional loss in backward": Fault(
         [
             ("class FeedForward(", "class Aux(torch.autograd.Function):\n"
              "    @staticmethod\n    def forward(ctx, x, aux):\n        return x.clone()\n\n"
@@ -407,7 +407,7 @@ FAULTS: dict[str, Fault] = {
         [("return self.head(self.norm(x))", "return F.linear(self.norm(x), self.embed.weight)")],
         "pp=2", "not possible", ["forward is a chain"],
     ),
-    "a core with a scale of its own": Fault(
+    "a core with its own scale": Fault(
         [(CORE, CORE.replace("is_causal=True", "is_causal=True, scale=0.1"))],
         "cp=2", "not possible", ["blocks.0.attn.core"], True,
     ),
@@ -441,11 +441,11 @@ RIGHT: dict[str, list[tuple[str, str]]] = {
         *cached("if Core.kept is None:", "    Core.kept = mask(64).triu(-7)", "m = Core.kept[:n, :n]"),
         ("    kept = None\n", "    kept = None\n    window = 8\n"),
     ],
-    "a number that a layer reads": [(IN_ATTN, "        assert positions.max().item() >= 0\n" + IN_ATTN)],
+    "a number read by a layer": [(IN_ATTN, "        assert positions.max().item() >= 0\n" + IN_ATTN)],
     "constant noise per feature": before_ffn(
         "g = torch.Generator().manual_seed(0)", "x = x * torch.rand(x.shape[-1:], generator=g)"
     ),
-    "a scale as a module with the word of the advice": [
+    "a scale module with the recommended style": [
         ("class Block(", "class Scale(nn.Module):\n    def __init__(self, dim):\n        super().__init__()\n"
          "        self.gamma = nn.Parameter(torch.ones(dim))\n\n    def forward(self, x):\n"
          "        return x * self.gamma\n\n\nclass Block("),
@@ -456,11 +456,11 @@ RIGHT: dict[str, list[tuple[str, str]]] = {
          '        "blocks.*.scale.gamma": Draw("normal"),\n'),
     ],
 }  # fmt: skip
-"""Right models that keep something between passes, or look like a fault."""
+"""Correct models that keep state between passes, or resemble a fault."""
 
 
-def spoiled(changes: list[tuple[str, str]]) -> str:
-    """Return the text of the sound model with a fault in it."""
+def changed_model(changes: list[tuple[str, str]]) -> str:
+    """Return the sound model with these changes."""
     text = SOUND
     for old, new in changes:
         assert old in text, old
@@ -469,15 +469,15 @@ def spoiled(changes: list[tuple[str, str]]) -> str:
 
 
 ON_MESHES = [name for name in RIGHT if name not in ("a window of the longest row", "constant noise per feature")]
-"""The noise is made beside a gathered input, which is a DTensor under tp: docs/own_model.md says what to write."""
+"""Without the noise, which is combined with a gathered input: a DTensor under tp. docs/own_model.md has the fix."""
 CHANGES = {name: fault.changes for name, fault in FAULTS.items()} | RIGHT
 
 
 @pytest.fixture(scope="module")
-def found(request, tmp_path_factory):
-    """What verify finds in the files that are asked for without running a mesh, and in the sound one."""
-    texts = {name: spoiled(CHANGES[name]) for name in sorted(chosen(request, "name"))} | {"sound": SOUND}
-    return made_once(tmp_path_factory, "model-faults", lambda: ask(tmp_path_factory.mktemp("asked"), texts))
+def results(request, tmp_path_factory):
+    """Results of verify for the selected files and for the sound one, without running a mesh."""
+    texts = {name: changed_model(CHANGES[name]) for name in sorted(chosen(request, "name"))} | {"sound": SOUND}
+    return made_once(tmp_path_factory, "model-faults", lambda: ask(tmp_path_factory.mktemp("models"), texts))
 
 
 @pytest.mark.nightly("sound models", by="tests/tools/verify/test_verify.py::test_clean_runs_give_no_alarm")
@@ -486,37 +486,40 @@ def test_the_recorded_claim_counts_these_faults():
     assert claims["faults_in_model_files"]["planted"] == len(FAULTS)
 
 
-def test_nothing_is_found_in_the_sound_model(found):
-    assert found["sound"] == {"broken": [], "notes": [DROPPED], "impossible": {}}
+def test_the_sound_model_has_no_findings(results):
+    assert results["sound"] == {"broken": [], "notes": [DROPPED], "impossible": {}}
 
 
-ALONE = [name for name, fault in FAULTS.items() if not fault.needs_mesh]
+WITHOUT_MESH = [name for name, fault in FAULTS.items() if not fault.needs_mesh]
 
 
-@pytest.mark.parametrize("name", cases(ALONE[::3], nightly=[name for name in ALONE if name not in ALONE[::3]]))
-def test_a_fault_that_shows_in_the_model_alone_is_named(name, found):
-    fault, told = FAULTS[name], found[name]
+@pytest.mark.parametrize(
+    "name", cases(WITHOUT_MESH[::3], nightly=[name for name in WITHOUT_MESH if name not in WITHOUT_MESH[::3]])
+)
+def test_a_fault_visible_without_a_mesh_is_named(name, results):
+    fault, result = FAULTS[name], results[name]
     axis = fault.mesh.partition("=")[0]
-    verdict = "refused" if told["broken"] else "not possible" if axis in told["impossible"] else "same"
-    cause = " ".join(told["broken"]) or told["impossible"].get(axis, "")
+    without_faults = "not possible" if axis in result["impossible"] else "same"
+    verdict = "refused" if result["broken"] else without_faults
+    cause = " ".join(result["broken"]) or result["impossible"].get(axis, "")
     print(f"\n{name:45} {fault.mesh:12} {verdict:12} {cause}")
     assert verdict == fault.verdict, cause
-    assert all(word in cause for word in fault.words), cause
+    assert all(text in cause for text in fault.cause), cause
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_nothing_is_found_in_a_right_model_alone(name, found):
-    assert found[name] == {"broken": [], "notes": [DROPPED], "impossible": {}}
+def test_a_correct_model_has_no_findings_without_a_mesh(name, results):
+    assert results[name] == {"broken": [], "notes": [DROPPED], "impossible": {}}
 
 
 @pytest.mark.parametrize(
     "name",
     cases(["a window of the longest row"], nightly=ON_MESHES),
 )
-def test_a_right_model_is_the_same_on_every_mesh(name, tmp_path, capsys):
-    """Dropout is off: it would drop what two ranks hold alike in the sound model."""
+def test_a_correct_model_has_the_same_results_on_every_mesh(name, tmp_path, capsys):
+    """Dropout is off, because the sound model would drop elements that two ranks must hold alike."""
     path = tmp_path / "model.py"
-    path.write_text(spoiled(RIGHT[name]).replace("dropout: float = 0.1", "dropout: float = 0.0"))
+    path.write_text(changed_model(RIGHT[name]).replace("dropout: float = 0.1", "dropout: float = 0.0"))
     meshes = ("dp_shard=2", "tp=2", "cp=2", "pp=2")
     status = verify.main([str(path), "--mesh", *meshes, "--steps", "1", "--json"])
     assert status == 0, capsys.readouterr().out
@@ -525,10 +528,10 @@ def test_a_right_model_is_the_same_on_every_mesh(name, tmp_path, capsys):
 @pytest.mark.parametrize(
     "name", [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS]
 )
-def test_a_fault_in_a_model_file_is_named_by_the_command(name, tmp_path):
+def test_the_command_names_a_fault_in_a_model_file(name, tmp_path):
     fault = FAULTS[name]
     path, out = tmp_path / "model.py", io.StringIO()
-    path.write_text(spoiled(fault.changes))
+    path.write_text(changed_model(fault.changes))
     try:
         with contextlib.redirect_stdout(out):
             verify.main([str(path), "--mesh", fault.mesh, "--steps", "1", "--json"])
@@ -538,4 +541,4 @@ def test_a_fault_in_a_model_file_is_named_by_the_command(name, tmp_path):
         verdict, cause = "refused", str(error)
     print(f"\n{name:45} {fault.mesh:12} {verdict:12} {cause}")
     assert verdict == fault.verdict, cause
-    assert all(word in cause for word in fault.words), cause
+    assert all(text in cause for text in fault.cause), cause

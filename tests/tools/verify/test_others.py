@@ -1,4 +1,4 @@
-"""Correct model files in other people's styles are never accused: no false alarm, and what is not possible is so."""
+"""Correct model files in other styles cause no false alarm, and only impossible meshes are reported as impossible."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LATER = [*NEWER, *NO_CHAIN]
         nightly=[pytest.param(LATER, id="later")],
     ),
 )
-def test_a_correct_file_is_not_accused(names, tmp_path):
-    """All files in one test: they are asked in one process of two ranks."""
-    found = ask(tmp_path, {name: (FOLDER / f"{name}.py").read_text() for name in names})
+def test_a_correct_file_causes_no_alarm(names, tmp_path):
+    """One test for all files, because one launch checks them all."""
+    results = ask(tmp_path, {name: (FOLDER / f"{name}.py").read_text() for name in names})
     for name in names:
-        assert found[name]["broken"] == [], name
+        assert results[name]["broken"] == [], name
         known = {mesh.partition("=")[0] for mesh in NOT_POSSIBLE.get(name, {})}
-        assert set(found[name]["impossible"]) <= known, (name, found[name])
+        assert set(results[name]["impossible"]) <= known, (name, results[name])
 
 
 @pytest.mark.timeout(1200)
@@ -40,9 +40,9 @@ def test_a_correct_file_is_not_accused(names, tmp_path):
 )
 @pytest.mark.nightly(
     "on every mesh",
-    by="tests/tools/verify/test_others.py::test_a_correct_file_is_not_accused",
+    by="tests/tools/verify/test_others.py::test_a_correct_file_causes_no_alarm",
 )
-def test_a_correct_file_has_the_same_numbers_on_every_mesh_that_is_possible(name, tmp_path):
+def test_a_correct_file_has_the_same_numbers_on_every_possible_mesh(name, tmp_path):
     loaded = verify.load(verify_request.VerifyOptions(str(FOLDER / f"{name}.py")))
     plans = []
     for mesh in MESHES:

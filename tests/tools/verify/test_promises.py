@@ -1,4 +1,4 @@
-"""A model file that nobody here wrote verifies as it is, or is refused with the promise that it breaks and where."""
+"""A user-defined model file verifies unchanged, or is refused with the broken promise and its location."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardtrain.tools import verify
 from shardtrain.utils.errors import ConfigError
 
 MODEL_FILE = '''
-"""Learned positions in each block, attention beside the feed-forward behind one norm, biases, gelu."""
+"""Learned positions in each block, attention and feed-forward in parallel after one norm, biases, gelu."""
 
 from __future__ import annotations
 
@@ -129,21 +129,21 @@ def write(folder: Path, *changes: tuple[str, str]) -> str:
     return str(path)
 
 
-def run(path: str, *words: str) -> int:
-    return verify.main([path, *words])
+def run(path: str, *arguments: str) -> int:
+    return verify.main([path, *arguments])
 
 
 @pytest.mark.nightly(
     "by verify",
     by="tests/models/test_external_model.py::test_model_file_of_a_user_has_the_same_numbers_on_every_mesh",
 )
-def test_a_model_file_of_a_user_is_proved_on_every_axis(tmp_path, capsys):
+def test_a_user_defined_model_file_is_verified_on_every_axis(tmp_path, capsys):
     meshes = ["--mesh", "dp_shard=2", "tp=2", "pp=2", "cp=2"]
     assert run(write(tmp_path), *meshes, "--steps", "1", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [row["verdict"] for row in told["rows"]] == ["same"] * 4
-    assert told["model"].endswith("my_model.py/small")  # the smallest flavor
-    assert any("num_layers 6 -> 2" in note for note in told["notes"])
+    report = json.loads(capsys.readouterr().out)
+    assert [row["verdict"] for row in report["rows"]] == ["same"] * 4
+    assert report["model"].endswith("my_model.py/small")  # the smallest flavor
+    assert any("num_layers 6 -> 2" in note for note in report["notes"])
 
 
 HEADS = "heads = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q, self.k, self.v))"
@@ -160,11 +160,11 @@ BROKEN = {
         [('        "blocks.*.mix.up": "colwise",\n', "")],
         ["blocks.*.mix.up.weight matches 0 rules", 'a rule for "blocks.*.mix.up"', '"colwise" or "rowwise"'],
     ),
-    "takes documents and takes no notice": (
+    "accepts documents and ignores them": (
         [("def forward(self, tokens, positions):", "def forward(self, tokens, positions, documents_BT=None):")],
         ["keep documents apart", "pass documents_BT on to every attention core"],
     ),
-    "unknown word": (
+    "unknown style": (
         [('"blocks.*.mix.up": "colwise"', '"blocks.*.mix.up": "columns"')],
         ["'columns' is not a known style"],
     ),
@@ -176,11 +176,11 @@ BROKEN = {
         [("x = self.embed(tokens)\n", "B, T = tokens.shape\n        x = self.embed(tokens)\n")],
         ["forward is a chain", "with only blocks.0", "too many values to unpack"],
     ),
-    "sequence length of its own": (
+    "fixed sequence length": (
         [("x = self.embed(tokens)\n", "x = self.embed(tokens) + torch.zeros(32, 1)\n")],
         ["one row with half of a sequence fails in the model", "take batch and sequence from x.shape"],
     ),
-    "positions of its own": (
+    "computes its positions": (
         [("self.places(positions)", "self.places(torch.arange(x.size(1)))")],
         ["take positions from its argument", "first in module blocks.0 (Block)"],
     ),
@@ -201,30 +201,30 @@ BROKEN = {
         [("def forward(self, tokens, positions):", "def forward(self, tokens):\n        positions = tokens")],
         ["takes no positions"],
     ),
-    "fails as such": ([("F.gelu(self.up(x))", "F.gelu(self.up(x)).nothing")], ["fails in blocks.0.mix", "nothing"]),
+    "fails in itself": ([("F.gelu(self.up(x))", "F.gelu(self.up(x)).nothing")], ["fails in blocks.0.mix", "nothing"]),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("asked")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
     return ask(folder, {name: spoiled(*changes) for name, (changes, _) in BROKEN.items() if name not in COMMAND})
 
 
-COMMAND = ("missing part", "fails as such")
+COMMAND = ("missing part", "fails in itself")
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_promise_is_refused_with_its_place(name, tmp_path, found):
-    changes, words = BROKEN[name]
+def test_a_broken_promise_is_refused_with_its_place(name, tmp_path, results):
+    changes, texts = BROKEN[name]
     if name in COMMAND:
         with pytest.raises(ConfigError) as error:
             run(write(tmp_path, *changes), "--mesh", "tp=2")
         assert error.value.exit_code == 2
-        told = str(error.value)
+        message = str(error.value)
     else:
-        told = "\n".join([*found[name]["broken"], found[name]["impossible"].get("pp", "")])
-    assert all(word in told for word in words), told
+        message = "\n".join([*results[name]["broken"], results[name]["impossible"].get("pp", "")])
+    assert all(text in message for text in texts), message
 
 
 @pytest.mark.parametrize("also", [[], [('        "blocks.*.mix": "gather",\n', "")]], ids=["core", "core and gather"])

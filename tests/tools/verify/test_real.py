@@ -1,4 +1,4 @@
-"""Laws of real sizes: what sums, far ends and wide layers come to, beside float64; and that a fault in them is seen."""
+"""Checks at real size: sums, far ends of tensors and wide layers compared with float64, and detection of faults."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PRESETS = (
     ("neox", "pythia-6.9b"),
     ("encoder", "base"),
 )
-"""A flavor of each family, at the width that it is trained at."""
+"""One flavor of each family, at its training width."""
 
 
 def norm(ranks, degrees, numbers, values):
@@ -50,17 +50,17 @@ def _norm(rank, ranks, degrees, rows, values):
 
 
 @pytest.mark.parametrize(("ranks", "degrees"), [(1, {}), (2, {}), (2, {"dp_replicate": 2}), (4, {"tp": 2})])
-def test_the_norm_of_five_million_numbers_is_that_of_float64_on_every_mesh(ranks, degrees):
+def test_the_norm_of_five_million_numbers_matches_float64_on_every_mesh(ranks, degrees):
     assert norm(ranks, degrees, 5_000_000, "normal") <= real.SUM_LIMIT
 
 
 @pytest.mark.parametrize("values", ["offset", "tiny", "one large"])
-def test_the_norm_is_that_of_float64_whatever_the_numbers_are(values):
+def test_the_norm_matches_float64_for_difficult_values(values):
     assert norm(1, {}, 1_000_000, values) <= real.SUM_LIMIT
 
 
-def test_a_norm_that_is_added_up_in_float32_is_seen(monkeypatch):
-    # what the norm was: one chain of float32 squares for each lane, 1.3e-4 off at five million numbers
+def test_a_norm_summed_in_float32_is_detected(monkeypatch):
+    # A previous version: sequential float32 sums of squares per lane, off by 1.3e-4 at five million numbers.
     chained = lambda tensors: torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32)).square().sum()  # noqa: E731
     monkeypatch.setattr(grad_clip, "squared_norm", chained)
     assert norm(1, {}, 5_000_000, "normal") > real.SUM_LIMIT
@@ -68,13 +68,13 @@ def test_a_norm_that_is_added_up_in_float32_is_seen(monkeypatch):
 
 @pytest.mark.parametrize(("ranks", "degrees"), [(1, {}), (2, {"tp": 2}), (4, {"tp": 2})])
 @pytest.mark.parametrize(("vocabulary", "tokens", "batches"), [(128_256, 32, 8), (2, 1 << 18, 256)])
-def test_a_loss_over_a_real_vocabulary_or_many_tokens_is_that_of_float64(ranks, degrees, vocabulary, tokens, batches):
-    found = run_ranks(ranks, sums.loss_sum, ranks, degrees, vocabulary, tokens, batches)
-    assert sums.loss_error(found) <= real.SUM_LIMIT
+def test_a_loss_over_a_real_vocabulary_or_many_tokens_matches_float64(ranks, degrees, vocabulary, tokens, batches):
+    losses = run_ranks(ranks, sums.loss_sum, ranks, degrees, vocabulary, tokens, batches)
+    assert sums.loss_error(losses) <= real.SUM_LIMIT
 
 
-def test_micro_batches_that_are_added_up_in_float32_are_seen(monkeypatch):
-    # a float32 total takes up to 6e-8 of itself from each addition, and like sums all round alike
+def test_micro_batches_summed_in_float32_are_detected(monkeypatch):
+    # Each addition rounds a float32 total by up to 6e-8 of its value, and equal sums round in the same direction.
     def forward_backward(self, batches, weight):
         total = torch.zeros(())
         for batch in batches:
@@ -90,8 +90,8 @@ def _many_micro_batches():
     return sums.loss_error(run_ranks(1, sums.loss_sum, 1, {}, 2, 1 << 12, 1 << 12))
 
 
-def test_chunks_of_tokens_are_added_up_in_float64(monkeypatch):
-    # a million tokens of a real vocabulary are eight thousand chunks
+def test_chunks_of_tokens_are_summed_in_float64(monkeypatch):
+    # A million tokens with a real vocabulary have eight thousand chunks.
     monkeypatch.setattr(cross_entropy, "CPU_CHUNK_NUMEL", 4)
     logits = torch.zeros(1, 1 << 12, 4)
     targets = torch.zeros(1, 1 << 12, dtype=torch.int64)
@@ -99,20 +99,20 @@ def test_chunks_of_tokens_are_added_up_in_float64(monkeypatch):
     assert abs(float(cross_entropy.cross_entropy_sum(logits, targets)) / exact - 1) < 2e-7
 
 
-def test_the_far_end_of_a_tensor_of_more_than_31_bits_is_drawn_ordered_and_read_right(tmp_path):
+def test_the_end_of_a_tensor_beyond_2_31_is_drawn_ordered_and_read_correctly(tmp_path):
     assert beyond.drawn(0, 1, beyond.ROWS) == {"wrong": 0}
     assert beyond.ordered(0, 1, (1 << 33) + 7) == {"wrong": 0}
     assert beyond.stored_far(0, 1, beyond.ROWS, str(tmp_path)) == {"wrong": 0}
 
 
-def test_a_gradient_that_is_scaled_in_part_is_seen(monkeypatch):
+def test_a_partially_scaled_gradient_is_detected(monkeypatch):
     assert beyond.scaled(0, 1, 100) == {"wrong": 0}
     scale = grad_clip.scale_gradients
     monkeypatch.setattr(grad_clip, "scale_gradients", lambda ps, factor: scale(ps, 1.0) or ps[0].grad[:-1].mul_(factor))
     assert beyond.scaled(0, 1, 100) == {"wrong": beyond.COLUMNS}
 
 
-def test_numbers_of_a_tile_depend_on_their_place_alone():
+def test_numbers_of_a_tile_depend_only_on_their_position():
     wholes, parts = {}, run_ranks(4, _tiled)
     for name, shape in (("matrix", (2050, 12)), ("stack", (3, 1030, 8))):
         wholes[name] = torch.empty(shape)
@@ -127,35 +127,35 @@ def _tiled(rank):
     from torch.distributed.tensor import Replicate, Shard
 
     mesh, _ = sums.mesh_of(rank, 4, {"tp": 2})
-    found = {}
+    tensors = {}
     for name, shape, placements in (
         ("matrix", (2050, 12), [Shard(0), Shard(1)]),
         ("stack", (3, 1030, 8), [Replicate(), Shard(1)]),
     ):
         tensor = sums.gradient(shape, placements, mesh, torch.float32).grad
         tile.fill_(tensor, name, 2.0, 1.0)
-        slices = [(one.start, one.stop) for one in dtensor.local_slices(tensor)]
-        found[name] = (dtensor.local_tensor(tensor).tolist(), slices)
-    return found
+        slices = [(part.start, part.stop) for part in dtensor.local_slices(tensor)]
+        tensors[name] = (dtensor.local_tensor(tensor).tolist(), slices)
+    return tensors
 
 
-def test_factors_stand_for_the_gradients_of_float64(monkeypatch, tmp_path):
+def test_factors_reproduce_the_gradients_of_float64(monkeypatch, tmp_path):
     torch.manual_seed(0)
     kinds = (torch.nn.Embedding(50, 24), torch.nn.Linear(24, 40), torch.nn.Linear(40, 50, bias=False))
     model = torch.nn.Sequential(*kinds)
     ids = torch.randint(0, 50, (3, 5))
 
     def loss_of(model):
-        nothing = model[1](torch.empty(0, 24, dtype=torch.float64)).sum()  # as of an expert without tokens
-        return model(ids).float().square().sum() + nothing  # code that asks for float32 must not get it
+        nothing = model[1](torch.empty(0, 24, dtype=torch.float64)).sum()  # like an expert without tokens
+        return model(ids).float().square().sum() + nothing  # .float() must have no effect
 
     exact = copy.deepcopy(model).double()
-    whole = exact(ids).square().sum()
-    whole.backward()
-    whole = whole.detach()
+    expected = exact(ids).square().sum()
+    expected.backward()
+    expected = expected.detach()
     monkeypatch.setattr(float64, "FACTORED_NUMEL", 900)
-    found, gradients = float64.loss_and_gradients(model, loss_of)
-    assert found == pytest.approx(float(whole), rel=1e-14)
+    loss, gradients = float64.loss_and_gradients(model, loss_of)
+    assert loss == pytest.approx(float(expected), rel=1e-14)
     assert set(gradients.factors) == {"0.weight", "1.weight", "2.weight"} and set(gradients.whole) == {"1.bias"}
     float64.write(gradients, str(tmp_path / "gradients"))
     gradients = float64.read(str(tmp_path / "gradients"))
@@ -165,8 +165,8 @@ def test_factors_stand_for_the_gradients_of_float64(monkeypatch, tmp_path):
             assert torch.allclose(rows, parameter.grad[3:20, 1:9], rtol=1e-12, atol=1e-12)
 
 
-def rows_of(*words, budget=1 << 31, meshes=("1", "dp_shard=2,tp=2")):
-    loaded = config.load(None, list(words))
+def rows_of(*arguments, budget=1 << 31, meshes=("1", "dp_shard=2,tp=2")):
+    loaded = config.load(None, list(arguments))
     checks = real.of_model(loaded, budget)
     return {(c.name, c.mesh): real.measured(c, budget) for c in checks if c.mesh in meshes}
 
@@ -179,40 +179,40 @@ def rows_of(*words, budget=1 << 31, meshes=("1", "dp_shard=2,tp=2")):
         ("gpt_oss", "1", "moe_ffn_dim = 64, sliding_window = 3"),
     ],
 )
-def test_a_step_of_one_layer_is_that_of_float64(model, mesh, sizes):
+def test_a_step_of_one_layer_matches_float64(model, mesh, sizes):
     sizes = f"{{dim = 64, vocab_size = 300, {sizes}}}"
     rows = rows_of("--model.name", model, "--model.overrides", sizes, meshes=(mesh,))
     assert {row.verdict for row in rows.values()} == {"pass"}, rows
     assert ("layer and vocabulary: gradients", mesh) in rows
 
 
-def test_a_layer_that_computes_wrongly_is_seen(monkeypatch):
+def test_a_wrong_layer_is_detected(monkeypatch):
     from shardtrain.models.layers import FeedForward
 
     forward = FeedForward.forward
-    # rounding to bfloat16 on the way: far within what a loss curve shows, far outside what float32 explains
+    # Intermediate rounding to bfloat16 is invisible in a loss curve, but much larger than float32 errors.
     rounded = lambda self, x: forward(self, x.bfloat16().float() if x.dtype == torch.float32 else x)  # noqa: E731
     monkeypatch.setattr(FeedForward, "forward", rounded)
     rows = rows_of("--model.overrides", "{dim = 64, vocab_size = 300}", meshes=("1",))
     assert rows["layer and vocabulary: gradients", "1"].verdict == "fail"
 
 
-def test_a_model_that_does_not_fit_is_cut_and_each_cut_is_said():
+def test_a_model_that_does_not_fit_is_reduced_and_each_reduction_reported():
     def counted(piece):
         _, _, model = real_layers.build(piece.loaded.config, piece.cut_embedding)
         return real.replace(piece, numel=sum(p.numel() for p in model.parameters()))
 
     loaded = config.load(None, ["--model.name", "deepseek_v3", "--model.flavor", "671B"])
-    found = {piece.name: piece for piece in real_layers.pieces(loaded, 8 << 30, counted)}
-    assert set(found) == {"dense layer", "layer", "vocabulary"}
-    assert all(piece.bytes_on({}, 1) <= 8 << 30 for piece in found.values())
-    assert "experts 256 -> " in found["layer"].said and "vocabulary 129280 -> 1024" in found["layer"].said
-    assert "embedding of 1024 rows" in found["vocabulary"].said
-    (whole,) = real_layers.pieces(loaded, 1 << 50, counted)
-    assert whole.said == "num_layers 61 -> 2"
+    pieces = {piece.name: piece for piece in real_layers.pieces(loaded, 8 << 30, counted)}
+    assert set(pieces) == {"dense layer", "layer", "vocabulary"}
+    assert all(piece.bytes_on({}, 1) <= 8 << 30 for piece in pieces.values())
+    assert "experts 256 -> " in pieces["layer"].said and "vocabulary 129280 -> 1024" in pieces["layer"].said
+    assert "embedding of 1024 rows" in pieces["vocabulary"].said
+    (full_model,) = real_layers.pieces(loaded, 1 << 50, counted)
+    assert full_model.said == "num_layers 61 -> 2"
 
 
-def test_what_does_not_fit_is_left_out_and_says_so(capsys, monkeypatch):
+def test_checks_that_do_not_fit_are_skipped_and_reported(capsys, monkeypatch):
     monkeypatch.setattr(real, "of_model", lambda *_: iter(()))
     monkeypatch.setattr(real, "general", lambda _: _one_that_fits_and_one_that_does_not())
     assert cli.main(["verify", "--real", "--memory", "1"]) == 0
@@ -220,8 +220,8 @@ def test_what_does_not_fit_is_left_out_and_says_so(capsys, monkeypatch):
     assert "left out" in text and "needs 2.00 GiB of memory, 1.00 GiB allowed" in text
     assert "1 passed, 0 failed, 1 left out: checks that were left out have no result" in text
     assert cli.main(["verify", "--real", "--json", "--memory=1"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [row["verdict"] for row in told["rows"]] == ["pass", "left out"] and told["exit_code"] == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [row["verdict"] for row in report["rows"]] == ["pass", "left out"] and report["exit_code"] == 0
 
 
 def _one_that_fits_and_one_that_does_not():
@@ -230,13 +230,13 @@ def _one_that_fits_and_one_that_does_not():
 
 
 @pytest.mark.parametrize(("error", "verdict", "status"), [(1e-7, "pass", 0), (2e-6, "fail", 4), (math.nan, "fail", 4)])
-def test_an_error_above_the_limit_fails_and_so_does_none_at_all(error, verdict, status):
+def test_an_error_above_the_limit_or_nan_fails(error, verdict, status):
     row = real.measured(real.Check("loss sum", "", "1", 1, 0, 1e-6, lambda _: (error, "")), 1)
     assert row.verdict == verdict and real.exit_code([row]) == status
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("arguments", "message"),
     [
         (["--real", "--mesh", "tp=2"], "--mesh has no effect with --real"),
         (["--real", "--full"], "--full has no effect with --real"),
@@ -245,15 +245,15 @@ def test_an_error_above_the_limit_fails_and_so_does_none_at_all(error, verdict, 
         (["--real", "--memory", "0"], "must be a number of GiB above 0"),
     ],
 )
-def test_words_that_do_not_go_together_are_refused(words, named):
-    with pytest.raises(ConfigError, match=named):
-        verify_request.read(words)
+def test_conflicting_verify_arguments_are_rejected(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        verify_request.read(arguments)
 
 
 CHECKS = list(real.general(SMALL))
 MEMORY = int(float(os.environ.get("SHARDTRAIN_REAL_GIB", "2")) * 2**30)
-"""What a check at real size may take here, where several tests run at once; those that need more skip, and say so.
-``SHARDTRAIN_REAL_GIB=17`` runs those beyond 2^31 numbers too, as ``shardtrain verify --real`` does by itself."""
+"""Memory limit of a check at real size, because several tests run concurrently. Checks that need more are skipped.
+``SHARDTRAIN_REAL_GIB=17`` also runs those beyond 2^31 numbers, which ``shardtrain verify --real`` runs by default."""
 
 
 @pytest.mark.parametrize("check", cases(CHECKS[:3], nightly=CHECKS[3:]), ids=lambda c: f"{c.name}-{c.size}-{c.mesh}")
@@ -262,7 +262,7 @@ def test_each_general_check_passes_small(check):
 
 
 @pytest.mark.parametrize("check", list(real.general(real.Sizes())), ids=lambda c: f"{c.name}-{c.size}-{c.mesh}")
-@pytest.mark.nightly("minutes each, and all the memory there is; test_each_general_check_passes_small states it")
+@pytest.mark.nightly("minutes each, and all available memory; test_each_general_check_passes_small covers it")
 def test_each_general_check_passes_at_real_size_or_does_not_fit(check):
     row = real.measured(check, MEMORY)
     if row.verdict == "left out":
@@ -271,9 +271,9 @@ def test_each_general_check_passes_at_real_size_or_does_not_fit(check):
 
 
 @pytest.mark.parametrize(("model", "flavor"), PRESETS)
-@pytest.mark.nightly("minutes each, and gigabytes; the checks themselves are stated small")
+@pytest.mark.nightly("minutes each, and gigabytes; the checks have small versions")
 @pytest.mark.timeout(1800)
-def test_one_layer_of_each_family_is_that_of_float64(model, flavor):
+def test_one_layer_of_each_family_matches_float64(model, flavor):
     rows = rows_of("--model.name", model, "--model.flavor", flavor, budget=MEMORY, meshes=("1", "tp=2"))
     steps = [row for row in rows.values() if row.check.endswith((": loss", ": norm", ": gradients"))]
     if not any(row.verdict != "left out" for row in steps):
@@ -289,23 +289,25 @@ def test_the_spare_folder_is_removed(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "name"),
+    ("arguments", "name"),
     [
-        # a head that is most of its model, and a layer that is
+        # a model dominated by its head, and one dominated by a layer
         (["qwen2", "0.5B"], "vocabulary"),
         (["llama2", "1B"], "layer"),
     ],
 )
 @pytest.mark.nightly("a gigabyte, and a minute each")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from /proc")
-def test_a_step_takes_no_more_memory_than_its_row_says_it_needs(words, name, tmp_path):
-    loaded = config.load("debug", [f"--model.name={words[0]}", f"--model.flavor={words[1]}"])
+def test_a_step_needs_no_more_memory_than_its_row_states(arguments, name, tmp_path):
+    loaded = config.load("debug", [f"--model.name={arguments[0]}", f"--model.flavor={arguments[1]}"])
 
     def count(piece):
-        (found,) = real._on_ranks(tmp_path, 1, real_layers.count, piece.loaded.config, piece.cut_embedding, alone=True)
-        return dataclasses.replace(piece, numel=found[0], largest_unit=found[1], widest=found[2])
+        (counted,) = real._on_ranks(
+            tmp_path, 1, real_layers.count, piece.loaded.config, piece.cut_embedding, alone=True
+        )
+        return dataclasses.replace(piece, numel=counted[0], largest_unit=counted[1], widest=counted[2])
 
-    (piece,) = [one for one in real_layers.pieces(loaded, 1 << 29, count) if one.name == name]
+    (piece,) = [piece for piece in real_layers.pieces(loaded, 1 << 29, count) if piece.name == name]
     path = str(tmp_path / "gradients.safetensors")
     before, reference, step = (
         run_ranks(1, _peak, *call)[0]
@@ -320,7 +322,7 @@ def test_a_step_takes_no_more_memory_than_its_row_says_it_needs(words, name, tmp
 
 
 def _peak(rank, function, *arguments):
-    """Most bytes that this process has held since now."""
+    """Return the peak memory in bytes of this process during the call."""
     Path("/proc/self/clear_refs").write_text("5")
     if function:
         function(rank, 1, *arguments)

@@ -1,4 +1,4 @@
-"""Tasks whose loss is that of tokens are verified as tokens; the others are refused before anything runs."""
+"""Tasks with a token loss are verified like language models. Other tasks are refused before anything runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HIDDEN = [
 ]
 
 
-def test_a_model_that_learns_hidden_tokens_is_verified(tmp_path: Path) -> None:
-    asked = verify_request.read([*HIDDEN, "--mesh", "dp_shard=2"])
-    task = verify.plan(verify.load(asked), asked)
+def test_a_masked_language_model_is_verified(tmp_path: Path) -> None:
+    options = verify_request.read([*HIDDEN, "--mesh", "dp_shard=2"])
+    task = verify.plan(verify.load(options), options)
     assert any(note.startswith("task: masked_language_model as language_model") for note in task.notes)
     (row,) = verify.verify(task, trainer, tmp_path)  # type: ignore[arg-type]
     assert row.verdict == "same" and row.gradient is not None and row.gradient < 1e-5

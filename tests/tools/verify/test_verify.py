@@ -1,4 +1,4 @@
-"""Verify gives no false alarm, refuses what cannot be before a process starts, and says what it did."""
+"""``verify`` has no false alarms, rejects impossible requests before a process starts, and reports its changes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_tokens_of_one_expert_dropped(make_bench, monkeypatch):
     forward = moe.Dispatch.forward
 
     def drop(self, experts, x_RD, count_E):
-        kept = torch.ones(len(x_RD), 1)
+        mask = torch.ones(len(x_RD), 1)
         first = int(count_E[:3].sum())
-        kept[first : first + int(count_E[3])] = 0
-        return forward(self, experts, x_RD * kept, count_E) * kept
+        mask[first : first + int(count_E[3])] = 0
+        return forward(self, experts, x_RD * mask, count_E) * mask
 
     monkeypatch.setattr(moe.Dispatch, "forward", drop)
     row = bench.run("dp_shard=2")
@@ -47,7 +47,7 @@ def test_tokens_of_one_expert_dropped(make_bench, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "parts"),
     [
         ("tq=2", ['has an unknown axis "tq"', "axes are dp_replicate"]),
         ("tp=two", ['gives tp the degree "two"']),
@@ -56,10 +56,10 @@ def test_tokens_of_one_expert_dropped(make_bench, monkeypatch):
         ("tp", ['gives tp the degree ""']),
     ],
 )
-def test_wrong_mesh_words_are_explained(text, words):
+def test_malformed_mesh_arguments_are_explained(text, parts):
     with pytest.raises(ConfigError) as error:
         meshes.read(text)
-    assert all(word in str(error.value) for word in words)
+    assert all(part in str(error.value) for part in parts)
 
 
 def test_experts_borrow_ranks_from_shards_where_no_other_axis_has_them():
@@ -68,7 +68,7 @@ def test_experts_borrow_ranks_from_shards_where_no_other_axis_has_them():
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("arguments", "parts"),
     [
         (
             ["--mesh", "tp=3"],
@@ -84,10 +84,10 @@ def test_experts_borrow_ranks_from_shards_where_no_other_axis_has_them():
         (["--mesh", "tp=2", "--training.sequence", "3"], ["training.sequence"]),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_process_starts(words, parts, capsys, monkeypatch):
+def test_impossible_requests_are_rejected_before_a_process_starts(arguments, parts, capsys, monkeypatch):
     monkeypatch.setattr(verify.forked_workers, "run", None)
     monkeypatch.setattr("shardtrain.launch.environment.count_accelerators", lambda _: 0)
-    assert cli.main(["verify", *words]) == 2
+    assert cli.main(["verify", *arguments]) == 2
     error = capsys.readouterr().err
     assert all(part in error for part in parts), error
 
@@ -96,14 +96,14 @@ def test_a_wrong_mesh_is_refused_without_torch():
     code = (
         "import sys; from shardtrain import cli; print(cli.main(['verify', '--mesh', 'tp=3']), 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "False"]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["2", "False"]
 
 
-def test_the_default_list_has_the_configurations_own_axes_and_says_what_is_not_possible():
+def test_the_default_meshes_have_the_configured_axes_and_name_impossible_ones():
     degrees = {"tensor_parallel_degree": 4, "data_parallel_shard_degree": 64, "context_parallel_degree": 2}
-    words = [f"--parallelism.{name}={value}" for name, value in degrees.items()]
-    loaded = config.load(None, [*words, "--model.overrides.num_kv_heads=1"])
+    arguments = [f"--parallelism.{name}={value}" for name, value in degrees.items()]
+    loaded = config.load(None, [*arguments, "--model.overrides.num_kv_heads=1"])
     plans = meshes.default(loaded, ())
     assert plans[0].name == "dp_shard=2,tp=2,cp=2" and all(plan.num_ranks <= 8 for plan in plans)
     assert any(
@@ -119,10 +119,10 @@ def test_each_schedule_is_tried_on_each_mesh_with_stages():
     plans = meshes.requested(loaded, ["pp=2", "tp=2"], ("1F1B", "ZBVZeroBubble"))
     assert [(plan.name, plan.schedule) for plan in plans] == [("pp=2", "1F1B"), ("pp=2", "ZBVZeroBubble"), ("tp=2", "")]
     task = verify.plan(loaded, verify_request.VerifyOptions(meshes=("pp=2",), schedules=("1F1B", "ZBVZeroBubble")))
-    assert task.reference.model.overrides["num_layers"] == 4  # two stages on each of two ranks
+    assert task.reference.model.overrides["num_layers"] == 4  # two stages per rank
 
 
-def test_options_that_verify_turns_off_are_said_and_are_not_a_mistake():
+def test_options_that_verify_disables_are_noted_and_not_rejected():
     options = {
         "optimizer.name": "Muon",
         "optimizer.muon_steps": 3,
@@ -137,14 +137,14 @@ def test_options_that_verify_turns_off_are_said_and_are_not_a_mistake():
     }
     loaded = config.load(None, [f"--{name}={value}" for name, value in options.items()])
     task = verify.plan(loaded, verify_request.VerifyOptions(meshes=("dp_shard=2",)))
-    told = "\n".join(task.notes)
-    assert "optimizer: Muon -> AdamW" in told and "precision: float16 -> float32" in told
-    assert "compile: off" in told and "memory_budget" in told
+    notes = "\n".join(task.notes)
+    assert "optimizer: Muon -> AdamW" in notes and "precision: float16 -> float32" in notes
+    assert "compile: off" in notes and "memory_budget" in notes
     assert task.plans[0].loaded.config.training.enable_cpu_offload and not task.reference.training.enable_cpu_offload
 
 
-def test_the_words_of_a_request():
-    words = [
+def test_the_arguments_of_a_request_are_parsed():
+    arguments = [
         "run.toml",
         "--mesh",
         "tp=2",
@@ -160,12 +160,12 @@ def test_the_words_of_a_request():
     expected = verify_request.VerifyOptions(
         "run.toml", ("tp=2", "pp=2", "cp=2"), steps=5, full=True, json=True, overrides=("--debug.seed", "3")
     )
-    assert verify_request.read(words) == expected
+    assert verify_request.read(arguments) == expected
 
 
 def test_schedules_and_the_command_line_end_to_end(capsys):
-    words = ["verify", "--mesh", "pp=2", "--schedule", "Interleaved1F1B", "ZBVZeroBubble", "--steps", "1"]
-    assert cli.main(words) == 0
+    arguments = ["verify", "--mesh", "pp=2", "--schedule", "Interleaved1F1B", "ZBVZeroBubble", "--steps", "1"]
+    assert cli.main(arguments) == 0
     out = capsys.readouterr().out
     assert "num_layers 6 -> 4" in out and "AdamW with eps 0.01" in out and "bfloat16 -> float32" in out
     assert out.count(" same ") == 2 and "ZBVZeroBubble" in out and "bitwise" in out
@@ -181,16 +181,16 @@ def test_full_keeps_the_model_and_its_weights(capsys):
         "ffn_dim": 48,
         "vocab_size": 96,
     }
-    words = [f"--model.overrides.{name}={value}" for name, value in sizes.items()]
-    words += ["--mesh", "dp_shard=2", "--steps", "1", "--full", "--json", "--training.seq_len=24"]
-    assert verify.main(words) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert not any("->" in note and "model" in note for note in told["notes"])
-    assert any("24 synthetic tokens" in note for note in told["notes"]) and told["exit_code"] == 0
+    arguments = [f"--model.overrides.{name}={value}" for name, value in sizes.items()]
+    arguments += ["--mesh", "dp_shard=2", "--steps", "1", "--full", "--json", "--training.seq_len=24"]
+    assert verify.main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert not any("->" in note and "model" in note for note in report["notes"])
+    assert any("24 synthetic tokens" in note for note in report["notes"]) and report["exit_code"] == 0
 
 
 EXITS = {
-    # verdicts of the rows: status of the default list, of requested meshes, of these with --allow-impossible
+    # verdicts of the rows -> exit status for the default meshes, requested meshes, requested with --allow-impossible
     ("same",): (0, 0, 0),
     ("same", "not possible"): (0, 4, 0),
     ("not possible",): (4, 4, 0),
@@ -207,17 +207,17 @@ REQUESTS = (
 @pytest.mark.parametrize("verdicts", EXITS)
 def test_exit_status_of_verdicts(verdicts):
     rows = [MeshResult("tp=2", "", verdict) for verdict in verdicts]
-    assert tuple(verify_report.exit_code(rows, one) for one in REQUESTS) == EXITS[verdicts]
+    assert tuple(verify_report.exit_code(rows, request) for request in REQUESTS) == EXITS[verdicts]
 
 
 def test_a_mesh_that_the_model_rules_out_fails_unless_allowed(tmp_path, capsys):
-    """A requested mesh without a result is no success: scripts look at the status only."""
+    """A requested mesh without a result is a failure, because scripts only check the status."""
     text = (Path(__file__).parent / "sound_model.py").read_text()
     path = tmp_path / "model.py"
     path.write_text(text.replace("self.norm(x))", "self.norm(x + self.embed(tokens)))"))
-    words = ["verify", str(path), "--mesh", "pp=2", "dp_shard=2", "--steps", "1", "--json"]
-    assert cli.main(words) == json.loads(capsys.readouterr().out)["exit_code"] == 4
-    assert cli.main([*words, "--allow-impossible"]) == 0
+    arguments = ["verify", str(path), "--mesh", "pp=2", "dp_shard=2", "--steps", "1", "--json"]
+    assert cli.main(arguments) == json.loads(capsys.readouterr().out)["exit_code"] == 4
+    assert cli.main([*arguments, "--allow-impossible"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["mesh"], row["verdict"]) for row in rows] == [("pp=2", "not possible"), ("dp_shard=2", "same")]
 
@@ -232,7 +232,7 @@ def test_allow_impossible_without_meshes_is_rejected(capsys):
     assert "--allow-impossible has no effect without --mesh" in capsys.readouterr().err
 
 
-def test_the_table_tells_what_differs():
+def test_the_table_shows_the_differences():
     same, wrong = (
         MeshResult("tp=2", "", "same", 1.0, 0, 0.0, 0.0, 0.0, 0.0),
         MeshResult("cp=2", "", "failed", cause="rank 1 died"),

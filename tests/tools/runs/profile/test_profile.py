@@ -1,4 +1,4 @@
-"""``profile`` against traces whose sums are known, and against a real one."""
+"""``profile`` on traces with known sums, and on a real trace."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def memory(ts: float, total: int, device: int) -> dict[str, Any]:
 ON_CPU = [
     event("ProfilerStep#7", 0, 1000, "user_annotation"),
     event("aten::linear", 100, 300),
-    event("aten::addmm", 150, 200),  # within the linear, which is alone for 100
+    event("aten::addmm", 150, 200),  # inside the linear, whose self time is 100
     event("aten::linear", 500, 100, tid=2),
-    event("gloo:all_reduce", 300, 400, "user_annotation", tid=3),  # 300 to 400 and 500 to 600 are hidden
+    event("gloo:all_reduce", 300, 400, "user_annotation", tid=3),  # overlapped from 300 to 400 and from 500 to 600
     memory(10, 1000, 0),
     memory(20, 5000, 0),
     memory(30, 2000, 0),
@@ -56,51 +56,51 @@ def write(path: Path, events: list[Any]) -> Path:
     return path
 
 
-def test_operators_are_counted_without_what_they_call_and_only_what_nothing_hides_is_exposed(tmp_path: Path) -> None:
-    found = read(write(tmp_path / "a.json", ON_CPU))
-    assert [(op.name, op.calls, op.self_us, op.total_us) for op in found.operations] == [
+def test_self_times_exclude_callees_and_overlapped_communication_is_not_exposed(tmp_path: Path) -> None:
+    summary = read(write(tmp_path / "a.json", ON_CPU))
+    assert [(op.name, op.calls, op.self_us, op.total_us) for op in summary.operations] == [
         ("aten::linear", 2, 200, 400), ("aten::addmm", 1, 200, 200),
-    ] or [op.name for op in found.operations] == ["aten::addmm", "aten::linear"]  # fmt: skip
-    assert (found.steps, found.on_device) == ([1000], False)
-    assert (found.compute_us, found.communication_us, found.exposed_us) == (400, 400, 200)
-    assert found.memory == [(0, 1000), (10, 5000), (20, 2000)]
+    ] or [op.name for op in summary.operations] == ["aten::addmm", "aten::linear"]  # fmt: skip
+    assert (summary.steps, summary.on_device) == ([1000], False)
+    assert (summary.compute_us, summary.communication_us, summary.exposed_us) == (400, 400, 200)
+    assert summary.memory == [(0, 1000), (10, 5000), (20, 2000)]
 
 
-def test_on_a_device_kernels_count_and_streams_hide_each_other(tmp_path: Path) -> None:
-    found = read(write(tmp_path / "a.json.gz", ON_GPU))
-    assert (found.steps, found.on_device) == ([1000, 3000], True)
-    assert (found.operations[0].name, found.operations[0].calls, found.operations[0].self_us) == ("gemm", 2, 1000)
-    assert (found.compute_us, found.communication_us, found.exposed_us) == (1010, 600, 100)
-    assert found.memory == [(0, 7000)]
+def test_device_traces_count_kernels_and_overlap_between_streams(tmp_path: Path) -> None:
+    summary = read(write(tmp_path / "a.json.gz", ON_GPU))
+    assert (summary.steps, summary.on_device) == ([1000, 3000], True)
+    assert (summary.operations[0].name, summary.operations[0].calls, summary.operations[0].self_us) == ("gemm", 2, 1000)
+    assert (summary.compute_us, summary.communication_us, summary.exposed_us) == (1010, 600, 100)
+    assert summary.memory == [(0, 7000)]
 
 
-def test_the_parts_of_nested_operators_are_the_whole(tmp_path: Path) -> None:
-    # random trees on two threads: what the operators take alone adds up to what their outermost ones take
+def test_self_times_of_nested_operators_add_up_to_the_total(tmp_path: Path) -> None:
+    # Random trees: the self times of all operators add up to the total time of the outermost ones.
     rng = random.Random(0)
 
     def grow(begin: int, end: int, depth: int) -> list[dict[str, Any]]:
-        found = [event(f"op{rng.randrange(5)}", begin, end - begin, tid=rng.choice([1]))]
+        operators = [event(f"op{rng.randrange(5)}", begin, end - begin, tid=rng.choice([1]))]
         at = begin
         while depth and end - at > 4:
             first = rng.randrange(at, end - 2)
             last = rng.randrange(first + 1, end)
-            found += grow(first, last, depth - 1)
+            operators += grow(first, last, depth - 1)
             at = last
-        return found
+        return operators
 
     for _ in range(20):
         roots = [(0, 300), (300, 500), (700, 900)]
-        events = [one for begin, end in roots for one in grow(begin, end, 4)]
+        events = [operator for begin, end in roots for operator in grow(begin, end, 4)]
         rng.shuffle(events)
-        found = read(write(tmp_path / "a.json", events))
-        assert sum(op.self_us for op in found.operations) == 700
-        assert found.compute_us == 700
+        summary = read(write(tmp_path / "a.json", events))
+        assert sum(op.self_us for op in summary.operations) == 700
+        assert summary.compute_us == 700
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"traceEvents": 3}', "[" * 10_000, '{"traceEvents": [1, {"ph": "X"}]}']
 )
-def test_what_is_not_a_trace_is_one_line_or_an_empty_summary(text: str, tmp_path: Path) -> None:
+def test_a_file_without_a_trace_is_one_line_or_an_empty_summary(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
     try:
         assert read(tmp_path / "x.json").operations == []
@@ -112,18 +112,19 @@ def test_what_is_not_a_trace_is_one_line_or_an_empty_summary(text: str, tmp_path
 @pytest.mark.parametrize(
     "value", ["NaN", "-Infinity", "1e999", "1" + "0" * 400, "true", "null", '"a"', "[]", '{"a": []}']
 )
-def test_any_value_in_an_event_is_summed_up_or_skipped(key: str, value: str, tmp_path: Path) -> None:
-    """The numbers of the summary stay finite."""
+def test_events_with_any_value_are_summed_or_skipped(key: str, value: str, tmp_path: Path) -> None:
+    """All numbers of the summary must be finite."""
     for valid in (event("aten::mm", 1, 5), memory(1, 5, 0)):
         text = json.dumps({"traceEvents": [event("aten::add", 1, 5), {**valid, key: "@"}]}).replace('"@"', value)
         path = tmp_path / "trace.json"
         path.write_text(text)
-        found = read(path)
-        numbers = [found.span_us, found.compute_us, *(one.self_us for one in found.operations), *sum(found.memory, ())]
+        summary = read(path)
+        self_times = [operator.self_us for operator in summary.operations]
+        numbers = [summary.span_us, summary.compute_us, *self_times, *sum(summary.memory, ())]
         assert all(math.isfinite(number) for number in numbers)
 
 
-def test_a_trace_that_is_too_large_is_sent_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_is_too_large_names_another_viewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "MOST_BYTES", 100)
     with pytest.raises(DataError, match="perfetto"):
         read(write(tmp_path / "x.json.gz", ON_CPU))
@@ -132,7 +133,7 @@ def test_a_trace_that_is_too_large_is_sent_elsewhere(tmp_path: Path, monkeypatch
 def test_a_trace_of_too_many_events_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Objects of two bytes each would take a hundred times the size of the file."""
+    """Two-byte objects would take a hundred times the size of the file in memory."""
     monkeypatch.setattr(trace, "MOST_EVENTS", 1000)
     (tmp_path / "x.json").write_text('{"traceEvents":[' + "{}," * 100_000)
     with pytest.raises(DataError, match="more than 1000 events"):
@@ -155,7 +156,7 @@ def test_the_newest_step_of_a_run_is_reported_and_the_slowest_rank(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["nowhere"], "does not exist"),
         (["."], "--profiling.enable_profiling"),
@@ -164,13 +165,13 @@ def test_the_newest_step_of_a_run_is_reported_and_the_slowest_rank(
         (["run", "--top", "0"], "at least 1"),
     ],
 )
-def test_a_mistake_is_one_line(words, told, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_wrong_profile_arguments_are_one_line(arguments, message, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run/profile_traces/iteration_10/rank0_trace.json", ON_CPU)
     (tmp_path / "profile_traces").mkdir()
-    assert cli.main(["profile", *words]) == 2
+    assert cli.main(["profile", *arguments]) == 2
     error = capsys.readouterr().err
-    assert told in error and len(error.strip().splitlines()) == 1
+    assert message in error and len(error.strip().splitlines()) == 1
 
 
 def test_a_real_trace_is_read(tmp_path: Path) -> None:
@@ -182,7 +183,7 @@ def test_a_real_trace_is_read(tmp_path: Path) -> None:
         for _ in range(5):
             (x @ x).relu()
     recorded.export_chrome_trace(str(tmp_path / "real.json"))
-    found = read(tmp_path / "real.json")
-    assert {op.name: op.calls for op in found.operations}["aten::mm"] == 5
-    assert found.memory and max(size for _, size in found.memory) >= 64 * 64 * 4
-    assert found.compute_us <= found.span_us
+    summary = read(tmp_path / "real.json")
+    assert {op.name: op.calls for op in summary.operations}["aten::mm"] == 5
+    assert summary.memory and max(size for _, size in summary.memory) >= 64 * 64 * 4
+    assert summary.compute_us <= summary.span_us

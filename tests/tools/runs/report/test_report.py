@@ -1,4 +1,4 @@
-"""A report shows what the folder says, takes no text as markup, thins no spike away, and asks no network."""
+"""Reports show the content of run folders, escape all text, keep every spike, and use no network."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def written(folder: Path, *runs: Path) -> str:
 
 
 class Elements(html.parser.HTMLParser):
-    """Tags, with their attributes, and the text of the page."""
+    """The tags of a page with their attributes, and its text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -57,9 +57,9 @@ class Elements(html.parser.HTMLParser):
 
 
 def charts(text: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', text, re.DOTALL)
-    assert found
-    return {chart["title"]: chart for chart in json.loads(found[1])}
+    match = re.search(r'<script type="application/json" id="charts">(.*?)</script>', text, re.DOTALL)
+    assert match
+    return {chart["title"]: chart for chart in json.loads(match[1])}
 
 
 def test_a_page_has_the_curves_and_the_last_numbers_of_its_run(tmp_path: Path) -> None:
@@ -67,58 +67,59 @@ def test_a_page_has_the_curves_and_the_last_numbers_of_its_run(tmp_path: Path) -
     (folder / "validation.jsonl").write_text('{"step": 10, "loss": 1.25, "perplexity": 3.49}\n')
     (folder / "exit.json").write_text('{"code": 0}')
     text = written(tmp_path, folder)
-    found = charts(text)
-    train, validation = found["Loss"]["lines"]
+    charts_of_page = charts(text)
+    train, validation = charts_of_page["Loss"]["lines"]
     assert train["x"] == list(range(1, 21)) and train["y"][0] == 4.0 and train["y"][-1] == 0.2
     assert validation["name"] == "first (validation)" and validation["y"] == [1.25]
-    assert found["my_metric"]["lines"][0]["y"] == [7.5] * 20  # what a task adds is drawn too
-    assert "perplexity (validation)" in found and "order_hash" not in found
+    assert charts_of_page["my_metric"]["lines"][0]["y"] == [7.5] * 20  # a metric added by a task
+    assert "perplexity (validation)" in charts_of_page and "order_hash" not in charts_of_page
     elements = Elements(text)
-    assert sum(tag == "svg" for tag, _ in elements.tags) == len(found)
+    assert sum(tag == "svg" for tag, _ in elements.tags) == len(charts_of_page)
     assert "first" in elements.text and "ended" in elements.text and "training.seq_len" in elements.text
 
 
-def test_samples_sources_and_what_was_planned_are_shown(tmp_path: Path) -> None:
+def test_samples_sources_and_planned_values_are_shown(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", more={"rows_of/web": 3, "rows_of/books": 1})
     lines = [json.dumps({"step": step, "prompt": "def ", "text": f"f_{step}(<b>)"}) for step in range(1, 100)]
     (folder / "samples.jsonl").write_text("\n".join([*lines, "{", '{"step": 1, "prompt": 2}', '{"step": 100']))
     (folder / "planned.json").write_text('{"peak memory in GiB": [2.0, 3.0], "wrong": "x", "none": [0, 1]}')
     text = written(tmp_path, folder)
-    shown = Elements(text).text
-    assert "f_1(<b>)" in shown and "f_99(<b>)" in shown and 2 <= shown.count("def f_") <= 8
-    assert "peak memory in GiB" in shown and "+50%" in shown and "wrong" not in shown
+    page_text = Elements(text).text
+    assert "f_1(<b>)" in page_text and "f_99(<b>)" in page_text and 2 <= page_text.count("def f_") <= 8
+    assert "peak memory in GiB" in page_text and "+50%" in page_text and "wrong" not in page_text
     assert [line["name"] for line in charts(text)["Rows read of each source"]["lines"]] == ["run books", "run web"]
     assert "rows_of/web" not in charts(text)
 
 
-def test_runs_beside_each_other_tell_the_options_that_differ_and_no_others(tmp_path: Path) -> None:
-    one, two = run_folder(tmp_path / "a" / "run", steps=5, lr=0.1), run_folder(tmp_path / "b" / "run", steps=9, lr=0.2)
-    text = written(tmp_path, one, two)
+def test_compared_runs_show_only_the_options_that_differ(tmp_path: Path) -> None:
+    first = run_folder(tmp_path / "a" / "run", steps=5, lr=0.1)
+    second = run_folder(tmp_path / "b" / "run", steps=9, lr=0.2)
+    text = written(tmp_path, first, second)
     lines = charts(text)["Loss"]["lines"]
-    assert [line["name"] for line in lines] == [str(one), str(two)]  # both folders are called run
+    assert [line["name"] for line in lines] == [str(first), str(second)]  # both folders are named "run"
     assert [len(line["x"]) for line in lines] == [5, 9] and lines[0]["color"] != lines[1]["color"]
-    shown = Elements(text).text
-    assert "training.lr" in shown and "training.seq_len" not in shown
+    page_text = Elements(text).text
+    assert "training.lr" in page_text and "training.seq_len" not in page_text
 
 
-def test_no_text_of_a_run_is_taken_as_markup(tmp_path: Path) -> None:
+def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "<img src=x>", more={HOSTILE[:90]: 1.0, "text": HOSTILE}, note=HOSTILE)
     (folder / "exit.json").write_text(json.dumps({"code": 3, "message": HOSTILE}))
     (folder / "logs").mkdir()
     (folder / "logs/rank-0.log").write_text(f"2026-01-01 00:00:00 WARNING {HOSTILE}\n")
     clean, text = written(tmp_path, run_folder(tmp_path / "clean")), written(tmp_path, folder)
     kinds = {tag for tag, _ in Elements(clean).tags}
-    found = Elements(text)
-    assert {tag for tag, _ in found.tags} == kinds
-    assert not any(name.startswith("on") or name in ("src", "href") for _, names in found.tags for name in names)
-    assert sum(tag == "script" for tag, _ in found.tags) == 2
-    assert HOSTILE in found.text  # it is shown as it is
+    elements = Elements(text)
+    assert {tag for tag, _ in elements.tags} == kinds
+    assert not any(name.startswith("on") or name in ("src", "href") for _, names in elements.tags for name in names)
+    assert sum(tag == "script" for tag, _ in elements.tags) == 2
+    assert HOSTILE in elements.text  # shown unchanged
     assert charts(text)[HOSTILE[:90]]["lines"]
 
 
 def test_no_control_character_of_a_run_is_in_the_page(tmp_path: Path) -> None:
     obeyed = "".join(map(chr, [*range(1, 9), *range(11, 32), *range(127, 160), 0x61C, 0x200E, 0x202E, 0x2066, 0x2028]))
-    # control characters may be part of every name and text of a run; a file name has no newline
+    # Every name and text of a run may contain control characters, but file names contain no newline.
     folder = run_folder(tmp_path / f"a{obeyed}", more={f"b{obeyed}": 1.0, "text": obeyed}, note=f"c{obeyed}")
     (folder / "exit.json").write_text(json.dumps({"code": 3, "message": obeyed}))
     (folder / "logs").mkdir()
@@ -129,15 +130,15 @@ def test_no_control_character_of_a_run_is_in_the_page(tmp_path: Path) -> None:
     assert charts(text)[f"b{obeyed}"]["lines"]
 
 
-def test_nothing_is_asked_of_a_network(tmp_path: Path) -> None:
+def test_the_page_makes_no_network_requests(tmp_path: Path) -> None:
     text = written(tmp_path, run_folder(tmp_path / "run"))
     (rules,) = [names["content"] for tag, names in Elements(text).tags if names.get("http-equiv")]
     assert rules is not None and rules.startswith("default-src 'none'; script-src 'sha256-")
-    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}  # the name of SVG
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}  # the SVG namespace
 
 
 @pytest.mark.parametrize("place", [0, 1, 49_999, 77_777, 99_999])
-def test_no_spike_is_thinned_away(place: int) -> None:
+def test_downsampling_keeps_every_spike(place: int) -> None:
     series = run_files.Series()
     series.steps.extend(range(100_000))
     series.values.extend([1.0] * 100_000)
@@ -174,7 +175,7 @@ def test_damaged_lines_are_counted_and_the_rest_is_drawn(tmp_path: Path, name: s
         file.write(DAMAGED[name] + b'{"step": 4, "loss": 1.0, "inf": Infinity, "none": null}\n{"step": 5, "lo')
     record = run_files.read(folder)
     assert record.bad_lines == 1
-    assert list(record.metrics["loss"].steps) == [1, 2, 3, 4]  # the last line is being written
+    assert list(record.metrics["loss"].steps) == [1, 2, 3, 4]  # the last line is incomplete
     assert "inf" not in record.metrics and "none" not in record.metrics
     assert "1 lines of its files are damaged" in page.build([record])
 
@@ -192,8 +193,8 @@ def test_wrong_folders_are_reported_together_and_nothing_is_written(
 ) -> None:
     folder = run_folder(tmp_path / "run")
     output = tmp_path / "report.html"
-    words = ["report", str(folder), str(tmp_path / "none"), str(tmp_path), "-o", str(output)]
-    assert cli.main(words) == 2
+    arguments = ["report", str(folder), str(tmp_path / "none"), str(tmp_path), "-o", str(output)]
+    assert cli.main(arguments) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and all("has no metrics.jsonl; name the folder of a run" in line for line in lines)
     assert not output.exists()
@@ -203,7 +204,7 @@ def test_wrong_folders_are_reported_together_and_nothing_is_written(
     assert "name another file with -o" in capsys.readouterr().err
 
 
-def test_the_python_face_writes_the_same_page(tmp_path: Path) -> None:
+def test_the_python_api_writes_the_same_page(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     text = written(tmp_path, folder)
     assert shardtrain.report(folder, tmp_path / "other.html").read_text() == text
@@ -211,19 +212,19 @@ def test_the_python_face_writes_the_same_page(tmp_path: Path) -> None:
 
 
 def in_browser(folder: Path, text: str) -> str:
-    """The document after its scripts have run."""
+    """Return the document after its scripts have run."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
-        pytest.skip("no Chromium here: pages are looked at as text alone")
+        pytest.skip("no Chromium: pages are only checked as text")
     (folder / "page.html").write_text(text)
     command = [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
                "--virtual-time-budget=2000", "--dump-dom", (folder / "page.html").as_uri()]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=patience.seconds(120), check=True).stdout
 
 
-def test_a_browser_draws_it_again_and_runs_nothing_of_the_run(tmp_path: Path) -> None:
+def test_a_browser_redraws_the_page_and_runs_no_code_of_the_run(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", more={HOSTILE[:90]: 1.0}, note=HOSTILE)
     text = written(tmp_path, folder)
-    shown = in_browser(tmp_path, text)
-    assert shown.count("<clipPath") == len(charts(text))  # drawn by the script
-    assert "<title>Run run</title>" in shown
+    page_text = in_browser(tmp_path, text)
+    assert page_text.count("<clipPath") == len(charts(text))  # drawn by the script
+    assert "<title>Run run</title>" in page_text

@@ -1,4 +1,4 @@
-"""``watch`` tells what a run's files say as they grow, in any terminal, and leaves the terminal as it was."""
+"""``watch`` shows the growing files of a run in any terminal, and restores the terminal."""
 
 from __future__ import annotations
 
@@ -42,44 +42,44 @@ def add(folder: Path, text: str, name: str = "metrics.jsonl") -> None:
         file.write(text)
 
 
-def steps(one: FollowedRun) -> list[int]:
-    return one.curves["loss"][0] if one.curves else []
+def steps(run: FollowedRun) -> list[int]:
+    return run.curves["loss"][0] if run.curves else []
 
 
-def test_what_is_appended_is_read_once_and_torn_lines_when_they_are_whole(
+def test_appended_lines_are_read_once_and_torn_lines_when_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = FollowedRun(tmp_path)
-    one.look()
-    assert (one.state, steps(one)) == ("not there yet", [])
+    run = FollowedRun(tmp_path)
+    run.look()
+    assert (run.state, steps(run)) == ("not there yet", [])
     add(tmp_path, lines(1, 3) + '{"step": 4, "lo')
-    one.look()
-    assert (one.state, steps(one), one.last["step"]) == ("under way", [1, 2, 3], 3)
+    run.look()
+    assert (run.state, steps(run), run.last["step"]) == ("under way", [1, 2, 3], 3)
     taken: list[bytes] = []
     take = FollowedRun._take
     monkeypatch.setattr(FollowedRun, "_take", lambda self, line: (taken.append(line), take(self, line)))
     add(tmp_path, 'ss": 2.5}\n')
-    one.look()
-    one.look()
-    assert steps(one) == [1, 2, 3, 4] and len(taken) == 1 and one.curves["loss"][1][-1] == 2.5
+    run.look()
+    run.look()
+    assert steps(run) == [1, 2, 3, 4] and len(taken) == 1 and run.curves["loss"][1][-1] == 2.5
 
 
-def test_a_run_that_goes_back_or_begins_again_is_reported_as_it_is(tmp_path: Path) -> None:
-    one = FollowedRun(tmp_path)
+def test_rewound_and_restarted_runs_are_followed(tmp_path: Path) -> None:
+    run = FollowedRun(tmp_path)
     add(tmp_path, lines(1, 9))
-    one.look()
-    (tmp_path / "metrics.jsonl").write_text(lines(1, 4))  # resumed from a checkpoint: what came after it is gone
-    one.look()
-    assert steps(one) == [1, 2, 3, 4]
+    run.look()
+    (tmp_path / "metrics.jsonl").write_text(lines(1, 4))  # resumed from a checkpoint: later lines are removed
+    run.look()
+    assert steps(run) == [1, 2, 3, 4]
     add(tmp_path, lines(3, 6))  # rewound within a run
-    one.look()
-    assert steps(one) == [1, 2, 3, 4, 5, 6]
+    run.look()
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
     (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics-before.jsonl")
-    one.look()
-    assert steps(one) == [] and one.last == {}
-    add(tmp_path, lines(1, 50))  # longer than the one before, under the same name
-    one.look()
-    assert steps(one) == list(range(1, 51))
+    run.look()
+    assert steps(run) == [] and run.last == {}
+    add(tmp_path, lines(1, 50))  # a longer file with the same name
+    run.look()
+    assert steps(run) == list(range(1, 51))
 
 
 def test_a_long_file_is_sampled_and_its_curve_spans_all_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,20 +87,20 @@ def test_a_long_file_is_sampled_and_its_curve_spans_all_steps(tmp_path: Path, mo
     monkeypatch.setattr(following, "_SAMPLE_BYTES", 1 << 10)
     monkeypatch.setattr(following, "POINTS", 200)
     add(tmp_path, lines(1, 20_000))
-    one = FollowedRun(tmp_path)
-    one.look()
-    found = steps(one)
-    assert found == sorted(set(found)) and found[0] < 200 and one.last["step"] == 20_000
-    assert len(found) <= 200 and len([step for step in found if step < 10_000]) > 20
+    run = FollowedRun(tmp_path)
+    run.look()
+    sampled_steps = steps(run)
+    assert sampled_steps == sorted(set(sampled_steps)) and sampled_steps[0] < 200 and run.last["step"] == 20_000
+    assert len(sampled_steps) <= 200 and len([step for step in sampled_steps if step < 10_000]) > 20
 
 
 @pytest.mark.parametrize("text", ["", "\n", "[1]\n", "{" * 5000 + "\n", '{"step": "x"}\n', "\x00" * 100, "x" * 10**6])
-def test_whatever_is_in_the_files_makes_a_frame(text: str, tmp_path: Path) -> None:
+def test_any_file_content_yields_a_frame(text: str, tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "validation.jsonl", "logs/rank-0.log", "exit.json", "config.resolved.toml"):
         add(tmp_path, text, name)
-    one = FollowedRun(tmp_path)
-    one.look()
-    assert frame([one], 0, Terminal(80, 24))
+    run = FollowedRun(tmp_path)
+    run.look()
+    assert frame([run], 0, Terminal(80, 24))
 
 
 def full(folder: Path) -> FollowedRun:
@@ -109,24 +109,26 @@ def full(folder: Path) -> FollowedRun:
     add(folder, "[training]\nsteps = 1000\n", "config.resolved.toml")
     add(folder, '{"step": 200, "loss": 3.25}\n', "validation.jsonl")
     add(folder, "2026-01-01 00:00:00 WARNING rank 3 is slow \x1b]0;owned\x07\n", "logs/rank-0.log")
-    one = FollowedRun(folder)
-    one.look()
-    return one
+    run = FollowedRun(folder)
+    run.look()
+    return run
 
 
 @pytest.mark.parametrize(("columns", "height"), [(20, 6), (60, 24), (80, 24), (200, 60)])
 @pytest.mark.parametrize("unicode", [True, False])
-def test_a_frame_fits_its_terminal_and_obeys_no_file(columns: int, height: int, unicode: bool, tmp_path: Path) -> None:
+def test_a_frame_fits_its_terminal_and_escapes_file_content(
+    columns: int, height: int, unicode: bool, tmp_path: Path
+) -> None:
     followed = [full(tmp_path / f"run \x1b[2J {number}") for number in range(3)]
-    found = frame(followed, 1, Terminal(columns, height, unicode))
-    assert len(found) <= height and max(map(len, found)) <= columns
-    text = "\n".join(found)
+    rows = frame(followed, 1, Terminal(columns, height, unicode))
+    assert len(rows) <= height and max(map(len, rows)) <= columns
+    text = "\n".join(rows)
     assert "\x1b" not in text and "\x07" not in text
     if not unicode:
         text.encode("ascii")
 
 
-def test_a_frame_says_what_there_is_to_know(tmp_path: Path) -> None:
+def test_a_frame_shows_all_facts(tmp_path: Path) -> None:
     text = "\n".join(frame([full(tmp_path / "run")], 0, Terminal(80, 24)))
     for part in (
         "run  under way  step 300 of 1,000", "30%", "5m50s left", "loss", "grad norm", "tokens/s, all devices",
@@ -138,11 +140,11 @@ def test_a_frame_says_what_there_is_to_know(tmp_path: Path) -> None:
     assert "\x1b[32m" in frame([full(tmp_path / "other")], 0, Terminal(80, 24, color=True))[0]
 
 
-@pytest.mark.parametrize(("exit_code", "shown"), [(None, "93.0 %"), (0, "91.1 %"), (1, "91.1 %")])
-def test_goodput_of_a_run_is_one_number_for_every_command(
-    exit_code: int | None, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("exit_code", "goodput"), [(None, "93.0 %"), (0, "91.1 %"), (1, "91.1 %")])
+def test_every_command_shows_the_same_goodput(
+    exit_code: int | None, goodput: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A save and the way out come after the last logged step, so a run that has ended is read from goodput.jsonl."""
+    """A save and the shutdown follow the last logged step, so goodput.jsonl decides for a run that has ended."""
     run = tmp_path / "run"
     add(run, lines(1, 3, goodput=0.93, goodput_productive_seconds=93.0, goodput_start_seconds=7.0))
     start = Start("a", "job", 1e9, 1e9, 0, 2, 0)
@@ -152,16 +154,16 @@ def test_goodput_of_a_run_is_one_number_for_every_command(
         events.append(run / events.FILE, event)
     if exit_code is not None:
         add(run, json.dumps({"code": exit_code, "message": ""}), "exit.json")
-    found = []
-    for words in (["watch", str(run), "--once"], ["goodput", str(run)]):
-        assert cli.main(words) == 0
-        found += re.findall(r"^goodput +(\d.*? %)", capsys.readouterr().out, re.MULTILINE)
+    values = []
+    for command in (["watch", str(run), "--once"], ["goodput", str(run)]):
+        assert cli.main(command) == 0
+        values += re.findall(r"^goodput +(\d.*? %)", capsys.readouterr().out, re.MULTILINE)
     assert cli.main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
-    found += [shown] if f"<td>{shown}</td>" in (tmp_path / "page.html").read_text() else []
-    assert found == [shown] * 3
+    values += [goodput] if f"<td>{goodput}</td>" in (tmp_path / "page.html").read_text() else []
+    assert values == [goodput] * 3
 
 
-def test_watch_and_report_label_the_same_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_and_report_label_the_speed_equally(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add(tmp_path, lines(1, 3, tps=977.6).replace('"tokens_per_second": 100.0', '"tokens_per_second": 1955.2'))
     assert cli.main(["watch", str(tmp_path), "--once"]) == 0
     assert re.search(r"^tokens/s, all devices +1,?955", capsys.readouterr().out, re.MULTILINE)
@@ -176,14 +178,14 @@ def test_once_prints_every_run_below_a_folder(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["watch", str(tmp_path), "--once"]) == 0
     out = capsys.readouterr().out
     assert "a  under way" in out and "b  under way" in out
-    assert cli.main(["watch", str(tmp_path / "none")]) == 0, "without a terminal it is once"
+    assert cli.main(["watch", str(tmp_path / "none")]) == 0, "without a terminal, it must print only once"
     assert "not there yet" in capsys.readouterr().out
     assert cli.main(["watch", str(tmp_path / "a/metrics.jsonl")]) == 2
     assert cli.main(["watch", "--interval_seconds", "0"]) == 2
 
 
 def heard(terminal: int, wanted: str, so_far: str = "") -> str:
-    """What the screen shows until a text is on it."""
+    """Return the terminal output up to a text."""
     end = time.monotonic() + patience.seconds(30)
     while wanted not in so_far:
         assert time.monotonic() < end, so_far[-2000:]
@@ -192,9 +194,9 @@ def heard(terminal: int, wanted: str, so_far: str = "") -> str:
     return so_far
 
 
-# "stopped" is for the rest: between all other tests the process has not been found stopped, and alone it always is
+# "stopped" is nightly: run among all other tests, the process was not detected as stopped. On its own, it always is.
 @pytest.mark.parametrize("how", cases(["q", "SIGTERM", "SIGINT"], nightly=["stopped"]))
-def test_the_terminal_is_left_as_it_was(how: str, tmp_path: Path) -> None:
+def test_the_terminal_is_restored(how: str, tmp_path: Path) -> None:
     full(tmp_path / "a")
     full(tmp_path / "b")
     master, slave = pty.openpty()
@@ -202,9 +204,9 @@ def test_the_terminal_is_left_as_it_was(how: str, tmp_path: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-m", "shardtrain", "watch", str(tmp_path), "--interval_seconds", "0.2"],
         stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"},
-        # Ctrl-C reaches it although whoever started the tests may have had it ignored
+        # Ctrl-C must work even if the parent of pytest ignores SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        process_group=0,  # as a shell starts it; a group of a session of its own could not be stopped from a terminal
+        process_group=0,  # like a shell: a terminal cannot stop the process group of a separate session
     )  # fmt: skip
     try:
         heard(master, "> 1 a")
@@ -215,14 +217,14 @@ def test_the_terminal_is_left_as_it_was(how: str, tmp_path: Path) -> None:
         heard(master, "333")
         if how == "stopped":
             os.kill(child.pid, signal.SIGTSTP)
-            shown = heard(master, "\x1b[?1049l")
+            output = heard(master, "\x1b[?1049l")
             end = time.monotonic() + patience.seconds(10)
             while "State:\tT" not in (status := Path(f"/proc/{child.pid}/status").read_text()):
                 assert time.monotonic() < end, status
                 time.sleep(0.02)
             assert termios.tcgetattr(slave)[3] == before[3]
             os.kill(child.pid, signal.SIGCONT)
-            heard(master, "\x1b[?1049h", shown.rpartition("\x1b[?1049l")[2])
+            heard(master, "\x1b[?1049h", output.rpartition("\x1b[?1049l")[2])
         if how in ("q", "stopped"):
             os.write(master, b"q")
         else:
