@@ -75,7 +75,7 @@ def locate(frame: FrameType, device_type: str = "cpu") -> StackPosition:
     for outer in _outwards(frame):
         file = outer.f_code.co_filename
         names.append(file)
-        if len(lines) < _OWN_LINES and _is_own(file):
+        if len(lines) < _OWN_LINES and _is_own(file) and file != _HOST_COLLECTIVES:
             lines.append(f"{Path(file).name}:{outer.f_lineno} in {outer.f_code.co_name}")
     return StackPosition(
         _collective(frame, device_type),
