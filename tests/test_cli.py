@@ -332,7 +332,8 @@ def test_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
     assert process.returncode == 6, lines
     messages = [line for line in rest.splitlines() if not line[:4].isdigit()]
     assert len(messages) == 1, "there are other lines, such as a traceback"
-    assert messages[0].startswith("error[6]: rank 1 (host ") and "was killed by signal 9" in messages[0]
+    assert messages[0].startswith("error[6]: rank 1 (host ")
+    assert "was killed by signal 9" in messages[0]
     record = json.loads((tmp_path / "exit.json").read_text())
     assert (record["code"], record["rank"], record["retryable"]) == (6, 1, True)
     assert record["last_step"] >= 20

@@ -76,4 +76,5 @@ def test_the_core_trains_and_names_what_is_missing(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 2
-        assert f"needs {part}, which is not installed" in done.stderr and done.stderr.count("\n") == 1
+        assert f"needs {part}, which is not installed" in done.stderr
+        assert done.stderr.count("\n") == 1

@@ -172,7 +172,8 @@ def test_run_with_dropout_resumes_bitwise(ended: list[dict[str, Ended]], mesh: s
         straight, resumed = rank[f"{mesh} straight"], rank[f"{mesh}{where}"]
         assert straight.error is None and resumed.error is None
         assert len(straight.sample_ids[0]) == 4  # two micro-batches of two rows
-        assert resumed.losses == straight.losses[3:] and resumed.grad_norms == straight.grad_norms[3:]
+        assert resumed.losses == straight.losses[3:]
+        assert resumed.grad_norms == straight.grad_norms[3:]
         assert resumed.sample_ids == straight.sample_ids[3:]
         assert_bitwise(resumed.weights, straight.weights)
         assert digest(resumed.weights) == digest(straight.weights)

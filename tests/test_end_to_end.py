@@ -161,7 +161,8 @@ def test_each_rank_has_its_own_log(folder: Path, runs: list[Any]) -> None:
         assert len(re.findall(r"INFO .*step: +\d+ .*loss:", log)) == 4, log
         assert "batch: 4 sequences x 1 accumulation x 2 data ranks = 8 sequences x 64 = 512 tokens per step" in log
         assert "\x1b" not in log
-        assert f"iteration_5/rank{rank}_trace.json" in log and f"rank{1 - rank}_trace.json" not in log
+        assert f"iteration_5/rank{rank}_trace.json" in log
+        assert f"rank{1 - rank}_trace.json" not in log
         assert "saved checkpoint" in log and "step-10" in log
 
 

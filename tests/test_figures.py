@@ -53,4 +53,5 @@ def test_a_changed_figure_is_noticed_and_written(figures) -> None:
 
 def test_a_table_stays_on_lines_of_its_own(figures) -> None:
     table = figures.filled("<!--f:cpu.peers_table-->old<!--/f-->")
-    assert table.startswith("<!--f:cpu.peers_table-->\n| Program") and table.endswith("|\n<!--/f-->")
+    assert table.startswith("<!--f:cpu.peers_table-->\n| Program")
+    assert table.endswith("|\n<!--/f-->")

@@ -289,7 +289,8 @@ def test_each_family_equals_one_process(num_ranks: int, pairs: list[tuple[str, s
 
 
 def test_every_family_is_on_a_mesh_and_every_mesh_has_a_family() -> None:
-    assert all(OTHERS.values()) and {family for families in OTHERS.values() for family in families} == set(FAMILIES)
+    assert all(OTHERS.values())
+    assert {family for families in OTHERS.values() for family in families} == set(FAMILIES)
     for num_ranks, mesh, family in DEFAULT:
         assert family in families_of(num_ranks, mesh)
     for num_ranks in (2, 4):  # in the default tier: on one axis, and on a product of two axes

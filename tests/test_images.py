@@ -95,7 +95,8 @@ def test_image_trains_as_non_root_and_saves_when_it_is_stopped(builder, image, t
         container,
     ]
     assert output_of([*run, "--", "shardtrain", "--version"]).startswith("shardtrain ")
-    assert output_of([*run, "--", "id", "-u"]) == "1000" and output_of([*run, "--", "pwd"]) == "/workspace"
+    assert output_of([*run, "--", "id", "-u"]) == "1000"
+    assert output_of([*run, "--", "pwd"]) == "/workspace"
     small = ["configs/debug.toml", "--nproc", "1", "--training.seq_len=32", "--training.local_batch_size=1",
              "--model.overrides.num_layers=1", "--metrics.log_freq=1"]  # fmt: skip
     output_of([*run, "--", "shardtrain", "train", *small, "--training.steps=2", "--job.dump_folder=/runs/two"])

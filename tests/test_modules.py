@@ -44,7 +44,9 @@ def test_each_module_run_by_python_does_something_or_fails(capsys):
         with pytest.raises(SystemExit) as ended:
             as_module.refuse_without_program(["python", "-m", name, "--from", "runs/a"])
         message = capsys.readouterr().err
-        assert ended.value.code == 2 and message.count("\n") == 1 and name in message
+        assert ended.value.code == 2
+        assert message.count("\n") == 1
+        assert name in message
         refused += 1
     assert refused > 200
 
@@ -67,13 +69,17 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 )
 def test_python_refuses_to_run_a_module_without_a_program(arguments):
     done = python(*arguments)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error[2]: python -m shardtrain.")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error[2]: python -m shardtrain.")
 
 
 def test_train_py_at_the_root_runs_the_train_verb(tmp_path):
     """Scripts of torchtrain and early torchtitan run `torchrun ... train.py --job.config_file X`."""
     done = python(str(ROOT / "train.py"), "--job.config_file", str(tmp_path / "none.toml"))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "does not exist" in done.stderr
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "does not exist" in done.stderr
 
 
 def test_config_file_variable_applies_without_a_configuration_on_the_command_line(tmp_path, monkeypatch, capsys):

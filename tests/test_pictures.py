@@ -50,7 +50,9 @@ def test_command_is_recorded_replayed_and_drawn(tmp_path: Path) -> None:
     assert rows(drawn) == ["$program", "a <b> & c", "greenTrue"]  # spans have separate positions
     assert f'fill="{cast.COLORS[32]}">green<' in drawn
     head, *events = map(json.loads, recording.read_text().splitlines())
-    assert head["version"] == 2 and head["width"] == 40 and all(kind == "o" for _, kind, _ in events)
+    assert head["version"] == 2
+    assert head["width"] == 40
+    assert all(kind == "o" for _, kind, _ in events)
     subprocess.run(
         [*cast_command, "--replay", str(recording)], cwd=ROOT, check=True, capture_output=True, timeout=limit
     )
@@ -77,7 +79,8 @@ def test_selected_rows_of_a_long_output_are_drawn() -> None:
 def test_picture_of_the_readme_shows_a_run() -> None:
     drawn = (ROOT / "docs/first_run.svg").read_text()
     shown = rows(drawn)
-    assert shown[0] == "$shardtrain train debug" and any(row.startswith("next:") for row in shown)
+    assert shown[0] == "$shardtrain train debug"
+    assert any(row.startswith("next:") for row in shown)
     assert any(row.startswith("sample after step") for row in shown)
     assert not re.search(r"<script|href|url\(|@import", drawn) and len(drawn) < 50_000
 

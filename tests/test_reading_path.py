@@ -41,6 +41,7 @@ def test_files_that_a_step_executes_are_traced_and_printed() -> None:
     }
     print(done.stdout[done.stdout.index("files  functions") - 34 :].partition("\n\n")[0])
     step = re.search(r"\nstep \([^\n]*\n(.*?)(?:\n\n|\Z)", done.stdout, re.S)
-    assert step and {"train/trainer.py", "distributed/grad_clip.py", "models/llama.py"} <= set(step[1].split())
+    assert step
+    assert {"train/trainer.py", "distributed/grad_clip.py", "models/llama.py"} <= set(step[1].split())
     # the first step includes everything of a later step except the watchdog and the log
     assert 20 <= num_files["a steady step"] < num_files["from the command to the first update"]

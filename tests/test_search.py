@@ -279,7 +279,8 @@ def test_tolerance_widens_by_the_rounding_errors_of_one_process() -> None:
     usual, expected = TOLERANCES["float32"], numbers(1.0, 1.0)
     assert widened(usual, expected, expected, MOST) == usual  # no amplification
     wider = widened(usual, numbers(1 + 1e-5, 1 + 4e-6), expected, MOST)
-    assert wider.loss == pytest.approx(8e-5, rel=1e-3) and wider.norm == pytest.approx(3.2e-5, rel=0.05)
+    assert wider.loss == pytest.approx(8e-5, rel=1e-3)
+    assert wider.norm == pytest.approx(3.2e-5, rel=0.05)
     assert not differences(numbers(1 + 5e-5, 1 + 2e-5), expected, wider)
     assert differences(numbers(1 + 1.2e-4, 1.0), expected, wider)
     assert widened(usual, numbers(2.0, 3.0), expected, MOST) == MOST

@@ -39,4 +39,5 @@ def test_site_has_every_page_and_no_warning(tmp_path: Path) -> None:
     for name in shardtrain.__all__:
         assert f'id="shardtrain.api.{name}"' in api, name
     index = re.search(r"Search\.setIndex\((.*)\)", (site / "searchindex.js").read_text(), re.DOTALL)
-    assert index is not None and {"checkpoint", "goodput"} <= json.loads(index[1])["terms"].keys()
+    assert index is not None
+    assert {"checkpoint", "goodput"} <= json.loads(index[1])["terms"].keys()

@@ -357,7 +357,8 @@ def test_folder_deleted_during_a_run_is_created_again(
     assert json.loads((folder / "exit.json").read_text())["code"] == 0
     assert sorted(path.name for path in (folder / "checkpoint").glob("step-*")) == ["step-4", "step-6"]
     recorded = storage_faults.losses(config)
-    assert sorted(recorded) == [4, 5, 6] and all(expected[step] == loss for step, loss in recorded.items())
+    assert sorted(recorded) == [4, 5, 6]
+    assert all(expected[step] == loss for step, loss in recorded.items())
     assert "saved checkpoint" in (folder / "logs" / "rank-0.log").read_text()
     assert "was gone and is written again" in output
 

@@ -101,7 +101,8 @@ def test_default_tier_and_shares_partition_all_tests(folder):
     _, everything, _ = run(folder, "--all")
     assert len(everything) == len(set(everything)) == 2 + 31 + 3 + 1
     code, default, output = run(folder)
-    assert code == 0 and default == ["test_pairs[1-2]", "test_single", "test_sizes[1]", "test_sizes[2]"]
+    assert code == 0
+    assert default == ["test_pairs[1-2]", "test_single", "test_sizes[1]", "test_sizes[2]"]
     assert "3 laws in 37 cases; the default tier covers 3 of them in 4 cases" in output
     shares = [run(folder, f"--share={number}/3")[1] for number in range(1, 4)]
     assert all(shares)
@@ -154,7 +155,9 @@ def test_nightly_only_law_requires_a_reason(folder):
     test = "import pytest\n@pytest.mark.nightly{}\ndef test_of_hours():\n    pass\n"
     (folder / "test_more.py").write_text(test.format(""))
     code, ran, output = run(folder)
-    assert code == 1 and len(ran) == 4 and "test_more.py::test_of_hours has no case in the default tier" in output
+    assert code == 1
+    assert len(ran) == 4
+    assert "test_more.py::test_of_hours has no case in the default tier" in output
     assert run(folder, "-n1")[0] == 1
     assert run(folder, "test_more.py::test_of_hours")[:2] == (0, ["test_of_hours"])
     (folder / "test_more.py").write_text(test.format('("it takes hours")'))
@@ -166,7 +169,8 @@ def test_nightly_only_law_may_name_a_law_of_the_default_tier(folder):
     test = 'import pytest\n@pytest.mark.nightly("on pods", by="{}")\ndef test_on_pods():\n    pass\n'
     (folder / "test_more.py").write_text(test.format("test_sample.py::test_single"))
     code, _, output = run(folder)
-    assert code == 0 and "only nightly: test_more.py::test_on_pods: on pods: test_sample.py::test_single" in output
+    assert code == 0
+    assert "only nightly: test_more.py::test_on_pods: on pods: test_sample.py::test_single" in output
     for name in ("test_sample.py::test_gone", "test_more.py::test_on_pods"):  # not there, or not in the default tier
         (folder / "test_more.py").write_text(test.format(name))
         code, _, output = run(folder)
@@ -190,7 +194,9 @@ def test_laws_option_lists_every_law_and_runs_nothing(folder):
 @pytest.mark.parametrize("share", ["0/5", "6/5", "2", "a/b"])
 def test_invalid_share_is_rejected(folder, share):
     code, ran, output = run(folder, f"--share={share}")
-    assert code == pytest.ExitCode.USAGE_ERROR and not ran and f"--share={share} must be K/N" in output
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert not ran
+    assert f"--share={share} must be K/N" in output
 
 
 def test_share_of_a_case_never_changes():

@@ -140,7 +140,8 @@ def test_steps_without_targets_are_named_and_counted(tmp_path, kit, caplog):
             metrics.update(step, torch.tensor(float(tokens)), tokens, tokens, 0.25, 1e-3, 0.125)
     assert [line["loss"] for line in records(tmp_path)] == [None, 1.0, None, 1.0]
     assert [line["steps_without_targets"] for line in records(tmp_path)] == [1, 1, 2, 2]
-    assert caplog.text.count("loss: no targets") == 2 and caplog.text.count("loss:  1.00000") == 2
+    assert caplog.text.count("loss: no targets") == 2
+    assert caplog.text.count("loss:  1.00000") == 2
     assert "loss 1.0000 -> 1.0000" in caplog.text and "nan" not in caplog.text
 
 
@@ -163,7 +164,9 @@ def test_numbers_that_are_not_finite_are_null_in_valid_json(tmp_path, kit):
         raise AssertionError(f"{word} is not JSON")
 
     record = json.loads(text, parse_constant=refuse)
-    assert record["loss"] is None and record["grad_norm"] is None and record["own"] is None
+    assert record["loss"] is None
+    assert record["grad_norm"] is None
+    assert record["own"] is None
     assert record["n"] == 3
 
 

@@ -40,7 +40,8 @@ def test_custom_sink_receives_all_records(tmp_path, kit, caplog):
     options = {"sinks": [written(tmp_path, SINK)]}
     kit.run(tmp_path, 5, options=options, total_steps=10)
     opened, *steps = json.loads((tmp_path / "mine-0.json").read_text())
-    assert opened == ["open", []] and [(kind, step) for kind, step, _ in steps] == [("step", 1), ("step", 5)]
+    assert opened == ["open", []]
+    assert [(kind, step) for kind, step, _ in steps] == [("step", 1), ("step", 5)]
     assert "mine in " in caplog.text
     with Metrics(kit.config(**options), tmp_path, kit.facts(start_step=5), kit.OneRank()) as metrics:
         metrics.validation(6, {"loss": 2.5})

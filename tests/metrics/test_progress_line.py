@@ -46,7 +46,10 @@ def test_live_line_shows_progress_and_does_not_mix_with_log_lines(tmp_path, term
     # before a log line, "return to the start and erase the line" removes the live line
     erased = stream.getvalue().replace("\r\x1b[2K", "\n")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", erased)
-    assert "step 1/3" in text and "loss 1.5000" in text and "tokens/s" in text and "left" in text
+    assert "step 1/3" in text
+    assert "loss 1.5000" in text
+    assert "tokens/s" in text
+    assert "left" in text
     for step in (1, 2, 3):
         assert re.search(rf"^complete line {step} *$", text, re.MULTILINE)
     assert sys.stderr is stream
@@ -130,4 +133,6 @@ def test_header_precedes_the_first_row_every_fortieth_row_and_changed_columns():
     with_names = [step for step in range(1, 101) if len(row(step)) == 2]
     assert with_names == [1, 41, 81]
     names, text = row(101, accuracy=0.25)
-    assert names.endswith("accuracy") and text.endswith("0.25") and len(names) == len(text)
+    assert names.endswith("accuracy")
+    assert text.endswith("0.25")
+    assert len(names) == len(text)

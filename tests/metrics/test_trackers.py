@@ -44,7 +44,8 @@ def test_mlflow_receives_metrics_and_options_and_a_resumed_run_continues(tmp_pat
     experiment = store.get_experiment_by_name("shardtrain")
     (run,) = store.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
-    assert run.data.params["training.seq_len"] == "2048" and run.data.params["run.model"] == "llama3/debugmodel"
+    assert run.data.params["training.seq_len"] == "2048"
+    assert run.data.params["run.model"] == "llama3/debugmodel"
     losses = [(metric.step, metric.value) for metric in store.get_metric_history(run.info.run_id, "loss")]
     assert [step for step, _ in losses] == [1, 5, 10] and losses[0][1] == 1.0
     everything = b"".join(path.read_bytes() for path in (tmp_path / "mlruns").rglob("*") if path.is_file())
@@ -94,7 +95,8 @@ def test_prometheus_serves_the_last_logged_step_until_the_run_ends(tmp_path, kit
         metrics.validation(1, {"loss": 2.5})
         values = scraped(port)
         assert (values["shardtrain_loss"], values["shardtrain_grad_norm"], values["shardtrain_step"]) == (1.5, 0.5, 1)
-        assert values["shardtrain_validation_loss"] == 2.5 and not [name for name in values if "python" in name]
+        assert values["shardtrain_validation_loss"] == 2.5
+        assert not [name for name in values if "python" in name]
     with pytest.raises(urllib.error.URLError):
         scraped(port)
 

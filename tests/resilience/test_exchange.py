@@ -91,7 +91,9 @@ def test_stopped_rank_does_not_silence_others(nodes: Nodes) -> None:
 def test_exit_of_a_rank_is_received_and_the_last_rank_removes_the_folder(nodes: Nodes) -> None:
     nodes.beat(*range(6))
     folder = nodes.ranks[0]._folder
-    assert folder is not None and folder.is_dir() and folder.stat().st_mode & 0o777 == 0o700
+    assert folder is not None
+    assert folder.is_dir()
+    assert folder.stat().st_mode & 0o777 == 0o700
     nodes.beat(0, has_left=True)
     time.sleep(3 * BEAT)
     nodes.beat(2, 1)

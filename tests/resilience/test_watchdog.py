@@ -105,7 +105,8 @@ def test_network_is_suspected_if_all_wait_in_one_collective():
 
 def test_rank_that_exits_early_is_blamed():
     verdict, _ = judge(lambda beat: {0: say(beat, **WAITING), 1: say(0, has_left=True)})
-    assert verdict.rank == 1 and verdict.message == "has left in phase step of step 12, but other ranks wait for it"
+    assert verdict.rank == 1
+    assert verdict.message == "has left in phase step of step 12, but other ranks wait for it"
     assert judge(lambda beat: {0: say(0, has_left=True, phase="end"), 1: say(0, has_left=True, phase="end")}) is None
 
 
@@ -190,7 +191,9 @@ def test_verdicts_and_heartbeats_round_trip_through_json_and_other_text_is_ignor
 
 
 def test_number_of_monitors_does_not_grow_with_the_world():
-    assert monitors(1) == {0} and monitors(2) == {0, 1} and monitors(4096) == {0, 1, 2048, 4095}
+    assert monitors(1) == {0}
+    assert monitors(2) == {0, 1}
+    assert monitors(4096) == {0, 1, 2048, 4095}
     assert beat_seconds(30) == beat_seconds(0) == 2.0 and beat_seconds(1) == 0.1
 
 
@@ -340,7 +343,8 @@ def test_ranks_with_different_options_stop_and_the_option_is_named():
 
 def test_ranks_with_different_versions_stop_and_both_versions_are_named():
     errors = run_ranks(3, agree, {}, {1: {"torch": "1.0"}, 2: {"torch": "1.0"}})
-    assert len(set(errors)) == 1 and errors[0].startswith("ConfigError: ranks differ in torch: ")
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("ConfigError: ranks differ in torch: ")
     # Rank 0 stops comparing at the first difference, so the message names the rank that reported first.
     assert "1.0 on rank 1" in errors[0] or "1.0 on rank 2" in errors[0]
 

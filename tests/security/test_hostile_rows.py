@@ -54,7 +54,9 @@ def test_nan_in_a_column_is_a_bad_row_with_its_position_and_column(kind: str, tm
     done = train(tmp_path, None, **more)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert done.returncode == 3 and len(errors) == 1, done.stderr
-    assert str(path) in errors[0] and "row 0" in errors[0] and "column" in errors[0]
+    assert str(path) in errors[0]
+    assert "row 0" in errors[0]
+    assert "column" in errors[0]
 
 
 @pytest.mark.parametrize("name", cases(list(VARIABLES)[:1], nightly=list(VARIABLES)[1:]))

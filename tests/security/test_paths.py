@@ -77,7 +77,8 @@ def test_link_instead_of_a_file_is_replaced_without_writing_to_its_target(tmp_pa
     (tmp_path / "exit.json").symlink_to(tmp_path / "precious")
     atomic_io.write(tmp_path / "exit.json", "new")
     assert (tmp_path / "precious").read_text() == "kept"
-    assert (tmp_path / "exit.json").read_text() == "new" and not (tmp_path / "exit.json").is_symlink()
+    assert (tmp_path / "exit.json").read_text() == "new"
+    assert not (tmp_path / "exit.json").is_symlink()
 
 
 def test_repeatedly_planted_link_never_redirects_a_write(tmp_path: Path) -> None:

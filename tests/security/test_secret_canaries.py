@@ -58,7 +58,8 @@ def test_run_with_all_sinks_writes_no_secret(tmp_path: Path) -> None:
     flags = ["--job.print_config", "--metrics.enable_tensorboard", "--metrics.enable_wandb", "--checkpoint.enable"]
     status, printed, lines = run(tmp_path, "train", "--nproc", "2", *options(tmp_path), *flags)
     assert status == 0, printed
-    assert (tmp_path / "outputs/wandb-stub.json").exists() and (tmp_path / "outputs/config.resolved.toml").exists()
+    assert (tmp_path / "outputs/wandb-stub.json").exists()
+    assert (tmp_path / "outputs/config.resolved.toml").exists()
     assert_silent(tmp_path, lines)
 
 

@@ -20,9 +20,8 @@ def test_long_operation_is_reported_and_short_one_is_silent(capsys: pytest.Captu
         patience.wait_for(lambda: "shardtrain export: " in capsys.readouterr().err, 10)
     capsys.readouterr()
     time.sleep(0.05)
-    assert capsys.readouterr().err == "" and not [
-        thread for thread in threading.enumerate() if thread.name == "heartbeat"
-    ]
+    assert capsys.readouterr().err == ""
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
 @pytest.mark.parametrize(

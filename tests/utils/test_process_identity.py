@@ -18,7 +18,9 @@ def test_a_process_is_identified_until_it_has_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie until it is waited for
         zombie = process_identity.read_stat(child.pid)
-        assert zombie is not None and zombie.has_ended and zombie.start_ticks >= this_process.start_ticks
+        assert zombie is not None
+        assert zombie.has_ended
+        assert zombie.start_ticks >= this_process.start_ticks
         child.wait(timeout=patience.seconds(20))
         assert process_identity.read_stat(child.pid) is None
 

@@ -36,7 +36,9 @@ FORMS: dict[str, Callable[[str], str]] = {
 def test_a_secret_is_masked_in_each_form(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, SECRETS[name])
     shown = redact(f"before {FORMS[form](SECRETS[name])} after")
-    assert "canary" not in shown and "more" not in shown and "colour" not in shown
+    assert "canary" not in shown
+    assert "more" not in shown
+    assert "colour" not in shown
     assert shown.startswith("before ") and shown.endswith(" after")
 
 

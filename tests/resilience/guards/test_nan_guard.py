@@ -107,7 +107,9 @@ def test_a_skipped_update_leaves_the_schedule_and_continues(runs: list[dict[str,
         assert skipped.error is None
         assert skipped.losses[:2] == good.losses
         assert skipped.lrs[3] == skipped.lrs[2]  # the update that was skipped is the next one
-        assert skipped.state["step"] == 5 and skipped.state["updates"] == 4 and skipped.state["nonfinite_skips"] == 0
+        assert skipped.state["step"] == 5
+        assert skipped.state["updates"] == 4
+        assert skipped.state["nonfinite_skips"] == 0
         assert all(float(count) == 4 for name, count in skipped.optimizer.items() if name.endswith(".step"))
         assert skipped.state["samples_consumed"] == 40
     assert_bitwise(runs[0]["skip"].weights, runs[1]["skip"].weights)
@@ -157,7 +159,8 @@ def test_no_scale_saves_numbers_that_are_never_finite(runs: list[dict[str, Ended
     for rank in runs:
         assert isinstance(rank["half hopeless"].error, NumericalError)
         # from 2**10 to the smallest scale, 2**-14, in 24 halvings; the step after them stops
-        assert rank["half hopeless"].state["step"] == 17 and rank["half hopeless"].state["updates"] == 0
+        assert rank["half hopeless"].state["step"] == 17
+        assert rank["half hopeless"].state["updates"] == 0
 
 
 def test_the_history_writes_what_is_not_finite_as_null(root: Path, runs: list[dict[str, Ended]]) -> None:

@@ -140,7 +140,8 @@ def test_achecksum_changes_with_every_bit(dtype: torch.dtype) -> None:
             assert checksum(tensor) != expected
             flip(tensor, index, bit)
     assert checksum(tensor) == expected
-    assert checksum(torch.ones(3, 0, dtype=dtype)) == 0 and checksum(torch.ones((), dtype=dtype)).dtype == torch.int64
+    assert checksum(torch.ones(3, 0, dtype=dtype)) == 0
+    assert checksum(torch.ones((), dtype=dtype)).dtype == torch.int64
 
 
 REPLICATED: list[tuple[int, dict[str, Any]]] = [
