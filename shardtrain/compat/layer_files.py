@@ -148,9 +148,9 @@ def step_of(folder: Path) -> Path:
     if name and steps != [folder]:
         named = next((step for step in steps if step.name == name), None)
         if named is None:
-            available = ", ".join(step.name for step in steps[:8]) or "none"
+            others = ", ".join(step.name for step in steps[:8]) or "no step"
             raise CheckpointError(
-                f"{folder / LATEST} names {_printable(name)!r}, which has no files per layer; available: {available}"
+                f"{folder / LATEST} names {_printable(name)!r}, which has no files per layer; they exist for {others}"
             )
         return named
     if not steps:

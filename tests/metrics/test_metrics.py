@@ -174,7 +174,7 @@ def test_unknown_device_has_no_mfu_and_reports_it(tmp_path, kit, caplog):
     with caplog.at_level("INFO", logger="shardtrain"):
         kit.run(tmp_path, 1)
     assert records(tmp_path)[0]["mfu"] is None
-    assert "AMD EPYC is not known" in caplog.text and "metrics.peak_flops" in caplog.text
+    assert "the bfloat16 peak of AMD EPYC is unknown" in caplog.text and "metrics.peak_flops" in caplog.text
 
 
 def test_a_known_device_has_its_mfu_from_the_table(tmp_path, kit):

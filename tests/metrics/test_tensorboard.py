@@ -190,7 +190,7 @@ def test_a_missing_package_is_an_error_and_not_an_empty_folder(tmp_path, monkeyp
 
     monkeypatch.delitem(sys.modules, "tensorboard")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"metrics\.enable_tensorboard=true needs the package tensorboard"):
+    with pytest.raises(ConfigError, match=r"metrics\.enable_tensorboard=true requires the package tensorboard"):
         TensorBoardSink(tmp_path)
 
 

@@ -120,7 +120,7 @@ def test_a_missing_package_is_an_error(option, kit, monkeypatch, tmp_path) -> No
     for name in [name for name in sys.modules if name.startswith(("mlflow", "trackio", "prometheus_client"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"metrics\.{next(iter(option))}=.* needs the package .*pip install"):
+    with pytest.raises(ConfigError, match=rf"metrics\.{next(iter(option))}=.* requires the package .*pip install"):
         Metrics(kit.config(**option), tmp_path, kit.facts(), kit.OneRank())
 
 

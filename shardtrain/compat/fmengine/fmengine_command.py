@@ -144,7 +144,7 @@ def to_hf_format(words: Sequence[str]) -> int:
             output /= name
         if checkpoints:
             if name not in checkpoints:
-                raise CheckpointError(f"{source} has no step {name!r}; available: {', '.join(names[-8:])}")
+                raise CheckpointError(f"{source} has no step {name!r}; it has {', '.join(names[-8:])}")
             # Like FMEngine's script, export adapters if the checkpoint contains them.
             has_adapters = FACT in manifest.read(checkpoints[name]).facts
             status = _export(checkpoints[name], output, base, only_adapters or has_adapters)

@@ -241,7 +241,7 @@ def _step(folder: Path, step: str) -> Path:
         if path.name == step:
             return path
     available = ", ".join(path.name for path in candidates[:8]) or "none"
-    raise CheckpointError(f"{folder} has no step {step!r} with files per layer; available: {available}")
+    raise CheckpointError(f"{folder} has no step {step!r} with files per layer; it has {available}")
 
 
 def _copy_config(folder: Path, output: Path) -> None:

@@ -223,7 +223,7 @@ class SshConnections:
 
     def _lost(self, one: _Connection) -> PeerError:
         rule = f"the connection to host {one.name} was lost"
-        return PeerError(f"{rule}; check the host. The same command continues from the last checkpoint")
+        return PeerError(f"{rule}; check the host, then repeat the command, which continues from the last checkpoint")
 
     def _read(self, one: _Connection) -> None:
         assert one.process.stdout is not None

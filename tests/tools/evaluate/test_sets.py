@@ -183,7 +183,7 @@ def test_the_command_prints_and_writes_json(rows: Path, tmp_path: Path, capfd: p
     [
         (["--data", "x"], "is not NAME=FILE"),
         (["--data", "a=missing.jsonl"], "names a file that does not exist"),
-        (["--data", f"a={__file__}"], "has an ending that no dataset reads"),
+        (["--data", f"a={__file__}"], "has an ending of no known format"),
         (["--limit", "3"], "--limit=3 has no effect without --tasks".replace("=3", "")),
         (["--seq_len", "30", "--nproc", "4"], "is not a multiple of --nproc=4"),
         (["--batch_size", "0"], "must be at least 1"),
