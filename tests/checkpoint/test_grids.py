@@ -17,8 +17,11 @@ from shardtrain.checkpoint.save_plan import compress
 
 def cut(cells: list[list[int]]) -> tuple[Any, Any]:
     """Return offsets and sizes of the boxes that result from these sizes along each dimension."""
-    starts = [[sum(sizes[:i]) for i in range(len(sizes))] for sizes in cells]
-    boxes = [*itertools.product(*(zip(s, n, strict=True) for s, n in zip(starts, cells, strict=True)))]
+    intervals = []  # for each dimension, the (start, size) pairs
+    for sizes in cells:
+        starts = np.cumsum([0, *sizes[:-1]]).tolist()
+        intervals.append([*zip(starts, sizes, strict=True)])
+    boxes = [*itertools.product(*intervals)]
     box_array = np.array(boxes, np.int64).reshape(len(boxes), len(cells), 2)
     return box_array[:, :, 0], box_array[:, :, 1]
 
@@ -46,8 +49,9 @@ def test_compressed_boxes_round_trip(data: st.DataObject) -> None:
         assert len(own_chunks) == grid.count and math.prod(grid.box[1]) == grid.count * grid.numel
         assert all(overlap(grid.box, (chunk.offsets, chunk.sizes)) for chunk in own_chunks)
         assert [file for file in range(-1, count + 1) if grid.is_in(file)] == sorted(chunk.file for chunk in own_chunks)
-    low = [data.draw(st.integers(0, sum(one) - 1)) for one in cells]
-    box = tuple(low), tuple(data.draw(st.integers(1, sum(n) - at)) for n, at in zip(cells, low, strict=True))
+    shape = [sum(sizes_of_dim) for sizes_of_dim in cells]
+    low = [data.draw(st.integers(0, size - 1)) for size in shape]
+    box = tuple(low), tuple(data.draw(st.integers(1, size - at)) for size, at in zip(shape, low, strict=True))
     overlaps = [pair for grid in grids for pair in grid.overlapping(box)]
     expected_overlaps = [
         (chunk, shared_box) for chunk in expected if (shared_box := overlap((chunk.offsets, chunk.sizes), box))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,12 +28,16 @@ def write_tensors(folder: Path, tensors: dict[str, tuple[torch.Tensor, list[list
 
     Box i is in file i, or in a file drawn by ``rng``.
     """
-    count = max(np.prod([len(sizes) for sizes in cells], dtype=int) for _, cells in tensors.values())
+    counts = [math.prod(len(sizes) for sizes in cells) for _, cells in tensors.values()]
+    count = max(counts)
     order = np.arange(count) if rng is None else rng.permutation(count)
     written, stored = [bytearray() for _ in range(count)], {}
     for name, (tensor, cells) in tensors.items():
-        starts = [[sum(sizes[:i]) for i in range(len(sizes))] for sizes in cells]
-        boxes = [*itertools.product(*(zip(s, n, strict=True) for s, n in zip(starts, cells, strict=True)))]
+        intervals = []  # for each dimension, the (start, size) pairs
+        for sizes in cells:
+            starts = np.cumsum([0, *sizes[:-1]]).tolist()
+            intervals.append([*zip(starts, sizes, strict=True)])
+        boxes = [*itertools.product(*intervals)]
         begins = []
         for box, file in zip(boxes, order.tolist(), strict=False):
             begins.append(len(written[file]))

@@ -90,7 +90,8 @@ def test_ranks_are_in_row_major_order(index: int, described) -> None:
         assert facts["sizes"] == (sizes["tp"], 8, sizes["dp_replicate"] * sizes["dp_shard"])
         assert facts["batch"] == place[1] * sizes["dp_shard"] + place[2]
         for position, axis in enumerate(AXES):
-            line = [r for r, p in enumerate(places) if all(p[i] == place[i] for i in range(5) if i != position)]
+            other_axes = [i for i in range(5) if i != position]
+            line = [r for r, p in enumerate(places) if all(p[i] == place[i] for i in other_axes)]
             assert facts["sums"][axis] == sum(2.0**r for r in line)
             if sizes[axis] > 1:
                 assert facts["peers"][axis] == line
@@ -103,7 +104,8 @@ def test_ranks_are_in_row_major_order(index: int, described) -> None:
 
 def test_three_dimensional_mesh_matches_the_documented_table(described) -> None:
     """PP 2 x FSDP 2 x TP 2: rank = 4 pp + 2 dp + tp."""
-    table = [tuple(described[rank][0]["place"][axis] for axis in ("pp", "dp_shard", "tp")) for rank in range(8)]
+    places = [described[rank][0]["place"] for rank in range(8)]
+    table = [(place["pp"], place["dp_shard"], place["tp"]) for place in places]
     assert table == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
 
 

@@ -71,7 +71,8 @@ def transformers_step(_: int, name: str, rows: dict[int, tuple[Tensor, Tensor]])
     import transformers
 
     model = getattr(transformers, SHAPES[name][0]).from_pretrained(folder(name)).eval()
-    tokens_BT, targets_BT = (torch.stack([row[column] for row in rows.values()]) for column in (0, 1))
+    tokens_BT = torch.stack([tokens for tokens, _ in rows.values()])
+    targets_BT = torch.stack([targets for _, targets in rows.values()])
     loss = F.cross_entropy(model(input_ids=tokens_BT).logits.flatten(0, 1), targets_BT.flatten(), ignore_index=-100)
     loss.backward()
     return float(loss), {f"hf.{n}": p.grad for n, p in model.named_parameters()}

@@ -76,7 +76,11 @@ def test_chunks_are_separate_documents(cuts, chunk, window) -> None:
     whole_BT = document_mask.chunked(None, chunk, (B, T), q.device)
     place_T = torch.arange(T)
     for row, places in enumerate(cuts):
-        start_T = torch.tensor([max((cut for cut in places if cut <= t), default=0) for t in range(T)])
+        starts = []
+        for t in range(T):
+            earlier_cuts = [cut for cut in places if cut <= t]
+            starts.append(max(earlier_cuts, default=0))
+        start_T = torch.tensor(starts)
         number_T = (place_T - start_T) // chunk if chunk else torch.zeros_like(place_T)
         same_TT = (start_T[:, None] == start_T) & (number_T[:, None] == number_T)
         assert torch.equal(cut_BT[row][:, None] == cut_BT[row], same_TT)

@@ -188,7 +188,9 @@ def test_patterns_select_the_optimizer_and_weight_decay():
     params = parameters()
     optimizer = build(params.items(), muon(muon_adamw_patterns=["embed*", "*.w?.*"], no_weight_decay=["*thin*"]))
     names = {parameter: name for name, parameter in params.items()}
-    groups = {(g["algorithm"], g["weight_decay"]): {names[p] for p in g["params"]} for g in optimizer.param_groups}
+    groups = {}
+    for group in optimizer.param_groups:
+        groups[group["algorithm"], group["weight_decay"]] = {names[p] for p in group["params"]}
     assert groups == {
         ("muon", 0.3): {"layers.0.experts.w1", "head.weight"},
         ("muon", 0.0): {"layers.0.thin.weight"},

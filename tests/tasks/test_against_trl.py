@@ -163,7 +163,9 @@ def of_chatml(name: str) -> Both:
     file = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "chatml.jinja"
     file.write_text(CHATML)
     roles = {"prompt": "user", **dict.fromkeys(("completion", "chosen", "rejected"), "assistant")}
-    rows = [{key: [{"role": role, "content": row[key].strip()}] for key, role in roles.items()} for row in pairs()]
+    rows = []
+    for row in pairs():
+        rows.append({key: [{"role": role, "content": row[key].strip()}] for key, role in roles.items()})
     data = {"chat_template": str(file), "learn_turn_separator": True}
     if name == "sft":
         data |= {"format": "prompt_completion", "packing": "padded"}

@@ -240,20 +240,16 @@ def test_run_resumes_at_the_row_where_it_stopped(tmp_path: Path) -> None:
 
 def test_workers_prepare_the_same_batches() -> None:
     run_config = config()
-    worker = dataclasses.replace(
-        run_config,
-        training=dataclasses.replace(
-            run_config.training, dataloader=dataclasses.replace(run_config.training.dataloader, num_workers=2)
-        ),
+    dataloader = dataclasses.replace(run_config.training.dataloader, num_workers=2)
+    worker_config = dataclasses.replace(
+        run_config, training=dataclasses.replace(run_config.training, dataloader=dataloader)
     )
-    without_workers, with_workers = (
-        [next(stream) for _ in range(3)]
-        for stream in (
-            tasks.open_task(c).open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1)
-            for c in (run_config, worker)
-        )
-    )
-    for a, b in zip(without_workers, with_workers, strict=True):
+
+    def three_batches(config: Config) -> list[Any]:
+        stream = tasks.open_task(config).open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1)
+        return [next(stream) for _ in range(3)]
+
+    for a, b in zip(three_batches(run_config), three_batches(worker_config), strict=True):
         assert torch.equal(a["tokens_BT"], b["tokens_BT"]) and torch.equal(a.sample_ids_B, b.sample_ids_B)
 
 

@@ -38,7 +38,9 @@ LINE = '{{"text": "the words of document {}, which are some more than sixteen of
 def write(kind: str, folder: Path) -> dict[str, Any]:
     """Write a dataset into a folder, and return the options that select it."""
     folder.mkdir()
-    lines = ["".join(LINE.format(f"{number}-{line}") for line in range(6)) for number in range(COUNT)]
+    lines = []
+    for number in range(COUNT):
+        lines.append("".join(LINE.format(f"{number}-{line}") for line in range(6)))
     for number, text in enumerate(lines):
         path = folder / f"{number:03d}"
         if kind in ("jsonl", "many jsonl", "in memory"):

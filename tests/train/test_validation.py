@@ -118,7 +118,8 @@ def test_each_row_is_read_once_in_the_same_order_on_any_number_of_ranks(ranks: i
     # neither set is divisible by batches of 5 rows per rank; some ranks get none of the 7 rows
     results = run_ranks(ranks, evaluated, [config(rows=rows) for rows in SIZES])
     for number, rows in enumerate(SIZES):
-        by_rank = [ids for _, _, ids in sorted((r[number] for r in results), key=lambda evaluation: evaluation[1])]
+        evaluations = sorted((result[number] for result in results), key=lambda evaluation: evaluation[1])
+        by_rank = [ids for _, _, ids in evaluations]
         assert len({len(ids) for ids in by_rank}) == 1, "ranks have different numbers of batches"
         in_order = [sample for step in zip(*by_rank, strict=True) for batch in step for sample in batch]
         assert in_order == [*range(rows), *[-1] * (len(in_order) - rows)]
@@ -162,8 +163,9 @@ def test_pipeline_processes_the_rows_of_a_training_step() -> None:
 
 def test_steps_limit_the_batches_of_a_validation() -> None:
     configs = [config(steps=steps) for steps in (1, 2, 9)]
-    rows = [[evaluation[0].rows for evaluation in result] for result in run_ranks(1, evaluated, configs)]
-    assert rows == [[5, 7, 7]]
+    (result,) = run_ranks(1, evaluated, configs)
+    rows = [evaluation.rows for evaluation, *_ in result]
+    assert rows == [5, 7, 7]
 
 
 def nothing_to_predict(rank: int, run_config: Config) -> str:

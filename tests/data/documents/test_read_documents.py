@@ -113,7 +113,10 @@ def test_tallies_of_parts_add_up():
 def test_huge_rows_are_not_in_memory_together(monkeypatch):
     monkeypatch.setattr(reading, "CHARACTERS_AT_ONCE", 100)
     rows = [((0, i), {"text": "x" * size}) for i, size in enumerate([10, 95, 300, 1, 1, 1])]
-    assert [[number for (_, number), _ in chunk] for chunk in chunks(rows)] == [[0, 1], [2], [3, 4, 5]]
+    numbers_of_chunks = []
+    for chunk in chunks(rows):
+        numbers_of_chunks.append([number for (_, number), _ in chunk])
+    assert numbers_of_chunks == [[0, 1], [2], [3, 4, 5]]
     many = [((0, i), {"text": "x"}) for i in range(600)]
     monkeypatch.setattr(reading, "CHARACTERS_AT_ONCE", 10**9)
     assert [len(chunk) for chunk in chunks(many)] == [256, 256, 88]

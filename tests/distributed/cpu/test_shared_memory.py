@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -186,46 +187,61 @@ def _parts(rank: int, ranks: int) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             for rows, heads, tokens in ((1, 1, 1), (3, 2, 5), (5, 3, 2), (2, 1, 7)):
                 shape = (2, rows, heads, tokens, 4)
-                drawn = [
-                    [_drawn(9 * peer + part, 8 * rows * heads * tokens, dtype) for part in (0, 1)]
-                    for peer in range(ranks)
-                ]
-                gathered = [[torch.zeros(shape, dtype=dtype) for _ in (0, 1)] for _ in range(ranks)]
-                parts = [
-                    [None if peer > rank and part else gathered[peer][part] for part in (0, 1)] for peer in range(ranks)
-                ]
-                for part in (0, 1):
-                    gathered[rank][part].copy_(drawn[rank][part].view(shape))
-                shared.gather_parts(parts)
-                for peer in range(ranks):
-                    for part in (0, 1):
-                        expected = torch.zeros(shape) if parts[peer][part] is None else drawn[peer][part].view(shape)
-                        assert torch.equal(gathered[peer][part], expected.to(dtype))
-                # Addend of rank r for part p of rank s, in float32. Second parts of later ranks have no addend.
-                sums = [
-                    [
-                        [
-                            _drawn(100 * r + 10 * s + p, 8 * rows * heads * tokens, torch.float32).view(shape)
-                            for p in (0, 1)
-                        ]
-                        for s in range(ranks)
-                    ]
-                    for r in range(ranks)
-                ]
-                has = [[[s <= r or p == 0 for p in (0, 1)] for s in range(ranks)] for r in range(ranks)]
-                own_addends = [
-                    [sums[rank][s][p].clone() if has[rank][s][p] else None for p in (0, 1)] for s in range(ranks)
-                ]
-                # outputs with tokens before heads in memory, which are not contiguous
-                outs = [torch.zeros(2, rows, tokens, heads, 4, dtype=dtype).transpose(2, 3) for _ in (0, 1)]
-                shared.reduce_scatter_parts(own_addends, [has[r][rank] for r in range(ranks)], outs)
-                for p in (0, 1):
-                    addends = [sums[r][rank][p].to(dtype).double() for r in range(ranks) if has[r][rank][p]]
-                    exact = torch.stack(addends).sum(0)
-                    rtol = 2**-7 if dtype == torch.bfloat16 else 0.0
-                    # every addend and the sum are rounded to a relative 2^-9; sums near zero lose digits
-                    atol = 2**-7 if dtype == torch.bfloat16 else 1e-6
-                    torch.testing.assert_close(outs[p].double(), exact, rtol=rtol, atol=atol)
+                _check_gathered_parts(shared, rank, ranks, shape, dtype)
+                _check_reduced_parts(shared, rank, ranks, shape, dtype)
+
+
+def _check_gathered_parts(
+    shared: SequenceExchange, rank: int, ranks: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Gather two parts of each rank. The second parts of later ranks are not requested."""
+
+    def drawn(peer: int, part: int) -> Tensor:
+        return _drawn(9 * peer + part, math.prod(shape), dtype).view(shape)
+
+    gathered = [[torch.zeros(shape, dtype=dtype) for _ in (0, 1)] for _ in range(ranks)]
+    parts: list[list[Tensor | None]] = []
+    for peer in range(ranks):
+        second = None if peer > rank else gathered[peer][1]
+        parts.append([gathered[peer][0], second])
+    for part in (0, 1):
+        gathered[rank][part].copy_(drawn(rank, part))
+    shared.gather_parts(parts)
+    for peer in range(ranks):
+        for part in (0, 1):
+            is_requested = parts[peer][part] is not None
+            expected = drawn(peer, part) if is_requested else torch.zeros(shape, dtype=dtype)
+            assert torch.equal(gathered[peer][part], expected)
+
+
+def _check_reduced_parts(
+    shared: SequenceExchange, rank: int, ranks: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Sum float32 addends of all ranks for the parts of each rank. Second parts of later ranks have no addend."""
+
+    def has_addend(source: int, owner: int, part: int) -> bool:
+        return owner <= source or part == 0
+
+    def addend(source: int, owner: int, part: int) -> Tensor:
+        return _drawn(100 * source + 10 * owner + part, math.prod(shape), torch.float32).view(shape)
+
+    own_addends: list[list[Tensor | None]] = []
+    for owner in range(ranks):
+        own_addends.append([addend(rank, owner, part) if has_addend(rank, owner, part) else None for part in (0, 1)])
+    sources = [[has_addend(source, rank, part) for part in (0, 1)] for source in range(ranks)]
+    _, rows, heads, tokens, features = shape
+    # outputs with tokens before heads in memory, which are not contiguous
+    outs = [torch.zeros(2, rows, tokens, heads, features, dtype=dtype).transpose(2, 3) for _ in (0, 1)]
+    shared.reduce_scatter_parts(own_addends, sources, outs)
+    for part in (0, 1):
+        exact = torch.zeros(shape, dtype=torch.float64)
+        for source in range(ranks):
+            if has_addend(source, rank, part):
+                exact += addend(source, rank, part).to(dtype).double()
+        rtol = 2**-7 if dtype == torch.bfloat16 else 0.0
+        # every addend and the sum are rounded to a relative 2^-9; sums near zero lose digits
+        atol = 2**-7 if dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(outs[part].double(), exact, rtol=rtol, atol=atol)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no file-backed shared memory")
